@@ -1,0 +1,47 @@
+"""What is saved and loaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.config.flag import flag
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    save: str | None = flag(None, "Directory to save checkpoints in; needs --save-interval.")
+    load: str | None = flag(None, "Directory to resume from; the same as --save starts afresh while it is empty.")
+    save_interval: int | None = flag(None, "Steps between checkpoints.", at_least=1)
+    save_optim: bool = flag(True, "Leave the optimizer out of checkpoints.", off="--no-save-optim")
+    save_rng: bool = flag(True, "Leave the random states out of checkpoints.", off="--no-save-rng")
+    load_optim: bool = flag(True, "Do not load the optimizer.", off="--no-load-optim")
+    load_rng: bool = flag(True, "Do not load the random states.", off="--no-load-rng")
+    finetune: bool = flag(False, "Load weights only and start at iteration 0.")
+    use_checkpoint_args: bool = flag(False, "Take the model's shape and the tokenizer from the checkpoint.")
+    exit_on_missing_checkpoint: bool = flag(
+        False,
+        "Stop when --load has no checkpoint.",
+        status="no-op",
+        note="a --load without a checkpoint always stops the run, unless it is also --save",
+    )
+    strict_load: bool = flag(True, "Load although tensors are missing (weights-only loads).", off="--no-strict-load")
+    perform_initialization: bool = flag(
+        True, "Do not draw initial weights (they are loaded from --load).", off="--no-initialization"
+    )
+    ckpt_format: str = flag(
+        "torch",
+        "Format of the checkpoints.",
+        choices=("torch",),
+        refused=dict.fromkeys(
+            ("torch_dist", "torch_dcp", "fsdp_dtensor", "zarr"),
+            "not supported; use torch (any layout loads into any other with it)",
+        ),
+    )
+    ckpt_step: int | None = flag(None, "Load this iteration instead of the newest.", at_least=0)
+    async_save: bool = flag(False, "Write checkpoints in the background.", status="later", note="remove it")
+    save_retain_interval: int | None = flag(
+        None, "Of the older checkpoints keep only those at multiples of this; the newest is always kept.", at_least=1
+    )
+    ckpt_convert_format: str | None = flag(
+        None, "Convert on the way.", status="never", note="use tools/convert_checkpoint.py"
+    )

@@ -1,0 +1,42 @@
+"""Which implementation of each operation runs. Nothing here changes the function that is computed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.config.flag import flag
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelsConfig:
+    kernels: str = flag("auto", "auto, native or ref, and operations to leave out: auto,-rope,-layer_norm.")
+    masked_softmax_fusion: bool = flag(True, "Short for -softmax in --kernels.", off="--no-masked-softmax-fusion")
+    bias_swiglu_fusion: bool = flag(True, "Short for -swiglu in --kernels.", off="--no-bias-swiglu-fusion")
+    bias_dropout_fusion: bool = flag(True, "Short for -bias_dropout_add in --kernels.", off="--no-bias-dropout-fusion")
+    rope_fusion: bool = flag(True, "Short for -rope in --kernels.", off="--no-rope-fusion")
+    gradient_accumulation_fusion: bool = flag(
+        True, "Short for -wgrad_accumulation in --kernels.", off="--no-gradient-accumulation-fusion"
+    )
+    persist_layer_norm: bool = flag(True, "Short for -layer_norm in --kernels.", off="--no-persist-layer-norm")
+    use_flash_attn: bool = flag(False, "Short for --attention-backend flash.")
+    attention_backend: str = flag(
+        "auto", "Which core attention runs.", choices=("auto", "flash", "fused", "unfused", "local")
+    )
+
+    @property
+    def spec(self) -> str:
+        """`--kernels` with the operations that the `--no-*-fusion` switches leave out."""
+        switches = {
+            "softmax": self.masked_softmax_fusion,
+            "swiglu": self.bias_swiglu_fusion,
+            "bias_dropout_add": self.bias_dropout_fusion,
+            "rope": self.rope_fusion,
+            "wgrad_accumulation": self.gradient_accumulation_fusion,
+            "layer_norm": self.persist_layer_norm,
+        }
+        parts = self.kernels.split(",")
+        return ",".join([*parts, *(f"-{op}" for op, on in switches.items() if not on and f"-{op}" not in parts)])
+
+    @property
+    def attention(self) -> str:
+        return "flash" if self.use_flash_attn else self.attention_backend

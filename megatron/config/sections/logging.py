@@ -1,0 +1,51 @@
+"""What is reported, where, and how often; and evaluation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.config.flag import flag
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoggingConfig:
+    log_interval: int = flag(100, "Steps between log lines.", at_least=1)
+    tensorboard_dir: str | None = flag(None, "Directory of TensorBoard event files.")
+    tensorboard_log_interval: int = flag(1, "Steps between TensorBoard entries.", at_least=1)
+    tensorboard_queue_size: int = flag(1000, "Pending TensorBoard entries before a flush.", at_least=1)
+    metrics_jsonl: str | None = flag(None, "File that gets one JSON object per logged iteration.")
+    log_timers_to_tensorboard: bool = flag(False, "Write the timers to TensorBoard.")
+    log_memory_to_tensorboard: bool = flag(False, "Write memory use to TensorBoard.")
+    log_validation_ppl_to_tensorboard: bool = flag(False, "Write the validation perplexity to TensorBoard.")
+    log_world_size_to_tensorboard: bool = flag(False, "Write the number of ranks to TensorBoard.")
+    log_batch_size_to_tensorboard: bool = flag(False, "Write the global batch size to TensorBoard.")
+    log_learning_rate_to_tensorboard: bool = flag(
+        True, "Do not write the learning rate to TensorBoard.", off="--no-log-learnig-rate-to-tensorboard",
+        aliases=("--no-log-learning-rate-to-tensorboard",),
+    )  # fmt: skip
+    log_loss_scale_to_tensorboard: bool = flag(
+        True, "Do not write the loss scale to TensorBoard.", off="--no-log-loss-scale-to-tensorboard"
+    )
+    log_params_norm: bool = flag(False, "Report the L2 norm of the parameters.")
+    log_num_zeros_in_grad: bool = flag(False, "Report how many gradient entries are zero.")
+    log_throughput: bool = flag(
+        False,
+        "Report TFLOP/s per device.",
+        status="no-op",
+        note="throughput is always reported",
+    )
+    timing_log_level: int = flag(0, "0: the iteration; 1: its parts; 2: every timer.", choices=(0, 1, 2))
+    timing_log_option: str = flag("minmax", "Which ranks' timers are reported.", choices=("max", "minmax", "all"))
+    wandb_project: str | None = flag(None, "Weights & Biases project; turns it on.")
+    wandb_exp_name: str | None = flag(None, "Weights & Biases run name.")
+    wandb_save_dir: str | None = flag(None, "Directory for Weights & Biases files.")
+    wandb_entity: str | None = flag(None, "Weights & Biases entity.")
+    log_straggler: bool = flag(False, "Report slow ranks.", status="later", note="remove it")
+    profile: bool = flag(False, "Profile a window of steps.", status="later", note="remove it")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationConfig:
+    eval_interval: int = flag(1000, "Steps between evaluations.", at_least=1)
+    eval_iters: int = flag(100, "Global batches per evaluation; 0 is none.", at_least=0)
+    full_validation: bool = flag(False, "Evaluate on the whole validation set each time.")

@@ -1,0 +1,159 @@
+"""The shape of the model: what is computed, for the GPT-2 and the Llama/Qwen/Mistral families."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron.config.flag import flag
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    model: str | None = flag(None, "Named preset (gpt2-124m, llama3-8b, ...); any other flag overrides it.")
+    num_layers: int = flag(0, "Transformer layers.", at_least=1, required=True)
+    hidden_size: int = flag(0, "Width of the residual stream.", at_least=1, required=True)
+    ffn_hidden_size: int | None = flag(
+        None, "Width of the MLP. Unset: 4 x hidden, or int(4 x hidden x 2/3 / 64) x 64 with --swiglu.", at_least=1
+    )
+    num_attention_heads: int = flag(0, "Query heads.", at_least=1, required=True)
+    kv_channels: int | None = flag(None, "Width of one head. Unset: hidden size / heads.", at_least=1)
+    group_query_attention: bool = flag(False, "Grouped-query attention; needs --num-query-groups.")
+    num_query_groups: int | None = flag(
+        None,
+        "Key/value heads; 1 is multi-query attention. Given alone it turns GQA on.",
+        at_least=1,
+    )
+    max_position_embeddings: int = flag(
+        0, "Rows of the learned position table, at least --seq-length. Only recorded with RoPE.", at_least=1
+    )
+    position_embedding_type: str = flag(
+        "learned_absolute",
+        "How positions enter the model.",
+        choices=("learned_absolute", "rope", "yarn", "none"),
+        refused={
+            "relative": "T5's relative positions are not supported; use learned_absolute or rope",
+            "mrope": "multimodal RoPE is not supported; use rope",
+        },
+    )
+    add_position_embedding: bool = flag(True, "No learned position table.", off="--no-position-embedding")
+    use_rotary_position_embeddings: bool = flag(
+        False, "23.06's spelling of --position-embedding-type rope (there is then no learned table)."
+    )
+    rotary_percent: float = flag(1.0, "Share of the head width that rotates.", above=0.0, at_most=1.0)
+    rotary_base: float = flag(10000.0, "RoPE's theta.", above=0.0)
+    rotary_seq_len_interpolation_factor: float | None = flag(
+        None, "Linear position interpolation: positions are divided by this.", above=0.0
+    )
+    use_rope_scaling: bool = flag(False, "Llama-3.x scaling of the RoPE frequencies.")
+    rope_scaling_factor: float = flag(8.0, "Factor of --use-rope-scaling.", at_least=1.0)
+    rope_low_freq_factor: float = flag(1.0, "Llama-3.x scaling: low frequency factor.", above=0.0)
+    rope_high_freq_factor: float = flag(4.0, "Llama-3.x scaling: high frequency factor.", above=0.0)
+    rope_original_max_position: int = flag(8192, "Llama-3.x scaling: context of the original training.", at_least=1)
+    yarn_rotary_scaling_factor: float = flag(1.0, "YaRN: how many times longer the context is.", at_least=1.0)
+    yarn_original_max_position_embeddings: int = flag(4096, "YaRN: context of the original training.", at_least=1)
+    yarn_beta_fast: float = flag(32.0, "YaRN: rotations above which a frequency is kept.", above=0.0)
+    yarn_beta_slow: float = flag(1.0, "YaRN: rotations below which a frequency is interpolated.", above=0.0)
+    yarn_attention_factor: float | None = flag(
+        None, "YaRN: factor on cos and sin. Unset: 0.1 x ln(scaling factor) + 1.", above=0.0
+    )
+    make_vocab_size_divisible_by: int = flag(
+        128, "The vocabulary is padded in memory to a multiple of this times TP; padding has no meaning.", at_least=1
+    )
+    normalization: str = flag("LayerNorm", "Kind of normalisation.", choices=("LayerNorm", "RMSNorm"))
+    norm_epsilon: float = flag(1e-5, "Epsilon of the norms.", aliases=("--layernorm-epsilon",), above=0.0)
+    apply_layernorm_1p: bool = flag(False, "Store gamma - 1, so that weight decay pulls the gain to 1.")
+    qk_layernorm: bool = flag(False, "Normalise Q and K per head before RoPE.")
+    window_size: tuple[int, ...] | None = flag(
+        None,
+        "Sliding-window attention: LEFT RIGHT tokens besides the own one (Mistral with window w: w-1 0).",
+        nargs="+",
+    )
+    swiglu: bool = flag(False, "Gated SiLU MLP.")
+    squared_relu: bool = flag(False, "ReLU squared MLP.")
+    openai_gelu: bool = flag(False, "The tanh form of GELU, which is also the default here.")
+    bias_gelu_fusion: bool = flag(
+        True, "Use the erf form of GELU (what the unfused path of Megatron computes).", off="--no-bias-gelu-fusion"
+    )
+    add_bias_linear: bool = flag(True, "No bias in the linear layers.", off="--disable-bias-linear")
+    add_qkv_bias: bool = flag(False, "A bias in the QKV projection even under --disable-bias-linear (Qwen2).")
+    untie_embeddings_and_output_weights: bool = flag(False, "A separate output head.")
+    attention_dropout: float = flag(0.1, "Dropout on the attention probabilities.", at_least=0.0, at_most=1.0)
+    hidden_dropout: float = flag(0.1, "Dropout on embeddings and residual branches.", at_least=0.0, at_most=1.0)
+    init_method_std: float = flag(
+        0.02, "Standard deviation of the initial weights; output projections use it / sqrt(2 x layers).", at_least=0.0
+    )
+    init_method_xavier_uniform: bool = flag(False, "Xavier-uniform initial weights instead.")
+    apply_residual_connection_post_layernorm: bool = flag(
+        False, "Residual taken after the norm instead of before (BERT style)."
+    )
+    apply_query_key_layer_scaling: bool = flag(
+        False, "Divide QK by the layer number and multiply back in fp32 inside the softmax (off here, unlike 23.06)."
+    )
+    fp32_residual_connection: bool = flag(False, "Keep the residual stream in fp32.")
+    attention_softmax_in_fp32: bool = flag(False, "Compute the attention softmax in fp32.")
+
+    @property
+    def head_dim(self) -> int:
+        return self.kv_channels if self.kv_channels is not None else self.hidden_size // self.num_attention_heads
+
+    @property
+    def query_groups(self) -> int:
+        """Key/value heads."""
+        return self.num_query_groups if self.num_query_groups is not None else self.num_attention_heads
+
+    @property
+    def gated(self) -> bool:
+        return self.swiglu
+
+    @property
+    def ffn_size(self) -> int:
+        if self.ffn_hidden_size is not None:
+            return self.ffn_hidden_size
+        if self.swiglu:  # two thirds of 4h, so that the gated MLP has as many weights as the plain one
+            return int((4 * self.hidden_size * 2 / 3) / 64) * 64
+        return 4 * self.hidden_size
+
+    @property
+    def activation(self) -> Literal["gelu_tanh", "gelu_erf", "swiglu", "squared_relu"]:
+        if self.swiglu:
+            return "swiglu"
+        if self.squared_relu:
+            return "squared_relu"
+        # Megatron's fused bias+GELU is the tanh form and its unfused path the erf form; without a bias there is
+        # nothing to fuse, so --disable-bias-linear takes the unfused path as well. --openai-gelu is always tanh.
+        fused = self.bias_gelu_fusion and self.add_bias_linear
+        return "gelu_tanh" if fused or self.openai_gelu else "gelu_erf"
+
+    @property
+    def positions(self) -> Literal["learned", "rope", "none"]:
+        if self.use_rotary_position_embeddings or self.position_embedding_type in ("rope", "yarn"):
+            return "rope"
+        if self.position_embedding_type == "none" or not self.add_position_embedding:
+            return "none"
+        return "learned"
+
+    @property
+    def rope_scaling(self) -> Literal["none", "linear", "llama3", "yarn"]:
+        if self.position_embedding_type == "yarn":
+            return "yarn"
+        if self.use_rope_scaling:
+            return "llama3"
+        return "none" if self.rotary_seq_len_interpolation_factor is None else "linear"
+
+    @property
+    def window(self) -> tuple[int, int] | None:
+        """(left, right) tokens that a query sees besides its own position; None = no window."""
+        return None if self.window_size is None else (self.window_size[0], self.window_size[1])
+
+    @property
+    def tied(self) -> bool:
+        return not self.untie_embeddings_and_output_weights
+
+    @property
+    def linear_bias(self) -> bool:
+        return self.add_bias_linear
+
+    @property
+    def qkv_bias(self) -> bool:
+        return self.add_bias_linear or self.add_qkv_bias

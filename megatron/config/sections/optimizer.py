@@ -1,0 +1,61 @@
+"""The optimizer and the schedules of learning rate and weight decay."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.config.flag import flag
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    optimizer: str = flag(
+        "adam",
+        "adam is AdamW (decoupled decay).",
+        choices=("adam", "sgd"),
+        refused=dict.fromkeys(
+            ("muon", "dist_muon", "adaptive_muon", "lion", "soap"), "not supported yet; use adam or sgd"
+        ),
+    )
+    weight_decay: float = flag(0.01, "Decoupled weight decay; biases and 1-D parameters have none.", at_least=0.0)
+    weight_decay_incr_style: str = flag(
+        "constant", "How weight decay moves from start to end.", choices=("constant", "linear", "cosine")
+    )
+    start_weight_decay: float | None = flag(None, "Weight decay at the start of its ramp.", at_least=0.0)
+    end_weight_decay: float | None = flag(None, "Weight decay at the end of its ramp.", at_least=0.0)
+    clip_grad: float = flag(1.0, "Largest global L2 norm of the gradient; 0 is no clipping.", at_least=0.0)
+    adam_beta1: float = flag(0.9, "Adam's first beta.", at_least=0.0, at_most=1.0)
+    adam_beta2: float = flag(0.999, "Adam's second beta.", at_least=0.0, at_most=1.0)
+    adam_eps: float = flag(1e-8, "Adam's epsilon.", above=0.0)
+    sgd_momentum: float = flag(0.9, "Momentum of SGD.", at_least=0.0, at_most=1.0)
+    muon_momentum: float = flag(0.9, "Momentum of Muon.", status="later", note="leave it out")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleConfig:
+    lr: float | None = flag(None, "Peak learning rate.", at_least=0.0)
+    min_lr: float = flag(0.0, "Smallest learning rate.", at_least=0.0)
+    lr_decay_style: str = flag(
+        "linear",
+        "Shape of the decay.",
+        choices=("constant", "linear", "cosine", "inverse-square-root", "WSD"),
+    )
+    lr_decay_iters: int | None = flag(None, "Length of the decay in steps. Unset: --train-iters.", at_least=1)
+    lr_decay_samples: int | None = flag(None, "Length of the decay in samples. Unset: --train-samples.", at_least=1)
+    lr_warmup_fraction: float | None = flag(
+        None, "Linear warm-up over this share of the decay length.", at_least=0.0, at_most=1.0
+    )
+    lr_warmup_iters: int = flag(0, "Linear warm-up over so many steps.", at_least=0)
+    lr_warmup_samples: int = flag(0, "Linear warm-up over so many samples.", at_least=0)
+    lr_warmup_init: float = flag(0.0, "Learning rate at the start of the warm-up.", at_least=0.0)
+    lr_wsd_decay_style: str = flag(
+        "exponential", "Shape of WSD's last part.", choices=("exponential", "linear", "cosine", "minus_sqrt")
+    )
+    lr_wsd_decay_iters: int | None = flag(None, "Length of WSD's last part in steps.", at_least=1)
+    lr_wsd_decay_samples: int | None = flag(None, "Length of WSD's last part in samples.", at_least=1)
+    override_opt_param_scheduler: bool = flag(
+        False, "On resume take the schedule from the command line.", spelling="--override-opt_param-scheduler"
+    )
+    use_checkpoint_opt_param_scheduler: bool = flag(
+        False, "On resume take the schedule from the checkpoint.", spelling="--use-checkpoint-opt_param-scheduler"
+    )

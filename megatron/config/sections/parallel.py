@@ -1,0 +1,61 @@
+"""How the work is divided over processes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.config.flag import flag
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    tensor_model_parallel_size: int = flag(
+        1,
+        "Ranks that share each layer.",
+        status="later",
+        note="leave it at 1 (data parallelism over all ranks)",
+        aliases=("--model-parallel-size",),
+        at_least=1,
+    )
+    pipeline_model_parallel_size: int = flag(
+        1, "Pipeline stages.", status="later", note="leave it at 1 (data parallelism over all ranks)", at_least=1
+    )
+    num_layers_per_virtual_pipeline_stage: int | None = flag(
+        None, "Layers per virtual stage of the interleaved schedule.", status="later", note="leave it out"
+    )
+    sequence_parallel: bool = flag(
+        False, "Split norms and dropout over the tensor-parallel ranks.", status="later", note="remove it"
+    )
+    context_parallel_size: int = flag(
+        1, "Ranks that share each sequence.", status="later", note="leave it at 1", at_least=1
+    )
+    cp_comm_type: tuple[str, ...] = flag(
+        ("p2p",), "How context-parallel ranks exchange keys and values.", status="later", note="leave it out", nargs="+"
+    )
+    expert_model_parallel_size: int = flag(
+        1, "Ranks that share the experts.", status="later", note="leave it at 1", at_least=1
+    )
+    use_distributed_optimizer: bool = flag(
+        False, "Shard optimizer state over the data-parallel ranks (ZeRO-1).", status="later", note="remove it"
+    )
+    overlap_grad_reduce: bool = flag(False, "Reduce gradients while the backward pass still runs.")
+    overlap_param_gather: bool = flag(
+        False, "Gather parameters while the forward pass runs.", status="later", note="remove it"
+    )
+    use_torch_fsdp2: bool = flag(False, "Shard with torch's fully_shard.", status="later", note="remove it")
+    data_parallel_sharding_strategy: str = flag(
+        "no_shard",
+        "What is sharded over the data-parallel ranks.",
+        choices=("no_shard", "optim", "optim_grads", "optim_grads_params"),
+        status="later",
+        note="use no_shard",
+    )
+    overlap_p2p_communication: bool = flag(
+        True, "Do not overlap pipeline communication.", off="--no-overlap-p2p-communication", status="later",
+        note="remove it; there is no pipeline yet",
+    )  # fmt: skip
+    tp_comm_overlap: bool = flag(False, "Overlap tensor-parallel communication.", status="later", note="remove it")
+    optimizer_cpu_offload: bool = flag(False, "Keep optimizer state in host memory.", status="later", note="remove it")
+    optimizer_offload_fraction: float = flag(
+        1.0, "Share of the optimizer state to offload.", status="later", note="leave it out"
+    )

@@ -1,0 +1,74 @@
+"""Number formats, loss scaling, and what is computed twice to save memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron.config.flag import flag
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrecisionConfig:
+    fp16: bool = flag(False, "fp16 weights with fp32 masters and a loss scale.")
+    bf16: bool = flag(False, "bf16 weights with fp32 masters.")
+    loss_scale: float | None = flag(None, "Constant loss scale. Unset: dynamic with --fp16, else 1.", above=0.0)
+    initial_loss_scale: float = flag(2.0**32, "First dynamic loss scale.", above=0.0)
+    min_loss_scale: float = flag(1.0, "Smallest dynamic loss scale.", above=0.0)
+    loss_scale_window: int = flag(1000, "Good steps before the scale doubles.", at_least=1)
+    hysteresis: int = flag(2, "Overflows before the scale halves.", at_least=1)
+    transformer_impl: str = flag(
+        "local",
+        "Which layers are used; there is one implementation, and --kernels picks its operations.",
+        choices=("local",),
+        refused={"transformer_engine": "not supported; use local (--kernels chooses the fast operations)"},
+        status="no-op",
+        note="there is one implementation; --kernels chooses its operations",
+    )
+    fp8_format: str | None = flag(
+        None, "fp8 format of the linear layers.", choices=("e4m3", "hybrid"), status="later", note="use --bf16",
+        aliases=("--fp8",),
+    )  # fmt: skip
+    fp8_recipe: str = flag("delayed", "How fp8 scales are found.", status="later", note="leave it out")
+    fp8_margin: int = flag(0, "Margin of delayed scaling.", status="later", note="leave it at 0")
+    fp8_amax_history_len: int = flag(1, "History of delayed scaling.", status="later", note="leave it at 1")
+    fp8_amax_compute_algo: str = flag(
+        "most_recent", "Which maximum of the history is used.", status="later", note="leave it at most_recent"
+    )
+
+    @property
+    def params_dtype(self) -> Literal["float32", "bfloat16", "float16"]:
+        if self.fp16:
+            return "float16"
+        return "bfloat16" if self.bf16 else "float32"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecomputeConfig:
+    recompute_activations: bool = flag(False, "Short for --recompute-granularity selective.")
+    recompute_granularity: str | None = flag(
+        None, "full: whole layers; selective: the core attention.", choices=("full", "selective")
+    )
+    recompute_method: str | None = flag(
+        None,
+        "With full: uniform chunks of layers, or the first layers (block).",
+        choices=("uniform", "block"),
+    )
+    recompute_num_layers: int = flag(1, "Layers per chunk (uniform) or recomputed layers (block).", at_least=1)
+    recompute_modules: tuple[str, ...] | None = flag(
+        None,
+        "With selective: the parts to recompute. Unset: core_attn.",
+        nargs="+",
+        choices=("core_attn", "mlp", "layernorm"),
+    )
+    distribute_saved_activations: bool = flag(
+        False, "Shard saved activations over tensor-parallel ranks.", status="later", note="remove it"
+    )
+
+    @property
+    def full(self) -> bool:
+        return self.recompute_granularity == "full"
+
+    @property
+    def selective(self) -> bool:
+        return self.recompute_activations or self.recompute_granularity == "selective"

@@ -1,0 +1,45 @@
+"""Batch sizes, the length of the run, and when it stops."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.config.flag import flag
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingConfig:
+    micro_batch_size: int = flag(
+        0, "Samples per forward pass on one rank.", at_least=1, required=True, aliases=("--batch-size",)
+    )
+    global_batch_size: int | None = flag(
+        None, "Samples per optimizer step over all ranks. Unset: micro-batch size x data-parallel size.", at_least=1
+    )
+    rampup_batch_size: tuple[int, ...] | None = flag(
+        None, "START INCREMENT SAMPLES: grow the batch to --global-batch-size over so many samples.", nargs=3
+    )
+    train_iters: int | None = flag(None, "Steps to train (or --train-samples).", at_least=0)
+    train_samples: int | None = flag(None, "Samples to train on (or --train-iters).", at_least=0)
+    exit_interval: int | None = flag(None, "Save and stop when the iteration is a multiple of this.", at_least=1)
+    exit_duration_in_mins: float | None = flag(None, "Save and stop after so many minutes.", above=0.0)
+    exit_signal_handler: bool = flag(False, "Save and stop on SIGTERM.")
+    seed: int = flag(1234, "Seed of initial weights, sample order and dropout.", at_least=0)
+    skip_train: bool = flag(False, "Only evaluate.")
+    iterations_to_skip: tuple[int, ...] | None = flag(
+        None, "Iterations whose data is consumed without a step.", nargs="+"
+    )
+    deterministic_mode: bool = flag(False, "Only operations that give the same bits in every run.")
+    manual_gc: bool = flag(False, "Collect Python's garbage at fixed iterations instead of whenever.")
+    manual_gc_interval: int = flag(0, "Iterations between two collections under --manual-gc; 0 is never.", at_least=0)
+    manual_gc_eval: bool = flag(True, "Do not collect around evaluations.", off="--no-manual-gc-eval")
+    check_for_nan_in_loss_and_grad: bool = flag(
+        True, "Let a NaN or infinity in loss or gradient pass.", off="--no-check-for-nan-in-loss-and-grad"
+    )
+    check_for_spiky_loss: bool = flag(False, "Flag sudden rises of the loss.", status="later", note="remove it")
+    rerun_mode: str = flag(
+        "disabled",
+        "Repeat a suspicious step to tell hardware faults from software faults.",
+        choices=("disabled", "validate_results", "report_determinism_stats"),
+        status="later",
+        note="use disabled",
+    )
