@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from megatron.config.flag import flag
+from megatron.errors import ConfigError
 
 TOKENIZER_TYPES = (
     "GPT2BPETokenizer",
@@ -15,6 +17,40 @@ TOKENIZER_TYPES = (
     "TikTokenizer",
     "NullTokenizer",
 )
+
+
+def parse_split(text: str) -> tuple[float, float, float]:
+    """ "949,50,1" -> shares of training, validation and test that sum to 1; missing ones are 0, as in Megatron."""
+    way_out = "give up to three non-negative numbers, as in --split 969,30,1"
+    try:
+        parts = [float(part) for part in text.replace("/", ",").split(",")]
+    except ValueError:
+        raise ConfigError(f"--split {text}: not a list of numbers; {way_out}") from None
+    total = math.fsum(parts)
+    if len(parts) > 3 or min(parts) < 0 or not 0 < total < math.inf:
+        raise ConfigError(f"--split {text}: cannot be a split; {way_out}")
+    train, valid, test = (part / total for part in [*parts, 0.0, 0.0][:3])
+    return train, valid, test
+
+
+def parse_blend(paths: tuple[str, ...], spelling: str = "--data-path") -> tuple[tuple[float, str], ...]:
+    """(PREFIX,) or (WEIGHT, PREFIX, WEIGHT, PREFIX, ...) -> ((weight, prefix), ...); a lone prefix weighs 1."""
+    if len(paths) == 1:
+        return ((1.0, paths[0]),)
+    given = " ".join(paths)
+    way_out = f"give one PREFIX, or WEIGHT PREFIX pairs as in {spelling} 0.3 web 0.7 code"
+    if len(paths) % 2:
+        raise ConfigError(f"{spelling} {given}: {len(paths)} values are neither one prefix nor pairs; {way_out}")
+    blend = []
+    for weight, prefix in zip(paths[::2], paths[1::2]):
+        try:
+            number = float(weight)
+        except ValueError:
+            raise ConfigError(f"{spelling} {given}: '{weight}' stands where a weight should; {way_out}") from None
+        if not 0 < number < math.inf:
+            raise ConfigError(f"{spelling} {given}: the weight {weight} is not a positive number; {way_out}")
+        blend.append((number, prefix))
+    return tuple(blend)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +64,7 @@ class DataConfig:
     split: str = flag("969, 30, 1", "Proportions of documents for training, validation and test.")
     split_rule: str = flag("23.06", "Whose rounding cuts the documents.", choices=("23.06", "main"))
     data_cache_path: str | None = flag(None, "Directory of the index caches. Unset: beside the data.")
-    seq_length: int = flag(0, "Tokens per sample.", at_least=1, required=True)
+    seq_length: int = flag(0, "Tokens per sample.", at_least=1, required=True, aliases=("--encoder-seq-length",))
     num_workers: int = flag(2, "Processes that load data; 0 loads in the training process.", at_least=0)
     dataloader_type: str = flag(
         "single",
@@ -50,6 +86,11 @@ class DataConfig:
         None, "Cache of indices from object storage.", status="later", note="copy the data to a local disk"
     )
 
+    @property
+    def split_weights(self) -> tuple[float, float, float]:
+        """--split as three shares that sum to 1."""
+        return parse_split(self.split)
+
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerConfig:
@@ -68,3 +109,8 @@ class TokenizerConfig:
     vocab_size: int | None = flag(
         None, "Vocabulary of NullTokenizer and --mock-data; must equal the tokenizer's own otherwise.", at_least=1
     )
+
+    @property
+    def kind(self) -> str:
+        """The tokenizer type in force: GPT pretraining takes GPT2BPETokenizer when none is named, as Megatron does."""
+        return self.tokenizer_type or "GPT2BPETokenizer"

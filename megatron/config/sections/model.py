@@ -50,7 +50,9 @@ class ModelConfig:
     rope_low_freq_factor: float = flag(1.0, "Llama-3.x scaling: low frequency factor.", above=0.0)
     rope_high_freq_factor: float = flag(4.0, "Llama-3.x scaling: high frequency factor.", above=0.0)
     rope_original_max_position: int = flag(8192, "Llama-3.x scaling: context of the original training.", at_least=1)
-    yarn_rotary_scaling_factor: float = flag(1.0, "YaRN: how many times longer the context is.", at_least=1.0)
+    yarn_factor: float = flag(
+        1.0, "YaRN: how many times longer the context is.", aliases=("--yarn-rotary-scaling-factor",), at_least=1.0
+    )
     yarn_original_max_position_embeddings: int = flag(4096, "YaRN: context of the original training.", at_least=1)
     yarn_beta_fast: float = flag(32.0, "YaRN: rotations above which a frequency is kept.", above=0.0)
     yarn_beta_slow: float = flag(1.0, "YaRN: rotations below which a frequency is interpolated.", above=0.0)

@@ -39,7 +39,7 @@ class TrainingConfig:
     rerun_mode: str = flag(
         "disabled",
         "Repeat a suspicious step to tell hardware faults from software faults.",
-        choices=("disabled", "validate_results", "report_determinism_stats"),
+        choices=("disabled", "validate_results", "report_stats"),
         status="later",
         note="use disabled",
     )
