@@ -1,0 +1,175 @@
+"""Which rank belongs to which group: pure arithmetic, no torch.
+
+Ranks are numbered with tensor parallel fastest, then context, data and pipeline parallel (Megatron's order):
+
+    rank = tp + TP * (cp + CP * (dp + DP * pp))
+
+Expert parallel is not a factor of the world of its own. It divides the CP x DP ranks that share a pipeline stage
+and a tensor slice: with `j = cp + CP * dp`, the expert coordinate is `j % EP` and `j // EP` counts the copies of
+each expert.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.errors import ConfigError
+
+TP_FLAG = "--tensor-model-parallel-size"
+CP_FLAG = "--context-parallel-size"
+EP_FLAG = "--expert-model-parallel-size"
+PP_FLAG = "--pipeline-model-parallel-size"
+
+AXES = ("tp", "cp", "ep", "dp", "pp", "dp_cp", "expert_dp", "model", "world")
+"""Every axis that has groups.
+
+`dp_cp` sums the gradients of dense parameters, `expert_dp` those of experts, `model` (tp x pp) holds one copy of the
+model, and `world` is everybody.
+"""
+
+
+@dataclass(frozen=True)
+class Coordinates:
+    """The place of one rank on every axis."""
+
+    tp: int
+    cp: int
+    dp: int
+    pp: int
+    ep: int
+    expert_dp: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The sizes of the parallel axes, and the ranks that each group holds."""
+
+    world_size: int
+    tp: int = 1
+    cp: int = 1
+    ep: int = 1
+    pp: int = 1
+
+    def __post_init__(self) -> None:
+        for flag, size in self._sizes():
+            if size < 1:
+                raise ConfigError(f"{flag} {size}: must be at least 1")
+        if self.world_size < 1:
+            raise ConfigError(f"world size {self.world_size}: at least one process is needed")
+        if self.world_size % self.model_size:
+            raise ConfigError(self._world_message())
+        if (self.dp * self.cp) % self.ep:
+            raise ConfigError(self._expert_message())
+
+    @property
+    def model_size(self) -> int:
+        """Ranks that together hold and compute one replica: TP x CP x PP."""
+        return self.tp * self.cp * self.pp
+
+    @property
+    def dp(self) -> int:
+        return self.world_size // self.model_size
+
+    @property
+    def expert_dp(self) -> int:
+        return self.dp * self.cp // self.ep
+
+    def size(self, axis: str) -> int:
+        """Ranks in each group of `axis`."""
+        return len(self.group_of(axis, 0))
+
+    def coordinates(self, rank: int) -> Coordinates:
+        if not 0 <= rank < self.world_size:
+            raise ValueError(f"rank {rank} is outside a world of {self.world_size}")
+        shared = rank // self.tp % (self.cp * self.dp)  # cp and dp together, cp fastest
+        return Coordinates(
+            tp=rank % self.tp,
+            cp=shared % self.cp,
+            dp=shared // self.cp,
+            pp=rank // (self.tp * self.cp * self.dp),
+            ep=shared % self.ep,
+            expert_dp=shared // self.ep,
+        )
+
+    def groups(self, axis: str) -> tuple[tuple[int, ...], ...]:
+        """All groups of `axis`, each in the order of its members' coordinate; every rank is in exactly one."""
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for rank in range(self.world_size):
+            groups.setdefault(self._key(axis, rank), []).append(rank)
+        return tuple(tuple(ranks) for ranks in groups.values())
+
+    def group_of(self, axis: str, rank: int) -> tuple[int, ...]:
+        """The group of `axis` that holds `rank`."""
+        key = self._key(axis, rank)
+        return tuple(other for other in range(self.world_size) if self._key(axis, other) == key)
+
+    def _key(self, axis: str, rank: int) -> tuple[int, ...]:
+        """What the members of a group of `axis` have in common."""
+        if axis not in AXES:
+            raise ValueError(f"unknown axis {axis!r}; there are {', '.join(AXES)}")
+        place = self.coordinates(rank)
+        return tuple(getattr(place, name) for name in _SAME_WITHIN_GROUP[axis])
+
+    def _sizes(self) -> tuple[tuple[str, int], ...]:
+        return (TP_FLAG, self.tp), (CP_FLAG, self.cp), (EP_FLAG, self.ep), (PP_FLAG, self.pp)
+
+    def _world_message(self) -> str:
+        given = [(flag, size) for flag, size in self._sizes() if size > 1 and flag != EP_FLAG]
+        product = " x ".join(f"{flag} {size}" for flag, size in given)
+        worlds = " or ".join(str(n) for n in nearest_multiples(self.world_size, self.model_size))
+        ways = [f"start {worlds} processes"]
+        for flag, size in given:
+            others = self.model_size // size
+            if self.world_size % others == 0:
+                fits = " or ".join(str(n) for n in nearest_divisors(self.world_size // others, size))
+                ways.append(f"use {flag} {fits}")
+        needs = f"{product} = {self.model_size}" if len(given) > 1 else product
+        return f"{needs} does not divide the {self.world_size} processes that were started; {', or '.join(ways)}"
+
+    def _expert_message(self) -> str:
+        replicas = self.dp * self.cp
+        fits = " or ".join(str(n) for n in nearest_divisors(replicas, self.ep))
+        return (
+            f"{EP_FLAG} {self.ep} does not divide the {replicas} ranks of data parallel {self.dp} x {CP_FLAG} "
+            f"{self.cp}; use {EP_FLAG} {fits}"
+        )
+
+
+_SAME_WITHIN_GROUP = {
+    "tp": ("pp", "dp", "cp"),
+    "cp": ("pp", "dp", "tp"),
+    "dp": ("pp", "cp", "tp"),
+    "pp": ("dp", "cp", "tp"),
+    "ep": ("pp", "expert_dp", "tp"),
+    "expert_dp": ("pp", "ep", "tp"),
+    "dp_cp": ("pp", "tp"),
+    "model": ("dp", "cp"),
+    "world": (),
+}
+"""The coordinates that the members of one group have in common."""
+
+
+def nearest_divisors(number: int, size: int) -> tuple[int, ...]:
+    """The largest divisor of `number` below `size` and the smallest above it, as far as they exist."""
+    divisors = [d for d in range(1, number + 1) if number % d == 0]
+    below = [d for d in divisors if d <= size]
+    above = [d for d in divisors if d > size]
+    return (*below[-1:], *above[:1])
+
+
+def nearest_multiples(number: int, unit: int) -> tuple[int, ...]:
+    """The multiples of `unit` on both sides of `number`, without 0."""
+    below = number // unit * unit
+    return tuple(n for n in (below, below + unit) if n)
+
+
+def padded_vocab_size(vocab_size: int, divisible_by: int = 128, tp: int = 1) -> int:
+    """Rows of the vocabulary tables in memory: the smallest multiple of `divisible_by * tp` that holds `vocab_size`."""
+    if vocab_size < 1:
+        raise ConfigError(f"vocabulary size {vocab_size}: must be at least 1")
+    if divisible_by < 1:
+        raise ConfigError(f"--make-vocab-size-divisible-by {divisible_by}: must be at least 1")
+    if tp < 1:
+        raise ConfigError(f"{TP_FLAG} {tp}: must be at least 1")
+    unit = divisible_by * tp
+    return -(-vocab_size // unit) * unit
