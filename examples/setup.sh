@@ -1,0 +1,34 @@
+# Sourced by quickstart.sh and tests/run.sh, which then call: setup_environment [--extra test]
+# It leaves a Python with everything installed in $PYTHON. Set PYTHON beforehand to choose which one it starts from.
+
+ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+
+# Prints the Python to start from: the first that really runs (version managers leave commands on the PATH that do
+# not) and is 3.11 to 3.13, one that has torch before one that has not.
+find_python() {
+    local name found first="" names=(python3 python python3.13 python3.12 python3.11)
+    [ -z "${PYTHON:-}" ] || names=("$PYTHON")
+    for name in "${names[@]}"; do
+        found=$("$name" -c '
+import sys
+if (3, 11) <= sys.version_info[:2] <= (3, 13):
+    import importlib.util
+    print("torch" if importlib.util.find_spec("torch") else "plain")' 2>/dev/null) || continue
+        case $found in
+            torch) echo "$name"; return ;;
+            plain) first=${first:-$name} ;;
+        esac
+    done
+    if [ -z "$first" ]; then
+        echo "error: no Python 3.11, 3.12 or 3.13 runs here (looked for: ${names[*]}): install one, or name it: PYTHON=/path/to/python3 bash $0" >&2
+        return 2
+    fi
+    echo "$first"
+}
+
+setup_environment() {
+    local base
+    base=$(find_python) || return 2
+    "$base" "$ROOT/tools/setup_environment.py" "$@" || return 2
+    PYTHON=$ROOT/.venv/bin/python
+}
