@@ -1,0 +1,1 @@
+"""Who talks to whom: process start-up, parallel state, collectives, shards and random streams."""

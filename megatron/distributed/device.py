@@ -1,0 +1,61 @@
+"""Which device this process computes on, and which backend its collectives use."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from megatron.errors import ConfigError
+
+
+def accelerator_type() -> str | None:
+    """The kind of accelerator that this torch can use here ("cuda", "npu", ...), or None."""
+    if not torch.accelerator.is_available():
+        return None
+    accelerator = torch.accelerator.current_accelerator()
+    return None if accelerator is None else accelerator.type
+
+
+def resolve_device(setting: str = "auto", local_rank: int = 0) -> torch.device:
+    """`--device`: "auto" is the accelerator if there is one, else the CPU; a kind without a number is this rank's."""
+    available = accelerator_type()
+    if setting == "auto":
+        setting = available or "cpu"
+    try:
+        device = torch.device(setting)
+    except RuntimeError:
+        raise ConfigError(f"--device {setting}: not a device that torch knows; use auto, cpu or cuda") from None
+    if device.type == "cpu":
+        return torch.device("cpu")
+    if device.type != available:
+        here = f"cpu or {available}" if available else "cpu (torch finds no accelerator here)"
+        raise ConfigError(f"--device {setting}: not available on this machine; use auto or {here}")
+    index = local_rank if device.index is None else device.index
+    count = torch.accelerator.device_count()
+    if index >= count:
+        raise ConfigError(
+            f"--device {setting}: local rank {local_rank} wants {device.type}:{index}, but this machine has {count}; "
+            f"start at most {count} processes on each machine"
+        )
+    return torch.device(device.type, index)
+
+
+def resolve_backend(setting: str | None, device: torch.device) -> str:
+    """`--distributed-backend`: what was asked for if it fits the device, else the device's own."""
+    own = dist.get_default_backend_for_device(device) if device.type != "cpu" else "gloo"
+    chosen = setting or own
+    if chosen != "gloo" and device.type == "cpu":
+        raise ConfigError(
+            f"--distributed-backend {chosen}: needs an accelerator, and this run is on the CPU; "
+            "use --distributed-backend gloo or leave the flag away"
+        )
+    if chosen not in ("gloo", own):
+        raise ConfigError(f"--distributed-backend {chosen}: does not serve {device.type}; use {own} or gloo")
+    if not dist.is_backend_available(chosen):
+        raise ConfigError(f"--distributed-backend {chosen}: this torch was built without it; use gloo")
+    return chosen
+
+
+def group_backend(backend: str, device: torch.device) -> str:
+    """The backend string for a process group: tensors on the CPU always go by gloo, so objects need no device."""
+    return "gloo" if backend == "gloo" else f"cpu:gloo,{device.type}:{backend}"

@@ -1,0 +1,245 @@
+"""How this process was started, and its process group from first to last.
+
+The only module that reads the environment: torchrun, `python -m torch.distributed.launch` and Slurm tell a process
+its rank through it. Nobody has to export anything.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import signal
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from megatron.distributed.device import group_backend
+from megatron.errors import ConfigError, PeerLostError
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchInfo:
+    """What the launcher told this process. The default is a process of its own, started by plain `python`."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    master_addr: str = "127.0.0.1"
+    master_port: int = 0
+    run_id: str = "none"
+    attempt: int = 0
+    """How often the launcher has restarted the job."""
+    max_restarts: int = 0
+    launcher: str = "python"
+    """"torchrun" (also torch.distributed.launch), "slurm", "environment" (RANK and friends set by hand) or "python"."""
+    agent_store: bool = False
+    """The launcher's agent serves the rendezvous store; else rank 0 does."""
+    parent: int = 0
+    """The process that started this one."""
+
+    @property
+    def single_node(self) -> bool:
+        return self.local_world_size == self.world_size
+
+    @staticmethod
+    def detect(local_rank: int | None = None, env: Mapping[str, str] | None = None) -> LaunchInfo:
+        """Reads the environment; `local_rank` is the value of --local-rank if the launcher passed one."""
+        env = os.environ if env is None else env
+        if "RANK" in env or "WORLD_SIZE" in env:
+            info = _from_torch(env, local_rank)
+        elif int(env.get("SLURM_STEP_NUM_TASKS", "1")) > 1:  # set by srun only, not in the batch script
+            info = _from_slurm(env)
+        else:
+            info = LaunchInfo(local_rank=local_rank or 0, parent=os.getppid())
+        _check(info)
+        return info
+
+
+def _from_torch(env: Mapping[str, str], local_rank: int | None) -> LaunchInfo:
+    missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in env]
+    world_size = _number(env, "WORLD_SIZE", 1)
+    if missing and not (world_size == 1 and "RANK" in env):
+        raise ConfigError(
+            f"the environment has RANK or WORLD_SIZE but not {' and '.join(missing)}: start with torchrun, "
+            "or unset them to run one process"
+        )
+    from_env = _number(env, "LOCAL_RANK", -1)
+    if local_rank is not None and from_env >= 0 and local_rank != from_env:
+        raise ConfigError(f"--local-rank {local_rank} contradicts LOCAL_RANK={from_env} of the launcher; leave it away")
+    rank = _number(env, "RANK", 0)
+    elastic = "TORCHELASTIC_RUN_ID" in env
+    if from_env < 0:
+        from_env = rank if local_rank is None else local_rank
+    return LaunchInfo(
+        rank=rank,
+        world_size=world_size,
+        local_rank=from_env,
+        local_world_size=_number(env, "LOCAL_WORLD_SIZE", world_size),
+        master_addr=env.get("MASTER_ADDR", "127.0.0.1"),
+        master_port=_number(env, "MASTER_PORT", 0),
+        run_id=env.get("TORCHELASTIC_RUN_ID", "none"),
+        attempt=_number(env, "TORCHELASTIC_RESTART_COUNT", 0),
+        max_restarts=_number(env, "TORCHELASTIC_MAX_RESTARTS", 0),
+        launcher="torchrun" if elastic else "environment",
+        agent_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        parent=os.getppid(),
+    )
+
+
+def _from_slurm(env: Mapping[str, str]) -> LaunchInfo:
+    job = _number(env, "SLURM_JOB_ID", 0)
+    first = re.match(r"(\d+)", env.get("SLURM_STEP_TASKS_PER_NODE", "1"))
+    return LaunchInfo(
+        rank=_number(env, "SLURM_PROCID", 0),
+        world_size=_number(env, "SLURM_STEP_NUM_TASKS", 1),
+        local_rank=_number(env, "SLURM_LOCALID", 0),
+        local_world_size=int(first.group(1)) if first else 1,
+        master_addr=env.get("MASTER_ADDR") or first_host(env.get("SLURM_STEP_NODELIST", "127.0.0.1")),
+        # Two jobs on one machine must not meet: the port follows from the job and step numbers.
+        master_port=_number(env, "MASTER_PORT", 20000 + (job * 7 + _number(env, "SLURM_STEP_ID", 0)) % 20000),
+        run_id=f"slurm-{job}",
+        attempt=_number(env, "SLURM_RESTART_COUNT", 0),
+        launcher="slurm",
+        parent=os.getppid(),
+    )
+
+
+def first_host(nodelist: str) -> str:
+    """The first machine of a Slurm list such as "login1,gpu[003-007,012]-ib"."""
+    head = re.match(r"([^,\[]+)(?:\[(\w+)[^\]]*\]([^,]*))?", nodelist)
+    if head is None:
+        raise ConfigError(f"SLURM_STEP_NODELIST {nodelist!r}: cannot be read; set MASTER_ADDR to the first machine")
+    return "".join(part or "" for part in head.groups())
+
+
+def _number(env: Mapping[str, str], name: str, default: int) -> int:
+    text = env.get(name, "")
+    try:
+        return int(text) if text else default
+    except ValueError:
+        raise ConfigError(f"{name}={text!r} in the environment: must be a whole number; start with torchrun") from None
+
+
+def _check(info: LaunchInfo) -> None:
+    if not 0 <= info.rank < info.world_size:
+        raise ConfigError(f"RANK={info.rank} is outside WORLD_SIZE={info.world_size}; start with torchrun")
+    if info.local_world_size < 1 or (info.world_size > 1 and info.local_rank >= info.local_world_size):
+        raise ConfigError(
+            f"LOCAL_RANK={info.local_rank} is outside LOCAL_WORLD_SIZE={info.local_world_size}; start with torchrun"
+        )
+
+
+def threads_per_process(info: LaunchInfo, setting: int | None = None, cores: int | None = None) -> int:
+    """CPU threads for this process: the setting, else the machine's usable cores shared by its ranks."""
+    if setting is not None:
+        if setting < 1:
+            raise ConfigError(f"number of threads {setting}: must be at least 1")
+        return setting
+    return max(1, (usable_cores() if cores is None else cores) // info.local_world_size)
+
+
+def pin_threads(info: LaunchInfo, setting: int | None = None) -> int:
+    """Sets torch's thread count, whatever the launcher exported: one and two threads give different bits."""
+    threads = threads_per_process(info, setting)
+    torch.set_num_threads(threads)
+    return threads
+
+
+def usable_cores() -> int:
+    """Cores that this process may run on: its affinity, and the quota of its container."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        if quota != "max":
+            cores = min(cores, max(1, int(quota) // int(period)))
+    except (OSError, ValueError):  # no control group of that kind
+        pass
+    return cores
+
+
+def init_process_group(info: LaunchInfo, backend: str, timeout: timedelta, device: torch.device | None = None) -> None:
+    """Joins the ranks of this attempt. One process alone needs no group, and gets none.
+
+    Each restart has a part of the store to itself: keys that a killed attempt left behind make the next one connect
+    to processes that are gone.
+    """
+    if info.world_size == 1:
+        return
+    device = device or torch.device("cpu")
+    if info.single_node and sys.platform == "linux":
+        # All ranks are on this machine: the loopback needs no host name and no firewall, and nobody else can connect.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    host_here = info.rank == 0 and not info.agent_store
+    try:
+        store = dist.TCPStore(info.master_addr, info.master_port, info.world_size, host_here, timeout)
+        dist.init_process_group(
+            group_backend(backend, device),
+            store=dist.PrefixStore(f"{info.run_id}/attempt_{info.attempt}", store),
+            rank=info.rank,
+            world_size=info.world_size,
+            timeout=timeout,
+            device_id=None if backend == "gloo" else device,
+        )
+    except (RuntimeError, dist.DistError) as error:
+        address = f"{info.master_addr}:{info.master_port}"
+        raise _rendezvous_error(info, address, host_here, error) from error
+
+
+def _rendezvous_error(info: LaunchInfo, address: str, host_here: bool, error: Exception) -> Exception:
+    reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+    if host_here and ("EADDRINUSE" in str(error) or "in use" in str(error)):
+        return ConfigError(f"--master-port {info.master_port}: already in use on this machine; choose another port")
+    return PeerLostError(
+        f"rank {info.rank} of {info.world_size} could not meet the others at {address} "
+        f"(attempt {info.attempt}): {reason}"
+    )
+
+
+def shutdown(*, barrier: bool = True, timeout: timedelta = timedelta(seconds=30)) -> None:
+    """Leaves the process group. Without this a finished job can end in SIGABRT and be counted as failed.
+
+    The ranks wait for each other, but not for ever. After an error on this rank pass `barrier=False`: the others
+    will not come.
+    """
+    if not dist.is_initialized():
+        return
+    try:
+        if barrier:
+            work = dist.barrier(async_op=True)
+            if work is not None:
+                work.wait(timeout)
+    except RuntimeError as error:
+        raise PeerLostError(
+            f"rank {dist.get_rank()} waited {timeout.total_seconds():.0f} s for the others to finish: "
+            f"{str(error).splitlines()[0]}"
+        ) from error
+    finally:
+        dist.destroy_process_group()
+
+
+def die_with_parent(info: LaunchInfo) -> bool:
+    """Asks the kernel for SIGTERM when the launcher dies, so that no orphan keeps writing checkpoints.
+
+    Only where a launcher supervises its ranks: a process started from a shell must outlive the shell. Returns whether
+    the guard is in place.
+    """
+    if info.launcher != "torchrun" or sys.platform != "linux":
+        return False
+    set_parent_death_signal = 1  # PR_SET_PDEATHSIG
+    if ctypes.CDLL(None, use_errno=True).prctl(set_parent_death_signal, signal.SIGTERM, 0, 0, 0) != 0:
+        return False
+    if not parent_alive(info):  # it died before the guard stood
+        os.kill(os.getpid(), signal.SIGTERM)
+    return True
+
+
+def parent_alive(info: LaunchInfo) -> bool:
+    """Whether the process that started this one still runs (an orphan gets another parent)."""
+    return info.parent in (0, os.getppid())

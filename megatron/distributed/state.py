@@ -1,0 +1,101 @@
+"""The parallel axes of one rank, as a value that is handed to whoever needs one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+
+import torch.distributed as dist
+
+from megatron.layout import AXES, Layout
+
+GroupMaker = Callable[[str, tuple[int, ...]], dist.ProcessGroup]
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One group that this rank is in: its place there, and who else is."""
+
+    name: str
+    rank: int
+    size: int
+    ranks: tuple[int, ...]
+    group: dist.ProcessGroup | None = None
+
+    @staticmethod
+    def single(name: str, rank: int = 0) -> Axis:
+        """An axis of size 1, which never communicates; `rank` is the global number of its only member."""
+        return Axis(name, 0, 1, (rank,))
+
+    def process_group(self) -> dist.ProcessGroup:
+        """The group for a collective. A missing one raises: to torch, None would mean the whole world."""
+        if self.group is None:
+            raise RuntimeError(f"the {self.name} axis of {self.size} ranks has no process group")
+        return self.group
+
+
+@dataclass(frozen=True)
+class ParallelState:
+    """Every axis of one rank in one layout. Two states may live in one process."""
+
+    layout: Layout
+    rank: int
+    tp: Axis
+    cp: Axis
+    ep: Axis
+    dp: Axis
+    pp: Axis
+    dp_cp: Axis
+    expert_dp: Axis
+    model: Axis
+    world: Axis
+
+    @staticmethod
+    def build(
+        layout: Layout, rank: int, timeout: timedelta | None = None, make_group: GroupMaker | None = None
+    ) -> ParallelState:
+        """Makes the groups of `layout`. A collective call: every rank of the world makes it, in the same order.
+
+        `timeout` is that of every collective (torch does not hand down the one the world was initialised with).
+        """
+        make_group = make_group or partial(_new_group, timeout=timeout)
+        made: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        return ParallelState(layout, rank, **{name: _build_axis(layout, rank, name, make_group, made) for name in AXES})
+
+    @staticmethod
+    def plan(layout: Layout, rank: int) -> ParallelState:
+        """The same axes without process groups, for arithmetic: a collective over one of them raises."""
+        axes = {}
+        for name in AXES:
+            ranks = layout.group_of(name, rank)
+            axes[name] = Axis(name, ranks.index(rank), len(ranks), ranks)
+        return ParallelState(layout, rank, **axes)
+
+    def axis(self, name: str) -> Axis:
+        if name not in AXES:
+            raise ValueError(f"unknown axis {name!r}; there are {', '.join(AXES)}")
+        axis: Axis = getattr(self, name)
+        return axis
+
+
+def _build_axis(
+    layout: Layout, rank: int, name: str, make_group: GroupMaker, made: dict[tuple[int, ...], dist.ProcessGroup]
+) -> Axis:
+    mine = layout.group_of(name, rank)
+    if len(mine) == 1:
+        return Axis.single(name, rank)
+    for ranks in layout.groups(name):
+        if ranks not in made:  # dp and dp_cp are often the same ranks: one communicator serves both
+            made[ranks] = make_group(name, ranks)
+    return Axis(name, mine.index(rank), len(mine), mine, made[mine])
+
+
+def _new_group(name: str, ranks: tuple[int, ...], timeout: timedelta | None) -> dist.ProcessGroup:
+    if not dist.is_initialized():
+        raise RuntimeError(f"the {name} axis has {len(ranks)} ranks, but no process group was initialised")
+    if len(ranks) == dist.get_world_size() and dist.group.WORLD is not None:
+        return dist.group.WORLD
+    # Outsiders get a placeholder, which is never looked up.
+    return dist.new_group(list(ranks), timeout=timeout, group_desc=name)
