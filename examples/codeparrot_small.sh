@@ -1,0 +1,65 @@
+#!/usr/bin/env bash
+# CodeParrot small: GPT-2 110M on code, the settings of the public tutorial (8 devices).
+# Arguments go on to pretrain_gpt.py: bash examples/codeparrot_small.sh --log-interval 10
+set -euo pipefail
+cd "$(dirname "$0")/.."
+[ ! -x .venv/bin/python ] || PATH=$PWD/.venv/bin:$PATH    # what examples/setup.sh made, if it did
+
+GPUS_PER_NODE=${GPUS_PER_NODE:-8}    # processes on this machine; on CPUs they are gloo ranks
+MASTER_ADDR=${MASTER_ADDR:-localhost}
+MASTER_PORT=${MASTER_PORT:-6001}
+NNODES=${NNODES:-1}
+NODE_RANK=${NODE_RANK:-0}
+
+CHECKPOINT_PATH=${CHECKPOINT_PATH:-experiments/codeparrot-small}
+VOCAB_FILE=${VOCAB_FILE:-vocab.json}
+MERGE_FILE=${MERGE_FILE:-merges.txt}
+DATA_PATH=${DATA_PATH:-codeparrot_content_document}
+
+DISTRIBUTED_ARGS=(
+    --nproc_per_node "$GPUS_PER_NODE"
+    --nnodes "$NNODES"
+    --node_rank "$NODE_RANK"
+    --master_addr "$MASTER_ADDR"
+    --master_port "$MASTER_PORT"
+)
+
+GPT_ARGS=(
+    --tensor-model-parallel-size 1
+    --pipeline-model-parallel-size 1
+    --num-layers 12
+    --hidden-size 768
+    --num-attention-heads 12
+    --seq-length 1024
+    --max-position-embeddings 1024
+    --micro-batch-size 12
+    --global-batch-size 192
+    --lr 0.0005
+    --train-iters 150000
+    --lr-decay-iters 150000
+    --lr-decay-style cosine
+    --lr-warmup-iters 2000
+    --weight-decay .1
+    --adam-beta2 .999
+    --fp16
+)
+
+DATA_ARGS=(
+    --data-path "$DATA_PATH"
+    --vocab-file "$VOCAB_FILE"
+    --merge-file "$MERGE_FILE"
+)
+
+OUTPUT_ARGS=(
+    --log-interval 10
+    --save-interval 2000
+    --eval-interval 200
+    --eval-iters 10
+    --save "$CHECKPOINT_PATH"
+    --load "$CHECKPOINT_PATH"
+    --tensorboard-dir experiments/tensorboard
+)
+
+# Settings are checked once before any process starts, so that a mistake is one line and not one per rank.
+python pretrain_gpt.py "${GPT_ARGS[@]}" "${DATA_ARGS[@]}" "${OUTPUT_ARGS[@]}" "$@" --print-config > /dev/null
+python -m torch.distributed.run "${DISTRIBUTED_ARGS[@]}" pretrain_gpt.py "${GPT_ARGS[@]}" "${DATA_ARGS[@]}" "${OUTPUT_ARGS[@]}" "$@"

@@ -1,0 +1,68 @@
+#!/usr/bin/env bash
+# GPT-2 345M, tensor parallel 2 x pipeline parallel 2 x data parallel, with sequence parallelism.
+# This version trains data parallel only and refuses these settings in one line.
+# Arguments go on to pretrain_gpt.py: bash examples/pretrain_gpt_distributed_with_mp.sh --log-interval 10
+set -euo pipefail
+cd "$(dirname "$0")/.."
+[ ! -x .venv/bin/python ] || PATH=$PWD/.venv/bin:$PATH    # what examples/setup.sh made, if it did
+
+GPUS_PER_NODE=${GPUS_PER_NODE:-8}    # processes on this machine; on CPUs they are gloo ranks
+MASTER_ADDR=${MASTER_ADDR:-localhost}
+MASTER_PORT=${MASTER_PORT:-6000}
+NNODES=${NNODES:-1}
+NODE_RANK=${NODE_RANK:-0}
+
+CHECKPOINT_PATH=${CHECKPOINT_PATH:-experiments/gpt2-345m-mp}
+VOCAB_FILE=${VOCAB_FILE:-gpt2-vocab.json}
+MERGE_FILE=${MERGE_FILE:-gpt2-merges.txt}
+DATA_PATH=${DATA_PATH:-my-gpt2_text_document}
+
+DISTRIBUTED_ARGS=(
+    --nproc_per_node "$GPUS_PER_NODE"
+    --nnodes "$NNODES"
+    --node_rank "$NODE_RANK"
+    --master_addr "$MASTER_ADDR"
+    --master_port "$MASTER_PORT"
+)
+
+GPT_ARGS=(
+    --tensor-model-parallel-size 2
+    --pipeline-model-parallel-size 2
+    --sequence-parallel
+    --num-layers 24
+    --hidden-size 1024
+    --num-attention-heads 16
+    --seq-length 1024
+    --max-position-embeddings 1024
+    --micro-batch-size 4
+    --global-batch-size 16
+    --lr 0.00015
+    --train-iters 500000
+    --lr-decay-iters 320000
+    --lr-decay-style cosine
+    --min-lr 1.0e-5
+    --weight-decay 1e-2
+    --lr-warmup-fraction .01
+    --clip-grad 1.0
+    --fp16
+)
+
+DATA_ARGS=(
+    --data-path "$DATA_PATH"
+    --vocab-file "$VOCAB_FILE"
+    --merge-file "$MERGE_FILE"
+    --split 949,50,1
+)
+
+OUTPUT_ARGS=(
+    --log-interval 100
+    --save-interval 10000
+    --eval-interval 1000
+    --eval-iters 10
+    --save "$CHECKPOINT_PATH"
+    --load "$CHECKPOINT_PATH"
+)
+
+# Settings are checked once before any process starts, so that a mistake is one line and not one per rank.
+python pretrain_gpt.py "${GPT_ARGS[@]}" "${DATA_ARGS[@]}" "${OUTPUT_ARGS[@]}" "$@" --print-config > /dev/null
+python -m torch.distributed.run "${DISTRIBUTED_ARGS[@]}" pretrain_gpt.py "${GPT_ARGS[@]}" "${DATA_ARGS[@]}" "${OUTPUT_ARGS[@]}" "$@"

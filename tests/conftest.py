@@ -1,0 +1,25 @@
+"""Set before any test imports torch: tests own their processes, and two shared cores are enough."""
+
+from __future__ import annotations
+
+import os
+import platform
+
+# One thread per process: gloo tests start several processes, and threads that fight for cores make tests slow.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+# A launcher's variables in the shell would make single-process tests wait for peers that do not exist.
+for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+    os.environ.pop(name, None)
+# Nothing is fetched during tests, whatever a library would like to look up.
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+
+def pytest_report_header() -> list[str]:
+    import numpy
+    import torch
+
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "none"
+    return [
+        f"python {platform.python_version()}, torch {torch.__version__}, numpy {numpy.__version__}, "
+        f"{os.cpu_count()} cores, accelerator: {accelerator}"
+    ]

@@ -1,0 +1,223 @@
+"""The project's policies as functions: source text in, violations out, so that each can be shown a planted one."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# DESIGN: imports point down, never to a sibling of the same level. errors.py is below everything.
+LEVELS = {
+    "errors": -1,
+    **dict.fromkeys(["layout", "utils"], 0),
+    **dict.fromkeys(["config", "ops"], 1),
+    **dict.fromkeys(["distributed", "model", "tokenizer", "data"], 2),
+    **dict.fromkeys(
+        ["preprocess", "tensor_parallel", "pipeline_parallel", "context_parallel", "expert_parallel", "data_parallel"],
+        3,
+    ),
+    **dict.fromkeys(["parallelize", "optimizer", "checkpoint"], 4),
+    **dict.fromkeys(["engine", "planner"], 5),
+    **dict.fromkeys(["training", "inference"], 6),
+}
+ABOVE_THE_PACKAGE = {"tools", "tests", "benchmarks", "examples", "pretrain_gpt"}
+ENVIRONMENT_READER = "megatron/distributed/launch.py"
+PICKLES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "shelve", "marshal", "joblib"}
+YAML_LOADERS = {"load", "load_all", "unsafe_load", "unsafe_load_all", "full_load", "full_load_all"}
+
+
+def repository_files(*suffixes: str, under: str = "") -> list[Path]:
+    """Files that belong to the checkout: what git tracks or would track, or all of them in a copy without git."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if listed.returncode == 0:
+        paths = [ROOT / name for name in listed.stdout.split("\0") if name]
+    else:
+        hidden = re.compile(r"(^|/)(\.venv|\.git|build|quickstart|__pycache__|\.[a-z]+_cache)/")
+        paths = [path for path in ROOT.rglob("*") if not hidden.search(path.relative_to(ROOT).as_posix())]
+    chosen = (path for path in paths if path.is_file() and path.relative_to(ROOT).as_posix().startswith(under))
+    return sorted(path for path in chosen if not suffixes or path.suffix in suffixes)
+
+
+def shipped_python() -> list[Path]:
+    """All Python that users run: the package, the tools, the entry points; not the tests."""
+    return [path for path in repository_files(".py") if not path.relative_to(ROOT).as_posix().startswith("tests/")]
+
+
+def dotted(node: ast.AST) -> str:
+    """`torch.cuda.is_available` as text; '' for anything that is not a chain of names."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute):
+        base = dotted(node.value)
+        return f"{base}.{node.attr}" if base else ""
+    return ""
+
+
+def keyword(call: ast.Call, name: str) -> ast.expr | None:
+    return next((item.value for item in call.keywords if item.arg == name), None)
+
+
+def is_constant(node: ast.expr | None, value: object) -> bool:
+    return isinstance(node, ast.Constant) and node.value is value
+
+
+# ---------------------------------------------------------------- imports
+
+
+def imported_modules(tree: ast.AST, module: str, is_package: bool) -> Iterator[tuple[int, str]]:
+    """(line, absolute module) of every import, also those inside functions and under TYPE_CHECKING."""
+    package = module.split(".") if is_package else module.split(".")[:-1]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            name = ".".join([*base, *([node.module] if node.module else [])])
+            yield from ((node.lineno, f"{name}.{alias.name}") for alias in node.names)
+        elif isinstance(node, ast.Call) and dotted(node.func).endswith("import_module"):
+            names = [arg.value for arg in node.args if isinstance(arg, ast.Constant) and isinstance(arg.value, str)]
+            yield from ((node.lineno, name) for name in names)
+
+
+def upward_imports(source: str, path: str) -> list[str]:
+    """`path` is megatron/<part>/... relative to the checkout; `megatron/__init__.py` stands above all parts."""
+    parts = Path(path).with_suffix("").parts
+    is_package = parts[-1] == "__init__"
+    module = ".".join(parts[:-1] if is_package else parts)
+    own = parts[1] if len(parts) > 1 else ""
+    if own == "__init__":
+        return []
+    if own not in LEVELS:
+        return [f"{path}: megatron.{own} has no level in tests/policy/rules.py"]
+    found = []
+    for line, name in imported_modules(ast.parse(source), module, is_package):
+        top, _, rest = name.partition(".")
+        if top in ABOVE_THE_PACKAGE:
+            found.append(f"{path}:{line}: the package imports {name}, which stands above it")
+        if top != "megatron":
+            continue
+        other = rest.split(".")[0]
+        if other.startswith("__"):  # megatron.__version__: a value of the package itself, not a part
+            continue
+        if other not in LEVELS:
+            found.append(f"{path}:{line}: imports {name}, which is no part with a level")
+        elif other != own and LEVELS[other] >= LEVELS[own]:
+            where = "a sibling" if LEVELS[other] == LEVELS[own] else "above it"
+            found.append(f"{path}:{line}: megatron.{own} imports {name}, {where}")
+    return found
+
+
+# ---------------------------------------------------------------- what no file does
+
+
+def global_statements(source: str, path: str) -> list[str]:
+    return [f"{path}:{node.lineno}: global" for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Global)]
+
+
+def environment_reads(source: str, path: str) -> list[str]:
+    if path == ENVIRONMENT_READER:
+        return []
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        name = dotted(node) if isinstance(node, ast.Attribute) else ""
+        if re.fullmatch(r"os\.(environ|environb|getenv|getenvb|putenv|unsetenv)", name):
+            found.append(f"{path}:{node.lineno}: {name}")
+        if isinstance(node, ast.ImportFrom) and node.module == "os":
+            names = {alias.name for alias in node.names} & {"environ", "environb", "getenv", "putenv"}
+            found += [f"{path}:{node.lineno}: from os import {name}" for name in sorted(names)]
+    return found
+
+
+def unsafe_loading(source: str, path: str) -> list[str]:
+    """Anything that could run code found in a file."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found += [(node.lineno, alias.name) for alias in node.names if alias.name.split(".")[0] in PICKLES]
+        elif isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] in PICKLES:
+            found.append((node.lineno, node.module))
+        elif isinstance(node, ast.Call):
+            found += [(node.lineno, what) for what in unsafe_call(node)]
+    return [f"{path}:{line}: {what}" for line, what in found]
+
+
+def unsafe_call(call: ast.Call) -> Iterator[str]:
+    name = dotted(call.func)
+    last = name.rpartition(".")[2]
+    if name in {"eval", "exec", "compile", "__import__"}:
+        yield name
+    if name in {"torch.load", "torch.serialization.load"} and not is_constant(keyword(call, "weights_only"), True):
+        yield "torch.load without weights_only=True"
+    if last in {"load", "memmap", "fromfile"} and name.startswith(("np.", "numpy.")):
+        allow = keyword(call, "allow_pickle")
+        if allow is not None and not is_constant(allow, False):
+            yield "numpy load with allow_pickle"
+    if name.startswith("yaml.") and last in YAML_LOADERS:
+        yield f"{name} (yaml.safe_load is the safe one)"
+    if keyword(call, "trust_remote_code") is not None and not is_constant(keyword(call, "trust_remote_code"), False):
+        yield "trust_remote_code"
+    if is_constant(keyword(call, "shell"), True):
+        yield "a shell command"
+
+
+def cuda_by_name(source: str, path: str) -> list[str]:
+    """A plug-in accelerator is a device name; only utils/ and ops/ may know one vendor's module."""
+    if path.startswith(("megatron/utils/", "megatron/ops/")):
+        return []
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Attribute) and dotted(node.value) == "torch" and node.attr == "cuda":
+            found.append(f"{path}:{node.lineno}: torch.cuda")
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "cuda":
+            found.append(f"{path}:{node.lineno}: .cuda(")
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch.cuda"):
+            found.append(f"{path}:{node.lineno}: from torch.cuda")
+    return found
+
+
+# ---------------------------------------------------------------- texts and sizes
+
+MACHINE_PATH = re.compile(r"(?<![\w.:/$}*-])/(?:home|root|work|mnt|srv|data|opt|Users|tmp)/[\w.-]+")
+LEFTOVER = re.compile(r"\b(?:TODO|FIXME|XXX|HACK)\b")
+
+
+def machine_paths(text: str, path: str) -> list[str]:
+    """Absolute paths of the machine somebody wrote this on."""
+    lines = enumerate(text.splitlines(), start=1)
+    return [f"{path}:{number}: {found.group()}" for number, line in lines for found in MACHINE_PATH.finditer(line)]
+
+
+def leftovers(text: str, path: str) -> list[str]:
+    lines = enumerate(text.splitlines(), start=1)
+    return [f"{path}:{number}: {line.strip()[:80]}" for number, line in lines if LEFTOVER.search(line)]
+
+
+def function_sizes(source: str, path: str) -> list[tuple[str, int]]:
+    """(path::name, lines) of every function, decorators not counted."""
+    functions = [n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
+    return [(f"{path}::{node.name}", (node.end_lineno or node.lineno) - node.lineno + 1) for node in functions]
+
+
+def unexplained_skips(source: str, path: str) -> list[str]:
+    """A test that does not run says why; one that is rerun until it passes says nothing."""
+    nodes = list(ast.walk(ast.parse(source)))
+    called = {id(node.func) for node in nodes if isinstance(node, ast.Call)}
+    found = []
+    for node in nodes:
+        call = node if isinstance(node, ast.Call) else None
+        name = dotted(call.func if call else node)
+        if id(node) in called or not re.search(
+            r"(^|\.)(mark\.(skip|skipif|xfail|flaky)|pytest\.(skip|xfail))$", f".{name}"
+        ):
+            continue
+        reason = call is not None and (
+            keyword(call, "reason") is not None or (bool(call.args) and "skipif" not in name)
+        )
+        if name.endswith("flaky") or (not reason and (call is not None or ".mark." in name)):
+            found.append(f"{path}:{getattr(node, 'lineno', 0)}: {name} without a reason")
+    return found

@@ -1,0 +1,78 @@
+"""Draws the loss curve of a run in the terminal, from the file that `--metrics-jsonl` wrote.
+
+    python tools/plot_loss.py --metrics-jsonl metrics.jsonl
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+Curve = dict[int, float]  # iteration -> loss
+
+
+def read_curves(path: Path, value: str) -> dict[str, Curve]:
+    """One curve per split. A resumed run appends to its file: the later line of an iteration counts."""
+    curves: dict[str, Curve] = {}
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise ValueError(f"{path}:{number}: not a JSON object ({error})") from error
+        if isinstance(row.get(value), int | float) and math.isfinite(row[value]):
+            curves.setdefault(str(row.get("split", "train")), {})[int(row["iteration"])] = float(row[value])
+    return curves
+
+
+def draw(curves: Mapping[str, Curve], *, width: int, height: int, marks: Mapping[str, str], title: str) -> str:
+    """A grid of characters: time to the right, the value upwards, both axes labelled."""
+    points = [(i, y) for curve in curves.values() for i, y in curve.items()]
+    first, last = min(i for i, _ in points), max(i for i, _ in points)
+    low, high = min(y for _, y in points), max(y for _, y in points)
+    grid = [[" "] * width for _ in range(height)]
+    for split, curve in curves.items():
+        for iteration, y in curve.items():
+            column = round((iteration - first) / max(1, last - first) * (width - 1))
+            row = round((high - y) / ((high - low) or 1.0) * (height - 1))
+            grid[row][column] = marks.get(split, "?")
+    lines = [f"{'':9}{title}"]
+    for row, cells in enumerate(grid):
+        label = f"{high - (high - low) * row / (height - 1):8.3f} " if row % 3 == 0 or row == height - 1 else " " * 9
+        lines.append(f"{label}|{''.join(cells).rstrip()}")
+    lines.append(" " * 9 + "+" + "-" * width)
+    lines.append(f"{'':9} {first:<{width // 2}}{'iteration ' + str(last):>{width - width // 2}}")
+    legend = "   ".join(f"{marks.get(split, '?')} {split}" for split in curves)
+    lines.append(f"{'':10}{legend}")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--metrics-jsonl", type=Path, required=True, help="the file a run wrote its metrics to")
+    parser.add_argument("--value", default="lm_loss", help="which number of each line to draw")
+    parser.add_argument("--width", type=int, default=72, help="columns of the plot")
+    parser.add_argument("--height", type=int, default=16, help="rows of the plot")
+    args = parser.parse_args()
+    if args.width < 10 or args.height < 3:
+        print(f"error: --width {args.width} --height {args.height}: at least 10 and 3", file=sys.stderr)
+        return 2
+    try:
+        curves = read_curves(args.metrics_jsonl, args.value)
+    except (OSError, ValueError) as error:
+        print(f"error: --metrics-jsonl {args.metrics_jsonl}: {error}", file=sys.stderr)
+        return 2
+    if not curves:
+        print(f"error: --metrics-jsonl {args.metrics_jsonl}: no line with a finite {args.value}", file=sys.stderr)
+        return 2
+    unicode = (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"
+    marks = {"train": "•" if unicode else "*", "valid": "◆" if unicode else "v", "test": "■" if unicode else "t"}
+    print(draw(curves, width=args.width, height=args.height, marks=marks, title=args.value))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
