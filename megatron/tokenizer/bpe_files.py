@@ -1,0 +1,125 @@
+"""vocab.json and merges.txt of a byte-level BPE: read, and checked against each other.
+
+The checks exist because a wrong pair of files does not fail by itself: it gives ids that mean something else,
+and a run that trains on noise.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from megatron.errors import ConfigError
+from megatron.tokenizer.base import END_OF_TEXT
+from megatron.tokenizer.byte_alphabet import CHARACTER_OF_BYTE, SPACE
+
+Merge = tuple[str, str]
+
+# More unreachable ordinary tokens than this share of the vocabulary means that merges.txt is cut or another one.
+UNREACHABLE_SHARE = 0.01
+
+
+@dataclass(frozen=True)
+class BPE:
+    """A checked vocabulary with its merges, most important merge first."""
+
+    vocab: dict[str, int]
+    merges: list[Merge]
+
+    @cached_property
+    def vocab_size(self) -> int:
+        return max(self.vocab.values()) + 1
+
+    @property
+    def eod_id(self) -> int | None:
+        return self.vocab.get(END_OF_TEXT)
+
+    def fingerprint(self) -> str:
+        """sha256 of the content in one canonical form, whatever the files' names, order and white space."""
+        by_id = sorted(self.vocab.items(), key=lambda item: item[1])
+        content = {"kind": "byte-level-bpe", "pattern": "gpt2", "vocab": by_id, "merges": self.merges}
+        canonical = json.dumps(content, ensure_ascii=True, separators=(",", ":"), sort_keys=True)
+        return hashlib.sha256(canonical.encode("ascii")).hexdigest()
+
+
+def read_bpe(vocab_file: Path, merge_file: Path) -> BPE:
+    """Both files, refused by name and line when they are damaged or do not belong together."""
+    vocab = _read_vocab(vocab_file)
+    merges = _read_merges(merge_file)
+    check_bpe(vocab, merges, vocab_name=f"--vocab-file {vocab_file}", merges_name=f"--merge-file {merge_file}")
+    return BPE(vocab, merges)
+
+
+def merge_pair(merge: str | list[str]) -> Merge:
+    """A merge of a tokenizer.json: older files write "a b", newer ones ["a", "b"]."""
+    left, right = merge.split(" ", 1) if isinstance(merge, str) else merge
+    return left, right
+
+
+def read_text(path: Path, setting: str) -> str:
+    """A UTF-8 file of the tokenizer, or a ConfigError that names the setting."""
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        raise ConfigError(f"{setting} {path}: there is no such file") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{setting} {path}: not UTF-8 text ({error.reason} at byte {error.start})") from None
+    except OSError as error:
+        raise ConfigError(f"{setting} {path}: cannot be read ({error.strerror})") from None
+
+
+def _read_vocab(path: Path) -> dict[str, int]:
+    try:
+        vocab = json.loads(read_text(path, "--vocab-file"))
+    except ValueError as error:
+        raise ConfigError(f"--vocab-file {path}: not JSON ({error}); give the tokenizer's vocab.json") from None
+    if not isinstance(vocab, dict) or not vocab or not all(type(i) is int and i >= 0 for i in vocab.values()):
+        raise ConfigError(f"--vocab-file {path}: not an object of token -> id; give the tokenizer's vocab.json")
+    if len(set(vocab.values())) != len(vocab):
+        raise ConfigError(f"--vocab-file {path}: two tokens share one id; the file is damaged")
+    return vocab
+
+
+def _read_merges(path: Path) -> list[Merge]:
+    merges: list[Merge] = []
+    for number, line in enumerate(read_text(path, "--merge-file").split("\n"), start=1):
+        line = line.rstrip("\r")
+        if not line or (number == 1 and line.startswith("#version")):
+            continue
+        left, space, right = line.partition(" ")
+        if not left or not right or not space or " " in right:
+            raise ConfigError(
+                f"--merge-file {path}, line {number}: {line[:60]!r} is not two tokens; give the tokenizer's merges.txt"
+            )
+        merges.append((left, right))
+    if not merges:
+        raise ConfigError(f"--merge-file {path}: holds no merges; give the tokenizer's merges.txt")
+    return merges
+
+
+def check_bpe(vocab: dict[str, int], merges: list[Merge], *, vocab_name: str, merges_name: str) -> None:
+    """Refuse a vocabulary that cannot spell every text, and merges that belong to another vocabulary."""
+    lacking = [byte for byte, character in enumerate(CHARACTER_OF_BYTE) if character not in vocab]
+    if lacking:
+        raise ConfigError(
+            f"{vocab_name}: no token for byte {lacking[0]:#04x} ({len(lacking)} of 256 lack one), so some text would "
+            "be dropped; give the vocab.json of a byte-level BPE"
+        )
+    for number, (left, right) in enumerate(merges, start=1):
+        for token in (left, right, left + right):
+            if token not in vocab:
+                raise ConfigError(
+                    f"{merges_name} does not fit {vocab_name}: merge {number} ({left} {right}) needs the token "
+                    f"{token!r}, which the vocabulary lacks; give the two files of one tokenizer"
+                )
+    reachable = {left + right for left, right in merges}
+    # A token written with the space's stand-in is ordinary text, so some merge must make it.
+    orphans = [token for token in vocab if SPACE in token and len(token) > 1 and token not in reachable]
+    if len(orphans) > UNREACHABLE_SHARE * len(vocab):
+        raise ConfigError(
+            f"{merges_name} does not fit {vocab_name}: no merge makes {orphans[0]!r} and {len(orphans) - 1} other "
+            "tokens; the merges are cut short or belong to another tokenizer"
+        )

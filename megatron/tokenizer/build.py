@@ -1,0 +1,128 @@
+"""The tokenizer that the settings ask for."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+from typing import Protocol
+
+from megatron.errors import ConfigError
+from megatron.tokenizer.base import Tokenizer
+
+GPT2 = "GPT2BPETokenizer"
+HUGGING_FACE = ("HuggingFaceTokenizer", "HFTokenizer")
+NULL = "NullTokenizer"
+NOT_YET = (
+    "SentencePieceTokenizer",
+    "GPTSentencePieceTokenizer",
+    "Llama2Tokenizer",
+    "TikTokenizer",
+    "BertWordPieceLowerCase",
+    "BertWordPieceCase",
+)
+NOT_FOR_GPT = ("MultimodalTokenizer", "NullMultimodalTokenizer", "SFTTokenizer")
+WORKING = (GPT2, HUGGING_FACE[0], NULL)
+
+
+class TokenizerConfig(Protocol):
+    """Any object with these settings: the config section, or `TokenizerSettings`."""
+
+    @property
+    def tokenizer_type(self) -> str | None: ...
+    @property
+    def tokenizer_model(self) -> str | None: ...
+    @property
+    def vocab_file(self) -> str | None: ...
+    @property
+    def merge_file(self) -> str | None: ...
+    @property
+    def vocab_size(self) -> int | None: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizerSettings:
+    """The settings as a plain value, for tools and worker processes."""
+
+    tokenizer_type: str | None = None
+    tokenizer_model: str | None = None
+    vocab_file: str | None = None
+    merge_file: str | None = None
+    vocab_size: int | None = None
+
+
+def build_tokenizer(config: TokenizerConfig, *, announce: bool = True) -> Tokenizer:
+    """Build and check it; `announce=False` keeps the note about a slow engine to one process."""
+    kind = _kind(config)
+    if kind == NULL:
+        return _build_null(config)
+    if kind == GPT2:
+        tokenizer = _build_gpt2(config, announce)
+    else:
+        tokenizer = _build_hugging_face(config, kind)
+    if config.vocab_size is not None and config.vocab_size != tokenizer.vocab_size:
+        raise ConfigError(
+            f"--vocab-size {config.vocab_size}: the {kind} has {tokenizer.vocab_size} tokens; leave --vocab-size out"
+        )
+    return tokenizer
+
+
+def _kind(config: TokenizerConfig) -> str:
+    kind = config.tokenizer_type
+    if kind is None:
+        if config.vocab_file and config.merge_file:
+            return GPT2
+        raise ConfigError(
+            "--tokenizer-type: not given; give --vocab-file and --merge-file (GPT2BPETokenizer), or "
+            "--tokenizer-type HuggingFaceTokenizer --tokenizer-model FOLDER"
+        )
+    working = ", ".join(WORKING)
+    if kind in NOT_YET:
+        raise ConfigError(f"--tokenizer-type {kind}: not supported yet; use one of {working}")
+    if kind in NOT_FOR_GPT:
+        raise ConfigError(f"--tokenizer-type {kind}: not supported (not for GPT pretraining); use one of {working}")
+    if kind not in (GPT2, *HUGGING_FACE, NULL):
+        near = difflib.get_close_matches(kind, WORKING, n=1, cutoff=0.4)
+        hint = f"did you mean {near[0]}?" if near else f"use one of {working}"
+        raise ConfigError(f"--tokenizer-type {kind}: no such tokenizer; {hint}")
+    return kind
+
+
+def _build_gpt2(config: TokenizerConfig, announce: bool) -> Tokenizer:
+    from megatron.tokenizer.gpt2 import GPT2BPETokenizer
+
+    _refuse_unused(config, GPT2, "tokenizer_model")
+    if not config.vocab_file or not config.merge_file:
+        missing = "--vocab-file" if not config.vocab_file else "--merge-file"
+        raise ConfigError(
+            f"{missing}: not given; {GPT2} needs --vocab-file vocab.json and --merge-file merges.txt "
+            "(tools/train_tokenizer.py makes both)"
+        )
+    return GPT2BPETokenizer(config.vocab_file, config.merge_file, announce=announce)
+
+
+def _build_hugging_face(config: TokenizerConfig, kind: str) -> Tokenizer:
+    from megatron.tokenizer.huggingface import HuggingFaceTokenizer
+
+    _refuse_unused(config, kind, "vocab_file", "merge_file")
+    if not config.tokenizer_model:
+        raise ConfigError(f"--tokenizer-model: not given; {kind} needs a folder with a tokenizer.json")
+    return HuggingFaceTokenizer(config.tokenizer_model)
+
+
+def _build_null(config: TokenizerConfig) -> Tokenizer:
+    from megatron.tokenizer.null import NullTokenizer
+
+    _refuse_unused(config, NULL, "tokenizer_model", "vocab_file", "merge_file")
+    if config.vocab_size is None:
+        raise ConfigError(f"--vocab-size: not given; {NULL} needs it")
+    return NullTokenizer(config.vocab_size)
+
+
+def _refuse_unused(config: TokenizerConfig, kind: str, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        if value is not None:
+            flag = "--" + name.replace("_", "-")
+            raise ConfigError(
+                f"{flag} {value}: {kind} does not use it; leave it out or choose another --tokenizer-type"
+            )

@@ -1,0 +1,30 @@
+"""GPT-2's alphabet: one printable character for each of the 256 bytes, so that vocabularies are readable text."""
+
+from __future__ import annotations
+
+
+def _byte_to_character() -> tuple[str, ...]:
+    """Visible Latin-1 characters stand for themselves; the other bytes take the characters from U+0100 on."""
+    visible = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    characters = []
+    borrowed = 0
+    for byte in range(256):
+        if byte in visible:
+            characters.append(chr(byte))
+        else:
+            characters.append(chr(256 + borrowed))
+            borrowed += 1
+    return tuple(characters)
+
+
+CHARACTER_OF_BYTE: tuple[str, ...] = _byte_to_character()
+BYTE_OF_CHARACTER: dict[str, int] = {character: byte for byte, character in enumerate(CHARACTER_OF_BYTE)}
+SPACE = CHARACTER_OF_BYTE[ord(" ")]
+
+
+def token_bytes(token: str) -> bytes:
+    """The bytes a token stands for; a token outside the alphabet (a special one) stands for its own text."""
+    try:
+        return bytes(BYTE_OF_CHARACTER[character] for character in token)
+    except KeyError:
+        return token.encode("utf-8")

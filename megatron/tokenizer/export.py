@@ -1,0 +1,88 @@
+"""The folder that `transformers` opens: tokenizer.json and the small files around it.
+
+Written by hand rather than through `transformers`, so that an export needs neither it nor the network and is the
+same bytes with every version of it.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from megatron.errors import StorageError
+from megatron.tokenizer.base import END_OF_TEXT
+from megatron.tokenizer.bpe_files import BPE
+
+
+def write_gpt2_folder(directory: Path, bpe: BPE, model_max_length: int | None) -> None:
+    """tokenizer.json, tokenizer_config.json, special_tokens_map.json, vocab.json and merges.txt."""
+    special = dict.fromkeys(("bos_token", "eos_token", "unk_token"), END_OF_TEXT) if bpe.eod_id is not None else {}
+    config: dict[str, Any] = {
+        "tokenizer_class": "GPT2Tokenizer",
+        "add_prefix_space": False,
+        "add_bos_token": False,
+        "clean_up_tokenization_spaces": False,
+        "errors": "replace",
+        **special,
+    }
+    if model_max_length is not None:
+        config["model_max_length"] = model_max_length
+    write_files(
+        directory,
+        {
+            "tokenizer.json": _json(_tokenizer_json(bpe)),
+            "tokenizer_config.json": _json(config),
+            "special_tokens_map.json": _json(special),
+            **bpe_file_texts(bpe),
+        },
+    )
+
+
+def bpe_file_texts(bpe: BPE) -> dict[str, str]:
+    """vocab.json and merges.txt as GPT-2 has them."""
+    vocab = dict(sorted(bpe.vocab.items(), key=lambda item: item[1]))
+    merges = "".join(f"{left} {right}\n" for left, right in bpe.merges)
+    return {"vocab.json": json.dumps(vocab, ensure_ascii=False), "merges.txt": "#version: 0.2\n" + merges}
+
+
+def write_files(directory: Path, texts: dict[str, str]) -> None:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        for name, text in texts.items():
+            partial = directory / f".{name}.partial"
+            partial.write_text(text, encoding="utf-8", newline="\n")
+            partial.replace(directory / name)
+    except OSError as error:
+        raise StorageError(f"{directory}: the tokenizer's files could not be written ({error.strerror})") from None
+
+
+def _tokenizer_json(bpe: BPE) -> dict[str, Any]:
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    added = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [] if bpe.eod_id is None else [{"id": bpe.eod_id, "content": END_OF_TEXT, **added}],
+        "normalizer": None,
+        "pre_tokenizer": byte_level,
+        "post_processor": {**byte_level, "trim_offsets": False},
+        "decoder": byte_level,
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": None,
+            "continuing_subword_prefix": "",
+            "end_of_word_suffix": "",
+            "fuse_unk": False,
+            "byte_fallback": False,
+            "ignore_merges": False,
+            "vocab": dict(sorted(bpe.vocab.items(), key=lambda item: item[1])),
+            "merges": [list(merge) for merge in bpe.merges],
+        },
+    }
+
+
+def _json(content: dict[str, Any]) -> str:
+    return json.dumps(content, ensure_ascii=False, indent=2) + "\n"

@@ -1,0 +1,149 @@
+"""GPT2BPETokenizer: byte-level BPE from vocab.json and merges.txt, GPT-2's word pattern, no prefix space."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import re
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import numpy as np
+
+from megatron.tokenizer.base import END_OF_TEXT, Ids, Tokenizer, refuse_surrogates
+from megatron.tokenizer.bpe_files import BPE, Merge, read_bpe
+from megatron.tokenizer.export import write_gpt2_folder
+
+Engine = Literal["auto", "tokenizers", "python"]
+
+# Longer texts are encoded in parts: the working memory is then bounded by the part, not by the document.
+PART_CHARACTERS = 1 << 20
+# No word of GPT-2's pattern crosses from a visible character to a space, and none looks past that point.
+_WORD_END = re.compile(r"(?<=\S)[ \n]")
+
+
+class _Encoder(Protocol):
+    def encode(self, text: str) -> list[int]: ...
+
+    def encode_many(self, texts: Sequence[str]) -> list[list[int]]: ...
+
+    def decode(self, ids: Iterable[int]) -> str: ...
+
+
+class GPT2BPETokenizer(Tokenizer):
+    name = "GPT2BPETokenizer"
+
+    def __init__(
+        self,
+        vocab_file: str | Path,
+        merge_file: str | Path,
+        *,
+        engine: Engine = "auto",
+        announce: bool = True,
+    ) -> None:
+        self._vocab_file, self._merge_file = Path(vocab_file), Path(merge_file)
+        self._bpe = read_bpe(self._vocab_file, self._merge_file)
+        self._encoder = _build_encoder(self._bpe, engine, announce)
+
+    @property
+    def vocab_size(self) -> int:
+        return self._bpe.vocab_size
+
+    @property
+    def eod_id(self) -> int | None:
+        return self._bpe.eod_id
+
+    def _why_no_eod(self) -> str:
+        return f"--vocab-file {self._vocab_file} has no {END_OF_TEXT}; add it with an id of its own"
+
+    @cached_property
+    def fingerprint(self) -> str:
+        return self._bpe.fingerprint()
+
+    @property
+    def vocab(self) -> dict[str, int]:
+        return self._bpe.vocab
+
+    @property
+    def merges(self) -> list[Merge]:
+        return self._bpe.merges
+
+    def tokenize(self, text: str) -> list[int]:
+        refuse_surrogates(text)
+        return self._encoder.encode(text)
+
+    def detokenize(self, ids: Iterable[int]) -> str:
+        return self._encoder.decode(ids)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
+        if all(len(text) <= PART_CHARACTERS for text in texts):
+            return [np.array(ids, dtype=np.int32) for ids in self._encoder.encode_many(texts)]
+        return [self._encode_in_parts(text) for text in texts]
+
+    def _encode_in_parts(self, text: str) -> Ids:
+        parts = [np.array(self._encoder.encode(part), dtype=np.int32) for part in split_at_words(text, PART_CHARACTERS)]
+        return np.concatenate(parts) if parts else np.zeros(0, dtype=np.int32)
+
+    def files(self) -> dict[str, Path]:
+        return {"vocab.json": self._vocab_file, "merges.txt": self._merge_file}
+
+    def save_pretrained(self, directory: str | Path, *, model_max_length: int | None = None) -> None:
+        write_gpt2_folder(Path(directory), self._bpe, model_max_length)
+
+
+def split_at_words(text: str, size: int) -> Iterable[str]:
+    """Parts of about `size` characters whose encodings, joined, are the encoding of the whole text."""
+    start = 0
+    while start < len(text):
+        cut = _WORD_END.search(text, start + size)
+        end = cut.start() if cut else len(text)
+        yield text[start:end]
+        start = end
+
+
+def _build_encoder(bpe: BPE, engine: Engine, announce: bool) -> _Encoder:
+    if engine == "tokenizers" or (engine == "auto" and importlib.util.find_spec("tokenizers") is not None):
+        return _RustEncoder(bpe)
+    if engine == "auto" and announce:
+        logging.getLogger(__name__).warning(
+            "GPT2BPETokenizer: the package tokenizers is not installed; encoding in plain Python gives the same ids, "
+            "about 20 times slower (pip install tokenizers)"
+        )
+    return _PythonEncoder(bpe)
+
+
+class _RustEncoder:
+    def __init__(self, bpe: BPE) -> None:
+        from tokenizers import Tokenizer as RustTokenizer
+        from tokenizers import decoders, models, pre_tokenizers
+
+        self._rust: Any = RustTokenizer(models.BPE(vocab=bpe.vocab, merges=bpe.merges))
+        self._rust.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        self._rust.decoder = decoders.ByteLevel()
+
+    def encode(self, text: str) -> list[int]:
+        return self.encode_many([text])[0]
+
+    def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
+        return [encoding.ids for encoding in self._rust.encode_batch_fast(texts, add_special_tokens=False)]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return self._rust.decode(list(ids), skip_special_tokens=False)
+
+
+class _PythonEncoder:
+    def __init__(self, bpe: BPE) -> None:
+        from megatron.tokenizer.python_bpe import PythonBPE
+
+        self._python = PythonBPE(bpe)
+
+    def encode(self, text: str) -> list[int]:
+        return self._python.encode(text)
+
+    def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
+        return [self._python.encode(text) for text in texts]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return self._python.decode(ids)

@@ -1,0 +1,208 @@
+"""HuggingFaceTokenizer: any tokenizer.json, from a local folder. No hub, no remote code, no `transformers`.
+
+Two things differ from `transformers` by intent: special-token text inside a document is text, and nothing (no BOS)
+is put around a document; an end of document is added by --append-eod alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron.errors import ConfigError, DataError
+from megatron.tokenizer.base import END_OF_TEXT, Ids, Tokenizer, refuse_surrogates
+from megatron.tokenizer.bpe_files import BPE, merge_pair, read_text
+from megatron.tokenizer.export import write_files
+
+SETTING = "--tokenizer-model"
+KEPT_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+)
+
+
+class HuggingFaceTokenizer(Tokenizer):
+    name = "HuggingFaceTokenizer"
+
+    def __init__(self, tokenizer_model: str | Path) -> None:
+        self._json_file = _find_json(Path(tokenizer_model))
+        self._description = _read_json(self._json_file)
+        self._rust = _load(self._json_file)
+        self._eod_token = self._find_eod_token()
+        self._make_special_text_plain()
+
+    @cached_property
+    def _vocab(self) -> dict[str, int]:
+        return self._rust.get_vocab(with_added_tokens=True)
+
+    @cached_property
+    def vocab_size(self) -> int:
+        return max(self._vocab.values()) + 1
+
+    @cached_property
+    def eod_id(self) -> int | None:
+        return None if self._eod_token is None else self._rust.token_to_id(self._eod_token)
+
+    def _why_no_eod(self) -> str:
+        if self._eod_token is None:
+            return (
+                f"{SETTING} {self._json_file.parent}: no eos_token in tokenizer_config.json; name one there, it is the "
+                "end-of-document token"
+            )
+        return f"{SETTING} {self._json_file.parent}: eos_token {self._eod_token!r} is not in the vocabulary"
+
+    def _find_eod_token(self) -> str | None:
+        for name in ("tokenizer_config.json", "special_tokens_map.json"):
+            beside = self._json_file.with_name(name)
+            if beside.exists():
+                token = _read_json(beside).get("eos_token")
+                token = token.get("content") if isinstance(token, dict) else token
+                if isinstance(token, str):
+                    return token
+        return END_OF_TEXT if self._rust.token_to_id(END_OF_TEXT) is not None else None
+
+    def _make_special_text_plain(self) -> None:
+        from tokenizers import AddedToken
+
+        if self.eod_id is not None and any(
+            token["content"] == self._eod_token for token in self._description.get("added_tokens") or ()
+        ):
+            # Some files list their eos as an ordinary added token, which text would then match.
+            self._rust.add_special_tokens([AddedToken(self._eod_token, special=True, normalized=False)])
+        self._rust.encode_special_tokens = True
+
+    @cached_property
+    def fingerprint(self) -> str:
+        as_gpt2 = _as_gpt2(self._description, self._eod_token)
+        if as_gpt2 is not None:
+            return as_gpt2.fingerprint()  # the same ids as GPT2BPETokenizer, so the same identity
+        content = {k: v for k, v in self._description.items() if k not in ("version", "truncation", "padding")}
+        model = dict(content.get("model") or {})
+        if "merges" in model:
+            model["merges"] = [merge_pair(merge) for merge in model["merges"]]
+        identity = {**content, "model": model, "eod": self._eod_token}
+        canonical = json.dumps(identity, ensure_ascii=True, separators=(",", ":"), sort_keys=True)
+        return hashlib.sha256(canonical.encode("ascii")).hexdigest()
+
+    def tokenize(self, text: str) -> list[int]:
+        return self.encode_batch([text])[0].tolist()
+
+    def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
+        try:
+            encodings = self._rust.encode_batch_fast(texts, add_special_tokens=False)
+        except (TypeError, UnicodeEncodeError):
+            for text in texts:
+                refuse_surrogates(text)
+            raise
+        arrays = [np.array(encoding.ids, dtype=np.int32) for encoding in encodings]
+        if self.eod_id is not None and any((ids == self.eod_id).any() for ids in arrays):
+            # Vocabularies without a byte or word pattern (Unigram) can spell their own eos.
+            raise DataError(
+                f"{self.name}: the text {self._eod_token!r} becomes the end-of-document id in this vocabulary; "
+                "remove it from the text"
+            )
+        return arrays
+
+    def detokenize(self, ids: Iterable[int]) -> str:
+        return self._rust.decode(list(ids), skip_special_tokens=False)
+
+    def files(self) -> dict[str, Path]:
+        beside = {name: self._json_file.with_name(name) for name in KEPT_FILES[1:]}
+        return {KEPT_FILES[0]: self._json_file, **{name: path for name, path in beside.items() if path.is_file()}}
+
+    def save_pretrained(self, directory: str | Path, *, model_max_length: int | None = None) -> None:
+        config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
+        if self._eod_token is not None:
+            config["eos_token"] = self._eod_token
+        files = self.files()
+        if "tokenizer_config.json" in files:
+            config = _read_json(files.pop("tokenizer_config.json"))
+        config.pop("auto_map", None)  # it names Python files, which are neither loaded nor copied
+        if model_max_length is not None:
+            config["model_max_length"] = model_max_length
+        if "tokenizer.model" in files:
+            del files["tokenizer.model"]  # binary; tokenizer.json says the same
+        texts = {name: read_text(path, SETTING) for name, path in files.items()}
+        texts["tokenizer_config.json"] = json.dumps(config, ensure_ascii=False, indent=2) + "\n"
+        write_files(Path(directory), texts)
+
+
+def _find_json(given: Path) -> Path:
+    if given.is_file():
+        if given.suffix == ".json":
+            return given
+        raise ConfigError(f"{SETTING} {given}: HuggingFaceTokenizer opens a tokenizer.json or the folder it lies in")
+    if not given.is_dir():
+        raise ConfigError(
+            f"{SETTING} {given}: there is no such file or folder; nothing is downloaded, so fetch the tokenizer's "
+            "folder first and name it here"
+        )
+    path = given / "tokenizer.json"
+    if path.is_file():
+        return path
+    if (given / "vocab.json").is_file() and (given / "merges.txt").is_file():
+        raise ConfigError(
+            f"{SETTING} {given}: has no tokenizer.json; use --tokenizer-type GPT2BPETokenizer --vocab-file "
+            f"{given / 'vocab.json'} --merge-file {given / 'merges.txt'}"
+        )
+    raise ConfigError(f"{SETTING} {given}: has no tokenizer.json, which is the only format read from such a folder")
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(read_text(path, SETTING))
+    except ValueError as error:
+        raise ConfigError(f"{SETTING} {path}: not JSON ({error})") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"{SETTING} {path}: not a JSON object")
+    return content
+
+
+def _load(path: Path) -> Any:
+    try:
+        from tokenizers import Tokenizer as RustTokenizer
+    except ImportError:
+        raise ConfigError(
+            "--tokenizer-type HuggingFaceTokenizer: needs the package tokenizers: pip install tokenizers"
+        ) from None
+    try:
+        rust = RustTokenizer.from_file(str(path))
+    except Exception as error:  # the library raises the bare class
+        raise ConfigError(f"{SETTING} {path}: not a tokenizer that tokenizers can open ({error})") from None
+    rust.no_truncation()  # a limit stored in the file would cut documents in silence
+    rust.no_padding()
+    return rust
+
+
+def _as_gpt2(description: dict[str, Any], eod_token: str | None) -> BPE | None:
+    """The vocabulary and merges, if this file describes exactly what GPT2BPETokenizer computes."""
+    model = description.get("model") or {}
+    pre = description.get("pre_tokenizer") or {}
+    added = description.get("added_tokens") or []
+    vocab = model.get("vocab")
+    plain = (
+        model.get("type") == "BPE"
+        and not any(model.get(option) for option in ("dropout", "unk_token", "ignore_merges", "byte_fallback"))
+        and not (model.get("continuing_subword_prefix") or model.get("end_of_word_suffix"))
+        and description.get("normalizer") is None
+        and pre.get("type") == "ByteLevel"
+        and not pre.get("add_prefix_space")
+        and pre.get("use_regex", True)
+    )
+    if not plain or not isinstance(vocab, dict) or eod_token not in (None, END_OF_TEXT):
+        return None
+    if any(vocab.get(token.get("content")) != token.get("id") or not token.get("special") for token in added):
+        return None
+    return BPE(vocab, [merge_pair(merge) for merge in model.get("merges") or ()])

@@ -1,0 +1,93 @@
+"""Byte-level BPE in plain Python: the oracle of the tests, and the engine where `tokenizers` is not installed.
+
+Ids equal those of `tokenizers` for every character that both libraries' Unicode tables know; a character that
+only one of them knows (assigned in the last year or two) may be cut differently from its neighbours.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable
+
+from megatron.errors import ConfigError
+from megatron.tokenizer.bpe_files import BPE
+from megatron.tokenizer.byte_alphabet import CHARACTER_OF_BYTE, token_bytes
+
+# Contractions, then words, numbers and other marks, each with at most one leading space, then white space.
+# White space before a word leaves its last character to that word.
+GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+
+CACHED_WORDS = 100_000
+LONGEST_CACHED_WORD = 256
+
+
+class PythonBPE:
+    def __init__(self, bpe: BPE) -> None:
+        try:
+            import regex
+        except ImportError:
+            raise ConfigError(
+                "GPT2BPETokenizer: needs the package tokenizers, or regex for the slow engine; "
+                "install one: pip install tokenizers"
+            ) from None
+        self._words = regex.compile(GPT2_PATTERN)
+        self._id_of = bpe.vocab
+        self._bytes_of = {index: token_bytes(token) for token, index in bpe.vocab.items()}
+        self._rank = {merge: rank for rank, merge in enumerate(bpe.merges)}
+        self._cache: dict[str, list[int]] = {}
+
+    def encode(self, text: str) -> list[int]:
+        ids: list[int] = []
+        for word in self._words.findall(text):
+            ids.extend(self._encode_word(word))
+        return ids
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Bytes that are not UTF-8 (a model may end inside a character) become U+FFFD."""
+        return b"".join(self._bytes_of.get(index, b"") for index in ids).decode("utf-8", errors="replace")
+
+    def _encode_word(self, word: str) -> list[int]:
+        known = self._cache.get(word)
+        if known is not None:
+            return known
+        characters = [CHARACTER_OF_BYTE[byte] for byte in word.encode("utf-8")]
+        ids = [self._id_of[symbol] for symbol in merge_all(characters, self._rank)]
+        if len(self._cache) < CACHED_WORDS and len(word) <= LONGEST_CACHED_WORD:
+            self._cache[word] = ids
+        return ids
+
+
+def merge_all(symbols: list[str], rank: dict[tuple[str, str], int]) -> list[str]:
+    """Join neighbours, always the pair of lowest rank and of those the leftmost, until no pair is in the table.
+
+    A linked list with a heap of candidate pairs, so that a word of 10 MB costs n log n and not n squared.
+    """
+    if len(symbols) < 2:
+        return symbols
+    symbols = list(symbols)
+    end = len(symbols)
+    following = list(range(1, end + 1))
+    previous = list(range(-1, end - 1))
+    candidates: list[tuple[int, int, str, str]] = []
+
+    def offer(left: int, right: int) -> None:
+        order = rank.get((symbols[left], symbols[right]))
+        if order is not None:
+            heapq.heappush(candidates, (order, left, symbols[left], symbols[right]))
+
+    for left in range(end - 1):
+        offer(left, left + 1)
+    while candidates:
+        _, left, left_symbol, right_symbol = heapq.heappop(candidates)
+        right = following[left]
+        if symbols[left] != left_symbol or right == end or symbols[right] != right_symbol:
+            continue  # one of the two has since been joined with its other neighbour
+        symbols[left] = left_symbol + right_symbol
+        symbols[right] = ""  # no candidate can match it again
+        following[left] = following[right]
+        if following[left] < end:
+            previous[following[left]] = left
+            offer(left, following[left])
+        if previous[left] >= 0:
+            offer(previous[left], left)
+    return [symbol for symbol in symbols if symbol]

@@ -1,0 +1,41 @@
+"""Learn a GPT-2 style byte-level BPE from text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+
+from megatron.errors import ConfigError
+from megatron.tokenizer.base import END_OF_TEXT
+from megatron.tokenizer.bpe_files import BPE, merge_pair
+from megatron.tokenizer.byte_alphabet import CHARACTER_OF_BYTE
+
+SMALLEST_VOCABULARY = len(CHARACTER_OF_BYTE) + 1  # every byte, and the end of document
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int, *, min_frequency: int = 2, show_progress: bool = False) -> BPE:
+    """At most `vocab_size` tokens: the 256 bytes, the merges in order, and last, as in GPT-2, `<|endoftext|>`.
+
+    The same texts give the same tokens. Too little text gives fewer tokens than asked for.
+    """
+    if vocab_size < SMALLEST_VOCABULARY:
+        raise ConfigError(f"--vocab-size {vocab_size}: at least {SMALLEST_VOCABULARY} (every byte, and {END_OF_TEXT})")
+    try:
+        from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+    except ImportError:
+        raise ConfigError(
+            "training a tokenizer: needs the package tokenizers, which is not installed: pip install tokenizers"
+        ) from None
+    learner = Tokenizer(models.BPE())
+    learner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size - 1,
+        min_frequency=min_frequency,
+        initial_alphabet=list(CHARACTER_OF_BYTE),
+        show_progress=show_progress,
+    )
+    learner.train_from_iterator(texts, trainer)
+    model = json.loads(learner.to_str())["model"]
+    vocab = dict(sorted(model["vocab"].items(), key=lambda item: item[1]))
+    merges = [merge_pair(merge) for merge in model["merges"]]
+    return BPE({**vocab, END_OF_TEXT: len(vocab)}, merges)
