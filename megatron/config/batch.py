@@ -30,7 +30,7 @@ def batch_size_at(config: RunConfig, dp: int, consumed: int) -> int:
         return final
     start, increment, ramp_samples = ramp
     increments = (final - start) // increment
-    if increments == 0 or consumed >= ramp_samples:
+    if increments == 0 or ramp_samples == 0 or consumed > ramp_samples:
         return final
     steps = int(consumed / (ramp_samples / increments))
     return start + steps * increment
@@ -48,8 +48,8 @@ def train_iters(config: RunConfig, dp: int) -> int:
     if training.train_samples is None:
         return 0
     steps = consumed = 0
-    ramp_end = training.rampup_batch_size[2] if training.rampup_batch_size is not None else 0
-    while consumed < ramp_end:
+    ramp_end = training.rampup_batch_size[2] if training.rampup_batch_size is not None else -1
+    while consumed <= ramp_end:
         batch = batch_size_at(config, dp, consumed)
         if consumed + batch > training.train_samples:
             return steps

@@ -32,6 +32,7 @@ class Flag:
     at_least: float | None = None
     above: float | None = None
     at_most: float | None = None
+    below: float | None = None
     neutral: tuple[Any, ...] = ()  # later/never: accepted values besides the default
     refused: dict[str, str] | None = None  # known values that this project does not do -> the way out
     required: bool = False  # the default (0 or "") only means "not given"

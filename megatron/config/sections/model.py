@@ -80,8 +80,8 @@ class ModelConfig:
     add_bias_linear: bool = flag(True, "No bias in the linear layers.", off="--disable-bias-linear")
     add_qkv_bias: bool = flag(False, "A bias in the QKV projection even under --disable-bias-linear (Qwen2).")
     untie_embeddings_and_output_weights: bool = flag(False, "A separate output head.")
-    attention_dropout: float = flag(0.1, "Dropout on the attention probabilities.", at_least=0.0, at_most=1.0)
-    hidden_dropout: float = flag(0.1, "Dropout on embeddings and residual branches.", at_least=0.0, at_most=1.0)
+    attention_dropout: float = flag(0.1, "Dropout on the attention probabilities.", at_least=0.0, below=1.0)
+    hidden_dropout: float = flag(0.1, "Dropout on embeddings and residual branches.", at_least=0.0, below=1.0)
     init_method_std: float = flag(
         0.02, "Standard deviation of the initial weights; output projections use it / sqrt(2 x layers).", at_least=0.0
     )

@@ -24,10 +24,10 @@ class OptimizerConfig:
     start_weight_decay: float | None = flag(None, "Weight decay at the start of its ramp.", at_least=0.0)
     end_weight_decay: float | None = flag(None, "Weight decay at the end of its ramp.", at_least=0.0)
     clip_grad: float = flag(1.0, "Largest global L2 norm of the gradient; 0 is no clipping.", at_least=0.0)
-    adam_beta1: float = flag(0.9, "Adam's first beta.", at_least=0.0, at_most=1.0)
-    adam_beta2: float = flag(0.999, "Adam's second beta.", at_least=0.0, at_most=1.0)
+    adam_beta1: float = flag(0.9, "Adam's first beta.", at_least=0.0, below=1.0)
+    adam_beta2: float = flag(0.999, "Adam's second beta.", at_least=0.0, below=1.0)
     adam_eps: float = flag(1e-8, "Adam's epsilon.", above=0.0)
-    sgd_momentum: float = flag(0.9, "Momentum of SGD.", at_least=0.0, at_most=1.0)
+    sgd_momentum: float = flag(0.9, "Momentum of SGD.", at_least=0.0, below=1.0)
     muon_momentum: float = flag(0.9, "Momentum of Muon.", status="later", note="leave it out")
 
 

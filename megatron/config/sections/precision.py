@@ -26,9 +26,8 @@ class PrecisionConfig:
         note="there is one implementation; --kernels chooses its operations",
     )
     fp8_format: str | None = flag(
-        None, "fp8 format of the linear layers.", choices=("e4m3", "hybrid"), status="later", note="use --bf16",
-        aliases=("--fp8",),
-    )  # fmt: skip
+        None, "fp8 format of the linear layers.", choices=("e4m3", "hybrid"), status="later", note="use --bf16"
+    )
     fp8_recipe: str = flag("delayed", "How fp8 scales are found.", status="later", note="leave it out")
     fp8_margin: int = flag(0, "Margin of delayed scaling.", status="later", note="leave it at 0")
     fp8_amax_history_len: int = flag(1, "History of delayed scaling.", status="later", note="leave it at 1")
@@ -59,7 +58,11 @@ class RecomputeConfig:
         None,
         "With selective: the parts to recompute. Unset: core_attn.",
         nargs="+",
-        choices=("core_attn", "mlp", "layernorm"),
+        choices=("core_attn",),
+        refused=dict.fromkeys(
+            ("mlp", "layernorm", "moe", "moe_act", "mla_up_proj", "shared_experts"),
+            "not supported yet; use core_attn, or --recompute-granularity full",
+        ),
     )
     distribute_saved_activations: bool = flag(
         False, "Shard saved activations over tensor-parallel ranks.", status="later", note="remove it"

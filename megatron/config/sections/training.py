@@ -18,8 +18,8 @@ class TrainingConfig:
     rampup_batch_size: tuple[int, ...] | None = flag(
         None, "START INCREMENT SAMPLES: grow the batch to --global-batch-size over so many samples.", nargs=3
     )
-    train_iters: int | None = flag(None, "Steps to train (or --train-samples).", at_least=0)
-    train_samples: int | None = flag(None, "Samples to train on (or --train-iters).", at_least=0)
+    train_iters: int | None = flag(None, "Steps to train (or --train-samples).", at_least=1)
+    train_samples: int | None = flag(None, "Samples to train on (or --train-iters).", at_least=1)
     exit_interval: int | None = flag(None, "Save and stop when the iteration is a multiple of this.", at_least=1)
     exit_duration_in_mins: float | None = flag(None, "Save and stop after so many minutes.", above=0.0)
     exit_signal_handler: bool = flag(False, "Save and stop on SIGTERM.")

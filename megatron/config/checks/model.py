@@ -1,0 +1,176 @@
+"""Checks of the model's shape, its number formats and its recomputation."""
+
+from __future__ import annotations
+
+from megatron.config.meaning import given, spelled
+from megatron.config.run import RunConfig, all_settings
+from megatron.errors import ConfigError
+
+
+def check_required(config: RunConfig) -> None:
+    adopted = ("model", "data") if config.checkpoint.use_checkpoint_args else ()
+    missing = [
+        setting.spelling
+        for setting in all_settings()
+        if setting.flag.required and not config.value(setting) and setting.section not in adopted
+    ]
+    if config.model.positions == "learned" and not config.model.max_position_embeddings and not adopted:
+        missing.append("--max-position-embeddings")
+    if missing:
+        raise ConfigError(
+            f"{', '.join(missing)}: required and not given; give them (or a --model preset for the shape)"
+        )
+
+
+def check_heads(config: RunConfig) -> None:
+    model = config.model
+    if model.num_attention_heads and model.kv_channels is None and model.hidden_size % model.num_attention_heads:
+        raise ConfigError(
+            f"{spelled(config, 'hidden_size')} does not divide by {spelled(config, 'num_attention_heads')}; "
+            "change one of them, or give the width of a head with --kv-channels"
+        )
+    if model.group_query_attention and model.num_query_groups is None:
+        raise ConfigError("--group-query-attention: needs the number of key/value heads; add --num-query-groups N")
+    if model.num_query_groups is not None and model.num_attention_heads % model.num_query_groups:
+        raise ConfigError(
+            f"{spelled(config, 'num_attention_heads')} does not divide by {spelled(config, 'num_query_groups')}; "
+            "give a number of query groups that divides the heads"
+        )
+
+
+def check_positions(config: RunConfig) -> None:
+    model, data = config.model, config.data
+    if model.max_position_embeddings and data.seq_length > model.max_position_embeddings:
+        raise ConfigError(
+            f"{spelled(config, 'seq_length')} is longer than {spelled(config, 'max_position_embeddings')}; "
+            f"raise --max-position-embeddings to {data.seq_length} or shorten --seq-length"
+        )
+    named = given(config, "position_embedding_type")
+    if model.use_rotary_position_embeddings and named and model.position_embedding_type in ("learned_absolute", "none"):
+        raise ConfigError(
+            f"--use-rotary-position-embeddings and {spelled(config, 'position_embedding_type')} contradict each other; "
+            "keep one of them"
+        )
+    if named and model.position_embedding_type == "learned_absolute" and not model.add_position_embedding:
+        raise ConfigError(
+            "--position-embedding-type learned_absolute and --no-position-embedding contradict each other; "
+            "keep one of them"
+        )
+
+
+def check_rope(config: RunConfig) -> None:
+    model = config.model
+    linear = model.rotary_seq_len_interpolation_factor is not None
+    scalings = [
+        name
+        for name, on in (
+            ("--position-embedding-type yarn", model.position_embedding_type == "yarn"),
+            ("--use-rope-scaling", model.use_rope_scaling),
+            ("--rotary-seq-len-interpolation-factor", linear),
+        )
+        if on
+    ]
+    if len(scalings) > 1:
+        raise ConfigError(f"{' and '.join(scalings)} are different scalings of RoPE; keep one of them")
+    if scalings and model.positions != "rope":
+        raise ConfigError(f"{scalings[0]}: needs rotary positions; add --position-embedding-type rope")
+    if model.positions != "rope" or not model.num_attention_heads:
+        return
+    rotated = int(model.head_dim * model.rotary_percent)
+    if rotated < 2 or rotated % 2:
+        raise ConfigError(
+            f"{spelled(config, 'rotary_percent')} of a head of {model.head_dim} rotates {rotated} channels; "
+            "choose a head width and a percentage that give an even number"
+        )
+    if model.use_rope_scaling and model.rope_low_freq_factor >= model.rope_high_freq_factor:
+        raise ConfigError(
+            f"{spelled(config, 'rope_low_freq_factor')} is not below {spelled(config, 'rope_high_freq_factor')}; "
+            "exchange them"
+        )
+
+
+def check_window(config: RunConfig) -> None:
+    window = config.model.window_size
+    if window is not None and (len(window) != 2 or window[0] < 0 or window[1] != 0):
+        raise ConfigError(
+            f"{spelled(config, 'window_size')}: a causal model sees LEFT >= 0 tokens to the left and 0 to the right; "
+            "give --window-size LEFT 0"
+        )
+
+
+def check_activation(config: RunConfig) -> None:
+    model = config.model
+    chosen = [
+        name
+        for name, on in (
+            ("--swiglu", model.swiglu),
+            ("--squared-relu", model.squared_relu),
+            ("--openai-gelu", model.openai_gelu),
+        )
+        if on
+    ]
+    if len(chosen) > 1:
+        way_out = "keep one (a preset's is turned off with --swiglu=false)"
+        raise ConfigError(f"{' and '.join(chosen)} each choose the activation; {way_out}")
+
+
+def check_precision(config: RunConfig) -> None:
+    precision = config.precision
+    if precision.fp16 and precision.bf16:
+        raise ConfigError("--fp16 and --bf16 exclude each other; keep one of them")
+    if config.model.fp32_residual_connection and precision.params_dtype == "float32":
+        raise ConfigError("--fp32-residual-connection: everything is fp32 already; remove it, or add --bf16 or --fp16")
+    if precision.min_loss_scale > precision.initial_loss_scale:
+        raise ConfigError(
+            f"{spelled(config, 'min_loss_scale')} is above {spelled(config, 'initial_loss_scale')}; lower the former"
+        )
+
+
+def check_recompute(config: RunConfig) -> None:
+    recompute = config.recompute
+    if recompute.full and recompute.recompute_activations:
+        raise ConfigError(
+            "--recompute-activations means --recompute-granularity selective, but full was given; keep one of them"
+        )
+    if recompute.full and recompute.recompute_method is None:
+        raise ConfigError("--recompute-granularity full: needs a method; add --recompute-method uniform (or block)")
+    if recompute.recompute_method is not None and not recompute.full:
+        raise ConfigError(
+            f"{spelled(config, 'recompute_method')}: is for whole layers; add --recompute-granularity full or remove it"
+        )
+    if recompute.recompute_modules is not None and not recompute.selective:
+        raise ConfigError(
+            f"{spelled(config, 'recompute_modules')}: is for selective recomputation; "
+            "add --recompute-granularity selective or remove it"
+        )
+    if recompute.full and 0 < config.model.num_layers < recompute.recompute_num_layers:
+        raise ConfigError(
+            f"{spelled(config, 'recompute_num_layers')} is more than {spelled(config, 'num_layers')}; "
+            "give at most the number of layers"
+        )
+
+
+def check_kernels(config: RunConfig) -> None:
+    kernels = config.kernels
+    mode, *excluded = kernels.kernels.split(",")
+    if mode not in ("auto", "native", "ref") or any(not word.startswith("-") or len(word) == 1 for word in excluded):
+        raise ConfigError(
+            f"{spelled(config, 'kernels')}: begins with auto, native or ref, followed by operations to leave out; "
+            "as in --kernels auto,-rope"
+        )
+    if kernels.use_flash_attn and kernels.attention_backend not in ("auto", "flash"):
+        raise ConfigError(
+            f"--use-flash-attn and {spelled(config, 'attention_backend')} contradict each other; keep one of them"
+        )
+
+
+CHECKS = (
+    check_heads,
+    check_positions,
+    check_rope,
+    check_window,
+    check_activation,
+    check_precision,
+    check_recompute,
+    check_kernels,
+)

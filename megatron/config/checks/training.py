@@ -1,0 +1,140 @@
+"""Checks of the length of the run, the batch sizes, and the schedules."""
+
+from __future__ import annotations
+
+from megatron.config.meaning import given, spelled
+from megatron.config.run import RunConfig
+from megatron.errors import ConfigError
+
+
+def check_length(config: RunConfig) -> None:
+    training = config.training
+    if training.train_iters is not None and training.train_samples is not None:
+        raise ConfigError(
+            f"{spelled(config, 'train_iters')} and {spelled(config, 'train_samples')} exclude each other; keep one"
+        )
+    if training.train_iters is None and training.train_samples is None and not training.skip_train:
+        raise ConfigError(
+            "--train-iters or --train-samples: one is required; give it, or --skip-train to evaluate only"
+        )
+
+
+def check_units(config: RunConfig) -> None:
+    """A run counts in iterations or in samples, and its schedule with it (as in Megatron)."""
+    by_samples = config.training.train_samples is not None
+    if config.training.train_iters is None and not by_samples:
+        return
+    if by_samples:
+        wrong = {"lr_decay_iters": "lr_decay_samples", "lr_warmup_iters": "lr_warmup_samples"}
+        wrong["lr_wsd_decay_iters"] = "lr_wsd_decay_samples"
+        length = spelled(config, "train_samples")
+    else:
+        wrong = {"lr_decay_samples": "lr_decay_iters", "lr_warmup_samples": "lr_warmup_iters"}
+        wrong["lr_wsd_decay_samples"] = "lr_wsd_decay_iters"
+        length = spelled(config, "train_iters")
+    for name, right in wrong.items():
+        if getattr(config.schedule, name):
+            way_out = f"use --{right.replace('_', '-')}"
+            raise ConfigError(f"{spelled(config, name)} and {length} count in different units; {way_out}")
+    if config.training.rampup_batch_size is not None and not by_samples:
+        raise ConfigError(
+            f"{spelled(config, 'rampup_batch_size')} and {length} cannot be combined; "
+            "give the length of the run in samples, with --train-samples"
+        )
+
+
+def check_batch(config: RunConfig) -> None:
+    training = config.training
+    micro, final = training.micro_batch_size, training.global_batch_size
+    if final is not None and micro and final % micro:
+        raise ConfigError(
+            f"{spelled(config, 'global_batch_size')} does not divide by {spelled(config, 'micro_batch_size')}; "
+            "make it a multiple of micro-batch size x data-parallel size"
+        )
+    if training.rampup_batch_size is None:
+        return
+    start, increment, samples = training.rampup_batch_size
+    ramp = spelled(config, "rampup_batch_size")
+    if start < 1 or increment < 1 or samples < 0:
+        raise ConfigError(f"{ramp}: needs START > 0, INCREMENT > 0, SAMPLES >= 0; correct the three numbers")
+    if final is None:
+        raise ConfigError(f"{ramp}: needs the batch size to reach; add --global-batch-size")
+    if final < start or (final - start) % increment:
+        raise ConfigError(
+            f"{ramp}: steps of {increment} from {start} do not arrive at {spelled(config, 'global_batch_size')}; "
+            "choose an increment that divides the difference"
+        )
+
+
+def check_learning_rate(config: RunConfig) -> None:
+    schedule = config.schedule
+    if schedule.lr is None:
+        if not config.training.skip_train:
+            raise ConfigError("--lr: required for training and not given; give the peak learning rate, as in --lr 1e-4")
+        return
+    for name in ("min_lr", "lr_warmup_init"):
+        if getattr(schedule, name) > schedule.lr:
+            raise ConfigError(f"{spelled(config, name)} is above {spelled(config, 'lr')}; lower it, or raise --lr")
+    if schedule.override_opt_param_scheduler and schedule.use_checkpoint_opt_param_scheduler:
+        raise ConfigError(
+            "--override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler exclude each other; keep one"
+        )
+
+
+def check_warmup(config: RunConfig) -> None:
+    schedule = config.schedule
+    unit = "samples" if config.training.train_samples is not None else "iters"
+    length = getattr(config.training, f"train_{unit}")
+    decay = getattr(schedule, f"lr_decay_{unit}") or length
+    warmup = getattr(schedule, f"lr_warmup_{unit}")
+    if schedule.lr_warmup_fraction is not None and warmup:
+        raise ConfigError(
+            f"{spelled(config, 'lr_warmup_fraction')} and {spelled(config, f'lr_warmup_{unit}')} exclude each other; "
+            "keep one of them"
+        )
+    if decay is None:
+        return
+    name = f"lr_decay_{unit}" if getattr(schedule, f"lr_decay_{unit}") else f"train_{unit}"
+    if warmup >= decay:
+        raise ConfigError(
+            f"{spelled(config, f'lr_warmup_{unit}')} is not shorter than the decay of {spelled(config, name)}; "
+            "shorten the warm-up"
+        )
+    if schedule.lr_warmup_fraction is not None and schedule.lr_warmup_fraction >= 1:
+        raise ConfigError(f"{spelled(config, 'lr_warmup_fraction')}: leaves nothing to decay; give less than 1")
+    if schedule.lr_decay_style == "WSD":
+        _check_wsd(config, unit, decay)
+
+
+def _check_wsd(config: RunConfig, unit: str, decay: int) -> None:
+    wsd = getattr(config.schedule, f"lr_wsd_decay_{unit}")
+    if wsd is None:
+        raise ConfigError(f"--lr-decay-style WSD: needs the length of its last part; add --lr-wsd-decay-{unit}")
+    if wsd > decay:
+        raise ConfigError(
+            f"{spelled(config, f'lr_wsd_decay_{unit}')} is longer than the schedule of {decay} {unit}; shorten it"
+        )
+
+
+def check_weight_decay(config: RunConfig) -> None:
+    optimizer = config.optimizer
+    ends = ("start_weight_decay", "end_weight_decay")
+    if optimizer.weight_decay_incr_style == "constant":
+        for name in ends:
+            if getattr(optimizer, name) is not None:
+                raise ConfigError(
+                    f"{spelled(config, name)}: weight decay is constant; "
+                    "add --weight-decay-incr-style linear (or cosine), or use --weight-decay"
+                )
+        return
+    style = spelled(config, "weight_decay_incr_style")
+    start, end = optimizer.start_weight_decay, optimizer.end_weight_decay
+    if start is None or end is None:
+        raise ConfigError(f"{style}: needs both ends; add --start-weight-decay and --end-weight-decay")
+    if end < start:
+        raise ConfigError(f"{spelled(config, ends[1])} is below {spelled(config, ends[0])}; weight decay can only grow")
+    if given(config, "weight_decay"):
+        raise ConfigError(f"{spelled(config, 'weight_decay')} and {style} exclude each other; remove --weight-decay")
+
+
+CHECKS = (check_length, check_units, check_batch, check_learning_rate, check_warmup, check_weight_decay)

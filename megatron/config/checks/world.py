@@ -1,0 +1,50 @@
+"""Checks that need to know the machine: how many ranks there are, and on what device."""
+
+from __future__ import annotations
+
+from megatron.config.batch import data_parallel_size, global_batch_size
+from megatron.config.meaning import spelled
+from megatron.config.run import RunConfig
+from megatron.errors import ConfigError
+
+_BACKEND_DEVICE = {"nccl": "cuda", "hccl": "npu", "xccl": "xpu"}
+_LAYOUT = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+
+
+def check_world(config: RunConfig, world_size: int) -> None:
+    """Layout and batch sizes fit the number of ranks."""
+    model_parallel = 1
+    for name in _LAYOUT:
+        model_parallel *= getattr(config.parallel, name)
+    if world_size % model_parallel:
+        sizes = ", ".join(spelled(config, name) for name in _LAYOUT if getattr(config.parallel, name) > 1)
+        raise ConfigError(
+            f"{sizes}: {world_size} ranks do not divide into groups of {model_parallel}; "
+            f"start a multiple of {model_parallel} ranks, or lower the parallel sizes"
+        )
+    dp = data_parallel_size(config, world_size)
+    micro = config.training.micro_batch_size
+    step = micro * dp
+    final = global_batch_size(config, dp)
+    if final % step:
+        raise ConfigError(
+            f"{spelled(config, 'global_batch_size')} does not divide by {spelled(config, 'micro_batch_size')} x "
+            f"{dp} data-parallel ranks; make it a multiple of {step}, or change --micro-batch-size"
+        )
+    ramp = config.training.rampup_batch_size
+    if ramp is not None and (ramp[0] % step or (final > ramp[0] and ramp[1] % step)):
+        raise ConfigError(
+            f"{spelled(config, 'rampup_batch_size')}: start and increment do not divide by "
+            f"{spelled(config, 'micro_batch_size')} x {dp} data-parallel ranks; make both multiples of {step}"
+        )
+
+
+def check_backend(config: RunConfig, device_type: str) -> None:
+    """--distributed-backend works on this device; called once the device is known."""
+    backend = config.runtime.distributed_backend
+    needs = _BACKEND_DEVICE.get(backend or "")
+    if needs is not None and needs != device_type:
+        raise ConfigError(
+            f"--distributed-backend {backend}: needs a {needs} device, and this run is on {device_type}; "
+            "use --distributed-backend gloo, or leave it out"
+        )

@@ -1,0 +1,175 @@
+"""The command line: every section's fields as flags in Megatron's spelling, read into one RunConfig."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+from megatron.config.checks import check
+from megatron.config.flag import Setting
+from megatron.config.known import KnownFlag, Retired
+from megatron.config.meaning import notices_of
+from megatron.config.presets import PRESETS
+from megatron.config.run import SECTIONS, RunConfig, all_settings, build
+from megatron.config.sources import (
+    Assignments,
+    Given,
+    Target,
+    canonical_spellings,
+    file_assignments,
+    refuse_unknown,
+    spelling_table,
+)
+from megatron.config.values import nearest
+from megatron.errors import ConfigError
+
+
+def parse_args(
+    argv: Sequence[str] | None = None, *, description: str | None = None, needs_data: bool = True
+) -> RunConfig:
+    """The configuration of a training run, checked; every mistake is a ConfigError of one line.
+
+    `needs_data=False` is for a script that brings its own datasets, and so needs neither data path nor tokenizer.
+    Lines the user should see once are in `.notices`; where each value came from is in `.origins`.
+    """
+    config = resolve(list(sys.argv[1:] if argv is None else argv), description)
+    check(config, needs_data=needs_data)
+    return config
+
+
+def resolve(argv: list[str], description: str | None = None) -> RunConfig:
+    """Merge the sources (default < preset < file < flag) without the checks across settings."""
+    table = spelling_table()
+    flags = Assignments(origin="flag")
+    for given in tokenize(argv, table, description):
+        flags.add(given, table[given.spelling])
+    sources = [flags]
+    if flags.values.get("config") is not None:
+        sources.insert(0, file_assignments(flags.values["config"], table))
+    name = next((source.values["model"] for source in reversed(sources) if "model" in source.values), None)
+    if name is not None:
+        sources.insert(0, _preset(name))
+    values: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+    for source in sources:
+        values.update(source.values)
+        origins.update(dict.fromkeys(source.values, source.origin))
+    config = build(values, origins=origins)
+    lines = [line for source in sources for line in source.notices]
+    return build(values, origins=origins, notices=tuple(dict.fromkeys([*lines, *notices_of(config)])))
+
+
+def _preset(name: str) -> Assignments:
+    if name not in PRESETS:
+        raise ConfigError(f"--model {name}: no such preset{nearest(name, PRESETS)}; choose from {', '.join(PRESETS)}")
+    return Assignments(origin=f"preset {name}", values=dict(PRESETS[name]))
+
+
+def tokenize(argv: Sequence[str], table: Mapping[str, Target], description: str | None = None) -> list[Given]:
+    """argv -> what was given, with every spelling as it is in the table. Unknown flags are refused here."""
+    given, rest = _normalize(argv, table)
+    parser = make_parser(table, description)
+    namespace, stray = parser.parse_known_args(rest, argparse.Namespace(given=given))
+    if stray:
+        before = argv[argv.index(stray[0]) - 1] if stray[0] in argv[1:] else ""
+        after = f" after {before}" if before.startswith("--") else ""
+        raise ConfigError(f"'{stray[0]}'{after}: a value that belongs to no flag; remove it or quote it with its value")
+    result: list[Given] = namespace.given
+    return result
+
+
+def _normalize(argv: Sequence[str], table: Mapping[str, Target]) -> tuple[list[Given], list[str]]:
+    """Resolve underscores, take `--switch=false` apart, and protect negative numbers such as -1e-5 from argparse."""
+    spellings = canonical_spellings(table)
+    given: list[Given] = []
+    rest: list[str] = []
+    for word in argv:
+        if word in ("-h", "--help"):
+            rest.append(word)
+            continue
+        if not word.startswith("--"):
+            if _is_negative_number(word) and rest and rest[-1].startswith("--") and "=" not in rest[-1]:
+                rest[-1] += "=" + word
+            else:
+                rest.append(word)
+            continue
+        name, equals, value = word.partition("=")
+        spelling = spellings.get(name.replace("_", "-"))
+        if spelling is None:
+            raise refuse_unknown(name, table)
+        if equals and _is_switch(table[spelling]):
+            given.append(Given(spelling, _switch_value(spelling, value)))
+        else:
+            rest.append(spelling + equals + value)
+    return given, rest
+
+
+def _is_negative_number(word: str) -> bool:
+    return re.fullmatch(r"-\d*\.?\d+([eE][-+]?\d+)?", word) is not None
+
+
+def _is_switch(target: Target) -> bool:
+    return target.is_switch if isinstance(target, Setting) else target.takes == "switch"
+
+
+def _switch_value(spelling: str, text: str) -> bool:
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    raise ConfigError(f"{spelling}={text}: it is a switch; give {spelling} alone, or {spelling}=false")
+
+
+class _Collect(argparse.Action):
+    """Append what was given, in order, so that contradictions are seen and not overwritten."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        namespace.given.append(Given(str(option_string), True if self.nargs == 0 else values))
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        match = re.match(r"argument ([^:/]+)[^:]*: expected (.*)", message)
+        if match:
+            flag, wanted = match.groups()
+            raise ConfigError(f"{flag}: needs {wanted.replace('argument', 'value')}, as in {flag} VALUE; see --help")
+        raise ConfigError(message)
+
+
+def make_parser(table: Mapping[str, Target], description: str | None = None) -> argparse.ArgumentParser:
+    """An argparse parser that knows every spelling; its groups are the sections."""
+    parser = _Parser(
+        description=description or "Pretrain a GPT. Flags are spelled as in Megatron-LM; docs/flags.md lists them all.",
+        allow_abbrev=False,
+        epilog="A switch can be turned off again (after a preset or a file) with --switch=false.",
+        usage="%(prog)s [flags]",
+    )
+    for section in SECTIONS:
+        group = parser.add_argument_group(section)
+        for setting in (s for s in all_settings() if s.section == section):
+            group.add_argument(*setting.spellings, **_argparse_options(setting))
+    for target in table.values():
+        if isinstance(target, Retired | KnownFlag):
+            nargs: int | str | None = {"switch": 0, "value": None, "values": "+"}[target.takes]
+            parser.add_argument(target.spelling, action=_Collect, nargs=nargs, dest="given", help=argparse.SUPPRESS)
+    return parser
+
+
+def _argparse_options(setting: Setting) -> dict[str, Any]:
+    flag = setting.flag
+    text = flag.help
+    if flag.status in ("later", "never"):
+        text += " Not supported yet." if flag.status == "later" else " Not supported."
+    elif not flag.required and not setting.is_switch and setting.default is not None:
+        text += f" [{setting.default}]"
+    options: dict[str, Any] = {
+        "action": _Collect,
+        "dest": "given",
+        "default": argparse.SUPPRESS,
+        "help": text.replace("%", "%%"),
+    }
+    if setting.is_switch:
+        return {**options, "nargs": 0}
+    metavar = "{" + ",".join(map(str, flag.choices)) + "}" if flag.choices else setting.base.__name__.upper()
+    return {**options, "nargs": flag.nargs, "metavar": metavar}

@@ -1,0 +1,109 @@
+"""RunConfig <-> plain dicts (what checkpoints hold) and YAML, and a table of every value with its origin."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from megatron.config.run import SECTIONS, RunConfig, all_settings, settings_by_name
+from megatron.config.values import parse_value, show
+from megatron.errors import ConfigError
+
+
+def to_dict(config: RunConfig) -> dict[str, dict[str, Any]]:
+    """{section: {field: value}} of plain values and lists, without what only concerns this launch."""
+    plain: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
+    for setting in all_settings():
+        if not setting.flag.cli_only:
+            value = config.value(setting)
+            plain[setting.section][setting.name] = list(value) if isinstance(value, tuple) else value
+    return plain
+
+
+def from_dict(plain: Mapping[str, Mapping[str, Any]], *, source: str = "checkpoint") -> RunConfig:
+    """The configuration that `to_dict` described; missing fields have their default, unknown ones are refused."""
+    values: dict[str, Any] = {}
+    unknown: list[str] = []
+    for section, fields in plain.items():
+        for name, value in fields.items():
+            setting = settings_by_name().get(name)
+            if setting is None or setting.section != section:
+                unknown.append(f"{section}.{name} = {show(value)}")
+            elif value is None or setting.is_switch:
+                values[name] = value
+            elif value == setting.default:
+                values[name] = setting.default
+            else:
+                values[name] = parse_value(setting, value)
+    if unknown:
+        raise ConfigError(
+            f"{source}: this version does not know {', '.join(unknown)}; use the version of Megatron that wrote it"
+        )
+    return _build(values, source)
+
+
+def _build(values: Mapping[str, Any], source: str) -> RunConfig:
+    from megatron.config.run import build
+
+    return build(values, origins=dict.fromkeys(values, source))
+
+
+def to_yaml(config: RunConfig) -> str:
+    """A file that `--config` reads back; only values that differ from their default."""
+    import yaml
+
+    defaults = to_dict(RunConfig())
+    changed = {
+        section: {name: value for name, value in fields.items() if value != defaults[section][name]}
+        for section, fields in to_dict(config).items()
+    }
+    return yaml.safe_dump({section: fields for section, fields in changed.items() if fields}, sort_keys=False)
+
+
+# What a checkpoint decides under --use-checkpoint-args: the function that the weights are the weights of.
+_ADOPTED_SECTIONS = ("model", "tokenizer")
+_NOT_ADOPTED = (
+    "model",
+    "attention_dropout",
+    "hidden_dropout",
+    "init_method_std",
+    "init_method_xavier_uniform",
+    "make_vocab_size_divisible_by",
+)
+
+
+def adopt_checkpoint_args(config: RunConfig, saved: Mapping[str, Mapping[str, Any]]) -> RunConfig:
+    """--use-checkpoint-args: model shape, tokenizer and sequence length of the checkpoint.
+
+    A flag that says otherwise is refused: two sources that disagree are never settled in silence.
+    """
+    loaded = from_dict(saved)
+    changes: dict[str, dict[str, Any]] = {}
+    origins = dict(config.origins)
+    for setting in all_settings():
+        adopted = setting.section in _ADOPTED_SECTIONS and setting.name not in _NOT_ADOPTED
+        if not adopted and setting.name != "seq_length":
+            continue
+        mine, theirs = config.value(setting), loaded.value(setting)
+        if setting.name in origins and mine != theirs:
+            raise ConfigError(
+                f"{setting.spelling} {show(mine)} ({origins[setting.name]}) and {show(theirs)} of the checkpoint "
+                "disagree; remove it, or --use-checkpoint-args"
+            )
+        changes.setdefault(setting.section, {})[setting.name] = theirs
+        origins[setting.name] = "checkpoint"
+    sections = {name: dataclasses.replace(getattr(config, name), **fields) for name, fields in changes.items()}
+    return dataclasses.replace(config, **sections, origins=origins)
+
+
+def describe(config: RunConfig) -> str:
+    """--print-config: every value and where it came from, as a table."""
+    rows = [("setting", "value", "from")]
+    for section in SECTIONS:
+        rows.append((f"[{section}]", "", ""))
+        for setting in (s for s in all_settings() if s.section == section):
+            rows.append((setting.name, show(config.value(setting)), config.origins.get(setting.name, "default")))
+    width = [max(len(row[column]) for row in rows) for column in range(2)]
+    width[1] = min(width[1], 60)
+    return "\n".join(f"{name:<{width[0]}}  {value:<{width[1]}}  {origin}".rstrip() for name, value, origin in rows)

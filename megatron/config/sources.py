@@ -1,0 +1,171 @@
+"""Where values come from: flags, a YAML file, a preset; and how the sources are merged.
+
+Each source becomes a list of `Given`s; `Assignments` turns them into field values, one value per field and source.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron.config.flag import Setting
+from megatron.config.known import KnownFlag, Retired, known_flags, refused_family, retired, use_known
+from megatron.config.run import SECTIONS, all_settings, settings_by_name
+from megatron.config.values import nearest, parse_switch, parse_value, show
+from megatron.errors import ConfigError
+
+Target = Setting | Retired | KnownFlag
+
+
+@dataclass(frozen=True)
+class Given:
+    """One setting as it was given: the spelling, and True/False or the raw words."""
+
+    spelling: str
+    raw: Any
+
+
+def spelling_table() -> dict[str, Target]:
+    """Every spelling that is known -> what it stands for."""
+    table: dict[str, Target] = {spelling: s for s in all_settings() for spelling in s.spellings}
+    for extra in (retired(), known_flags()):
+        assert not table.keys() & extra.keys(), table.keys() & extra.keys()
+        table.update(extra)
+    return table
+
+
+def canonical_spellings(table: Iterable[str]) -> dict[str, str]:
+    """Spelling with dashes only -> spelling in the table (Megatron has a few with underscores)."""
+    return {spelling.replace("_", "-"): spelling for spelling in table}
+
+
+def refuse_unknown(name: str, known: Iterable[str]) -> ConfigError:
+    family = refused_family(name)
+    if family:
+        return ConfigError(f"{name}: {family}")
+    return ConfigError(f"{name}: unknown setting{nearest(name, known)}; see --help or docs/flags.md")
+
+
+@dataclass
+class Assignments:
+    """Values by field name from one source, and the lines to print about them."""
+
+    origin: str
+    values: dict[str, Any] = field(default_factory=dict)
+    notices: list[str] = field(default_factory=list)
+    _spelled: dict[str, str] = field(default_factory=dict)
+
+    def set(self, setting: Setting, value: Any, spelled: str) -> None:
+        if setting.name in self.values and self.values[setting.name] != value:
+            raise ConfigError(f"{self._spelled[setting.name]} and {spelled} contradict each other; keep one of them")
+        self.values[setting.name] = value
+        self._spelled[setting.name] = spelled
+
+    def add(self, given: Given, target: Target) -> None:
+        spelled = given.spelling if given.raw is True else f"{given.spelling} {show(given.raw)}"
+        if isinstance(target, KnownFlag):
+            self._add_known(given, target)
+        elif isinstance(target, Retired):
+            if given.raw is False:
+                return
+            text = "" if given.raw is True else show(given.raw)
+            for name, raw in target.sets(text).items():
+                setting = settings_by_name()[name]
+                self.set(setting, raw if setting.is_switch else parse_value(setting, raw), spelled)
+            self.notices.append(f"{spelled}: {target.note}")
+        else:
+            value = interpret(given, target)
+            if target.flag.status == "no-op":
+                self.notices.append(f"{spelled}: {target.flag.note}")
+            if given.spelling in target.flag.aliases and given.spelling != target.spelling:
+                self.notices.append(f"{given.spelling}: taken as {target.spelling}")
+            self.set(target, value, spelled)
+
+    def _add_known(self, given: Given, target: KnownFlag) -> None:
+        if given.raw is False:  # `--deepspeed=false`, or `deepspeed: false` in a file
+            return
+        line = use_known(target, "" if given.raw is True else show(given.raw))
+        if line is not None:
+            self.notices.append(line)
+
+
+def interpret(given: Given, setting: Setting) -> Any:
+    """The value of a given setting; what this version cannot do is refused here, by name."""
+    later = setting.flag.status in ("later", "never")
+    try:
+        if setting.is_switch:
+            on = parse_switch(setting, given.raw)
+            turns_off = bool(setting.flag.off) and given.spelling in setting.spellings
+            value: Any = not on if turns_off else on
+        else:
+            value = parse_value(setting, given.raw)
+    except ConfigError:
+        if not later:
+            raise
+        value = given.raw  # whatever it is, it asks for something that is not there
+    if later and value != setting.default and value not in setting.flag.neutral:
+        spelled = given.spelling if setting.is_switch else f"{given.spelling} {show(given.raw)}"
+        verdict = "not supported yet" if setting.flag.status == "later" else "not supported"
+        raise ConfigError(f"{spelled}: {verdict}; {setting.flag.note}")
+    return value
+
+
+def read_yaml(path: str) -> dict[str, Any]:
+    """The settings of a YAML file, flat: groups named like our sections are opened."""
+    import yaml  # here, because a command line without --config needs no YAML
+
+    file = Path(path)
+    if not file.is_file():
+        raise ConfigError(f"--config {path}: no such file; give the path of a YAML file")
+    try:
+        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"--config {path}: not valid YAML ({reason}); correct the file") from None
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise ConfigError(f"--config {path}: not a mapping of settings; write lines such as 'num-layers: 12'")
+    return _flatten(path, content)
+
+
+def _flatten(path: str, content: Mapping[Any, Any]) -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in content.items():
+        grouped = isinstance(value, dict)
+        if grouped and key not in SECTIONS:
+            hint = nearest(str(key), SECTIONS)
+            raise ConfigError(f"--config {path}: '{key}' is no section{hint}; sections are {', '.join(SECTIONS)}")
+        for name, inner in value.items() if grouped else [(key, value)]:
+            spelling = str(name).lstrip("-").replace("_", "-")
+            if spelling in flat and flat[spelling] != inner:
+                raise ConfigError(f"--config {path}: '{name}' is set twice to different values; keep one")
+            flat[spelling] = inner
+    return flat
+
+
+def file_assignments(path: str, table: Mapping[str, Target]) -> Assignments:
+    """The values of a YAML file; keys are flag names or field names, with dashes or underscores."""
+    assignments = Assignments(origin=f"file {path}")
+    spellings = canonical_spellings(table)
+    fields = {name.replace("_", "-"): setting for name, setting in settings_by_name().items()}
+    for key, raw in read_yaml(path).items():
+        spelling = spellings.get("--" + key)
+        if raw is None and (key in fields or spelling):
+            continue  # "key:" without a value leaves the default, as leaving the line out does
+        try:
+            if spelling is not None:
+                target = table[spelling]
+                if isinstance(target, Retired | KnownFlag) and target.takes == "switch" and not isinstance(raw, bool):
+                    raise ConfigError(f"{spelling} {show(raw)}: it is a switch; write true or false")
+                assignments.add(Given(spelling, raw), target)
+            elif key in fields:  # `bias_gelu_fusion: false`, the positive name of a --no-X switch
+                setting = fields[key]
+                assignments.set(setting, interpret(Given("--" + key, raw), setting), f"--{key} {show(raw)}")
+            else:
+                raise refuse_unknown("--" + key, table)
+        except ConfigError as error:
+            raise ConfigError(f"in {path}: {error}") from None
+    return assignments

@@ -1,0 +1,122 @@
+"""Text or YAML -> the value of one setting, or one readable line about why not."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from megatron.config.flag import Setting
+from megatron.errors import ConfigError
+
+_TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
+_KIND = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
+
+
+def show(value: Any) -> str:
+    """A value as the user would type it."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, list | tuple):
+        return " ".join(show(item) for item in value)
+    return "none" if value is None else str(value)
+
+
+def nearest(word: str, candidates: Iterable[str]) -> str:
+    """ " (did you mean X?)" or nothing."""
+    close = difflib.get_close_matches(word, list(candidates), n=1, cutoff=0.6)
+    return f" (did you mean {close[0]}?)" if close else ""
+
+
+def parse_switch(setting: Setting, raw: Any) -> bool:
+    """The truth of a switch as given: the caller turns it round for `--no-X`."""
+    if isinstance(raw, bool):
+        return raw
+    text = str(raw).lower()
+    if text in _TRUE:
+        return True
+    if text in _FALSE:
+        return False
+    raise ConfigError(
+        f"{setting.spelling} {show(raw)}: it is a switch; give {setting.spelling} alone, or {setting.spelling}=false"
+    )
+
+
+def _parse_one(setting: Setting, raw: Any) -> int | float | str:
+    spelled = f"{setting.spelling} {show(raw)}"
+    if raw is None or (isinstance(raw, str) and not raw.strip()):
+        raise ConfigError(
+            f"{setting.spelling} '': the value is empty (an unset shell variable?); give a value or leave the flag out"
+        )
+    if setting.base is str:
+        return str(raw)
+    try:
+        if isinstance(raw, bool):
+            raise ValueError
+        if setting.base is int:
+            if isinstance(raw, float) and raw != int(raw):
+                raise ValueError
+            return int(raw)
+        number = float(raw)
+    except (ValueError, OverflowError, TypeError):
+        raise ConfigError(f"{spelled}: not {_KIND[setting.base]}; {_way_out(setting)}") from None
+    if not math.isfinite(number):
+        raise ConfigError(f"{spelled}: not a finite number; {_way_out(setting)}")
+    return number
+
+
+def _way_out(setting: Setting) -> str:
+    flag = setting.flag
+    if flag.choices:
+        return "choose from " + ", ".join(show(choice) for choice in flag.choices)
+    bounds = {"of at least": flag.at_least, "above": flag.above, "of at most": flag.at_most, "below": flag.below}
+    limits = " and ".join(f"{word} {bound:g}" for word, bound in bounds.items() if bound is not None)
+    return f"give {_KIND[setting.base]} {limits}".rstrip()
+
+
+def check_one(setting: Setting, value: Any) -> None:
+    """Choices and bounds of one (non-tuple) value."""
+    flag, spelled = setting.flag, f"{setting.spelling} {show(value)}"
+    if flag.refused and value in flag.refused:
+        raise ConfigError(f"{spelled}: {flag.refused[value]}")
+    if flag.choices and value not in flag.choices:
+        hint = nearest(str(value), [str(choice) for choice in flag.choices])
+        raise ConfigError(f"{spelled}: no such choice{hint}; {_way_out(setting)}")
+    too_small = (flag.at_least is not None and value < flag.at_least) or (
+        flag.above is not None and value <= flag.above
+    )
+    too_large = (flag.at_most is not None and value > flag.at_most) or (flag.below is not None and value >= flag.below)
+    if too_small or too_large:
+        raise ConfigError(f"{spelled}: out of range; {_way_out(setting)}")
+
+
+def _split_tuple(raw: Any) -> Sequence[Any]:
+    """What may stand for a list: several words, a YAML list, or (for numbers) "1,2", "(1,2)", "[1, 2]"."""
+    return list(raw) if isinstance(raw, list | tuple) else [raw]
+
+
+def _numbers(parts: Sequence[Any]) -> Sequence[Any]:
+    words: list[Any] = []
+    for part in parts:
+        words += part.strip("()[] ").replace(",", " ").split() if isinstance(part, str) else [part]
+    return words
+
+
+def parse_value(setting: Setting, raw: Any) -> Any:
+    """The checked value of a setting that is no switch; `raw` is a word, a list of words or a YAML value."""
+    if not setting.many:
+        parts = _split_tuple(raw)
+        if len(parts) != 1:
+            raise ConfigError(f"{setting.spelling} {show(raw)}: takes one value, not {len(parts)}")
+        value = _parse_one(setting, parts[0])
+        check_one(setting, value)
+        return value
+    parts = _split_tuple(raw)
+    values = tuple(_parse_one(setting, part) for part in (parts if setting.base is str else _numbers(parts)))
+    wanted = setting.flag.nargs
+    if not values or (isinstance(wanted, int) and len(values) != wanted):
+        raise ConfigError(f"{setting.spelling} {show(raw)}: takes {wanted if wanted != '+' else 'some'} values")
+    for value in values:
+        check_one(setting, value)
+    return values
