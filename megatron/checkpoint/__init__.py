@@ -1,0 +1,27 @@
+"""Checkpoints: the classic Megatron tree, files that execute nothing, a manifest that checks every byte."""
+
+from megatron.checkpoint.architecture import check_architecture, model_config
+from megatron.checkpoint.load import FoundStep, find_checkpoint, load_checkpoint
+from megatron.checkpoint.lock import DirectoryLock
+from megatron.checkpoint.reader import StepReader
+from megatron.checkpoint.save import save_checkpoint
+from megatron.checkpoint.state import LoadedState, RunHistory, SavedInfo, Sharded, TrainState
+from megatron.checkpoint.verify import DamagedCheckpointError, inspect_step
+
+__all__ = [
+    "DamagedCheckpointError",
+    "DirectoryLock",
+    "FoundStep",
+    "LoadedState",
+    "RunHistory",
+    "SavedInfo",
+    "Sharded",
+    "StepReader",
+    "TrainState",
+    "check_architecture",
+    "find_checkpoint",
+    "inspect_step",
+    "load_checkpoint",
+    "model_config",
+    "save_checkpoint",
+]

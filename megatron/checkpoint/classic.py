@@ -1,0 +1,77 @@
+"""Between global parameter names and where Megatron 23.06 keeps them inside `model_optim_rng.pt`.
+
+There the model is nested three levels deep with a flat `encoder`, layer numbers restart on each pipeline stage, and
+`args` is read by attribute. Whoever reads that file (Megatron, the converter that transformers 4 shipped) finds it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+CHECKPOINT_VERSION = 3.0
+VOCABULARY_TENSORS = ("embedding.word_embeddings.weight", "output_layer.weight")
+
+_LAYER = re.compile(r"layers\.(\d+)\.(.+)")
+_EMBEDDING = re.compile(r"embedding\.(word_embeddings|position_embeddings)\.weight")
+_FINAL_NORM = re.compile(r"final_layernorm\.(weight|bias)")
+
+
+def first_layer(names: Iterable[str]) -> int:
+    """The lowest global layer number of this stage."""
+    numbers = [int(match[1]) for name in names if (match := _LAYER.fullmatch(name))]
+    return min(numbers, default=0)
+
+
+def model_key(name: str, stage_first_layer: int = 0) -> tuple[str, ...]:
+    """Where a parameter lies under `model`. What is not a GPT's keeps its own name, at the top."""
+    if match := _EMBEDDING.fullmatch(name):
+        return ("language_model", "embedding", match[1], "weight")
+    if match := _LAYER.fullmatch(name):
+        return ("language_model", "encoder", f"layers.{int(match[1]) - stage_first_layer}.{match[2]}")
+    if _FINAL_NORM.fullmatch(name):
+        return ("language_model", "encoder", name)
+    if name == "output_layer.weight":
+        return ("language_model", "output_layer", "weight")
+    return (name,)
+
+
+def nest(tensors: Mapping[tuple[str, ...], Tensor]) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for key, tensor in tensors.items():
+        branch = tree
+        for part in key[:-1]:
+            branch = branch.setdefault(part, {})
+        branch[key[-1]] = tensor
+    return tree
+
+
+def lookup(tree: Any, key: Iterable[str]) -> Any:
+    """The value at a path of the nested dict, or None."""
+    for part in key:
+        if not isinstance(tree, Mapping) or part not in tree:
+            return None
+        tree = tree[part]
+    return tree
+
+
+def attribute_dict(values: Mapping[str, Any]) -> OrderedDict[str, Any]:
+    """`args` that the weights-only loader admits and that still answers `args.hidden_size`."""
+    arguments: OrderedDict[str, Any] = OrderedDict((key, plain(value)) for key, value in values.items())
+    arguments.__dict__.update(arguments)
+    return arguments
+
+
+def plain(value: Any) -> Any:
+    """Only what the weights-only loader admits and JSON can say; anything else is our own mistake."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    raise TypeError(f"a checkpoint holds plain values, not {type(value).__name__}")

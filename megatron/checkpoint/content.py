@@ -1,0 +1,123 @@
+"""What one rank writes: its tensors in the classic tree, and the records that say which slices they are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.checkpoint import classic
+from megatron.checkpoint.manifest import Slice, TensorRecord
+from megatron.checkpoint.state import Sharded, TrainState
+from megatron.errors import NonFiniteError
+
+
+@dataclass(frozen=True)
+class RankContent:
+    """The dict of one `model_optim_rng.pt`, and its tensors' records."""
+
+    content: dict[str, Any]
+    model: dict[str, TensorRecord]
+    optimizer: dict[str, dict[str, TensorRecord]]
+
+
+def rank_content(
+    state: TrainState, file: str, *, padded_rows: int | None, rng: list[Any] | None, tokenizer: str | None
+) -> RankContent:
+    """`padded_rows`: the height of a vocabulary tensor in the classic file, on this rank."""
+    base = classic.first_layer(state.params)
+    model_tensors: dict[tuple[str, ...], Tensor] = {}
+    model_records: dict[str, TensorRecord] = {}
+    for name, (spec, tensor) in state.params.items():
+        stored = _snapshot(name, tensor)
+        if name in classic.VOCABULARY_TENSORS:
+            stored = _pad_rows(stored, padded_rows)
+        key = ("model", *classic.model_key(name, base))
+        model_tensors[key[1:]] = stored
+        model_records[name] = _record((spec, stored), file, key)
+    optimizer, optimizer_records = _optimizer(state, file)
+    content = {
+        "args": classic.attribute_dict(_arguments(state, tokenizer)),
+        "checkpoint_version": classic.CHECKPOINT_VERSION,
+        "iteration": state.iteration,
+        "model": classic.nest(model_tensors),
+        "optimizer": optimizer,
+        "opt_param_scheduler": classic.plain(state.scheduler),
+        "rng_state": rng,
+        "config": classic.plain(state.config),
+        "data": classic.plain(state.data),
+        "has_manifest": True,  # without its manifest this file is a part of something incomplete
+    }
+    return RankContent(content, model_records, optimizer_records)
+
+
+def _arguments(state: TrainState, tokenizer: str | None) -> dict[str, Any]:
+    values = {
+        **state.args,
+        "iteration": state.iteration,
+        "consumed_train_samples": state.consumed_train_samples,
+        "consumed_valid_samples": state.consumed_valid_samples,
+    }
+    if tokenizer is not None:
+        values |= {"tokenizer_type": "PretrainedFromHF", "tokenizer_name_or_path": tokenizer}
+    return values
+
+
+def _optimizer(state: TrainState, file: str) -> tuple[dict[str, Any] | None, dict[str, dict[str, TensorRecord]]]:
+    if state.optimizer is None:
+        return None, {}
+    tensors: dict[str, dict[str, Tensor]] = {}
+    records: dict[str, dict[str, TensorRecord]] = {}
+    for name, kinds in state.optimizer.items():
+        stored = {kind: (spec, _snapshot(f"{name} ({kind})", tensor)) for kind, (spec, tensor) in kinds.items()}
+        tensors[name] = {kind: tensor for kind, (_, tensor) in stored.items()}
+        records[name] = {
+            kind: _record(sharded, file, ("optimizer", "state", name, kind)) for kind, sharded in stored.items()
+        }
+    return {"state": tensors, "extra": _plain_or_tensor(state.optimizer_extra)}, records
+
+
+def _plain_or_tensor(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, Mapping):
+        return {key: _plain_or_tensor(item) for key, item in value.items()}
+    return classic.plain(value)
+
+
+def _snapshot(name: str, tensor: Tensor) -> Tensor:
+    """A copy on the CPU with a storage of its own: a view into a flat buffer would take the whole buffer along."""
+    copy = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+    if copy.is_floating_point() and not bool(torch.isfinite(copy).all()):
+        raise NonFiniteError(f"{name} holds NaN or infinite values; no checkpoint is written")
+    return copy
+
+
+def _pad_rows(tensor: Tensor, rows: int | None) -> Tensor:
+    if rows is None or rows <= tensor.shape[0]:
+        return tensor
+    return torch.nn.functional.pad(tensor, (0, 0, 0, rows - tensor.shape[0]))
+
+
+def _record(sharded: Sharded, file: str, key: tuple[str, ...]) -> TensorRecord:
+    spec, tensor = sharded
+    piece = Slice(file=file, key=key, ranges=spec.ranges, shape=tuple(tensor.shape))
+    return TensorRecord(logical_shape=tuple(spec.logical_shape), dtype=str(tensor.dtype), dim=spec.dim, slices=(piece,))
+
+
+def merge_records(parts: list[dict[str, TensorRecord]]) -> dict[str, TensorRecord]:
+    """The slices of all files, under each logical tensor's name."""
+    merged: dict[str, TensorRecord] = {}
+    for part in parts:
+        for name, record in part.items():
+            before = merged.get(name)
+            if before is None:
+                merged[name] = record
+                continue
+            assert (before.logical_shape, before.dtype) == (record.logical_shape, record.dtype), name
+            slices = (*before.slices, *record.slices)
+            merged[name] = TensorRecord(record.logical_shape, record.dtype, record.dim, slices)
+    return merged

@@ -1,0 +1,91 @@
+"""Which step `--load` means.
+
+A valid tracker decides, so writing another step into it rewinds; `--ckpt-step` overrides it. Only a tracker that is
+missing, unreadable or names no committed step means the newest valid step, with a warning.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron.checkpoint import paths
+from megatron.errors import CheckpointError, ConfigError
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """Step directories in the order in which to try them; empty: a fresh start."""
+
+    directories: tuple[Path, ...]
+    release: bool = False
+    warning: str | None = None
+
+    @property
+    def fresh(self) -> bool:
+        return not self.directories
+
+
+def find_candidates(
+    directory: Path, *, save_dir: Path | None = None, step: int | None = None, strict: bool = False
+) -> Candidates:
+    """The rule of --load. With `strict` (or an explicit step) there is one candidate and no way back."""
+    same_as_save = save_dir is not None and _same_place(directory, save_dir)
+    if step is None and same_as_save and _is_directory_or_absent(directory) and paths.holds_nothing(directory):
+        return Candidates(())
+    if not directory.is_dir():
+        what = "is not a directory" if directory.exists() else "does not exist"
+        raise ConfigError(
+            f"--load {directory}: {what}; give a directory with checkpoints, or the same as --save for a fresh start"
+        )
+    if step is not None:
+        return Candidates((_explicit(directory, step),))
+    tracker = paths.read_tracker(directory)
+    if tracker.release:
+        return Candidates((_release(directory),), release=True)
+    steps = paths.list_steps(directory)
+    if tracker.step is not None and tracker.step in steps:
+        older = () if strict else tuple(s for s in steps if s < tracker.step)
+        return Candidates(tuple(paths.step_directory(directory, s) for s in (tracker.step, *older)))
+    problem = tracker.problem or f"{directory / paths.TRACKER} names step {tracker.step}, which is not there"
+    if not steps:
+        raise CheckpointError(f"--load {directory}: no valid checkpoint ({problem}{_set_aside(directory)})")
+    if strict:
+        raise CheckpointError(f"--load {directory}: {problem}; name a step with --ckpt-step ({_some(steps)})")
+    warning = f"{problem}: taking the newest valid checkpoint instead"
+    return Candidates(tuple(paths.step_directory(directory, s) for s in steps), warning=warning)
+
+
+def _same_place(one: Path, other: Path) -> bool:
+    return one.resolve() == other.resolve()
+
+
+def _is_directory_or_absent(directory: Path) -> bool:
+    return directory.is_dir() or not directory.exists()
+
+
+def _explicit(directory: Path, step: int) -> Path:
+    chosen = paths.step_directory(directory, step)
+    if not paths.is_plain_directory(chosen):
+        there = paths.list_steps(directory)
+        raise CheckpointError(f"--ckpt-step {step}: {directory} has no such step; it has {_some(there)}")
+    return chosen
+
+
+def _release(directory: Path) -> Path:
+    chosen = directory / paths.RELEASE
+    if not paths.is_plain_directory(chosen):
+        raise CheckpointError(f"--load {directory}: its tracker says release, but {chosen} is not there")
+    return chosen
+
+
+def _some(steps: list[int]) -> str:
+    if not steps:
+        return "none"
+    shown = ", ".join(str(step) for step in steps[:8])
+    return shown + (", ..." if len(steps) > 8 else "")
+
+
+def _set_aside(directory: Path) -> str:
+    names = sorted(entry.name for entry in directory.iterdir() if entry.name.startswith((paths.ABANDONED, paths.BAD)))
+    return f"; set aside earlier: {', '.join(names[:4])}" if names else ""

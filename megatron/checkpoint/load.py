@@ -1,0 +1,266 @@
+"""Load: choose the step, verify it, refuse what does not fit, then copy the slices that this rank holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron.checkpoint import foreign, paths
+from megatron.checkpoint.agree import run_on_first, run_together
+from megatron.checkpoint.architecture import check_architecture
+from megatron.checkpoint.find import Candidates, find_candidates
+from megatron.checkpoint.manifest import Manifest
+from megatron.checkpoint.reader import StepReader
+from megatron.checkpoint.state import LoadedState, RunHistory, Sharded
+from megatron.checkpoint.verify import DamagedCheckpointError, verified_manifest
+from megatron.config import ModelConfig
+from megatron.distributed.state import ParallelState
+from megatron.errors import CheckpointError
+
+Log = Callable[[str], object]
+
+
+@dataclass(frozen=True)
+class FoundStep:
+    """A verified step: what it was saved with is known, no tensor of it has been read."""
+
+    directory: Path
+    manifest: Manifest
+    release: bool
+
+    @property
+    def tokenizer(self) -> Path | None:
+        folder = self.directory / paths.TOKENIZER
+        return folder if folder.is_dir() else None
+
+
+def find_checkpoint(
+    directory: Path,
+    *,
+    parallel: ParallelState,
+    step: int | None = None,
+    save_dir: Path | None = None,
+    strict: bool = False,
+    check_hashes: bool = True,
+    history: RunHistory | None = None,
+    log: Log = print,
+) -> FoundStep | None:
+    """The step that --load means, verified on every rank. None: a fresh start, announced.
+
+    Called by every rank; `log` speaks on the first.
+    """
+    say = log if parallel.world.rank == 0 else _say_nothing
+    candidates = run_on_first(
+        lambda: find_candidates(directory, save_dir=save_dir, step=step, strict=strict), parallel.world
+    )
+    if candidates.fresh:
+        say(f"--load {directory} is also --save and holds no checkpoint: a fresh start")
+        return None
+    if candidates.warning:
+        say(f"warning: {candidates.warning}")
+    return _first_valid(directory, candidates, parallel, check_hashes, history, say)
+
+
+def _first_valid(
+    directory: Path,
+    candidates: Candidates,
+    parallel: ParallelState,
+    check_hashes: bool,
+    history: RunHistory | None,
+    say: Log,
+) -> FoundStep:
+    for candidate in candidates.directories:
+        try:
+            record = run_together(partial(verified_manifest, candidate, hashes=check_hashes), parallel.world)
+        except DamagedCheckpointError as error:
+            last = candidate == candidates.directories[-1]
+            if last:
+                raise CheckpointError(f"{error}; no valid checkpoint is left to fall back to") from error
+            say(f"warning: {error}")
+            say(f"warning: {candidate} is damaged: FALLING BACK to an older step; the next save renames it to "
+                f"{paths.BAD}{candidate.name}")  # fmt: skip
+            _remember_bad(history, directory, candidate)
+            continue
+        return FoundStep(candidate, record, candidates.release)
+    raise AssertionError("find_candidates gave no candidate and no fresh start")
+
+
+def _remember_bad(history: RunHistory | None, directory: Path, candidate: Path) -> None:
+    number = paths.step_of(candidate.name)
+    if history is not None and number is not None:
+        history.bad_steps(directory).add(number)
+
+
+def _say_nothing(text: str) -> None:
+    """Only the first rank speaks."""
+
+
+def load_checkpoint(
+    directory: Path,
+    *,
+    parallel: ParallelState,
+    params: Mapping[str, Sharded],
+    step: int | None = None,
+    finetune: bool = False,
+    load_optim: bool = True,
+    load_rng: bool = True,
+    save_dir: Path | None = None,
+    strict: bool = False,
+    check_hashes: bool = True,
+    model_config: ModelConfig | None = None,
+    history: RunHistory | None = None,
+    log: Log = print,
+    found: FoundStep | None = None,
+) -> LoadedState | None:
+    """Fill `params` in place and return the rest of the run; None is a fresh start, which has been announced.
+
+    `finetune` takes the weights alone and starts at iteration 0. `found` is a step that `find_checkpoint` gave, so that
+    a caller can look at its configuration before it builds the model.
+    """
+    if found is None:
+        if finetune and (plain := foreign.find(directory, step)) is not None:
+            run_together(lambda: foreign.load_weights(plain, params, log), parallel.world)
+            return foreign.loaded_state(plain)
+        found = find_checkpoint(
+            directory,
+            parallel=parallel,
+            step=step,
+            save_dir=save_dir,
+            strict=strict,
+            check_hashes=check_hashes,
+            history=history,
+            log=log,
+        )
+        if found is None:
+            return None
+    say = log if parallel.world.rank == 0 else _say_nothing
+    load = _Load(found, params, parallel, finetune or found.release, load_optim, load_rng, say)
+    run_together(lambda: load.check_fit(model_config), parallel.world)
+    state = run_together(load.read, parallel.world)
+    _remember(history, directory, found, state, resumed=not load.weights_only)
+    return state
+
+
+def _remember(
+    history: RunHistory | None, directory: Path, found: FoundStep, state: LoadedState, *, resumed: bool
+) -> None:
+    if history is None:
+        return
+    history.started_from = state.iteration
+    if resumed:
+        history.loaded[directory.resolve()] = found.manifest.step
+
+
+@dataclass(frozen=True)
+class _Load:
+    """One load on one rank."""
+
+    found: FoundStep
+    params: Mapping[str, Sharded]
+    parallel: ParallelState
+    weights_only: bool
+    load_optim: bool
+    load_rng: bool
+    say: Log
+
+    def check_fit(self, model_config: ModelConfig | None) -> None:
+        """Everything that can be refused is refused before a byte of a tensor is read."""
+        saved = self.found.manifest
+        if model_config is not None and "model" in saved.config:
+            for change in check_architecture(saved.config["model"], model_config, finetune=self.weights_only):
+                self.say(f"warning: {change}")
+        self._check_names(saved)
+        if self.weights_only:
+            return
+        self._check_holds("optimizer", self.load_optim, "--no-load-optim")
+        self._check_holds("rng", self.load_rng, "--no-load-rng")
+        if self.load_optim:
+            without = [n for n, (_, t) in self.params.items() if t.requires_grad and n not in saved.optimizer]
+            if without:
+                raise CheckpointError(
+                    f"{self.found.directory} has no optimizer state of {_listed(without)}; "
+                    "resume with the same optimizer and precision, or give --no-load-optim"
+                )
+
+    def _check_names(self, saved: Manifest) -> None:
+        # A pipeline stage holds a part of the model, so extra names are only wrong when this rank holds it all.
+        missing = [name for name in self.params if name not in saved.model]
+        extra = [name for name in saved.model if name not in self.params] if self.parallel.pp.size == 1 else []
+        shapes = [
+            f"{name}: model {tuple(spec.logical_shape)}, checkpoint {saved.model[name].logical_shape}"
+            for name, (spec, _) in self.params.items()
+            if name in saved.model and tuple(spec.logical_shape) != saved.model[name].logical_shape
+        ]
+        wrong = [
+            *([f"missing: {_listed(missing)}"] if missing else []),
+            *([f"not in this model: {_listed(extra)}"] if extra else []),
+            *([f"other shapes: {_listed(shapes)}"] if shapes else []),
+        ]
+        if wrong:
+            raise CheckpointError(f"{self.found.directory} does not fit the model ({'; '.join(wrong)})")
+
+    def _check_holds(self, part: str, wanted: bool, flag: str) -> None:
+        if wanted and part not in self.found.manifest.holds:
+            raise CheckpointError(
+                f"{self.found.directory} was saved without its {part} state; give {flag} to go on without, "
+                "or --finetune to take the weights alone"
+            )
+
+    @torch.no_grad()
+    def read(self) -> LoadedState:
+        saved = self.found.manifest
+        reader = StepReader(self.found.directory, saved)
+        for name, (spec, tensor) in self.params.items():
+            reader.fill(spec, tensor, saved.model[name], cast=self.weights_only)
+        resume = not self.weights_only
+        main = reader.main_file()
+        optimizer = self._read_optimizer(reader) if resume and self.load_optim else None
+        return LoadedState(
+            path=self.found.directory,
+            step=saved.step,
+            iteration=saved.step if resume else 0,
+            consumed_train_samples=saved.consumed_train_samples if resume else 0,
+            consumed_valid_samples=saved.consumed_valid_samples if resume else 0,
+            optimizer=optimizer,
+            optimizer_extra=dict(main["optimizer"]["extra"]) if optimizer is not None else None,
+            scheduler=dict(main["opt_param_scheduler"]) if resume else None,
+            rng=self._read_rng(reader) if resume and self.load_rng else None,
+            config=dict(saved.config),
+            args=dict(saved.args),
+            data=dict(saved.data),
+        )
+
+    def _read_optimizer(self, reader: StepReader) -> dict[str, dict[str, Any]]:
+        names = reader.manifest.optimizer
+        return {
+            name: reader.optimizer_like(name, spec, tensor.shape)
+            for name, (spec, tensor) in self.params.items()
+            if name in names
+        }
+
+    def _read_rng(self, reader: StepReader) -> dict[str, Any] | None:
+        """This rank's own random state; another layout has other ranks, which keep their fresh streams."""
+        parallel, saved = self.parallel, reader.manifest.layout
+        axes = {"tp": parallel.tp, "cp": parallel.cp, "ep": parallel.ep, "dp": parallel.dp, "pp": parallel.pp}
+        changed = [
+            f"{name} {saved.get(name)} -> {axis.size}" for name, axis in axes.items() if saved.get(name) != axis.size
+        ]
+        if changed:
+            self.say(
+                f"warning: the layout changed ({', '.join(changed)}): its random states do not apply; "
+                "with dropout the next steps differ from the uninterrupted run"
+            )
+            return None
+        tp, pp, ep = parallel.tp, parallel.pp, parallel.ep
+        folder = paths.rank_directory(tp.rank, pp.rank, pp_size=pp.size, ep=ep.rank, ep_size=ep.size)
+        states = reader.file(f"{folder}/{paths.MODEL_FILE}")["rng_state"]
+        return dict(states[parallel.dp.rank])
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")

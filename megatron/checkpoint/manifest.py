@@ -1,0 +1,149 @@
+"""manifest.json: every file with its checksums, every logical tensor with the places that hold its slices.
+
+Its own bytes are checked too: the text must be exactly what its content serialises to, and carry its own hash.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron.checkpoint import paths, storage
+from megatron.checkpoint.storage import FileRecord
+from megatron.errors import CheckpointError
+
+SCHEMA = 1
+_MAX_BYTES = 512 * 2**20
+
+
+class BrokenManifestError(CheckpointError):
+    """The manifest is there and is not what was written."""
+
+
+@dataclass(frozen=True)
+class Slice:
+    """One stored piece of a logical tensor."""
+
+    file: str
+    key: tuple[str, ...]  # path through the nested dict of that file
+    ranges: tuple[tuple[int, int], ...] | None  # index ranges of the logical tensor's split dimension; None: all
+    shape: tuple[int, ...]  # as stored, with any padding rows of a vocabulary
+
+
+@dataclass(frozen=True)
+class TensorRecord:
+    logical_shape: tuple[int, ...]
+    dtype: str
+    dim: int
+    slices: tuple[Slice, ...]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    step: int
+    consumed_train_samples: int
+    consumed_valid_samples: int
+    run_id: str
+    layout: Mapping[str, int]
+    versions: Mapping[str, str]
+    fingerprint: Mapping[str, Any]  # determinism: what must be equal for the next loss to be bit-equal
+    data: Mapping[str, Any]
+    config: Mapping[str, Any]
+    args: Mapping[str, Any]
+    files: Mapping[str, FileRecord]
+    model: Mapping[str, TensorRecord]
+    optimizer: Mapping[str, Mapping[str, TensorRecord]] = field(default_factory=dict)
+    holds: tuple[str, ...] = ()  # which of optimizer, scheduler, rng it was saved with
+    schema: int = SCHEMA
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(record.size for record in self.files.values())
+
+
+def encode(manifest: Manifest) -> bytes:
+    body = _plain(manifest)
+    digest = hashlib.sha256(storage.canonical_json(body)).hexdigest()
+    return storage.canonical_json({"manifest": body, "sha256": digest})
+
+
+def decode(raw: bytes, path: Path) -> Manifest:
+    try:
+        outer = json.loads(raw)
+        body = outer["manifest"]
+        intact = raw == storage.canonical_json(outer)
+        intact = intact and hashlib.sha256(storage.canonical_json(body)).hexdigest() == outer["sha256"]
+        if not intact:
+            raise BrokenManifestError(f"{path} does not match its own checksum: it was damaged or edited")
+        if body["schema"] != SCHEMA:
+            raise BrokenManifestError(f"{path} has schema {body['schema']}; this version reads {SCHEMA}")
+        return _from_plain(body)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise BrokenManifestError(f"{path} cannot be read as a manifest ({type(error).__name__}: {error})") from error
+
+
+def read(directory: Path) -> Manifest:
+    """The manifest of one step directory."""
+    path = directory / paths.MANIFEST
+    if path.is_symlink():
+        raise paths.UnsafePathError(f"{path} is a symbolic link; a checkpoint holds plain files only")
+    if not paths.is_plain_file(path):
+        raise MissingManifestError(f"{path} is missing: the checkpoint was never completed, or is not one of ours")
+    try:
+        if path.stat().st_size > _MAX_BYTES:
+            raise BrokenManifestError(f"{path} is larger than any manifest")
+        with open(path, "rb") as file:
+            raw = file.read()
+    except OSError as error:
+        raise BrokenManifestError(f"{path} cannot be read ({error.strerror})") from error
+    return decode(raw, path)
+
+
+class MissingManifestError(CheckpointError):
+    """A directory under a step's name without a manifest."""
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, (Manifest, TensorRecord, Slice, FileRecord)):
+        return {name: _plain(getattr(value, name)) for name in value.__dataclass_fields__}
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return value
+
+
+def _from_plain(body: dict[str, Any]) -> Manifest:
+    model = {name: _tensor(record) for name, record in body.pop("model").items()}
+    optimizer = {
+        name: {kind: _tensor(record) for kind, record in kinds.items()} for name, kinds in body.pop("optimizer").items()
+    }
+    files = {
+        name: FileRecord(size=int(r["size"]), sha256=str(r["sha256"]), blocks=tuple(r["blocks"]))
+        for name, r in body.pop("files").items()
+    }
+    holds = tuple(body.pop("holds"))
+    return Manifest(model=model, optimizer=optimizer, files=files, holds=holds, **body)
+
+
+def _tensor(record: dict[str, Any]) -> TensorRecord:
+    return TensorRecord(
+        logical_shape=tuple(record["logical_shape"]),
+        dtype=str(record["dtype"]),
+        dim=int(record["dim"]),
+        slices=tuple(_slice(item) for item in record["slices"]),
+    )
+
+
+def _slice(item: dict[str, Any]) -> Slice:
+    ranges = item["ranges"]
+    return Slice(
+        file=str(item["file"]),
+        key=tuple(item["key"]),
+        ranges=None if ranges is None else tuple((int(a), int(b)) for a, b in ranges),
+        shape=tuple(item["shape"]),
+    )

@@ -1,0 +1,133 @@
+"""The names in a checkpoint directory, and what may be trusted as one."""
+
+from __future__ import annotations
+
+import re
+import stat
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from megatron.checkpoint import storage
+from megatron.errors import CheckpointError
+
+TRACKER = "latest_checkpointed_iteration.txt"
+MANIFEST = "manifest.json"
+LOCK = ".lock"
+RELEASE = "release"
+MODEL_FILE = "model_optim_rng.pt"
+TOKENIZER = "tokenizer"
+TEMPORARY, TRASH, BAD, ABANDONED = ".tmp-", ".trash-", ".bad-", ".abandoned-"
+
+_STEP = re.compile(r"iter_(\d{7,})")
+_TRACKER_BYTES = 64
+
+
+def step_name(step: int) -> str:
+    return f"iter_{step:07d}"
+
+
+def step_directory(directory: Path, step: int) -> Path:
+    return directory / step_name(step)
+
+
+def rank_directory(tp: int, pp: int, *, pp_size: int, ep: int = 0, ep_size: int = 1) -> str:
+    name = f"mp_rank_{tp:02d}"
+    if pp_size > 1:
+        name += f"_{pp:03d}"
+    if ep_size > 1:
+        name += f"_{ep:03d}"
+    return name
+
+
+def step_of(name: str) -> int | None:
+    """The step that a directory name stands for; temporary, quarantined and rewound ones stand for none."""
+    match = _STEP.fullmatch(name)
+    if match is None or step_name(int(match[1])) != name:
+        return None
+    return int(match[1])
+
+
+def list_steps(directory: Path) -> list[int]:
+    """Every directory under a final name, newest first; whether it is valid is another question."""
+    if not directory.is_dir():
+        return []
+    steps = (step_of(entry.name) for entry in directory.iterdir() if is_plain_directory(entry))
+    return sorted((step for step in steps if step is not None), reverse=True)
+
+
+def is_plain_directory(path: Path) -> bool:
+    """A link is refused everywhere below a checkpoint directory: it could lead anywhere, and change under us."""
+    try:
+        return stat.S_ISDIR(path.lstat().st_mode)
+    except OSError:
+        return False
+
+
+def is_plain_file(path: Path) -> bool:
+    try:
+        return stat.S_ISREG(path.lstat().st_mode)
+    except OSError:
+        return False
+
+
+def holds_nothing(directory: Path) -> bool:
+    """No tracker, no step, no release: a place where a run may start fresh."""
+    if not directory.exists():
+        return True
+    names = (directory / TRACKER, directory / RELEASE)
+    return not any(_lexists(name) for name in names) and not any(
+        _STEP.fullmatch(entry.name) for entry in directory.iterdir()
+    )
+
+
+def _lexists(path: Path) -> bool:
+    return path.is_symlink() or path.exists()
+
+
+@dataclass(frozen=True)
+class Tracker:
+    """What the tracker file says: a step, `release`, or nothing that can be used, and why."""
+
+    step: int | None = None
+    release: bool = False
+    problem: str | None = None
+
+
+def read_tracker(directory: Path) -> Tracker:
+    path = directory / TRACKER
+    if not _lexists(path):
+        return Tracker(problem=f"{path} is missing")
+    if not is_plain_file(path):
+        return Tracker(problem=f"{path} is not a plain file")
+    try:
+        with open(path, "rb") as file:
+            raw = file.read(_TRACKER_BYTES + 1)
+    except OSError as error:
+        return Tracker(problem=f"{path} cannot be read ({error.strerror})")
+    text = raw.decode("ascii", errors="replace").strip()
+    if text == RELEASE:
+        return Tracker(release=True)
+    if len(raw) > _TRACKER_BYTES or re.fullmatch(r"[0-9]{1,15}", text) is None:
+        return Tracker(problem=f"{path} holds {text[:20]!r}, not a step")
+    return Tracker(step=int(text))
+
+
+def write_tracker(directory: Path, text: str) -> None:
+    storage.replace_bytes(directory / TRACKER, text.encode("ascii"))
+
+
+def member(root: Path, relative: str) -> Path:
+    """A file that a manifest names, refused if it lies (or leads) outside of the step's own directory."""
+    pure = PurePosixPath(relative)
+    if pure.is_absolute() or not pure.parts or any(part in ("..", ".") for part in pure.parts) or "\0" in relative:
+        raise UnsafePathError(f"{root / MANIFEST} names {relative!r}, which is outside of its directory")
+    path = root
+    for part in pure.parts:
+        path = path / part
+        if path.is_symlink():
+            raise UnsafePathError(f"{path} is a symbolic link; a checkpoint holds plain files only")
+    return path
+
+
+class UnsafePathError(CheckpointError):
+    """A name that leads out of the checkpoint."""

@@ -1,0 +1,73 @@
+"""Which steps a save renames or deletes besides writing its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megatron.checkpoint import paths, storage
+from megatron.checkpoint.state import RunHistory
+
+
+def sweep(directory: Path, run_id: str, *, exclusive: bool) -> list[str]:
+    """Remove what dead runs left half-written or half-deleted. Under the lock, whatever is there is dead."""
+    messages = []
+    for entry in sorted(directory.iterdir()):
+        ours = exclusive or entry.name.endswith(f".{run_id}")
+        if entry.name.startswith(paths.TEMPORARY) and ours:
+            _remove(entry)
+            messages.append(f"removed the unfinished {entry.name}")
+        elif entry.name.startswith(paths.TRASH) and exclusive:
+            _remove(entry)
+            messages.append(f"finished deleting {entry.name}")
+    return messages
+
+
+def set_aside_newer(directory: Path, step: int, history: RunHistory) -> list[str]:
+    """Steps of a future that this run did not come from are renamed: never read again, never deleted."""
+    start, loaded = history.started_from, history.loaded_step(directory)
+    committed = history.committed_steps(directory)
+    messages = []
+    for other in paths.list_steps(directory):
+        if other in committed or other == loaded or (other <= start and other != step):
+            continue
+        bad = other in history.bad_steps(directory)
+        prefix = paths.BAD if bad else paths.ABANDONED
+        target = free_name(directory, prefix + paths.step_name(other))
+        storage.rename(paths.step_directory(directory, other), target)
+        history.bad_steps(directory).discard(other)
+        why = "found damaged" if bad else f"not part of this run, which started from iteration {start}"
+        messages.append(f"{paths.step_name(other)} renamed to {target.name} ({why})")
+    return messages
+
+
+def retain(
+    directory: Path, history: RunHistory, *, keep_last: int | None, interval: int | None, tracker_step: int
+) -> list[str]:
+    """Delete old steps, only when asked to: never the tracker's, never the loaded one, never the last but one."""
+    if keep_last is None and interval is None:
+        return []
+    steps = paths.list_steps(directory)
+    kept = set(steps[: max(2, keep_last or 0)]) | {tracker_step, history.loaded_step(directory)}
+    if interval is not None:
+        kept |= {step for step in steps if step % interval == 0}
+    messages = []
+    for step in sorted(set(steps) - kept):
+        trash = free_name(directory, paths.TRASH + paths.step_name(step))
+        storage.rename(paths.step_directory(directory, step), trash)
+        storage.remove_tree(trash)
+        messages.append(f"deleted {paths.step_name(step)}")
+    return messages
+
+
+def free_name(directory: Path, name: str) -> Path:
+    target, number = directory / name, 1
+    while target.exists():
+        target, number = directory / f"{name}.{number}", number + 1
+    return target
+
+
+def _remove(entry: Path) -> None:
+    if paths.is_plain_directory(entry):
+        storage.remove_tree(entry)
+    else:
+        entry.unlink()

@@ -1,0 +1,83 @@
+"""The only place where a `.pt` file is opened: nothing in it is executed, nothing in it can unfold.
+
+`weights_only=True` is passed explicitly (no environment variable can undo that) and never retried without.
+"""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.errors import CheckpointError
+
+_MAX_MEMBERS = 1_000_000
+
+
+class UnsafeFileError(CheckpointError):
+    """A file that asks for more than tensors and plain values."""
+
+
+def load_file(path: Path, *, allow: Sequence[Callable | tuple[Callable, str]] = ()) -> Any:
+    """The content of one file, tensors mapped from disk. `allow` admits named classes of a foreign format."""
+    check_container(path)
+    try:
+        with torch.serialization.safe_globals(list(allow)):
+            content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except MemoryError:
+        raise
+    except Exception as error:
+        first_line = (str(error).splitlines() or [""])[0][:200]
+        raise UnsafeFileError(
+            f"{path} cannot be read as plain weights ({type(error).__name__}: {first_line})"
+        ) from error
+    check_storages(content, path)
+    return content
+
+
+def check_container(path: Path) -> None:
+    """torch stores its members uncompressed: one that would unfold, or repeats, was made by someone else."""
+    try:
+        size = path.stat().st_size
+        with zipfile.ZipFile(path) as archive:
+            members = archive.infolist()
+    except (OSError, zipfile.BadZipFile, NotImplementedError, ValueError) as error:
+        raise CheckpointError(f"{path} is not a checkpoint file of torch's zip format ({error})") from error
+    if len(members) > _MAX_MEMBERS:
+        raise UnsafeFileError(f"{path} has {len(members)} members")
+    if any(m.compress_type != zipfile.ZIP_STORED or m.file_size != m.compress_size for m in members):
+        raise UnsafeFileError(f"{path} has compressed members; torch never writes them")
+    if sum(m.file_size for m in members) > size:
+        raise UnsafeFileError(f"{path} claims more bytes than it has")
+    if len({m.filename for m in members}) != len(members):
+        raise UnsafeFileError(f"{path} has two members of one name")
+
+
+def check_storages(content: Any, path: Path) -> None:
+    """No tensor may claim more memory than the file that it came from."""
+    seen: dict[int, int] = {}
+    for tensor in tensors_in(content):
+        if tensor.layout != torch.strided or tensor.is_meta:
+            raise UnsafeFileError(f"{path} holds a tensor that is not a plain one")
+        storage = tensor.untyped_storage()
+        seen[storage._cdata] = storage.nbytes()
+    if sum(seen.values()) > path.stat().st_size:
+        raise UnsafeFileError(f"{path} holds tensors that claim more bytes than the file has")
+
+
+def tensors_in(content: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+    waiting = [content]
+    while waiting:
+        item = waiting.pop()
+        if isinstance(item, Tensor):
+            found.append(item)
+        elif isinstance(item, dict):
+            waiting.extend(item.values())
+        elif isinstance(item, (list, tuple, set)):
+            waiting.extend(item)
+    return found

@@ -1,0 +1,265 @@
+"""The save protocol: beside, durable, hashed as written, then one rename that commits.
+
+    lock - sweep - space - temporary directory | every rank writes its file | manifest - set newer steps aside -
+    rename (the commit point) - tracker - retention
+
+A crash anywhere leaves the last committed step or the new one, never a mixture; an error on one rank is an error on
+all.
+"""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron import __version__
+from megatron.checkpoint import classic, manifest, paths, retention, storage
+from megatron.checkpoint.agree import run_on_first, run_together
+from megatron.checkpoint.content import RankContent, merge_records, rank_content
+from megatron.checkpoint.manifest import Manifest, TensorRecord
+from megatron.checkpoint.state import RunHistory, SavedInfo, TrainState
+from megatron.checkpoint.storage import FileRecord
+from megatron.distributed.collectives import all_gather_object
+from megatron.distributed.state import ParallelState
+from megatron.errors import StorageError
+
+SaveTokenizer = Callable[[Path], object]
+_SPACE_FACTOR = 1.2
+
+
+def save_checkpoint(
+    directory: Path,
+    state: TrainState,
+    *,
+    parallel: ParallelState,
+    save_tokenizer: SaveTokenizer | None,
+    run_id: str,
+    history: RunHistory | None = None,
+    retain_last: int | None = None,
+    retain_interval: int | None = None,
+    fingerprint: Mapping[str, Any] | None = None,
+    release: bool = False,
+) -> SavedInfo:
+    """Commit `state` as one step of `directory`. Called by every rank, at a step boundary.
+
+    `history` is this run's own memory (what it loaded and committed, the lock it holds); without one, every save
+    stands alone. `release` writes weights under Megatron's name for a model without a training state.
+    """
+    started = time.monotonic()
+    owned = history if history is not None else RunHistory(run_id)
+    save = _Save(directory, state, parallel, owned, release)
+    try:
+        if run_on_first(save.is_done, parallel.world):
+            return SavedInfo(save.target, state.iteration, 0, 0.0, already_there=True)
+        written = _write_all(save, save_tokenizer)
+        messages = run_on_first(
+            lambda: save.commit(written, fingerprint or {}, retain_last, retain_interval), parallel.world
+        )
+        owned.committed_steps(directory).add(state.iteration)
+        size = sum(record.size for part in written for record in part.files.values())
+        return SavedInfo(save.target, state.iteration, size, time.monotonic() - started, messages=tuple(messages))
+    finally:
+        if history is None:
+            owned.close()
+
+
+@dataclass(frozen=True)
+class _Written:
+    """One rank's part of a save, as the manifest needs it."""
+
+    files: dict[str, FileRecord]
+    model: dict[str, TensorRecord]
+    optimizer: dict[str, dict[str, TensorRecord]]
+
+
+def _write_all(save: _Save, save_tokenizer: SaveTokenizer | None) -> list[_Written]:
+    """All ranks write; if one cannot, none commits and nothing is left behind."""
+    rng = _gather_rng(save.state, save.parallel)
+    need = sum(all_gather_object(save.bytes_to_write(), save.parallel.world))
+    run_on_first(lambda: save.prepare(need), save.parallel.world)
+    try:
+        written = run_together(lambda: save.write_rank(rng, save_tokenizer), save.parallel.world)
+    except Exception:
+        run_on_first(save.discard, save.parallel.world)
+        raise
+    return all_gather_object(written, save.parallel.world)
+
+
+def _gather_rng(state: TrainState, parallel: ParallelState) -> list[Any] | None:
+    """One entry per data-parallel rank, in their order."""
+    entries = all_gather_object(state.rng, parallel.dp)
+    return None if any(entry is None for entry in entries) else [dict(entry) for entry in entries]
+
+
+@dataclass(frozen=True)
+class _Save:
+    """One save of one run."""
+
+    directory: Path
+    state: TrainState
+    parallel: ParallelState
+    history: RunHistory
+    release: bool
+
+    @property
+    def name(self) -> str:
+        return paths.RELEASE if self.release else paths.step_name(self.state.iteration)
+
+    @property
+    def target(self) -> Path:
+        return self.directory / self.name
+
+    @property
+    def temporary(self) -> Path:
+        return self.directory / f"{paths.TEMPORARY}{self.name}.{self.history.run_id}"
+
+    @property
+    def rank_file(self) -> str:
+        tp, pp, ep = self.parallel.tp, self.parallel.pp, self.parallel.ep
+        folder = paths.rank_directory(tp.rank, pp.rank, pp_size=pp.size, ep=ep.rank, ep_size=ep.size)
+        return f"{folder}/{paths.MODEL_FILE}"
+
+    @property
+    def writes(self) -> bool:
+        """One of the ranks that hold the same parameters writes them."""
+        ep_peers = self.parallel.dp.rank < self.parallel.ep.size if self.parallel.ep.size > 1 else False
+        return self.parallel.cp.rank == 0 and (self.parallel.dp.rank == 0 or ep_peers)
+
+    def is_done(self) -> bool:
+        """This run loaded or committed the step: it is on disk as it is in memory."""
+        step = self.state.iteration
+        known = step == self.history.loaded_step(self.directory) or step in self.history.committed_steps(self.directory)
+        return known and not self.release and paths.is_plain_file(self.target / paths.MANIFEST)
+
+    def bytes_to_write(self) -> int:
+        if not self.writes:
+            return 0
+        tensors = [tensor for _, tensor in self.state.params.values()]
+        for kinds in (self.state.optimizer or {}).values():
+            tensors += [tensor for _, tensor in kinds.values()]
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+    def prepare(self, need: int) -> None:
+        lock = self.history.acquire(self.directory)
+        with storage.storage_errors("preparing a checkpoint", self.directory):
+            retention.sweep(self.directory, self.history.run_id, exclusive=lock.exclusive)
+            free = storage.free_bytes(self.directory)
+            if free < _SPACE_FACTOR * need:
+                raise StorageError(
+                    f"--save {self.directory}: {free} bytes are free, a checkpoint of {need} bytes needs "
+                    f"{_SPACE_FACTOR} times its size; free space there or give another directory"
+                )
+            storage.make_directory(self.temporary)
+
+    def write_rank(self, rng: list[Any] | None, save_tokenizer: SaveTokenizer | None) -> _Written:
+        """This rank's files, durable and hashed."""
+        files: dict[str, FileRecord] = {}
+        if self.parallel.world.rank == 0 and save_tokenizer is not None:
+            files |= self._write_tokenizer(save_tokenizer)
+        if not self.writes:
+            return _Written(files, {}, {})
+        content = self._content(rng, has_tokenizer=save_tokenizer is not None)
+        path = self.temporary / self.rank_file
+        with storage.storage_errors("writing a checkpoint", path):
+            path.parent.mkdir(exist_ok=True)
+            files[self.rank_file] = storage.write_durable(path, lambda file: torch.save(content.content, file))
+            storage.fsync_directory(path.parent)
+        return _Written(files, content.model, content.optimizer)
+
+    def _content(self, rng: list[Any] | None, *, has_tokenizer: bool) -> RankContent:
+        padded = self.state.args.get("padded_vocab_size")
+        tokenizer = str((self.target / paths.TOKENIZER).resolve()) if has_tokenizer else None
+        return rank_content(
+            self.state,
+            self.rank_file,
+            padded_rows=None if padded is None else int(padded) // self.parallel.tp.size,
+            rng=rng,
+            tokenizer=tokenizer,
+        )
+
+    def _write_tokenizer(self, save_tokenizer: SaveTokenizer) -> dict[str, FileRecord]:
+        folder = self.temporary / paths.TOKENIZER
+        with storage.storage_errors("writing the tokenizer", folder):
+            folder.mkdir()
+            save_tokenizer(folder)
+            written = sorted(path for path in folder.rglob("*") if path.is_file())
+            for path in written:
+                storage.fsync_file(path)
+            storage.fsync_tree(folder)
+            return {path.relative_to(self.temporary).as_posix(): storage.hash_file(path) for path in written}
+
+    def discard(self) -> None:
+        """Best effort: what cannot be removed now is never read, and swept by the next save."""
+        with suppress(OSError):
+            storage.remove_tree(self.temporary)
+
+    def commit(
+        self,
+        written: list[_Written],
+        fingerprint: Mapping[str, Any],
+        retain_last: int | None,
+        retain_interval: int | None,
+    ) -> list[str]:
+        """From complete files to a committed step. Runs on the first rank alone."""
+        record = self._manifest(written, fingerprint)
+        try:
+            with storage.storage_errors("completing a checkpoint", self.temporary):
+                storage.write_bytes(self.temporary / paths.MANIFEST, manifest.encode(record))
+                storage.fsync_directory(self.temporary)
+        except StorageError:
+            self.discard()
+            raise
+        with storage.storage_errors("committing a checkpoint", self.target):
+            messages = self._publish()
+            messages += retention.retain(
+                self.directory,
+                self.history,
+                keep_last=retain_last,
+                interval=retain_interval,
+                tracker_step=self.state.iteration,
+            )
+        return messages
+
+    def _publish(self) -> list[str]:
+        if self.release:
+            messages: list[str] = []
+        else:
+            messages = retention.set_aside_newer(self.directory, self.state.iteration, self.history)
+        storage.rename(self.temporary, self.target)
+        paths.write_tracker(self.directory, paths.RELEASE if self.release else str(self.state.iteration))
+        return messages
+
+    def _manifest(self, written: list[_Written], fingerprint: Mapping[str, Any]) -> Manifest:
+        optimizer_names = {name for part in written for name in part.optimizer}
+        holds = {"optimizer": self.state.optimizer, "scheduler": self.state.scheduler, "rng": self.state.rng}
+        return Manifest(
+            step=self.state.iteration,
+            consumed_train_samples=self.state.consumed_train_samples,
+            consumed_valid_samples=self.state.consumed_valid_samples,
+            run_id=self.history.run_id,
+            layout=self._layout(),
+            versions={"megatron": __version__, "torch": torch.__version__, "python": platform.python_version()},
+            fingerprint=classic.plain(fingerprint),
+            data=classic.plain(self.state.data),
+            config=classic.plain(self.state.config),
+            args=classic.plain(self.state.args),
+            files={name: record for part in written for name, record in part.files.items()},
+            model=merge_records([part.model for part in written]),
+            optimizer={
+                name: merge_records([part.optimizer[name] for part in written if name in part.optimizer])
+                for name in sorted(optimizer_names)
+            },
+            holds=tuple(name for name, value in holds.items() if value),
+        )
+
+    def _layout(self) -> dict[str, int]:
+        parallel = self.parallel
+        axes = {"tp": parallel.tp, "cp": parallel.cp, "ep": parallel.ep, "dp": parallel.dp, "pp": parallel.pp}
+        return {"world": parallel.world.size, **{name: axis.size for name, axis in axes.items()}}

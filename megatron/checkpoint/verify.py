@@ -1,0 +1,156 @@
+"""Is a step on disk what was saved? The loader and tools/verify_checkpoint.py ask the same question here."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from megatron.checkpoint import classic, manifest, paths, safe_load, slices, storage
+from megatron.checkpoint.manifest import Manifest, Slice, TensorRecord
+from megatron.checkpoint.storage import BLOCK_BYTES, FileRecord
+from megatron.errors import CheckpointError
+
+Kind = Literal["corrupt", "unsafe", "incomplete"]
+
+
+class DamagedCheckpointError(CheckpointError):
+    """A step that is not what was saved: another step may do, this one never."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    kind: Kind
+    text: str
+
+
+def inspect_step(
+    directory: Path, *, only: Collection[str] | None = None, hashes: bool = True, deep: bool = False
+) -> tuple[Manifest | None, list[Problem]]:
+    """All that is wrong with one step directory. `only` limits the reading of contents, never the list of files."""
+    try:
+        record = manifest.read(directory)
+    except manifest.MissingManifestError as error:
+        return None, [Problem("incomplete", str(error))]
+    except paths.UnsafePathError as error:
+        return None, [Problem("unsafe", str(error))]
+    except CheckpointError as error:
+        return None, [Problem("corrupt", str(error))]
+    problems = _step_number(directory, record) + _coverage(directory, record) + _extra_files(directory, record)
+    for name, expected in record.files.items():
+        problems += _file(directory, name, expected, hashes=hashes and (only is None or name in only))
+    if deep and not problems:
+        problems += _contents(directory, record)
+    return record, problems
+
+
+def verified_manifest(directory: Path, *, hashes: bool = True) -> Manifest:
+    """The manifest of a step whose every file is what it says, or an error that names what is not."""
+    record, problems = inspect_step(directory, hashes=hashes)
+    if problems or record is None:
+        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+        raise DamagedCheckpointError(problems[0].text + more)
+    return record
+
+
+def _step_number(directory: Path, record: Manifest) -> list[Problem]:
+    named = paths.step_of(directory.name)
+    if named is None or named == record.step:
+        return []
+    return [Problem("corrupt", f"{directory} holds step {record.step}, not the step of its name")]
+
+
+def _coverage(directory: Path, record: Manifest) -> list[Problem]:
+    problems = []
+    for name, tensor in _all_tensors(record):
+        unknown = [piece.file for piece in tensor.slices if piece.file not in record.files]
+        if unknown:
+            problems.append(Problem("incomplete", f"{directory}: {name} lies in {unknown[0]}, which is not listed"))
+        elif not slices.covers_all(tensor):
+            problems.append(Problem("incomplete", f"{directory}: the slices of {name} do not cover it exactly once"))
+    return problems
+
+
+def _all_tensors(record: Manifest) -> list[tuple[str, TensorRecord]]:
+    optimizer = [(f"{n} ({kind})", t) for n, kinds in record.optimizer.items() for kind, t in kinds.items()]
+    return [*record.model.items(), *optimizer]
+
+
+def _extra_files(directory: Path, record: Manifest) -> list[Problem]:
+    """A weight file that nobody listed is a sign that two checkpoints were mixed."""
+    problems = []
+    for folder, subfolders, files in os.walk(directory):
+        for name in [*subfolders, *files]:
+            path = Path(folder) / name
+            relative = path.relative_to(directory).as_posix()
+            if path.is_symlink():
+                problems.append(Problem("unsafe", f"{path} is a symbolic link; a checkpoint holds plain files only"))
+            elif name in files and path.suffix == ".pt" and relative not in record.files:
+                problems.append(Problem("corrupt", f"{path} is not in the manifest"))
+    return problems
+
+
+def _file(directory: Path, name: str, expected: FileRecord, *, hashes: bool) -> list[Problem]:
+    try:
+        path = paths.member(directory, name)
+    except paths.UnsafePathError as error:
+        return [Problem("unsafe", str(error))]
+    if not paths.is_plain_file(path):
+        return [Problem("incomplete", f"{path} is missing")]
+    try:
+        size = path.stat().st_size
+        if size != expected.size:
+            return [Problem("corrupt", f"{path} has {size} bytes, {expected.size} were written")]
+        if hashes and (found := storage.hash_file(path)) != expected:
+            return [Problem("corrupt", f"{path} differs from what was written, {_where(found, expected)}")]
+    except OSError as error:
+        return [Problem("corrupt", f"{path} cannot be read ({error.strerror})")]
+    return []
+
+
+def _where(found: FileRecord, expected: FileRecord) -> str:
+    differing = [index for index, pair in enumerate(zip(found.blocks, expected.blocks)) if pair[0] != pair[1]]
+    if not differing:
+        return "by its checksum"
+    first = differing[0] * BLOCK_BYTES
+    return f"first between bytes {first} and {first + BLOCK_BYTES} ({len(differing)} of {len(found.blocks)} blocks)"
+
+
+def _contents(directory: Path, record: Manifest) -> list[Problem]:
+    """Every tensor, opened: shape, dtype, finite."""
+    problems = []
+    for file in sorted(name for name in record.files if name.endswith(".pt")):
+        try:
+            content = safe_load.load_file(paths.member(directory, file))
+        except (safe_load.UnsafeFileError, paths.UnsafePathError) as error:
+            problems.append(Problem("unsafe", str(error)))
+            continue
+        except CheckpointError as error:
+            problems.append(Problem("corrupt", str(error)))
+            continue
+        for name, tensor in _all_tensors(record):
+            for piece in (piece for piece in tensor.slices if piece.file == file):
+                problems += _stored(directory / file, name, tensor, piece, classic.lookup(content, piece.key))
+    return problems
+
+
+def _stored(path: Path, name: str, record: TensorRecord, piece: Slice, found: Any) -> list[Problem]:
+    problem = stored_problem(record, piece, found)
+    if problem is not None:
+        return [Problem("corrupt", f"{path}: {name} {problem}")]
+    if found.is_floating_point() and not bool(torch.isfinite(found).all()):
+        return [Problem("corrupt", f"{path}: {name} holds NaN or infinite values")]
+    return []
+
+
+def stored_problem(record: TensorRecord, piece: Slice, found: Any) -> str | None:
+    if not isinstance(found, Tensor):
+        return "is missing"
+    if str(found.dtype) != record.dtype or tuple(found.shape) != piece.shape:
+        return f"is {found.dtype} {tuple(found.shape)}, the manifest says {record.dtype} {piece.shape}"
+    return None

@@ -1,0 +1,238 @@
+"""What is saved comes back bit for bit, under the names that tools look for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.checkpoint import RunHistory, inspect_step
+from megatron.errors import CheckpointError, ConfigError, NonFiniteError
+from tests.unit.checkpoint.support import (
+    MODEL,
+    PADDED,
+    load,
+    loaded_equals,
+    make_params,
+    make_state,
+    one_process,
+    save,
+)
+
+
+def test_round_trip_is_bit_equal(tmp_path: Path) -> None:
+    state = make_state()
+    info = save(tmp_path, state)
+    assert info.path == tmp_path / "iter_0000010" and info.bytes_written > 0
+    assert loaded_equals(tmp_path, state)
+    loaded = load(tmp_path)
+    assert loaded is not None
+    assert loaded.consumed_train_samples == 40 and loaded.consumed_valid_samples == 2
+    assert loaded.optimizer_extra == state.optimizer_extra
+    assert loaded.scheduler == state.scheduler
+    assert loaded.data == state.data and loaded.config == state.config
+    assert loaded.rng is not None and state.rng is not None
+    assert torch.equal(loaded.rng["torch_cpu"], state.rng["torch_cpu"])
+    assert loaded.rng["python"] == state.rng["python"]
+
+
+def test_classic_tree_and_names(tmp_path: Path) -> None:
+    save(tmp_path, make_state())
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "10"
+    content = torch.load(tmp_path / "iter_0000010/mp_rank_00/model_optim_rng.pt", weights_only=True)
+    assert content["checkpoint_version"] == 3.0 and content["iteration"] == 10
+    assert content["args"].hidden_size == 8 and content["args"]["padded_vocab_size"] == PADDED
+    assert content["args"].tokenizer_type == "PretrainedFromHF"
+    assert Path(content["args"].tokenizer_name_or_path) == tmp_path / "iter_0000010/tokenizer"
+    assert (tmp_path / "iter_0000010/tokenizer/tokenizer.json").is_file()
+    language_model = content["model"]["language_model"]
+    assert language_model["embedding"]["word_embeddings"]["weight"].shape == (PADDED, 8)
+    assert language_model["embedding"]["position_embeddings"]["weight"].shape == (6, 8)
+    assert "layers.0.self_attention.query_key_value.weight" in language_model["encoder"]
+    assert "final_layernorm.weight" in language_model["encoder"]
+
+
+def test_padding_rows_are_written_even_if_memory_has_none(tmp_path: Path) -> None:
+    state = make_state()
+    name = "embedding.word_embeddings.weight"
+    spec, tensor = state.params[name]
+    unpadded = {**state.params, name: (spec, tensor.detach()[:13].clone())}
+    save(tmp_path, make_state(params=unpadded))
+    content = torch.load(tmp_path / "iter_0000010/mp_rank_00/model_optim_rng.pt", weights_only=True)
+    assert content["model"]["language_model"]["embedding"]["word_embeddings"]["weight"].shape == (PADDED, 8)
+    params = make_params(seed=5)
+    params[name] = (spec, torch.zeros(13, 8))
+    load(tmp_path, params, finetune=True)
+    assert torch.equal(params[name][1], unpadded[name][1])
+
+
+def test_views_into_a_flat_buffer_do_not_drag_it_along(tmp_path: Path) -> None:
+    flat = torch.randn(1_000_000)
+    state = make_state()
+    params = {
+        name: (spec, flat[: tensor.numel()].view(tensor.shape) if "embeddings" not in name else tensor)
+        for name, (spec, tensor) in state.params.items()
+    }
+    assert save(tmp_path, make_state(params=params)).bytes_written < 200_000
+
+
+def test_a_model_that_is_not_a_gpt_keeps_its_names(tmp_path: Path) -> None:
+    from megatron.distributed.shard import ShardSpec
+
+    weight = torch.nn.Parameter(torch.randn(3, 5))
+    params = {"features.0.weight": (ShardSpec(name="features.0.weight", logical_shape=(3, 5)), weight)}
+    save(tmp_path, make_state(params=params, optimizer=None, config={}, args={}))
+    target = torch.nn.Parameter(torch.zeros(3, 5))
+    load(tmp_path, {"features.0.weight": (params["features.0.weight"][0], target)}, load_optim=False)
+    assert torch.equal(target, weight)
+
+
+def test_saving_the_loaded_or_committed_step_again_is_a_no_op(tmp_path: Path) -> None:
+    state = make_state()
+    with_history = RunHistory("a")
+    save(tmp_path, state, with_history)
+    before = (tmp_path / "iter_0000010/manifest.json").stat().st_mtime_ns
+    assert save(tmp_path, state, with_history).already_there
+    with_history.close()
+    again = RunHistory("b")
+    load(tmp_path, history=again)
+    assert save(tmp_path, state, again).already_there
+    assert (tmp_path / "iter_0000010/manifest.json").stat().st_mtime_ns == before
+    again.close()
+
+
+def test_another_runs_step_is_set_aside_not_overwritten(tmp_path: Path) -> None:
+    save(tmp_path, make_state(seed=1), run_id="first")
+    info = save(tmp_path, make_state(seed=2), run_id="second")
+    assert any(".abandoned-iter_0000010" in message for message in info.messages)
+    assert inspect_step(tmp_path / ".abandoned-iter_0000010")[1] == []
+    assert loaded_equals(tmp_path, make_state(seed=2))
+
+
+def test_retention_deletes_only_when_asked(tmp_path: Path) -> None:
+    history = RunHistory("a")
+    for step in range(1, 7):
+        save(tmp_path, make_state(step), history)
+    assert len(list(tmp_path.glob("iter_*"))) == 6
+    save(tmp_path, make_state(7), history, retain_interval=4)
+    assert sorted(p.name for p in tmp_path.glob("iter_*")) == ["iter_0000004", "iter_0000006", "iter_0000007"]
+    save(tmp_path, make_state(8), history, retain_last=1)
+    assert sorted(p.name for p in tmp_path.glob("iter_*")) == ["iter_0000007", "iter_0000008"]
+    assert not list(tmp_path.glob(".trash-*"))
+    history.close()
+
+
+def test_non_finite_state_is_not_committed(tmp_path: Path) -> None:
+    history = RunHistory("a")
+    save(tmp_path, make_state(1), history)
+    bad = make_state(2)
+    with torch.no_grad():
+        bad.params["final_layernorm.weight"][1][3] = float("nan")
+    with pytest.raises(NonFiniteError, match=r"final_layernorm\.weight"):
+        save(tmp_path, bad, history)
+    assert [p.name for p in tmp_path.glob("*iter_*")] == ["iter_0000001"]
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "1"
+    history.close()
+
+
+def test_second_run_on_the_same_directory_is_refused_by_name(tmp_path: Path) -> None:
+    first, second = RunHistory("first-run"), RunHistory("second-run")
+    first.acquire(tmp_path)
+    with pytest.raises(ConfigError, match="run first-run"):
+        save(tmp_path, make_state(), second)
+    first.close()
+    save(tmp_path, make_state(), second)
+    assert json.loads((tmp_path / ".lock").read_text())["run_id"] == "second-run"
+    second.close()
+
+
+def test_finetune_takes_weights_alone(tmp_path: Path) -> None:
+    state = make_state()
+    save(tmp_path, state)
+    params = make_params(seed=5, dtype=torch.bfloat16)
+    loaded = load(tmp_path, params, finetune=True)
+    assert loaded is not None and loaded.iteration == 0 and loaded.consumed_train_samples == 0
+    assert loaded.optimizer is None and loaded.rng is None and loaded.scheduler is None
+    name = "final_layernorm.weight"
+    assert torch.equal(params[name][1], state.params[name][1].to(torch.bfloat16))
+
+
+def test_another_precision_is_refused_on_resume(tmp_path: Path) -> None:
+    save(tmp_path, make_state())
+    with pytest.raises(CheckpointError, match="--finetune"):
+        load(tmp_path, make_params(dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("part, flag", [("optimizer", "load_optim"), ("rng", "load_rng")])
+def test_missing_parts_need_their_flag(tmp_path: Path, part: str, flag: str) -> None:
+    save(tmp_path, make_state(**{part: None}))
+    with pytest.raises(CheckpointError, match=f"--no-{flag.replace('_', '-')}"):
+        load(tmp_path)
+    loaded = load(tmp_path, **{flag: False})
+    assert loaded is not None and getattr(loaded, part) is None and loaded.iteration == 10
+
+
+def test_missing_extra_and_reshaped_tensors_are_listed(tmp_path: Path) -> None:
+    from megatron.distributed.shard import ShardSpec
+
+    save(tmp_path, make_state())
+    params = make_params()
+    params["layers.1.input_layernorm.weight"] = params.pop("layers.0.input_layernorm.weight")
+    spec, _ = params["final_layernorm.weight"]
+    params["final_layernorm.weight"] = (
+        ShardSpec(name=spec.name, logical_shape=(9,)),
+        torch.nn.Parameter(torch.ones(9)),
+    )
+    with pytest.raises(CheckpointError) as caught:
+        load(tmp_path, params, finetune=True)
+    text = str(caught.value)
+    assert "missing: layers.1.input_layernorm.weight" in text
+    assert "not in this model: layers.0.input_layernorm.weight" in text
+    assert "final_layernorm.weight: model (9,), checkpoint (8,)" in text
+
+
+def test_another_architecture_is_refused_listing_every_field(tmp_path: Path) -> None:
+    from megatron.checkpoint import model_config
+
+    save(tmp_path, make_state())
+    same = model_config({**MODEL, "ffn_hidden_size": 32, "attention_dropout": 0.0})
+    assert load(tmp_path, model_config=same) is not None
+    other = model_config({**MODEL, "hidden_size": 16, "num_layers": 2, "swiglu": True})
+    with pytest.raises(CheckpointError) as caught:
+        load(tmp_path, model_config=other)
+    for field in ("--hidden-size: checkpoint 8, this run 16", "--num-layers: checkpoint 1, this run 2", "swiglu"):
+        assert field in str(caught.value)
+
+
+def test_longer_context_is_for_finetune_alone(tmp_path: Path) -> None:
+    from megatron.checkpoint import model_config
+
+    rope = {**MODEL, "position_embedding_type": "rope"}
+    save(tmp_path, make_state(config={"model": rope}))
+    longer = model_config({**rope, "rotary_base": 500000.0})
+    with pytest.raises(CheckpointError, match="--rotary-base: checkpoint 10000.0, this run 500000.0"):
+        load(tmp_path, model_config=longer)
+    messages: list[str] = []
+    load(tmp_path, model_config=longer, finetune=True, messages=messages)
+    assert any("rotary-base changes from 10000.0" in message for message in messages)
+
+
+def test_release_is_weights_at_iteration_zero(tmp_path: Path) -> None:
+    state = make_state(0, optimizer=None, rng=None)
+    save(tmp_path, state, release=True)
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "release"
+    params = make_params(seed=4)
+    loaded = load(tmp_path, params)
+    assert loaded is not None and loaded.iteration == 0 and loaded.optimizer is None
+    assert all(torch.equal(params[name][1], tensor) for name, (_, tensor) in state.params.items())
+
+
+def test_find_gives_the_config_before_a_model_exists(tmp_path: Path) -> None:
+    from megatron.checkpoint import find_checkpoint
+
+    save(tmp_path, make_state())
+    found = find_checkpoint(tmp_path, parallel=one_process())
+    assert found is not None and found.manifest.config["model"] == MODEL
+    assert found.tokenizer == tmp_path / "iter_0000010/tokenizer"
