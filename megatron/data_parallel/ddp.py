@@ -139,6 +139,16 @@ class GradBuffers:
                 bucket.pending.wait()
                 bucket.pending = None
 
+    @torch.no_grad()
+    def multiply(self, factor: float) -> None:
+        """Multiplies every gradient by `factor`."""
+        for bucket in self._buckets:
+            bucket.buffer.mul_(factor)
+        loose = [slot.parameter.grad for slot in self._slots.values() if slot.view is None]
+        present = [grad for grad in loose if grad is not None]
+        if present:
+            torch._foreach_mul_(present, factor)
+
     def close(self) -> None:
         """Takes the hooks off the parameters again."""
         for hook in self._hooks:

@@ -1,0 +1,103 @@
+"""The factor on the loss that keeps fp16 gradients from vanishing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from megatron.config.sections.precision import PrecisionConfig
+from megatron.errors import ConfigError
+
+ScalerState = dict[str, float | int]
+
+
+class LossScaler(Protocol):
+    """What the optimizer asks of a scaler."""
+
+    scale: float
+
+    def update(self, overflow: bool) -> None:
+        """Called once after every step, skipped ones included."""
+
+    def state(self) -> ScalerState: ...
+
+    def load_state(self, state: ScalerState) -> None: ...
+
+
+@dataclass
+class ConstantLossScaler:
+    """A factor that never moves. 1 is no scaling."""
+
+    scale: float = 1.0
+
+    def update(self, overflow: bool) -> None:
+        del overflow
+
+    def state(self) -> ScalerState:
+        return {}
+
+    def load_state(self, state: ScalerState) -> None:
+        """A setting, not a state: the one given now counts."""
+
+
+@dataclass
+class DynamicLossScaler:
+    """Doubles after `window` good steps; halves at an overflow once `hysteresis` of them are used up.
+
+    As in Megatron, only a doubling refills the hysteresis: after the first halving every further overflow halves
+    again. `growth_tracker` counts the good steps in a row, `hysteresis_tracker` the overflows still forgiven.
+    """
+
+    scale: float = 2.0**32
+    min_scale: float = 1.0
+    window: int = 1000
+    hysteresis: int = 2
+    growth_tracker: int = 0
+    hysteresis_tracker: int = -1
+
+    def __post_init__(self) -> None:
+        if self.min_scale > self.scale:
+            raise ConfigError(
+                f"--min-loss-scale {self.min_scale:g} is above --initial-loss-scale {self.scale:g}; lower it"
+            )
+        if self.hysteresis_tracker < 0:
+            self.hysteresis_tracker = self.hysteresis
+
+    def update(self, overflow: bool) -> None:
+        if overflow:
+            self.growth_tracker = 0
+            self.hysteresis_tracker = max(self.hysteresis_tracker - 1, 0)
+            if self.hysteresis_tracker == 0:
+                self.scale = max(self.scale / 2, self.min_scale)
+            return
+        self.growth_tracker += 1
+        if self.growth_tracker == self.window:
+            self.growth_tracker = 0
+            self.hysteresis_tracker = self.hysteresis
+            self.scale *= 2
+
+    def state(self) -> ScalerState:
+        return {
+            "scale": self.scale,
+            "growth_tracker": self.growth_tracker,
+            "hysteresis_tracker": self.hysteresis_tracker,
+        }
+
+    def load_state(self, state: ScalerState) -> None:
+        self.scale = float(state["scale"])
+        self.growth_tracker = int(state["growth_tracker"])
+        self.hysteresis_tracker = int(state["hysteresis_tracker"])
+
+
+def build_loss_scaler(precision: PrecisionConfig) -> LossScaler:
+    """--loss-scale if given; else dynamic with --fp16, and none without."""
+    if precision.loss_scale is not None:
+        return ConstantLossScaler(precision.loss_scale)
+    if not precision.fp16:
+        return ConstantLossScaler()
+    return DynamicLossScaler(
+        scale=precision.initial_loss_scale,
+        min_scale=precision.min_loss_scale,
+        window=precision.loss_scale_window,
+        hysteresis=precision.hysteresis,
+    )

@@ -1,0 +1,249 @@
+"""Learning rate and weight decay as pure functions of the samples consumed, with Megatron's rules.
+
+Steps are counted in samples, so a batch-size ramp-up or a changed batch size keeps its place on the curve. The
+scheduler moves after the update and not at all after a skipped one: the first step uses the value at 0 samples.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from megatron.config.sections.optimizer import OptimizerConfig, ScheduleConfig
+from megatron.errors import ConfigError
+
+SchedulerState = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """The two curves. All lengths are in samples."""
+
+    max_lr: float
+    min_lr: float = 0.0
+    init_lr: float = 0.0
+    lr_warmup_steps: float = 0
+    lr_decay_steps: float
+    lr_decay_style: str = "linear"
+    wsd_decay_steps: float | None = None
+    lr_wsd_decay_style: str = "exponential"
+    start_wd: float = 0.01
+    end_wd: float = 0.01
+    wd_incr_style: str = "constant"
+    wd_incr_steps: float = 0
+
+    def lr(self, num_steps: float) -> float:
+        """The learning rate after `num_steps` samples."""
+        if self.lr_warmup_steps > 0 and num_steps <= self.lr_warmup_steps:
+            return self.init_lr + (self.max_lr - self.init_lr) * num_steps / self.lr_warmup_steps
+        if self.lr_decay_style == "constant":
+            return self.max_lr
+        if num_steps > self.lr_decay_steps:
+            return self.min_lr
+        if self.lr_decay_style == "inverse-square-root":
+            factor = math.sqrt(max(self.lr_warmup_steps, 1)) / math.sqrt(max(num_steps, 1))
+            return max(self.min_lr, self.max_lr * factor)
+        return self.min_lr + self._decay(num_steps) * (self.max_lr - self.min_lr)
+
+    def weight_decay(self, num_steps: float) -> float:
+        """The weight decay after `num_steps` samples."""
+        if self.wd_incr_style == "constant" or num_steps > self.wd_incr_steps:
+            return self.end_wd
+        ratio = num_steps / self.wd_incr_steps
+        share = ratio if self.wd_incr_style == "linear" else 0.5 * (math.cos(math.pi * (1 - ratio)) + 1)
+        return self.start_wd + share * (self.end_wd - self.start_wd)
+
+    def _decay(self, num_steps: float) -> float:
+        """How much of max_lr - min_lr is left."""
+        if self.lr_decay_style == "WSD":
+            assert self.wsd_decay_steps is not None
+            start = self.lr_decay_steps - self.wsd_decay_steps
+            ratio = max(0.0, (num_steps - start) / self.wsd_decay_steps)
+            return _SHAPES[self.lr_wsd_decay_style](ratio)
+        ratio = (num_steps - self.lr_warmup_steps) / (self.lr_decay_steps - self.lr_warmup_steps)
+        return _SHAPES[self.lr_decay_style](ratio)
+
+
+_SHAPES = {
+    "linear": lambda ratio: 1.0 - ratio,
+    "cosine": lambda ratio: 0.5 * (math.cos(math.pi * ratio) + 1.0),
+    "exponential": lambda ratio: 2.0 * 0.5**ratio - 1.0,
+    "minus_sqrt": lambda ratio: 1.0 - math.sqrt(ratio),
+}
+"""What is left after `ratio` of the decay: 1 at 0, 0 at 1."""
+
+
+class Scheduler:
+    """A place on a schedule."""
+
+    def __init__(self, schedule: Schedule, num_steps: int = 0) -> None:
+        self.schedule = schedule
+        self.num_steps = num_steps
+
+    @property
+    def lr(self) -> float:
+        return self.schedule.lr(self.num_steps)
+
+    @property
+    def weight_decay(self) -> float:
+        return self.schedule.weight_decay(self.num_steps)
+
+    def advance(self, samples: int) -> None:
+        """After an update that was made (not after a skipped one)."""
+        self.num_steps += samples
+
+    def state(self) -> SchedulerState:
+        """Megatron's `opt_param_scheduler` entry, and three settings more that it leaves out."""
+        settings = {field.name: getattr(self.schedule, field.name) for field in fields(self.schedule)}
+        return {**settings, "num_steps": self.num_steps}
+
+    def load_state(self, state: SchedulerState, *, override: bool = False, use_checkpoint: bool = False) -> None:
+        """Takes the place from the checkpoint, and the settings from where the two flags say; else they must match."""
+        if override and use_checkpoint:
+            raise ConfigError(
+                "--override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler contradict each other; "
+                "give one of them"
+            )
+        saved = {field.name: state[field.name] for field in fields(self.schedule) if field.name in state}
+        if use_checkpoint:
+            self.schedule = replace(self.schedule, **saved)
+        elif not override:
+            _refuse_differences(self.schedule, saved)
+        self.num_steps = int(state["num_steps"])
+
+
+_FLAGS = {
+    "max_lr": "--lr",
+    "min_lr": "--min-lr",
+    "init_lr": "--lr-warmup-init",
+    "lr_warmup_steps": "warm-up length in samples (--lr-warmup-iters, -samples or -fraction)",
+    "lr_decay_steps": "decay length in samples (--lr-decay-iters or -samples, else the length of training)",
+    "lr_decay_style": "--lr-decay-style",
+    "wsd_decay_steps": "WSD decay length in samples (--lr-wsd-decay-iters or -samples)",
+    "lr_wsd_decay_style": "--lr-wsd-decay-style",
+    "start_wd": "--start-weight-decay (or --weight-decay)",
+    "end_wd": "--end-weight-decay (or --weight-decay)",
+    "wd_incr_style": "--weight-decay-incr-style",
+    "wd_incr_steps": "length of the weight decay ramp in samples (the length of training)",
+}
+
+_UNUSED_UNLESS = {
+    "wsd_decay_steps": ("lr_decay_style", "WSD"),
+    "lr_wsd_decay_style": ("lr_decay_style", "WSD"),
+}
+
+
+def _refuse_differences(schedule: Schedule, saved: dict[str, Any]) -> None:
+    differences = []
+    for name, value in saved.items():
+        here = getattr(schedule, name)
+        switch = _UNUSED_UNLESS.get(name)
+        if (switch and getattr(schedule, switch[0]) != switch[1]) or here == value:
+            continue
+        if name == "wd_incr_steps" and schedule.wd_incr_style == "constant":
+            continue
+        differences.append(f"{_FLAGS[name]} is {here} here and {value} in the checkpoint")
+    if differences:
+        raise ConfigError(
+            f"the schedule differs from the checkpoint's: {'; '.join(differences)}. Give "
+            "--override-opt_param-scheduler to use what is given here, or --use-checkpoint-opt_param-scheduler "
+            "to go on as saved"
+        )
+
+
+def build_schedule(
+    schedule: ScheduleConfig,
+    optimizer: OptimizerConfig,
+    *,
+    global_batch_size: int,
+    train_iters: int | None = None,
+    train_samples: int | None = None,
+) -> Schedule:
+    """The curves of a run of `train_iters` steps or `train_samples` samples (one of the two)."""
+    if schedule.lr is None:
+        raise ConfigError("--lr is needed to train")
+    if (train_iters is None) == (train_samples is None):
+        raise ConfigError("--train-iters or --train-samples: give one of the two")
+    if train_iters is not None:
+        _refuse_unit(schedule, "samples", "--train-iters")
+        unit, length, decay = global_batch_size, train_iters, schedule.lr_decay_iters
+        warmup, wsd = schedule.lr_warmup_iters, schedule.lr_wsd_decay_iters
+    else:
+        assert train_samples is not None
+        _refuse_unit(schedule, "iters", "--train-samples")
+        unit, length, decay = 1, train_samples, schedule.lr_decay_samples
+        warmup, wsd = schedule.lr_warmup_samples, schedule.lr_wsd_decay_samples
+    decay_steps = (length if decay is None else decay) * unit
+    warmup_steps: float = warmup * unit
+    if schedule.lr_warmup_fraction is not None:
+        if warmup:
+            raise ConfigError("--lr-warmup-fraction and --lr-warmup-iters or -samples: give one of them")
+        warmup_steps = schedule.lr_warmup_fraction * decay_steps
+    start_wd, end_wd = _weight_decays(optimizer)
+    result = Schedule(
+        max_lr=schedule.lr,
+        min_lr=schedule.min_lr,
+        init_lr=schedule.lr_warmup_init,
+        lr_warmup_steps=warmup_steps,
+        lr_decay_steps=decay_steps,
+        lr_decay_style=schedule.lr_decay_style,
+        wsd_decay_steps=None if wsd is None else wsd * unit,
+        lr_wsd_decay_style=schedule.lr_wsd_decay_style,
+        start_wd=start_wd,
+        end_wd=end_wd,
+        wd_incr_style=optimizer.weight_decay_incr_style,
+        wd_incr_steps=length * unit,
+    )
+    _check(result)
+    return result
+
+
+def _refuse_unit(schedule: ScheduleConfig, unit: str, length_flag: str) -> None:
+    """A length in samples cannot be mixed with a run counted in steps, nor the other way round."""
+    other = "iters" if unit == "samples" else "samples"
+    for name in ("lr_decay", "lr_warmup", "lr_wsd_decay"):
+        value = getattr(schedule, f"{name}_{unit}")
+        if value:
+            flag = f"--{name.replace('_', '-')}"
+            raise ConfigError(f"{flag}-{unit} {value}: does not go with {length_flag}; use {flag}-{other}")
+
+
+def _weight_decays(optimizer: OptimizerConfig) -> tuple[float, float]:
+    start, end = optimizer.start_weight_decay, optimizer.end_weight_decay
+    if optimizer.weight_decay_incr_style == "constant":
+        if start is not None or end is not None:
+            raise ConfigError(
+                "--start-weight-decay and --end-weight-decay need --weight-decay-incr-style linear or cosine; "
+                "a constant one is --weight-decay"
+            )
+        return optimizer.weight_decay, optimizer.weight_decay
+    if start is None or end is None:
+        raise ConfigError(
+            f"--weight-decay-incr-style {optimizer.weight_decay_incr_style}: needs --start-weight-decay and "
+            "--end-weight-decay"
+        )
+    if end < start:
+        raise ConfigError(f"--end-weight-decay {end}: must be at least --start-weight-decay {start}")
+    return start, end
+
+
+def _check(schedule: Schedule) -> None:
+    if schedule.min_lr > schedule.max_lr:
+        raise ConfigError(f"--min-lr {schedule.min_lr}: must be at most --lr {schedule.max_lr}")
+    if schedule.init_lr > schedule.max_lr:
+        raise ConfigError(f"--lr-warmup-init {schedule.init_lr}: must be at most --lr {schedule.max_lr}")
+    if schedule.lr_warmup_steps >= schedule.lr_decay_steps:
+        raise ConfigError(
+            f"warm-up of {schedule.lr_warmup_steps:g} samples: must be shorter than the decay of "
+            f"{schedule.lr_decay_steps:g} samples; lower --lr-warmup-iters or raise --lr-decay-iters"
+        )
+    if schedule.lr_decay_style == "WSD":
+        if schedule.wsd_decay_steps is None:
+            raise ConfigError("--lr-decay-style WSD: needs --lr-wsd-decay-iters or --lr-wsd-decay-samples")
+        room = schedule.lr_decay_steps - schedule.lr_warmup_steps
+        if schedule.wsd_decay_steps > room:
+            raise ConfigError(
+                f"--lr-wsd-decay-iters or -samples: {schedule.wsd_decay_steps:g} samples are more than the {room:g} "
+                "between warm-up and the end of the decay; lower it"
+            )

@@ -1,0 +1,216 @@
+"""One optimizer step: unscale, look for bad numbers, clip, update in full precision, copy back.
+
+    info = optimizer.step(lr=scheduler.lr, weight_decay=scheduler.weight_decay)
+    if not info.skipped:
+        scheduler.advance(samples)
+
+Half-precision parameters have fp32 masters, which the update works on; parameters in fp32 or fp64 are their own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from megatron.config.sections.optimizer import OptimizerConfig
+from megatron.data_parallel import GradBuffers
+from megatron.errors import CheckpointError
+from megatron.optimizer.inner import STATE_NAMES, build_inner
+from megatron.optimizer.loss_scaler import ConstantLossScaler, LossScaler
+from megatron.optimizer.norms import SplitOver, global_norm, global_zeros
+
+_CLIP_EPSILON = 1e-6  # as in torch and Megatron: the clipped norm is a hair below the limit
+
+
+@dataclass(frozen=True)
+class GroupRule:
+    """How a parameter's rates relate to those of the schedule."""
+
+    wd_mult: float = 1.0
+    lr_mult: float = 1.0
+
+
+def megatron_rule(name: str, parameter: nn.Parameter) -> GroupRule:
+    """Biases and one-dimensional parameters have no weight decay."""
+    return GroupRule(wd_mult=0.0 if name.endswith(".bias") or parameter.dim() <= 1 else 1.0)
+
+
+@dataclass(frozen=True)
+class StepInfo:
+    """What a step did."""
+
+    grad_norm: float
+    """Global L2 norm of the gradient before clipping, without the loss scale."""
+    skipped: bool
+    """No parameter was touched, because the gradient is not finite."""
+    loss_scale: float
+    """The scale that this step's loss had."""
+    clipped: bool = False
+    num_zeros: int | None = None
+    skipped_in_a_row: int = 0
+
+
+class Optimizer:
+    """Masters, moments and the loss scale of the parameters in `grads`."""
+
+    def __init__(
+        self,
+        grads: GradBuffers,
+        config: OptimizerConfig,
+        scaler: LossScaler | None = None,
+        *,
+        rule: Callable[[str, nn.Parameter], GroupRule] = megatron_rule,
+        split_over: Mapping[str, SplitOver] | None = None,
+    ) -> None:
+        """`split_over`: for parameters of which this rank holds a part, the axes to add norms over."""
+        self.grads = grads
+        self.scaler: LossScaler = scaler or ConstantLossScaler()
+        self.skipped_in_a_row = 0
+        self._clip_grad = config.clip_grad
+        self._state_names = STATE_NAMES[config.optimizer]
+        self._split_over = dict(split_over or {})
+        self._masters = {name: _master(grads.parameter(name)) for name in grads.names}
+        groups: dict[GroupRule, list[torch.Tensor]] = {}
+        for name, master in self._masters.items():
+            groups.setdefault(rule(name, grads.parameter(name)), []).append(master)
+        self._rules = list(groups)
+        device = next((master.device for master in self._masters.values()), torch.device("cpu"))
+        self._inner = build_inner(config, [{"params": members} for members in groups.values()], device)
+        self._steps = 0
+
+    @property
+    def loss_scale(self) -> float:
+        """What the loss is multiplied by before backward."""
+        return self.scaler.scale
+
+    @torch.no_grad()
+    def step(self, lr: float, weight_decay: float, grad_scale: float = 1.0, *, count_zeros: bool = False) -> StepInfo:
+        """Updates the parameters from the reduced gradients, unless one of these is not finite.
+
+        `grad_scale`: what the gradients in the buffers are to be multiplied by, apart from the loss scale (expected
+        over actual token count). Afterwards the buffers hold the gradients that were applied.
+        """
+        scale = self.scaler.scale
+        multiplier = grad_scale / scale
+        raw = [(name, grad) for name, grad in self.grads.grads()]
+        norm = global_norm(self._by_axes(raw)) * abs(multiplier)
+        if not math.isfinite(norm):
+            self.skipped_in_a_row += 1
+            self.scaler.update(overflow=True)
+            return StepInfo(norm, True, scale, skipped_in_a_row=self.skipped_in_a_row)
+        zeros = global_zeros(self._by_axes(raw)) if count_zeros else None
+        clipped = 0.0 < self._clip_grad < norm + _CLIP_EPSILON
+        if clipped:
+            multiplier *= self._clip_grad / (norm + _CLIP_EPSILON)
+        if multiplier != 1.0:
+            self.grads.multiply(multiplier)
+        self._update(lr, weight_decay)
+        self.skipped_in_a_row = 0
+        self.scaler.update(overflow=False)
+        return StepInfo(norm, False, scale, clipped, zeros)
+
+    def find_nonfinite(self, limit: int = 5) -> list[str]:
+        """The first parameters whose gradient on this rank is not finite, in the model's order."""
+        found: list[str] = []
+        for name, grad in self.grads.grads():
+            if len(found) < limit and not torch.isfinite(grad).all():
+                found.append(name)
+        return found
+
+    def params_norm(self) -> float:
+        """Global L2 norm of the parameters (the masters where there are some)."""
+        return global_norm(self._by_axes(list(self._masters.items())))
+
+    def state(self) -> dict[str, dict[str, torch.Tensor]]:
+        """Per parameter name: its moments, and `master` for half-precision parameters. The live tensors, no copies."""
+        states = {}
+        for name, master in self._masters.items():
+            kept = self._inner.state[master]
+            states[name] = {key: kept[key] for key in self._state_names if key in kept}
+            if master is not self.grads.parameter(name):
+                states[name]["master"] = master
+        return states
+
+    def counters(self) -> dict[str, int | dict[str, float | int]]:
+        """The rest of the state: plain numbers, the same on every rank."""
+        return {"step": self._steps, "skipped_in_a_row": self.skipped_in_a_row, "loss_scaler": self.scaler.state()}
+
+    @torch.no_grad()
+    def load_state(
+        self, state: Mapping[str, Mapping[str, torch.Tensor]], counters: Mapping[str, int | dict[str, float | int]]
+    ) -> None:
+        """Goes on from `state()` and `counters()` of another run; the parameters follow their masters."""
+        own = self.state()
+        _check_same("parameters", set(own), set(state))
+        for name, tensors in own.items():
+            _check_same(f"optimizer state of {name}", set(tensors), set(state[name]))
+            for key, tensor in tensors.items():
+                _check_tensor(f"{key} of {name}", tensor, state[name][key])
+                tensor.copy_(state[name][key])
+        steps, scaler = counters["step"], counters["loss_scaler"]
+        assert isinstance(steps, int) and isinstance(scaler, dict)
+        self._steps = steps
+        for kept in self._inner.state.values():
+            if "step" in kept:
+                kept["step"].fill_(steps)
+        self.skipped_in_a_row = int(counters.get("skipped_in_a_row", 0))  # type: ignore[arg-type]
+        if scaler:
+            self.scaler.load_state(scaler)
+        self._copy_back()
+
+    @torch.no_grad()
+    def masters_from_params(self) -> None:
+        """After weights were loaded without the optimizer's state."""
+        for name, master in self._masters.items():
+            if master is not self.grads.parameter(name):
+                master.copy_(self.grads.parameter(name))
+
+    def _update(self, lr: float, weight_decay: float) -> None:
+        for group, rule in zip(self._inner.param_groups, self._rules, strict=True):
+            group["lr"] = lr * rule.lr_mult
+            group["weight_decay"] = weight_decay * rule.wd_mult
+        for name, master in self._masters.items():
+            master.grad = self.grads.grad(name)
+        self._inner.step()
+        self._steps += 1
+        self._copy_back()
+
+    def _copy_back(self) -> None:
+        halves = [name for name, master in self._masters.items() if master is not self.grads.parameter(name)]
+        if halves:
+            torch._foreach_copy_([self.grads.parameter(n).data for n in halves], [self._masters[n] for n in halves])
+
+    def _by_axes(self, tensors: list[tuple[str, torch.Tensor]]) -> dict[SplitOver, list[torch.Tensor]]:
+        groups: dict[SplitOver, list[torch.Tensor]] = {}
+        for name, tensor in tensors:
+            groups.setdefault(self._split_over.get(name, ()), []).append(tensor)
+        return groups
+
+
+def _master(parameter: nn.Parameter) -> torch.Tensor:
+    if parameter.dtype in (torch.float16, torch.bfloat16):
+        return parameter.detach().float().clone(memory_format=torch.contiguous_format)
+    return parameter
+
+
+def _check_same(what: str, here: set[str], saved: set[str]) -> None:
+    if here == saved:
+        return
+    missing, unknown = sorted(here - saved), sorted(saved - here)
+    parts = [f"missing: {', '.join(missing[:5])}"] if missing else []
+    parts += [f"not in this model: {', '.join(unknown[:5])}"] if unknown else []
+    raise CheckpointError(
+        f"the checkpoint's {what} do not fit ({'; '.join(parts)}); give --no-load-optim to start the optimizer anew"
+    )
+
+
+def _check_tensor(what: str, here: torch.Tensor, saved: torch.Tensor) -> None:
+    if here.shape != saved.shape or here.dtype != saved.dtype:
+        raise CheckpointError(
+            f"{what} is {saved.dtype} {tuple(saved.shape)} in the checkpoint and {here.dtype} {tuple(here.shape)} "
+            "here; give --no-load-optim to start the optimizer anew"
+        )
