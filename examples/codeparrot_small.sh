@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # CodeParrot small: GPT-2 110M on code, the settings of the public tutorial (8 devices).
-# Arguments go on to pretrain_gpt.py: bash examples/codeparrot_small.sh --log-interval 10
+# Arguments go on to pretrain_gpt.py: bash examples/codeparrot_small.sh --log-params-norm
 set -euo pipefail
 cd "$(dirname "$0")/.."
-[ ! -x .venv/bin/python ] || PATH=$PWD/.venv/bin:$PATH    # what examples/setup.sh made, if it did
+[ ! -x .venv/bin/python ] || PYTHON=${PYTHON:-.venv/bin/python}    # made by quickstart.sh or tests/run.sh
+PYTHON=${PYTHON:-python3}
 
 GPUS_PER_NODE=${GPUS_PER_NODE:-8}    # processes on this machine; on CPUs they are gloo ranks
 MASTER_ADDR=${MASTER_ADDR:-localhost}
@@ -61,5 +62,5 @@ OUTPUT_ARGS=(
 )
 
 # Settings are checked once before any process starts, so that a mistake is one line and not one per rank.
-python pretrain_gpt.py "${GPT_ARGS[@]}" "${DATA_ARGS[@]}" "${OUTPUT_ARGS[@]}" "$@" --print-config > /dev/null
-python -m torch.distributed.run "${DISTRIBUTED_ARGS[@]}" pretrain_gpt.py "${GPT_ARGS[@]}" "${DATA_ARGS[@]}" "${OUTPUT_ARGS[@]}" "$@"
+"$PYTHON" pretrain_gpt.py "${GPT_ARGS[@]}" "${DATA_ARGS[@]}" "${OUTPUT_ARGS[@]}" "$@" --print-config > /dev/null
+"$PYTHON" -m torch.distributed.run "${DISTRIBUTED_ARGS[@]}" pretrain_gpt.py "${GPT_ARGS[@]}" "${DATA_ARGS[@]}" "${OUTPUT_ARGS[@]}" "$@"

@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # GPT-2 345M on one device.
-# Arguments go on to pretrain_gpt.py: bash examples/pretrain_gpt.sh --log-interval 10
+# Arguments go on to pretrain_gpt.py: bash examples/pretrain_gpt.sh --tensorboard-dir experiments/tensorboard
 set -euo pipefail
 cd "$(dirname "$0")/.."
-[ ! -x .venv/bin/python ] || PATH=$PWD/.venv/bin:$PATH    # what examples/setup.sh made, if it did
+[ ! -x .venv/bin/python ] || PYTHON=${PYTHON:-.venv/bin/python}    # made by quickstart.sh or tests/run.sh
+PYTHON=${PYTHON:-python3}
 
 CHECKPOINT_PATH=${CHECKPOINT_PATH:-experiments/gpt2-345m}
 VOCAB_FILE=${VOCAB_FILE:-gpt2-vocab.json}
@@ -46,5 +47,5 @@ OUTPUT_ARGS=(
 )
 
 # Settings are checked once before any process starts, so that a mistake is one line and not one per rank.
-python pretrain_gpt.py "${GPT_ARGS[@]}" "${DATA_ARGS[@]}" "${OUTPUT_ARGS[@]}" "$@" --print-config > /dev/null
-python -m torch.distributed.run --standalone --nproc_per_node 1 pretrain_gpt.py "${GPT_ARGS[@]}" "${DATA_ARGS[@]}" "${OUTPUT_ARGS[@]}" "$@"
+"$PYTHON" pretrain_gpt.py "${GPT_ARGS[@]}" "${DATA_ARGS[@]}" "${OUTPUT_ARGS[@]}" "$@" --print-config > /dev/null
+"$PYTHON" -m torch.distributed.run --standalone --nproc_per_node 1 pretrain_gpt.py "${GPT_ARGS[@]}" "${DATA_ARGS[@]}" "${OUTPUT_ARGS[@]}" "$@"

@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
 # GPT-2 345M, tensor parallel 2 x pipeline parallel 2 x data parallel, with sequence parallelism.
 # This version trains data parallel only and refuses these settings in one line.
-# Arguments go on to pretrain_gpt.py: bash examples/pretrain_gpt_distributed_with_mp.sh --log-interval 10
+# Arguments go on to pretrain_gpt.py: bash examples/pretrain_gpt_distributed_with_mp.sh --tensorboard-dir experiments/tensorboard
 set -euo pipefail
 cd "$(dirname "$0")/.."
-[ ! -x .venv/bin/python ] || PATH=$PWD/.venv/bin:$PATH    # what examples/setup.sh made, if it did
+[ ! -x .venv/bin/python ] || PYTHON=${PYTHON:-.venv/bin/python}    # made by quickstart.sh or tests/run.sh
+PYTHON=${PYTHON:-python3}
 
 GPUS_PER_NODE=${GPUS_PER_NODE:-8}    # processes on this machine; on CPUs they are gloo ranks
 MASTER_ADDR=${MASTER_ADDR:-localhost}
@@ -64,5 +65,5 @@ OUTPUT_ARGS=(
 )
 
 # Settings are checked once before any process starts, so that a mistake is one line and not one per rank.
-python pretrain_gpt.py "${GPT_ARGS[@]}" "${DATA_ARGS[@]}" "${OUTPUT_ARGS[@]}" "$@" --print-config > /dev/null
-python -m torch.distributed.run "${DISTRIBUTED_ARGS[@]}" pretrain_gpt.py "${GPT_ARGS[@]}" "${DATA_ARGS[@]}" "${OUTPUT_ARGS[@]}" "$@"
+"$PYTHON" pretrain_gpt.py "${GPT_ARGS[@]}" "${DATA_ARGS[@]}" "${OUTPUT_ARGS[@]}" "$@" --print-config > /dev/null
+"$PYTHON" -m torch.distributed.run "${DISTRIBUTED_ARGS[@]}" pretrain_gpt.py "${GPT_ARGS[@]}" "${DATA_ARGS[@]}" "${OUTPUT_ARGS[@]}" "$@"

@@ -1,0 +1,199 @@
+"""The environment set-up, with fake torch packages on the path: no download, and the real one is never touched."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+VENDOR = "2.10.0a0+b558c986e8.nv25.11"
+
+
+@pytest.fixture(scope="module")
+def setup_module() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("setup_environment", ROOT / "tools" / "setup_environment.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["setup_environment"] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """What the set-up reads of a checkout; without csrc it has nothing to build."""
+    root = tmp_path / "checkout"
+    for name in ("tools/setup_environment.py", "examples/setup.sh", *("requirements.txt", "constraints.txt")):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, root / name)
+    shutil.copy(ROOT / "pyproject.toml", root / "pyproject.toml")
+    return root
+
+
+def fake_torch(folder: Path, version: str, body: str = "") -> Path:
+    (folder / "torch").mkdir(parents=True)
+    (folder / "torch" / "__init__.py").write_text(f"__version__ = {version!r}\n{body}\n")
+    return folder
+
+
+def set_up(
+    checkout: Path, *, python_path: Path | None = None, python: str = sys.executable, extra: str = ""
+) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHON": python, "PYTHONPATH": str(python_path or "")}
+    script = f"set -euo pipefail; . examples/setup.sh; setup_environment {extra}; echo using $PYTHON"
+    command = ["bash", "-c", script]
+    return subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True, check=False)
+
+
+def marker(checkout: Path) -> dict:
+    return json.loads((checkout / ".venv" / "megatron-setup.json").read_text())
+
+
+# ---------------------------------------------------------------- the parts
+
+
+@pytest.mark.parametrize(
+    ("version", "release"),
+    [("2.13.0+cpu", (2, 13, 0)), (VENDOR, (2, 10, 0)), ("2.9.1", (2, 9, 1)), ("2.10", (2, 10)), ("unknown", ())],
+)
+def test_vendor_versions_count_as_the_release_they_became(
+    setup_module: ModuleType, version: str, release: tuple[int, ...]
+) -> None:
+    assert setup_module.release_tuple(version) == release
+
+
+def test_torch_is_found_without_importing_it(
+    setup_module: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_torch(tmp_path, VENDOR, body="raise RuntimeError('imported')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    found = setup_module.outside_torch()
+    assert (found.version, found.path) == (VENDOR, str(tmp_path / "torch"))
+
+
+@pytest.mark.parametrize("version", ["2.9.1", "1.13.0", "2.4.0a0+gitabc", "unknown"])
+def test_a_torch_that_is_too_old_is_refused(setup_module: ModuleType, version: str) -> None:
+    with pytest.raises(setup_module.SetupError) as error:
+        setup_module.check_torch(setup_module.Torch(version, "/usr/lib/torch"))
+    assert version in str(error.value) and "2.10" in str(error.value) and "PYTHON=" in str(error.value)
+
+
+def test_beside_a_found_torch_nothing_that_is_there_is_pinned(setup_module: ModuleType) -> None:
+    requirements, constraints = setup_module.pip_inputs(["test"], setup_module.Torch(VENDOR, "/usr/lib/torch"))
+    assert not any(setup_module.project_name(line) == "torch" for line in requirements)
+    assert f"torch=={VENDOR}" in constraints
+    assert not any(line.startswith("numpy==") for line in constraints), "numpy is installed here: it stays as it is"
+
+
+def test_without_torch_everything_is_pinned(setup_module: ModuleType) -> None:
+    requirements, constraints = setup_module.pip_inputs(["test"], None)
+    pinned = {setup_module.project_name(line) for line in constraints if "==" in line}
+    assert "torch==2.13.0" in constraints
+    assert {setup_module.project_name(line) for line in requirements} <= pinned
+
+
+def test_requirements_say_what_pyproject_says(setup_module: ModuleType) -> None:
+    import tomllib
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    expected = [*project["dependencies"], *project["optional-dependencies"]["hf"]]
+    assert setup_module.requirement_lines(ROOT / "requirements.txt") == expected
+
+
+# ---------------------------------------------------------------- the whole, as quickstart.sh calls it
+
+
+def test_a_vendor_torch_is_used_and_the_second_run_does_nothing(checkout: Path, tmp_path: Path) -> None:
+    """The interpreter that runs the tests has everything but this torch: pip finds nothing to download."""
+    vendor = fake_torch(tmp_path / "vendor", VENDOR)
+    first = set_up(checkout, python_path=vendor)
+    assert first.returncode == 0, first.stdout + first.stderr
+    assert f"torch {VENDOR} is already here and is used" in first.stdout
+    assert not list((checkout / ".venv").glob("lib/python3*/site-packages/torch")), "torch was installed over it"
+    log = (checkout / ".venv" / "setup.log").read_text()
+    assert "Downloading torch" not in log and "torch-2" not in log
+
+    second = set_up(checkout, python_path=vendor)
+    assert "is up to date" in second.stdout and "installing" not in second.stdout
+    assert second.stdout.rstrip().endswith(f"using {checkout}/.venv/bin/python")
+
+
+def test_an_interrupted_set_up_is_made_again(checkout: Path, tmp_path: Path) -> None:
+    vendor = fake_torch(tmp_path / "vendor", VENDOR)
+    half = checkout / ".venv"
+    (half / "lib").mkdir(parents=True)
+    (half / "lib" / "half-written").touch()
+    (half / "megatron-setup.json").write_text(json.dumps({"state": "building", "made_here": True, "python": "x"}))
+    done = set_up(checkout, python_path=vendor)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert marker(checkout)["state"] == "ready" and not (half / "lib" / "half-written").exists()
+
+    # A changed requirement is installed on top; another torch means another environment.
+    (checkout / "requirements.txt").write_text((checkout / "requirements.txt").read_text() + "pip\n")
+    (half / "kept").touch()
+    assert "installing" in set_up(checkout, python_path=vendor).stdout and (half / "kept").exists()
+    other = fake_torch(tmp_path / "other", "2.12.0+vendor")
+    assert set_up(checkout, python_path=other).returncode == 0
+    assert not (half / "kept").exists() and marker(checkout)["torch_version"] == "2.12.0+vendor"
+
+
+def refused(done: subprocess.CompletedProcess[str], *words: str) -> None:
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1, done.stderr
+    assert all(word in done.stderr for word in words), done.stderr
+
+
+def test_an_unsuitable_torch_is_refused_in_one_line(checkout: Path, tmp_path: Path) -> None:
+    refused(set_up(checkout, python_path=fake_torch(tmp_path / "old", "2.4.1")), "2.4.1", "2.10 or newer", "PYTHON=")
+    broken = fake_torch(tmp_path / "broken", VENDOR, body="raise ImportError('libcudart.so.13 is missing')")
+    refused(set_up(checkout, python_path=broken), "libcudart.so.13 is missing", VENDOR)
+    assert not (checkout / ".venv").exists()
+
+
+def test_a_python_that_does_not_run_is_passed_over(checkout: Path, tmp_path: Path) -> None:
+    """Version managers leave commands on the PATH that only print an error."""
+    shims = tmp_path / "shims"
+    shims.mkdir()
+    for name in ("python3", "python", "python3.13", "python3.12", "python3.11"):
+        (shims / name).write_text("#!/bin/sh\necho 'command not found' >&2\nexit 127\n")
+        (shims / name).chmod(0o755)
+    script = "set -euo pipefail; . examples/setup.sh; find_python"
+    environment = {**os.environ, "PATH": f"{shims}:/usr/bin:/bin"}
+    environment.pop("PYTHON", None)
+    command = ["bash", "-c", script]
+    none = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True, check=False)
+    refused(none, "3.11, 3.12 or 3.13", "PYTHON=")
+    (shims / "python3.12").unlink()
+    (shims / "python3.12").symlink_to(sys.executable)
+    found = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True, check=False)
+    assert found.stdout.strip() == "python3.12"
+
+
+def test_a_folder_that_is_not_ours_is_left_alone(checkout: Path) -> None:
+    (checkout / ".venv").mkdir()
+    (checkout / ".venv" / "precious").touch()
+    refused(set_up(checkout), "not made by this script")
+    assert (checkout / ".venv" / "precious").exists()
+
+
+def test_the_users_own_environment_is_used_as_it_is(checkout: Path, tmp_path: Path) -> None:
+    vendor = fake_torch(tmp_path / "vendor", VENDOR)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(checkout / ".venv")], check=True)
+    theirs = checkout / ".venv"
+    outer = next(path for path in sys.path if path.endswith("site-packages"))
+    site_packages = next(theirs.glob("lib/python3*/site-packages"))
+    (site_packages / "all.pth").write_text(f"import site; site.addsitedir({outer!r})\n")
+    (theirs / "precious").touch()
+    for expected in ("is already here and is used", "is up to date"):
+        done = set_up(checkout, python_path=vendor)
+        assert done.returncode == 0 and expected in done.stdout, done.stdout + done.stderr
+    assert (theirs / "precious").exists() and not marker(checkout)["made_here"]
