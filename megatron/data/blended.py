@@ -1,0 +1,139 @@
+"""Several sources mixed by weight, in Megatron-LM's own order."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+
+from megatron.data.cache import Arrays, IndexCache
+from megatron.data.index_builders import Builders
+from megatron.errors import ConfigError, DataError
+
+MAX_SOURCES = int(np.iinfo(np.int16).max)
+
+
+class TokenDataset(Protocol):
+    """What a loader reads: samples by number, and where a token of one comes from."""
+
+    seq_length: int
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> np.ndarray: ...
+
+    def locate(self, index: int, token: int) -> object: ...
+
+
+def parse_blend(flag: str, paths: Sequence[str]) -> tuple[list[str], list[float] | None]:
+    """`prefix`, `weight prefix weight prefix ...`, or bare prefixes (None: each once, in proportion to its size)."""
+    entries = [path.strip() for path in paths]
+    if not entries or not all(entries):
+        raise ConfigError(f"{flag}: an empty path; give a prefix, or weight prefix weight prefix ...")
+    numbers = [_number(entry) for entry in entries[0::2]]
+    if len(entries) % 2 or all(number is None for number in numbers):
+        prefixes, weights = entries, None
+    elif any(number is None for number in numbers):
+        wrong = entries[0::2][numbers.index(None)]
+        raise ConfigError(f"{flag}: {wrong!r} stands where a weight is due; give weight prefix weight prefix ...")
+    else:
+        weights = [number for number in numbers if number is not None]
+        prefixes = entries[1::2]
+        for weight, prefix in zip(weights, prefixes):
+            if not math.isfinite(weight) or weight <= 0:
+                raise ConfigError(f"{flag}: weight {weight} of {prefix} must be above 0; leave that source out")
+    if len(prefixes) > MAX_SOURCES:
+        raise ConfigError(f"{flag}: {len(prefixes)} sources; at most {MAX_SOURCES}: merge some with merge_datasets.py")
+    return prefixes, weights
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+def normalised(weights: Sequence[float] | np.ndarray) -> np.ndarray:
+    array = np.array(weights, dtype=np.float64)
+    return array / np.sum(array)
+
+
+def shares_of(weights: Sequence[float], rule: str) -> list[float]:
+    """Weights that add up to one, rounded as Megatron rounds: the blend normalises them a second time."""
+    if rule == "main":
+        return normalised(weights).tolist()
+    total = 0.0
+    for weight in weights:  # one after another: sum() and numpy.sum round differently
+        total += weight
+    return [weight / total for weight in weights]
+
+
+def part_samples(wanted: int, weight: float, rule: str, *, surplus: bool = True) -> int:
+    """How many samples a source is built for; the surplus is there so that rounding never exhausts it."""
+    if not surplus:
+        return math.ceil(wanted * weight)
+    if rule == "main":
+        return math.ceil(math.ceil(wanted * weight) * 1.005)
+    return math.ceil(wanted * weight * 1.005)
+
+
+class BlendedDataset:
+    """Sample i comes from the source that is furthest behind its share. `size` is cut where a source is used up."""
+
+    def __init__(
+        self,
+        datasets: Sequence[TokenDataset],
+        weights: Sequence[float] | np.ndarray,
+        size: int,
+        *,
+        needed: int,
+        exhaustive: bool = False,
+        builders: Builders | None = None,
+        cache: IndexCache | None = None,
+    ) -> None:
+        """`needed` of the `size` samples must be there; `exhaustive` takes every sample of every source once."""
+        assert len(datasets) == len(weights) > 0
+        self.datasets = list(datasets)
+        self.seq_length = datasets[0].seq_length
+        self.weights = normalised(weights)
+        available = np.array([len(dataset) for dataset in datasets], dtype=np.int64)
+        builders = builders or Builders.resolve()
+
+        def build() -> Arrays:
+            limits = available if exhaustive else None
+            indices, numbers = builders.blend(self.weights, size, limits)
+            return {"datasets": indices, "numbers": numbers}
+
+        description = {
+            "kind": "BlendedDataset",
+            "weights": [weight.hex() for weight in self.weights.tolist()],
+            "size": size,
+            "limits": available.tolist() if exhaustive else None,
+        }
+        arrays = build() if cache is None else cache.load_or_build(description, build)
+        self.indices, self.numbers = arrays["datasets"], arrays["numbers"]
+        self._cut_at_first_gap(available, needed)
+
+    def _cut_at_first_gap(self, available: np.ndarray, needed: int) -> None:
+        if not len(self.indices):
+            return
+        if (np.bincount(self.indices, minlength=len(available)) > available).any():
+            whole = int(np.argmax(self.numbers >= available[self.indices]))
+            if whole < needed:
+                raise DataError(
+                    f"blend of {len(self.datasets)} sources: source {int(self.indices[whole])} is used up after "
+                    f"{whole} of {needed} samples; give it a smaller weight"
+                )
+            self.indices, self.numbers = self.indices[:whole], self.numbers[:whole]
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        return self.datasets[int(self.indices[index])][int(self.numbers[index])]
+
+    def locate(self, index: int, token: int) -> object:
+        return self.datasets[int(self.indices[index])].locate(int(self.numbers[index]), token)

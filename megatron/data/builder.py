@@ -1,0 +1,229 @@
+"""The writer of .bin/.idx datasets. Nothing stands under a final name before all of it is on the disk."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO
+
+import numpy as np
+
+from megatron.data.files import as_bytes, fsync_directory, storage_error, write_synced
+from megatron.data.index_file import HEADER, MAGIC, VERSION, dtype_code
+from megatron.errors import ConfigError, DataError, MegatronError
+
+_COPY_BYTES = 16 << 20
+_BLOCK = 1 << 20
+_INT32_MAX = np.iinfo(np.int32).max
+
+
+@dataclass(frozen=True)
+class DatasetSummary:
+    """What was written."""
+
+    prefix: str
+    dtype: str
+    documents: int
+    sequences: int
+    tokens: int
+    max_id: int  # -1 without tokens
+    longest_document: int
+    empty_documents: int
+
+
+class IndexedDatasetBuilder:
+    """Documents go to PREFIX.bin.partial; `finalize` renames it to .bin and writes .idx last.
+
+    Memory grows by 4 bytes per sequence and 8 per document. As a context manager it finalizes on success
+    and removes what it wrote on an exception.
+    """
+
+    def __init__(self, prefix: str | Path, dtype: np.dtype | type | str, *, overwrite: bool = False) -> None:
+        self.prefix = str(prefix)
+        self.dtype = np.dtype(dtype).newbyteorder("<")
+        self._code = dtype_code(self.dtype)
+        self._overwrite = overwrite
+        self._lengths, self._documents = array("i"), array("q", [0])
+        self._tokens, self._max_id, self._longest, self._empty = 0, -1, 0, 0
+        self._refuse_existing()
+        self._partial = Path(f"{self.prefix}.bin.partial")
+        self._partial_idx = Path(f"{self.prefix}.idx.partial")
+        self._stream: BinaryIO | None = _open_alone(self._partial)
+
+    def _refuse_existing(self) -> None:
+        for suffix in (".bin", ".idx"):
+            if not self._overwrite and os.path.lexists(f"{self.prefix}{suffix}"):
+                raise ConfigError(
+                    f"output {self.prefix}{suffix} exists; choose another --output-prefix or give --overwrite"
+                )
+
+    def add_document(self, tokens: Sequence[int] | np.ndarray, lengths: Sequence[int] | None = None) -> None:
+        """One document; `lengths` cuts it into sequences (default: one sequence; [] for a document of none)."""
+        ids = self._checked_tokens(tokens)
+        sizes = self._checked_lengths([ids.size] if lengths is None else lengths, ids.size)
+        self._write(ids)
+        self._lengths.frombytes(sizes.tobytes())
+        self._documents.append(len(self._lengths))
+        self._longest = max(self._longest, ids.size)
+        self._empty += ids.size == 0
+
+    def add_documents(self, tokens: Sequence[int] | np.ndarray, lengths: Sequence[int] | np.ndarray) -> None:
+        """Many documents of one sequence each, laid end to end: the fast way for a block of text."""
+        ids = self._checked_tokens(tokens)
+        sizes = self._checked_lengths(lengths, ids.size)
+        self._write(ids)
+        first = len(self._lengths)
+        self._lengths.frombytes(sizes.tobytes())
+        self._documents.frombytes(np.arange(first + 1, first + len(sizes) + 1, dtype=np.int64).tobytes())
+        self._longest = max(self._longest, int(sizes.max(initial=0)))
+        self._empty += int(np.count_nonzero(sizes == 0))
+
+    def add_dataset(self, prefix: str | Path) -> None:
+        """Appends a whole dataset of the same token dtype, streaming."""
+        from megatron.data.indexed import IndexedDataset, bin_path  # the reader, which in turn names this writer
+
+        other = IndexedDataset(prefix)
+        if other.dtype != self.dtype:
+            raise DataError(
+                f"{prefix}: token dtype {other.dtype}, but {self.prefix} is {self.dtype}; rewrite one of them"
+            )
+        with open(bin_path(prefix), "rb") as stream:
+            for block in iter(lambda: stream.read(_COPY_BYTES), b""):
+                self._write(self._checked_tokens(np.frombuffer(block, dtype=self.dtype)))
+        first = len(self._lengths)
+        self._lengths.frombytes(np.ascontiguousarray(other.sequence_lengths).tobytes())
+        self._documents.frombytes((other.document_indices[1:] + first).tobytes())
+        sums = np.concatenate([[0], np.cumsum(other.sequence_lengths, dtype=np.int64)])
+        per_document = np.diff(sums[other.document_indices])
+        self._longest = max(self._longest, int(per_document.max(initial=0)))
+        self._empty += int(np.count_nonzero(per_document == 0))
+
+    def _checked_tokens(self, tokens: Sequence[int] | np.ndarray) -> np.ndarray:
+        """An id that does not fit is refused, never wrapped around."""
+        ids = np.asarray(tokens)
+        if not ids.size:
+            return np.empty(0, dtype=self.dtype)
+        if ids.ndim != 1 or ids.dtype.kind not in "iu":
+            raise DataError(f"{self.prefix}: tokens must be a list of integers, not {ids.dtype} of shape {ids.shape}")
+        low, high, limit = int(ids.min()), int(ids.max()), np.iinfo(self.dtype)
+        if low < 0 or high > limit.max:
+            wrong = low if low < 0 else high
+            raise DataError(f"{self.prefix}: token id {wrong} does not fit {self.dtype} (0..{limit.max}); use int32")
+        self._max_id = max(self._max_id, high)
+        return np.ascontiguousarray(ids, dtype=self.dtype)
+
+    def _checked_lengths(self, lengths: Sequence[int] | np.ndarray, count: int) -> np.ndarray:
+        sizes = np.asarray(lengths, dtype=np.int64)
+        if len(sizes) and (sizes.min() < 0 or sizes.max() > _INT32_MAX):
+            wrong = int(sizes.min()) if sizes.min() < 0 else int(sizes.max())
+            raise DataError(f"{self.prefix}: sequence of {wrong} tokens; the format holds 0..{_INT32_MAX}, cut it up")
+        if int(sizes.sum()) != count:
+            raise DataError(f"{self.prefix}: lengths add up to {int(sizes.sum())} for {count} tokens")
+        return sizes.astype(np.int32)
+
+    def _write(self, ids: np.ndarray) -> None:
+        assert self._stream is not None, "the dataset is finished"
+        try:
+            self._stream.write(as_bytes(ids))
+        except OSError as error:
+            self.abort()
+            raise storage_error(self._partial, error) from error
+        self._tokens += ids.size
+
+    def finalize(self) -> DatasetSummary:
+        """Both files are whole and on the disk before either gets its name; .idx is named last."""
+        assert self._stream is not None, "the dataset is finished"
+        try:
+            self._stream.flush()
+            os.fsync(self._stream.fileno())
+            write_synced(self._partial_idx, self._index_bytes())
+            self._refuse_existing()
+            if self._overwrite:  # the old record and index must never describe the new tokens
+                Path(f"{self.prefix}.meta.json").unlink(missing_ok=True)
+                Path(f"{self.prefix}.idx").unlink(missing_ok=True)
+                fsync_directory(self._partial.parent)
+            self._partial.replace(f"{self.prefix}.bin")
+            self._partial_idx.replace(f"{self.prefix}.idx")
+            fsync_directory(self._partial.parent)
+        except OSError as error:
+            self.abort()
+            raise storage_error(Path(f"{self.prefix}.bin"), error) from error
+        except MegatronError:
+            self.abort()
+            raise
+        self._stream.close()
+        self._stream = None
+        return self._summary()
+
+    def _summary(self) -> DatasetSummary:
+        return DatasetSummary(
+            prefix=self.prefix,
+            dtype=self.dtype.name,
+            documents=len(self._documents) - 1,
+            sequences=len(self._lengths),
+            tokens=self._tokens,
+            max_id=self._max_id,
+            longest_document=self._longest,
+            empty_documents=self._empty,
+        )
+
+    def _index_bytes(self) -> Iterator[bytes | memoryview]:
+        yield HEADER.pack(MAGIC, VERSION, self._code, len(self._lengths), len(self._documents))
+        lengths = np.frombuffer(self._lengths, dtype=np.int32) if self._lengths else np.empty(0, np.int32)
+        yield lengths.astype("<i4", copy=False).tobytes()
+        end = 0
+        for start in range(0, len(lengths), _BLOCK):
+            sums = np.cumsum(lengths[start : start + _BLOCK].astype(np.int64) * self.dtype.itemsize)
+            yield np.concatenate([[end], sums[:-1] + end]).astype("<i8", copy=False).tobytes()
+            end += int(sums[-1])
+        yield np.frombuffer(self._documents, dtype=np.int64).astype("<i8", copy=False).tobytes()
+
+    def abort(self) -> None:
+        """Removes what was written so far."""
+        if self._stream is not None:
+            self._partial.unlink(missing_ok=True)
+            self._partial_idx.unlink(missing_ok=True)
+            stream, self._stream = self._stream, None
+            with contextlib.suppress(OSError):  # a full disk says so a second time, when the buffer is dropped
+                stream.close()
+
+    def __enter__(self) -> IndexedDatasetBuilder:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is not None:
+            self.abort()
+        elif self._stream is not None:
+            self.finalize()
+
+
+def _open_alone(path: Path) -> BinaryIO:
+    """Opens for writing under a lock, so that two runs cannot write one output; a dead run's leftover is reused."""
+    if not path.parent.is_dir():
+        raise ConfigError(f"output {path.parent}: no such directory; create it or choose another --output-prefix")
+    try:
+        stream = open(path, "ab")  # not "wb": the file may belong to a run that is alive  # noqa: SIM115
+    except OSError as error:
+        raise storage_error(path, error) from error
+    try:
+        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        held = os.fstat(stream.fileno())
+        if not path.exists() or not os.path.samestat(held, path.stat()):
+            raise BlockingIOError  # the other run finished between our open and our lock
+    except BlockingIOError:
+        stream.close()
+        raise ConfigError(
+            f"output {path}: another process is writing it; wait for it or choose another prefix"
+        ) from None
+    except OSError:
+        pass  # a file system without locks: the final check for an existing output remains
+    stream.truncate(0)
+    return stream

@@ -1,0 +1,128 @@
+"""Index arrays kept between runs, keyed by what they were built from. A cache is valid or it is built again.
+
+Every process may build and store at the same time: what they write is equal, each file appears whole, and the
+description that makes an entry valid comes last. Nobody waits for anybody. Deleting it is always safe.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import tempfile
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron.data.files import as_bytes, storage_error, write_atomically
+from megatron.errors import StorageError
+
+FORMAT = 1
+Arrays = dict[str, np.ndarray]
+
+
+class IndexCache:
+    def __init__(self, directory: Path, *, required: bool = False) -> None:
+        """`required`: the user named this directory, so not being able to write there is an error."""
+        self.directory = directory
+        self.required = required
+        self.notes: list[str] = []  # what the user should be told
+
+    def load_or_build(self, description: Mapping[str, Any], build: Callable[[], Arrays]) -> Arrays:
+        """The arrays of this description: mapped from disk if they are there and sound, else built and stored."""
+        text = json.dumps({"format": FORMAT, **description}, sort_keys=True)
+        key = hashlib.sha256(text.encode()).hexdigest()[:32]
+        try:
+            loaded = self._load(key, text)
+        except _DamagedError as damage:
+            self.notes.append(f"index cache {damage}: built again")
+            loaded = None
+        if loaded is not None:
+            return loaded
+        arrays = build()
+        try:
+            self._store(key, text, arrays)
+        except StorageError as error:
+            if self.required:
+                raise
+            self.notes.append(f"index cache not stored, so built at every start: {error}")
+            return arrays
+        try:
+            return self._load(key, text) or arrays  # mapped: the ranks of a machine share one copy
+        except _DamagedError:
+            return arrays
+
+    def _path(self, key: str, name: str) -> Path:
+        return self.directory / f"{key}-{name}"
+
+    def _load(self, key: str, text: str) -> Arrays | None:
+        marker = self._path(key, "description.json")
+        try:
+            stored = json.loads(marker.read_bytes())
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, RecursionError) as error:
+            raise _DamagedError(f"{marker}: {error}") from None
+        if not isinstance(stored, dict) or stored.get("built_from") != text or not isinstance(stored.get("crc"), dict):
+            raise _DamagedError(f"{marker}: not the description of this index")
+        return {name: self._load_array(self._path(key, f"{name}.npy"), crc) for name, crc in stored["crc"].items()}
+
+    def _load_array(self, path: Path, crc: int) -> np.ndarray:
+        try:
+            array = np.load(path, mmap_mode="r", allow_pickle=False).view(np.ndarray)
+        except (OSError, ValueError, EOFError, SyntaxError) as error:
+            raise _DamagedError(f"{path}: {error}") from None
+        if _crc(array) != crc:
+            raise _DamagedError(f"{path}: checksum differs")
+        return array
+
+    def _store(self, key: str, text: str, arrays: Arrays) -> None:
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise storage_error(self.directory, error) from error
+        for name, array in arrays.items():
+            write_atomically(self._path(key, f"{name}.npy"), _npy(array))
+        content = {"built_from": text, "crc": {name: _crc(array) for name, array in arrays.items()}}
+        write_atomically(self._path(key, "description.json"), [json.dumps(content).encode()])
+
+
+class _DamagedError(Exception):
+    """An entry that is there and cannot be used."""
+
+
+def _crc(array: np.ndarray) -> int:
+    return zlib.crc32(f"{array.dtype.str}{array.shape}".encode(), zlib.crc32(as_bytes(array)))
+
+
+def _npy(array: np.ndarray) -> Iterator[bytes | memoryview]:
+    header = io.BytesIO()
+    np.lib.format.write_array_header_2_0(header, np.lib.format.header_data_from_array_1_0(array))
+    yield header.getvalue()
+    yield as_bytes(array)
+
+
+def cache_directory(asked: str | None, prefix: str) -> Path:
+    """Where indices of this data are kept: where the user said, else beside the data, else in the temporary space."""
+    if asked is not None:
+        return Path(asked)
+    beside = Path(prefix).absolute().parent
+    if os.access(beside, os.W_OK | os.X_OK):
+        return beside / "index-cache"
+    return _private_temporary()
+
+
+def _private_temporary() -> Path:
+    """A directory that no other user of the machine can write to."""
+    directory = Path(tempfile.gettempdir()) / f"megatron-index-cache-{os.getuid()}"
+    try:
+        directory.mkdir(mode=0o700, exist_ok=True)
+        if directory.lstat().st_uid == os.getuid() and not directory.is_symlink():
+            return directory
+    except OSError:
+        pass
+    return Path(tempfile.mkdtemp(prefix="megatron-index-cache-"))

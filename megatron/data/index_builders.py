@@ -1,0 +1,155 @@
+"""The arrays that say where each sample lies: C++ where it was built, and numpy that gives exactly the same.
+
+Which of the two runs never changes a number. `Builders.resolve()` picks, and says which and why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from types import ModuleType
+from typing import Literal
+
+import numpy as np
+
+from megatron.errors import ConfigError
+
+_INTERFACE = 1  # of csrc/data/helpers.cpp
+_INT32_MAX = np.iinfo(np.int32).max
+_UINT32_MAX = np.iinfo(np.uint32).max
+
+Implementation = Literal["auto", "c++", "numpy"]
+
+
+def epochs_needed(tokens_per_epoch: int, seq_length: int, samples: int) -> int:
+    """Smallest E with (E * tokens - 1) // seq >= samples; at least one."""
+    assert tokens_per_epoch > 0
+    return max(1, -(-(samples * seq_length + 1) // tokens_per_epoch))
+
+
+def samples_in(tokens: int, seq_length: int) -> int:
+    return max(0, (tokens - 1) // seq_length)
+
+
+def separate_last_epoch(tokens_per_epoch: int, seq_length: int, epochs: int, samples: int) -> bool:
+    """Whether the last epoch is shuffled by itself: when less than 80 % of it is wanted."""
+    if epochs == 1:
+        return False
+    from_last = samples - samples_in((epochs - 1) * tokens_per_epoch, seq_length)
+    return from_last < int(0.80 * samples_in(tokens_per_epoch, seq_length))
+
+
+def position_dtype(positions: int) -> np.dtype:
+    """Of the sample index: an offset always fits 32 bits, a place in the document index may not."""
+    return np.dtype(np.int32 if positions <= _INT32_MAX else np.int64)
+
+
+def shuffle_dtype(samples: int) -> np.dtype:
+    return np.dtype(np.int64 if samples >= _UINT32_MAX - 1 else np.uint32)
+
+
+@dataclass(frozen=True)
+class Builders:
+    """The two implementations behind one face."""
+
+    helpers: ModuleType | None
+    reason: str
+
+    @classmethod
+    def resolve(cls, implementation: Implementation = "auto") -> Builders:
+        if implementation == "numpy":
+            return cls(None, "numpy: asked for")
+        try:
+            helpers = import_module("megatron.data._helpers")
+        except ImportError as error:
+            reason = f"not built ({error}); run: pip install pybind11 && python setup.py build_ext --inplace"
+        else:
+            if getattr(helpers, "interface", None) == _INTERFACE:
+                return cls(helpers, "c++")
+            reason = "built from other sources; run: python setup.py build_ext --inplace"
+        if implementation == "c++":
+            raise ConfigError(f"data index builders in C++: {reason}")
+        return cls(None, f"numpy: C++ {reason}")
+
+    def shuffle(self, values: np.ndarray, rng: np.random.RandomState) -> None:
+        """rng.shuffle(values), in place, number for number."""
+        if self.helpers is None or len(values) > _UINT32_MAX:
+            rng.shuffle(values)
+            return
+        state = rng.get_state(legacy=False)
+        assert isinstance(state, dict)
+        inner = state["state"]
+        inner["pos"] = self.helpers.shuffle(values, inner["key"], int(inner["pos"]))
+        rng.set_state(state)
+
+    def document_index(
+        self, first: int, count: int, epochs: int, separate: bool, rng: np.random.RandomState
+    ) -> np.ndarray:
+        """Sequences first .. first + count, `epochs` times over, shuffled; the last epoch alone if separate."""
+        dtype = np.int32 if first + count <= _INT32_MAX else np.int64
+        index = np.empty(epochs * count, dtype=dtype)
+        index.reshape(epochs, count)[:] = np.arange(first, first + count, dtype=dtype)
+        cut = (epochs - 1) * count if separate else len(index)
+        self.shuffle(index[:cut], rng)
+        if separate:
+            self.shuffle(index[cut:], rng)
+        return index
+
+    def shuffle_index(self, first_part: int, samples: int, rng: np.random.RandomState) -> np.ndarray:
+        """0 .. samples, the first part and the rest each shuffled by itself."""
+        index = np.arange(samples, dtype=shuffle_dtype(samples))
+        self.shuffle(index[:first_part], rng)
+        if first_part < samples:
+            self.shuffle(index[first_part:], rng)
+        return index
+
+    def sample_index(self, lengths: np.ndarray, documents: np.ndarray, seq_length: int, samples: int) -> np.ndarray:
+        """[samples + 1, 2]: (place in `documents`, token offset) of each bound between samples."""
+        dtype = position_dtype(len(documents))
+        out = np.zeros((samples + 1, 2), dtype=np.int64 if documents.dtype == np.int64 else dtype)
+        build: Callable[..., None] = _sample_index if self.helpers is None else self.helpers.sample_index
+        build(lengths, documents, seq_length, out)
+        return out.astype(dtype, copy=False)
+
+    def blend(self, weights: np.ndarray, size: int, limits: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
+        """(dataset of each sample, int16; its number within that dataset, int64). No dataset gives over its limit."""
+        datasets, numbers = np.empty(size, dtype=np.int16), np.empty(size, dtype=np.int64)
+        weights = np.ascontiguousarray(weights, dtype=np.float64)
+        limits = None if limits is None else np.ascontiguousarray(limits, dtype=np.int64)
+        build: Callable[..., None] = _blend if self.helpers is None else self.helpers.blend
+        build(weights, limits, datasets, numbers)
+        return datasets, numbers
+
+
+def _sample_index(lengths: np.ndarray, documents: np.ndarray, seq_length: int, out: np.ndarray) -> None:
+    """Bound k > 0 lies on token k * seq of the documents laid end to end; the documents in blocks, to save memory."""
+    samples, begin, bound, block = len(out) - 1, 0, 1, 1 << 22
+    for start in range(0, len(documents), block):
+        if bound > samples:
+            break
+        ends = np.cumsum(lengths[documents[start : start + block]], dtype=np.int64) + begin
+        last = min(samples, (int(ends[-1]) - 1) // seq_length)
+        tokens = np.arange(bound, last + 1, dtype=np.int64) * seq_length
+        places = np.searchsorted(ends, tokens, side="right")  # zero-length documents end where they begin
+        starts = np.where(places > 0, ends[places - 1], begin)
+        out[bound : last + 1, 0] = places + start
+        out[bound : last + 1, 1] = tokens - starts
+        bound, begin = max(bound, last + 1), int(ends[-1])
+    if bound <= samples:
+        raise IndexError("the documents have fewer tokens than the samples need")
+
+
+def _blend(weights: np.ndarray, limits: np.ndarray | None, datasets: np.ndarray, numbers: np.ndarray) -> None:
+    taken = np.zeros(len(weights))
+    errors = np.empty(len(weights))
+    for sample in range(len(datasets)):
+        np.multiply(weights, float(max(sample, 1)), out=errors)
+        np.subtract(errors, taken, out=errors)
+        if limits is not None:
+            errors[taken >= limits] = -np.inf
+        best = int(errors.argmax())  # the first of equals
+        if errors[best] == -np.inf:
+            raise IndexError("the datasets have fewer samples than the blend needs")
+        datasets[sample], numbers[sample] = best, taken[best]
+        taken[best] += 1

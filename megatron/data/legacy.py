@@ -1,0 +1,59 @@
+"""Reading the index of the lazy and cached kinds (TNTIDX) that Megatron wrote before it mapped files."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+
+import numpy as np
+
+from megatron.data.index_file import (
+    AGAIN,
+    LEGACY_MAGIC,
+    TOKEN_DTYPES,
+    Index,
+    check_bin_size,
+    check_documents,
+    check_sequences,
+)
+from megatron.errors import DataError
+
+_HEADER = struct.Struct("<8sQQQQQQ")  # magic, version, dtype code, itemsize, N, S sizes, D
+_INT32_MAX = np.iinfo(np.int32).max
+
+
+def read_legacy_index(path: Path, idx_bytes: int, bin_bytes: int) -> Index:
+    """One-dimensional items only: dim_offsets must count them one by one."""
+    with open(path, "rb") as stream:
+        head = stream.read(_HEADER.size)
+    if len(head) < _HEADER.size:
+        raise DataError(f"{path}: cut off in the header ({len(head)} of {_HEADER.size} bytes); {AGAIN}")
+    magic, version, code, itemsize, items, sizes, documents = _HEADER.unpack(head)
+    assert magic == LEGACY_MAGIC
+    if version != 1:
+        raise DataError(f"{path}: version {version}, and only 1 is known; write it with another tool")
+    if code not in TOKEN_DTYPES or TOKEN_DTYPES[code].itemsize != itemsize:
+        raise DataError(f"{path}: dtype code {code} with {itemsize} bytes a token is not a kind of integer; {AGAIN}")
+    expected = _HEADER.size + 8 * (2 * (items + 1) + sizes + documents)
+    if idx_bytes != expected:
+        raise DataError(
+            f"{path}: {idx_bytes} bytes, but its counts (items {items}, sizes {sizes}, document array {documents}) "
+            f"need {expected}; {AGAIN}"
+        )
+    arrays = np.fromfile(path, dtype="<i8", offset=_HEADER.size)
+    dims, offsets, lengths, document_array = np.split(arrays, np.cumsum([items + 1, items + 1, sizes]))
+    if sizes != items or not np.array_equal(dims, np.arange(items + 1)):
+        raise DataError(f"{path}: dim_offsets: items are not all one-dimensional; only token sequences are read")
+    if items and (lengths.min() < 0 or lengths.max() > _INT32_MAX):
+        raise DataError(f"{path}: sizes: a length is outside 0..{_INT32_MAX}; {AGAIN}")
+    dtype = TOKEN_DTYPES[code]
+    short = lengths.astype(np.int32)
+    byte_offsets = offsets[:-1] * dtype.itemsize
+    total = check_sequences(path, short, byte_offsets, dtype.itemsize)
+    if offsets[-1] * dtype.itemsize != total:
+        raise DataError(
+            f"{path}: data_offsets: ends at {offsets[-1]}, the sizes add up to {total // itemsize}; {AGAIN}"
+        )
+    check_bin_size(path, total, dtype.itemsize, bin_bytes)
+    check_documents(path, document_array, items)
+    return Index(dtype, short, byte_offsets, document_array)

@@ -1,0 +1,57 @@
+"""What a batch says about itself: which tokens count, where they stand, and to which document they belong."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class MaskConfig:
+    """The end-of-document id, and what is done where it occurs in the input."""
+
+    eod_id: int | None = None
+    reset_position_ids: bool = False
+    reset_attention_mask: bool = False
+    eod_mask_loss: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss"):
+            if getattr(self, name) and self.eod_id is None:
+                flag = "--" + name.replace("_", "-")
+                raise ConfigError(f"{flag}: the tokenizer has no end-of-document id; use one that has, or leave it out")
+
+
+def loss_mask(tokens: np.ndarray, masks: MaskConfig) -> np.ndarray:
+    """[b, s] -> float32 [b, s]: 0 where the input is the end of a document and that is not to be learned from."""
+    if not masks.eod_mask_loss:
+        return np.ones(tokens.shape, dtype=np.float32)
+    return (tokens != masks.eod_id).astype(np.float32)
+
+
+def position_ids(tokens: np.ndarray, masks: MaskConfig) -> np.ndarray:
+    """[b, s] -> int64 [b, s]: 0, 1, 2, ...; from 0 again after each end of document when asked."""
+    positions = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int64), tokens.shape)
+    if not masks.reset_position_ids:
+        return np.ascontiguousarray(positions)
+    starts = np.where(_follows_eod(tokens, masks.eod_id), positions, 0)
+    return positions - np.maximum.accumulate(starts, axis=1)
+
+
+def document_ids(tokens: np.ndarray, masks: MaskConfig) -> np.ndarray | None:
+    """[b, s] -> int64 [b, s]: the number of ends of documents before each position; None if nobody asked.
+
+    Attention may pass where two positions have the same number: the end of a document belongs to it.
+    """
+    if not masks.reset_attention_mask:
+        return None
+    return np.cumsum(_follows_eod(tokens, masks.eod_id), axis=1, dtype=np.int64)
+
+
+def _follows_eod(tokens: np.ndarray, eod_id: int | None) -> np.ndarray:
+    follows = np.zeros(tokens.shape, dtype=bool)
+    follows[:, 1:] = tokens[:, :-1] == eod_id
+    return follows

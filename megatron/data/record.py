@@ -1,0 +1,151 @@
+"""PREFIX.meta.json: what the data was made with. Written last, so a record speaks of a finished dataset."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron.data.files import regular_file_size, write_atomically
+from megatron.data.indexed import IndexedDataset
+from megatron.errors import ConfigError, DataError
+
+FORMAT = "megatron-data-record"
+VERSION = 1
+_MAX_BYTES = 1 << 30
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataRecord:
+    tokenizer_fingerprint: str
+    vocab_size: int
+    eod_id: int | None
+    dtype: str
+    documents: int
+    sequences: int
+    tokens: int
+    max_id: int  # -1 without tokens
+    index_fingerprint: str  # of the .idx that this record belongs to
+    source: tuple[str, ...] = ()
+    extra: dict[str, Any] = field(default_factory=dict)  # what later versions add: kept, not judged
+
+
+def record_path(prefix: str | Path) -> Path:
+    return Path(f"{prefix}.meta.json")
+
+
+def make_record(
+    prefix: str | Path,
+    *,
+    tokenizer_fingerprint: str,
+    vocab_size: int,
+    eod_id: int | None,
+    max_id: int,
+    source: tuple[str, ...] = (),
+    extra: dict[str, Any] | None = None,
+) -> DataRecord:
+    """The record of a dataset that stands under its final name."""
+    data = IndexedDataset(prefix)
+    return DataRecord(
+        tokenizer_fingerprint=tokenizer_fingerprint,
+        vocab_size=vocab_size,
+        eod_id=eod_id,
+        dtype=data.dtype.name,
+        documents=data.num_documents,
+        sequences=len(data),
+        tokens=data.num_tokens,
+        max_id=max_id,
+        index_fingerprint=data.fingerprint,
+        source=source,
+        extra=extra or {},
+    )
+
+
+def write_record(prefix: str | Path, record: DataRecord) -> Path:
+    path = record_path(prefix)
+    content = {"format": FORMAT, "version": VERSION, **dataclasses.asdict(record)}
+    content.update(content.pop("extra"))
+    write_atomically(path, [json.dumps(content, indent=1, ensure_ascii=False).encode() + b"\n"])
+    return path
+
+
+def read_record(prefix: str | Path) -> DataRecord | None:
+    """None where there is none: data from elsewhere."""
+    path = record_path(prefix)
+    if not path.exists():
+        return None
+    if regular_file_size(path, "data record") > _MAX_BYTES:
+        raise DataError(f"{path}: larger than {_MAX_BYTES} bytes, not a data record; remove it")
+    again = "run tools/preprocess_data.py again, or remove the file to treat the data as coming from elsewhere"
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path}: not readable as JSON ({error}); {again}") from None
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise DataError(f"{path}: format: not {FORMAT!r}; {again}")
+    if content.get("version") != VERSION:
+        raise DataError(f"{path}: version {content.get('version')!r}, and only {VERSION} is known; {again}")
+    return _parse(path, content, again)
+
+
+_KINDS: dict[str, tuple[type, ...]] = {
+    "tokenizer_fingerprint": (str,),
+    "vocab_size": (int,),
+    "eod_id": (int, type(None)),
+    "dtype": (str,),
+    "documents": (int,),
+    "sequences": (int,),
+    "tokens": (int,),
+    "max_id": (int,),
+    "index_fingerprint": (str,),
+    "source": (list,),
+}
+
+
+def _parse(path: Path, content: dict[str, Any], again: str) -> DataRecord:
+    for name, kinds in _KINDS.items():
+        if name not in content:
+            raise DataError(f"{path}: {name}: missing; {again}")
+        if not isinstance(content[name], kinds) or isinstance(content[name], bool):
+            raise DataError(f"{path}: {name}: {content[name]!r} is not of the right kind; {again}")
+    known = {name: content[name] for name in _KINDS}
+    known["source"] = tuple(str(name) for name in known["source"])
+    extra = {name: value for name, value in content.items() if name not in (*_KINDS, "format", "version")}
+    return DataRecord(**known, extra=extra)
+
+
+def check_record(
+    record: DataRecord,
+    data: IndexedDataset,
+    *,
+    data_fingerprint: str,
+    tokenizer_fingerprint: str | None,
+    vocab_size: int | None,
+    eod_id: int | None,
+) -> None:
+    """The record belongs to these files, and the run's tokenizer is the one they were made with."""
+    path = record_path(data.prefix)
+    if record.index_fingerprint != data_fingerprint or record.tokens != data.num_tokens:
+        raise DataError(
+            f"{path}: index_fingerprint: the record is of other .bin/.idx files than those beside it "
+            f"({record.tokens} tokens, the files have {data.num_tokens}); run tools/preprocess_data.py again, "
+            f"or remove the record if the files are right"
+        )
+    if vocab_size is not None and record.max_id >= vocab_size:
+        raise DataError(
+            f"{path}: max_id {record.max_id} is not below the run's vocabulary size {vocab_size}; "
+            f"use the tokenizer that the data was made with (its vocabulary: {record.vocab_size})"
+        )
+    if tokenizer_fingerprint is not None and record.tokenizer_fingerprint != tokenizer_fingerprint:
+        raise ConfigError(
+            f"{data.prefix}: made with another tokenizer (vocabulary {record.vocab_size}, end of document "
+            f"{record.eod_id}) than the run's (vocabulary {vocab_size}, end of document {eod_id}); "
+            f"give the run the same tokenizer files, or preprocess the data again"
+        )
+    if eod_id is not None and record.eod_id is not None and record.eod_id != eod_id:
+        raise ConfigError(
+            f"{data.prefix}: end of document is id {record.eod_id} in the data and {eod_id} in the run's tokenizer; "
+            f"use the same tokenizer"
+        )

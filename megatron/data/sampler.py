@@ -1,0 +1,77 @@
+"""Which samples each rank takes, step by step: a pure function of the samples consumed so far.
+
+A block of micro_batch_size * dp_size samples is cut among the data-parallel ranks. Any number of blocks makes a
+global batch, so the samples of a step depend on the global batch size alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megatron.errors import ConfigError, DataError
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockShape:
+    micro_batch_size: int
+    dp_rank: int
+    dp_size: int
+
+    @property
+    def block(self) -> int:
+        return self.micro_batch_size * self.dp_size
+
+
+def single_batches(total_samples: int, consumed_samples: int, shape: BlockShape) -> Iterator[list[int]]:
+    """Ids in order from `consumed_samples`; contiguous micro-batches by rank; an incomplete block is dropped."""
+    _check_consumed(total_samples, consumed_samples)
+    for start in range(consumed_samples, total_samples - shape.block + 1, shape.block):
+        begin = start + shape.dp_rank * shape.micro_batch_size
+        yield list(range(begin, begin + shape.micro_batch_size))
+
+
+def cyclic_batches(
+    total_samples: int, consumed_samples: int, shape: BlockShape, *, data_sharding: bool = True
+) -> Iterator[list[int]]:
+    """Epoch after epoch without end, each shuffled by torch.randperm seeded with the number of the epoch.
+
+    With data_sharding every rank shuffles a bucket of its own, as Megatron does: the order then depends on the
+    number of data-parallel ranks. Without it one permutation is dealt out, the same for any number of ranks.
+    """
+    import torch  # here alone: the rest of this package must start without it
+
+    active = total_samples - total_samples % shape.block
+    if not active:
+        raise DataError(
+            f"--dataloader-type cyclic: {total_samples} samples do not fill one block of {shape.block} "
+            f"(micro-batch {shape.micro_batch_size} x {shape.dp_size} ranks); use more data or smaller batches"
+        )
+    if consumed_samples % active % shape.block:
+        raise ConfigError(
+            f"--dataloader-type cyclic: {consumed_samples} samples consumed do not end on a block of {shape.block}; "
+            f"resume with the earlier --micro-batch-size and number of data-parallel ranks"
+        )
+    epoch, done = divmod(consumed_samples, active)
+    while True:
+        generator = torch.Generator()
+        generator.manual_seed(epoch)
+        if data_sharding:
+            bucket = total_samples // shape.block * shape.micro_batch_size
+            order = torch.randperm(bucket, generator=generator)[done // shape.dp_size :] + shape.dp_rank * bucket
+        else:
+            whole = total_samples // shape.micro_batch_size * shape.micro_batch_size
+            order = torch.randperm(whole, generator=generator)[done:][shape.dp_rank :: shape.dp_size]
+        ids = order.tolist()
+        blocks = (active - done) // shape.block
+        for start in range(0, blocks * shape.micro_batch_size, shape.micro_batch_size):
+            yield ids[start : start + shape.micro_batch_size]
+        epoch, done = epoch + 1, 0
+
+
+def _check_consumed(total_samples: int, consumed_samples: int) -> None:
+    if consumed_samples > total_samples:
+        raise DataError(
+            f"{consumed_samples} samples are consumed, but the data has {total_samples}: "
+            f"not the data or the --train-samples/--train-iters of the earlier run; restore them"
+        )

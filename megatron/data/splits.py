@@ -1,0 +1,68 @@
+"""Which sequences are for training, validation and test, and how many samples a run asks of each."""
+
+from __future__ import annotations
+
+import math
+import re
+
+from megatron.errors import ConfigError
+
+SPLITS = ("train", "valid", "test")
+SPLIT_RULES = ("23.06", "main")
+
+
+def parse_split(text: str) -> tuple[float, float, float]:
+    """'969, 30, 1', '98/2/0' or one number: shares that add up to one."""
+    parts = [part.strip() for part in re.split("[,/]", text)]
+    try:
+        shares = [float(part) for part in parts]
+    except ValueError:
+        raise ConfigError(f"--split {text!r}: not numbers; use up to three, such as 969,30,1") from None
+    if len(shares) > 3:
+        raise ConfigError(f"--split {text!r}: {len(shares)} numbers; use up to three: training, validation, test")
+    if any(share < 0 or not math.isfinite(share) for share in shares) or sum(shares) <= 0:
+        raise ConfigError(f"--split {text!r}: shares must be 0 or more and not all 0; use for example 969,30,1")
+    shares += [0.0] * (3 - len(shares))
+    total = 0.0
+    for share in shares:  # not sum(): since Python 3.12 it rounds in another way, and the bounds must not move
+        total += share
+    return (shares[0] / total, shares[1] / total, shares[2] / total)
+
+
+def split_bounds(text: str, sequences: int, rule: str = "23.06") -> tuple[int, int, int, int]:
+    """Bounds b: split k holds the sequences b[k] <= i < b[k + 1]."""
+    shares = parse_split(text)
+    if rule == "main":
+        cumulative = [0.0]
+        for share in shares:
+            cumulative.append(cumulative[-1] + share)
+        bounds = [round(share * float(sequences)) for share in cumulative]
+    elif rule == "23.06":
+        bounds = [0]
+        for share in shares:
+            bounds.append(bounds[-1] + round(share * float(sequences)))
+        surplus = bounds[-1] - sequences
+        # Megatron can come out below 0 here, and then trains on documents of another split; we stop at 0.
+        bounds = [0] + [max(0, bound - surplus) for bound in bounds[1:]]
+    else:
+        raise ConfigError(f"--split-rule {rule!r}: not known; use one of {', '.join(SPLIT_RULES)}")
+    return (bounds[0], bounds[1], bounds[2], bounds[3])
+
+
+def sample_counts(
+    *,
+    train_iters: int | None,
+    train_samples: int | None,
+    eval_interval: int | None,
+    eval_iters: int,
+    global_batch_size: int,
+) -> tuple[int, int, int]:
+    """Samples that a run asks for: (train, valid, test). An evaluation follows every interval and the end."""
+    if train_samples is not None:
+        train = train_samples
+        iterations = train_iters if train_iters is not None else train_samples // global_batch_size
+    else:
+        iterations = train_iters or 0
+        train = iterations * global_batch_size
+    evaluations = iterations // eval_interval + 1 if eval_interval else 1
+    return train, evaluations * eval_iters * global_batch_size, eval_iters * global_batch_size
