@@ -1,0 +1,8 @@
+"""What is computed: a GPT in plain PyTorch, for the GPT-2 and the Llama/Qwen/Mistral families."""
+
+from megatron.model.attention import KVCache
+from megatron.model.flops import flops_per_token, peak_flops
+from megatron.model.gpt import GPT
+from megatron.model.init import draw, initial_value, initialise
+
+__all__ = ["GPT", "KVCache", "draw", "flops_per_token", "initial_value", "initialise", "peak_flops"]

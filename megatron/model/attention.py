@@ -1,0 +1,139 @@
+"""Self-attention: fused QKV per key/value group, positions, the core that may be replaced, output projection."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from megatron.config import ModelConfig
+from megatron.model.linear import Linear
+from megatron.model.norm import Norm
+from megatron.ops import Kernels
+
+
+class KVCache:
+    """Keys and values of past tokens, in tensors allocated once; the model advances `length` after every pass."""
+
+    def __init__(
+        self,
+        layers: Iterable[int],
+        *,
+        batch: int,
+        groups: int,
+        max_length: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        shape = (batch, groups, max_length, head_dim)
+        self.max_length = max_length
+        self.length = 0
+        self.keys = {layer: torch.empty(shape, dtype=dtype, device=device) for layer in layers}
+        self.values = {layer: torch.empty(shape, dtype=dtype, device=device) for layer in layers}
+
+    def extend(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Write key and value [batch, groups, new, head_dim] behind the past; return past and new together."""
+        end = self.length + key.shape[2]
+        assert end <= self.max_length, f"KV cache of {self.max_length} tokens asked to hold {end}"
+        self.keys[layer][:, :, self.length : end] = key
+        self.values[layer][:, :, self.length : end] = value
+        return self.keys[layer][:, :, :end], self.values[layer][:, :, :end]
+
+
+@dataclass(frozen=True)
+class AttentionContext:
+    """What every layer of one forward pass shares."""
+
+    mask: Tensor | None = None  # true = may look; broadcasts to [batch, heads, queries, keys]; includes causality
+    causal: bool = True  # the core adds the causal triangle; False where the mask has it or nothing is hidden
+    rope: tuple[Tensor, Tensor] | None = None  # cos and sin, [batch or 1, seq, 1, rotated / 2]
+    cache: KVCache | None = None
+
+
+def attention_mask(
+    queries: int,
+    keys: int,
+    *,
+    window: tuple[int, int] | None,
+    document_ids: Tensor | None,
+    device: torch.device,
+) -> tuple[Tensor | None, bool]:
+    """(mask, causal) for the last `queries` of `keys` positions. No tensor is made where the triangle says it all."""
+    left = -1 if window is None else window[0]  # causality hides everything to the right whatever the window says
+    windowed = left >= 0 and left + 1 < keys
+    if document_ids is None and not windowed:
+        return None, queries > 1
+    position = torch.arange(keys, device=device)
+    distance = position[keys - queries :].unsqueeze(1) - position  # [queries, keys]
+    mask = distance >= 0
+    if windowed:
+        mask &= distance <= left
+    mask = mask[None, None]  # [1, 1, queries, keys]
+    if document_ids is not None:  # [batch, seq]
+        mask = mask & (document_ids[:, None, :, None] == document_ids[:, None, None, :])
+    return mask, False
+
+
+class CoreAttention(nn.Module):
+    """softmax(QK / sqrt(d)) V. Parallel layouts replace this module."""
+
+    def __init__(self, config: ModelConfig, layer_number: int, kernels: Kernels) -> None:
+        super().__init__()
+        self.kernels = kernels
+        self.scale = config.head_dim**-0.5
+        self.dropout_p = config.attention_dropout
+        self.layer_scaling = layer_number if config.apply_query_key_layer_scaling else 1
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
+        """query [batch, heads, queries, d]; key, value [batch, groups, keys, d] -> [batch, heads, queries, d]."""
+        return self.kernels.attention(
+            query,
+            key,
+            value,
+            mask=mask,
+            causal=causal,
+            scale=self.scale,
+            dropout_p=self.dropout_p if self.training else 0.0,
+            layer_scaling=self.layer_scaling,
+        )
+
+
+class SelfAttention(nn.Module):
+    def __init__(self, config: ModelConfig, layer: int, kernels: Kernels, core_wrapper: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.layer = layer
+        self.head_dim = config.head_dim
+        self.query_per_group = config.num_attention_heads // config.query_groups
+        qkv_rows = config.query_groups * (self.query_per_group + 2) * self.head_dim
+        self.query_key_value = Linear(config.hidden_size, qkv_rows, bias=config.qkv_bias)
+        self.dense = Linear(config.num_attention_heads * self.head_dim, config.hidden_size, bias=config.linear_bias)
+        self.q_layernorm = Norm(self.head_dim, config, kernels) if config.qk_layernorm else None
+        self.k_layernorm = Norm(self.head_dim, config, kernels) if config.qk_layernorm else None
+        self.core_attention = CoreAttention(config, layer + 1, kernels)
+        self.kernels = kernels
+        self.core_wrapper = core_wrapper  # calls its first argument on the others, possibly recomputing it
+
+    def forward(self, x: Tensor, context: AttentionContext) -> Tensor:
+        batch, seq, _ = x.shape
+        query, key, value = self._query_key_value(x)  # [batch, seq, heads or groups, head_dim]
+        if context.rope is not None:
+            query, key = self.kernels.rope(query, *context.rope), self.kernels.rope(key, *context.rope)
+        query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+        if context.cache is not None:
+            key, value = context.cache.extend(self.layer, key, value)
+        core = self.core_wrapper(self.core_attention, query, key, value, context.mask, context.causal)
+        return self.dense(core.transpose(1, 2).reshape(batch, seq, -1))  # [batch, seq, hidden]
+
+    def _query_key_value(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        batch, seq, _ = x.shape
+        per_group = self.query_per_group
+        qkv = self.query_key_value(x).view(batch, seq, -1, per_group + 2, self.head_dim)
+        query, key, value = qkv.split((per_group, 1, 1), dim=3)  # [batch, seq, groups, per_group or 1, head_dim]
+        query = query.reshape(batch, seq, -1, self.head_dim)
+        key, value = key.squeeze(3), value.squeeze(3)
+        if self.q_layernorm is not None and self.k_layernorm is not None:
+            query, key = self.q_layernorm(query), self.k_layernorm(key)
+        return query, key, value

@@ -1,0 +1,44 @@
+"""One transformer layer."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from megatron.config import ModelConfig
+from megatron.model.attention import AttentionContext, SelfAttention
+from megatron.model.embedding import Dropout
+from megatron.model.mlp import MLP
+from megatron.model.norm import Norm
+from megatron.model.recompute import Recompute
+from megatron.ops import Kernels
+
+
+class Block(nn.Module):
+    """`layer` counts from 0 over the whole model, whatever part of it this process holds."""
+
+    def __init__(
+        self, config: ModelConfig, layer: int, kernels: Kernels, *, dropout: Dropout, recompute: Recompute
+    ) -> None:
+        super().__init__()
+        self.input_layernorm = Norm(config.hidden_size, config, kernels)
+        self.self_attention = SelfAttention(config, layer, kernels, recompute.wrapper("core_attn"))
+        self.post_attention_layernorm = Norm(config.hidden_size, config, kernels)
+        self.mlp = MLP(config, kernels)
+        self.mlp_wrapper = recompute.wrapper("mlp")
+        self.dropout = dropout
+        self.hidden_dropout = config.hidden_dropout
+        self.residual_after_norm = config.apply_residual_connection_post_layernorm
+        self.kernels = kernels
+
+    def forward(self, x: Tensor, context: AttentionContext) -> Tensor:
+        normed = self.input_layernorm(x)  # [batch, seq, hidden], like everything below
+        x = self._add(self.self_attention(normed, context), normed if self.residual_after_norm else x)
+        normed = self.post_attention_layernorm(x)
+        return self._add(self.mlp_wrapper(self.mlp, normed), normed if self.residual_after_norm else x)
+
+    def _add(self, branch: Tensor, residual: Tensor) -> Tensor:
+        # The projections have added their bias themselves: a matrix product does it on its way out.
+        return self.kernels.bias_dropout_add(branch, None, residual, self._drop)
+
+    def _drop(self, x: Tensor) -> Tensor:
+        return self.dropout(x, self.hidden_dropout, self.training)

@@ -1,0 +1,72 @@
+"""Floating-point operations of training, by Megatron's formula (arXiv 2205.05198), and what devices can do.
+
+Model FLOPs: forward and backward (twice the forward) of every matrix product, attention's full square, no recompute.
+For plain GPT-2 shapes it is 72 B s L h^2 (1 + s / 6h + V / 12Lh); below is the same count for every option.
+"""
+
+from __future__ import annotations
+
+from megatron.config import ModelConfig
+
+
+def flops_per_token(config: ModelConfig, *, seq_length: int, padded_vocab_size: int) -> float:
+    """Training FLOPs for each token of a sequence of `seq_length`."""
+    hidden, width = config.hidden_size, config.head_dim
+    query_width, kv_width = config.num_attention_heads * width, config.query_groups * width
+    qkv = hidden * (query_width + 2 * kv_width)
+    core = 2 * seq_length * query_width  # QK and PV
+    dense = query_width * hidden
+    mlp = hidden * config.ffn_size * (3 if config.gated else 2)
+    per_layer = qkv + core + dense + mlp  # multiply-adds of the forward pass
+    head = hidden * padded_vocab_size
+    return 2.0 * 3.0 * (config.num_layers * per_layer + head)
+
+
+# Dense (not sparse) peak of one device in FLOP/s, by a part of its name, most specific first. Half precision means
+# bf16 and fp16 alike. Only devices whose maker states the number are here: an unknown device has no MFU.
+_HALF_PEAKS: tuple[tuple[str, float], ...] = (
+    ("GB300", 2500e12),
+    ("GB200", 2500e12),
+    ("B300", 2250e12),
+    ("B200", 2250e12),
+    ("GH200", 989.4e12),
+    ("H200 NVL", 835.5e12),
+    ("H200", 989.4e12),
+    ("H100 NVL", 835.5e12),
+    ("H100 PCIe", 756.0e12),
+    ("H100", 989.4e12),
+    ("H800", 989.4e12),
+    ("H20", 148.0e12),
+    ("A100", 312.0e12),
+    ("A800", 312.0e12),
+    ("A40", 149.7e12),
+    ("A30", 165.0e12),
+    ("L40S", 362.0e12),
+    ("L4", 121.0e12),
+    ("V100", 125.0e12),
+    ("MI300X", 1307.4e12),
+    ("MI325X", 1307.4e12),
+    ("MI250X", 383.0e12),
+)
+_FULL_PEAKS: tuple[tuple[str, float], ...] = (
+    ("GH200", 66.9e12),
+    ("H200", 66.9e12),
+    ("H100 PCIe", 51.2e12),
+    ("H100", 66.9e12),
+    ("A100", 19.5e12),
+    ("A800", 19.5e12),
+    ("V100", 15.7e12),
+)
+
+
+def peak_flops(device_name: str, dtype: str) -> float | None:
+    """FLOP/s that `device_name` (torch's name for it) can reach in `dtype`; None where it is not known."""
+    if dtype not in ("bfloat16", "float16", "float32"):
+        return None
+    if dtype == "bfloat16" and "V100" in device_name:
+        return None  # has no bf16
+    words = device_name.replace("-", " ").split()
+    for known, peak in _FULL_PEAKS if dtype == "float32" else _HALF_PEAKS:
+        if all(part in words for part in known.split()):
+            return peak
+    return None

@@ -1,0 +1,30 @@
+"""The head: hidden states to logits, or straight to the loss of every token. Parallel layouts replace this module."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.ops import Kernels
+from megatron.ops.linear_cross_entropy import Workspace
+
+
+class HeadAndLoss(nn.Module):
+    """Has no parameters: the weight is the output layer's or, tied, the embedding's."""
+
+    def __init__(self, vocab_size: int, kernels: Kernels) -> None:
+        super().__init__()
+        self.vocab_size = vocab_size
+        self.kernels = kernels
+        self.workspace = Workspace()
+
+    def forward(self, hidden: Tensor, weight: Tensor, labels: Tensor | None) -> Tensor:
+        """hidden [batch, seq, hidden], weight [padded vocabulary, hidden], labels [batch, seq] or None.
+
+        Returns logits [batch, seq, vocabulary], or the loss [batch, seq] in fp32. Padded rows have no part in either.
+        """
+        if labels is None:
+            return F.linear(hidden, weight[: self.vocab_size])
+        flat = hidden.reshape(-1, hidden.shape[-1])  # [batch * seq, hidden]
+        loss = self.kernels.linear_cross_entropy(flat, weight, labels.reshape(-1), self.vocab_size, self.workspace)
+        return loss.view(labels.shape)

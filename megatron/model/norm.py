@@ -1,0 +1,38 @@
+"""LayerNorm and RMSNorm, over the hidden width or over one head."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from megatron.config import ModelConfig
+from megatron.ops import Kernels
+
+
+class Norm(nn.Module):
+    """The result has the dtype of the weight, so a residual stream in fp32 feeds layers in half precision."""
+
+    def __init__(self, width: int, config: ModelConfig, kernels: Kernels) -> None:
+        super().__init__()
+        self.kernels = kernels
+        self.eps = config.norm_epsilon
+        self.one_plus = config.apply_layernorm_1p  # the weight is stored as gamma - 1
+        self.weight = nn.Parameter(torch.empty(width))
+        self.bias = nn.Parameter(torch.empty(width)) if config.normalization == "LayerNorm" else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight, bias, dtype = self.weight, self.bias, self.weight.dtype
+        if x.dtype != dtype:
+            weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
+        if self.one_plus:
+            weight = weight + 1
+        if self.is_rms:
+            return self.kernels.rms_norm(x, weight, self.eps).to(dtype)
+        return self.kernels.layer_norm(x, weight, bias, self.eps).to(dtype)  # [..., width]
+
+    @property
+    def is_rms(self) -> bool:
+        return self.bias is None
+
+    def extra_repr(self) -> str:
+        return f"{'RMSNorm' if self.is_rms else 'LayerNorm'}, {self.weight.shape[0]}, eps={self.eps}"

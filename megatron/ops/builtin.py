@@ -1,0 +1,56 @@
+"""The operations through PyTorch's own fused functions."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.ops import ref
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    return F.layer_norm(x, weight.shape, weight, bias, eps)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return F.rms_norm(x, weight.shape, weight, eps)
+
+
+def gelu(x: Tensor, tanh: bool) -> Tensor:
+    return F.gelu(x, approximate="tanh" if tanh else "none")
+
+
+def swiglu(x: Tensor) -> Tensor:
+    gate, up = x.chunk(2, dim=-1)  # [..., ffn] each
+    return F.silu(gate) * up
+
+
+def sdpa(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    mask: Tensor | None,
+    causal: bool,
+    scale: float,
+    dropout_p: float = 0.0,
+    layer_scaling: int = 1,
+) -> Tensor:
+    """`ref.attention` through F.scaled_dot_product_attention, whose scores stay in fp32: no layer scaling needed."""
+    if causal and (mask is not None or query.shape[-2] != key.shape[-2]):
+        triangle = ref.causal_mask(query.shape[-2], key.shape[-2], query.device)
+        mask, causal = triangle if mask is None else mask & triangle, False
+    return F.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=mask,
+        dropout_p=dropout_p,
+        is_causal=causal,
+        scale=scale,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+
+
+def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(ref.widened(logits), labels, reduction="none")
