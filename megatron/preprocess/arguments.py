@@ -1,0 +1,82 @@
+"""What the command lines of the data tools share: errors that name the flag, and the nearest known one."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import math
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+from megatron.errors import ConfigError, MegatronError
+
+
+class Parser(argparse.ArgumentParser):
+    """An argparse parser whose complaints are ConfigErrors, and which takes no abbreviations."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(allow_abbrev=False, **options)
+        self.register("action", None, _Once)
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message[:1].lower()}{message[1:]}; see --help".removeprefix("argument "))
+
+    def parse_known_flags(self, argv: Sequence[str]) -> argparse.Namespace:
+        namespace, unknown = self.parse_known_args(argv)
+        if unknown:
+            self._refuse(unknown[0])
+        return namespace
+
+    def _refuse(self, word: str) -> NoReturn:
+        flag = word.split("=", 1)[0]
+        near = difflib.get_close_matches(flag, self._option_string_actions, n=1)
+        hint = f"did you mean {near[0]}?" if near else "see --help"
+        raise ConfigError(f"{flag}: no such flag; {hint}" if flag.startswith("-") else f"{word}: not a flag; {hint}")
+
+
+class _Once(argparse.Action):
+    """Stores a value; a flag given twice is refused rather than half ignored."""
+
+    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
+        given = vars(namespace).setdefault("_given", set())
+        if self.dest in given:
+            raise ConfigError(f"{option_string}: given twice; give it once")
+        given.add(self.dest)
+        setattr(namespace, self.dest, values)
+
+
+def integer(at_least: int) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+        if value < at_least:
+            raise argparse.ArgumentTypeError(f"{value} is less than {at_least}")
+        return value
+
+    return parse
+
+
+def fraction(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a number from 0 to 1")
+    return value
+
+
+def run_tool(name: str, job: Callable[[], None]) -> int:
+    """The exit code; a MegatronError becomes one line."""
+    try:
+        job()
+    except MegatronError as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print(f"{name}: interrupted; nothing was written", file=sys.stderr)
+        return 130
+    return 0

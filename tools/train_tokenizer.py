@@ -1,0 +1,11 @@
+"""vocab.json and merges.txt of a GPT-2 style BPE from JSON lines; see `--help`."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs from a checkout that is not installed
+
+if __name__ == "__main__":
+    from megatron.preprocess.train_cli import main
+
+    sys.exit(main())
