@@ -1,10 +1,8 @@
 #!/usr/bin/env bash
 # CodeParrot small: GPT-2 110M on code, the settings of the public tutorial (8 devices).
-# Arguments go on to pretrain_gpt.py: bash examples/codeparrot_small.sh --log-params-norm
+# Further flags, or other values of these: bash examples/codeparrot_small.sh --train-iters 1000 --log-params-norm
 set -euo pipefail
-cd "$(dirname "$0")/.."
-[ ! -x .venv/bin/python ] || PYTHON=${PYTHON:-.venv/bin/python}    # made by quickstart.sh or tests/run.sh
-PYTHON=${PYTHON:-python3}
+. "$(dirname "$0")/launch.sh"
 
 GPUS_PER_NODE=${GPUS_PER_NODE:-8}    # processes on this machine; on CPUs they are gloo ranks
 MASTER_ADDR=${MASTER_ADDR:-localhost}
@@ -61,6 +59,5 @@ OUTPUT_ARGS=(
     --tensorboard-dir experiments/tensorboard
 )
 
-# Settings are checked once before any process starts, so that a mistake is one line and not one per rank.
-"$PYTHON" pretrain_gpt.py "${GPT_ARGS[@]}" "${DATA_ARGS[@]}" "${OUTPUT_ARGS[@]}" "$@" --print-config > /dev/null
-"$PYTHON" -m torch.distributed.run "${DISTRIBUTED_ARGS[@]}" pretrain_gpt.py "${GPT_ARGS[@]}" "${DATA_ARGS[@]}" "${OUTPUT_ARGS[@]}" "$@"
+merge_settings "${GPT_ARGS[@]}" "${DATA_ARGS[@]}" "${OUTPUT_ARGS[@]}" -- "$@"
+"$PYTHON" -m torch.distributed.run "${DISTRIBUTED_ARGS[@]}" pretrain_gpt.py "${SETTINGS[@]}"

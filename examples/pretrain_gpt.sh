@@ -1,10 +1,8 @@
 #!/usr/bin/env bash
 # GPT-2 345M on one device.
-# Arguments go on to pretrain_gpt.py: bash examples/pretrain_gpt.sh --tensorboard-dir experiments/tensorboard
+# Further flags, or other values of these: bash examples/pretrain_gpt.sh --train-iters 1000 --log-params-norm
 set -euo pipefail
-cd "$(dirname "$0")/.."
-[ ! -x .venv/bin/python ] || PYTHON=${PYTHON:-.venv/bin/python}    # made by quickstart.sh or tests/run.sh
-PYTHON=${PYTHON:-python3}
+. "$(dirname "$0")/launch.sh"
 
 CHECKPOINT_PATH=${CHECKPOINT_PATH:-experiments/gpt2-345m}
 VOCAB_FILE=${VOCAB_FILE:-gpt2-vocab.json}
@@ -46,6 +44,5 @@ OUTPUT_ARGS=(
     --load "$CHECKPOINT_PATH"
 )
 
-# Settings are checked once before any process starts, so that a mistake is one line and not one per rank.
-"$PYTHON" pretrain_gpt.py "${GPT_ARGS[@]}" "${DATA_ARGS[@]}" "${OUTPUT_ARGS[@]}" "$@" --print-config > /dev/null
-"$PYTHON" -m torch.distributed.run --standalone --nproc_per_node 1 pretrain_gpt.py "${GPT_ARGS[@]}" "${DATA_ARGS[@]}" "${OUTPUT_ARGS[@]}" "$@"
+merge_settings "${GPT_ARGS[@]}" "${DATA_ARGS[@]}" "${OUTPUT_ARGS[@]}" -- "$@"
+"$PYTHON" -m torch.distributed.run --standalone --nproc_per_node 1 pretrain_gpt.py "${SETTINGS[@]}"

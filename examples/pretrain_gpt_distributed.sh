@@ -1,10 +1,8 @@
 #!/usr/bin/env bash
 # GPT-2 345M, data parallel over the devices of one or several machines (run it on each with its NODE_RANK).
-# Arguments go on to pretrain_gpt.py: bash examples/pretrain_gpt_distributed.sh --tensorboard-dir experiments/tensorboard
+# Further flags, or other values of these: bash examples/pretrain_gpt_distributed.sh --train-iters 1000 --log-params-norm
 set -euo pipefail
-cd "$(dirname "$0")/.."
-[ ! -x .venv/bin/python ] || PYTHON=${PYTHON:-.venv/bin/python}    # made by quickstart.sh or tests/run.sh
-PYTHON=${PYTHON:-python3}
+. "$(dirname "$0")/launch.sh"
 
 GPUS_PER_NODE=${GPUS_PER_NODE:-8}    # processes on this machine; on CPUs they are gloo ranks
 MASTER_ADDR=${MASTER_ADDR:-localhost}
@@ -60,6 +58,5 @@ OUTPUT_ARGS=(
     --load "$CHECKPOINT_PATH"
 )
 
-# Settings are checked once before any process starts, so that a mistake is one line and not one per rank.
-"$PYTHON" pretrain_gpt.py "${GPT_ARGS[@]}" "${DATA_ARGS[@]}" "${OUTPUT_ARGS[@]}" "$@" --print-config > /dev/null
-"$PYTHON" -m torch.distributed.run "${DISTRIBUTED_ARGS[@]}" pretrain_gpt.py "${GPT_ARGS[@]}" "${DATA_ARGS[@]}" "${OUTPUT_ARGS[@]}" "$@"
+merge_settings "${GPT_ARGS[@]}" "${DATA_ARGS[@]}" "${OUTPUT_ARGS[@]}" -- "$@"
+"$PYTHON" -m torch.distributed.run "${DISTRIBUTED_ARGS[@]}" pretrain_gpt.py "${SETTINGS[@]}"

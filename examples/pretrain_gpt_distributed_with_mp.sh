@@ -1,11 +1,9 @@
 #!/usr/bin/env bash
 # GPT-2 345M, tensor parallel 2 x pipeline parallel 2 x data parallel, with sequence parallelism.
 # This version trains data parallel only and refuses these settings in one line.
-# Arguments go on to pretrain_gpt.py: bash examples/pretrain_gpt_distributed_with_mp.sh --tensorboard-dir experiments/tensorboard
+# Further flags, or other values of these: bash examples/pretrain_gpt_distributed_with_mp.sh --train-iters 1000 --log-params-norm
 set -euo pipefail
-cd "$(dirname "$0")/.."
-[ ! -x .venv/bin/python ] || PYTHON=${PYTHON:-.venv/bin/python}    # made by quickstart.sh or tests/run.sh
-PYTHON=${PYTHON:-python3}
+. "$(dirname "$0")/launch.sh"
 
 GPUS_PER_NODE=${GPUS_PER_NODE:-8}    # processes on this machine; on CPUs they are gloo ranks
 MASTER_ADDR=${MASTER_ADDR:-localhost}
@@ -64,6 +62,5 @@ OUTPUT_ARGS=(
     --load "$CHECKPOINT_PATH"
 )
 
-# Settings are checked once before any process starts, so that a mistake is one line and not one per rank.
-"$PYTHON" pretrain_gpt.py "${GPT_ARGS[@]}" "${DATA_ARGS[@]}" "${OUTPUT_ARGS[@]}" "$@" --print-config > /dev/null
-"$PYTHON" -m torch.distributed.run "${DISTRIBUTED_ARGS[@]}" pretrain_gpt.py "${GPT_ARGS[@]}" "${DATA_ARGS[@]}" "${OUTPUT_ARGS[@]}" "$@"
+merge_settings "${GPT_ARGS[@]}" "${DATA_ARGS[@]}" "${OUTPUT_ARGS[@]}" -- "$@"
+"$PYTHON" -m torch.distributed.run "${DISTRIBUTED_ARGS[@]}" pretrain_gpt.py "${SETTINGS[@]}"

@@ -1,0 +1,55 @@
+"""Finds the fenced blocks of a Markdown file. `bash` blocks are executed by the tests; `console` blocks are shown only."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+# Read in this order, in one checkout: later pages use what earlier ones made.
+PAGES = (
+    "README.md",
+    "docs/getting_started.md",
+    "docs/data.md",
+    "docs/training.md",
+    "docs/parallelism.md",
+    "docs/checkpoints.md",
+    "docs/numerics.md",
+    "docs/performance.md",
+    "CONTRIBUTING.md",
+)
+
+
+@dataclass(frozen=True)
+class Block:
+    page: str
+    line: int
+    language: str
+    text: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.page}:{self.line}"
+
+
+def blocks_of(text: str, page: str) -> list[Block]:
+    found = []
+    language, start, lines = None, 0, []
+    for number, line in enumerate(text.splitlines(), start=1):
+        fence = re.match(r"\s*```\s*(\S*)", line)
+        if fence and language is None:
+            language, start, lines = fence.group(1), number, []
+        elif fence:
+            found.append(Block(page, start, language or "", "\n".join(lines)))
+            language = None
+        elif language is not None:
+            lines.append(line)
+    if language is not None:
+        raise ValueError(f"{page}:{start}: a fenced block that never ends")
+    return found
+
+
+def all_blocks() -> list[Block]:
+    pages = [page for page in PAGES if (ROOT / page).is_file()]
+    return [block for page in pages for block in blocks_of((ROOT / page).read_text(encoding="utf-8"), page)]

@@ -1,0 +1,74 @@
+"""Every command block of README and docs, as typed, in order, in one fresh copy of the checkout."""
+
+from __future__ import annotations
+
+import ast
+import re
+
+import pytest
+
+from tests.docs.blocks import PAGES, ROOT, Block, all_blocks, blocks_of
+from tests.helpers.checkout import Checkout, copy_checkout
+
+BLOCKS = all_blocks()
+SHOWN_ONLY = 12  # console blocks: what needs minutes, a cluster or a network; few, and no more of them
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Checkout:
+    return copy_checkout(tmp_path_factory.mktemp("docs"))
+
+
+@pytest.mark.parametrize("block", [pytest.param(block, id=block.name) for block in BLOCKS if block.language == "bash"])
+def test_the_block_runs(block: Block, checkout: Checkout) -> None:
+    checkout.must_run(block.text)
+
+
+@pytest.mark.parametrize(
+    "block", [pytest.param(block, id=block.name) for block in BLOCKS if block.language == "python"]
+)
+def test_python_blocks_parse(block: Block) -> None:
+    ast.parse(block.text)
+
+
+def test_most_command_blocks_are_executed() -> None:
+    languages = [block.language for block in BLOCKS]
+    assert set(languages) <= {"bash", "console", "python", "yaml", "json", "text"}, "every block names its language"
+    assert languages.count("bash") >= 10
+    assert languages.count("console") <= SHOWN_ONLY
+
+
+def test_every_page_is_read() -> None:
+    pages = {path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").glob("*.md")} - {"docs/flags.md"}
+    assert pages <= set(PAGES)
+
+
+def test_files_named_in_the_docs_exist() -> None:
+    """Code and links: `megatron/...`, `tests/...`, `tools/...`, `docs/...` that a page names are there."""
+    missing = []
+    for page in [*PAGES, *(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs" / "design").glob("*.md"))]:
+        text = (ROOT / page).read_text(encoding="utf-8")
+        named = re.findall(r"`((?:megatron|tests|tools|docs|examples|csrc|benchmarks)/[\w./-]*\w/?)`", text)
+        linked = [link for link in re.findall(r"\]\(([^)#:]+?)(?:#[^)]*)?\)", text) if link]
+        base = (ROOT / page).parent
+        missing += [f"{page}: {name}" for name in named if not (ROOT / name).exists()]
+        missing += [f"{page}: {link}" for link in linked if not (base / link).exists()]
+    assert not missing, "\n".join(missing)
+
+
+def test_flags_named_in_the_docs_are_known() -> None:
+    documented = set(re.findall(r"--[A-Za-z][\w-]*", (ROOT / "docs" / "flags.md").read_text(encoding="utf-8")))
+    foreign = set(re.findall(r"--[A-Za-z][\w-]*", (ROOT / "tests" / "docs" / "foreign_flags.txt").read_text()))
+    unknown = set()
+    for page in PAGES:
+        text = (ROOT / page).read_text(encoding="utf-8")
+        unknown |= {f"{page}: {flag}" for flag in re.findall(r"(?<![\w-])--[A-Za-z][\w-]*", text)
+                    if flag not in documented | foreign}  # fmt: skip
+    assert not unknown, "\n".join(sorted(unknown))
+
+
+def test_the_reader_of_blocks() -> None:
+    text = "a\n```bash\ntrue\n```\n    ```console\n    x\n    ```\n"
+    assert [(block.line, block.language) for block in blocks_of(text, "p")] == [(2, "bash"), (5, "console")]
+    with pytest.raises(ValueError, match="never ends"):
+        blocks_of("```bash\ntrue\n", "p")

@@ -1,0 +1,42 @@
+"""A copy of the checkout in a temporary folder, where tests type what users type."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.policy.rules import ROOT, repository_files
+
+
+@dataclass(frozen=True)
+class Checkout:
+    root: Path
+
+    def run(self, script: str, *, timeout: float = 300) -> subprocess.CompletedProcess[str]:
+        """Runs lines of shell as a user would, with the Python of the tests first on the PATH."""
+        environment = {**os.environ, "PYTHON": sys.executable}
+        environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
+        command = ["bash", "-euo", "pipefail", "-c", script]
+        return subprocess.run(
+            command, cwd=self.root, env=environment, text=True, timeout=timeout, check=False,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+
+    def must_run(self, script: str, *, timeout: float = 300) -> str:
+        done = self.run(script, timeout=timeout)
+        assert done.returncode == 0, f"exit code {done.returncode} of:\n{script}\n\n{done.stdout[-6000:]}"
+        return done.stdout
+
+
+def copy_checkout(target: Path) -> Checkout:
+    for path in repository_files():
+        copy = target / path.relative_to(ROOT)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(path, copy)
+    for path in (ROOT / "megatron").rglob("*.so"):  # built helpers are not tracked, but they are part of a set-up checkout
+        shutil.copy2(path, target / path.relative_to(ROOT))
+    return Checkout(target)
