@@ -10,18 +10,18 @@ from megatron.config.sections.optimizer import OptimizerConfig
 from megatron.config.sections.precision import PrecisionConfig
 from megatron.data_parallel import GradBuffers
 from megatron.optimizer.loss_scaler import ConstantLossScaler, DynamicLossScaler, LossScaler, build_loss_scaler
-from megatron.optimizer.lr_schedule import Schedule, Scheduler, build_schedule
+from megatron.optimizer.lr_schedule import Curves, Schedule, build_schedule
 from megatron.optimizer.norms import SplitOver
 from megatron.optimizer.optimizer import GroupRule, Optimizer, StepInfo, megatron_rule
 
 __all__ = [
     "ConstantLossScaler",
+    "Curves",
     "DynamicLossScaler",
     "GroupRule",
     "LossScaler",
     "Optimizer",
     "Schedule",
-    "Scheduler",
     "StepInfo",
     "build_loss_scaler",
     "build_optimizer",

@@ -84,6 +84,8 @@ class DynamicLossScaler:
         }
 
     def load_state(self, state: ScalerState) -> None:
+        if not state:  # saved under a constant scale: this one starts as it was given
+            return
         self.scale = float(state["scale"])
         self.growth_tracker = int(state["growth_tracker"])
         self.hysteresis_tracker = int(state["hysteresis_tracker"])

@@ -1,7 +1,7 @@
 """Learning rate and weight decay as pure functions of the samples consumed, with Megatron's rules.
 
-Steps are counted in samples, so a batch-size ramp-up or a changed batch size keeps its place on the curve. The
-scheduler moves after the update and not at all after a skipped one: the first step uses the value at 0 samples.
+Steps are counted in samples, so a batch-size ramp-up keeps its place on the curves. The count moves after an update,
+and not at all after a skipped one: the first step uses the values at 0 samples.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import Any
 from megatron.config.sections.optimizer import OptimizerConfig, ScheduleConfig
 from megatron.errors import ConfigError
 
-SchedulerState = dict[str, Any]
+ScheduleState = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Schedule:
-    """The two curves. All lengths are in samples."""
+class Curves:
+    """Learning rate and weight decay. All lengths are in samples."""
 
     max_lr: float
     min_lr: float = 0.0
@@ -74,43 +74,44 @@ _SHAPES = {
 """What is left after `ratio` of the decay: 1 at 0, 0 at 1."""
 
 
-class Scheduler:
-    """A place on a schedule."""
+class Schedule:
+    """The curves of a run, and the rules by which a resumed run takes them from its checkpoint.
 
-    def __init__(self, schedule: Schedule, num_steps: int = 0) -> None:
-        self.schedule = schedule
-        self.num_steps = num_steps
+    It holds no position: the trainer keeps the samples consumed by updates that were made.
+    """
 
-    @property
-    def lr(self) -> float:
-        return self.schedule.lr(self.num_steps)
-
-    @property
-    def weight_decay(self) -> float:
-        return self.schedule.weight_decay(self.num_steps)
-
-    def advance(self, samples: int) -> None:
-        """After an update that was made (not after a skipped one)."""
-        self.num_steps += samples
-
-    def state(self) -> SchedulerState:
-        """Megatron's `opt_param_scheduler` entry, and three settings more that it leaves out."""
-        settings = {field.name: getattr(self.schedule, field.name) for field in fields(self.schedule)}
-        return {**settings, "num_steps": self.num_steps}
-
-    def load_state(self, state: SchedulerState, *, override: bool = False, use_checkpoint: bool = False) -> None:
-        """Takes the place from the checkpoint, and the settings from where the two flags say; else they must match."""
+    def __init__(self, curves: Curves, *, override: bool = False, use_checkpoint: bool = False) -> None:
+        """The flags are --override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler."""
         if override and use_checkpoint:
             raise ConfigError(
                 "--override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler contradict each other; "
                 "give one of them"
             )
-        saved = {field.name: state[field.name] for field in fields(self.schedule) if field.name in state}
-        if use_checkpoint:
-            self.schedule = replace(self.schedule, **saved)
-        elif not override:
-            _refuse_differences(self.schedule, saved)
-        self.num_steps = int(state["num_steps"])
+        self.curves = curves
+        self._override = override
+        self._use_checkpoint = use_checkpoint
+
+    def lr(self, num_steps: float) -> float:
+        """The learning rate of the next update after `num_steps` samples."""
+        return self.curves.lr(num_steps)
+
+    def weight_decay(self, num_steps: float) -> float:
+        """The weight decay of the next update after `num_steps` samples."""
+        return self.curves.weight_decay(num_steps)
+
+    def state(self, num_steps: int) -> ScheduleState:
+        """Megatron's `opt_param_scheduler` entry, and three settings more that it leaves out."""
+        settings = {field.name: getattr(self.curves, field.name) for field in fields(self.curves)}
+        return {**settings, "num_steps": num_steps}
+
+    def load_state(self, state: ScheduleState) -> int:
+        """Takes the settings from where the two flags say (without one they must match); returns `num_steps`."""
+        saved = {field.name: state[field.name] for field in fields(self.curves) if field.name in state}
+        if self._use_checkpoint:
+            self.curves = replace(self.curves, **saved)
+        elif not self._override:
+            _refuse_differences(self.curves, saved)
+        return int(state["num_steps"])
 
 
 _FLAGS = {
@@ -134,14 +135,14 @@ _UNUSED_UNLESS = {
 }
 
 
-def _refuse_differences(schedule: Schedule, saved: dict[str, Any]) -> None:
+def _refuse_differences(curves: Curves, saved: dict[str, Any]) -> None:
     differences = []
     for name, value in saved.items():
-        here = getattr(schedule, name)
+        here = getattr(curves, name)
         switch = _UNUSED_UNLESS.get(name)
-        if (switch and getattr(schedule, switch[0]) != switch[1]) or here == value:
+        if (switch and getattr(curves, switch[0]) != switch[1]) or here == value:
             continue
-        if name == "wd_incr_steps" and schedule.wd_incr_style == "constant":
+        if name == "wd_incr_steps" and curves.wd_incr_style == "constant":
             continue
         differences.append(f"{_FLAGS[name]} is {here} here and {value} in the checkpoint")
     if differences:
@@ -181,7 +182,7 @@ def build_schedule(
             raise ConfigError("--lr-warmup-fraction and --lr-warmup-iters or -samples: give one of them")
         warmup_steps = schedule.lr_warmup_fraction * decay_steps
     start_wd, end_wd = _weight_decays(optimizer)
-    result = Schedule(
+    curves = Curves(
         max_lr=schedule.lr,
         min_lr=schedule.min_lr,
         init_lr=schedule.lr_warmup_init,
@@ -195,8 +196,12 @@ def build_schedule(
         wd_incr_style=optimizer.weight_decay_incr_style,
         wd_incr_steps=length * unit,
     )
-    _check(result)
-    return result
+    _check(curves)
+    return Schedule(
+        curves,
+        override=schedule.override_opt_param_scheduler,
+        use_checkpoint=schedule.use_checkpoint_opt_param_scheduler,
+    )
 
 
 def _refuse_unit(schedule: ScheduleConfig, unit: str, length_flag: str) -> None:
@@ -228,22 +233,22 @@ def _weight_decays(optimizer: OptimizerConfig) -> tuple[float, float]:
     return start, end
 
 
-def _check(schedule: Schedule) -> None:
-    if schedule.min_lr > schedule.max_lr:
-        raise ConfigError(f"--min-lr {schedule.min_lr}: must be at most --lr {schedule.max_lr}")
-    if schedule.init_lr > schedule.max_lr:
-        raise ConfigError(f"--lr-warmup-init {schedule.init_lr}: must be at most --lr {schedule.max_lr}")
-    if schedule.lr_warmup_steps >= schedule.lr_decay_steps:
+def _check(curves: Curves) -> None:
+    if curves.min_lr > curves.max_lr:
+        raise ConfigError(f"--min-lr {curves.min_lr}: must be at most --lr {curves.max_lr}")
+    if curves.init_lr > curves.max_lr:
+        raise ConfigError(f"--lr-warmup-init {curves.init_lr}: must be at most --lr {curves.max_lr}")
+    if curves.lr_warmup_steps >= curves.lr_decay_steps:
         raise ConfigError(
-            f"warm-up of {schedule.lr_warmup_steps:g} samples: must be shorter than the decay of "
-            f"{schedule.lr_decay_steps:g} samples; lower --lr-warmup-iters or raise --lr-decay-iters"
+            f"warm-up of {curves.lr_warmup_steps:g} samples: must be shorter than the decay of "
+            f"{curves.lr_decay_steps:g} samples; lower --lr-warmup-iters or raise --lr-decay-iters"
         )
-    if schedule.lr_decay_style == "WSD":
-        if schedule.wsd_decay_steps is None:
+    if curves.lr_decay_style == "WSD":
+        if curves.wsd_decay_steps is None:
             raise ConfigError("--lr-decay-style WSD: needs --lr-wsd-decay-iters or --lr-wsd-decay-samples")
-        room = schedule.lr_decay_steps - schedule.lr_warmup_steps
-        if schedule.wsd_decay_steps > room:
+        room = curves.lr_decay_steps - curves.lr_warmup_steps
+        if curves.wsd_decay_steps > room:
             raise ConfigError(
-                f"--lr-wsd-decay-iters or -samples: {schedule.wsd_decay_steps:g} samples are more than the {room:g} "
+                f"--lr-wsd-decay-iters or -samples: {curves.wsd_decay_steps:g} samples are more than the {room:g} "
                 "between warm-up and the end of the decay; lower it"
             )

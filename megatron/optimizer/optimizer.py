@@ -1,8 +1,7 @@
 """One optimizer step: unscale, look for bad numbers, clip, update in full precision, copy back.
 
-    info = optimizer.step(lr=scheduler.lr, weight_decay=scheduler.weight_decay)
-    if not info.skipped:
-        scheduler.advance(samples)
+    (loss * optimizer.loss_scale).backward(); grads.reduce()
+    info = optimizer.step(lr, weight_decay)
 
 Half-precision parameters have fp32 masters, which the update works on; parameters in fp32 or fp64 are their own.
 """
@@ -12,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,8 +20,11 @@ from megatron.config.sections.optimizer import OptimizerConfig
 from megatron.data_parallel import GradBuffers
 from megatron.errors import CheckpointError
 from megatron.optimizer.inner import STATE_NAMES, build_inner
-from megatron.optimizer.loss_scaler import ConstantLossScaler, LossScaler
+from megatron.optimizer.loss_scaler import ConstantLossScaler, DynamicLossScaler, LossScaler
 from megatron.optimizer.norms import SplitOver, global_norm, global_zeros
+
+ExtraState = dict[str, Any]
+"""step, skipped_in_a_row, loss_scaler: plain numbers."""
 
 _CLIP_EPSILON = 1e-6  # as in torch and Megatron: the clipped norm is a hair below the limit
 
@@ -50,7 +53,6 @@ class StepInfo:
     loss_scale: float
     """The scale that this step's loss had."""
     clipped: bool = False
-    num_zeros: int | None = None
     skipped_in_a_row: int = 0
 
 
@@ -87,22 +89,25 @@ class Optimizer:
         """What the loss is multiplied by before backward."""
         return self.scaler.scale
 
+    @property
+    def static_scale(self) -> bool:
+        """Whether a gradient that is not finite is an error, not a loss scale on its way down."""
+        return not isinstance(self.scaler, DynamicLossScaler)
+
     @torch.no_grad()
-    def step(self, lr: float, weight_decay: float, grad_scale: float = 1.0, *, count_zeros: bool = False) -> StepInfo:
+    def step(self, lr: float, weight_decay: float, grad_scale: float | None = None) -> StepInfo:
         """Updates the parameters from the reduced gradients, unless one of these is not finite.
 
-        `grad_scale`: what the gradients in the buffers are to be multiplied by, apart from the loss scale (expected
-        over actual token count). Afterwards the buffers hold the gradients that were applied.
+        `grad_scale`: the gradients in the buffers are the true ones times this. Unset: the loss scale; with it, also
+        what else the loss was divided by too little. Afterwards the buffers hold the gradients that were applied.
         """
         scale = self.scaler.scale
-        multiplier = grad_scale / scale
-        raw = [(name, grad) for name, grad in self.grads.grads()]
-        norm = global_norm(self._by_axes(raw)) * abs(multiplier)
+        multiplier = 1.0 / (scale if grad_scale is None else grad_scale)
+        norm = global_norm(self._by_axes(list(self.grads.grads()))) * abs(multiplier)
         if not math.isfinite(norm):
             self.skipped_in_a_row += 1
             self.scaler.update(overflow=True)
             return StepInfo(norm, True, scale, skipped_in_a_row=self.skipped_in_a_row)
-        zeros = global_zeros(self._by_axes(raw)) if count_zeros else None
         clipped = 0.0 < self._clip_grad < norm + _CLIP_EPSILON
         if clipped:
             multiplier *= self._clip_grad / (norm + _CLIP_EPSILON)
@@ -111,7 +116,7 @@ class Optimizer:
         self._update(lr, weight_decay)
         self.skipped_in_a_row = 0
         self.scaler.update(overflow=False)
-        return StepInfo(norm, False, scale, clipped, zeros)
+        return StepInfo(norm, False, scale, clipped)
 
     def find_nonfinite(self, limit: int = 5) -> list[str]:
         """The first parameters whose gradient on this rank is not finite, in the model's order."""
@@ -120,6 +125,10 @@ class Optimizer:
             if len(found) < limit and not torch.isfinite(grad).all():
                 found.append(name)
         return found
+
+    def count_zeros(self) -> int:
+        """Elements of the reduced gradients that are exactly zero, over the whole model."""
+        return global_zeros(self._by_axes(list(self.grads.grads())))
 
     def params_norm(self) -> float:
         """Global L2 norm of the parameters (the masters where there are some)."""
@@ -135,35 +144,33 @@ class Optimizer:
                 states[name]["master"] = master
         return states
 
-    def counters(self) -> dict[str, int | dict[str, float | int]]:
+    def extra_state(self) -> ExtraState:
         """The rest of the state: plain numbers, the same on every rank."""
         return {"step": self._steps, "skipped_in_a_row": self.skipped_in_a_row, "loss_scaler": self.scaler.state()}
 
     @torch.no_grad()
-    def load_state(
-        self, state: Mapping[str, Mapping[str, torch.Tensor]], counters: Mapping[str, int | dict[str, float | int]]
-    ) -> None:
-        """Goes on from `state()` and `counters()` of another run; the parameters follow their masters."""
+    def load_state(self, state: Mapping[str, Mapping[str, torch.Tensor]], extra: Mapping[str, Any]) -> None:
+        """Goes on from `state()` and `extra_state()` of another run; the parameters follow their masters."""
         own = self.state()
-        _check_same("parameters", set(own), set(state))
+        _check_same("optimizer's parameters", set(own), set(state))
+        _check_same("optimizer's counters", set(self.extra_state()), set(extra))
         for name, tensors in own.items():
             _check_same(f"optimizer state of {name}", set(tensors), set(state[name]))
             for key, tensor in tensors.items():
                 _check_tensor(f"{key} of {name}", tensor, state[name][key])
+        for name, tensors in own.items():
+            for key, tensor in tensors.items():
                 tensor.copy_(state[name][key])
-        steps, scaler = counters["step"], counters["loss_scaler"]
-        assert isinstance(steps, int) and isinstance(scaler, dict)
-        self._steps = steps
+        self._steps = int(extra["step"])
         for kept in self._inner.state.values():
             if "step" in kept:
-                kept["step"].fill_(steps)
-        self.skipped_in_a_row = int(counters.get("skipped_in_a_row", 0))  # type: ignore[arg-type]
-        if scaler:
-            self.scaler.load_state(scaler)
+                kept["step"].fill_(self._steps)
+        self.skipped_in_a_row = int(extra["skipped_in_a_row"])
+        self.scaler.load_state(extra["loss_scaler"])
         self._copy_back()
 
     @torch.no_grad()
-    def masters_from_params(self) -> None:
+    def refresh_masters(self) -> None:
         """After weights were loaded without the optimizer's state."""
         for name, master in self._masters.items():
             if master is not self.grads.parameter(name):
