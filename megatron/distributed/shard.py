@@ -1,0 +1,175 @@
+"""What part of which parameter a stored tensor is.
+
+Weights are stored 1-D and 2-D. Each has one logical view (fused QKV: `(groups, q_per_group + 2, head_dim, hidden)`),
+and every split is a list of index ranges along one dimension of that view. Splitting, joining and moving to another
+split are then slicing, whatever the parameter is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from math import prod
+
+import torch
+
+Range = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class ShardSpec:
+    """The part of the parameter `name` that one rank holds."""
+
+    name: str
+    logical_shape: tuple[int, ...]
+    """Shape of the whole parameter's logical view."""
+    dim: int = 0
+    """The dimension of the logical view that is split."""
+    ranges: tuple[Range, ...] | None = None
+    """Index ranges of `dim` held here, in their order in memory; None is all of it, () is nothing."""
+    replica_axes: tuple[str, ...] = ()
+    """Axes whose ranks hold a copy of this part and see different inputs: their gradients are summed."""
+
+    def __post_init__(self) -> None:
+        assert not self.logical_shape or 0 <= self.dim < len(self.logical_shape), f"{self.name}: dim {self.dim}"
+        size = self.size
+        for start, stop in self.ranges or ():
+            assert 0 <= start <= stop <= size, f"{self.name}: range {start}:{stop} is outside 0:{size}"
+        ordered = sorted(self.held)
+        assert all(a[1] <= b[0] for a, b in pairwise(ordered)), f"{self.name}: ranges overlap: {self.ranges}"
+
+    @property
+    def size(self) -> int:
+        """Length of the split dimension of the whole parameter."""
+        return self.logical_shape[self.dim] if self.logical_shape else 1
+
+    @property
+    def held(self) -> tuple[Range, ...]:
+        """The ranges held here, written out and without empty ones."""
+        if self.ranges is None:
+            return ((0, self.size),)
+        return tuple((start, stop) for start, stop in self.ranges if stop > start)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether this rank holds all of the parameter, in its order."""
+        position = 0
+        for start, stop in self.held:
+            if start != position:
+                return False
+            position = stop
+        return position == self.size
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """Shape of the logical view of what is held here."""
+        if not self.logical_shape:
+            return ()
+        held = sum(stop - start for start, stop in self.held)
+        return (*self.logical_shape[: self.dim], held, *self.logical_shape[self.dim + 1 :])
+
+    def whole(self) -> ShardSpec:
+        """The same parameter, unsplit."""
+        return replace(self, ranges=None, replica_axes=())
+
+    def view(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The stored tensor in its logical local shape, sharing its memory; rows that only pad it are cut."""
+        if tensor.numel() != prod(self.local_shape):
+            rows = self.local_shape[0] if self.local_shape else 0
+            padded = self.dim == 0 and tensor.shape[1:] == self.local_shape[1:] and tensor.shape[0] > rows
+            assert padded, f"{self.name}: stored as {tuple(tensor.shape)}, which does not hold {self.local_shape}"
+            tensor = tensor[:rows]
+        return tensor.view(self.local_shape)
+
+    def take(self, full: torch.Tensor) -> torch.Tensor:
+        """This rank's part of the whole parameter (given in its logical or stored shape), as a logical local view.
+
+        A view of `full` if it is one range, else a copy.
+        """
+        full = full.view(self.logical_shape)
+        pieces = [full.narrow(self.dim, start, stop - start) for start, stop in self.held] if full.dim() else [full]
+        if len(pieces) == 1:
+            return pieces[0]
+        return torch.cat(pieces, self.dim) if pieces else full.narrow(self.dim, 0, 0)
+
+    def put(self, full: torch.Tensor, local: torch.Tensor) -> None:
+        """Writes this rank's stored tensor `local` to its place in the whole parameter."""
+        for here, there in pieces(self, self.whole()):
+            _cut(full.view(self.logical_shape), self.dim, there).copy_(_cut(self.view(local), self.dim, here))
+
+
+def even_ranges(size: int, parts: int, index: int) -> tuple[Range, ...]:
+    """The `index`-th of `parts` contiguous pieces of `size`; the first ones are one longer if it does not divide."""
+    base, longer = divmod(size, parts)
+    start = index * base + min(index, longer)
+    return ((start, start + base + (index < longer)),)
+
+
+def pieces(source: ShardSpec, target: ShardSpec) -> Iterator[tuple[Range, Range]]:
+    """What two parts of one parameter have in common: (place in the source's local view, in the target's), along dim.
+
+    Copying each pair moves everything that the source has and the target wants.
+    """
+    assert (source.name, source.logical_shape) == (target.name, target.logical_shape), f"{source} is not {target}"
+    assert source.dim == target.dim or source.is_whole or target.is_whole, (
+        f"{source.name} is split along two dimensions"
+    )
+    if source.dim != target.dim:
+        source, target = _along_one_dim(source, target)
+    for source_offset, (a, b) in _with_offsets(source.held):
+        for target_offset, (c, d) in _with_offsets(target.held):
+            start, stop = max(a, c), min(b, d)
+            if start < stop:
+                here, there = source_offset + start - a, target_offset + start - c
+                yield (here, here + stop - start), (there, there + stop - start)
+
+
+def copy_common(source: ShardSpec, stored: torch.Tensor, target: ShardSpec, into: torch.Tensor) -> int:
+    """Copies what the two parts have in common from one stored tensor to another; how many elements that was."""
+    dim = target.dim if source.is_whole else source.dim
+    copied = 0
+    for here, there in pieces(source, target):
+        place = _cut(target.view(into), dim, there)
+        place.copy_(_cut(source.view(stored), dim, here))
+        copied += place.numel()
+    return copied
+
+
+def missing_ranges(parts: Sequence[ShardSpec], wanted: ShardSpec | None = None) -> list[Range]:
+    """Indices of the split dimension that are in none of the parts: what `wanted` (default: the whole) lacks."""
+    assert parts, "no parts given"
+    split = next((part for part in parts if not part.is_whole), parts[0])
+    assert all(part.is_whole or part.dim == split.dim for part in parts), f"{split.name} is split along two dimensions"
+    if any(part.is_whole for part in parts):
+        return []
+    missing: list[Range] = []
+    covered = sorted(held for part in parts for held in part.held)
+    for start, stop in (wanted or split.whole()).held:
+        position = start
+        for a, b in covered:
+            if a > position and position < stop:
+                missing.append((position, min(a, stop)))
+            position = max(position, b)
+        if position < stop:
+            missing.append((position, stop))
+    return missing
+
+
+def _along_one_dim(source: ShardSpec, target: ShardSpec) -> tuple[ShardSpec, ShardSpec]:
+    """A whole parameter may be seen as one range of any dimension."""
+    if source.is_whole:
+        return replace(source, dim=target.dim, ranges=None), target
+    return source, replace(target, dim=source.dim, ranges=None)
+
+
+def _with_offsets(ranges: Iterable[Range]) -> Iterator[tuple[int, Range]]:
+    """Each range with its place in the local view."""
+    offset = 0
+    for start, stop in ranges:
+        yield offset, (start, stop)
+        offset += stop - start
+
+
+def _cut(tensor: torch.Tensor, dim: int, part: Range) -> torch.Tensor:
+    return tensor.narrow(dim, part[0], part[1] - part[0]) if tensor.dim() else tensor
