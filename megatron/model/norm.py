@@ -21,7 +21,9 @@ class Norm(nn.Module):
         self.bias = nn.Parameter(torch.empty(width)) if config.normalization == "LayerNorm" else None
 
     def forward(self, x: Tensor) -> Tensor:
-        weight, bias, dtype = self.weight, self.bias, self.weight.dtype
+        dtype = self.weight.dtype
+        weight: Tensor = self.weight
+        bias: Tensor | None = self.bias
         if x.dtype != dtype:
             weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
         if self.one_plus:
