@@ -1,0 +1,21 @@
+"""A Megatron-style pretraining framework. Importing it loads nothing heavy: `--help` needs no torch.
+
+`megatron.pretrain(datasets_provider, model_provider, forward_step)` is the training loop for your own script
+(pretrain_gpt.py is one of them); `megatron.initialize(argv)` gives the parts without the loop.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+__version__ = "0.1.0"
+__all__ = ["__version__", "initialize", "pretrain"]
+
+_LAZY = {"pretrain": "megatron.training.pretrain", "initialize": "megatron.training.initialize"}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return getattr(import_module(_LAZY[name]), name)
+    raise AttributeError(f"module 'megatron' has no attribute '{name}'")

@@ -1,0 +1,119 @@
+"""Which parameter means what: its logical view, and the dimension of that view that tensor parallelism splits.
+
+Weights are stored 2-D and 1-D; the logical view is what a slice of them means (a fused QKV is split by KV group,
+a gated MLP by its ffn dimension). This is the only place that knows; the checkpoint, the initialisation and, from
+step 3 on, the parallel layers read it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from megatron.config import ModelConfig
+from megatron.distributed.shard import ShardSpec
+
+LAYER = r"layers\.\d+\."
+
+
+@dataclass(frozen=True)
+class Row:
+    """All parameters whose whole name matches `pattern` have this logical view."""
+
+    pattern: str
+    logical_shape: tuple[int, ...]
+    split_dim: int | None = None  # of the logical view; None: every tensor-parallel rank holds a copy
+    sums_over: tuple[str, ...] = ()  # axes whose ranks see different inputs of a copied parameter
+
+
+def gpt_table(config: ModelConfig, vocab_size: int) -> list[Row]:
+    """The rows of one GPT. Every row must match a parameter, and every parameter exactly one row."""
+    return [*_embedding_rows(config, vocab_size), *_attention_rows(config), *_mlp_rows(config), *_norm_rows(config)]
+
+
+def _embedding_rows(config: ModelConfig, vocab_size: int) -> list[Row]:
+    hidden = _known(config.hidden_size)
+    rows = [Row(r"embedding\.word_embeddings\.weight", (vocab_size, hidden), split_dim=0)]
+    if config.positions == "learned":
+        rows.append(Row(r"embedding\.position_embeddings\.weight", (_known(config.max_position_embeddings), hidden)))
+    if not config.tied:
+        rows.append(Row(r"output_layer\.weight", (vocab_size, hidden), split_dim=0))
+    return rows
+
+
+def _attention_rows(config: ModelConfig) -> list[Row]:
+    hidden, heads = _known(config.hidden_size), _known(config.num_attention_heads)
+    groups, width = config.query_groups, config.head_dim
+    qkv = (groups, heads // groups + 2, width)
+    attention = LAYER + r"self_attention\."
+    rows = [
+        Row(attention + r"query_key_value\.weight", (*qkv, hidden), split_dim=0),
+        Row(attention + r"dense\.weight", (hidden, heads, width), split_dim=1),
+    ]
+    if config.qkv_bias:
+        rows.append(Row(attention + r"query_key_value\.bias", qkv, split_dim=0))
+    if config.linear_bias:
+        rows.append(Row(attention + r"dense\.bias", (hidden,)))
+    if config.qk_layernorm:
+        rows.append(Row(attention + r"[qk]_layernorm\.(weight|bias)", (width,), sums_over=("tp",)))
+    return rows
+
+
+def _mlp_rows(config: ModelConfig) -> list[Row]:
+    hidden, ffn = _known(config.hidden_size), config.ffn_size
+    inner, inner_dim = ((2, ffn), 1) if config.gated else ((ffn,), 0)
+    mlp = LAYER + r"mlp\."
+    rows = [
+        Row(mlp + r"dense_h_to_4h\.weight", (*inner, hidden), split_dim=inner_dim),
+        Row(mlp + r"dense_4h_to_h\.weight", (hidden, ffn), split_dim=1),
+    ]
+    if config.linear_bias:
+        rows.append(Row(mlp + r"dense_h_to_4h\.bias", inner, split_dim=inner_dim))
+        rows.append(Row(mlp + r"dense_4h_to_h\.bias", (hidden,)))
+    return rows
+
+
+def _norm_rows(config: ModelConfig) -> list[Row]:
+    hidden = (_known(config.hidden_size),)
+    return [
+        Row(LAYER + r"(input|post_attention)_layernorm\.(weight|bias)", hidden),
+        Row(r"final_layernorm\.(weight|bias)", hidden),
+    ]
+
+
+def match_table(table: Sequence[Row], names: Iterable[str]) -> dict[str, Row]:
+    """The one row of every name. A name without a row, with two, or a row without a name is our own mistake."""
+    compiled = [(re.compile(row.pattern), row) for row in table]
+    matched: dict[str, Row] = {}
+    used: set[str] = set()
+    for name in names:
+        rows = [row for pattern, row in compiled if pattern.fullmatch(name)]
+        assert len(rows) == 1, f"parameter {name} matches {len(rows)} rows of the table, not one"
+        matched[name] = rows[0]
+        used.add(rows[0].pattern)
+    idle = [row.pattern for row in table if row.pattern not in used]
+    assert not idle, f"rows of the table that match no parameter: {idle}"
+    return matched
+
+
+def gpt_specs(model: nn.Module, config: ModelConfig, vocab_size: int) -> dict[str, ShardSpec]:
+    """name -> ShardSpec of every parameter of an unsplit GPT."""
+    names = [name for name, _ in model.named_parameters()]
+    rows = match_table(gpt_table(config, vocab_size), names)
+    return {
+        name: ShardSpec(name=name, logical_shape=row.logical_shape, dim=row.split_dim or 0, replica_axes=row.sums_over)
+        for name, row in rows.items()
+    }
+
+
+def foreign_specs(model: nn.Module) -> Mapping[str, ShardSpec]:
+    """For a model that is not ours: each parameter is whole, and means what its shape says."""
+    return {name: ShardSpec(name=name, logical_shape=tuple(p.shape)) for name, p in model.named_parameters()}
+
+
+def _known(value: int | None) -> int:
+    assert value is not None, "RunConfig's checks come before any model is built"
+    return value

@@ -1,0 +1,169 @@
+"""What is optional in a run listens at a few typed moments; the loop itself knows nothing of TensorBoard or W&B."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+
+from megatron.config import LoggingConfig, RunConfig
+from megatron.errors import ConfigError
+from megatron.training.metrics import EvalRecord, TrainRecord
+from megatron.utils.memory import accelerator_memory, peak_resident_bytes
+
+
+class Hook:
+    """All moments do nothing unless overridden. Only rank 0 has hooks that write."""
+
+    def on_step(self, record: TrainRecord, timers: dict[str, float]) -> None:
+        """After every iteration; `logged` iterations also get `on_log`."""
+
+    def on_log(self, record: TrainRecord) -> None: ...
+
+    def on_evaluate(self, record: EvalRecord) -> None: ...
+
+    def on_end(self) -> None: ...
+
+
+class MetricsFile(Hook):
+    """One JSON object a line, floats with all their digits; appended to, so that a resumed run goes on in it."""
+
+    def __init__(self, path: str) -> None:
+        target = Path(path)
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            self._file: TextIO = target.open("a", encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(
+                f"--metrics-jsonl {path}: cannot be written ({error.strerror}); name another file"
+            ) from None
+
+    def on_log(self, record: TrainRecord) -> None:
+        self._write(record.as_json())
+
+    def on_evaluate(self, record: EvalRecord) -> None:
+        self._write(record.as_json())
+
+    def on_end(self) -> None:
+        self._file.close()
+
+    def _write(self, values: dict[str, Any]) -> None:
+        self._file.write(json.dumps(values) + "\n")
+        self._file.flush()
+
+
+class TensorBoard(Hook):
+    """Event files under Megatron's tags."""
+
+    def __init__(self, config: LoggingConfig, *, world_size: int, device: torch.device) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        assert config.tensorboard_dir is not None
+        self._config, self._world_size, self._device = config, world_size, device
+        self._writer = SummaryWriter(log_dir=config.tensorboard_dir, max_queue=config.tensorboard_queue_size)
+
+    def on_step(self, record: TrainRecord, timers: dict[str, float]) -> None:
+        if record.iteration % self._config.tensorboard_log_interval:
+            return
+        config, step, samples = self._config, record.iteration, record.consumed_train_samples
+        values: dict[str, float] = {}
+        if config.log_learning_rate_to_tensorboard:
+            values["learning-rate"] = record.learning_rate
+        if config.log_batch_size_to_tensorboard:
+            values["batch-size"] = record.global_batch_size
+        values["lm loss"] = record.lm_loss
+        if config.log_loss_scale_to_tensorboard:
+            values["loss-scale"] = record.loss_scale
+        if config.log_world_size_to_tensorboard:
+            values["world-size"] = self._world_size
+        values["grad-norm"] = record.grad_norm
+        if record.num_zeros is not None:
+            values["num-zeros"] = record.num_zeros
+        if record.params_norm is not None:
+            values["params-norm"] = record.params_norm
+        for tag, value in values.items():
+            self._writer.add_scalar(tag, value, step)
+            self._writer.add_scalar(f"{tag} vs samples", value, samples)
+        self._writer.add_scalar("iteration-time", record.seconds_per_iteration, step)
+        self._writer.add_scalar("tokens-per-second", record.tokens_per_second, step)
+        if config.log_timers_to_tensorboard:
+            for name, seconds in timers.items():
+                self._writer.add_scalar(f"{name}-time", seconds, step)
+        if config.log_memory_to_tensorboard:
+            for name, count in self._memory().items():
+                self._writer.add_scalar(name, count, step)
+
+    def on_log(self, record: TrainRecord) -> None:
+        self._writer.flush()
+
+    def on_evaluate(self, record: EvalRecord) -> None:
+        name = "validation" if record.split == "valid" else record.split
+        self._scalar(f"lm loss {name}", record.lm_loss, record)
+        if self._config.log_validation_ppl_to_tensorboard:
+            self._scalar(f"lm loss {name} ppl", record.perplexity, record)
+        self._writer.flush()
+
+    def on_end(self) -> None:
+        self._writer.close()
+
+    def _scalar(self, tag: str, value: float, record: EvalRecord) -> None:
+        self._writer.add_scalar(tag, value, record.iteration)
+        self._writer.add_scalar(f"{tag} vs samples", value, record.consumed_train_samples)
+
+    def _memory(self) -> dict[str, int]:
+        sizes = accelerator_memory(self._device)
+        if not sizes:
+            return {"mem-peak-resident-bytes": peak_resident_bytes()}
+        return {"mem-reserved-bytes": sizes["reserved"], "mem-allocated-bytes": sizes["allocated"]}
+
+
+class WeightsAndBiases(Hook):
+    """Asked for by --wandb-project; needs the package, which we never install by ourselves."""
+
+    def __init__(self, run_config: RunConfig, plain_config: dict[str, Any]) -> None:
+        config = run_config.logging
+        try:
+            import wandb
+        except ImportError:
+            raise ConfigError(
+                f"--wandb-project {config.wandb_project}: the package wandb is not installed; "
+                "run `pip install wandb` or leave the flag out"
+            ) from None
+        self._run = wandb.init(
+            project=config.wandb_project,
+            name=config.wandb_exp_name,
+            entity=config.wandb_entity,
+            dir=config.wandb_save_dir,
+            config=plain_config,
+        )
+
+    def on_log(self, record: TrainRecord) -> None:
+        values = {k: v for k, v in record.as_json().items() if isinstance(v, int | float)}
+        self._run.log({"lm loss": record.lm_loss, **values}, step=record.iteration)
+
+    def on_evaluate(self, record: EvalRecord) -> None:
+        name = "validation" if record.split == "valid" else record.split
+        self._run.log(
+            {f"lm loss {name}": record.lm_loss, f"lm loss {name} ppl": record.perplexity}, step=record.iteration
+        )
+
+    def on_end(self) -> None:
+        self._run.finish()
+
+
+def build_hooks(
+    config: RunConfig, plain_config: dict[str, Any], *, rank: int, world_size: int, device: torch.device
+) -> list[Hook]:
+    """The hooks that the flags ask for. Metrics are global values, so one rank writes them."""
+    if rank != 0:
+        return []
+    hooks: list[Hook] = []
+    if config.logging.metrics_jsonl:
+        hooks.append(MetricsFile(config.logging.metrics_jsonl))
+    if config.logging.tensorboard_dir:
+        hooks.append(TensorBoard(config.logging, world_size=world_size, device=device))
+    if config.logging.wandb_project:
+        hooks.append(WeightsAndBiases(config, plain_config))
+    return hooks

@@ -1,0 +1,151 @@
+"""The parts of a run that come before any data or model: settings, ranks, device, kernels, tokenizer."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+
+from megatron.config import RunConfig, check_world
+from megatron.distributed.collectives import broadcast_object
+from megatron.distributed.device import resolve_backend, resolve_device
+from megatron.distributed.launch import LaunchInfo, die_with_parent, init_process_group, pin_threads
+from megatron.distributed.rng import seed_rank
+from megatron.distributed.state import ParallelState
+from megatron.errors import ConfigError
+from megatron.layout import Layout, padded_vocab_size
+from megatron.ops.select import Kernels, resolve
+from megatron.tokenizer import Tokenizer, build_tokenizer
+from megatron.training.settings import read_settings
+from megatron.utils.log import RankLog
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What the three providers are handed."""
+
+    config: RunConfig
+    launch: LaunchInfo
+    device: torch.device
+    dtype: torch.dtype
+    parallel: ParallelState
+    kernels: Kernels
+    tokenizer: Tokenizer | None  # None with --mock-data and no tokenizer
+    log: RankLog
+    run_id: str
+
+    @property
+    def vocab_size(self) -> int:
+        """The true size; padding exists in memory only."""
+        if self.tokenizer is not None:
+            return self.tokenizer.vocab_size
+        assert self.config.tokenizer.vocab_size is not None
+        return self.config.tokenizer.vocab_size
+
+    @property
+    def padded_vocab_size(self) -> int:
+        return padded_vocab_size(self.vocab_size, self.config.model.make_vocab_size_divisible_by, self.parallel.tp.size)
+
+    @property
+    def eod_id(self) -> int | None:
+        return self.tokenizer.eod_id if self.tokenizer is not None else None
+
+    @property
+    def tokenizer_fingerprint(self) -> str | None:
+        return self.tokenizer.fingerprint if self.tokenizer is not None else None
+
+
+def initialize(argv: Sequence[str] | None = None, *, needs_data: bool = True) -> Run:
+    """Everything up to a seeded process group. Usage errors come first, before any process waits for another."""
+    return start(read_settings(argv, needs_data=needs_data))
+
+
+def start(config: RunConfig) -> Run:
+    """The run of these settings; its ranks are connected and its random streams seeded."""
+    launch = LaunchInfo.detect(config.runtime.local_rank)
+    check_world(config, launch.world_size)
+    log = RankLog(launch.rank)
+    for notice in config.notices:
+        log.info(notice)
+    device = resolve_device(config.runtime.device, launch.local_rank)
+    backend = resolve_backend(config.runtime.distributed_backend, device)
+    kernels = resolve(config.kernels.spec, device.type, attention=config.kernels.attention)
+    tokenizer = _tokenizer(config)
+    layout = _layout(config, launch.world_size)
+    _say_slow_choices(config, device, log)
+    threads = pin_threads(launch)
+    parallel = (
+        ParallelState.plan(layout, launch.rank)
+        if config.runtime.dry_run
+        else _connect(config, launch, layout, backend, device)
+    )
+    seed_rank(config.training.seed, layout.coordinates(launch.rank))
+    if config.training.deterministic_mode:
+        torch.use_deterministic_algorithms(True)
+    log.info(
+        f"running on {launch.world_size} x {device.type} with {threads} CPU threads each, backend {backend}, "
+        f"data parallel {parallel.dp.size}"
+    )
+    log.info(kernels.table())
+    return Run(
+        config=config,
+        launch=launch,
+        device=device,
+        dtype=getattr(torch, config.precision.params_dtype),
+        parallel=parallel,
+        kernels=kernels,
+        tokenizer=tokenizer,
+        log=log,
+        run_id="dry-run" if config.runtime.dry_run else broadcast_object(uuid.uuid4().hex[:12], parallel.world),
+    )
+
+
+def _connect(
+    config: RunConfig, launch: LaunchInfo, layout: Layout, backend: str, device: torch.device
+) -> ParallelState:
+    die_with_parent(launch)
+    timeout = timedelta(minutes=config.runtime.distributed_timeout_minutes)
+    init_process_group(launch, backend, timeout, device)
+    return ParallelState.build(layout, launch.rank, timeout)
+
+
+def _layout(config: RunConfig, world_size: int) -> Layout:
+    parallel = config.parallel
+    return Layout(
+        world_size,
+        tp=parallel.tensor_model_parallel_size,
+        cp=parallel.context_parallel_size,
+        ep=parallel.expert_model_parallel_size,
+        pp=parallel.pipeline_model_parallel_size,
+    )
+
+
+def _tokenizer(config: RunConfig) -> Tokenizer | None:
+    settings = config.tokenizer
+    named = settings.tokenizer_type or settings.vocab_file or settings.tokenizer_model
+    if named:
+        tokenizer = build_tokenizer(settings)
+        if settings.vocab_size is not None and settings.tokenizer_type != "NullTokenizer":
+            _check_vocab_size(settings.vocab_size, tokenizer)
+        return tokenizer
+    if config.data.mock_data and settings.vocab_size is not None:
+        return None
+    raise ConfigError(
+        "no tokenizer: give --vocab-file and --merge-file (or --tokenizer-type and --tokenizer-model); "
+        "with --mock-data --vocab-size N is enough"
+    )
+
+
+def _check_vocab_size(given: int, tokenizer: Tokenizer) -> None:
+    if given != tokenizer.vocab_size:
+        raise ConfigError(
+            f"--vocab-size {given}: the tokenizer has {tokenizer.vocab_size} entries; leave --vocab-size out"
+        )
+
+
+def _say_slow_choices(config: RunConfig, device: torch.device, log: RankLog) -> None:
+    if config.precision.fp16 and device.type == "cpu":
+        log.warn("--fp16 on a CPU computes correctly but slowly; --bf16 is the fast choice here")

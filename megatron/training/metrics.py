@@ -1,0 +1,94 @@
+"""What is reported: one record per logged iteration, and the line that people parse."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from megatron.utils.timers import human_duration
+
+PPL_CAP = 20.0  # exp() of a larger loss says nothing; Megatron caps it here as well
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainRecord:
+    """One iteration, as logged. `lm_loss` is its own loss, `mean_lm_loss` the mean since the last log line."""
+
+    iteration: int
+    total_iterations: int
+    consumed_train_samples: int
+    learning_rate: float
+    weight_decay: float
+    global_batch_size: int
+    lm_loss: float
+    mean_lm_loss: float
+    loss_scale: float
+    grad_norm: float
+    num_zeros: int | None
+    params_norm: float | None
+    skipped_iterations: int
+    nan_iterations: int
+    seconds_per_iteration: float
+    tokens_per_second: float
+    samples_per_second: float
+    tflops_per_device: float | None
+    model_flops_utilisation: float | None
+    eta_seconds: float
+
+    def as_json(self) -> dict[str, Any]:
+        return {"split": "train", **{k: v for k, v in asdict(self).items() if v is not None}}
+
+    def line(self) -> str:
+        """Megatron's own wording and order first, because people parse it; then what it never told."""
+        parts = [
+            f" iteration {self.iteration:8d}/{self.total_iterations:8d}",
+            f"consumed samples: {self.consumed_train_samples:12d}",
+            f"elapsed time per iteration (ms): {self.seconds_per_iteration * 1000:.1f}",
+            f"learning rate: {self.learning_rate:.3E}",
+            f"global batch size: {self.global_batch_size:5d}",
+            f"lm loss: {self.mean_lm_loss:.6E}",
+            f"loss scale: {self.loss_scale:.1f}",
+            f"grad norm: {self.grad_norm:.3f}",
+        ]
+        if self.num_zeros is not None:
+            parts.append(f"num zeros: {self.num_zeros:.1f}")
+        if self.params_norm is not None:
+            parts.append(f"params norm: {self.params_norm:.3f}")
+        parts += [
+            f"number of skipped iterations: {self.skipped_iterations:3d}",
+            f"number of nan iterations: {self.nan_iterations:3d}",
+            f"tokens/s: {self.tokens_per_second:.0f}",
+            f"samples/s: {self.samples_per_second:.2f}",
+        ]
+        if self.tflops_per_device is not None:
+            parts.append(f"TFLOP/s/device: {self.tflops_per_device:.3f}")
+        if self.model_flops_utilisation is not None:
+            parts.append(f"MFU: {100 * self.model_flops_utilisation:.1f}%")
+        parts.append(f"ETA: {human_duration(self.eta_seconds)}")
+        return " | ".join(parts) + " |"
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalRecord:
+    """One evaluation of the validation or the test split."""
+
+    split: str  # "valid" or "test"
+    iteration: int
+    consumed_train_samples: int
+    lm_loss: float
+    counted_tokens: int
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(min(PPL_CAP, self.lm_loss))
+
+    def as_json(self) -> dict[str, Any]:
+        return {**asdict(self), "lm_loss_ppl": self.perplexity}
+
+    def block(self, where: str) -> str:
+        line = (
+            f" validation loss at {where} | lm loss value: {self.lm_loss:.6E} | lm loss PPL: {self.perplexity:.6E} | "
+        )
+        rule = "-" * (len(line) + 1)
+        return f"{rule}\n{line}\n{rule}"

@@ -1,0 +1,79 @@
+"""`pretrain`: flags -> RunConfig -> parts -> `Trainer.fit()`. The public entry of every `pretrain_*.py`.
+
+torch is imported after the command line has been read, so `--help` and a mistyped flag answer at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from megatron.training.process import run_as_program
+from megatron.training.exit_reason import StopReason
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from megatron.config import RunConfig
+    from megatron.data.build import Datasets
+    from megatron.engine import ForwardStep
+    from megatron.training.assemble import Parts
+    from megatron.training.initialize import Run
+
+    # (run, samples wanted of train, valid, test) -> the three datasets
+    DatasetsProvider = Callable[[Run, tuple[int, int, int | None]], Datasets]
+    ModelProvider = Callable[[Run], nn.Module]
+
+
+def pretrain(
+    datasets_provider: DatasetsProvider,
+    model_provider: ModelProvider,
+    forward_step: ForwardStep,
+    argv: Sequence[str] | None = None,
+    *,
+    needs_data: bool = True,
+) -> StopReason:
+    """Train as the command line says. Errors end the process with one line and their exit code.
+
+    `needs_data=False`: the datasets are the script's own, so neither --data-path nor a tokenizer is asked for.
+    """
+
+    def body() -> StopReason:
+        from megatron.training.settings import read_settings
+
+        config = read_settings(argv, needs_data=needs_data)
+        return _pretrain(config, datasets_provider, model_provider, forward_step)
+
+    return run_as_program(body)
+
+
+def _pretrain(
+    config: RunConfig, datasets_provider: DatasetsProvider, model_provider: ModelProvider, forward_step: ForwardStep
+) -> StopReason:
+    from megatron.training.assemble import assemble
+    from megatron.training.initialize import start
+    from megatron.training.plan import render_plan
+
+    run = start(config)
+    if config.runtime.dry_run:
+        run.log.info(render_plan(run, model_provider))
+        return StopReason("dry_run", "--dry-run")
+    with assemble(run, datasets_provider, model_provider, forward_step) as parts:
+        return train_and_evaluate(run, parts)
+
+
+def train_and_evaluate(run: Run, parts: Parts) -> StopReason:
+    """Training, then the last evaluations, as Megatron does them; a run that stops early does not evaluate."""
+    progress = parts.progress
+    if run.config.training.skip_train:
+        reason = StopReason("done", "--skip-train: evaluation only")
+    else:
+        reason = parts.trainer.fit()
+    run.log.info(f"stopped at iteration {progress.iteration}: {reason.text}")
+    if reason.kind == "done":
+        where = f"iteration {progress.iteration}"
+        parts.evaluator.valid(progress, f"{where} on validation set")
+        parts.evaluator.test(progress, f"{where} on test set")
+    if run.launch.rank == 0:
+        reason.write(run.config.checkpoint.save, iteration=progress.iteration)
+    return reason

@@ -1,0 +1,42 @@
+"""The checked settings of a run. Loads no torch unless a checkpoint has to be asked for its own."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron.config import RunConfig, adopt_checkpoint_args, check, check_paths, describe
+from megatron.config.cli import resolve
+from megatron.errors import ConfigError
+
+
+def read_settings(argv: Sequence[str] | None, *, needs_data: bool = True) -> RunConfig:
+    """`needs_data=False`: the script brings its own datasets."""
+    config = resolve(list(sys.argv[1:] if argv is None else argv))
+    if config.runtime.print_config:
+        print(describe(config))
+        sys.exit(0)
+    if config.checkpoint.use_checkpoint_args:
+        config = _with_checkpoint_args(config)
+    check(config, needs_data=needs_data)
+    check_paths(config)
+    return config
+
+
+def _with_checkpoint_args(config: RunConfig) -> RunConfig:
+    from megatron.checkpoint.load import find_checkpoint
+    from megatron.distributed.state import ParallelState
+    from megatron.layout import Layout
+
+    if config.checkpoint.load is None:
+        raise ConfigError("--use-checkpoint-args: there is no checkpoint to take them from; give --load")
+    found = find_checkpoint(
+        Path(config.checkpoint.load),
+        parallel=ParallelState.plan(Layout(1), 0),
+        step=config.checkpoint.ckpt_step,
+        save_dir=Path(config.checkpoint.save) if config.checkpoint.save else None,
+        check_hashes=False,  # the load itself checks them
+        log=lambda _: None,
+    )
+    return config if found is None else adopt_checkpoint_args(config, found.manifest.config)

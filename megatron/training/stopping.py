@@ -1,0 +1,66 @@
+"""When a run stops before its last iteration, and how all ranks agree on it."""
+
+from __future__ import annotations
+
+import signal
+import time
+from types import FrameType
+
+import torch
+
+from megatron.config import TrainingConfig
+from megatron.distributed.collectives import all_reduce
+from megatron.distributed.state import Axis
+from megatron.training.exit_reason import StopReason
+
+
+class SignalFlag:
+    """Remembers that a signal came; the loop looks at it at the next step boundary."""
+
+    def __init__(self, signals: tuple[signal.Signals, ...]) -> None:
+        self.received: int = 0
+        self._previous = {number: signal.signal(number, self._remember) for number in signals}
+
+    def _remember(self, number: int, _frame: FrameType | None) -> None:
+        self.received = number
+
+    def restore(self) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+
+class StopConditions:
+    """Asked once after every iteration. Clocks and signals differ between ranks, so the ranks agree by a maximum."""
+
+    def __init__(self, config: TrainingConfig, world: Axis, device: torch.device) -> None:
+        self._config, self._world, self._device = config, world, device
+        self._started = time.monotonic()
+        self._signals = SignalFlag((signal.SIGTERM,)) if config.exit_signal_handler else None
+
+    def reason(self, iteration: int) -> StopReason | None:
+        config = self._config
+        if config.exit_interval and iteration % config.exit_interval == 0:
+            return StopReason("exit_interval", f"--exit-interval {config.exit_interval}")
+        signalled, timed_out = self._agree()
+        if signalled:
+            return StopReason("signal", "SIGTERM")
+        if timed_out:
+            return StopReason("exit_duration", f"--exit-duration-in-mins {config.exit_duration_in_mins}")
+        return None
+
+    def _agree(self) -> tuple[bool, bool]:
+        minutes = self._config.exit_duration_in_mins
+        if self._signals is None and minutes is None:
+            return False, False
+        mine = [
+            float(self._signals is not None and self._signals.received != 0),
+            float(minutes is not None and time.monotonic() - self._started > minutes * 60),
+        ]
+        flags = torch.tensor(mine, device=self._device)
+        all_reduce(flags, self._world, op="max")
+        signalled, timed_out = flags.tolist()
+        return bool(signalled), bool(timed_out)
+
+    def close(self) -> None:
+        if self._signals is not None:
+            self._signals.restore()

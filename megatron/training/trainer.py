@@ -1,0 +1,181 @@
+"""The training loop. It reads top to bottom; whatever is optional is a hook."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+from megatron.config import RunConfig
+from megatron.training.batch_plan import BatchPlan
+from megatron.engine import Batch, Engine, StepResult
+from megatron.errors import DataError
+from megatron.optimizer import Schedule
+from megatron.training.exit_reason import StopReason
+from megatron.training.hooks import Hook
+from megatron.training.metrics import EvalRecord, TrainRecord
+from megatron.training.progress import Progress
+from megatron.training.stopping import StopConditions
+from megatron.training.throughput import Throughput
+from megatron.utils.log import RankLog
+from megatron.utils.timers import Timers
+
+
+class Saver(Protocol):
+    """Writes a checkpoint of the whole run at a step boundary."""
+
+    def save(self, progress: Progress) -> None: ...
+
+
+class Evaluator(Protocol):
+    """Evaluates one split and reports; moves `consumed_valid_samples`."""
+
+    def valid(self, progress: Progress, where: str) -> EvalRecord | None: ...
+
+    def test(self, progress: Progress, where: str) -> EvalRecord | None: ...
+
+
+class Trainer:
+    def __init__(
+        self,
+        config: RunConfig,
+        engine: Engine,
+        schedule: Schedule,
+        batch_plan: BatchPlan,
+        train_batches: Iterator[Batch],
+        *,
+        progress: Progress,
+        throughput: Throughput,
+        evaluator: Evaluator,
+        saver: Saver | None,
+        stop: StopConditions,
+        hooks: Sequence[Hook],
+        log: RankLog,
+    ) -> None:
+        self.config, self.engine, self.schedule, self.batch_plan = config, engine, schedule, batch_plan
+        self.train_batches, self.progress, self.throughput = train_batches, progress, throughput
+        self.evaluator, self.saver, self.stop, self.hooks, self.log = evaluator, saver, stop, hooks, log
+        self.timers = Timers()
+        self._since_log: list[tuple[float, float]] = []  # (loss, seconds) of each iteration since the last line
+
+    def fit(self) -> StopReason:
+        """Train to the last iteration or to the first reason to stop; returns that reason."""
+        while not self.finished:
+            self._collect_garbage_on_schedule()
+            started = time.perf_counter()
+            self.timers.reset()
+            result = self._one_iteration()
+            self._report(result, time.perf_counter() - started)
+            if self._due(self.config.evaluation.eval_interval):
+                self.evaluator.valid(self.progress, f"iteration {self.progress.iteration}")
+            reason = self.stop.reason(self.progress.iteration)
+            if self.saver and (reason or self.finished or self._due(self.config.checkpoint.save_interval)):
+                self.saver.save(self.progress)
+            if reason and not self.finished:
+                return reason
+        return StopReason("done", "all iterations are done")
+
+    @property
+    def finished(self) -> bool:
+        return self.progress.iteration >= self.batch_plan.total_iterations
+
+    # one iteration
+
+    def _one_iteration(self) -> StepResult | None:
+        """One global batch; None when the user asked to pass over this iteration's data."""
+        progress = self.progress
+        batch_size = self.batch_plan.batch_size(progress.consumed_train_samples)
+        with self.timers("batch-generator"):
+            micro_batches = self._next_batches(self.batch_plan.micro_batches(batch_size))
+        progress.iteration += 1
+        progress.consumed_train_samples += batch_size
+        if progress.iteration in (self.config.training.iterations_to_skip or ()):
+            progress.skipped_iterations += 1
+            self.log.info(f" iteration {progress.iteration}: data consumed without a step (--iterations-to-skip)")
+            return None
+        with self.timers("forward-backward-optimizer"):
+            result = self.engine.train_step(
+                micro_batches,
+                batch_size=batch_size,
+                tokens_per_sample=self.config.data.seq_length,
+                lr=self.schedule.lr(progress.schedule_samples),
+                weight_decay=self.schedule.weight_decay(progress.schedule_samples),
+                count_zeros=self.config.logging.log_num_zeros_in_grad,
+            )
+        if result.skipped:
+            progress.skipped_iterations += 1
+        else:
+            progress.schedule_samples += batch_size
+        if not result.finite:
+            progress.nan_iterations += 1
+        return result
+
+    def _next_batches(self, count: int) -> list[Batch]:
+        batches = [batch for _, batch in zip(range(count), self.train_batches)]
+        if len(batches) < count:
+            raise DataError(
+                f"the training data ended after {self.progress.consumed_train_samples} samples; "
+                "train on more data, or lower --train-iters / --train-samples"
+            )
+        return batches
+
+    # reporting
+
+    def _report(self, result: StepResult | None, seconds: float) -> None:
+        if result is None:
+            return
+        self._since_log.append((result.lm_loss, seconds))
+        is_due = self._due(self.config.logging.log_interval)
+        if not is_due and not self.hooks:
+            return
+        record = self._record(result, seconds)
+        for hook in self.hooks:
+            hook.on_step(record, self.timers.elapsed())
+        if is_due:
+            for hook in self.hooks:
+                hook.on_log(record)
+            self.log.info(record.line())
+            self._since_log.clear()
+            self.progress.skipped_iterations = self.progress.nan_iterations = 0
+
+    def _record(self, result: StepResult, seconds: float) -> TrainRecord:
+        progress = self.progress
+        batch_size = result.batch_size
+        losses = [loss for loss, _ in self._since_log]
+        mean_seconds = sum(s for _, s in self._since_log) / len(self._since_log)
+        rates = self.throughput.rates(batch_size, mean_seconds)
+        remaining = self.batch_plan.total_iterations - progress.iteration
+        return TrainRecord(
+            iteration=progress.iteration,
+            total_iterations=self.batch_plan.total_iterations,
+            consumed_train_samples=progress.consumed_train_samples,
+            learning_rate=result.learning_rate,
+            weight_decay=result.weight_decay,
+            global_batch_size=batch_size,
+            lm_loss=result.lm_loss,
+            mean_lm_loss=sum(losses) / len(losses),
+            loss_scale=result.loss_scale,
+            grad_norm=result.grad_norm,
+            num_zeros=result.num_zeros,
+            params_norm=self.engine.optimizer.params_norm() if self.config.logging.log_params_norm else None,
+            skipped_iterations=progress.skipped_iterations,
+            nan_iterations=progress.nan_iterations,
+            seconds_per_iteration=mean_seconds,
+            tokens_per_second=rates.tokens_per_second,
+            samples_per_second=rates.samples_per_second,
+            tflops_per_device=rates.tflops_per_device,
+            model_flops_utilisation=rates.utilisation,
+            eta_seconds=remaining * mean_seconds,
+        )
+
+    def _due(self, interval: int | None) -> bool:
+        return interval is not None and self.progress.iteration % interval == 0
+
+    def _collect_garbage_on_schedule(self) -> None:
+        training = self.config.training
+        if not training.manual_gc:
+            return
+        gc.disable()  # a collection at a moment of Python's choosing delays one rank, and so all of them
+        if training.manual_gc_interval and self._due(training.manual_gc_interval):
+            gc.collect()

@@ -1,0 +1,34 @@
+"""How much memory this process, or its accelerator, has used."""
+
+from __future__ import annotations
+
+import resource
+import sys
+
+import torch
+
+
+def peak_resident_bytes() -> int:
+    """The largest resident set of this process so far."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def accelerator_memory(device: torch.device) -> dict[str, int]:
+    """Allocated and reserved bytes on the accelerator; empty on a CPU."""
+    if device.type != "cuda":
+        return {}
+    return {
+        "allocated": torch.cuda.memory_allocated(device),
+        "max_allocated": torch.cuda.max_memory_allocated(device),
+        "reserved": torch.cuda.memory_reserved(device),
+        "max_reserved": torch.cuda.max_memory_reserved(device),
+    }
+
+
+def human_bytes(count: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if abs(count) < 1024 or unit == "TiB":
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    raise AssertionError("unreachable")
