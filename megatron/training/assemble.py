@@ -13,9 +13,9 @@ from torch import nn
 from megatron.checkpoint.state import RunHistory
 from megatron.config import to_dict
 from megatron.data.build import Datasets
-from megatron.data.splits import sample_counts
 from megatron.data.loader import build_loader
 from megatron.data.masks import MaskConfig
+from megatron.data.splits import sample_counts
 from megatron.data_parallel import GradBuffers, broadcast_parameters
 from megatron.distributed.shard import ShardSpec
 from megatron.engine import Batch, Engine, ForwardStep

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from megatron.training.process import run_as_program
 from megatron.training.exit_reason import StopReason
+from megatron.training.process import run_as_program
 
 if TYPE_CHECKING:
     from torch import nn

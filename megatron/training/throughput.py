@@ -1,4 +1,4 @@
-"""Tokens per second, and what part of the machine that is. The formula is Megatron's model FLOPs (docs/performance.md)."""
+"""Tokens per second, and what part of the machine that is. The formula is that of megatron.model.flops."""
 
 from __future__ import annotations
 

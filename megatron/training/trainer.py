@@ -8,10 +8,10 @@ from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 from megatron.config import RunConfig
-from megatron.training.batch_plan import BatchPlan
 from megatron.engine import Batch, Engine, StepResult
 from megatron.errors import DataError
 from megatron.optimizer import Schedule
+from megatron.training.batch_plan import BatchPlan
 from megatron.training.exit_reason import StopReason
 from megatron.training.hooks import Hook
 from megatron.training.metrics import EvalRecord, TrainRecord
