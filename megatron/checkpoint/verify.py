@@ -71,7 +71,7 @@ def _coverage(directory: Path, record: Manifest) -> list[Problem]:
         unknown = [piece.file for piece in tensor.slices if piece.file not in record.files]
         if unknown:
             problems.append(Problem("incomplete", f"{directory}: {name} lies in {unknown[0]}, which is not listed"))
-        elif not slices.covers_all(tensor):
+        elif not slices.covers_exactly(tensor):
             problems.append(Problem("incomplete", f"{directory}: the slices of {name} do not cover it exactly once"))
     return problems
 

@@ -212,7 +212,7 @@ def test_longer_context_is_for_finetune_alone(tmp_path: Path) -> None:
     rope = {**MODEL, "position_embedding_type": "rope"}
     save(tmp_path, make_state(config={"model": rope}))
     longer = model_config({**rope, "rotary_base": 500000.0})
-    with pytest.raises(CheckpointError, match="--rotary-base: checkpoint 10000.0, this run 500000.0"):
+    with pytest.raises(CheckpointError, match=r"--rotary-base: checkpoint 10000\.0, this run 500000\.0"):
         load(tmp_path, model_config=longer)
     messages: list[str] = []
     load(tmp_path, model_config=longer, finetune=True, messages=messages)

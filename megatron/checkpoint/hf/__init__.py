@@ -1,0 +1,16 @@
+"""Models to and from `transformers`, in safetensors: GPT-2, Llama, Qwen2, Qwen3, Mistral."""
+
+from megatron.checkpoint.hf.check import check_export
+from megatron.checkpoint.hf.export import DTYPES, Export, plan_export, write_export
+from megatron.checkpoint.hf.importer import HuggingFaceFolder, open_folder, read_tensors
+
+__all__ = [
+    "DTYPES",
+    "Export",
+    "HuggingFaceFolder",
+    "check_export",
+    "open_folder",
+    "plan_export",
+    "read_tensors",
+    "write_export",
+]

@@ -1,0 +1,127 @@
+"""An export is opened as a user would open it, and must compute what we compute at every position.
+
+Logits are compared in fp32 whatever the weights' dtype, so the comparison sees the function and not the rounding.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megatron.checkpoint.hf.export import Export, our_tensors
+from megatron.checkpoint.hf.importer import open_folder, read_tensors
+from megatron.errors import CheckpointError
+from megatron.model import GPT
+from megatron.ops import resolve
+
+TOLERANCE = 1e-4  # of the largest logit
+_POSITIONS = 96
+_BYTES_PER_WEIGHT = 4 * 3  # ours, theirs, and what either needs while it is built
+
+
+@dataclass(frozen=True)
+class Comparison:
+    largest_difference: float
+    largest_logit: float
+    positions: int
+
+    @property
+    def relative(self) -> float:
+        return self.largest_difference / max(self.largest_logit, 1e-30)
+
+
+def check_export(export: Export, folder: Path, log: Callable[[str], object]) -> None:
+    """Raise unless the folder holds our model. Logits where transformers is there and memory allows, else weights."""
+    compare_weights(export, folder)
+    log("check: every weight reads back bit-equal")
+    if importlib.util.find_spec("transformers") is None:
+        log("check: transformers is not installed; logits were not compared")
+        return
+    need = _BYTES_PER_WEIGHT * sum(prod(record.logical_shape) for record in export.reader.manifest.model.values())
+    if (free := available_memory()) is not None and need > free:
+        log(f"check: logits were not compared (needs about {need} bytes of memory, {free} are available)")
+        return
+    result = compare_logits(export, folder)
+    log(
+        f"check: logits equal those of {export.family.architecture} at all {result.positions} positions to "
+        f"{result.relative:.1e} of the largest (tolerance {TOLERANCE:.0e})"
+    )
+
+
+def compare_weights(export: Export, folder: Path) -> None:
+    """What an import would give back is what we have; also catches a wrong config.json."""
+    source = open_folder(folder)
+    ours = dict(our_tensors(export))
+    exact = not export.config.apply_layernorm_1p  # theirs has no such form: gamma comes back, not gamma - 1
+    for name, _, tensor in read_tensors(source):
+        expected = ours.pop(name, None)
+        if expected is None:
+            raise CheckpointError(f"{folder}: read back, there is a {name} that was never written")
+        if exact and not torch.equal(expected, tensor):
+            raise CheckpointError(f"{folder}: {name} reads back different from what was written")
+    if ours:
+        raise CheckpointError(f"{folder}: lost on the way: {', '.join(ours)}")
+
+
+@torch.no_grad()
+def compare_logits(export: Export, folder: Path) -> Comparison:
+    """Our logits and theirs on random tokens; raises on a difference that rounding does not explain."""
+    generator = torch.Generator().manual_seed(1234)
+    length = min(_POSITIONS, export.facts.context or _POSITIONS)
+    tokens = torch.randint(0, export.facts.vocab_size, (2, length), generator=generator)
+    ours, theirs = our_logits(export, tokens), their_logits(folder, tokens)
+    if ours.shape != theirs.shape:
+        raise CheckpointError(f"{folder}: logits have shape {tuple(theirs.shape)}, ours {tuple(ours.shape)}")
+    result = Comparison(float((ours - theirs).abs().max()), float(ours.abs().max()), ours.shape[0] * ours.shape[1])
+    if not result.relative <= TOLERANCE:
+        raise CheckpointError(
+            f"{folder}: logits differ from ours by {result.relative:.1e} of the largest (tolerance {TOLERANCE:.0e}); "
+            "nothing was exported"
+        )
+    return result
+
+
+def our_logits(export: Export, tokens: Tensor) -> Tensor:
+    with default_dtype(torch.float32):
+        model = GPT(export.config, vocab_size=export.facts.vocab_size, kernels=resolve("ref", device_type="cpu"))
+    named = dict(model.named_parameters())
+    for name, tensor in our_tensors(export):
+        named.pop(name).copy_(tensor)
+    assert not named, f"parameters of the model that no checkpoint has: {list(named)}"
+    return model.eval()(tokens).float()
+
+
+def their_logits(folder: Path, tokens: Tensor) -> Tensor:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(
+        str(folder), dtype=torch.float32, attn_implementation="eager", local_files_only=True
+    )
+    logits: Tensor = model.eval()(tokens).logits.float()
+    return logits
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def available_memory() -> int | None:
+    """Bytes that can be had without swapping, where the system says so."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration, ValueError):
+        return None

@@ -1,0 +1,192 @@
+"""A verified native checkpoint -> a folder that `transformers` opens offline."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from megatron.checkpoint import storage
+from megatron.checkpoint.architecture import model_config
+from megatron.checkpoint.hf.config_out import Facts, config_json, generation_json
+from megatron.checkpoint.hf.family import Family, choose
+from megatron.checkpoint.hf.mapping import Exchange, exchanges, zero_biases
+from megatron.checkpoint.load import FoundStep
+from megatron.checkpoint.reader import StepReader
+from megatron.config import ModelConfig
+from megatron.errors import CheckpointError, ConfigError
+
+SHARD_BYTES = 5 * 10**9
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Export:
+    """What an export is going to write; made before anything is written."""
+
+    reader: StepReader
+    config: ModelConfig
+    family: Family
+    facts: Facts
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return DTYPES[self.facts.dtype]
+
+    @property
+    def exchanges(self) -> list[Exchange]:
+        return list(exchanges(self.config, self.facts.vocab_size, self.family.style))
+
+
+def plan_export(found: FoundStep, *, dtype: str | None = None, eod_id: int | None = None) -> Export:
+    """Choose the family and check that the checkpoint holds exactly that model."""
+    saved = found.manifest
+    if "model" not in saved.config:
+        raise CheckpointError(f"{found.directory} holds no configuration of a GPT; only our GPT can be exported")
+    config = model_config(saved.config["model"])
+    family = choose(config)
+    words = saved.model.get("embedding.word_embeddings.weight")
+    if words is None:
+        raise CheckpointError(f"{found.directory} holds no word embedding; only our GPT can be exported")
+    trained = words.dtype.removeprefix("torch.")
+    if dtype is None and trained not in DTYPES:
+        raise ConfigError(f"--dtype: not given, and the checkpoint's {trained} is none of {', '.join(DTYPES)}")
+    context = config.max_position_embeddings or int(saved.config.get("data", {}).get("seq_length") or 0)
+    facts = Facts(words.logical_shape[0], dtype or trained, context, eod_id)
+    export = Export(StepReader(found.directory, saved), config, family, facts)
+    _check_complete(export, found)
+    return export
+
+
+def _check_complete(export: Export, found: FoundStep) -> None:
+    expected = {e.parameter.name: e.parameter.logical_shape for e in export.exchanges}
+    held = {name: record.logical_shape for name, record in found.manifest.model.items()}
+    if expected != held:
+        differing = sorted(n for n in expected.keys() | held.keys() if expected.get(n) != held.get(n))
+        raise CheckpointError(
+            f"{found.directory} does not hold the model that its configuration describes: {', '.join(differing[:8])}"
+        )
+
+
+def write_export(
+    export: Export,
+    out: Path,
+    *,
+    tokenizer: Path | None,
+    overwrite: bool = False,
+    check: Callable[[Path], object] | None = None,
+    log: Callable[[str], object] = print,
+) -> None:
+    """Write beside, have it checked, then rename: a folder named `out` is always whole and always checked."""
+    if out.exists() and not overwrite:
+        raise ConfigError(f"--save {out}: exists already; give another folder, or --overwrite")
+    temporary = out.with_name(f".tmp-{out.name}")
+    with storage.storage_errors("writing the export", temporary):
+        if temporary.exists():
+            storage.remove_tree(temporary)
+        storage.make_directory(temporary)
+        try:
+            _write_files(export, temporary, tokenizer, log)
+            if check is not None:
+                check(temporary)
+            _publish(temporary, out)
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
+
+
+def _write_files(export: Export, folder: Path, tokenizer: Path | None, log: Callable[[str], object]) -> None:
+    if tokenizer is not None:
+        for source in sorted(path for path in tokenizer.iterdir() if path.is_file()):
+            shutil.copyfile(source, folder / source.name)
+    else:
+        log("warning: the checkpoint has no tokenizer beside it; the export has none either")
+    _write_weights(export, folder, log)
+    _write_json(folder / "config.json", config_json(export.config, export.family, export.facts))
+    _write_json(folder / "generation_config.json", generation_json(export.facts))
+
+
+def _publish(temporary: Path, out: Path) -> None:
+    for path in temporary.rglob("*"):
+        if path.is_file():
+            storage.fsync_file(path)
+    storage.fsync_tree(temporary)
+    if out.exists():
+        old = out.with_name(f".trash-{out.name}")
+        if old.exists():
+            storage.remove_tree(old)
+        storage.rename(out, old)
+        storage.rename(temporary, out)
+        storage.remove_tree(old)
+    else:
+        storage.rename(temporary, out)
+
+
+def _write_json(path: Path, values: dict[str, Any]) -> None:
+    path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+
+
+def _write_weights(export: Export, folder: Path, log: Callable[[str], object]) -> None:
+    """One file, or numbered shards of at most 5 GB; one shard is in memory at a time."""
+    shards = _plan_shards(export)
+    total, index, worst = 0, {}, 0.0
+    for number, shard in enumerate(shards, 1):
+        name = WEIGHTS if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        tensors: dict[str, Tensor] = {}
+        for exchange in shard:
+            converted, error = _convert(export, exchange)
+            worst = max(worst, error)
+            tensors |= converted
+        if number == len(shards):
+            zeros = zero_biases(export.config, export.family.style)
+            tensors |= {n: torch.zeros(shape, dtype=export.dtype) for n, shape in zeros.items()}
+        save_file(tensors, folder / name, metadata={"format": "pt"})
+        index |= dict.fromkeys(tensors, name)
+        total += sum(t.numel() * t.element_size() for t in tensors.values())
+    if len(shards) > 1:
+        _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(index.items()))})
+    if worst > 0:
+        log(f"--dtype {export.facts.dtype}: the largest error of narrowing a weight is {worst:.3e}")
+    log(f"wrote {total} bytes of {export.facts.dtype} weights in {len(shards)} file(s)")
+
+
+def _plan_shards(export: Export) -> list[list[Exchange]]:
+    shards: list[list[Exchange]] = [[]]
+    size = 0
+    for exchange in export.exchanges:
+        need = torch.Size(exchange.parameter.stored_shape).numel() * export.dtype.itemsize
+        if shards[-1] and size + need > SHARD_BYTES:
+            shards.append([])
+            size = 0
+        shards[-1].append(exchange)
+        size += need
+    return shards
+
+
+def _convert(export: Export, exchange: Exchange) -> tuple[dict[str, Tensor], float]:
+    name = exchange.parameter.name
+    stored = export.reader.logical(name, export.reader.manifest.model[name])
+    error = 0.0
+    converted = {}
+    for theirs, tensor in exchange.to_hf(stored).items():
+        narrowed = tensor.to(export.dtype, copy=True)  # a storage of its own, as safetensors wants
+        if narrowed.dtype != tensor.dtype and narrowed.numel():
+            error = max(error, float((narrowed.to(torch.float64) - tensor.to(torch.float64)).abs().max()))
+        converted[theirs] = narrowed
+    if not error < float("inf"):
+        raise ConfigError(f"--dtype {export.facts.dtype}: {name} does not fit its range; use bfloat16 or float32")
+    return converted, error
+
+
+def our_tensors(export: Export) -> Iterator[tuple[str, Tensor]]:
+    """The weights of our own model, in the dtype of the export."""
+    for name, record in export.reader.manifest.model.items():
+        yield name, export.reader.logical(name, record).to(export.dtype)

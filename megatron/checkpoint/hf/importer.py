@@ -1,0 +1,162 @@
+"""A Hugging Face folder of a known family -> our parameters and settings. Only config.json and safetensors are read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from megatron.checkpoint import paths
+from megatron.checkpoint.hf.config_in import model_config_from
+from megatron.checkpoint.hf.export import DTYPES, INDEX, WEIGHTS
+from megatron.checkpoint.hf.family import Family, by_model_type
+from megatron.checkpoint.hf.mapping import exchanges, zero_biases
+from megatron.config import ModelConfig
+from megatron.errors import CheckpointError, ConfigError
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+)
+# Buffers that old versions of transformers saved; they hold no weights.
+_IGNORED_ENDINGS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
+
+
+@dataclass(frozen=True)
+class HuggingFaceFolder:
+    """A model on disk, described but not read."""
+
+    folder: Path
+    family: Family
+    config: ModelConfig
+    vocab_size: int
+    dtype: str
+    files: Mapping[str, Path]  # tensor name -> file
+
+    @property
+    def tokenizer_files(self) -> list[Path]:
+        return [path for name in TOKENIZER_FILES if (path := self.folder / name).is_file()]
+
+
+def open_folder(folder: Path) -> HuggingFaceFolder:
+    if not folder.is_dir():
+        raise ConfigError(f"--load {folder}: no such directory")
+    values = _read_json(folder / "config.json")
+    family = by_model_type(values.get("model_type"))
+    config = model_config_from(values, family)
+    files = _tensor_files(folder)
+    vocab_size = values.get("vocab_size")
+    if not isinstance(vocab_size, int):
+        raise ConfigError(f"{folder / 'config.json'}: vocab_size is missing")
+    return HuggingFaceFolder(folder, family, config, vocab_size, _stored_dtype(files, family), files)
+
+
+def read_tensors(source: HuggingFaceFolder) -> Iterator[tuple[str, tuple[int, ...], Tensor]]:
+    """(name, logical shape, stored tensor) of each of our parameters. A tensor of the folder is used or refused."""
+    wanted = list(exchanges(source.config, source.vocab_size, source.family.style))
+    zeros = zero_biases(source.config, source.family.style)
+    _check_names(source, {name for exchange in wanted for name in exchange.theirs} | zeros.keys())
+    with ExitStack() as stack:
+        read = _reader(source, stack)
+        for name in zeros:
+            if bool(read(name).any()):
+                raise CheckpointError(
+                    f"{source.folder}: {name} is not zero, but config.json says there is no such bias"
+                )
+        for exchange in wanted:
+            try:
+                stored = exchange.from_hf(read)
+            except RuntimeError as error:
+                raise CheckpointError(
+                    f"{source.folder}: {', '.join(exchange.theirs)} do not have the shapes that config.json describes"
+                ) from error
+            yield exchange.parameter.name, exchange.parameter.logical_shape, stored
+
+
+def _reader(source: HuggingFaceFolder, stack: ExitStack) -> Callable[[str], Tensor]:
+    opened: dict[Path, Any] = {}
+
+    def read(name: str) -> Tensor:
+        path = source.files[name]
+        if path not in opened:
+            opened[path] = stack.enter_context(safe_open(path, framework="pt"))
+        tensor: Tensor = opened[path].get_tensor(name)
+        return tensor
+
+    return read
+
+
+def _tensor_files(folder: Path) -> dict[str, Path]:
+    if (folder / INDEX).is_file():
+        names = _read_json(folder / INDEX).get("weight_map")
+        if not isinstance(names, dict):
+            raise CheckpointError(f"{folder / INDEX} has no weight_map")
+        shards = {str(shard) for shard in names.values()}
+    elif (folder / WEIGHTS).is_file():
+        shards = {WEIGHTS}
+    else:
+        raise ConfigError(
+            f"--load {folder}: no {WEIGHTS}; weights in other formats are not read, save them as safetensors first"
+        )
+    files: dict[str, Path] = {}
+    for shard in sorted(shards):
+        path = paths.member(folder, shard)
+        files |= dict.fromkeys(_header_names(path), path)
+    return files
+
+
+def _header_names(path: Path) -> list[str]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            return list(file.keys())
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path} cannot be read as safetensors ({error})") from error
+
+
+def _stored_dtype(files: Mapping[str, Path], family: Family) -> str:
+    name = "transformer.wte.weight" if family.style == "gpt2" else "model.embed_tokens.weight"
+    if name not in files:
+        raise CheckpointError(f"no {name} in the folder: it is not a {family.architecture}")
+    with safe_open(files[name], framework="pt") as file:
+        dtype: torch.dtype = file.get_tensor(name).dtype
+    found = str(dtype).removeprefix("torch.")
+    if found not in DTYPES:
+        raise CheckpointError(f"{name} is {found}; supported: {', '.join(DTYPES)}")
+    return found
+
+
+def _check_names(source: HuggingFaceFolder, wanted: set[str]) -> None:
+    held = {name for name in source.files if not name.endswith(_IGNORED_ENDINGS)}
+    if source.config.tied:
+        held.discard("lm_head.weight")
+    missing, extra = sorted(wanted - held), sorted(held - wanted)
+    if missing or extra:
+        raise CheckpointError(
+            f"{source.folder} does not hold the model that config.json describes "
+            f"(missing: {', '.join(missing[:6]) or 'none'}; not known: {', '.join(extra[:6]) or 'none'})"
+        )
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ConfigError(f"{path} does not exist: not a Hugging Face model folder") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} cannot be read as JSON ({error})") from error
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{path} is not a JSON object")
+    return values

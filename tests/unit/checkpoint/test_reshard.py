@@ -1,0 +1,129 @@
+"""Any split loads into any other: artificial tensor-parallel ranks write one manifest, others read it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.checkpoint import Sharded, StepReader, inspect_step, load_checkpoint, manifest, save_checkpoint, slices
+from megatron.checkpoint.manifest import Slice, TensorRecord
+from megatron.distributed.shard import ShardSpec, even_ranges
+from megatron.distributed.state import ParallelState
+from megatron.errors import CheckpointError
+from megatron.layout import Layout
+from tests.helpers.distributed import run_ranks
+from tests.unit.checkpoint.support import PADDED, SHAPES, make_params, make_state
+
+COLUMNS = {"layers.0.self_attention.dense.weight", "layers.0.mlp.dense_4h_to_h.weight"}
+COPIED = {"layers.0.input_layernorm.weight", "final_layernorm.weight", "embedding.position_embeddings.weight"}
+WORDS = "embedding.word_embeddings.weight"
+
+
+def shard(params: dict[str, Sharded], tp: int, rank: int) -> dict[str, Sharded]:
+    """What one tensor-parallel rank holds: the vocabulary with its own padding, copies whole."""
+    held: dict[str, Sharded] = {}
+    for name, (spec, tensor) in params.items():
+        whole = tensor.detach()[: SHAPES[name][0][0]] if name == WORDS else tensor.detach()
+        if tp == 1 or name in COPIED:
+            held[name] = (spec, tensor.detach().clone())
+            continue
+        part = replace(spec, ranges=even_ranges(spec.size, tp, rank))
+        local = part.take(whole)
+        stored = local.reshape(local.shape[0], -1) if name in COLUMNS else local.reshape(-1, *SHAPES[name][1][1:])
+        if name == WORDS:
+            stored = torch.nn.functional.pad(stored, (0, 0, 0, PADDED // tp - stored.shape[0]))
+        held[name] = (part, stored.clone())
+    return held
+
+
+def save_split(directory: Path, tp: int) -> None:
+    """`tp` gloo ranks save together, as a tensor-parallel run would."""
+
+    def body(rank: int) -> str:
+        parallel = ParallelState.build(Layout(tp, tp=tp), rank)
+        params = shard(make_params(), tp, rank)
+        moments = {n: {"exp_avg": (spec, tensor * 2)} for n, (spec, tensor) in params.items()}
+        state = make_state(params=params, optimizer=moments)
+        return save_checkpoint(directory, state, parallel=parallel, save_tokenizer=None, run_id="t").path.name
+
+    assert run_ranks(tp, body) == ["iter_0000010"] * tp
+
+
+@pytest.mark.parametrize("saved, wanted", list(product((1, 2, 4), repeat=2)))
+def test_every_split_loads_into_every_other(tmp_path: Path, saved: int, wanted: int) -> None:
+    save_split(tmp_path, saved)
+    _, problems = inspect_step(tmp_path / "iter_0000010", deep=True)
+    assert problems == []
+    record = manifest.read(tmp_path / "iter_0000010")
+    assert len(record.files) == saved
+    reader = StepReader(tmp_path / "iter_0000010", record)
+    for rank in range(wanted):
+        expected = shard(make_params(), wanted, rank)
+        for name, (spec, tensor) in expected.items():
+            target = torch.full_like(tensor, 7.0)
+            reader.fill(spec, target, record.model[name])
+            assert torch.equal(target, tensor), (name, rank)
+            moment = reader.optimizer_like(name, spec, tensor.shape)["exp_avg"]
+            assert torch.equal(moment, tensor * 2), (name, rank)
+
+
+def test_whole_tensors_come_back_from_a_split_save(tmp_path: Path) -> None:
+    save_split(tmp_path, 4)
+    reader = StepReader(tmp_path / "iter_0000010", manifest.read(tmp_path / "iter_0000010"))
+    for name, (_, tensor) in make_params().items():
+        expected = tensor.detach()[: SHAPES[name][0][0]] if name == WORDS else tensor.detach()
+        assert torch.equal(reader.model_tensors()[name], expected), name
+
+
+def test_load_on_another_layout_says_that_random_states_do_not_apply(tmp_path: Path) -> None:
+    save_split(tmp_path, 2)
+    params = make_params(seed=9)
+    messages: list[str] = []
+    loaded = load_checkpoint(tmp_path, parallel=ParallelState.build(Layout(1), 0), params=params, log=messages.append)
+    assert loaded is not None and loaded.rng is None
+    assert any("tp 2 -> 1" in message for message in messages)
+    assert all(torch.equal(params[name][1], tensor) for name, (_, tensor) in make_params().items())
+
+
+def test_planted_swap_of_two_slices_is_seen(tmp_path: Path) -> None:
+    """The comparison above has power: exchange what two ranks hold and it fails."""
+    save_split(tmp_path, 2)
+    record = manifest.read(tmp_path / "iter_0000010")
+    name = "layers.0.mlp.dense_h_to_4h.weight"
+    first, second = record.model[name].slices
+    swapped = replace(
+        record.model[name], slices=(replace(first, ranges=second.ranges), replace(second, ranges=first.ranges))
+    )
+    target = torch.zeros(SHAPES[name][1])
+    spec, tensor = make_params()[name]
+    StepReader(tmp_path / "iter_0000010", record).fill(spec, target, swapped)
+    assert not torch.equal(target, tensor)
+
+
+def test_a_gap_is_refused() -> None:
+    record = TensorRecord((8, 3), "torch.float32", 0, (Slice("a", ("x",), ((0, 3),), (3, 3)),))
+    assert not slices.covers_exactly(record)
+    with pytest.raises(CheckpointError, match=r"w: indices \[\(3, 8\)\] of dimension 0 are in no file"):
+        slices.fill(ShardSpec("w", (8, 3)), torch.zeros(8, 3), record, lambda piece: torch.zeros(3, 3))
+
+
+@pytest.mark.parametrize(
+    "ranges, exact",
+    [
+        ([((0, 4),), ((4, 8),)], True),
+        ([((0, 4),), ((0, 4),), ((4, 8),)], True),  # a copy, as KV heads fewer than ranks are
+        ([((0, 2), (4, 6)), ((2, 4), (6, 8))], True),
+        ([None, None], True),
+        ([((0, 5),), ((4, 8),)], False),
+        ([((0, 4),), ((4, 9),)], False),
+        ([((0, 4),)], False),
+        ([], False),
+    ],
+)
+def test_coverage(ranges: list, exact: bool) -> None:
+    record = TensorRecord((8,), "torch.float32", 0, tuple(Slice("a", ("x",), r, (1,)) for r in ranges))
+    assert slices.covers_exactly(record) is exact
