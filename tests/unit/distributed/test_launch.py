@@ -1,0 +1,200 @@
+"""What a process learns from its launcher, without starting any."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.distributed import device as device_module
+from megatron.distributed import launch
+from megatron.distributed.device import group_backend, resolve_backend, resolve_device
+from megatron.distributed.launch import LaunchInfo, first_host, threads_per_process
+from megatron.errors import ConfigError
+
+TORCHRUN = {
+    "RANK": "5",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "4",
+    "MASTER_ADDR": "node0",
+    "MASTER_PORT": "29500",
+    "TORCHELASTIC_RUN_ID": "job",
+    "TORCHELASTIC_RESTART_COUNT": "2",
+    "TORCHELASTIC_MAX_RESTARTS": "3",
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
+}
+SLURM = {
+    "SLURM_STEP_NUM_TASKS": "16",
+    "SLURM_PROCID": "9",
+    "SLURM_LOCALID": "1",
+    "SLURM_STEP_TASKS_PER_NODE": "8(x2)",
+    "SLURM_JOB_ID": "1234",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NODELIST": "gpu[003-004]",
+}
+
+
+def test_plain_python_is_one_process() -> None:
+    info = LaunchInfo.detect(env={"PATH": "/bin"})
+    assert (info.rank, info.world_size, info.local_rank, info.local_world_size) == (0, 1, 0, 1)
+    assert info.launcher == "python" and info.parent == os.getppid() and info.single_node
+
+
+def test_torchrun() -> None:
+    info = LaunchInfo.detect(env=TORCHRUN)
+    assert (info.rank, info.world_size, info.local_rank, info.local_world_size) == (5, 8, 1, 4)
+    assert (info.master_addr, info.master_port, info.run_id, info.attempt) == ("node0", 29500, "job", 2)
+    assert info.launcher == "torchrun" and info.agent_store and info.max_restarts == 3 and not info.single_node
+
+
+@pytest.mark.parametrize("flag", [None, 1])
+def test_the_launch_module_passes_the_local_rank_twice(flag: int | None) -> None:
+    assert LaunchInfo.detect(flag, TORCHRUN).local_rank == 1
+
+
+def test_the_local_rank_flag_alone() -> None:
+    env = {"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
+    info = LaunchInfo.detect(1, env)
+    assert (info.local_rank, info.local_world_size, info.launcher) == (1, 4, "environment")
+    assert LaunchInfo.detect(None, env).local_rank == 3
+
+
+def test_slurm_step() -> None:
+    info = LaunchInfo.detect(env=SLURM)
+    assert (info.rank, info.world_size, info.local_rank, info.local_world_size) == (9, 16, 1, 8)
+    assert (info.master_addr, info.launcher, info.run_id) == ("gpu003", "slurm", "slurm-1234")
+    assert 20000 <= info.master_port < 40000
+
+
+def test_a_slurm_allocation_without_srun_is_one_process() -> None:
+    assert LaunchInfo.detect(env={"SLURM_NTASKS": "8", "SLURM_PROCID": "0", "SLURM_JOB_ID": "1"}).world_size == 1
+
+
+def test_torchrun_inside_slurm_is_torchrun() -> None:
+    assert LaunchInfo.detect(env={**SLURM, **TORCHRUN}).launcher == "torchrun"
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [("gpu[003-007,012]", "gpu003"), ("a,b", "a"), ("login1,gpu[1-2]", "login1"), ("n[7]-ib", "n7-ib"), ("h1", "h1")],
+)
+def test_first_host(nodes: str, first: str) -> None:
+    assert first_host(nodes) == first
+
+
+@pytest.mark.parametrize(
+    ("env", "local_rank", "words"),
+    [
+        ({"RANK": "0", "WORLD_SIZE": "2"}, None, ["MASTER_ADDR and MASTER_PORT", "torchrun"]),
+        ({"WORLD_SIZE": "2"}, None, ["RANK", "torchrun"]),
+        ({**TORCHRUN, "RANK": "8"}, None, ["RANK=8", "WORLD_SIZE=8"]),
+        ({**TORCHRUN, "LOCAL_RANK": "4"}, None, ["LOCAL_RANK=4", "LOCAL_WORLD_SIZE=4"]),
+        ({**TORCHRUN, "RANK": "x"}, None, ["RANK='x'", "whole number"]),
+        (TORCHRUN, 0, ["--local-rank 0", "LOCAL_RANK=1"]),
+        ({**SLURM, "SLURM_STEP_NODELIST": "["}, None, ["SLURM_STEP_NODELIST", "MASTER_ADDR"]),
+    ],
+)
+def test_refusals(env: dict[str, str], local_rank: int | None, words: list[str]) -> None:
+    with pytest.raises(ConfigError) as error:
+        LaunchInfo.detect(local_rank, env)
+    assert all(word in str(error.value) for word in words), error.value
+
+
+def info_of(local_world_size: int) -> LaunchInfo:
+    return LaunchInfo(world_size=local_world_size, local_world_size=local_world_size)
+
+
+def test_threads_are_shared_by_the_ranks_of_a_machine() -> None:
+    assert [threads_per_process(info_of(n), cores=8) for n in (1, 2, 3, 8, 16)] == [8, 4, 2, 1, 1]
+    assert threads_per_process(info_of(4), setting=3, cores=8) == 3
+    with pytest.raises(ConfigError, match="threads 0"):
+        threads_per_process(info_of(1), setting=0)
+
+
+def test_the_same_setting_pins_the_same_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = torch.get_num_threads()
+    try:
+        for ranks in (1, 2):
+            assert launch.pin_threads(info_of(ranks), setting=2) == 2
+            assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_containers_quota_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)), raising=False)
+    for text, cores in (("200000 100000", 2), ("50000 100000", 1), ("max 100000", 64), ("nonsense", 64)):
+        monkeypatch.setattr(launch.Path, "read_text", lambda self, text=text: text)
+        assert launch.usable_cores() == cores
+
+
+def test_the_parent_guard_is_for_supervised_ranks_only() -> None:
+    assert launch.die_with_parent(LaunchInfo(launcher="python")) is False
+    assert launch.parent_alive(LaunchInfo(parent=os.getppid()))
+    assert not launch.parent_alive(LaunchInfo(parent=2**22 + 1))
+
+
+def test_one_process_has_no_group() -> None:
+    launch.init_process_group(LaunchInfo(), "gloo", launch.timedelta(seconds=1))
+    assert not torch.distributed.is_initialized()
+    launch.shutdown()
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, kind: str | None, count: int = 2) -> None:
+    monkeypatch.setattr(device_module, "accelerator_type", lambda: kind)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: count)
+
+
+def test_device_without_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, None)
+    assert resolve_device("auto") == resolve_device("cpu", 3) == torch.device("cpu")
+    for setting, word in (("cuda", "not available"), ("cuda:0", "no accelerator"), ("gpu", "not a device")):
+        with pytest.raises(ConfigError, match=word):
+            resolve_device(setting)
+
+
+def test_device_with_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, "cuda")
+    assert resolve_device("auto", 1) == torch.device("cuda", 1)
+    assert resolve_device("cuda", 1) == torch.device("cuda", 1)
+    assert resolve_device("cuda:0", 1) == torch.device("cuda", 0)
+    assert resolve_device("cpu", 1) == torch.device("cpu")
+    with pytest.raises(ConfigError, match=r"local rank 2 .* at most 2 processes"):
+        resolve_device("auto", 2)
+    with pytest.raises(ConfigError, match="--device npu"):
+        resolve_device("npu")
+
+
+@pytest.mark.parametrize(
+    ("setting", "device", "backend"),
+    [(None, "cpu", "gloo"), ("gloo", "cpu", "gloo"), ("gloo", "cuda", "gloo")],
+)
+def test_backend(setting: str | None, device: str, backend: str) -> None:
+    assert resolve_backend(setting, torch.device(device)) == backend
+
+
+def test_backend_follows_the_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "is_backend_available", lambda name: True)
+    assert resolve_backend(None, torch.device("cuda", 0)) == "nccl"
+    assert group_backend("nccl", torch.device("cuda", 0)) == "cpu:gloo,cuda:nccl"
+    assert group_backend("gloo", torch.device("cpu")) == "gloo"
+
+
+@pytest.mark.parametrize(
+    ("setting", "device", "available", "words"),
+    [
+        ("nccl", "cpu", True, ["--distributed-backend nccl", "gloo"]),
+        ("mpi", "cuda", True, ["--distributed-backend mpi", "nccl or gloo"]),
+        ("nccl", "cuda", False, ["--distributed-backend nccl", "built without", "gloo"]),
+    ],
+)
+def test_backend_refusals(
+    monkeypatch: pytest.MonkeyPatch, setting: str, device: str, available: bool, words: list[Any]
+) -> None:
+    monkeypatch.setattr(torch.distributed, "is_backend_available", lambda name: available)
+    with pytest.raises(ConfigError) as error:
+        resolve_backend(setting, torch.device(device))
+    assert all(word in str(error.value) for word in words), error.value
