@@ -1,0 +1,320 @@
+"""An exported model is the model: logits of transformers' own classes against ours, with weights that hide nothing.
+
+Weights have a standard deviation of 0.2: on freshly initialised ones a swapped Q and K moves the loss by 0.0003 and a
+broken exporter passes. Every mistake that has shipped somewhere is planted here, and must be seen.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from megatron.checkpoint import TrainState, find_checkpoint, save_checkpoint
+from megatron.checkpoint.hf import Export, check_export, open_folder, plan_export, read_tensors, write_export
+from megatron.checkpoint.hf.check import compare_logits
+from megatron.checkpoint.logical import parameters
+from megatron.config import ModelConfig
+from megatron.distributed.shard import ShardSpec
+from megatron.distributed.state import ParallelState
+from megatron.errors import CheckpointError, ConfigError
+from megatron.layout import Layout
+
+pytest.importorskip("transformers")
+
+GPT2: dict[str, Any] = {"max_position_embeddings": 96, "attention_dropout": 0.0, "hidden_dropout": 0.0}
+LLAMA: dict[str, Any] = {
+    **GPT2,
+    "position_embedding_type": "rope",
+    "normalization": "RMSNorm",
+    "swiglu": True,
+    "add_bias_linear": False,
+    "untie_embeddings_and_output_weights": True,
+    "norm_epsilon": 1e-6,
+}
+TIED = {"untie_embeddings_and_output_weights": False}
+LLAMA3 = {
+    "use_rope_scaling": True,
+    "rope_scaling_factor": 8.0,
+    "rope_original_max_position": 32,
+    "rotary_base": 500000.0,
+}
+YARN = {"position_embedding_type": "yarn", "yarn_factor": 4.0, "yarn_original_max_position_embeddings": 32}
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt2": ("GPT2LMHeadModel", GPT2),
+    "gpt2 erf": ("GPT2LMHeadModel", GPT2 | {"bias_gelu_fusion": False}),
+    "gpt2 untied": ("GPT2LMHeadModel", GPT2 | {"untie_embeddings_and_output_weights": True}),
+    "gpt2 without biases": ("GPT2LMHeadModel", GPT2 | {"add_bias_linear": False}),
+    "gpt2 with QKV bias alone": ("GPT2LMHeadModel", GPT2 | {"add_bias_linear": False, "add_qkv_bias": True}),
+    "gpt2 squared relu": ("GPT2LMHeadModel", GPT2 | {"squared_relu": True}),
+    "gpt2 wide mlp": ("GPT2LMHeadModel", GPT2 | {"ffn_hidden_size": 40}),
+    "gpt2 layernorm 1p": ("GPT2LMHeadModel", GPT2 | {"apply_layernorm_1p": True}),
+    "gpt2 qk layer scaling": ("GPT2LMHeadModel", GPT2 | {"apply_query_key_layer_scaling": True}),
+    "llama": ("LlamaForCausalLM", LLAMA),
+    "llama gqa": ("LlamaForCausalLM", LLAMA | {"num_query_groups": 2}),
+    "llama mqa tied": ("LlamaForCausalLM", LLAMA | TIED | {"num_query_groups": 1}),
+    "llama biases": ("LlamaForCausalLM", LLAMA | {"add_bias_linear": True, "num_query_groups": 2}),
+    "llama base 5e5": ("LlamaForCausalLM", LLAMA | {"rotary_base": 500000.0}),
+    "llama llama3 scaling": ("LlamaForCausalLM", LLAMA | LLAMA3 | {"num_query_groups": 2}),
+    "llama linear scaling": ("LlamaForCausalLM", LLAMA | {"rotary_seq_len_interpolation_factor": 4.0}),
+    "llama yarn": ("LlamaForCausalLM", LLAMA | YARN),
+    "llama yarn factor": ("LlamaForCausalLM", LLAMA | YARN | {"yarn_attention_factor": 1.3}),
+    "llama wide heads": ("LlamaForCausalLM", LLAMA | {"kv_channels": 16}),
+    "mistral": ("MistralForCausalLM", LLAMA | {"num_query_groups": 2, "window_size": (19, 0)}),
+    "qwen2": ("Qwen2ForCausalLM", LLAMA | TIED | {"add_qkv_bias": True, "num_query_groups": 2}),
+    "qwen2 wide heads": ("Qwen2ForCausalLM", LLAMA | {"add_qkv_bias": True, "kv_channels": 16}),
+    "qwen2 window": ("Qwen2ForCausalLM", LLAMA | {"add_qkv_bias": True, "window_size": (19, 0)}),
+    "qwen3": ("Qwen3ForCausalLM", LLAMA | TIED | {"qk_layernorm": True, "num_query_groups": 2, "kv_channels": 16}),
+    "qwen3 window": ("Qwen3ForCausalLM", LLAMA | {"qk_layernorm": True, "window_size": (19, 0)}),
+}
+
+
+def model(**settings: Any) -> ModelConfig:
+    return ModelConfig(num_layers=2, hidden_size=32, num_attention_heads=4, **settings)
+
+
+def save_random(
+    directory: Path, config: ModelConfig, *, vocab_size: int = 61, dtype: torch.dtype = torch.float32, **state: Any
+) -> dict[str, torch.Tensor]:
+    """A native checkpoint with weights of std 0.2 (norm gains around 1), its vocabulary padded to 64 in the file."""
+    generator = torch.Generator().manual_seed(7)
+    tensors, params = {}, {}
+    for parameter in parameters(config, vocab_size):
+        weight = torch.randn(parameter.stored_shape, generator=generator) * 0.2
+        if parameter.name.endswith("layernorm.weight") and not config.apply_layernorm_1p:
+            weight += 1
+        tensors[parameter.name] = weight.to(dtype)
+        spec = ShardSpec(name=parameter.name, logical_shape=parameter.logical_shape)
+        params[parameter.name] = (spec, tensors[parameter.name])
+    values: dict[str, Any] = {
+        "iteration": 1,
+        "consumed_train_samples": 4,
+        "consumed_valid_samples": 0,
+        "params": params,
+        "optimizer": None,
+        "optimizer_extra": {},
+        "scheduler": {},
+        "rng": None,
+        "config": {"model": {f: getattr(config, f) for f in config.__dataclass_fields__}},
+        "args": {"padded_vocab_size": 64},
+        "data": {},
+    }
+    parallel = ParallelState.build(Layout(1), 0)
+    save_checkpoint(directory, TrainState(**(values | state)), parallel=parallel, save_tokenizer=None, run_id="t")
+    return tensors
+
+
+def plan(directory: Path, **options: Any) -> Export:
+    found = find_checkpoint(directory, parallel=ParallelState.build(Layout(1), 0))
+    assert found is not None
+    return plan_export(found, **options)
+
+
+def export_to(out: Path, export: Export) -> list[str]:
+    messages: list[str] = []
+    write_export(
+        export, out, tokenizer=None, check=lambda d: check_export(export, d, messages.append), log=messages.append
+    )
+    return messages
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_equal_and_import_gives_the_same_bits_back(tmp_path: Path, case: str) -> None:
+    architecture, settings = CASES[case]
+    config = model(**settings)
+    tensors = save_random(tmp_path / "native", config)
+    export = plan(tmp_path / "native", eod_id=3)
+    assert export.family.architecture == architecture
+    messages = export_to(tmp_path / "hf", export)
+    assert any("logits equal" in message for message in messages)
+    values = json.loads((tmp_path / "hf/config.json").read_text())
+    assert values["vocab_size"] == 61 and values["eos_token_id"] == 3 and values["torch_dtype"] == "float32"
+
+    source = open_folder(tmp_path / "hf")
+    back = {name: tensor for name, _, tensor in read_tensors(source)}
+    assert back.keys() == tensors.keys()
+    if not config.apply_layernorm_1p:  # comes back as an ordinary gain
+        assert all(torch.equal(back[name], tensor) for name, tensor in tensors.items())
+    for derived in ("head_dim", "query_groups", "ffn_size", "activation", "rope_scaling", "tied", "window", "qkv_bias"):
+        assert getattr(source.config, derived) == getattr(config, derived), derived
+
+
+def test_logits_are_close_by_a_wide_margin(tmp_path: Path) -> None:
+    """What rounding leaves is far below the tolerance, so the tolerance hides nothing."""
+    save_random(tmp_path / "native", model(**CASES["llama llama3 scaling"][1]))
+    export = plan(tmp_path / "native")
+    export_to(tmp_path / "hf", export)
+    assert compare_logits(export, tmp_path / "hf").relative < 1e-5
+
+
+# ---------------------------------------------------------------- planted mistakes
+
+Tensors = dict[str, torch.Tensor]
+
+
+def swap(tensors: Tensors, one: str, other: str) -> None:
+    for name in [name for name in tensors if one in name]:
+        partner = name.replace(one, other)
+        tensors[name], tensors[partner] = tensors[partner], tensors[name]
+
+
+def conv_qkv_order(tensors: Tensors) -> None:
+    """The Megatron order of heads left as it is: [heads, 3, width] instead of [3, heads, width]."""
+    for name in [name for name in tensors if "c_attn" in name]:
+        rows = tensors[name].T if tensors[name].dim() == 2 else tensors[name]
+        mixed = rows.reshape(3, 4, 8, *rows.shape[1:]).transpose(0, 1).reshape(rows.shape)
+        tensors[name] = (mixed.T if mixed.dim() == 2 else mixed).contiguous()
+
+
+def interleaved_rope(tensors: Tensors) -> None:
+    """The permutation that Meta's own layout needs and ours must not get."""
+    for name in [name for name in tensors if "q_proj" in name or "k_proj" in name]:
+        weight = tensors[name]
+        tensors[name] = weight.view(-1, 2, 4, 32).transpose(1, 2).reshape(weight.shape).contiguous()
+
+
+def keep_padding(tensors: Tensors) -> None:
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        tensors[name] = torch.nn.functional.pad(tensors[name], (0, 0, 0, 3))
+
+
+MUTANTS: dict[str, tuple[str, Callable[[Tensors], object], dict[str, Any]]] = {
+    "gpt2 heads in Megatron's order": ("gpt2", conv_qkv_order, {}),
+    "gpt2 not transposed": (
+        "gpt2",
+        lambda t: t.update({n: x.T.contiguous() for n, x in t.items() if n.endswith("attn.c_proj.weight")}),
+        {},
+    ),
+    "gpt2 erf said to be tanh": ("gpt2 erf", lambda t: None, {"activation_function": "gelu_new"}),
+    "gpt2 tanh said to be erf": ("gpt2", lambda t: None, {"activation_function": "gelu"}),
+    "gpt2 norms swapped": ("gpt2", lambda t: swap(t, "ln_1", "ln_2"), {}),
+    "untied head lost": ("gpt2 untied", lambda t: t.pop("lm_head.weight"), {"tie_word_embeddings": True}),
+    "tied head made of its own": (
+        "llama mqa tied",
+        lambda t: t.update({"lm_head.weight": torch.randn(61, 32)}),
+        {"tie_word_embeddings": False},
+    ),
+    "q and k swapped": ("llama", lambda t: swap(t, "q_proj", "k_proj"), {}),
+    "gate and up swapped": ("llama", lambda t: swap(t, "gate_proj", "up_proj"), {}),
+    "norms swapped": ("llama", lambda t: swap(t, ".input_layernorm", ".post_attention_layernorm"), {}),
+    "q and k norms swapped": ("qwen3", lambda t: swap(t, "q_norm", "k_norm"), {}),
+    "interleaved rope": ("llama", interleaved_rope, {}),
+    "padded vocabulary kept": ("llama", keep_padding, {"vocab_size": 64}),
+    "rope base dropped": ("llama base 5e5", lambda t: None, {"rope_theta": 10000.0}),
+    "rope scaling dropped": ("llama llama3 scaling", lambda t: None, {"rope_scaling": None}),
+    "window dropped": ("mistral", lambda t: None, {"sliding_window": None}),
+    "window one too long": ("mistral", lambda t: None, {"sliding_window": 21}),
+    "epsilon": ("llama", lambda t: None, {"rms_norm_eps": 1e-3}),
+}
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_every_planted_mistake_is_seen(tmp_path: Path, mutant: str) -> None:
+    case, change, settings = MUTANTS[mutant]
+    save_random(tmp_path / "native", model(**CASES[case][1]))
+    export = plan(tmp_path / "native")
+    out = tmp_path / "hf"
+    write_export(export, out, tokenizer=None, log=lambda text: None)
+    compare_logits(export, out)  # right before the mistake
+    tensors = load_file(out / "model.safetensors")
+    change(tensors)
+    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((out / "config.json").read_text())
+    (out / "config.json").write_text(json.dumps(config | settings))
+    with pytest.raises(CheckpointError, match="logits"):
+        compare_logits(export, out)
+
+
+def test_a_failed_check_leaves_no_folder(tmp_path: Path) -> None:
+    save_random(tmp_path / "native", model(**LLAMA))
+    export = plan(tmp_path / "native")
+    wrong = replace(export, config=model(**LLAMA, rotary_base=5e5))
+
+    def check(folder: Path) -> None:
+        check_export(wrong, folder, lambda text: None)
+
+    with pytest.raises(CheckpointError, match="logits differ"):
+        write_export(export, tmp_path / "hf", tokenizer=None, check=check, log=lambda text: None)
+    assert [path.name for path in tmp_path.iterdir()] == ["native"]
+
+
+def test_half_precision_is_exported_as_trained_and_narrowing_is_measured(tmp_path: Path) -> None:
+    save_random(tmp_path / "bf16", model(**LLAMA), dtype=torch.bfloat16)
+    export_to(tmp_path / "a", plan(tmp_path / "bf16"))
+    assert json.loads((tmp_path / "a/config.json").read_text())["torch_dtype"] == "bfloat16"
+    assert load_file(tmp_path / "a/model.safetensors")["model.norm.weight"].dtype == torch.bfloat16
+    save_random(tmp_path / "fp32", model(**LLAMA))
+    messages = export_to(tmp_path / "b", plan(tmp_path / "fp32", dtype="bfloat16"))
+    assert any("largest error of narrowing" in message for message in messages)
+
+
+def test_large_exports_are_sharded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron.checkpoint.hf.export.SHARD_BYTES", 20_000)
+    tensors = save_random(tmp_path / "native", model(**LLAMA))
+    export_to(tmp_path / "hf", plan(tmp_path / "native"))
+    files = sorted(path.name for path in (tmp_path / "hf").glob("*.safetensors"))
+    assert len(files) > 2 and files[0] == f"model-00001-of-{len(files):05d}.safetensors"
+    back = {name: tensor for name, _, tensor in read_tensors(open_folder(tmp_path / "hf"))}
+    assert all(torch.equal(back[name], tensor) for name, tensor in tensors.items())
+
+
+@pytest.mark.parametrize(
+    "settings, named",
+    [
+        (GPT2 | {"num_query_groups": 2}, "--num-query-groups 2"),
+        (GPT2 | {"qk_layernorm": True}, "--qk-layernorm"),
+        (GPT2 | {"swiglu": True}, "--swiglu"),
+        (GPT2 | {"window_size": (8, 0)}, "--window-size"),
+        (GPT2 | {"position_embedding_type": "none"}, "--position-embedding-type none"),
+        (GPT2 | {"apply_residual_connection_post_layernorm": True}, "--apply-residual-connection-post-layernorm"),
+        (LLAMA | {"rotary_percent": 0.5}, "--rotary-percent 0.5"),
+        (LLAMA | {"normalization": "LayerNorm"}, "--normalization LayerNorm"),
+        (LLAMA | {"swiglu": False}, "--swiglu"),
+        (LLAMA | {"qk_layernorm": True, "add_bias_linear": True}, "--qk-layernorm with biases"),
+        (LLAMA | {"window_size": (8, 4)}, "--window-size"),
+    ],
+)
+def test_what_no_family_computes_is_refused_by_name(tmp_path: Path, settings: dict[str, Any], named: str) -> None:
+    save_random(tmp_path, model(**settings))
+    with pytest.raises(ConfigError, match=named):
+        plan(tmp_path)
+
+
+def test_an_existing_folder_is_refused_without_overwrite(tmp_path: Path) -> None:
+    save_random(tmp_path / "native", model(**LLAMA))
+    export = plan(tmp_path / "native")
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf/notes.txt").write_text("mine")
+    with pytest.raises(ConfigError, match="--overwrite"):
+        write_export(export, tmp_path / "hf", tokenizer=None)
+    assert (tmp_path / "hf/notes.txt").exists()
+    write_export(export, tmp_path / "hf", tokenizer=None, overwrite=True, log=lambda text: None)
+    assert (tmp_path / "hf/config.json").exists() and not (tmp_path / "hf/notes.txt").exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "native"]
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"auto_map": {"AutoModelForCausalLM": "evil.Model"}}, "auto_map"),
+        ({"model_type": "mamba"}, "mamba"),
+        ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"rope_scaling": {"rope_type": "longrope"}}, "longrope"),
+        ({"num_hidden_layers": 3}, "missing"),
+        ({"hidden_size": 16}, "shapes"),
+    ],
+)
+def test_foreign_folders_that_do_not_fit_are_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    save_random(tmp_path / "native", model(**LLAMA))
+    write_export(plan(tmp_path / "native"), tmp_path / "hf", tokenizer=None, log=lambda text: None)
+    path = tmp_path / "hf/config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises((ConfigError, CheckpointError), match=message):
+        list(read_tensors(open_folder(tmp_path / "hf")))
