@@ -32,7 +32,6 @@ from megatron.config.sections import (
     TokenizerConfig,
     TrainingConfig,
 )
-from megatron.config.sections.data import parse_blend, parse_split
 from megatron.config.serialize import adopt_checkpoint_args, describe, from_dict, to_dict, to_yaml
 
 __all__ = [
@@ -65,8 +64,6 @@ __all__ = [
     "global_batch_size",
     "num_micro_batches_at",
     "parse_args",
-    "parse_blend",
-    "parse_split",
     "to_dict",
     "to_yaml",
     "train_iters",

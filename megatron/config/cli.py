@@ -23,7 +23,7 @@ from megatron.config.sources import (
     refuse_unknown,
     spelling_table,
 )
-from megatron.config.values import nearest
+from megatron.config.values import nearest, show
 from megatron.errors import ConfigError
 
 
@@ -91,7 +91,8 @@ def _normalize(argv: Sequence[str], table: Mapping[str, Target]) -> tuple[list[G
             rest.append(word)
             continue
         if not word.startswith("--"):
-            if _is_negative_number(word) and rest and rest[-1].startswith("--") and "=" not in rest[-1]:
+            takes_one = bool(rest) and rest[-1] in table and not getattr(table[rest[-1]], "many", False)
+            if takes_one and _is_negative_number(word):
                 rest[-1] += "=" + word
             else:
                 rest.append(word)
@@ -161,8 +162,8 @@ def _argparse_options(setting: Setting) -> dict[str, Any]:
     text = flag.help
     if flag.status in ("later", "never"):
         text += " Not supported yet." if flag.status == "later" else " Not supported."
-    elif not flag.required and not setting.is_switch and setting.default is not None:
-        text += f" [{setting.default}]"
+    elif setting.has_default:
+        text += f" [{show(setting.default)}]"
     options: dict[str, Any] = {
         "action": _Collect,
         "dest": "given",

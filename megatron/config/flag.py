@@ -69,6 +69,12 @@ class Setting:
     def is_switch(self) -> bool:
         return self.base is bool
 
+    @property
+    def has_default(self) -> bool:
+        """Is the default a value to show? (None, False, and a 0 where at least 1 is asked for, mean "not given".)"""
+        too_small = self.flag.at_least is not None and not self.many and (self.default or 0) < self.flag.at_least
+        return not self.is_switch and self.default is not None and not too_small
+
 
 def _analyse(annotation: Any) -> tuple[type, bool, bool]:
     """(base type, optional, many) of a field's annotation."""

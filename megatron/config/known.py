@@ -62,6 +62,18 @@ def retired() -> Mapping[str, Retired]:
             sets=lambda text: {**full, "recompute_method": text},
         ),
         Retired(
+            spelling="--checkpoint-granularity",
+            takes="value",
+            note="taken as --recompute-granularity",
+            sets=lambda text: {"recompute_granularity": text},
+        ),
+        Retired(
+            spelling="--checkpoint-method",
+            takes="value",
+            note="taken as --recompute-method",
+            sets=lambda text: {"recompute_method": text},
+        ),
+        Retired(
             spelling="--checkpoint-num-layers",
             takes="value",
             note="taken as --recompute-num-layers",

@@ -45,7 +45,7 @@ LATER: dict[str, str] = {
         --deepspeed --deepspeed_config= --zero-stage=0 --partition-activations --contigious-checkpointing
         --checkpoint-in-cpu --synchronize-each-layer --cpu-optimizer --cpu_torch_adam --remote-device=none
         --use-pin-memory --zero-reduce-bucket-size= --zero-allgather-bucket-size= --zero-contigious-gradients
-        --zero-reduce-scatter""",
+        --zero-reduce-scatter --distribute-checkpointed-activations""",
     "remove it": """
         --embedding-init-method-std= --decoupled-lr= --decoupled-min-lr= --rotary-interleaved --no-rope-freq=
         --window-attn-skip-freq= --qk-l2-norm --quick-geglu --activation-func-clamp-value= --glu-linear-offset=0
@@ -98,6 +98,9 @@ NEVER: dict[str, str] = {
         --output-bert-embeddings --bert-embedder-type= --bert-load= --num-classes-per-head= --sample-rate=1 --sft
         --sft-tokenizer-prompt-format= --perform-rl-step --spec=... --enable-experimental --add-retriever""",
     "the padded size follows from the tokenizer and --make-vocab-size-divisible-by": "--padded-vocab-size=",
+    "generation has its own tool; use tools/generate.py": """
+        --max-tokens-to-oom= --flash-decode --use-legacy-static-engine --symmetric-ar-type=
+        --nccl-all-reduce-for-prefill --mlp-chunks-for-prefill= --disable-chunked-prefill --decode-only-cuda-graphs""",
     "tokenizers never execute code here; give a tokenizer.json": "--trust-remote-code",
     "use --config FILE": "--yaml-cfg=",
     "use --print-config": "--config-logger-dir=",
@@ -130,6 +133,12 @@ FAMILIES: dict[str, str] = {
     "--mamba-": "only GPT-style decoders are trained here; remove the --mamba-* flags",
     "--inference-": "generation has its own tool; use tools/generate.py",
     "--inprocess-": "torchrun restarts failed runs; remove the --inprocess-* flags",
+    "--moe-": "mixture of experts is not supported yet; train a dense model",
+    "--muon-": "Muon is not supported yet; use --optimizer adam",
+    "--fp8-": "fp8 is not supported yet; use --bf16",
+    "--fp4-": "fp4 is not supported; use --bf16",
+    "--cuda-graph-": "CUDA graphs are not supported yet; leave the flag out",
+    "--hybrid-": "only GPT-style decoders are trained here; remove the --hybrid-* flags",
     "--megatron-fsdp-": "Megatron-FSDP is not supported; remove the --megatron-fsdp-* flags",
 }
 

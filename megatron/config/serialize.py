@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from megatron.config.run import SECTIONS, RunConfig, all_settings, settings_by_name
-from megatron.config.values import parse_value, show
+from megatron.config.run import SECTIONS, RunConfig, all_settings, build, settings_by_name
+from megatron.config.values import parse_switch, parse_value, show
 from megatron.errors import ConfigError
 
 
@@ -30,8 +30,10 @@ def from_dict(plain: Mapping[str, Mapping[str, Any]], *, source: str = "checkpoi
             setting = settings_by_name().get(name)
             if setting is None or setting.section != section:
                 unknown.append(f"{section}.{name} = {show(value)}")
-            elif value is None or setting.is_switch:
-                values[name] = value
+            elif setting.is_switch:
+                values[name] = parse_switch(setting, value)
+            elif value is None:
+                values[name] = None
             elif value == setting.default:
                 values[name] = setting.default
             else:
@@ -40,12 +42,6 @@ def from_dict(plain: Mapping[str, Mapping[str, Any]], *, source: str = "checkpoi
         raise ConfigError(
             f"{source}: this version does not know {', '.join(unknown)}; use the version of Megatron that wrote it"
         )
-    return _build(values, source)
-
-
-def _build(values: Mapping[str, Any], source: str) -> RunConfig:
-    from megatron.config.run import build
-
     return build(values, origins=dict.fromkeys(values, source))
 
 

@@ -42,10 +42,11 @@ def canonical_spellings(table: Iterable[str]) -> dict[str, str]:
 
 
 def refuse_unknown(name: str, known: Iterable[str]) -> ConfigError:
+    hint = nearest(name, known)
     family = refused_family(name)
     if family:
-        return ConfigError(f"{name}: {family}")
-    return ConfigError(f"{name}: unknown setting{nearest(name, known)}; see --help or docs/flags.md")
+        return ConfigError(f"{name}{hint}: {family}")
+    return ConfigError(f"{name}: unknown setting{hint}; see --help or docs/flags.md")
 
 
 @dataclass

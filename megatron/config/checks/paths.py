@@ -16,8 +16,11 @@ def check_paths(config: RunConfig) -> None:
         if not path.is_file():
             raise ConfigError(f"{flag} {path}: no such file; {hint}")
     model = config.tokenizer.tokenizer_model
-    if model is not None and not Path(model).exists() and config.tokenizer.kind != "HuggingFaceTokenizer":
-        raise ConfigError(f"--tokenizer-model {model}: no such file; check the path")
+    if model is not None and not Path(model).exists():
+        raise ConfigError(
+            f"--tokenizer-model {model}: no such file or directory; give a tokenizer.json or its directory "
+            "(nothing is downloaded)"
+        )
     for flag, directory in (("--save", config.checkpoint.save), ("--tensorboard-dir", config.logging.tensorboard_dir)):
         if directory is not None and Path(directory).is_file():
             raise ConfigError(f"{flag} {directory}: is a file; give a directory")

@@ -11,7 +11,9 @@ from megatron.config.flag import flag
 class CheckpointConfig:
     save: str | None = flag(None, "Directory to save checkpoints in; needs --save-interval.")
     load: str | None = flag(None, "Directory to resume from; the same as --save starts afresh while it is empty.")
-    save_interval: int | None = flag(None, "Steps between checkpoints.", at_least=1)
+    save_interval: int | None = flag(
+        None, "Steps between checkpoints.", at_least=1, aliases=("--persistent-save-interval",)
+    )
     save_optim: bool = flag(True, "Leave the optimizer out of checkpoints.", off="--no-save-optim")
     save_rng: bool = flag(True, "Leave the random states out of checkpoints.", off="--no-save-rng")
     load_optim: bool = flag(True, "Do not load the optimizer.", off="--no-load-optim")

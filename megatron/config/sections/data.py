@@ -8,15 +8,19 @@ from dataclasses import dataclass
 from megatron.config.flag import flag
 from megatron.errors import ConfigError
 
-TOKENIZER_TYPES = (
-    "GPT2BPETokenizer",
-    "HuggingFaceTokenizer",
-    "SentencePieceTokenizer",
-    "GPTSentencePieceTokenizer",
-    "Llama2Tokenizer",
-    "TikTokenizer",
-    "NullTokenizer",
+TOKENIZER_TYPES = ("GPT2BPETokenizer", "HuggingFaceTokenizer", "HFTokenizer", "NullTokenizer")
+_LATER = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer", "TikTokenizer")
+_NOT_GPT = (
+    "BertWordPieceLowerCase",
+    "BertWordPieceCase",
+    "MultimodalTokenizer",
+    "NullMultimodalTokenizer",
+    "SFTTokenizer",
 )
+_REFUSED = {
+    **dict.fromkeys(_LATER, "not supported yet; use HuggingFaceTokenizer with the model's tokenizer.json"),
+    **dict.fromkeys(_NOT_GPT, "not a tokenizer for GPT pretraining; use GPT2BPETokenizer or HuggingFaceTokenizer"),
+}
 
 
 def parse_split(text: str) -> tuple[float, float, float]:
@@ -33,24 +37,30 @@ def parse_split(text: str) -> tuple[float, float, float]:
     return train, valid, test
 
 
-def parse_blend(paths: tuple[str, ...], spelling: str = "--data-path") -> tuple[tuple[float, str], ...]:
-    """(PREFIX,) or (WEIGHT, PREFIX, WEIGHT, PREFIX, ...) -> ((weight, prefix), ...); a lone prefix weighs 1."""
-    if len(paths) == 1:
-        return ((1.0, paths[0]),)
-    given = " ".join(paths)
+def parse_blend(paths: tuple[str, ...], spelling: str = "--data-path") -> tuple[tuple[float | None, str], ...]:
+    """WEIGHT PREFIX WEIGHT PREFIX ..., or prefixes alone (weight None) -> ((weight, prefix), ...)."""
+    given = f"{spelling} {' '.join(paths)}"
     way_out = f"give one PREFIX, or WEIGHT PREFIX pairs as in {spelling} 0.3 web 0.7 code"
+    numbers = [_number(path) for path in paths]
+    if all(number is None for number in numbers):
+        return tuple((None, path) for path in paths)
     if len(paths) % 2:
-        raise ConfigError(f"{spelling} {given}: {len(paths)} values are neither one prefix nor pairs; {way_out}")
+        raise ConfigError(f"{given}: {len(paths)} values are not pairs of a weight and a prefix; {way_out}")
     blend = []
-    for weight, prefix in zip(paths[::2], paths[1::2]):
-        try:
-            number = float(weight)
-        except ValueError:
-            raise ConfigError(f"{spelling} {given}: '{weight}' stands where a weight should; {way_out}") from None
-        if not 0 < number < math.inf:
-            raise ConfigError(f"{spelling} {given}: the weight {weight} is not a positive number; {way_out}")
-        blend.append((number, prefix))
+    for weight, prefix in zip(numbers[::2], paths[1::2]):
+        if weight is None:
+            raise ConfigError(f"{given}: the weight before '{prefix}' is not a number; {way_out}")
+        if not 0 < weight < math.inf:
+            raise ConfigError(f"{given}: the weight {weight:g} is not a positive number; {way_out}")
+        blend.append((weight, prefix))
     return tuple(blend)
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,11 +96,6 @@ class DataConfig:
         None, "Cache of indices from object storage.", status="later", note="copy the data to a local disk"
     )
 
-    @property
-    def split_weights(self) -> tuple[float, float, float]:
-        """--split as three shares that sum to 1."""
-        return parse_split(self.split)
-
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerConfig:
@@ -98,10 +103,7 @@ class TokenizerConfig:
         None,
         "Kind of tokenizer; pretrain_gpt.py takes GPT2BPETokenizer when none is given.",
         choices=TOKENIZER_TYPES,
-        refused=dict.fromkeys(
-            ("BertWordPieceLowerCase", "BertWordPieceCase", "MultimodalTokenizer", "SFTTokenizer"),
-            "not a tokenizer for GPT pretraining; use GPT2BPETokenizer or HuggingFaceTokenizer",
-        ),
+        refused=_REFUSED,
     )
     tokenizer_model: str | None = flag(None, "File or directory of a Hugging Face or SentencePiece tokenizer.")
     vocab_file: str | None = flag(None, "vocab.json of a GPT-2 byte-level BPE.", aliases=("--vocab",))

@@ -23,6 +23,7 @@ class ModelConfig:
         None,
         "Key/value heads; 1 is multi-query attention. Given alone it turns GQA on.",
         at_least=1,
+        aliases=("--num-key-value-heads",),
     )
     max_position_embeddings: int = flag(
         0, "Rows of the learned position table, at least --seq-length. Only recorded with RoPE.", at_least=1

@@ -1,0 +1,200 @@
+"""Mistakes at the command line: each gives one readable line that names the setting and the way out."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron.config import check_backend, check_paths, check_world, parse_args
+from megatron.errors import ConfigError
+from tests.unit.config.commands import SMALL, argv, without
+
+NULL = "--tokenizer-type NullTokenizer"
+
+# what is added to a command that works -> what the line must say (setting, then way out)
+ADDED = {
+    "--num-layer 3": ("--num-layer", "did you mean --num-layers?"),
+    "--lerning-rate 1e-3": ("--lerning-rate", "docs/flags.md"),
+    "--fp16 true": ("'true' after --fp16", "remove it"),
+    "--fp16=maybe": ("--fp16=maybe", "--fp16=false"),
+    "stray": ("'stray'", "remove it"),
+    "--clip-grad": ("--clip-grad", "needs one value"),
+    "--rampup-batch-size 1 2": ("--rampup-batch-size", "needs 3 values"),
+    "--seed many": ("--seed many", "whole number"),
+    "--log-interval 1.5": ("--log-interval 1.5", "whole number of at least 1"),
+    "--weight-decay nan": ("--weight-decay nan", "finite"),
+    "--tensorboard-dir ''": ("--tensorboard-dir", "leave the flag out"),
+    "--lr-decay-style cosin": ("--lr-decay-style cosin", "did you mean cosine?"),
+    "--hidden-dropout 1.5": ("--hidden-dropout 1.5", "below 1"),
+    "--adam-beta1 1.0": ("--adam-beta1 1.0", "below 1"),
+    "--min-lr -1e-5": ("--min-lr -1e-05", "at least 0"),
+    "--lr 2e-3": ("--lr 1e-3 and --lr 2e-3", "keep one"),
+    "--micro-batch-size 3": ("--micro-batch-size 2 and --micro-batch-size 3", "keep one"),
+    "--fp16 --bf16": ("--fp16 and --bf16", "keep one"),
+    "--num-query-groups 3": ("--num-query-groups 3", "divides the heads"),
+    "--group-query-attention": ("--group-query-attention", "--num-query-groups N"),
+    "--train-samples 100": ("--train-iters 100 and --train-samples 100", "keep one"),
+    "--lr-decay-samples 10": ("--lr-decay-samples 10", "--lr-decay-iters"),
+    "--lr-warmup-iters 100": ("--lr-warmup-iters 100", "shorten the warm-up"),
+    "--lr-warmup-iters 5 --lr-warmup-fraction 0.1": ("--lr-warmup-fraction 0.1", "keep one"),
+    "--min-lr 1e-2": ("--min-lr 0.01 is above --lr 0.001", "lower it"),
+    "--lr-decay-style WSD": ("--lr-decay-style WSD", "--lr-wsd-decay-iters"),
+    "--lr-decay-style WSD --lr-wsd-decay-iters 101": ("--lr-wsd-decay-iters 101", "shorten it"),
+    "--global-batch-size 5": ("--global-batch-size 5", "multiple of"),
+    "--rampup-batch-size 2 2 10 --global-batch-size 8": ("--rampup-batch-size 2 2 10", "--train-samples"),
+    "--save out": ("--save out", "--save-interval"),
+    "--ckpt-step 5": ("--ckpt-step 5", "--load"),
+    "--finetune": ("--finetune", "--load"),
+    "--ckpt-format torch_dist": ("--ckpt-format torch_dist", "use torch"),
+    "--data-path corpus": ("--mock-data", "keep one"),
+    "--split 90,abc": ("--split 90,abc", "969,30,1"),
+    "--split 0,0,0": ("--split 0,0,0", "969,30,1"),
+    "--swiglu --openai-gelu": ("--swiglu and --openai-gelu", "keep one"),
+    "--recompute-granularity full": ("--recompute-granularity full", "--recompute-method uniform"),
+    "--recompute-method uniform": ("--recompute-method uniform", "--recompute-granularity full"),
+    "--recompute-activations --checkpoint-activations": ("--recompute-activations", "keep one"),
+    "--kernels fast": ("--kernels fast", "auto, native or ref"),
+    "--kernels auto,rope": ("--kernels auto,rope", "--kernels auto,-rope"),
+    "--use-flash-attn --attention-backend unfused": ("--attention-backend unfused", "keep one"),
+    "--window-size 5": ("--window-size 5", "--window-size LEFT 0"),
+    "--use-rope-scaling": ("--use-rope-scaling", "--position-embedding-type rope"),
+    "--position-embedding-type rope --rotary-percent 0.2": ("--rotary-percent 0.2", "even number"),
+    "--use-rotary-position-embeddings --position-embedding-type learned_absolute": (
+        "--use-rotary-position-embeddings",
+        "keep one",
+    ),
+    "--seq-length=64": ("--seq-length 32 and --seq-length 64", "keep one"),
+    "--weight-decay-incr-style linear": ("--weight-decay-incr-style linear", "--start-weight-decay"),
+    "--start-weight-decay 0.1": ("--start-weight-decay 0.1", "--weight-decay-incr-style"),
+    "--optimizer lion": ("--optimizer lion", "use adam or sgd"),
+    "--position-embedding-type relative": ("--position-embedding-type relative", "use learned_absolute"),
+    "--tensor-model-parallel-size 2": ("--tensor-model-parallel-size 2: not supported yet", "leave it at 1"),
+    "--context-parallel-size 2": ("--context-parallel-size 2: not supported yet", "leave it at 1"),
+    "--use-distributed-optimizer": ("--use-distributed-optimizer: not supported yet", "remove it"),
+    "--num-experts 8": ("--num-experts 8: not supported yet", "dense"),
+    "--fp8-format hybrid": ("--fp8-format hybrid: not supported yet", "--bf16"),
+    "--moe-layer-freq ([0]*3+[1]*9)": ("--moe-layer-freq ([0]*3+[1]*9): not supported yet", "leave it at 1"),
+    "--transformer-impl transformer_engine": ("--transformer-impl transformer_engine: not supported", "use local"),
+    "--fp4-format e2m1": ("--fp4-format e2m1: not supported", "--bf16"),
+    "--use-megatron-fsdp": ("--use-megatron-fsdp: not supported", "--use-torch-fsdp2"),
+    "--fp16-lm-cross-entropy": ("--fp16-lm-cross-entropy: not supported", "remove it"),
+    "--deepspeed --deepspeed_config ds.json": ("--deepspeed: not supported yet", "leave it out"),
+    "--zero-stage 2": ("--zero-stage 2: not supported yet", "leave it out"),
+    "--data-impl lazy": ("--data-impl lazy: not supported", "mmap or infer"),
+    "--retro-project-dir x": ("--retro-project-dir", "remove"),
+    "--warmup 100": ("--warmup 100", "--lr-warmup-iters"),
+    "--model gpt2-124mb": ("--model gpt2-124mb", "did you mean gpt2-124m?"),
+    "--config nowhere.yaml": ("--config nowhere.yaml", "path of a YAML file"),
+    "--tokenizer-type GPT2BPE": ("--tokenizer-type GPT2BPE", "GPT2BPETokenizer"),
+    "--tokenizer-type HuggingFaceTokenizer": ("--tokenizer-type HuggingFaceTokenizer", "--tokenizer-model"),
+    "--tokenizer-type TikTokenizer": ("--tokenizer-type TikTokenizer", "not supported yet"),
+    "--save x --save-interval 4 --save-retain-interval 6": ("--save-retain-interval 6", "--save-interval 4"),
+    "--no-position-embedding --position-embedding-type learned_absolute": ("--no-position-embedding", "keep one"),
+    "--loss-scale 0 --fp16": ("--loss-scale 0", "above 0"),
+}
+
+
+def one_line(command: list[str]) -> str:
+    with pytest.raises(ConfigError) as caught:
+        parse_args(command)
+    assert caught.value.exit_code == 2
+    line = str(caught.value)
+    assert line and "\n" not in line
+    return line
+
+
+@pytest.mark.parametrize("mistake", ADDED)
+def test_a_mistake_gives_one_line(mistake: str) -> None:
+    setting, way_out = ADDED[mistake]
+    line = one_line(argv(SMALL, mistake))
+    assert setting in line
+    assert way_out in line
+
+
+@pytest.mark.parametrize(
+    ("missing", "way_out"),
+    [
+        ("--num-layers", "--model preset"),
+        ("--micro-batch-size", "give them"),
+        ("--seq-length", "give them"),
+        ("--max-position-embeddings", "give them"),
+        ("--lr", "--lr 1e-4"),
+        ("--train-iters", "--skip-train"),
+        ("--mock-data", "tools/preprocess_data.py"),
+        ("--vocab-size", "--vocab-size N"),
+    ],
+)
+def test_what_is_required_is_named(missing: str, way_out: str) -> None:
+    line = one_line(argv(without(SMALL, missing)))
+    assert missing in line or missing == "--mock-data"
+    assert way_out in line
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "setting", "way_out"),
+    [
+        ("--hidden-size 64", "--hidden-size 66", "--hidden-size 66", "--kv-channels"),
+        ("--seq-length 32", "--seq-length 33", "--max-position-embeddings 32", "to 33"),
+        ("--num-layers 2", "--num-layers 0", "--num-layers 0", "at least 1"),
+        ("--num-layers 2", "--num-layers -2", "--num-layers -2", "at least 1"),
+        ("--mock-data", "--data-path a b 0.5", "--data-path a b 0.5", "WEIGHT PREFIX"),
+        ("--mock-data", "--data-path 0.5 a b c", "--data-path 0.5 a b c", "WEIGHT PREFIX"),
+        ("--mock-data", "--data-path 0 a 1 b", "--data-path 0 a 1 b", "positive"),
+        ("--mock-data", "--valid-data-path a", "--valid-data-path a", "--train-data-path"),
+        ("--mock-data", "--data-path a --valid-data-path b", "--valid-data-path b", "keep one"),
+        ("--mock-data", "--train-data-path a --split 9,1,0", "--split 9,1,0", "remove --split"),
+        ("--mock-data --vocab-size 100", "--data-path a", "--vocab-file and --merge-file", "vocab.json"),
+        ("--mock-data --vocab-size 100", "--data-path a --vocab-file v", "--merge-file", "merges.txt"),
+        ("--vocab-size 100", NULL, "--tokenizer-type NullTokenizer", "--vocab-size"),
+    ],
+)
+def test_a_wrong_value_gives_one_line(old: str, new: str, setting: str, way_out: str) -> None:
+    assert old in SMALL
+    line = one_line(argv(SMALL.replace(old, new)))
+    assert setting in line
+    assert way_out in line
+
+
+def test_batch_sizes_must_fit_the_ranks() -> None:
+    config = parse_args(argv(SMALL, "--global-batch-size 6"))
+    check_world(config, 3)
+    with pytest.raises(ConfigError, match=r"--global-batch-size 6 .* 2 data-parallel ranks; make it a multiple of 4"):
+        check_world(config, 2)
+    ramp = "--rampup-batch-size 2 2 100 --global-batch-size 8"
+    config = parse_args(argv(SMALL.replace("--train-iters", "--train-samples"), ramp))
+    check_world(config, 1)
+    with pytest.raises(ConfigError, match=r"--rampup-batch-size 2 2 100.* multiples of 4"):
+        check_world(config, 2)
+
+
+@pytest.mark.parametrize(("backend", "device"), [("nccl", "cpu"), ("hccl", "cuda"), ("xccl", "cpu"), ("nccl", "xpu")])
+def test_a_backend_without_its_device_is_refused_naming_gloo(backend: str, device: str) -> None:
+    config = parse_args(argv(SMALL, f"--distributed-backend {backend}"))
+    with pytest.raises(
+        ConfigError, match=rf"--distributed-backend {backend}: .*{device}; use --distributed-backend gl"
+    ):
+        check_backend(config, device)
+
+
+@pytest.mark.parametrize(("flag", "device"), [("", "cpu"), ("--distributed-backend gloo", "cuda")])
+def test_other_backends_are_fine(flag: str, device: str) -> None:
+    check_backend(parse_args(argv(SMALL, flag)), device)
+
+
+def test_files_must_exist(tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = tmp_path_factory.mktemp("data")
+    for name in ("corpus.idx", "corpus.bin", "vocab.json"):
+        (folder / name).write_bytes(b"")
+    data = f"--data-path {folder}/corpus --vocab-file {folder}/vocab.json"
+    command = SMALL.replace("--mock-data --vocab-size 100", data)
+    with pytest.raises(ConfigError, match=r"--merge-file .*merges.txt: no such file"):
+        check_paths(parse_args(argv(command, f"--merge-file {folder}/merges.txt")))
+    (folder / "merges.txt").write_bytes(b"")
+    check_paths(parse_args(argv(command, f"--merge-file {folder}/merges.txt")))
+    wrong = command.replace("corpus ", "corpus.bin ")
+    with pytest.raises(ConfigError, match=r"--data-path .*corpus.bin.idx: no such file; give the prefix without"):
+        check_paths(parse_args(argv(wrong, f"--merge-file {folder}/merges.txt")))
+    with pytest.raises(ConfigError, match=r"--save .*: is a file"):
+        check_paths(parse_args(argv(SMALL, f"--save {folder}/vocab.json --save-interval 1")))
+    model = f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {folder}/nowhere"
+    with pytest.raises(ConfigError, match=r"--tokenizer-model .*nowhere: no such"):
+        check_paths(parse_args(argv(without(SMALL, "--vocab-size"), model)))

@@ -1,0 +1,65 @@
+"""Presets are shapes that exist: names are settings, and the number of parameters is the model's own."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron.config import ModelConfig, parse_args
+from megatron.config.presets import PRESETS
+from megatron.config.run import settings_by_name
+from tests.unit.config.commands import argv
+
+
+def parameters(model: ModelConfig, vocabulary: int) -> int:
+    """Weights and biases, counted from the shapes."""
+    hidden, ffn, width = model.hidden_size, model.ffn_size, model.head_dim
+    rows = (model.num_attention_heads + 2 * model.query_groups) * width
+    attention = rows * hidden + model.num_attention_heads * width * hidden
+    mlp = (3 if model.gated else 2) * hidden * ffn
+    norm = hidden * (2 if model.normalization == "LayerNorm" else 1)
+    biases = (rows if model.qkv_bias else 0) + ((2 * hidden + ffn) if model.linear_bias else 0)
+    layer = attention + mlp + 2 * norm + biases + (2 * width if model.qk_layernorm else 0)
+    positions = model.max_position_embeddings * hidden if model.positions == "learned" else 0
+    return model.num_layers * layer + norm + vocabulary * hidden * (1 if model.tied else 2) + positions
+
+
+@pytest.mark.parametrize(
+    ("name", "vocabulary", "count"),
+    [
+        ("gpt2-124m", 50257, 124_439_808),
+        ("gpt2-774m", 50257, 774_030_080),
+        ("gpt2-1.5b", 50257, 1_557_611_200),
+        ("llama2-7b", 32000, 6_738_415_616),
+        ("llama2-13b", 32000, 13_015_864_320),
+        ("llama3-8b", 128256, 8_030_261_248),
+        ("llama3.2-1b", 128256, 1_235_814_400),
+        ("llama3.2-3b", 128256, 3_212_749_824),
+        ("qwen2.5-0.5b", 151936, 494_032_768),
+        ("qwen2.5-1.5b", 151936, 1_543_714_304),
+        ("qwen2.5-7b", 152064, 7_615_616_512),
+        ("qwen3-0.6b", 151936, 596_049_920),
+        ("qwen3-8b", 151936, 8_190_735_360),
+        ("mistral-7b", 32000, 7_241_732_096),
+    ],
+)
+def test_the_number_of_parameters_is_the_published_one(name: str, vocabulary: int, count: int) -> None:
+    assert parameters(ModelConfig(model=name, **PRESETS[name]), vocabulary) == count
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_is_a_valid_model(name: str) -> None:
+    assert all(settings_by_name()[field].section == "model" for field in PRESETS[name])
+    rest = "--seq-length 32 --micro-batch-size 1 --lr 1e-4 --train-iters 10 --mock-data --vocab-size 100"
+    config = parse_args(argv(f"--model {name}", rest))
+    assert config.notices == ()
+    assert config.model.model == name
+
+
+def test_the_shapes_of_the_eight_device_recipe() -> None:
+    shapes = {name: ModelConfig(**PRESETS[name]) for name in ("gpt2-345m", "gpt3-1.3b", "gpt3-2.7b", "gpt3-3.7b")}
+    assert [(m.num_layers, m.hidden_size, m.num_attention_heads) for m in shapes.values()] == [
+        (24, 1024, 16),
+        (24, 2048, 16),
+        (32, 2560, 32),
+        (32, 3072, 32),
+    ]

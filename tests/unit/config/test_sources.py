@@ -1,0 +1,143 @@
+"""--config FILE, precedence, --print-config, and configurations as plain dicts."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from megatron.config import RunConfig, adopt_checkpoint_args, describe, from_dict, parse_args, to_dict, to_yaml
+from megatron.config.run import all_settings
+from megatron.errors import ConfigError
+from tests.unit.config.commands import LLAMA3, SMALL, TUTORIAL, argv, without
+
+REST = "--seq-length 32 --micro-batch-size 1 --lr 1e-4 --train-iters 10 --mock-data --vocab-size 100"
+
+
+def parse_file(folder: Path, text: str, flags: str = REST) -> RunConfig:
+    file = folder / "run.yaml"
+    file.write_text(text)
+    return parse_args(argv(f"--config {file}", flags))
+
+
+def test_keys_are_flags_or_fields_flat_or_grouped(tmp_path: Path) -> None:
+    text = """
+        num-layers: 2
+        model: {hidden_size: 64, num_attention_heads: 4, position-embedding-type: rope, bias_gelu_fusion: false}
+        optimizer: sgd
+        schedule:
+          min_lr: 1e-5
+        no-load-optim: true
+        load: x
+        swiglu: false
+        iterations-to-skip: [3, 4]
+        layernorm-epsilon: 1e-6
+        ckpt_step:
+    """
+    config = parse_file(tmp_path, text)
+    model = config.model
+    assert (model.num_layers, model.hidden_size, model.positions, model.norm_epsilon) == (2, 64, "rope", 1e-6)
+    assert model.activation == "gelu_erf"
+    assert (config.optimizer.optimizer, config.schedule.min_lr) == ("sgd", 1e-5)
+    assert config.training.iterations_to_skip == (3, 4)
+    assert (config.checkpoint.load_optim, config.checkpoint.ckpt_step) == (False, None)
+    assert any("--layernorm-epsilon: taken as --norm-epsilon" in line for line in config.notices)
+
+
+def test_default_preset_file_flag_in_rising_precedence(tmp_path: Path) -> None:
+    config = parse_file(
+        tmp_path, "model: gpt2-345m\nnum_layers: 3\nhidden-size: 256\nseed: 7", f"{REST} --num-layers 2"
+    )
+    assert (config.model.num_layers, config.model.hidden_size, config.model.num_attention_heads) == (2, 256, 16)
+    origins = {name: config.origins.get(name, "default").split()[0] for name in ("num_layers", "hidden_size", "seed")}
+    assert origins == {"num_layers": "flag", "hidden_size": "file", "seed": "file"}
+    assert config.origins["num_attention_heads"] == "preset gpt2-345m"
+    table = describe(config)
+    assert [line.split() for line in table.splitlines() if line.startswith("num_layers ")] == [
+        ["num_layers", "2", "flag"]
+    ]
+    assert "adam_beta1" in table and "default" in table
+
+
+def test_a_switch_of_a_file_is_turned_off_by_a_flag(tmp_path: Path) -> None:
+    shape = "num-layers: 2\nhidden-size: 64\nnum-attention-heads: 4\nmax-position-embeddings: 32\n"
+    assert not parse_file(tmp_path, shape + "bf16: true", f"{REST} --bf16=false").precision.bf16
+    on = parse_file(tmp_path, shape + "disable-bias-linear: true", f"{REST} --disable-bias-linear=false")
+    assert on.model.linear_bias
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("num-layer: 2", "--num-layer: unknown setting (did you mean --num-layers?)"),
+        ("modell: {num-layers: 2}", "'modell' is no section (did you mean model?)"),
+        ("num-layers: [1, 2]", "--num-layers 1 2: takes one value"),
+        ("num-layers: true", "--num-layers true: not a whole number"),
+        ("num-layers: 2.5", "--num-layers 2.5: not a whole number"),
+        ("swiglu: perhaps", "--swiglu perhaps: it is a switch"),
+        ("use-mcore-models: 3", "--use-mcore-models 3: it is a switch"),
+        ("num-layers: 2\nnum_layers: 3", "'num_layers' is set twice"),
+        ("layernorm-epsilon: 1e-6\nnorm-epsilon: 1e-5", "contradict each other"),
+        ("context-parallel-size: 2", "--context-parallel-size 2: not supported yet"),
+        ("deepspeed: true", "--deepspeed: not supported yet"),
+        ("- a list", "not a mapping of settings"),
+        ("a: [", "not valid YAML"),
+    ],
+)
+def test_mistakes_in_a_file(tmp_path: Path, text: str, said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_file(tmp_path, text)
+    assert said in str(caught.value)
+    assert "run.yaml" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("command", [SMALL, TUTORIAL, LLAMA3], ids=["small", "tutorial", "llama3"])
+def test_a_configuration_survives_dict_and_yaml(tmp_path: Path, command: str) -> None:
+    config = parse_args(argv(command))
+    plain = to_dict(config)
+    assert from_dict(plain) == config
+    assert from_dict(yaml.safe_load(yaml.safe_dump(plain))) == config
+    file = tmp_path / "again.yaml"
+    file.write_text(to_yaml(config))
+    assert parse_args(["--config", str(file)]) == dataclasses.replace(
+        config, runtime=dataclasses.replace(config.runtime, config=str(file))
+    )
+
+
+def test_what_only_concerns_the_launch_is_not_saved() -> None:
+    plain = to_dict(parse_args(argv(SMALL, "--local-rank 3 --dry-run")))
+    assert not {"local_rank", "dry_run", "print_config", "config"} & set(plain["runtime"])
+
+
+def test_unknown_saved_settings_are_refused_by_name() -> None:
+    plain = to_dict(RunConfig())
+    plain["model"]["quantum"] = 3
+    with pytest.raises(ConfigError, match=r"checkpoint: .* model.quantum = 3"):
+        from_dict(plain)
+    assert from_dict({"model": {"num_layers": 4}}).model.num_layers == 4
+
+
+def test_adopting_the_arguments_of_a_checkpoint() -> None:
+    saved: dict[str, dict[str, Any]] = to_dict(parse_args(argv(SMALL, "--swiglu --hidden-dropout 0.2")))
+    rest = without(SMALL, "--num-layers", "--hidden-size", "--num-attention-heads", "--max-position-embeddings")
+    config = parse_args(argv(without(rest, "--seq-length"), "--load x --use-checkpoint-args"))
+    adopted = adopt_checkpoint_args(config, saved)
+    assert (adopted.model.num_layers, adopted.model.swiglu, adopted.data.seq_length) == (2, True, 32)
+    assert adopted.model.hidden_dropout == 0.1, "how to train is still the command line's"
+    assert adopted.origins["num_layers"] == "checkpoint"
+    config = parse_args(argv(rest, "--num-layers 3 --load x --use-checkpoint-args"))
+    with pytest.raises(ConfigError, match=r"--num-layers 3 \(flag\) and 2 of the checkpoint disagree"):
+        adopt_checkpoint_args(config, saved)
+
+
+def test_sections_are_frozen_and_keyword_only() -> None:
+    config = RunConfig()
+    for name in {setting.section for setting in all_settings()}:
+        section = getattr(config, name)
+        assert type(section).__dataclass_params__.frozen
+        assert all(field.kw_only for field in dataclasses.fields(section))
+        assert hash(section) == hash(type(section)())
