@@ -1,0 +1,132 @@
+"""Every collective on the axes of a real layout, against arithmetic on the ranks' numbers."""
+
+from __future__ import annotations
+
+import os
+import time
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.distributed import collectives
+from megatron.distributed.state import ParallelState
+from megatron.layout import Layout
+from tests.helpers.distributed import RankFailed, run_ranks
+
+LAYOUT = Layout(4, tp=2)
+
+
+def all_collectives(rank: int) -> dict[str, Any]:
+    state = ParallelState.build(LAYOUT, rank, timedelta(seconds=30))
+    found: dict[str, Any] = {}
+    for axis in (state.tp, state.dp, state.world):
+        pending = collectives.start_all_reduce(later := torch.tensor([2.0 * rank]), axis)
+        collectives.barrier(axis)
+        if pending is not None:
+            pending.wait()
+        found[axis.name] = {
+            "sum": collectives.all_reduce(torch.tensor([1.0 * rank, 1.0]), axis).tolist(),
+            "max": collectives.all_reduce(torch.tensor([1.0 * rank]), axis, "max").item(),
+            "min": collectives.all_reduce(torch.tensor([1.0 * rank]), axis, "min").item(),
+            "later": later.item(),
+            "first": collectives.broadcast(torch.tensor([10.0 * rank]), axis).item(),
+            "last": collectives.broadcast(torch.tensor([10.0 * rank]), axis, axis.size - 1).item(),
+            "gathered": [part.item() for part in collectives.all_gather(torch.tensor([10.0 * rank]), axis)],
+            "objects": collectives.all_gather_object({"rank": rank}, axis),
+            "to_last": collectives.gather_object(rank, axis, axis.size - 1),
+            "object": collectives.broadcast_object(f"from {rank}" if axis.rank == 1 else None, axis, 1),
+        }
+    return found
+
+
+def expected(rank: int) -> dict[str, Any]:
+    found = {}
+    for name in ("tp", "dp", "world"):
+        ranks = LAYOUT.group_of(name, rank)
+        found[name] = {
+            "sum": [float(sum(ranks)), float(len(ranks))],
+            "max": max(ranks),
+            "min": min(ranks),
+            "later": 2.0 * sum(ranks),
+            "first": 10.0 * ranks[0],
+            "last": 10.0 * ranks[-1],
+            "gathered": [10.0 * other for other in ranks],
+            "objects": [{"rank": other} for other in ranks],
+            "to_last": list(ranks) if rank == ranks[-1] else None,
+            "object": f"from {ranks[1]}",
+        }
+    return found
+
+
+def test_collectives_over_tp_dp_and_world() -> None:
+    assert run_ranks(4, all_collectives) == [expected(rank) for rank in range(4)]
+
+
+def test_planted_bug_the_wrong_group_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    build = ParallelState.build
+    monkeypatch.setattr(
+        ParallelState,
+        "build",
+        staticmethod(lambda layout, rank, timeout: build(Layout(4, pp=2), rank, timeout)),
+    )
+    assert run_ranks(4, all_collectives) != [expected(rank) for rank in range(4)]
+
+
+def two_states(rank: int) -> tuple[float, float]:
+    """Two layouts in one process do not disturb each other."""
+    one = ParallelState.build(Layout(4, tp=2), rank)
+    two = ParallelState.build(Layout(4, tp=4), rank)
+    return (
+        collectives.all_reduce(torch.tensor([1.0 * rank]), one.tp).item(),
+        collectives.all_reduce(torch.tensor([1.0 * rank]), two.tp).item(),
+    )
+
+
+def test_two_states_live_side_by_side() -> None:
+    assert run_ranks(4, two_states) == [(1.0, 6.0), (1.0, 6.0), (5.0, 6.0), (5.0, 6.0)]
+
+
+def waits_for_nobody(rank: int) -> float:
+    """The other member never comes to the collective."""
+    state = ParallelState.build(Layout(4, tp=2), rank, timedelta(seconds=1))
+    begin = time.monotonic()
+    if rank == 0:
+        with pytest.raises(RuntimeError, match=r"(?i)timed out"):
+            collectives.all_reduce(torch.ones(1), state.tp)
+    return time.monotonic() - begin
+
+
+def test_groups_keep_the_timeout_they_were_built_with() -> None:
+    assert 0.5 < run_ranks(4, waits_for_nobody)[0] < 10
+
+
+class TestHelper:
+    """run_ranks itself: what must not pass."""
+
+    def test_a_rank_that_returns_nothing_fails(self) -> None:
+        with pytest.raises(RankFailed, match="rank 1 returned None"):
+            run_ranks(2, lambda rank: 1 if rank == 0 else None)
+
+    def test_an_exception_is_reported_with_its_rank(self) -> None:
+        def body(rank: int) -> int:
+            if rank == 1:
+                raise ValueError("the cause")
+            torch.distributed.barrier()
+            return 1
+
+        with pytest.raises(RankFailed, match=r"(?s)rank 1 failed.*the cause"):
+            run_ranks(2, body, timeout=20)
+
+    def test_a_rank_that_dies_fails(self) -> None:
+        with pytest.raises(RankFailed, match="rank 0 died with exit code 3"):
+            run_ranks(2, lambda rank: os._exit(3) if rank == 0 else 1, timeout=20)
+
+    def test_a_rank_that_hangs_fails(self) -> None:
+        with pytest.raises(RankFailed, match="did not finish"):
+            run_ranks(2, lambda rank: time.sleep(60) if rank == 0 else 1, timeout=2)
+
+    def test_results_come_in_the_order_of_ranks(self) -> None:
+        results = run_ranks(3, lambda rank, factor: torch.tensor(rank * factor), 2)
+        assert [value.item() for value in results] == [0, 2, 4]
