@@ -47,10 +47,10 @@ class Workspace:
 def linear_cross_entropy(
     hidden: Tensor, weight: Tensor, labels: Tensor, vocab_size: int, workspace: Workspace | None = None
 ) -> Tensor:
-    """See `ref.linear_cross_entropy`. `workspace` belongs to one caller, who runs one backward pass per forward."""
+    """See `ref.linear_cross_entropy`. A `workspace` allows one backward pass per forward: it takes the buffer."""
     if not (torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)):
         return _loss_only(hidden, weight[:vocab_size], labels)
-    return _LinearCrossEntropy.apply(hidden, weight, labels, vocab_size, workspace or Workspace())
+    return _LinearCrossEntropy.apply(hidden, weight, labels, vocab_size, workspace)
 
 
 def _block_rows(columns: int, device: torch.device) -> int:
@@ -112,11 +112,12 @@ def _scaled_gradient(logits: Tensor, labels: Tensor, losses: Tensor, grad: Tenso
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, vocab_size: int, workspace: Workspace
+        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, vocab_size: int, workspace: Workspace | None
     ) -> Tensor:
         # A CPU multiplies odd sizes as fast as even ones; a GPU wants the padding.
         used = weight[:vocab_size] if weight.device.type == "cpu" else weight
-        logits = workspace.take((hidden.shape[0], used.shape[0]), hidden)  # [tokens, vocabulary]
+        shape = (hidden.shape[0], used.shape[0])  # [tokens, vocabulary]
+        logits = hidden.new_empty(shape) if workspace is None else workspace.take(shape, hidden)
         torch.mm(hidden, used.t(), out=logits)
         # fp16 cannot hold softmax - onehot before the loss scale is in it: there it waits for the backward pass.
         late = logits.dtype == torch.float16
@@ -130,7 +131,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         assert ctx.logits is not None, "linear_cross_entropy keeps its gradient for one backward pass only"
         hidden, weight, labels, losses = ctx.saved_tensors
-        logits, ctx.logits = ctx.logits, None
+        logits, workspace = ctx.logits, ctx.workspace
+        if ctx.late or workspace is not None:
+            ctx.logits = None
         used = weight[: logits.shape[1]]
         scale = grad.unsqueeze(-1)  # [tokens, 1]
         if ctx.late:
@@ -143,5 +146,6 @@ class _LinearCrossEntropy(torch.autograd.Function):
             grad_weight = torch.empty_like(weight)
             torch.mm(logits.t(), (hidden * scale).to(hidden.dtype), out=grad_weight[: logits.shape[1]])
             grad_weight[logits.shape[1] :].zero_()
-        ctx.workspace.give_back(logits)
+        if workspace is not None:
+            workspace.give_back(logits)
         return grad_hidden, grad_weight, None, None, None

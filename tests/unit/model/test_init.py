@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from megatron.model.init import draw, initial_value
+from tests.unit.model.helpers import LLAMA, build, config
+
+
+def test_a_draw_depends_on_seed_and_name_only() -> None:
+    one = draw("layers.3.mlp.dense_h_to_4h.weight", (4, 5), 0.1, 1)
+    torch.manual_seed(99)
+    torch.randn(7)
+    assert torch.equal(one, draw("layers.3.mlp.dense_h_to_4h.weight", (4, 5), 0.1, 1))
+    assert not torch.equal(one, draw("layers.3.mlp.dense_h_to_4h.weight", (4, 5), 0.1, 2))
+    assert not torch.equal(one, draw("layers.4.mlp.dense_h_to_4h.weight", (4, 5), 0.1, 1))
+
+
+def test_the_values_never_change() -> None:
+    """Golden: a model started with today's seed starts the same tomorrow."""
+    values = draw("golden", (64, 64), 1.0, 1234)
+    first, last = [-0.41221154, 0.47534105, -0.56800777], [-0.95281780, -1.50039434, -0.92810184]
+    torch.testing.assert_close(values[0, :3], torch.tensor(first), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(values[63, 61:], torch.tensor(last), rtol=1e-5, atol=1e-6)
+
+
+def test_the_global_generator_is_untouched() -> None:
+    state = torch.get_rng_state()
+    build(config())
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_fp32_whatever_the_default_dtype() -> None:
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert draw("x", (3,), 1.0, 0).dtype == torch.float32
+        assert initial_value("final_layernorm.weight", (3,), config(), 0).dtype == torch.float32
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_the_shape_of_the_view_does_not_matter() -> None:
+    name = "layers.0.self_attention.query_key_value.weight"
+    assert torch.equal(draw(name, (2, 3, 4, 5), 1.0, 0).flatten(), draw(name, (24, 5), 1.0, 0).flatten())
+
+
+def test_layer_subsets_start_the_same() -> None:
+    shape = config(**LLAMA)
+    whole, part = build(shape), build(shape, layers=range(2, 3), first=False, last=False)
+    assert len(list(part.parameters())) > 0
+    for name, value in part.named_parameters():
+        assert torch.equal(value, whole.get_parameter(name))
+
+
+def test_standard_deviations() -> None:
+    model = build(config(num_layers=8, hidden_size=64, init_method_std=0.05))
+    narrow = 0.05 / math.sqrt(16)
+    for name, value in model.named_parameters():
+        if name.endswith(".bias"):
+            assert not value.any(), name
+        elif "layernorm" in name:
+            assert (value == 1).all(), name
+        else:
+            output = name.endswith(("attention.dense.weight", "4h_to_h.weight"))
+            assert abs(value.std().item() / (narrow if output else 0.05) - 1) < 0.1, name
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "fans"),
+    [
+        ("layers.0.self_attention.query_key_value.weight", (2, 4, 8, 32), 64 + 32),
+        ("layers.0.self_attention.dense.weight", (32, 4, 8), 32 + 32),
+        ("layers.0.mlp.dense_h_to_4h.weight", (2, 100, 32), 200 + 32),
+        ("embedding.word_embeddings.weight", (61, 32), 61 + 32),
+    ],
+)
+def test_xavier(name: str, shape: tuple[int, ...], fans: int) -> None:
+    values = initial_value(name, shape, config(init_method_xavier_uniform=True), 0)
+    bound = math.sqrt(6 / fans)
+    assert values.abs().max() <= bound
+    assert values.abs().max() > 0.97 * bound
+    assert values.shape == shape

@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.config import RecomputeConfig
+from megatron.errors import ConfigError
+from megatron.model.recompute import Recompute
+from tests.unit.model.helpers import GPT2, LLAMA, build, config, tokens
+
+PLANS: list[dict[str, Any]] = [
+    {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+    {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 3},
+    {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 2},
+    {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 9},
+    {"recompute_granularity": "selective"},
+    {"recompute_activations": True},
+    {"recompute_granularity": "selective", "recompute_modules": ("core_attn", "mlp")},
+]
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+@pytest.mark.parametrize("family", [GPT2, LLAMA], ids=["gpt2", "llama"])
+def test_bit_equal_with_dropout(family: dict[str, Any], plan: dict[str, Any]) -> None:
+    results = []
+    for recompute in (None, RecomputeConfig(**plan)):
+        model = build(config(**family, attention_dropout=0.1, hidden_dropout=0.1), recompute=recompute)
+        torch.manual_seed(3)
+        loss = model(tokens(), labels=tokens(seed=1))
+        loss.mean().backward()
+        results.append([loss.detach(), *(p.grad for p in model.parameters()), torch.get_rng_state()])
+    for plain, recomputed in zip(*results, strict=True):
+        assert torch.equal(plain, recomputed)
+
+
+@pytest.mark.parametrize(
+    ("plan", "expected"), [(PLANS[0], 4), (PLANS[1], 2), (PLANS[2], 2), (PLANS[3], 4), (PLANS[4], 4), (PLANS[6], 8)]
+)
+def test_what_is_recomputed(plan: dict[str, Any], expected: int) -> None:
+    calls = []
+
+    def counting(function: Any, *arguments: Any) -> Any:
+        calls.append(function)
+        return function(*arguments)
+
+    model = build(config(), recompute=RecomputeConfig(**plan), checkpoint=counting)
+    model(tokens())
+    assert len(calls) == expected
+    with torch.no_grad():
+        model(tokens())
+    assert len(calls) == expected  # nothing is kept, so nothing is promised
+
+
+def test_groups_cover_every_layer_once() -> None:
+    for method in ("none", "uniform", "block", "selective"):
+        for chunk in (1, 2, 3, 7):
+            groups = Recompute(method, chunk).groups(5)
+            assert [n for positions, _ in groups for n in positions] == list(range(5))
+
+
+def test_a_part_that_cannot_be_recomputed_is_refused() -> None:
+    wanted = RecomputeConfig(recompute_granularity="selective", recompute_modules=("layernorm",))
+    with pytest.raises(ConfigError, match="--recompute-modules layernorm: not supported; use core_attn and/or mlp"):
+        build(config(), recompute=wanted)

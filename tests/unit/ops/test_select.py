@@ -1,0 +1,54 @@
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from megatron.errors import ConfigError
+from megatron.ops import OPS, builtin, ref, resolve
+
+
+def test_auto_takes_torch_functions_and_says_so() -> None:
+    kernels = resolve("auto", "cpu")
+    assert kernels.rms_norm is builtin.rms_norm
+    assert kernels.squared_relu is ref.squared_relu
+    assert {choice.op for choice in kernels.choices} == set(OPS)
+    lines = kernels.table().splitlines()
+    assert lines[0].split() == ["op", "backend", "reason"]
+    assert any(line.split()[:2] == ["rms_norm", "torch"] for line in lines)
+
+
+def test_ref_and_exclusions() -> None:
+    assert {choice.backend for choice in resolve("ref", "cpu").choices} == {"ref"}
+    kernels = resolve("auto,-rms_norm, -gelu", "cpu")
+    assert kernels.rms_norm is ref.rms_norm and kernels.gelu is ref.gelu
+    assert kernels.layer_norm is builtin.layer_norm
+    assert "left out by --kernels" in kernels.table()
+
+
+@pytest.mark.parametrize("backend", ["unfused", "local"])
+def test_attention_backend_that_is_explicit(backend: str) -> None:
+    choice = next(c for c in resolve("auto", "cpu", attention=backend).choices if c.op == "attention")
+    assert (choice.backend, choice.reason) == ("ref", f"--attention-backend {backend}")
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("native", "not built yet; use auto or ref"),
+        ("fast", "'fast' is not one of auto, native, ref"),
+        ("auto,rope", "only exclusions such as -rope"),
+        ("auto,-ropes", "did you mean -rope"),
+        ("auto,-xyz", "there are layer_norm, rms_norm"),
+    ],
+)
+def test_refusals_are_one_line_with_the_way_out(spec: str, message: str) -> None:
+    with pytest.raises(ConfigError, match="--kernels") as caught:
+        resolve(spec, "cpu")
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_choice_is_frozen() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        resolve("ref", "cpu").rope = ref.rope  # type: ignore[misc]
