@@ -1,0 +1,136 @@
+"""Small training runs for tests: in this process (one rank), on gloo ranks, or as a user starts them."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from megatron.config import RunConfig, parse_args
+from megatron.distributed.launch import LaunchInfo
+from megatron.distributed.rng import seed_rank
+from megatron.distributed.state import ParallelState
+from megatron.layout import Layout
+from megatron.ops import resolve
+from megatron.training.assemble import Parts, assemble
+from megatron.training.initialize import Run
+from megatron.utils.log import RankLog
+
+REPOSITORY = Path(__file__).parents[2]
+
+TINY: dict[str, Any] = {
+    "num_layers": 2,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "seq_length": 16,
+    "max_position_embeddings": 16,
+    "micro_batch_size": 2,
+    "global_batch_size": 8,
+    "train_iters": 6,
+    "lr": 1e-2,
+    "vocab_size": 97,
+    "mock_data": True,
+    "num_workers": 0,
+    "log_interval": 1,
+    "eval_iters": 0,
+    "make_vocab_size_divisible_by": 16,
+    "device": "cpu",
+}
+
+
+def flags(**changes: Any) -> list[str]:
+    """TINY with changes, as a command line: True is a bare flag; None leaves a flag out."""
+    words: list[str] = []
+    for name, value in {**TINY, **changes}.items():
+        flag = "--" + name.replace("_", "-").replace("opt-param", "opt_param")
+        if value is None or value is False:
+            continue
+        words.append(flag)
+        if value is not True:
+            words += [str(v) for v in value] if isinstance(value, list | tuple) else [str(value)]
+    return words
+
+
+def pretrain_gpt() -> ModuleType:
+    """The script, as a module."""
+    spec = importlib.util.spec_from_file_location("pretrain_gpt", REPOSITORY / "pretrain_gpt.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def make_run(config: RunConfig, *, rank: int = 0, world_size: int = 1, dtype: torch.dtype | None = None) -> Run:
+    """What `start` makes, in a process group that the test owns; `dtype` float64 is for tests alone."""
+    layout = Layout(world_size)
+    seed_rank(config.training.seed, layout.coordinates(rank))
+    return Run(
+        config=config,
+        launch=LaunchInfo(rank=rank, world_size=world_size, local_rank=rank, local_world_size=world_size),
+        device=torch.device("cpu"),
+        dtype=dtype or getattr(torch, config.precision.params_dtype),
+        parallel=ParallelState.build(layout, rank),
+        kernels=resolve(config.kernels.spec, "cpu"),
+        tokenizer=None,
+        log=RankLog(rank),
+        run_id="test",
+    )
+
+
+def make_parts(argv: Sequence[str], **where: Any) -> tuple[Run, Parts]:
+    run, script = make_run(parse_args(argv), **where), pretrain_gpt()
+    return run, assemble(run, script.datasets_provider, script.model_provider, script.forward_step)
+
+
+def train_here(argv: Sequence[str]) -> dict[str, Any]:
+    """Train in this process; returns the metrics records, the last weights and the reason of the end."""
+    run, parts = make_parts(argv)
+    records: list[dict[str, Any]] = []
+    with parts:
+        parts.trainer.hooks = [*parts.trainer.hooks, Recorder(records)]
+        reason = parts.trainer.fit()
+    weights = {name: p.detach().clone() for name, p in parts.engine.model.named_parameters()}
+    return {"records": records, "weights": weights, "reason": reason, "parts": parts, "run": run}
+
+
+class Recorder:
+    """Keeps every logged record."""
+
+    def __init__(self, into: list[dict[str, Any]]) -> None:
+        self.into = into
+
+    def on_step(self, record: Any, timers: Any) -> None:
+        self.into.append(dataclasses.asdict(record))
+
+    def on_log(self, record: Any) -> None: ...
+    def on_evaluate(self, record: Any) -> None: ...
+    def on_end(self) -> None: ...
+
+
+def launch(argv: Sequence[str], *, ranks: int = 1, cwd: Path = REPOSITORY, timeout: float = 120.0) -> subprocess.CompletedProcess[str]:
+    """`pretrain_gpt.py` as a user starts it: plain python for one rank, torchrun for more."""
+    launcher = [sys.executable]
+    if ranks > 1:
+        launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
+    command = [*launcher, str(REPOSITORY / "pretrain_gpt.py"), *argv]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=timeout)
+
+
+def read_metrics(path: Path, split: str = "train") -> list[dict[str, Any]]:
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    return [record for record in records if record["split"] == split]
+
+
+def same_numbers(record: dict[str, Any]) -> dict[str, Any]:
+    """The part of a record that must be equal in two equal runs: everything but clocks."""
+    clocks = re.compile(r"second|tflops|utilisation|eta")
+    return {key: value for key, value in record.items() if not clocks.search(key)}
