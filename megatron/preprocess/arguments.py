@@ -23,6 +23,9 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError(f"{message[:1].lower()}{message[1:]}; see --help".removeprefix("argument "))
 
     def parse_known_flags(self, argv: Sequence[str]) -> argparse.Namespace:
+        for word in argv:  # first, since a misspelt flag is often also a missing one
+            if word.startswith("--") and word.split("=", 1)[0] not in self._option_string_actions:
+                self._refuse(word)
         namespace, unknown = self.parse_known_args(argv)
         if unknown:
             self._refuse(unknown[0])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -43,6 +45,7 @@ class Outputs:
         self._keys, self._tokenizer = list(keys), tokenizer
         self._prefixes = [output_prefix(prefix, key) for key in keys]
         self._text_bytes = [0] * len(keys)
+        self._tokens = [0] * len(keys)
         self._builders: list[IndexedDatasetBuilder] = []
         self._named: list[str] = []
         try:
@@ -57,28 +60,36 @@ class Outputs:
         for i, block in enumerate(blocks):
             _write_block(self._builders[i], block)
             self._text_bytes[i] += block.text_bytes
+            self._tokens[i] += len(block.tokens)
 
     def finish(self, sources: Sequence[Path], *, append_eod: bool) -> list[KeyReport]:
-        reports = []
-        for key, prefix, builder, text_bytes in zip(
-            self._keys, self._prefixes, self._builders, self._text_bytes, strict=True
-        ):
+        for key, tokens in zip(self._keys, self._tokens, strict=True):
+            if not tokens:
+                raise DataError(f"--json-keys {key}: every document is empty; nothing was written")
+        with signals_deferred():
+            return [self._finish_one(number, sources, append_eod) for number in range(len(self._keys))]
+
+    def _finish_one(self, number: int, sources: Sequence[Path], append_eod: bool) -> KeyReport:
+        key, prefix = self._keys[number], self._prefixes[number]
+        try:
+            summary = self._builders[number].finalize()
+        except ConfigError:  # what stands there now is another run's
+            raise
+        except BaseException:
             self._named.append(prefix)
-            summary = builder.finalize()
-            if summary.tokens == 0:
-                raise DataError(f"--json-keys {key}: all {summary.documents} documents are empty; nothing to train on")
-            record = make_record(
-                prefix,
-                tokenizer_fingerprint=self._tokenizer.fingerprint,
-                vocab_size=self._tokenizer.vocab_size,
-                eod_id=self._tokenizer.eod_id,
-                max_id=summary.max_id,
-                source=tuple(path.name for path in sources),
-                extra={"tokenizer_type": self._tokenizer.name, "json_key": key, "append_eod": append_eod},
-            )
-            write_record(prefix, record)
-            reports.append(KeyReport(key, summary, text_bytes))
-        return reports
+            raise
+        self._named.append(prefix)
+        record = make_record(
+            prefix,
+            tokenizer_fingerprint=self._tokenizer.fingerprint,
+            vocab_size=self._tokenizer.vocab_size,
+            eod_id=self._tokenizer.eod_id,
+            max_id=summary.max_id,
+            source=tuple(path.name for path in sources),
+            extra={"tokenizer_type": self._tokenizer.name, "json_key": key, "append_eod": append_eod},
+        )
+        write_record(prefix, record)
+        return KeyReport(key, summary, self._text_bytes[number])
 
     def __enter__(self) -> Outputs:
         return self
@@ -96,6 +107,16 @@ class Outputs:
             # The index first: without it the rest cannot be taken for a dataset.
             for path in (idx_path(prefix), bin_path(prefix), record_path(prefix)):
                 path.unlink(missing_ok=True)
+
+
+@contextmanager
+def signals_deferred() -> Iterator[None]:
+    """A signal that comes while the files get their names is answered when all have theirs."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGHUP, signal.SIGINT))
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _write_block(builder: IndexedDatasetBuilder, block: Block) -> None:

@@ -175,7 +175,7 @@ def _serve(connection: Connection, inherited: list[Connection], handler: Callabl
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     # One worker is one core. `tokenizers` would start a thread for each core in each worker, has no call to prevent
     # it, and reads this variable; it is set for this process alone.
-    os.putenv("TOKENIZERS_PARALLELISM", "false")
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
     while True:
         try:
             task = connection.recv()

@@ -32,8 +32,9 @@ class Progress:
         self.tokens += tokens
         self.read += read
         if self._bar is not None:
-            tokens = f", {self.tokens} tokens" if self.tokens else ""
-            self._bar.set_postfix_str(f"{self.documents} docs, {self._rate():.0f} docs/s{tokens}", refresh=False)
+            self._bar.set_postfix_str(
+                f"{self.documents} docs, {self._rate():.0f} docs/s{self._tokens()}", refresh=False
+            )
             self._bar.update(position - self._bar.n)
         elif self.documents // self._log_interval > lines_before:
             print(self._line(position), file=self._stream, flush=True)
@@ -49,13 +50,15 @@ class Progress:
     def _rate(self) -> float:
         return self.documents / self.seconds
 
+    def _tokens(self) -> str:
+        return f", {self.tokens} tokens" if self.tokens else ""
+
     def _line(self, position: int) -> str:
         left = ""
         if self._total and position:
             left = f", ETA {duration(self.seconds * max(self._total - position, 0) / position)}"
-        tokens = f", {self.tokens} tokens" if self.tokens else ""
         speed = f"({self._rate():.1f} docs/s, {self.megabytes_per_second:.2f} MB/s)"
-        return f"Processed {self.documents} documents {speed}{tokens}{left}"
+        return f"Processed {self.documents} documents {speed}{self._tokens()}{left}"
 
     def __enter__(self) -> Progress:
         return self

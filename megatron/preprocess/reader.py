@@ -42,6 +42,12 @@ def expand_inputs(patterns: Sequence[str]) -> list[Path]:
         if not found:
             raise ConfigError(f"--input {pattern}: no file matches the pattern")
         files.extend(_check_input(Path(name)) for name in found)
+    seen: set[tuple[int, int]] = set()
+    for file in files:
+        status = file.stat()
+        if (status.st_dev, status.st_ino) in seen:
+            raise ConfigError(f"--input {file}: given twice, so its documents would count twice; name it once")
+        seen.add((status.st_dev, status.st_ino))
     return files
 
 

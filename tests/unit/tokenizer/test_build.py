@@ -1,0 +1,129 @@
+"""Settings to tokenizer: every type is built or refused by name. NullTokenizer and training."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.errors import ConfigError, DataError
+from megatron.tokenizer import TokenizerSettings, build_tokenizer
+from megatron.tokenizer.gpt2 import GPT2BPETokenizer
+from megatron.tokenizer.huggingface import HuggingFaceTokenizer
+from megatron.tokenizer.null import NullTokenizer
+from megatron.tokenizer.train import train_bpe
+from tests.unit.tokenizer.support import SAMPLES, small_bpe, write_small_bpe
+
+
+def build(**settings: Any) -> Any:
+    return build_tokenizer(TokenizerSettings(**settings))
+
+
+def test_vocab_and_merges_mean_gpt2(tmp_path: Path) -> None:
+    vocab, merges = write_small_bpe(tmp_path)
+    files = {"vocab_file": str(vocab), "merge_file": str(merges)}
+    assert isinstance(build(**files), GPT2BPETokenizer)
+    named = build(tokenizer_type="GPT2BPETokenizer", vocab_size=small_bpe().vocab_size, **files)
+    assert named.vocab_size == small_bpe().vocab_size == max(small_bpe().vocab.values()) + 1
+
+
+@pytest.mark.parametrize("name", ["HuggingFaceTokenizer", "HFTokenizer"])
+def test_hugging_face_by_either_name(tmp_path: Path, name: str) -> None:
+    GPT2BPETokenizer(*write_small_bpe(tmp_path)).save_pretrained(tmp_path)
+    assert isinstance(build(tokenizer_type=name, tokenizer_model=str(tmp_path)), HuggingFaceTokenizer)
+
+
+def test_the_config_section_fits() -> None:
+    sections = pytest.importorskip("megatron.config.sections.data")
+    config = sections.TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=10)
+    assert build_tokenizer(config).vocab_size == 11
+
+
+@pytest.mark.parametrize(
+    ("settings", "complaint"),
+    [
+        ({}, "--tokenizer-type: not given"),
+        ({"vocab_file": "v"}, "--tokenizer-type: not given"),
+        ({"tokenizer_type": "GPT2BPETokenizer"}, "--vocab-file: not given"),
+        ({"tokenizer_type": "GPT2BPETokenizer", "vocab_file": "v"}, "--merge-file: not given"),
+        ({"tokenizer_type": "GPT2BPETokenizer", "tokenizer_model": "m"}, "--tokenizer-model m: GPT2BPETokenizer does"),
+        ({"tokenizer_type": "HuggingFaceTokenizer"}, "--tokenizer-model: not given"),
+        ({"tokenizer_type": "HFTokenizer", "vocab_file": "v"}, "--vocab-file v: HFTokenizer does not use it"),
+        ({"tokenizer_type": "NullTokenizer"}, "--vocab-size: not given"),
+        ({"tokenizer_type": "NullTokenizer", "vocab_size": 0}, "--vocab-size 0"),
+        ({"tokenizer_type": "NullTokenizer", "vocab_size": 5, "merge_file": "m"}, "--merge-file m: NullTokenizer does"),
+        ({"tokenizer_type": "SentencePieceTokenizer"}, "not supported yet; use one of GPT2BPETokenizer"),
+        ({"tokenizer_type": "GPTSentencePieceTokenizer"}, "not supported yet"),
+        ({"tokenizer_type": "Llama2Tokenizer"}, "not supported yet"),
+        ({"tokenizer_type": "TikTokenizer"}, "not supported yet"),
+        ({"tokenizer_type": "BertWordPieceCase"}, "not supported yet"),
+        ({"tokenizer_type": "MultimodalTokenizer"}, "not for GPT pretraining"),
+        ({"tokenizer_type": "GPT2Tokenizer"}, "no such tokenizer; did you mean GPT2BPETokenizer?"),
+    ],
+)
+def test_what_cannot_be_built_is_refused(settings: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        build(**settings)
+    assert complaint in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_vocabulary_size_that_is_not_the_tokenizers_is_refused(tmp_path: Path) -> None:
+    vocab, merges = write_small_bpe(tmp_path)
+    with pytest.raises(ConfigError, match=r"--vocab-size 7: the GPT2BPETokenizer has \d+ tokens"):
+        build(vocab_file=str(vocab), merge_file=str(merges), vocab_size=7)
+
+
+def test_importing_loads_neither_torch_nor_tokenizers() -> None:
+    heavy = ("torch", "tokenizers", "transformers")
+    code = f"import sys, megatron.tokenizer; print([m for m in {heavy} if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+# ---------------------------------------------------------------- NullTokenizer
+
+
+def test_null_reads_ids() -> None:
+    null = NullTokenizer(100)
+    assert (null.vocab_size, null.eod) == (101, 100)
+    assert null.tokenize("5 0  99\n") == [5, 0, 99] and null.tokenize("") == []
+    assert null.detokenize([5, 100]) == "5 100"
+    assert null.files() == {} and null.fingerprint != NullTokenizer(99).fingerprint
+
+
+@pytest.mark.parametrize("text", ["a", "-1", "100", "1.5", "٣", "9" * 50])
+def test_null_refuses_what_is_no_id(text: str) -> None:
+    with pytest.raises(DataError, match="is not an id from 0 to 99"):
+        NullTokenizer(100).tokenize(text)
+
+
+def test_null_has_nothing_to_export(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="without a tokenizer"):
+        NullTokenizer(5).save_pretrained(tmp_path)
+
+
+# ---------------------------------------------------------------- training
+
+
+def test_training_gives_bytes_then_merges_then_end_of_text() -> None:
+    bpe = train_bpe(list(SAMPLES) * 3, 300)
+    assert bpe.vocab_size == 300 and len(bpe.merges) == 300 - 257
+    assert bpe.eod_id == 299 and len(set(bpe.vocab.values())) == 300
+    assert [left + right for left, right in bpe.merges] == list(bpe.vocab)[256:-1]
+
+
+def test_training_is_deterministic() -> None:
+    assert train_bpe(list(SAMPLES), 400).fingerprint() == train_bpe(iter(SAMPLES), 400).fingerprint()
+
+
+def test_too_little_text_gives_fewer_tokens() -> None:
+    bpe = train_bpe(["ab ab ab"], 5000)
+    assert 257 < bpe.vocab_size < 270 and bpe.eod_id == bpe.vocab_size - 1
+
+
+def test_a_vocabulary_below_the_bytes_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--vocab-size 256: at least 257"):
+        train_bpe(["a"], 256)

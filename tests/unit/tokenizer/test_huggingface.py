@@ -1,0 +1,212 @@
+"""tokenizer.json folders: ours exported and opened by `transformers`, theirs opened by us."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, models, pre_tokenizers, processors
+from tokenizers import Tokenizer as RustTokenizer
+
+from megatron.errors import ConfigError, DataError, StorageError
+from megatron.tokenizer.gpt2 import GPT2BPETokenizer
+from megatron.tokenizer.huggingface import HuggingFaceTokenizer
+from tests.unit.tokenizer.support import NASTY, SAMPLES, write_small_bpe
+
+
+@pytest.fixture(scope="module")
+def gpt2(tmp_path_factory: pytest.TempPathFactory) -> GPT2BPETokenizer:
+    return GPT2BPETokenizer(*write_small_bpe(tmp_path_factory.mktemp("bpe")))
+
+
+@pytest.fixture(scope="module")
+def exported(gpt2: GPT2BPETokenizer, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("export") / "new" / "folder"
+    gpt2.save_pretrained(directory, model_max_length=77)
+    return directory
+
+
+def edit_json(path: Path, change: Any) -> None:
+    content = json.loads(path.read_text(encoding="utf-8"))
+    change(content)
+    path.write_text(json.dumps(content), encoding="utf-8")
+
+
+# ---------------------------------------------------------------- our export
+
+
+@pytest.fixture(scope="module")
+def auto(exported: Path) -> Any:
+    transformers = pytest.importorskip("transformers")
+    return transformers.AutoTokenizer.from_pretrained(exported)
+
+
+def test_transformers_opens_the_export(gpt2: GPT2BPETokenizer, auto: Any) -> None:
+    assert auto.model_max_length == 77
+    assert len(auto) == gpt2.vocab_size
+    assert auto.eos_token == auto.bos_token == auto.unk_token == "<|endoftext|>"
+    assert auto.eos_token_id == gpt2.eod
+    assert auto("<|endoftext|>").input_ids == [gpt2.eod]  # there, by its own rule, special text is special
+
+
+@settings(max_examples=150, deadline=None)
+@given(text=st.text(st.characters(exclude_categories=("Cs",)), max_size=60))
+def test_transformers_encodes_and_decodes_alike(gpt2: GPT2BPETokenizer, auto: Any, text: str) -> None:
+    if "<|endoftext|>" not in text:
+        ids = gpt2.tokenize(text)
+        assert auto(text).input_ids == ids
+        assert auto.decode(ids) == text == gpt2.detokenize(ids)
+
+
+@pytest.mark.parametrize("text", [text for text in (*NASTY, *SAMPLES) if "<|endoftext|>" not in text])
+def test_transformers_agrees_on_known_troubles(gpt2: GPT2BPETokenizer, auto: Any, text: str) -> None:
+    ids = gpt2.tokenize(text)
+    assert auto(text).input_ids == ids and auto.decode(ids) == text
+
+
+def test_transformers_can_save_it_again(auto: Any, gpt2: GPT2BPETokenizer, tmp_path: Path) -> None:
+    auto.save_pretrained(tmp_path)
+    again = HuggingFaceTokenizer(tmp_path)
+    assert again.tokenize(SAMPLES[0]) == gpt2.tokenize(SAMPLES[0]) and again.eod == gpt2.eod
+
+
+def test_the_export_is_the_same_bytes_again(gpt2: GPT2BPETokenizer, exported: Path, tmp_path: Path) -> None:
+    gpt2.save_pretrained(tmp_path, model_max_length=77)
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "special_tokens_map.json",
+        "vocab.json",
+        "merges.txt",
+    }
+    assert all((tmp_path / name).read_bytes() == (exported / name).read_bytes() for name in names)
+
+
+def test_the_exported_files_are_the_tokenizer_again(gpt2: GPT2BPETokenizer, exported: Path) -> None:
+    again = GPT2BPETokenizer(exported / "vocab.json", exported / "merges.txt")
+    assert again.fingerprint == gpt2.fingerprint
+
+
+def test_a_folder_that_cannot_be_written_is_named(gpt2: GPT2BPETokenizer, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(StorageError, match="file"):
+        gpt2.save_pretrained(tmp_path / "file" / "folder")
+
+
+# ---------------------------------------------------------------- opening a folder
+
+
+def test_our_export_opens_as_the_same_tokenizer(gpt2: GPT2BPETokenizer, exported: Path) -> None:
+    for given_path in (exported, exported / "tokenizer.json"):
+        opened = HuggingFaceTokenizer(given_path)
+        assert opened.fingerprint == gpt2.fingerprint  # data made with one may be trained on with the other
+        assert (opened.vocab_size, opened.eod) == (gpt2.vocab_size, gpt2.eod)
+        for text in NASTY:  # special-token text included
+            assert opened.tokenize(text) == gpt2.tokenize(text)
+            assert opened.detokenize(gpt2.tokenize(text)) == text
+
+
+def test_the_fingerprint_ignores_formatting_and_old_merge_spelling(exported: Path, tmp_path: Path) -> None:
+    def older(content: dict[str, Any]) -> None:
+        content["model"]["merges"] = [" ".join(merge) for merge in content["model"]["merges"]]
+        content["pre_tokenizer"]["use_regex"] = True
+        content["truncation"] = {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}
+
+    HuggingFaceTokenizer(exported).save_pretrained(tmp_path)
+    edit_json(tmp_path / "tokenizer.json", older)
+    opened = HuggingFaceTokenizer(tmp_path)
+    assert opened.fingerprint == HuggingFaceTokenizer(exported).fingerprint
+    assert len(opened.tokenize(SAMPLES[0])) > 4, "a stored truncation must not cut documents"
+
+
+def word_level(directory: Path, config: dict[str, Any] | None, **options: Any) -> Path:
+    vocab = {"a": 0, "b": 1, "[BOS]": 2, "</s>": 3, "[UNK]": 4}
+    tokenizer = RustTokenizer(models.WordLevel(vocab, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    around = [("[BOS]", 2), ("</s>", 3)]
+    tokenizer.post_processor = processors.TemplateProcessing(single="[BOS] $A </s>", special_tokens=around)
+    tokenizer.add_special_tokens(["[BOS]"])
+    for token in options.get("added", ()):
+        tokenizer.add_tokens([token])
+    directory.mkdir(exist_ok=True)
+    tokenizer.save(str(directory / "tokenizer.json"))
+    if config is not None:
+        (directory / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
+    return directory
+
+
+@pytest.mark.parametrize("eos", ["</s>", {"content": "</s>", "lstrip": False}])
+def test_eos_comes_from_the_config_and_nothing_is_put_around_a_text(tmp_path: Path, eos: Any) -> None:
+    opened = HuggingFaceTokenizer(word_level(tmp_path, {"eos_token": eos}))
+    assert opened.eod == 3 and opened.vocab_size == 5
+    assert opened.tokenize("a b") == [0, 1]
+
+
+def test_eos_comes_from_the_special_tokens_map_too(tmp_path: Path) -> None:
+    word_level(tmp_path, {})
+    (tmp_path / "special_tokens_map.json").write_text('{"eos_token": "</s>"}', encoding="utf-8")
+    assert HuggingFaceTokenizer(tmp_path).eod == 3
+
+
+def test_an_eos_listed_as_an_ordinary_token_is_still_not_matched_in_text(tmp_path: Path) -> None:
+    token = AddedToken("<END>", special=False, normalized=False)
+    opened = HuggingFaceTokenizer(word_level(tmp_path, {"eos_token": "<END>"}, added=[token]))
+    assert opened.eod == 5
+    assert opened.tokenize("a<END>b") == [4]  # one unknown word, as any other
+
+
+def test_a_vocabulary_whose_text_can_spell_eos_refuses_that_text(tmp_path: Path) -> None:
+    opened = HuggingFaceTokenizer(word_level(tmp_path, {"eos_token": "</s>"}))
+    with pytest.raises(DataError, match="'</s>' becomes the end-of-document id"):
+        opened.tokenize("a </s> b")
+
+
+def test_eod_is_refused_where_none_is_named(tmp_path: Path) -> None:
+    opened = HuggingFaceTokenizer(word_level(tmp_path / "a", None))
+    assert opened.eod_id is None
+    with pytest.raises(ConfigError, match=r"no eos_token in tokenizer_config.json"):
+        _ = opened.eod
+    with pytest.raises(ConfigError, match="'<nope>' is not in the vocabulary"):
+        _ = HuggingFaceTokenizer(word_level(tmp_path / "b", {"eos_token": "<nope>"})).eod
+
+
+def test_saving_copies_the_files_and_drops_remote_code(tmp_path: Path) -> None:
+    config = {"eos_token": "</s>", "auto_map": {"AutoTokenizer": ["evil.py", None]}}
+    source = word_level(tmp_path / "in", config)
+    opened = HuggingFaceTokenizer(source)
+    opened.save_pretrained(tmp_path / "out", model_max_length=9)
+    kept = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text(encoding="utf-8"))
+    assert kept == {"eos_token": "</s>", "model_max_length": 9}
+    assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
+    assert HuggingFaceTokenizer(tmp_path / "out").fingerprint == opened.fingerprint
+    assert set(opened.files()) == {"tokenizer.json", "tokenizer_config.json"}
+
+
+def test_another_eos_is_another_fingerprint(tmp_path: Path) -> None:
+    one = HuggingFaceTokenizer(word_level(tmp_path / "a", {"eos_token": "</s>"}))
+    other = HuggingFaceTokenizer(word_level(tmp_path / "b", {"eos_token": "[UNK]"}))
+    assert one.fingerprint != other.fingerprint
+
+
+def test_what_cannot_be_opened_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--tokenizer-model gpt2: there is no such file .* nothing is downloaded"):
+        HuggingFaceTokenizer("gpt2")
+    with pytest.raises(ConfigError, match=r"has no tokenizer.json"):
+        HuggingFaceTokenizer(tmp_path)
+    write_small_bpe(tmp_path)
+    with pytest.raises(ConfigError, match="use --tokenizer-type GPT2BPETokenizer --vocab-file"):
+        HuggingFaceTokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text('{"version": "1.0"}', encoding="utf-8")
+    with pytest.raises(ConfigError, match="not a tokenizer that tokenizers can open"):
+        HuggingFaceTokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{", encoding="utf-8")
+    with pytest.raises(ConfigError, match="not JSON"):
+        HuggingFaceTokenizer(tmp_path)
+    (tmp_path / "tokenizer.model").touch()
+    with pytest.raises(ConfigError, match=r"opens a tokenizer.json or the folder"):
+        HuggingFaceTokenizer(tmp_path / "tokenizer.model")
