@@ -51,10 +51,23 @@ class IndexedDatasetBuilder:
         self._overwrite = overwrite
         self._lengths, self._documents = array("i"), array("q", [0])
         self._tokens, self._max_id, self._longest, self._empty = 0, -1, 0, 0
-        self._refuse_existing()
         self._partial = Path(f"{self.prefix}.bin.partial")
         self._partial_idx = Path(f"{self.prefix}.idx.partial")
+        self._clear_interrupted()
+        self._refuse_existing()
         self._stream: BinaryIO | None = _open_alone(self._partial)
+
+    def _clear_interrupted(self) -> None:
+        """A run that was killed between its two renames left a .bin that nobody can open: it is in nobody's way."""
+        final_bin = Path(f"{self.prefix}.bin")
+        if not self._partial_idx.exists() or os.path.lexists(f"{self.prefix}.idx") or not final_bin.is_file():
+            return
+        with open(final_bin, "rb") as stream:
+            try:
+                fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:  # that run is alive, or nobody can tell
+                return
+            final_bin.unlink()
 
     def _refuse_existing(self) -> None:
         for suffix in (".bin", ".idx"):

@@ -63,7 +63,7 @@ class IndexCache:
         marker = self._path(key, "description.json")
         try:
             stored = json.loads(marker.read_bytes())
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return None
         except (OSError, ValueError, RecursionError) as error:
             raise _DamagedError(f"{marker}: {error}") from None

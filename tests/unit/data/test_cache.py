@@ -1,0 +1,174 @@
+"""A cache is valid or built again; it never holds up, misleads or executes anything."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron.data import cache as cache_module
+from megatron.data.cache import Arrays, IndexCache, cache_directory
+from megatron.errors import StorageError
+
+DESCRIPTION = {"kind": "test", "seed": 1}
+
+
+def arrays() -> Arrays:
+    return {"a": np.arange(1000, dtype=np.int32), "b": np.arange(6, dtype=np.int64).reshape(3, 2), "c": np.empty(0)}
+
+
+def load(directory: Path, description: dict[str, object] | None = None) -> tuple[Arrays, bool, list[str]]:
+    """(arrays, whether they were built, notes)"""
+    built = []
+
+    def build() -> Arrays:
+        built.append(1)
+        return arrays()
+
+    cache = IndexCache(directory)
+    got = cache.load_or_build(DESCRIPTION if description is None else description, build)
+    assert got.keys() == arrays().keys()
+    for name, array in arrays().items():
+        assert got[name].dtype == array.dtype and np.array_equal(got[name], array)
+    return got, bool(built), cache.notes
+
+
+def test_built_once(tmp_path: Path) -> None:
+    assert load(tmp_path / "c")[1:] == (True, [])
+    assert load(tmp_path / "c")[1:] == (False, [])
+    assert load(tmp_path / "c", {"kind": "test", "seed": 2})[1]
+    assert not [path for path in (tmp_path / "c").iterdir() if path.suffix == ".tmp"]
+
+
+def test_the_arrays_are_mapped(tmp_path: Path) -> None:
+    load(tmp_path)
+    got, _, _ = load(tmp_path)
+    assert not got["a"].flags.owndata and not got["a"].flags.writeable
+
+
+def damage(directory: Path, kind: str) -> None:
+    npy = next(directory.glob("*-a.npy"))
+    marker = next(directory.glob("*description.json"))
+    content = npy.read_bytes()
+    if kind == "flipped byte":
+        npy.write_bytes(content[:-100] + bytes([content[-100] ^ 1]) + content[-99:])
+    elif kind == "truncated":
+        npy.write_bytes(content[: len(content) // 2])
+    elif kind == "empty":
+        npy.write_bytes(b"")
+    elif kind == "missing":
+        npy.unlink()
+    elif kind == "other dtype":
+        np.save(npy, np.arange(1000, dtype=np.int64))
+    elif kind == "description cut":
+        marker.write_bytes(marker.read_bytes()[:20])
+    elif kind == "description of something else":
+        marker.write_text('{"built_from": "other", "crc": {}}')
+    elif kind == "description not an object":
+        marker.write_text("[]")
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "flipped byte",
+        "truncated",
+        "empty",
+        "missing",
+        "other dtype",
+        "description cut",
+        "description of something else",
+        "description not an object",
+    ],
+)
+def test_damage_is_said_and_repaired(tmp_path: Path, kind: str) -> None:
+    load(tmp_path)
+    damage(tmp_path, kind)
+    _, built, notes = load(tmp_path)
+    assert built and len(notes) == 1 and "built again" in notes[0]
+    assert load(tmp_path)[1:] == (False, [])
+
+
+def test_no_pickle_is_ever_opened(tmp_path: Path) -> None:
+    class Evil:
+        def __reduce__(self) -> tuple[object, ...]:
+            return os.mkdir, (str(tmp_path / "marker"),)
+
+    load(tmp_path / "c")
+    npy = next((tmp_path / "c").glob("*-a.npy"))
+    for write in (
+        lambda: np.save(npy, np.array([Evil()], dtype=object), allow_pickle=True),
+        lambda: npy.write_bytes(pickle.dumps(Evil())),
+    ):
+        write()
+        assert load(tmp_path / "c")[1]
+        assert not (tmp_path / "marker").exists()
+
+
+def test_interrupted_build_leaves_no_valid_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, calls = cache_module.write_atomically, []
+
+    class Killed(BaseException):
+        pass
+
+    for stop in range(4):
+        calls.clear()
+
+        def write(path: Path, chunks: object, stop: int = stop) -> None:
+            if len(calls) == stop:
+                raise Killed
+            calls.append(path)
+            real(path, chunks)  # type: ignore[arg-type]
+
+        directory = tmp_path / str(stop)
+        with monkeypatch.context() as patched:
+            patched.setattr(cache_module, "write_atomically", write)
+            with pytest.raises(Killed):
+                load(directory)
+        assert load(directory)[1:] == (True, [])
+
+
+def _build_in_process(directory: str, barrier: object, results: object) -> None:
+    barrier.wait()  # type: ignore[attr-defined]
+    for _ in range(5):
+        load(Path(directory))
+    results.put(True)  # type: ignore[attr-defined]
+
+
+def test_processes_that_build_at_once_all_succeed(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    barrier, results = context.Barrier(4), context.SimpleQueue()
+    workers = [
+        context.Process(target=_build_in_process, args=(str(tmp_path / "c"), barrier, results)) for _ in range(4)
+    ]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(30)
+        assert worker.exitcode == 0
+    assert load(tmp_path / "c")[1:] == (False, [])
+
+
+def test_unwritable_directory(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    _, built, notes = load(tmp_path / "file" / "c")
+    assert built and "not stored" in notes[0]
+    with pytest.raises(StorageError, match="check the directory"):  # one that the user named is not passed over
+        IndexCache(tmp_path / "file" / "c", required=True).load_or_build(DESCRIPTION, arrays)
+
+
+def test_where_the_cache_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert cache_directory(str(tmp_path / "asked"), "/data/x") == tmp_path / "asked"
+    assert cache_directory(None, str(tmp_path / "x")) == tmp_path / "index-cache"
+    monkeypatch.setattr(cache_module.os, "access", lambda path, mode: False)
+    monkeypatch.setattr(cache_module.tempfile, "gettempdir", lambda: str(tmp_path))
+    private = cache_directory(None, str(tmp_path / "x"))
+    assert private.parent == tmp_path and private.stat().st_mode & 0o77 == 0
+    private.rmdir()
+    private.symlink_to(tmp_path)  # another user's trap
+    monkeypatch.setattr(cache_module.tempfile, "mkdtemp", lambda prefix: str(tmp_path / "fresh"))
+    assert cache_directory(None, str(tmp_path / "x")) == tmp_path / "fresh"

@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron.data.indexed import IndexedDataset
+from megatron.data.record import DataRecord, check_record, make_record, read_record, record_path, write_record
+from megatron.errors import ConfigError, DataError
+from tests.unit.data.oracle import write_dataset
+
+
+def make(tmp_path: Path) -> tuple[str, DataRecord]:
+    prefix = write_dataset(tmp_path / "d", [[1, 2, 3], [4, 9]])
+    record = make_record(
+        prefix,
+        tokenizer_fingerprint="abc",
+        vocab_size=10,
+        eod_id=9,
+        max_id=9,
+        source=("corpus.json",),
+        extra={"x": [1]},
+    )
+    write_record(prefix, record)
+    return prefix, record
+
+
+def check(prefix: str, record: DataRecord, **changed: object) -> None:
+    run = {"tokenizer_fingerprint": "abc", "vocab_size": 10, "eod_id": 9} | changed
+    data = IndexedDataset(prefix)
+    check_record(record, data, data_fingerprint=data.fingerprint, **run)  # type: ignore[arg-type]
+
+
+def test_round_trip(tmp_path: Path) -> None:
+    prefix, record = make(tmp_path)
+    assert read_record(prefix) == record
+    assert (record.documents, record.sequences, record.tokens, record.dtype) == (2, 2, 5, "uint16")
+    assert record_path(prefix) == tmp_path / "d.meta.json"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["d.bin", "d.idx", "d.meta.json"]
+    check(prefix, record)
+
+
+def test_absent(tmp_path: Path) -> None:
+    assert read_record(tmp_path / "nothing") is None
+
+
+def test_other_tokenizer(tmp_path: Path) -> None:
+    prefix, record = make(tmp_path)
+    with pytest.raises(ConfigError, match="made with another tokenizer .*same tokenizer files"):
+        check(prefix, record, tokenizer_fingerprint="xyz")
+    with pytest.raises(ConfigError, match="end of document is id 9 in the data and 3"):
+        check(prefix, record, eod_id=3)
+    with pytest.raises(DataError, match="max_id 9 is not below .* 9"):
+        check(prefix, record, vocab_size=9, tokenizer_fingerprint=None)
+    check(prefix, record, tokenizer_fingerprint=None, vocab_size=None, eod_id=None)
+
+
+def test_record_of_other_files(tmp_path: Path) -> None:
+    prefix, record = make(tmp_path)
+    Path(f"{prefix}.bin").unlink()
+    Path(f"{prefix}.idx").unlink()
+    write_dataset(tmp_path / "d", [[1, 2], [3, 4, 9]])  # as many tokens, another tool that knows of no record
+    with pytest.raises(DataError, match="other .bin/.idx files"):
+        check(prefix, record)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "not readable as JSON"),
+        (b"\xff", "not readable as JSON"),
+        (b"[" * 100000, "not readable as JSON"),
+        (b"[]", "format"),
+        (b"{}", "format"),
+    ],
+)
+def test_damaged(tmp_path: Path, content: bytes, message: str) -> None:
+    record_path(tmp_path / "d").write_bytes(content)
+    with pytest.raises(DataError, match=rf"d\.meta\.json: {message}"):
+        read_record(tmp_path / "d")
+
+
+@pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(DataRecord) if field.name != "extra"])
+def test_every_field_is_needed_and_of_its_kind(tmp_path: Path, name: str) -> None:
+    prefix, _ = make(tmp_path)
+    content = json.loads(record_path(prefix).read_text())
+    record_path(prefix).write_text(json.dumps({key: value for key, value in content.items() if key != name}))
+    with pytest.raises(DataError, match=f"{name}: missing"):
+        read_record(prefix)
+    record_path(prefix).write_text(json.dumps(content | {name: 1.5}))
+    with pytest.raises(DataError, match=rf"{name}: 1\.5 is not of the right kind"):
+        read_record(prefix)
+
+
+def test_other_version(tmp_path: Path) -> None:
+    prefix, _ = make(tmp_path)
+    content = json.loads(record_path(prefix).read_text())
+    record_path(prefix).write_text(json.dumps(content | {"version": 2}))
+    with pytest.raises(DataError, match="version 2, and only 1 is known"):
+        read_record(prefix)
