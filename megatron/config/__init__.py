@@ -12,7 +12,7 @@ from megatron.config.batch import (
     train_iters,
     train_samples,
 )
-from megatron.config.checks import check, check_backend, check_paths, check_world
+from megatron.config.checks import check, check_paths, check_world
 from megatron.config.cli import parse_args
 from megatron.config.run import RunConfig, build
 from megatron.config.sections import (
@@ -55,7 +55,6 @@ __all__ = [
     "batch_size_at",
     "build",
     "check",
-    "check_backend",
     "check_paths",
     "check_world",
     "data_parallel_size",

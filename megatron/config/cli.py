@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from functools import cache
 from typing import Any, NoReturn
 
 from megatron.config.checks import check
@@ -36,19 +37,18 @@ def parse_args(
     Lines the user should see once are in `.notices`; where each value came from is in `.origins`.
     """
     config = resolve(list(sys.argv[1:] if argv is None else argv), description)
-    check(config, needs_data=needs_data)
+    check(config, needs_data=needs_data, complete=not config.checkpoint.use_checkpoint_args)
     return config
 
 
 def resolve(argv: list[str], description: str | None = None) -> RunConfig:
     """Merge the sources (default < preset < file < flag) without the checks across settings."""
-    table = spelling_table()
     flags = Assignments(origin="flag")
-    for given in tokenize(argv, table, description):
-        flags.add(given, table[given.spelling])
+    for given in tokenize(argv, description):
+        flags.add(given, spelling_table()[given.spelling])
     sources = [flags]
     if flags.values.get("config") is not None:
-        sources.insert(0, file_assignments(flags.values["config"], table))
+        sources.insert(0, file_assignments(flags.values["config"]))
     name = next((source.values["model"] for source in reversed(sources) if "model" in source.values), None)
     if name is not None:
         sources.insert(0, _preset(name))
@@ -68,11 +68,10 @@ def _preset(name: str) -> Assignments:
     return Assignments(origin=f"preset {name}", values=dict(PRESETS[name]))
 
 
-def tokenize(argv: Sequence[str], table: Mapping[str, Target], description: str | None = None) -> list[Given]:
+def tokenize(argv: Sequence[str], description: str | None = None) -> list[Given]:
     """argv -> what was given, with every spelling as it is in the table. Unknown flags are refused here."""
-    given, rest = _normalize(argv, table)
-    parser = make_parser(table, description)
-    namespace, stray = parser.parse_known_args(rest, argparse.Namespace(given=given))
+    given, rest = _normalize(argv)
+    namespace, stray = make_parser(description).parse_known_args(rest, argparse.Namespace(given=given))
     if stray:
         before = argv[argv.index(stray[0]) - 1] if stray[0] in argv[1:] else ""
         after = f" after {before}" if before.startswith("--") else ""
@@ -81,9 +80,9 @@ def tokenize(argv: Sequence[str], table: Mapping[str, Target], description: str 
     return result
 
 
-def _normalize(argv: Sequence[str], table: Mapping[str, Target]) -> tuple[list[Given], list[str]]:
+def _normalize(argv: Sequence[str]) -> tuple[list[Given], list[str]]:
     """Resolve underscores, take `--switch=false` apart, and protect negative numbers such as -1e-5 from argparse."""
-    spellings = canonical_spellings(table)
+    table, spellings = spelling_table(), canonical_spellings()
     given: list[Given] = []
     rest: list[str] = []
     for word in argv:
@@ -100,7 +99,7 @@ def _normalize(argv: Sequence[str], table: Mapping[str, Target]) -> tuple[list[G
         name, equals, value = word.partition("=")
         spelling = spellings.get(name.replace("_", "-"))
         if spelling is None:
-            raise refuse_unknown(name, table)
+            raise refuse_unknown(name)
         if equals and _is_switch(table[spelling]):
             given.append(Given(spelling, _switch_value(spelling, value)))
         else:
@@ -138,7 +137,8 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(message)
 
 
-def make_parser(table: Mapping[str, Target], description: str | None = None) -> argparse.ArgumentParser:
+@cache
+def make_parser(description: str | None = None) -> argparse.ArgumentParser:
     """An argparse parser that knows every spelling; its groups are the sections."""
     parser = _Parser(
         description=description or "Pretrain a GPT. Flags are spelled as in Megatron-LM; docs/flags.md lists them all.",
@@ -150,7 +150,7 @@ def make_parser(table: Mapping[str, Target], description: str | None = None) -> 
         group = parser.add_argument_group(section)
         for setting in (s for s in all_settings() if s.section == section):
             group.add_argument(*setting.spellings, **_argparse_options(setting))
-    for target in table.values():
+    for target in spelling_table().values():
         if isinstance(target, Retired | KnownFlag):
             nargs: int | str | None = {"switch": 0, "value": None, "values": "+"}[target.takes]
             parser.add_argument(target.spelling, action=_Collect, nargs=nargs, dest="given", help=argparse.SUPPRESS)

@@ -102,7 +102,7 @@ def generate() -> str:
 
 def names() -> str:
     """Every accepted spelling with its status, for the golden list."""
-    rows = [(spelling, s.flag.status) for s in all_settings() for spelling in s.spellings]
+    rows: list[tuple[str, str]] = [(spelling, s.flag.status) for s in all_settings() for spelling in s.spellings]
     rows += [(spelling, "retired") for spelling in retired()]
     rows += [(flag.spelling, flag.status) for flag in known_flags().values()]
     return "".join(f"{spelling} {status}\n" for spelling, status in sorted(rows))

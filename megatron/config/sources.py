@@ -5,9 +5,11 @@ Each source becomes a list of `Given`s; `Assignments` turns them into field valu
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from megatron.config.flag import Setting
@@ -27,22 +29,24 @@ class Given:
     raw: Any
 
 
-def spelling_table() -> dict[str, Target]:
+@cache
+def spelling_table() -> Mapping[str, Target]:
     """Every spelling that is known -> what it stands for."""
     table: dict[str, Target] = {spelling: s for s in all_settings() for spelling in s.spellings}
     for extra in (retired(), known_flags()):
         assert not table.keys() & extra.keys(), table.keys() & extra.keys()
         table.update(extra)
-    return table
+    return MappingProxyType(table)
 
 
-def canonical_spellings(table: Iterable[str]) -> dict[str, str]:
+@cache
+def canonical_spellings() -> Mapping[str, str]:
     """Spelling with dashes only -> spelling in the table (Megatron has a few with underscores)."""
-    return {spelling.replace("_", "-"): spelling for spelling in table}
+    return MappingProxyType({spelling.replace("_", "-"): spelling for spelling in spelling_table()})
 
 
-def refuse_unknown(name: str, known: Iterable[str]) -> ConfigError:
-    hint = nearest(name, known)
+def refuse_unknown(name: str) -> ConfigError:
+    hint = nearest(name, spelling_table())
     family = refused_family(name)
     if family:
         return ConfigError(f"{name}{hint}: {family}")
@@ -147,10 +151,10 @@ def _flatten(path: str, content: Mapping[Any, Any]) -> dict[str, Any]:
     return flat
 
 
-def file_assignments(path: str, table: Mapping[str, Target]) -> Assignments:
+def file_assignments(path: str) -> Assignments:
     """The values of a YAML file; keys are flag names or field names, with dashes or underscores."""
     assignments = Assignments(origin=f"file {path}")
-    spellings = canonical_spellings(table)
+    table, spellings = spelling_table(), canonical_spellings()
     fields = {name.replace("_", "-"): setting for name, setting in settings_by_name().items()}
     for key, raw in read_yaml(path).items():
         spelling = spellings.get("--" + key)
@@ -166,7 +170,7 @@ def file_assignments(path: str, table: Mapping[str, Target]) -> Assignments:
                 setting = fields[key]
                 assignments.set(setting, interpret(Given("--" + key, raw), setting), f"--{key} {show(raw)}")
             else:
-                raise refuse_unknown("--" + key, table)
+                raise refuse_unknown("--" + key)
         except ConfigError as error:
             raise ConfigError(f"in {path}: {error}") from None
     return assignments

@@ -49,8 +49,6 @@ def check_tokenizer(config: RunConfig) -> None:
         if tokenizer.vocab_size is None:
             raise ConfigError("--mock-data: needs a vocabulary; add --vocab-size N or a tokenizer")
         return
-    if config.checkpoint.use_checkpoint_args and not any(given(config, name) for name in vars(tokenizer)):
-        return  # the checkpoint's tokenizer
     kind = tokenizer.kind
     if kind == "GPT2BPETokenizer":
         missing = [

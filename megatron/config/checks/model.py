@@ -8,13 +8,8 @@ from megatron.errors import ConfigError
 
 
 def check_required(config: RunConfig) -> None:
-    adopted = ("model", "data") if config.checkpoint.use_checkpoint_args else ()
-    missing = [
-        setting.spelling
-        for setting in all_settings()
-        if setting.flag.required and not config.value(setting) and setting.section not in adopted
-    ]
-    if config.model.positions == "learned" and not config.model.max_position_embeddings and not adopted:
+    missing = [setting.spelling for setting in all_settings() if setting.flag.required and not config.value(setting)]
+    if config.model.positions == "learned" and not config.model.max_position_embeddings:
         missing.append("--max-position-embeddings")
     if missing:
         raise ConfigError(

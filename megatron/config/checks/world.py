@@ -1,4 +1,4 @@
-"""Checks that need to know the machine: how many ranks there are, and on what device."""
+"""Checks that need to know how many ranks there are."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from megatron.config.meaning import spelled
 from megatron.config.run import RunConfig
 from megatron.errors import ConfigError
 
-_BACKEND_DEVICE = {"nccl": "cuda", "hccl": "npu", "xccl": "xpu"}
 _LAYOUT = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
 
 
@@ -36,15 +35,4 @@ def check_world(config: RunConfig, world_size: int) -> None:
         raise ConfigError(
             f"{spelled(config, 'rampup_batch_size')}: start and increment do not divide by "
             f"{spelled(config, 'micro_batch_size')} x {dp} data-parallel ranks; make both multiples of {step}"
-        )
-
-
-def check_backend(config: RunConfig, device_type: str) -> None:
-    """--distributed-backend works on this device; called once the device is known."""
-    backend = config.runtime.distributed_backend
-    needs = _BACKEND_DEVICE.get(backend or "")
-    if needs is not None and needs != device_type:
-        raise ConfigError(
-            f"--distributed-backend {backend}: needs a {needs} device, and this run is on {device_type}; "
-            "use --distributed-backend gloo, or leave it out"
         )

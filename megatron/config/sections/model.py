@@ -94,7 +94,12 @@ class ModelConfig:
         False, "Divide QK by the layer number and multiply back in fp32 inside the softmax (off here, unlike 23.06)."
     )
     fp32_residual_connection: bool = flag(False, "Keep the residual stream in fp32.")
-    attention_softmax_in_fp32: bool = flag(False, "Compute the attention softmax in fp32.")
+    attention_softmax_in_fp32: bool = flag(
+        False,
+        "Compute the attention softmax in fp32.",
+        status="no-op",
+        note="the attention softmax is always computed in fp32",
+    )
 
     @property
     def head_dim(self) -> int:

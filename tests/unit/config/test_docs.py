@@ -29,7 +29,7 @@ def test_every_spelling_is_documented() -> None:
 
 
 def test_every_flag_of_megatron_is_known_by_name() -> None:
-    known = canonical_spellings(spelling_table())
+    known = canonical_spellings()
     names = (GOLDEN / "flags_megatron.txt").read_text().split()
     assert len(names) > 230
     assert [name for name in names if name.replace("_", "-") not in known and not refused_family(name)] == []
@@ -38,7 +38,7 @@ def test_every_flag_of_megatron_is_known_by_name() -> None:
 def test_spellings_do_not_collide() -> None:
     spellings = [spelling for setting in all_settings() for spelling in setting.spellings]
     assert len(set(spellings)) == len(spellings)
-    assert len(canonical_spellings(spelling_table())) == len(spelling_table())
+    assert len(canonical_spellings()) == len(spelling_table())
     assert len(settings_by_name()) == len(all_settings())
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.config import check_backend, check_paths, check_world, parse_args
+from megatron.config import check, check_paths, check_world, parse_args
 from megatron.errors import ConfigError
 from tests.unit.config.commands import SMALL, argv, without
 
@@ -154,6 +154,13 @@ def test_a_wrong_value_gives_one_line(old: str, new: str, setting: str, way_out:
     assert way_out in line
 
 
+def test_a_checkpoint_that_gave_nothing_leaves_the_requirements() -> None:
+    command = without(SMALL, "--num-layers", "--hidden-size", "--vocab-size")
+    config = parse_args(argv(command, "--load x --use-checkpoint-args"))
+    with pytest.raises(ConfigError, match=r"--num-layers, --hidden-size: required and not given"):
+        check(config)
+
+
 def test_batch_sizes_must_fit_the_ranks() -> None:
     config = parse_args(argv(SMALL, "--global-batch-size 6"))
     check_world(config, 3)
@@ -164,20 +171,6 @@ def test_batch_sizes_must_fit_the_ranks() -> None:
     check_world(config, 1)
     with pytest.raises(ConfigError, match=r"--rampup-batch-size 2 2 100.* multiples of 4"):
         check_world(config, 2)
-
-
-@pytest.mark.parametrize(("backend", "device"), [("nccl", "cpu"), ("hccl", "cuda"), ("xccl", "cpu"), ("nccl", "xpu")])
-def test_a_backend_without_its_device_is_refused_naming_gloo(backend: str, device: str) -> None:
-    config = parse_args(argv(SMALL, f"--distributed-backend {backend}"))
-    with pytest.raises(
-        ConfigError, match=rf"--distributed-backend {backend}: .*{device}; use --distributed-backend gl"
-    ):
-        check_backend(config, device)
-
-
-@pytest.mark.parametrize(("flag", "device"), [("", "cpu"), ("--distributed-backend gloo", "cuda")])
-def test_other_backends_are_fine(flag: str, device: str) -> None:
-    check_backend(parse_args(argv(SMALL, flag)), device)
 
 
 def test_files_must_exist(tmp_path_factory: pytest.TempPathFactory) -> None:
