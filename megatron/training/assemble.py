@@ -105,7 +105,7 @@ def assemble(
         hooks=hooks,
         log=run.log,
     )
-    closers = [history.close, stop.close, *(hook.on_end for hook in hooks)]
+    closers: list[Callable[[], object]] = [history.close, stop.close, *(hook.on_end for hook in hooks)]
     return Parts(trainer, evaluator, progress, engine, closers)
 
 

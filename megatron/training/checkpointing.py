@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ class RunCheckpoints:
             Path(config.checkpoint.save),
             self._state(progress),
             parallel=self.run.parallel,
-            save_tokenizer=self._save_tokenizer if self.run.tokenizer is not None else None,
+            save_tokenizer=self._tokenizer_saver(),
             run_id=self.run.run_id,
             history=self.history,
             retain_interval=config.checkpoint.save_retain_interval,
@@ -47,7 +47,10 @@ class RunCheckpoints:
         for message in info.messages:
             self.run.log.info(message)
         if not info.already_there:
-            self.run.log.info(f"saved {info.path} ({info.bytes_written / 1e6:.1f} MB in {info.seconds:.2f} s)")
+            self.run.log.info(  # Megatron's words, then what it cost
+                f"  successfully saved checkpoint at iteration {progress.iteration:7d} to {config.checkpoint.save} "
+                f"({info.bytes_written / 1e6:.1f} MB in {info.seconds:.2f} s)"
+            )
 
     def load(self, progress: Progress) -> bool:
         """Fill the model, the optimizer and `progress`; False for a fresh start. The random states come last."""
@@ -114,9 +117,12 @@ class RunCheckpoints:
     def _params(self) -> dict[str, tuple[ShardSpec, Tensor]]:
         return {name: (self.specs[name], parameter) for name, parameter in self.model.named_parameters()}
 
-    def _save_tokenizer(self, folder: Path) -> None:
-        assert self.run.tokenizer is not None
-        self.run.tokenizer.save_pretrained(folder, model_max_length=self.run.config.data.seq_length)
+    def _tokenizer_saver(self) -> Callable[[Path], None] | None:
+        tokenizer = self.run.tokenizer
+        if tokenizer is None or not tokenizer.files():  # NullTokenizer: numbers are not made from text
+            return None
+        length = self.run.config.data.seq_length
+        return lambda folder: tokenizer.save_pretrained(folder, model_max_length=length)
 
 
 def classic_args(run: Run, progress: Progress) -> dict[str, Any]:

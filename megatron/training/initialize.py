@@ -73,7 +73,7 @@ def start(config: RunConfig) -> Run:
     device = resolve_device(config.runtime.device, launch.local_rank)
     backend = resolve_backend(config.runtime.distributed_backend, device)
     kernels = resolve(config.kernels.spec, device.type, attention=config.kernels.attention)
-    tokenizer = _tokenizer(config)
+    tokenizer = tokenizer_of(config)
     layout = _layout(config, launch.world_size)
     _say_slow_choices(config, device, log)
     threads = pin_threads(launch)
@@ -123,7 +123,7 @@ def _layout(config: RunConfig, world_size: int) -> Layout:
     )
 
 
-def _tokenizer(config: RunConfig) -> Tokenizer | None:
+def tokenizer_of(config: RunConfig) -> Tokenizer | None:
     settings = config.tokenizer
     named = settings.tokenizer_type or settings.vocab_file or settings.tokenizer_model
     if named:

@@ -37,7 +37,9 @@ def uneven_mask(batch: dict[str, Any]) -> dict[str, Any]:
     return {**batch, "loss_mask": batch["loss_mask"] * kept}
 
 
-def train(rank: int, world_size: int, argv: list[str], break_it: Callable[[Engine], None] | None = None) -> dict[str, Any]:
+def train(
+    rank: int, world_size: int, argv: list[str], break_it: Callable[[Engine], None] | None = None
+) -> dict[str, Any]:
     """STEPS optimizer steps; the losses, every gradient of the first step and the last weights."""
     torch.set_num_threads(1)
     _, parts = make_parts(argv, rank=rank, world_size=world_size, dtype=torch.float64)

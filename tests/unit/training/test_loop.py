@@ -1,0 +1,137 @@
+"""When the loop stops, what it skips, and what it refuses to go on with."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.errors import ConfigError, DataError, NonFiniteError
+from megatron.training.exit_reason import StopReason
+from tests.helpers.runs import flags, make_parts, train_here
+
+
+def poison(parts: Any, at: int, value: float) -> None:
+    """The loss of iteration `at` becomes `value`."""
+    engine, forward = parts.engine, parts.engine.forward_step
+    calls = iter(range(1000))
+
+    def wrong(model: Any, batch: Any) -> Any:
+        total, count = forward(model, batch)
+        return (total * value, count) if next(calls) // 4 + 1 == at else (total, count)
+
+    engine.forward_step = wrong
+
+
+def test_exit_interval() -> None:
+    result = train_here(flags(exit_interval=4))
+    assert (len(result["records"]), result["reason"].kind) == (4, "exit_interval")
+
+
+def test_a_multiple_of_the_exit_interval_at_the_end_is_the_end() -> None:
+    assert train_here(flags(exit_interval=3, train_iters=3))["reason"].kind == "done"
+
+
+def test_exit_duration() -> None:
+    result = train_here(flags(exit_duration_in_mins=1e-9))
+    assert (len(result["records"]), result["reason"].kind) == (1, "exit_duration")
+
+
+def test_a_signal_ends_the_run_at_a_step_boundary_and_saves(tmp_path: Path) -> None:
+    _, parts = make_parts(flags(exit_signal_handler=True, save=tmp_path, save_interval=100))
+    with parts:
+        step = parts.trainer._one_iteration
+
+        def signalled() -> Any:
+            if parts.progress.iteration == 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return step()
+
+        parts.trainer._one_iteration = signalled  # type: ignore[method-assign]
+        assert parts.trainer.fit().kind == "signal"
+    assert parts.progress.iteration == 3
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "3"
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL, "the handler goes when the run ends"
+
+
+def test_saves_at_the_interval_and_at_the_end(tmp_path: Path) -> None:
+    train_here(flags(save=tmp_path, save_interval=4))
+    assert sorted(p.name for p in tmp_path.glob("iter_*")) == ["iter_0000004", "iter_0000006"]
+
+
+def test_skipped_iterations_consume_their_data() -> None:
+    whole = train_here(flags(lr_decay_style="constant", weight_decay=0, lr=0.0))["records"]
+    skipping = train_here(flags(lr_decay_style="constant", weight_decay=0, lr=0.0, iterations_to_skip=[2, 3]))
+    kept = {r["iteration"]: r["lm_loss"] for r in skipping["records"]}
+    assert set(kept) == {1, 4, 5, 6}
+    assert skipping["parts"].progress.consumed_train_samples == 48
+    # With a learning rate of 0 the loss depends on the samples alone (dropout off would make it equal).
+    assert kept[1] == whole[0]["lm_loss"]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_loss_that_is_not_finite_stops_before_the_update(value: float) -> None:
+    _, parts = make_parts(flags())
+    poison(parts, at=3, value=value)
+    with pytest.raises(NonFiniteError, match="the loss is not finite"), parts:
+        parts.trainer.fit()
+    assert all(torch.isfinite(p).all() for p in parts.engine.model.parameters())
+
+
+def test_a_bad_gradient_is_named() -> None:
+    _, parts = make_parts(flags())
+    parameter = dict(parts.engine.model.named_parameters())["layers.1.mlp.dense_4h_to_h.weight"]
+    parameter.register_hook(lambda grad: grad * float("inf"))
+    with pytest.raises(NonFiniteError, match=r"layers\.1\.mlp\.dense_4h_to_h\.weight"), parts:
+        parts.trainer.fit()
+
+
+def test_without_the_check_bad_steps_are_skipped_and_counted() -> None:
+    _, parts = make_parts(flags(no_check_for_nan_in_loss_and_grad=True))
+    poison(parts, at=3, value=float("nan"))
+    records: list[Any] = []
+    from tests.helpers.runs import Recorder
+
+    parts.trainer.hooks = [Recorder(records)]
+    with parts:
+        parts.trainer.fit()
+    assert [r["nan_iterations"] for r in records] == [0, 0, 1, 0, 0, 0]
+    assert [r["skipped_iterations"] for r in records] == [0, 0, 1, 0, 0, 0]
+    assert all(torch.isfinite(p).all() for p in parts.engine.model.parameters())
+
+
+def test_a_skipped_step_does_not_move_the_schedule() -> None:
+    rates = [r["learning_rate"] for r in train_here(flags())["records"]]
+    _, parts = make_parts(flags(no_check_for_nan_in_loss_and_grad=True))
+    poison(parts, at=1, value=float("nan"))
+    records: list[Any] = []
+    from tests.helpers.runs import Recorder
+
+    parts.trainer.hooks = [Recorder(records)]
+    with parts:
+        parts.trainer.fit()
+    assert [r["learning_rate"] for r in records] == [rates[0], *rates[:5]]
+
+
+def test_a_batch_without_counted_tokens_is_refused() -> None:
+    _, parts = make_parts(flags())
+    forward = parts.engine.forward_step
+    parts.engine.forward_step = lambda model, batch: tuple(0 * x for x in forward(model, batch))  # type: ignore
+    with pytest.raises(DataError, match="every loss mask is zero"), parts:
+        parts.trainer.fit()
+
+
+def test_no_initialization_needs_weights() -> None:
+    with pytest.raises(ConfigError, match=r"--no-initialization.*--load"):
+        make_parts(flags(no_initialization=True))
+
+
+def test_the_reason_of_the_end_is_written_beside_the_checkpoints(tmp_path: Path) -> None:
+    StopReason("signal", "SIGTERM").write(str(tmp_path / "new"), iteration=7)
+    record = json.loads((tmp_path / "new" / "exit_reason.json").read_text())
+    assert record == {"reason": "signal", "text": "SIGTERM", "exit_code": 0, "iteration": 7}

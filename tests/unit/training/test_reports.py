@@ -1,0 +1,130 @@
+"""What a run reports: Megatron's log line, the metrics file, TensorBoard, evaluations."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.config import parse_args, to_dict
+from megatron.errors import ConfigError
+from megatron.training.hooks import build_hooks
+from tests.helpers.runs import flags, make_parts, read_metrics, train_here
+
+# What the community's parsers expect, number for number.
+MEGATRON_LINE = re.compile(
+    r" iteration +(\d+)/ +(\d+) \| consumed samples: +(\d+) \| elapsed time per iteration \(ms\): ([\d.]+) \| "
+    r"learning rate: (\d\.\d{3}E[+-]\d\d) \| global batch size: +(\d+) \| lm loss: (\d\.\d{6}E[+-]\d\d) \| "
+    r"loss scale: ([\d.]+) \| grad norm: ([\d.]+) \| number of skipped iterations: +(\d+) \| "
+    r"number of nan iterations: +(\d+) \|"
+)
+
+
+def lines_of(text: str) -> list[re.Match[str]]:
+    return [m for line in text.splitlines() if (m := MEGATRON_LINE.match(line))]
+
+
+def test_the_log_line_is_megatrons(capsys: pytest.CaptureFixture[str]) -> None:
+    train_here(flags(log_interval=2))
+    lines = lines_of(capsys.readouterr().out)
+    assert [int(line[1]) for line in lines] == [2, 4, 6]
+    assert [int(line[3]) for line in lines] == [16, 32, 48]
+    assert int(lines[0][2]) == 6 and int(lines[0][6]) == 8
+
+
+def test_the_logged_loss_is_the_mean_since_the_last_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    metrics = tmp_path / "metrics.jsonl"
+    records = train_here(flags(log_interval=3, metrics_jsonl=metrics))["records"]
+    shown = [float(line[7]) for line in lines_of(capsys.readouterr().out)]
+    losses = [record["lm_loss"] for record in records]
+    assert shown == pytest.approx([sum(losses[:3]) / 3, sum(losses[3:]) / 3], rel=1e-6)
+    written = read_metrics(metrics)
+    assert [record["lm_loss"] for record in written] == [losses[2], losses[5]], "all digits, and the iteration's own"
+
+
+def test_the_metrics_file_has_what_tools_need(tmp_path: Path) -> None:
+    metrics = tmp_path / "deep" / "metrics.jsonl"
+    run, parts = make_parts(flags(eval_iters=2, eval_interval=3, metrics_jsonl=metrics))
+    del run
+    with parts:
+        parts.trainer.fit()
+    wanted = {
+        "iteration", "split", "lm_loss", "grad_norm", "learning_rate", "loss_scale", "consumed_train_samples",
+        "tokens_per_second",
+    }  # fmt: skip
+    assert all(wanted <= record.keys() for record in read_metrics(metrics))
+    valid = read_metrics(metrics, "valid")
+    assert [record["iteration"] for record in valid] == [3, 6]
+    assert all(record["counted_tokens"] == 2 * 8 * 16 for record in valid)
+
+
+def test_tensorboard_has_megatrons_tags(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    settings: dict[str, Any] = {
+        "tensorboard_dir": tmp_path,
+        "eval_iters": 1,
+        "eval_interval": 3,
+        "log_validation_ppl_to_tensorboard": True,
+        "log_params_norm": True,
+        "log_num_zeros_in_grad": True,
+        "log_batch_size_to_tensorboard": True,
+        "log_world_size_to_tensorboard": True,
+        "log_memory_to_tensorboard": True,
+        "log_timers_to_tensorboard": True,
+    }
+    records = train_here_with_hooks(flags(**settings))
+    events = EventAccumulator(str(tmp_path)).Reload()
+    tags = set(events.Tags()["scalars"])
+    assert {
+        "lm loss", "lm loss vs samples", "learning-rate", "batch-size", "loss-scale", "grad-norm", "num-zeros",
+        "params-norm", "world-size", "iteration-time", "lm loss validation", "lm loss validation ppl",
+    } <= tags  # fmt: skip
+    logged = [event.value for event in events.Scalars("lm loss")]
+    assert logged == pytest.approx([record["lm_loss"] for record in records])
+
+
+def train_here_with_hooks(argv: list[str]) -> list[dict[str, Any]]:
+    result = train_here(argv)
+    for hook in result["parts"].trainer.hooks:
+        hook.on_end()
+    return result["records"]
+
+
+def test_evaluation_leaves_training_untouched() -> None:
+    """Bit for bit, although dropout is on: an evaluation draws no random number."""
+    plain = train_here(flags())
+    evaluated = train_here(flags(eval_iters=2, eval_interval=1))
+    assert [r["lm_loss"] for r in plain["records"]] == [r["lm_loss"] for r in evaluated["records"]]
+    for name, expected in plain["weights"].items():
+        assert torch.equal(evaluated["weights"][name], expected), name
+
+
+def test_every_evaluation_reads_the_next_part_of_the_validation_set() -> None:
+    result = train_here(flags(eval_iters=2, eval_interval=3))
+    assert result["parts"].progress.consumed_valid_samples == 2 * 2 * 8
+
+
+def test_an_evaluation_interval_beyond_the_run_is_no_evaluation() -> None:
+    assert train_here(flags(eval_iters=2, eval_interval=7))["parts"].progress.consumed_valid_samples == 0
+
+
+def test_a_metrics_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="--metrics-jsonl .*cannot be written"):
+        make_parts(flags(metrics_jsonl=tmp_path / "file" / "metrics.jsonl"))
+
+
+def test_wandb_is_asked_for_and_absent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "wandb", None)
+    config = parse_args(flags(wandb_project="p"))
+    with pytest.raises(ConfigError, match="pip install wandb"):
+        build_hooks(config, to_dict(config), rank=0, world_size=1, device=torch.device("cpu"))
+
+
+def test_only_the_first_rank_writes() -> None:
+    config = parse_args(flags(wandb_project="p"))
+    assert build_hooks(config, to_dict(config), rank=1, world_size=2, device=torch.device("cpu")) == []
