@@ -62,7 +62,7 @@ def model_config(values: Mapping[str, Any]) -> ModelConfig:
         raise CheckpointError(
             f"the checkpoint's model has settings unknown to this version: {', '.join(unknown)}; use a newer one"
         )
-    given = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+    given: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
     return ModelConfig(**given)
 
 

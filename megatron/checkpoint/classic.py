@@ -13,6 +13,9 @@ from typing import Any
 
 from torch import Tensor
 
+from megatron.config import ModelConfig
+from megatron.layout import padded_vocab_size
+
 CHECKPOINT_VERSION = 3.0
 VOCABULARY_TENSORS = ("embedding.word_embeddings.weight", "output_layer.weight")
 
@@ -64,6 +67,26 @@ def attribute_dict(values: Mapping[str, Any]) -> OrderedDict[str, Any]:
     arguments: OrderedDict[str, Any] = OrderedDict((key, plain(value)) for key, value in values.items())
     arguments.__dict__.update(arguments)
     return arguments
+
+
+def model_arguments(config: ModelConfig, vocab_size: int, tp: int) -> dict[str, Any]:
+    """What the old converters ask of `args`, under the names that they ask for."""
+    tanh = config.activation == "gelu_tanh"
+    return {
+        "num_layers": config.num_layers,
+        "hidden_size": config.hidden_size,
+        "ffn_hidden_size": config.ffn_size,
+        "num_attention_heads": config.num_attention_heads,
+        "kv_channels": config.head_dim,
+        "max_position_embeddings": config.max_position_embeddings,
+        "padded_vocab_size": padded_vocab_size(vocab_size, config.make_vocab_size_divisible_by, tp),
+        "bias_gelu_fusion": tanh,  # read as "the tanh form"
+        "openai_gelu": tanh,
+        "layernorm_epsilon": config.norm_epsilon,
+        "untie_embeddings_and_output_weights": not config.tied,
+        "swiglu": config.swiglu,
+        "position_embedding_type": "rope" if config.positions == "rope" else "learned_absolute",
+    }
 
 
 def plain(value: Any) -> Any:

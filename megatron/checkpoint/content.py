@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron.checkpoint import classic
+from megatron.checkpoint.architecture import model_config
 from megatron.checkpoint.manifest import Slice, TensorRecord
 from megatron.checkpoint.state import Sharded, TrainState
 from megatron.errors import NonFiniteError
@@ -25,9 +26,11 @@ class RankContent:
 
 
 def rank_content(
-    state: TrainState, file: str, *, padded_rows: int | None, rng: list[Any] | None, tokenizer: str | None
+    state: TrainState, file: str, arguments: Mapping[str, Any], *, tp: int, rng: list[Any] | None
 ) -> RankContent:
-    """`padded_rows`: the height of a vocabulary tensor in the classic file, on this rank."""
+    """`arguments` are those of `classic_arguments`, `tp` the number of ranks that share the vocabulary."""
+    padded = arguments.get("padded_vocab_size")
+    padded_rows = None if padded is None else int(padded) // tp
     base = classic.first_layer(state.params)
     model_tensors: dict[tuple[str, ...], Tensor] = {}
     model_records: dict[str, TensorRecord] = {}
@@ -40,7 +43,7 @@ def rank_content(
         model_records[name] = _record((spec, stored), file, key)
     optimizer, optimizer_records = _optimizer(state, file)
     content = {
-        "args": classic.attribute_dict(_arguments(state, tokenizer)),
+        "args": classic.attribute_dict(arguments),
         "checkpoint_version": classic.CHECKPOINT_VERSION,
         "iteration": state.iteration,
         "model": classic.nest(model_tensors),
@@ -54,16 +57,19 @@ def rank_content(
     return RankContent(content, model_records, optimizer_records)
 
 
-def _arguments(state: TrainState, tokenizer: str | None) -> dict[str, Any]:
-    values = {
+def classic_arguments(state: TrainState, tp: int) -> dict[str, Any]:
+    """`args` as old tools read it: what the model's settings say, then what the run says itself."""
+    derived: dict[str, Any] = {}
+    words = state.params.get(classic.VOCABULARY_TENSORS[0])
+    if "model" in state.config and words is not None:
+        derived = classic.model_arguments(model_config(state.config["model"]), words[0].logical_shape[0], tp)
+    return {
+        **derived,
         **state.args,
         "iteration": state.iteration,
         "consumed_train_samples": state.consumed_train_samples,
         "consumed_valid_samples": state.consumed_valid_samples,
     }
-    if tokenizer is not None:
-        values |= {"tokenizer_type": "PretrainedFromHF", "tokenizer_name_or_path": tokenizer}
-    return values
 
 
 def _optimizer(state: TrainState, file: str) -> tuple[dict[str, Any] | None, dict[str, dict[str, TensorRecord]]]:

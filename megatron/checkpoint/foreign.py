@@ -10,6 +10,7 @@ from argparse import Namespace
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +82,12 @@ def load_weights(step: ForeignStep, params: Mapping[str, Sharded], log: Callable
         piece = manifest.Slice("", (), None, tuple(found.shape))
         record = manifest.TensorRecord(tuple(spec.logical_shape), str(found.dtype), spec.dim, (piece,))
         _check_size(step, name, found, record)
-        slices.fill(spec, target, record, lambda _, tensor=found: tensor, cast=True)
+        slices.fill(spec, target, record, partial(_same, found), cast=True)
+
+
+def _same(tensor: Tensor, piece: manifest.Slice) -> Tensor:
+    """The file has one slice of each tensor: all of it."""
+    return tensor
 
 
 def _tensor(step: ForeignStep, name: str) -> Tensor:

@@ -47,6 +47,10 @@ class StepReader:
     def model_tensors(self) -> dict[str, Tensor]:
         return {name: self.logical(name, record) for name, record in self.manifest.model.items()}
 
+    def model_dtype(self) -> torch.dtype:
+        """What the parameters were trained in."""
+        return _dtype(next(iter(self.manifest.model.values())).dtype)
+
     def optimizer_like(self, name: str, spec: ShardSpec, stored_shape: torch.Size) -> dict[str, Tensor]:
         """The optimizer's tensors of one parameter, in that parameter's local shape."""
         found = {}

@@ -15,14 +15,14 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 import torch
 
 from megatron import __version__
 from megatron.checkpoint import classic, manifest, paths, retention, storage
 from megatron.checkpoint.agree import run_on_first, run_together
-from megatron.checkpoint.content import RankContent, merge_records, rank_content
+from megatron.checkpoint.content import RankContent, classic_arguments, merge_records, rank_content
 from megatron.checkpoint.manifest import Manifest, TensorRecord
 from megatron.checkpoint.state import RunHistory, SavedInfo, TrainState
 from megatron.checkpoint.storage import FileRecord
@@ -95,7 +95,8 @@ def _write_all(save: _Save, save_tokenizer: SaveTokenizer | None) -> list[_Writt
 def _gather_rng(state: TrainState, parallel: ParallelState) -> list[Any] | None:
     """One entry per data-parallel rank, in their order."""
     entries = all_gather_object(state.rng, parallel.dp)
-    return None if any(entry is None for entry in entries) else [dict(entry) for entry in entries]
+    present = [dict(entry) for entry in entries if entry is not None]
+    return present if len(present) == len(entries) else None
 
 
 @dataclass(frozen=True)
@@ -169,20 +170,18 @@ class _Save:
         path = self.temporary / self.rank_file
         with storage.storage_errors("writing a checkpoint", path):
             path.parent.mkdir(exist_ok=True)
-            files[self.rank_file] = storage.write_durable(path, lambda file: torch.save(content.content, file))
+            files[self.rank_file] = storage.write_durable(
+                path, lambda file: torch.save(content.content, cast(IO[bytes], file))
+            )
             storage.fsync_directory(path.parent)
         return _Written(files, content.model, content.optimizer)
 
     def _content(self, rng: list[Any] | None, *, has_tokenizer: bool) -> RankContent:
-        padded = self.state.args.get("padded_vocab_size")
-        tokenizer = str((self.target / paths.TOKENIZER).resolve()) if has_tokenizer else None
-        return rank_content(
-            self.state,
-            self.rank_file,
-            padded_rows=None if padded is None else int(padded) // self.parallel.tp.size,
-            rng=rng,
-            tokenizer=tokenizer,
-        )
+        arguments = classic_arguments(self.state, self.parallel.tp.size)
+        if has_tokenizer:
+            folder = (self.target / paths.TOKENIZER).resolve()
+            arguments |= {"tokenizer_type": "PretrainedFromHF", "tokenizer_name_or_path": str(folder)}
+        return rank_content(self.state, self.rank_file, arguments, tp=self.parallel.tp.size, rng=rng)
 
     def _write_tokenizer(self, save_tokenizer: SaveTokenizer) -> dict[str, FileRecord]:
         folder = self.temporary / paths.TOKENIZER
@@ -249,7 +248,7 @@ class _Save:
             fingerprint=classic.plain(fingerprint),
             data=classic.plain(self.state.data),
             config=classic.plain(self.state.config),
-            args=classic.plain(self.state.args),
+            args=classic.plain(classic_arguments(self.state, self.parallel.tp.size)),
             files={name: record for part in written for name, record in part.files.items()},
             model=merge_records([part.model for part in written]),
             optimizer={

@@ -6,8 +6,7 @@ Logits are compared in fp32 whatever the weights' dtype, so the comparison sees 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -15,11 +14,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from megatron.checkpoint.build import build_model
 from megatron.checkpoint.hf.export import Export, our_tensors
 from megatron.checkpoint.hf.importer import open_folder, read_tensors
 from megatron.errors import CheckpointError
-from megatron.model import GPT
-from megatron.ops import resolve
 
 TOLERANCE = 1e-4  # of the largest logit
 _POSITIONS = 96
@@ -89,13 +87,15 @@ def compare_logits(export: Export, folder: Path) -> Comparison:
 
 
 def our_logits(export: Export, tokens: Tensor) -> Tensor:
-    with default_dtype(torch.float32):
-        model = GPT(export.config, vocab_size=export.facts.vocab_size, kernels=resolve("ref", device_type="cpu"))
-    named = dict(model.named_parameters())
-    for name, tensor in our_tensors(export):
-        named.pop(name).copy_(tensor)
-    assert not named, f"parameters of the model that no checkpoint has: {list(named)}"
-    return model.eval()(tokens).float()
+    """In plain reference operations: what is compared is the function."""
+    model = build_model(
+        export.reader,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        kernels="ref",
+        tensors=our_tensors(export),
+    )
+    return model(tokens).float()
 
 
 def their_logits(folder: Path, tokens: Tensor) -> Tensor:
@@ -106,16 +106,6 @@ def their_logits(folder: Path, tokens: Tensor) -> Tensor:
     )
     logits: Tensor = model.eval()(tokens).logits.float()
     return logits
-
-
-@contextmanager
-def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 def available_memory() -> int | None:

@@ -137,7 +137,8 @@ def _write_json(path: Path, values: dict[str, Any]) -> None:
 def _write_weights(export: Export, folder: Path, log: Callable[[str], object]) -> None:
     """One file, or numbered shards of at most 5 GB; one shard is in memory at a time."""
     shards = _plan_shards(export)
-    total, index, worst = 0, {}, 0.0
+    total, worst = 0, 0.0
+    index: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):
         name = WEIGHTS if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         tensors: dict[str, Tensor] = {}

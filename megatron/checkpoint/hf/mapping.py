@@ -157,7 +157,7 @@ def _llama(parameter: Parameter, config: ModelConfig) -> Exchange:
         return Exchange(parameter, names, _heads_apart, lambda parts: _heads_together(parts, shape))
     if module == "mlp.dense_h_to_4h":
         names = (f"{prefix}.mlp.gate_proj.{kind}", f"{prefix}.mlp.up_proj.{kind}")
-        return Exchange(parameter, names, lambda t: (t[0], t[1]), torch.stack)  # type: ignore[arg-type]
+        return Exchange(parameter, names, lambda t: (t[0], t[1]), torch.stack)
     return _same(parameter, f"{prefix}.{_LLAMA_LAYER[module]}.{kind}", gamma_less_one=norm)
 
 

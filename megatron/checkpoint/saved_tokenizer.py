@@ -1,0 +1,20 @@
+"""The tokenizer that a checkpoint was trained with, from the files beside it."""
+
+from __future__ import annotations
+
+from megatron.checkpoint.load import FoundStep
+from megatron.tokenizer import Tokenizer, TokenizerSettings, build_tokenizer
+
+
+def saved_tokenizer(found: FoundStep) -> Tokenizer | None:
+    """None where the run kept no tokenizer (its data came as ids)."""
+    folder = found.tokenizer
+    if folder is not None and (folder / "tokenizer.json").is_file():
+        settings = TokenizerSettings(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(folder))
+        return build_tokenizer(settings, announce=False)
+    saved = dict(found.manifest.config.get("tokenizer") or {})
+    if saved.get("tokenizer_type") == "NullTokenizer" and saved.get("vocab_size"):
+        return build_tokenizer(
+            TokenizerSettings(tokenizer_type="NullTokenizer", vocab_size=saved["vocab_size"]), announce=False
+        )
+    return None

@@ -1,0 +1,62 @@
+"""The command line of tools/verify_checkpoint.py. Exit codes: 0 good, 1 corrupt, 2 usage, 3 unsafe, 4 incomplete."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+EXIT = {"corrupt": 1, "unsafe": 3, "incomplete": 4}
+USAGE = 2
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(
+        prog="verify_checkpoint.py",
+        description="Check a checkpoint against its manifest. Exit code: 0 good, 1 corrupt, 2 usage, 3 unsafe, "
+        "4 incomplete.",
+    )
+    p.add_argument("directory", type=Path, help="A run's save directory, or one of its iter_* directories.")
+    p.add_argument("--all", action="store_true", help="Every step, not only the one that --load would take.")
+    p.add_argument("--deep", action="store_true", help="Also open every tensor: shape, dtype, finite values.")
+    return p
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = parser().parse_args(argv)
+    from megatron.checkpoint.verify import inspect_step
+
+    directory: Path = arguments.directory
+    if not directory.is_dir():
+        print(f"error: {directory}: no such directory", file=sys.stderr)
+        return USAGE
+    chosen, codes = _steps(directory, everything=arguments.all)
+    for step in chosen:
+        _, problems = inspect_step(step, deep=arguments.deep)
+        for problem in problems:
+            print(f"{step.name}: {problem.kind}: {problem.text}")
+        if not problems:
+            print(f"{step.name}: good")
+        codes += [EXIT[problem.kind] for problem in problems]
+    # What is unsafe matters more than what is damaged, and that more than what is missing.
+    return next((code for code in (3, 1, 4) if code in codes), 0)
+
+
+def _steps(directory: Path, *, everything: bool) -> tuple[list[Path], list[int]]:
+    """The step directories to look at, and the exit codes of what the save directory itself has wrong."""
+    from megatron.checkpoint import paths
+
+    if (directory / paths.MANIFEST).exists() or paths.step_of(directory.name) is not None:
+        return [directory], []
+    tracker = paths.read_tracker(directory)
+    steps = [paths.step_directory(directory, step) for step in paths.list_steps(directory)]
+    release = directory / paths.RELEASE
+    if release.is_dir():
+        steps.append(release)
+    named = release if tracker.release else paths.step_directory(directory, tracker.step or 0)
+    if tracker.problem is None and named in steps:
+        return (steps if everything else [named]), []
+    problem = tracker.problem or f"{directory / paths.TRACKER} names {named.name}, which is not there"
+    print(f"{directory}: incomplete: {problem}")
+    return (steps if everything else steps[:1]), [EXIT["incomplete"]]

@@ -1,0 +1,54 @@
+"""A model and its tokenizer from a checkpoint alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from megatron.checkpoint import FoundStep, StepReader, find_checkpoint
+from megatron.checkpoint.build import build_model
+from megatron.checkpoint.saved_tokenizer import saved_tokenizer
+from megatron.distributed.state import ParallelState
+from megatron.errors import CheckpointError, ConfigError
+from megatron.layout import Layout
+from megatron.model import GPT
+from megatron.tokenizer import Tokenizer
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    model: GPT
+    tokenizer: Tokenizer
+    found: FoundStep
+
+
+def load_model(
+    directory: Path,
+    *,
+    device: torch.device,
+    step: int | None = None,
+    dtype: str | None = None,
+    kernels: str = "auto",
+    log: Callable[[str], object] = print,
+) -> LoadedModel:
+    """Build what the checkpoint describes and fill it; in the dtype it was trained in, unless another is asked for."""
+    found = find_checkpoint(directory, parallel=ParallelState.build(Layout(1), 0), step=step, log=log)
+    assert found is not None, "without a save directory there is no fresh start"
+    tokenizer = saved_tokenizer(found)
+    if tokenizer is None:
+        raise CheckpointError(f"{found.directory} holds no tokenizer, so text cannot be turned into ids")
+    reader = StepReader(found.directory, found.manifest)
+    trained = reader.model_dtype()
+    model = build_model(reader, dtype=_dtype(dtype) if dtype else trained, device=device, kernels=kernels)
+    return LoadedModel(model, tokenizer, found)
+
+
+def _dtype(name: str) -> torch.dtype:
+    if name not in DTYPES:
+        raise ConfigError(f"--dtype {name}: not one of {', '.join(DTYPES)}")
+    return DTYPES[name]

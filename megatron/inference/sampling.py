@@ -1,0 +1,66 @@
+"""From logits to the next token: greedy, or drawn after temperature, top-k and top-p, in that order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How tokens are chosen. `top_k` 0 and `top_p` 0 or 1 leave the distribution whole."""
+
+    greedy: bool = False
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 0.0
+    seed: int = 1234
+
+    def __post_init__(self) -> None:
+        if not 0 < self.temperature < float("inf"):
+            raise ConfigError(
+                f"--temperature {self.temperature}: must be above 0; for the likeliest token use --greedy"
+            )
+        if self.top_k < 0:
+            raise ConfigError(f"--top-k {self.top_k}: must not be negative; 0 keeps all tokens")
+        if not 0 <= self.top_p <= 1:
+            raise ConfigError(f"--top-p {self.top_p}: must be between 0 and 1; 0 and 1 keep all tokens")
+
+    def generators(self, count: int) -> list[torch.Generator]:
+        """One stream per prompt, so that what a prompt gives does not depend on the others beside it."""
+        return [torch.Generator().manual_seed(self.seed + index) for index in range(count)]
+
+    def choose(self, logits: Tensor, generators: list[torch.Generator]) -> Tensor:
+        """[batch, vocabulary] -> [batch]. Drawn on the CPU: the same tokens on every device."""
+        if self.greedy:
+            return logits.argmax(-1)
+        chances = self.filtered(logits.float()).softmax(-1).cpu()
+        drawn = [torch.multinomial(row, 1, generator=g) for row, g in zip(chances, generators, strict=True)]
+        return torch.cat(drawn).to(logits.device)
+
+    def filtered(self, logits: Tensor) -> Tensor:
+        """Logits with -inf for the tokens that may not be drawn."""
+        logits = logits / self.temperature
+        if self.top_k:
+            logits = keep_top_k(logits, self.top_k)
+        if 0 < self.top_p < 1:
+            logits = keep_top_p(logits, self.top_p)
+        return logits
+
+
+def keep_top_k(logits: Tensor, count: int) -> Tensor:
+    """The `count` likeliest tokens, and those as likely as the last of them."""
+    threshold = logits.topk(min(count, logits.shape[-1]), dim=-1).values[..., -1:]
+    return logits.masked_fill(logits < threshold, float("-inf"))
+
+
+def keep_top_p(logits: Tensor, share: float) -> Tensor:
+    """The smallest set of likeliest tokens whose chances reach `share`; never fewer than one."""
+    ordered, order = logits.sort(dim=-1, descending=False)
+    below = ordered.softmax(-1).cumsum(-1) <= 1 - share  # from the least likely upwards
+    below[..., -1] = False
+    return logits.masked_fill(below.scatter(-1, order, below), float("-inf"))

@@ -1,0 +1,11 @@
+"""Checkpoints to and from other formats; see `--help`."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs from a checkout that is not installed
+
+if __name__ == "__main__":
+    from megatron.checkpoint.convert import main
+
+    sys.exit(main())

@@ -1,0 +1,11 @@
+"""Text from a trained checkpoint; see `--help`."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs from a checkout that is not installed
+
+if __name__ == "__main__":
+    from megatron.inference.cli import main
+
+    sys.exit(main())
