@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # `--help` loads no torch
     from megatron.training.initialize import Run
 
 
-def datasets_provider(run: Run, num_samples: tuple[int, int, int]) -> Datasets:
+def datasets_provider(run: Run, num_samples: tuple[int, int | None, int]) -> Datasets:
     """The training, validation and test sets, each at least as long as the run asks."""
     from megatron.data.build import build_train_valid_test
 

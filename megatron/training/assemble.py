@@ -55,7 +55,7 @@ class Parts:
 
 def assemble(
     run: Run,
-    datasets_provider: Callable[[Run, tuple[int, int, int]], Datasets],
+    datasets_provider: Callable[[Run, tuple[int, int | None, int]], Datasets],
     model_provider: Callable[[Run], nn.Module],
     forward_step: ForwardStep,
 ) -> Parts:
@@ -137,15 +137,17 @@ def _in_dtype_and_device(run: Run, model_provider: Callable[[Run], nn.Module]) -
         torch.set_default_dtype(previous)
 
 
-def _samples_wanted(run: Run, plan: BatchPlan) -> tuple[int, int, int]:
+def _samples_wanted(run: Run, plan: BatchPlan) -> tuple[int, int | None, int]:
+    """Of train, valid and test; None is the whole split once."""
     evaluation = run.config.evaluation
-    return sample_counts(
+    train, valid, test = sample_counts(
         train_iters=plan.total_iterations,
         train_samples=plan.train_samples,
         eval_interval=evaluation.eval_interval,
         eval_iters=evaluation.eval_iters,
         global_batch_size=plan.final_batch_size,
     )
+    return train, None if evaluation.full_validation and valid else valid, test
 
 
 def _batches(run: Run, dataset: Any, consumed: int, *, order: str = "single") -> Iterator[Batch]:
@@ -192,6 +194,7 @@ def _evaluator(run: Run, plan: BatchPlan, engine: Engine, datasets: Datasets, ho
         valid=source(datasets.valid),
         test=source(datasets.test),
         eval_iters=run.config.evaluation.eval_iters,
+        full_validation=run.config.evaluation.full_validation,
         micro_batches=plan.micro_batches(plan.final_batch_size),
         global_batch_size=plan.final_batch_size,
         hooks=hooks,

@@ -16,7 +16,8 @@ BatchSource = Callable[[int], Iterator[Batch]]
 
 
 class SplitEvaluator:
-    """Every evaluation reads the next `eval_iters` global batches of the validation split, as Megatron does."""
+    """Every evaluation reads the next `eval_iters` global batches of the validation split, as Megatron does, or under
+    --full-validation all of it once (but for what does not fill a batch)."""
 
     def __init__(
         self,
@@ -25,6 +26,7 @@ class SplitEvaluator:
         valid: BatchSource | None,
         test: BatchSource | None,
         eval_iters: int,
+        full_validation: bool,
         micro_batches: int,
         global_batch_size: int,
         hooks: Sequence[Hook],
@@ -33,6 +35,7 @@ class SplitEvaluator:
         self._engine = engine
         self._sources = {"valid": valid, "test": test}
         self._eval_iters, self._micro_batches, self._global_batch_size = eval_iters, micro_batches, global_batch_size
+        self._full_validation = full_validation
         self._hooks, self._log = hooks, log
         self._valid_batches: Iterator[Batch] | None = None
 
@@ -40,9 +43,11 @@ class SplitEvaluator:
         source = self._sources["valid"]
         if self._eval_iters == 0 or source is None:
             return None
+        if self._full_validation:
+            return self._evaluate("valid", source(0), progress, where)
         if self._valid_batches is None:
             self._valid_batches = source(progress.consumed_valid_samples)
-        record = self._evaluate("valid", self._valid_batches, progress, where)
+        record = self._evaluate("valid", self._next_batches(self._valid_batches), progress, where)
         progress.consumed_valid_samples += self._eval_iters * self._global_batch_size
         return record
 
@@ -50,10 +55,13 @@ class SplitEvaluator:
         source = self._sources["test"]
         if self._eval_iters == 0 or source is None:
             return None
-        return self._evaluate("test", source(0), progress, where)
+        return self._evaluate("test", self._next_batches(source(0)), progress, where)
+
+    def _next_batches(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        return islice(batches, self._eval_iters * self._micro_batches)
 
     def _evaluate(self, split: str, batches: Iterator[Batch], progress: Progress, where: str) -> EvalRecord:
-        result = self._engine.evaluate(islice(batches, self._eval_iters * self._micro_batches))
+        result = self._engine.evaluate(batches)
         record = EvalRecord(
             split=split,
             iteration=progress.iteration,

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from megatron.training.assemble import Parts
     from megatron.training.initialize import Run
 
-    # (run, samples wanted of train, valid, test) -> the three datasets
-    DatasetsProvider = Callable[[Run, tuple[int, int, int | None]], Datasets]
+    # (run, samples wanted of train, valid, test; None is the whole split once) -> the three datasets
+    DatasetsProvider = Callable[[Run, tuple[int, int | None, int]], Datasets]
     ModelProvider = Callable[[Run], nn.Module]
 
 

@@ -114,7 +114,7 @@ def test_an_evaluation_interval_beyond_the_run_is_no_evaluation() -> None:
 
 def test_a_metrics_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="--metrics-jsonl .*cannot be written"):
+    with pytest.raises(ConfigError, match=r"--metrics-jsonl .*cannot be written"):
         make_parts(flags(metrics_jsonl=tmp_path / "file" / "metrics.jsonl"))
 
 
@@ -128,3 +128,30 @@ def test_wandb_is_asked_for_and_absent(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_only_the_first_rank_writes() -> None:
     config = parse_args(flags(wandb_project="p"))
     assert build_hooks(config, to_dict(config), rank=1, world_size=2, device=torch.device("cpu")) == []
+
+
+def test_full_validation_reads_the_whole_split_every_time(tmp_path: Path) -> None:
+    import numpy as np
+
+    from megatron.data.indexed import IndexedDatasetBuilder
+
+    builder = IndexedDatasetBuilder(str(tmp_path / "corpus"), np.uint16)
+    for _ in range(100):
+        builder.add_document(np.arange(50, dtype=np.uint16), None)
+    builder.finalize()
+    metrics = tmp_path / "metrics.jsonl"
+    train_here(
+        flags(
+            mock_data=None,
+            data_path=tmp_path / "corpus",
+            tokenizer_type="NullTokenizer",
+            split="50,50,0",
+            full_validation=True,
+            eval_iters=1,
+            eval_interval=3,
+            metrics_jsonl=metrics,
+        )
+    )
+    records = read_metrics(metrics, "valid")
+    samples = (50 * 50 - 1) // 16 // 2 * 2  # whole micro-batches of 2
+    assert [record["counted_tokens"] for record in records] == [samples * 16] * 2
