@@ -72,6 +72,8 @@ def tokenize(argv: Sequence[str], description: str | None = None) -> list[Given]
     """argv -> what was given, with every spelling as it is in the table. Unknown flags are refused here."""
     given, rest = _normalize(argv)
     namespace, stray = make_parser(description).parse_known_args(rest, argparse.Namespace(given=given))
+    if stray and stray[0].startswith("-") and not _is_negative_number(stray[0]):
+        raise refuse_unknown(f"--{stray[0].lstrip('-')}")
     if stray:
         before = argv[argv.index(stray[0]) - 1] if stray[0] in argv[1:] else ""
         after = f" after {before}" if before.startswith("--") else ""

@@ -125,15 +125,32 @@ def read_yaml(path: str) -> dict[str, Any]:
     if not file.is_file():
         raise ConfigError(f"--config {path}: no such file; give the path of a YAML file")
     try:
-        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+        text = file.read_text(encoding="utf-8")
+        content = yaml.safe_load(text)
+        twice = _key_given_twice(yaml.compose(text, Loader=yaml.SafeLoader))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         reason = " ".join(str(error).split())
         raise ConfigError(f"--config {path}: not valid YAML ({reason}); correct the file") from None
+    if twice is not None:
+        raise ConfigError(f"--config {path}: '{twice}' is set twice; keep one")
     if content is None:
         return {}
     if not isinstance(content, dict):
         raise ConfigError(f"--config {path}: not a mapping of settings; write lines such as 'num-layers: 12'")
     return _flatten(path, content)
+
+
+def _key_given_twice(node: Any) -> str | None:
+    """A key that a mapping has twice: YAML would keep the last and say nothing."""
+    seen: set[str] = set()
+    for key, value in node.value if node is not None and node.id == "mapping" else ():
+        if key.value in seen:
+            return str(key.value)
+        seen.add(key.value)
+        inner = _key_given_twice(value)
+        if inner is not None:
+            return inner
+    return None
 
 
 def _flatten(path: str, content: Mapping[Any, Any]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import shlex
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -92,11 +93,12 @@ def check_one(setting: Setting, value: Any) -> None:
 
 
 def _split_tuple(raw: Any) -> Sequence[Any]:
-    """What may stand for a list: several words, a YAML list, or (for numbers) "1,2", "(1,2)", "[1, 2]"."""
+    """Several words of a command line, or a YAML list or scalar."""
     return list(raw) if isinstance(raw, list | tuple) else [raw]
 
 
 def _numbers(parts: Sequence[Any]) -> Sequence[Any]:
+    """Numbers may also be written "1,2", "(1,2)" or "[1, 2]", as some of Megatron's scripts do."""
     words: list[Any] = []
     for part in parts:
         words += part.strip("()[] ").replace(",", " ").split() if isinstance(part, str) else [part]
@@ -112,7 +114,7 @@ def parse_value(setting: Setting, raw: Any) -> Any:
         value = _parse_one(setting, parts[0])
         check_one(setting, value)
         return value
-    parts = _split_tuple(raw)
+    parts = shlex.split(raw) if isinstance(raw, str) else _split_tuple(raw)  # a YAML scalar reads like a command line
     values = tuple(_parse_one(setting, part) for part in (parts if setting.base is str else _numbers(parts)))
     wanted = setting.flag.nargs
     if not values or (isinstance(wanted, int) and len(values) != wanted):

@@ -14,6 +14,7 @@ NULL = "--tokenizer-type NullTokenizer"
 ADDED = {
     "--num-layer 3": ("--num-layer", "did you mean --num-layers?"),
     "--lerning-rate 1e-3": ("--lerning-rate", "docs/flags.md"),
+    "-num-layers 3": ("--num-layers", "did you mean --num-layers?"),
     "--fp16 true": ("'true' after --fp16", "remove it"),
     "--fp16=maybe": ("--fp16=maybe", "--fp16=false"),
     "stray": ("'stray'", "remove it"),

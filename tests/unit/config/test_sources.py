@@ -62,6 +62,16 @@ def test_default_preset_file_flag_in_rising_precedence(tmp_path: Path) -> None:
     assert "adam_beta1" in table and "default" in table
 
 
+@pytest.mark.parametrize("written", ["[0.3, a, 0.7, b]", "0.3 a 0.7 b", "'0.3 a 0.7 b'"])
+def test_lists_may_be_written_as_on_the_command_line(tmp_path: Path, written: str) -> None:
+    config = parse_file(tmp_path, f"data-path: {written}\nsplit: 949,50,1", without(SMALL, "--mock-data") + TOKENIZER)
+    assert config.data.data_path == ("0.3", "a", "0.7", "b")
+    assert config.data.split == "949,50,1"
+
+
+TOKENIZER = " --tokenizer-type NullTokenizer"
+
+
 def test_a_switch_of_a_file_is_turned_off_by_a_flag(tmp_path: Path) -> None:
     shape = "num-layers: 2\nhidden-size: 64\nnum-attention-heads: 4\nmax-position-embeddings: 32\n"
     assert not parse_file(tmp_path, shape + "bf16: true", f"{REST} --bf16=false").precision.bf16
@@ -80,6 +90,8 @@ def test_a_switch_of_a_file_is_turned_off_by_a_flag(tmp_path: Path) -> None:
         ("swiglu: perhaps", "--swiglu perhaps: it is a switch"),
         ("use-mcore-models: 3", "--use-mcore-models 3: it is a switch"),
         ("num-layers: 2\nnum_layers: 3", "'num_layers' is set twice"),
+        ("num-layers: 2\nnum-layers: 3", "'num-layers' is set twice"),
+        ("model: {num-layers: 2, hidden-size: 3, num-layers: 4}", "'num-layers' is set twice"),
         ("layernorm-epsilon: 1e-6\nnorm-epsilon: 1e-5", "contradict each other"),
         ("context-parallel-size: 2", "--context-parallel-size 2: not supported yet"),
         ("deepspeed: true", "--deepspeed: not supported yet"),
