@@ -54,7 +54,8 @@ step "3/8 tokenizer"
 if [ "$DIR/vocab.json" -nt "$CORPUS" ] && [ "$DIR/merges.txt" -nt "$CORPUS" ]; then
     echo "$DIR/vocab.json and merges.txt are already there"
 else
-    "$PYTHON" tools/train_tokenizer.py --input "$CORPUS" --json-keys content --vocab-size "$VOCAB_SIZE" --output-dir "$DIR"
+    "$PYTHON" tools/train_tokenizer.py --input "$CORPUS" --json-key content --vocab-size "$VOCAB_SIZE" \
+        --output-dir "$DIR" --overwrite
 fi
 
 step "4/8 preprocessing"
@@ -64,7 +65,7 @@ if [ "$DATA.idx" -nt "$DIR/vocab.json" ] && [ "$DATA.idx" -nt "$DIR/merges.txt" 
 else
     "$PYTHON" tools/preprocess_data.py --input "$CORPUS" --output-prefix "$DIR/corpus" --json-keys content \
         --tokenizer-type GPT2BPETokenizer --vocab-file "$DIR/vocab.json" --merge-file "$DIR/merges.txt" \
-        --workers 2 --append-eod
+        --workers 2 --append-eod --overwrite
 fi
 
 DEVICES=$("$PYTHON" -c 'import torch; print(torch.accelerator.device_count() if torch.accelerator.is_available() else 0)')

@@ -1,4 +1,4 @@
-"""Finds the fenced blocks of a Markdown file. `bash` blocks are executed by the tests; `console` blocks are shown only."""
+"""Finds the fenced blocks of a Markdown file: `bash` blocks are executed by tests, `console` blocks are only shown."""
 
 from __future__ import annotations
 
