@@ -50,6 +50,7 @@ LATER: dict[str, str] = {
         --embedding-init-method-std= --decoupled-lr= --decoupled-min-lr= --rotary-interleaved --no-rope-freq=
         --window-attn-skip-freq= --qk-l2-norm --quick-geglu --activation-func-clamp-value= --glu-linear-offset=0
         --softmax-type=vanilla --check-for-large-grads --log-energy --log-progress --logging-level=
+        --log-max-attention-logit --qk-clip --qk-clip-alpha= --qk-clip-threshold= --log-device-memory-used
         --straggler-ctrlr-port= --straggler-minmax-count= --disable-straggler-on-startup --error-injection-rate=0
         --error-injection-type= --result-rejected-tracker-filename= --profile-step-start= --profile-step-end=
         --profile-ranks=... --use-pytorch-profiler --record-memory-history --memory-snapshot-path=
