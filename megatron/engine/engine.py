@@ -20,6 +20,7 @@ from megatron.distributed.collectives import all_reduce
 from megatron.distributed.state import ParallelState
 from megatron.errors import DataError, NonFiniteError
 from megatron.optimizer import Optimizer
+from megatron.utils.timers import Timers
 
 Batch = Mapping[str, Any]
 
@@ -63,6 +64,7 @@ class Engine:
         *,
         device: torch.device,
         stop_on_nonfinite: bool = True,
+        timers: Timers | None = None,
     ) -> None:
         self.model = model
         self.forward_step = forward_step
@@ -71,6 +73,7 @@ class Engine:
         self.parallel = parallel
         self.device = device
         self.stop_on_nonfinite = stop_on_nonfinite
+        self.timers = timers or Timers()
 
     def train_step(
         self,
@@ -83,23 +86,18 @@ class Engine:
         count_zeros: bool = False,
     ) -> StepResult:
         """Forward and backward over this rank's micro-batches of one global batch, reduction, update."""
-        self.model.train()
-        self.grads.zero()
-        loss_scale = self.optimizer.loss_scale
         expected_tokens = batch_size * tokens_per_sample
-        totals = torch.zeros(2, dtype=torch.float64, device=self.device)  # summed loss, counted tokens
-        for index, batch in enumerate(micro_batches):
-            if index == len(micro_batches) - 1:
-                self.grads.arm()
-            loss_sum, count = self.forward_step(self.model, self._to_device(batch))
-            (loss_sum * (loss_scale / expected_tokens)).backward()
-            totals += torch.stack([loss_sum.detach().double(), count.detach().double()])
-        self.grads.reduce()
-        loss, counted = self._global_mean(totals)
+        loss_scale = self.optimizer.loss_scale
+        with self.timers("forward-backward"):
+            totals = self._forward_backward(micro_batches, loss_scale / expected_tokens)
+        with self.timers("all-grads-sync"):
+            self.grads.reduce()
+            loss, counted = self._global_mean(totals)
         if self.stop_on_nonfinite and not math.isfinite(loss):
             self._stop("the loss")
-        zeros = self.optimizer.count_zeros() if count_zeros else None
-        update = self.optimizer.step(lr, weight_decay, loss_scale * counted / expected_tokens)
+        with self.timers("optimizer"):
+            zeros = self.optimizer.count_zeros() if count_zeros else None
+            update = self.optimizer.step(lr, weight_decay, loss_scale * counted / expected_tokens)
         if update.skipped and self.stop_on_nonfinite:
             self._stop("a gradient")
         return StepResult(
@@ -113,6 +111,19 @@ class Engine:
             skipped=update.skipped,
             num_zeros=zeros,
         )
+
+    def _forward_backward(self, micro_batches: Sequence[Batch], factor: float) -> Tensor:
+        """Gradients of the summed loss times `factor`; returns this rank's summed loss and counted tokens."""
+        self.model.train()
+        self.grads.zero()
+        totals = torch.zeros(2, dtype=torch.float64, device=self.device)
+        for index, batch in enumerate(micro_batches):
+            if index == len(micro_batches) - 1:
+                self.grads.arm()
+            loss_sum, count = self.forward_step(self.model, self._to_device(batch))
+            (loss_sum * factor).backward()
+            totals += torch.stack([loss_sum.detach().double(), count.detach().double()])
+        return totals
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch]) -> EvaluationResult:

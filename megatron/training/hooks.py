@@ -61,13 +61,14 @@ class TensorBoard(Hook):
         from torch.utils.tensorboard import SummaryWriter
 
         assert config.tensorboard_dir is not None
-        self._config, self._world_size, self._device = config, world_size, device
+        self.config, self._world_size, self._device = config, world_size, device
         self._writer = SummaryWriter(log_dir=config.tensorboard_dir, max_queue=config.tensorboard_queue_size)
 
     def on_step(self, record: TrainRecord, timers: dict[str, float]) -> None:
-        if record.iteration % self._config.tensorboard_log_interval:
+        config = self.config
+        if record.iteration % config.tensorboard_log_interval:
             return
-        config, step, samples = self._config, record.iteration, record.consumed_train_samples
+        step, samples = record.iteration, record.consumed_train_samples
         values: dict[str, float] = {}
         if config.log_learning_rate_to_tensorboard:
             values["learning-rate"] = record.learning_rate
@@ -101,7 +102,7 @@ class TensorBoard(Hook):
     def on_evaluate(self, record: EvalRecord) -> None:
         name = "validation" if record.split == "valid" else record.split
         self._scalar(f"lm loss {name}", record.lm_loss, record)
-        if self._config.log_validation_ppl_to_tensorboard:
+        if self.config.log_validation_ppl_to_tensorboard:
             self._scalar(f"lm loss {name} ppl", record.perplexity, record)
         self._writer.flush()
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 from megatron.config import RunConfig
+from megatron.distributed.collectives import all_gather_object
 from megatron.engine import Batch, Engine, StepResult
 from megatron.errors import DataError
 from megatron.optimizer import Schedule
@@ -19,7 +20,7 @@ from megatron.training.progress import Progress
 from megatron.training.stopping import StopConditions
 from megatron.training.throughput import Throughput
 from megatron.utils.log import RankLog
-from megatron.utils.timers import Timers
+from megatron.utils.timers import render_times
 
 
 class Saver(Protocol):
@@ -56,19 +57,17 @@ class Trainer:
         self.config, self.engine, self.schedule, self.batch_plan = config, engine, schedule, batch_plan
         self.train_batches, self.progress, self.throughput = train_batches, progress, throughput
         self.evaluator, self.saver, self.stop, self.hooks, self.log = evaluator, saver, stop, hooks, log
-        self.timers = Timers()
+        self.timers = engine.timers
+        self._started = time.perf_counter()
         self._since_log: list[tuple[float, float]] = []  # (loss, seconds) of each iteration since the last line
 
     def fit(self) -> StopReason:
         """Train to the last iteration or to the first reason to stop; returns that reason."""
         while not self.finished:
             self._collect_garbage_on_schedule()
-            started = time.perf_counter()
-            self.timers.reset()
-            result = self._one_iteration()
-            self._report(result, time.perf_counter() - started)
+            self._report(self._one_iteration())
             if self._due(self.config.evaluation.eval_interval):
-                self.evaluator.valid(self.progress, f"iteration {self.progress.iteration}")
+                self._evaluate()
             reason = self.stop.reason(self.progress.iteration)
             if self.saver and (reason or self.finished or self._due(self.config.checkpoint.save_interval)):
                 self.saver.save(self.progress)
@@ -84,6 +83,8 @@ class Trainer:
 
     def _one_iteration(self) -> StepResult | None:
         """One global batch; None when the user asked to pass over this iteration's data."""
+        self._started = time.perf_counter()
+        self.timers.reset()
         progress = self.progress
         batch_size = self.batch_plan.batch_size(progress.consumed_train_samples)
         with self.timers("batch-generator"):
@@ -94,15 +95,14 @@ class Trainer:
             progress.skipped_iterations += 1
             self.log.info(f" iteration {progress.iteration}: data consumed without a step (--iterations-to-skip)")
             return None
-        with self.timers("forward-backward-optimizer"):
-            result = self.engine.train_step(
-                micro_batches,
-                batch_size=batch_size,
-                tokens_per_sample=self.config.data.seq_length,
-                lr=self.schedule.lr(progress.schedule_samples),
-                weight_decay=self.schedule.weight_decay(progress.schedule_samples),
-                count_zeros=self.config.logging.log_num_zeros_in_grad,
-            )
+        result = self.engine.train_step(
+            micro_batches,
+            batch_size=batch_size,
+            tokens_per_sample=self.config.data.seq_length,
+            lr=self.schedule.lr(progress.schedule_samples),
+            weight_decay=self.schedule.weight_decay(progress.schedule_samples),
+            count_zeros=self.config.logging.log_num_zeros_in_grad,
+        )
         if result.skipped:
             progress.skipped_iterations += 1
         else:
@@ -120,26 +120,40 @@ class Trainer:
             )
         return batches
 
+    def _evaluate(self) -> None:
+        training = self.config.training
+        self.evaluator.valid(self.progress, f"iteration {self.progress.iteration}")
+        if training.manual_gc and training.manual_gc_eval:
+            gc.collect()
+
     # reporting
 
-    def _report(self, result: StepResult | None, seconds: float) -> None:
+    def _report(self, result: StepResult | None) -> None:
         if result is None:
             return
-        self._since_log.append((result.lm_loss, seconds))
+        self._since_log.append((result.lm_loss, time.perf_counter() - self._started))
         is_due = self._due(self.config.logging.log_interval)
-        if not is_due and not self.hooks:
+        if not is_due and not self.config.logging.tensorboard_dir:  # decided alike on every rank: norms are collectives
             return
-        record = self._record(result, seconds)
+        record = self._record(result)
         for hook in self.hooks:
             hook.on_step(record, self.timers.elapsed())
         if is_due:
             for hook in self.hooks:
                 hook.on_log(record)
             self.log.info(record.line())
+            self._report_times()
             self._since_log.clear()
             self.progress.skipped_iterations = self.progress.nan_iterations = 0
 
-    def _record(self, result: StepResult, seconds: float) -> TrainRecord:
+    def _report_times(self) -> None:
+        """This iteration's parts, over all ranks; a collective, so only when asked for."""
+        logging = self.config.logging
+        if logging.timing_log_level > 0:
+            times = all_gather_object(self.timers.elapsed(), self.engine.parallel.world)
+            self.log.info(render_times(times, logging.timing_log_option))
+
+    def _record(self, result: StepResult) -> TrainRecord:
         progress = self.progress
         batch_size = result.batch_size
         losses = [loss for loss, _ in self._since_log]

@@ -1,4 +1,7 @@
-"""Wall-clock timers for the phases of a step. On an accelerator they are synchronised only when asked to."""
+"""Wall-clock timers for the phases of a step.
+
+On an accelerator they see when work was handed over, not when it ended.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,6 @@ class Timers:
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = {}
-        self._counts: dict[str, int] = {}
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
@@ -21,14 +23,33 @@ class Timers:
             yield
         finally:
             self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
-            self._counts[name] = self._counts.get(name, 0) + 1
 
     def elapsed(self) -> dict[str, float]:
         return dict(self._seconds)
 
     def reset(self) -> None:
         self._seconds.clear()
-        self._counts.clear()
+
+
+def render_times(times: list[dict[str, float]], option: str) -> str:
+    """Megatron's block of times in ms, from one {name: seconds} of every rank. `option`: max, minmax or all."""
+    names = list(dict.fromkeys(name for rank in times for name in rank))
+    width = max((len(name) for name in names), default=0)
+    lines = [
+        {"max": "max time across ranks (ms):", "minmax": "(min, max) time across ranks (ms):"}.get(
+            option, "times across ranks (ms):"
+        )
+    ]
+    for name in names:
+        values = [1000 * rank.get(name, 0.0) for rank in times]
+        if option == "max":
+            text = f"{max(values):.2f}"
+        elif option == "minmax":
+            text = f"({min(values):.2f}, {max(values):.2f})"
+        else:
+            text = ", ".join(f"rank {rank}: {value:.2f}" for rank, value in enumerate(values))
+        lines.append(f"    {name + ' ':.<{width + 5}}: {text}")
+    return "\n".join(lines)
 
 
 def human_duration(seconds: float) -> str:

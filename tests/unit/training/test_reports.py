@@ -155,3 +155,10 @@ def test_full_validation_reads_the_whole_split_every_time(tmp_path: Path) -> Non
     records = read_metrics(metrics, "valid")
     samples = (50 * 50 - 1) // 16 // 2 * 2  # whole micro-batches of 2
     assert [record["counted_tokens"] for record in records] == [samples * 16] * 2
+
+
+def test_timing_log_level_prints_the_parts_of_a_step(capsys: pytest.CaptureFixture[str]) -> None:
+    train_here(flags(timing_log_level=1, timing_log_option="max"))
+    out = capsys.readouterr().out
+    for part in ("batch-generator", "forward-backward", "all-grads-sync", "optimizer"):
+        assert out.count(f"    {part} .") == 6
