@@ -33,6 +33,7 @@ from megatron.training.progress import Progress
 from megatron.training.stopping import StopConditions
 from megatron.training.throughput import Throughput
 from megatron.training.trainer import Trainer
+from megatron.utils.device import device_name
 
 
 @dataclass
@@ -207,10 +208,9 @@ def _throughput(run: Run, model: nn.Module) -> Throughput:
     flops = None
     if isinstance(model, GPT):
         flops = flops_per_token(run.config.model, seq_length=seq_length, padded_vocab_size=run.padded_vocab_size)
-    name = torch.cuda.get_device_name(run.device) if run.device.type == "cuda" else "cpu"
     return Throughput(
         seq_length=seq_length,
         world_size=run.launch.world_size,
         flops_per_token=flops,
-        peak_flops=peak_flops(name, run.config.precision.params_dtype),
+        peak_flops=peak_flops(device_name(run.device), run.config.precision.params_dtype),
     )

@@ -11,7 +11,7 @@ import torch
 from megatron.config import LoggingConfig, RunConfig
 from megatron.errors import ConfigError
 from megatron.training.metrics import EvalRecord, TrainRecord
-from megatron.utils.memory import accelerator_memory, peak_resident_bytes
+from megatron.utils.device import accelerator_memory, peak_resident_bytes
 
 
 class Hook:

@@ -13,7 +13,7 @@ from megatron.model.flops import flops_per_token
 from megatron.model.gpt import GPT
 from megatron.training.batch_plan import BatchPlan
 from megatron.training.initialize import Run
-from megatron.utils.memory import human_bytes
+from megatron.utils.device import human_bytes
 
 
 def render_plan(run: Run, model_provider: Callable[[Run], nn.Module]) -> str:

@@ -1,4 +1,4 @@
-"""How much memory this process, or its accelerator, has used."""
+"""What this process and its accelerator are, and how much memory they have used."""
 
 from __future__ import annotations
 
@@ -12,6 +12,11 @@ def peak_resident_bytes() -> int:
     """The largest resident set of this process so far."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+def device_name(device: torch.device) -> str:
+    """The maker's name of the accelerator; "cpu" for a CPU."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def accelerator_memory(device: torch.device) -> dict[str, int]:
