@@ -63,8 +63,13 @@ class Assignments:
     _spelled: dict[str, str] = field(default_factory=dict)
 
     def set(self, setting: Setting, value: Any, spelled: str) -> None:
+        """One flag given twice: the last counts, as shell scripts that end in "$@" mean it, and that is said.
+        Two different spellings that disagree are a mistake."""
         if setting.name in self.values and self.values[setting.name] != value:
-            raise ConfigError(f"{self._spelled[setting.name]} and {spelled} contradict each other; keep one of them")
+            before = self._spelled[setting.name]
+            if before.split()[0] != spelled.split()[0]:
+                raise ConfigError(f"{before} and {spelled} contradict each other; keep one of them")
+            self.notices.append(f"{spelled}: replaces {before}, given before it")
         self.values[setting.name] = value
         self._spelled[setting.name] = spelled
 

@@ -146,6 +146,13 @@ def test_what_comes_later_may_be_given_at_its_neutral_value(neutral: str) -> Non
     assert parse_args(argv(SMALL, neutral)).notices == ()
 
 
+def test_a_flag_given_again_replaces_the_first_and_says_so() -> None:
+    """Shell scripts end in "$@", so that what is typed comes last."""
+    config = parse_args([*argv(SMALL), "--clip-grad", "0.5", "--clip-grad", "0.25"])
+    assert config.optimizer.clip_grad == 0.25
+    assert "--clip-grad 0.25: replaces --clip-grad 0.5, given before it" in config.notices
+
+
 def test_a_preset_is_overridden_flag_by_flag() -> None:
     rest = "--seq-length 32 --micro-batch-size 1 --lr 1e-4 --train-iters 10 --mock-data --vocab-size 100"
     config = parse_args(argv("--model llama3-8b --num-layers 2 --swiglu=false --openai-gelu", rest))
