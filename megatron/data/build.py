@@ -15,6 +15,7 @@ import numpy as np
 
 from megatron.data.blended import BlendedDataset, TokenDataset, parse_blend, part_samples, shares_of
 from megatron.data.cache import IndexCache, cache_directory
+from megatron.data.files import allow_open_files
 from megatron.data.gpt_dataset import GPTDataset
 from megatron.data.index_builders import Builders
 from megatron.data.indexed import IndexedDataset
@@ -143,6 +144,7 @@ class _Builder:
             return None
         flag = "--data-path" if self.config.data_path else f"--{name}-data-path"
         prefixes, weights = parse_blend(flag, paths)
+        allow_open_files(len(self._sources) + len(prefixes))
         parts = [self._part(prefix, split, None if weights is None else w) for prefix, w in _pairs(prefixes, weights)]
         if wanted == 0:
             return None

@@ -14,7 +14,7 @@ import tempfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -22,6 +22,7 @@ from megatron.data.files import as_bytes, storage_error, write_atomically
 from megatron.errors import StorageError
 
 FORMAT = 1
+_MAPPED_FROM = 1 << 20  # bytes; smaller arrays are read, for a process may have only so many maps
 Arrays = dict[str, np.ndarray]
 
 
@@ -73,7 +74,8 @@ class IndexCache:
 
     def _load_array(self, path: Path, crc: int) -> np.ndarray:
         try:
-            array = np.load(path, mmap_mode="r", allow_pickle=False).view(np.ndarray)
+            mode: Literal["r"] | None = "r" if path.stat().st_size > _MAPPED_FROM else None
+            array = np.load(path, mmap_mode=mode, allow_pickle=False).view(np.ndarray)
         except (OSError, ValueError, EOFError, SyntaxError) as error:
             raise _DamagedError(f"{path}: {error}") from None
         if _crc(array) != crc:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 import secrets
 import stat
 from collections.abc import Iterable
@@ -12,6 +13,8 @@ from pathlib import Path
 import numpy as np
 
 from megatron.errors import ConfigError, DataError, StorageError
+
+_SMALL = 1 << 20
 
 
 def regular_file_size(path: Path, setting: str) -> int:
@@ -25,6 +28,29 @@ def regular_file_size(path: Path, setting: str) -> int:
     if not stat.S_ISREG(info.st_mode):
         raise DataError(f"{path}: not a regular file; copy the data to a file and name that")
     return info.st_size
+
+
+def map_or_read(path: Path, size: int, dtype: np.dtype | type = np.uint8) -> np.ndarray:
+    """A read-only view of a whole file: mapped when it is large; thousands of small ones would use up the maps that
+    a process may have. (Without the memmap subclass slicing is fast.)"""
+    if size <= _SMALL:
+        return np.fromfile(path, dtype=dtype)
+    return np.memmap(path, mode="r", dtype=dtype).view(np.ndarray)
+
+
+def allow_open_files(sources: int) -> None:
+    """A mapped file holds a descriptor, and the usual limit of 1024 is too small for a blend of thousands."""
+    wanted, needed = 512 + 12 * sources, 256 + 2 * sources  # with and without large indices
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return
+    limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if limit < needed:
+        raise ConfigError(
+            f"{sources} data sources need {needed} open files, and this process may have {hard}; "
+            f"raise the limit (ulimit -n) or merge sources with tools/merge_datasets.py"
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, limit), hard))
 
 
 def as_bytes(array: np.ndarray) -> memoryview:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
+from megatron.data.files import map_or_read
 from megatron.errors import DataError
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -61,7 +62,7 @@ def read_index(path: Path, idx_bytes: int, bin_bytes: int) -> Index:
     dtype, sequences, documents = _read_header(path, idx_bytes)
     if not np.little_endian:
         raise DataError(f"{path}: index files are little-endian and this machine is not; use another machine")
-    raw = np.memmap(path, mode="r", dtype=np.uint8).view(np.ndarray)  # without the subclass slicing is fast
+    raw = map_or_read(path, idx_bytes)
     start = HEADER.size
     lengths = raw[start : start + 4 * sequences].view(np.int32)
     start += 4 * sequences

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 import numpy as np
@@ -66,31 +68,58 @@ class BatchDataset(Dataset[Batch | MegatronError]):
 class BatchIterator(Iterator[Batch]):
     """The batches of one rank. `close()` ends the workers; so does forgetting it."""
 
-    def __init__(self, loader: DataLoader[Batch | MegatronError], workers: int) -> None:
-        self._workers = workers
-        self._batches: Iterator[Batch | MegatronError] = iter(loader)
+    def __init__(self, loader: DataLoader[Batch | MegatronError]) -> None:
+        with _child_signal_kept():
+            self._batches: Iterator[Batch | MegatronError] = iter(loader)
+
+    @property
+    def workers(self) -> list[BaseProcess]:
+        return list(getattr(self._batches, "_workers", []))
 
     def __next__(self) -> Batch:
         try:
             batch = next(self._batches)
-        except RuntimeError as error:
-            if self._workers and "DataLoader worker" in str(error):
-                raise DataError(
-                    f"a data worker died ({' '.join(str(error).split())}): out of memory, or a .bin file was cut while "
-                    f"in use; use a smaller --num-workers, or 0 to load in the training process"
-                ) from None
-            raise
+        except (RuntimeError, OSError, EOFError) as error:  # a batch of a dead worker may break on its way, too
+            ends = self._ends_of_dead_workers()
+            if not ends:
+                raise
+            self.close()
+            raise DataError(
+                f"a data worker died ({ends}): out of memory or of shared memory, or a .bin file was cut while in use; "
+                f"use a smaller --num-workers, or 0 to load in the training process"
+            ) from error
         if isinstance(batch, MegatronError):
+            self.close()
             raise batch
         return batch
 
+    def _ends_of_dead_workers(self) -> str:
+        for worker in self.workers:
+            worker.join(0.2)  # the pipe may break a moment before the process is gone
+        return ", ".join(_how_it_ended(worker) for worker in self.workers if not worker.is_alive())
+
     def close(self) -> None:
-        stop = getattr(self._batches, "_shutdown_workers", None)
+        workers, stop = self.workers, getattr(self._batches, "_shutdown_workers", None)
+        self._batches = iter(())
         if stop is not None:
             stop()
-            for worker in getattr(self._batches, "_workers", []):
-                worker.kill()  # of those still there: they do not listen to a polite request
-        self._batches = iter(())
+        for worker in workers:
+            worker.kill()  # of those still there: they do not listen to a polite request
+
+
+@contextmanager
+def _child_signal_kept() -> Iterator[None]:
+    """torch reports a dead worker by raising in the handler of SIGCHLD: anywhere, in the middle of a step or of a
+    save. Without that handler it is reported all the same, by the next batch."""
+    before = signal.getsignal(signal.SIGCHLD)
+    yield
+    if before is not None and signal.getsignal(signal.SIGCHLD) is not before:
+        signal.signal(signal.SIGCHLD, before)
+
+
+def _how_it_ended(worker: BaseProcess) -> str:
+    code = worker.exitcode or 0
+    return f"pid {worker.pid}: " + (signal.Signals(-code).name if code < 0 else f"exit code {code}")
 
 
 def build_loader(
@@ -130,7 +159,7 @@ def build_loader(
         collate_fn=_as_it_is,
         **options,
     )
-    return BatchIterator(loader, num_workers)
+    return BatchIterator(loader)
 
 
 def _leave_signals_to_the_trainer(worker: int) -> None:

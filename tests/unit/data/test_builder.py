@@ -82,7 +82,7 @@ def test_merging_another_dtype_is_refused(tmp_path: Path) -> None:
     with IndexedDatasetBuilder(tmp_path / "a", "int32") as a:
         a.add_document([1])
     with (
-        pytest.raises(DataError, match="token dtype int32, but .* uint16"),
+        pytest.raises(DataError, match=r"token dtype int32, but .* uint16"),
         IndexedDatasetBuilder(tmp_path / "b", "uint16") as b,
     ):
         b.add_dataset(tmp_path / "a")
@@ -176,7 +176,7 @@ def test_failing_disk_leaves_no_index(tmp_path: Path, monkeypatch: pytest.Monkey
 
     real_replace = Path.replace
 
-    def fail_for(suffix: str):  # noqa: ANN202
+    def fail_for(suffix: str):
         def replace(self: Path, target: str) -> Path:
             return fail() if str(target).endswith(suffix) else real_replace(self, target)  # type: ignore[func-returns-value, return-value]
 

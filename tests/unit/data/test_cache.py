@@ -44,8 +44,10 @@ def test_built_once(tmp_path: Path) -> None:
     assert not [path for path in (tmp_path / "c").iterdir() if path.suffix == ".tmp"]
 
 
-def test_the_arrays_are_mapped(tmp_path: Path) -> None:
+def test_large_arrays_are_mapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     load(tmp_path)
+    assert load(tmp_path)[0]["a"].flags.writeable
+    monkeypatch.setattr(cache_module, "_MAPPED_FROM", 100)
     got, _, _ = load(tmp_path)
     assert not got["a"].flags.owndata and not got["a"].flags.writeable
 

@@ -123,7 +123,7 @@ def test_planted_bugs_are_seen(monkeypatch: pytest.MonkeyPatch, bug: str) -> Non
 
         def other_order(
             self: Builders, first: int, count: int, epochs: int, separate: bool, rng: np.random.RandomState
-        ):  # noqa: ANN202
+        ):
             rng.random_sample()
             return real_documents(self, first, count, epochs, separate, rng)
 

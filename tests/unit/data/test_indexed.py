@@ -12,6 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from megatron.data import files
 from megatron.data.indexed import IndexedDataset, IndexedDatasetBuilder, token_dtype
 from megatron.errors import ConfigError, DataError, MegatronError
 
@@ -107,6 +108,14 @@ def test_documents_of_several_sequences(tmp_path: Path) -> None:
     assert [data.document_of(i) for i in range(4)] == [0, 0, 2, 2]
 
 
+def test_large_indices_are_mapped(golden: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = IndexedDataset(golden)
+    monkeypatch.setattr(files, "_SMALL", 10)
+    mapped = IndexedDataset(golden)
+    assert not mapped.sequence_lengths.flags.writeable and mapped.fingerprint == read.fingerprint
+    assert [mapped[i].tolist() for i in range(6)] == [read[i].tolist() for i in range(6)]
+
+
 # ---- damage: refused at open, with the file and the field -----------------------------------------------------
 
 N, D = 6, 7
@@ -154,7 +163,7 @@ def test_bin_of_the_wrong_size_is_refused(golden: Path, size: int, mmap: bool) -
 def test_index_cut_at_every_byte_is_refused(golden: Path) -> None:
     for size in range(len(MEGATRON_IDX)):
         golden.with_suffix(".idx").write_bytes(MEGATRON_IDX[:size])
-        with pytest.raises(DataError, match="golden.idx"):
+        with pytest.raises(DataError, match=r"golden.idx"):
             IndexedDataset(golden)
 
 
@@ -192,21 +201,21 @@ def test_what_is_not_a_file_is_refused_at_once(golden: Path, suffix: str, kind: 
 
 
 def test_missing_files_name_what_was_meant(golden: Path) -> None:
-    with pytest.raises(ConfigError, match="gold.idx does not exist; give the prefix"):
+    with pytest.raises(ConfigError, match=r"gold.idx does not exist; give the prefix"):
         IndexedDataset(golden.with_name("gold"))
     with pytest.raises(ConfigError, match=r"without its ending: .*golden$"):
         IndexedDataset(f"{golden}.bin")
     golden.with_suffix(".bin").rename(golden.with_name("golden_text_document.bin"))
     golden.with_suffix(".idx").rename(golden.with_name("golden_text_document.idx"))
-    with pytest.raises(ConfigError, match="did you mean .*golden_text_document"):
+    with pytest.raises(ConfigError, match=r"did you mean .*golden_text_document"):
         IndexedDataset(golden)
     golden.with_name("golden_text_document.bin").unlink()
-    with pytest.raises(ConfigError, match="golden_text_document.bin does not exist"):
+    with pytest.raises(ConfigError, match=r"golden_text_document.bin does not exist"):
         IndexedDataset(golden.with_name("golden_text_document"))
     broken = golden.with_name("broken")
     broken.with_suffix(".idx").symlink_to("nowhere")
     broken.with_suffix(".bin").symlink_to("nowhere")
-    with pytest.raises(MegatronError, match="broken.idx does not exist"):
+    with pytest.raises(MegatronError, match=r"broken.idx does not exist"):
         IndexedDataset(broken)
 
 
@@ -269,5 +278,5 @@ def test_legacy_header_is_checked(tmp_path: Path) -> None:
     content = (tmp_path / "old.idx").read_bytes()
     for size in range(8, len(content)):
         (tmp_path / "old.idx").write_bytes(content[:size])
-        with pytest.raises(DataError, match="old.idx"):
+        with pytest.raises(DataError, match=r"old.idx"):
             IndexedDataset(tmp_path / "old")

@@ -48,11 +48,11 @@ def test_absent(tmp_path: Path) -> None:
 
 def test_other_tokenizer(tmp_path: Path) -> None:
     prefix, record = make(tmp_path)
-    with pytest.raises(ConfigError, match="made with another tokenizer .*same tokenizer files"):
+    with pytest.raises(ConfigError, match=r"made with another tokenizer .*same tokenizer files"):
         check(prefix, record, tokenizer_fingerprint="xyz")
     with pytest.raises(ConfigError, match="end of document is id 9 in the data and 3"):
         check(prefix, record, eod_id=3)
-    with pytest.raises(DataError, match="max_id 9 is not below .* 9"):
+    with pytest.raises(DataError, match=r"max_id 9 is not below .* 9"):
         check(prefix, record, vocab_size=9, tokenizer_fingerprint=None)
     check(prefix, record, tokenizer_fingerprint=None, vocab_size=None, eod_id=None)
 
@@ -62,7 +62,7 @@ def test_record_of_other_files(tmp_path: Path) -> None:
     Path(f"{prefix}.bin").unlink()
     Path(f"{prefix}.idx").unlink()
     write_dataset(tmp_path / "d", [[1, 2], [3, 4, 9]])  # as many tokens, another tool that knows of no record
-    with pytest.raises(DataError, match="other .bin/.idx files"):
+    with pytest.raises(DataError, match=r"other .bin/.idx files"):
         check(prefix, record)
 
 

@@ -36,7 +36,7 @@ def oracle_23_06(numbers: list[float], size: int) -> list[int]:
         total = total + number
     index = [0]
     for k, number in enumerate(numbers):
-        index.append(index[k] + int(round(number / total * float(size))))
+        index.append(index[k] + round(number / total * float(size)))
     difference = index[-1] - size
     return [0] + [bound - difference for bound in index[1:]]
 

@@ -1,0 +1,163 @@
+"""Batches: right, in order, the same for any number of workers, and no failure goes unsaid."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from megatron.data.gpt_dataset import GPTDataset
+from megatron.data.indexed import IndexedDataset
+from megatron.data.loader import BatchIterator, build_loader
+from megatron.data.masks import MaskConfig
+from megatron.data.mock import MockDataset
+from megatron.errors import ConfigError, DataError
+from tests.unit.data.oracle import random_documents, write_dataset
+
+MASKS = MaskConfig(eod_id=0, reset_position_ids=True, reset_attention_mask=True, eod_mask_loss=True)
+
+
+@pytest.fixture
+def dataset(tmp_path: Path) -> GPTDataset:
+    data = IndexedDataset(write_dataset(tmp_path / "d", random_documents(3, 60, 40, vocab=20)))
+    return GPTDataset(data, first=0, last=len(data), num_samples=80, seq_length=8, seed=1)
+
+
+def loader(dataset: object, **changed: object) -> BatchIterator:
+    arguments = {"consumed_samples": 0, "micro_batch_size": 2, "dp_rank": 0, "dp_size": 1} | changed
+    return build_loader(dataset, **arguments)  # type: ignore[arg-type]
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(a[name].dtype == b[name].dtype and torch.equal(a[name], b[name]) for name in a)
+
+
+def test_batch(dataset: GPTDataset) -> None:
+    batch = next(loader(dataset, consumed_samples=6, masks=MASKS, vocab_size=20))
+    assert batch["sample_ids"].tolist() == [6, 7]
+    for row, sample in enumerate((6, 7)):
+        assert batch["tokens"][row].tolist() == dataset[sample][:-1].tolist()
+        assert batch["labels"][row].tolist() == dataset[sample][1:].tolist()
+    assert {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in batch.items()} == {
+        "tokens": (torch.int64, (2, 8)),
+        "labels": (torch.int64, (2, 8)),
+        "loss_mask": (torch.float32, (2, 8)),
+        "position_ids": (torch.int64, (2, 8)),
+        "document_ids": (torch.int64, (2, 8)),
+        "sample_ids": (torch.int64, (2,)),
+    }
+    assert torch.equal(batch["loss_mask"] == 0, batch["tokens"] == 0)
+    assert "document_ids" not in next(loader(dataset))
+
+
+@pytest.mark.parametrize("kind", ["single", "cyclic"])
+def test_workers_change_nothing_and_resume_is_exact(dataset: GPTDataset, kind: str) -> None:
+    runs = {}
+    for workers in (0, 1, 2):
+        batches = loader(dataset, num_workers=workers, masks=MASKS, dataloader_type=kind)
+        runs[workers] = [next(batches) for _ in range(20)]
+        batches.close()
+    resumed = loader(dataset, consumed_samples=14, masks=MASKS, dataloader_type=kind)
+    for step in range(20):
+        assert same(runs[0][step], runs[1][step]) and same(runs[0][step], runs[2][step])
+        if step >= 7:
+            assert same(next(resumed), runs[0][step])
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("kind", ["single", "cyclic"])
+def test_global_random_state_is_untouched(dataset: GPTDataset, workers: int, kind: str) -> None:
+    before = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()  # type: ignore[index]
+    batches = loader(dataset, num_workers=workers, dataloader_type=kind)
+    for _ in range(3):
+        next(batches)
+    batches.close()
+    after = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()  # type: ignore[index]
+    assert torch.equal(before[0], after[0]) and before[1:] == after[1:]
+
+
+def test_single_ends_with_the_data(dataset: GPTDataset) -> None:
+    assert sum(1 for _ in loader(dataset, micro_batch_size=3)) == len(dataset) // 3
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_token_outside_the_vocabulary(tmp_path: Path, workers: int) -> None:
+    texts = [[1] * 30, [2] * 10 + [77] + [2] * 9, [3] * 30]
+    data = IndexedDataset(write_dataset(tmp_path / "d", texts))
+    dataset = GPTDataset(data, first=0, last=3, num_samples=10, seq_length=8, seed=1)
+    batches = loader(dataset, num_workers=workers, vocab_size=50)
+    with pytest.raises(DataError) as caught:
+        for _ in range(5):
+            next(batches)
+    batches.close()
+    message = str(caught.value)
+    assert f"{tmp_path / 'd'}, document 1, token 10 of sequence 1 (sample " in message
+    assert "token id 77 is not in the vocabulary of 50" in message and "\n" not in message
+
+
+def test_negative_token(tmp_path: Path) -> None:
+    write_dataset(tmp_path / "d", [[1] * 20], dtype="int32")
+    np.full(20, -5, dtype="<i4").tofile(tmp_path / "d.bin")
+    dataset = GPTDataset(IndexedDataset(tmp_path / "d"), first=0, last=1, num_samples=1, seq_length=8, seed=1)
+    with pytest.raises(DataError, match="token id -5 is not in the vocabulary"):
+        next(loader(dataset, micro_batch_size=1, vocab_size=50))
+
+
+class DyingDataset(MockDataset):
+    """Its process dies on sample 5, as by a bus error or for want of memory."""
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        if index == 5:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__getitem__(index)
+
+
+def test_dying_worker_fails_the_run_with_its_reason() -> None:
+    handler = signal.getsignal(signal.SIGCHLD)
+    batches = loader(DyingDataset(size=50, seq_length=4, vocab_size=9, seed=0, split=0), num_workers=1)
+    assert signal.getsignal(signal.SIGCHLD) is handler  # nothing is raised in the middle of a step
+    with pytest.raises(DataError, match=r"a data worker died \(pid \d+: SIGKILL\).*--num-workers"):
+        for _ in range(10):
+            next(batches)
+
+
+def test_workers_leave_the_signals_of_a_launcher_to_the_trainer(dataset: GPTDataset) -> None:
+    batches = loader(dataset, num_workers=2)
+    next(batches)
+    workers = batches.workers
+    assert len(workers) == 2
+    for worker in workers:
+        os.kill(worker.pid, signal.SIGTERM)
+        os.kill(worker.pid, signal.SIGINT)
+    for _ in range(20):
+        next(batches)
+    batches.close()
+    for worker in workers:
+        worker.join(10)
+        assert not worker.is_alive()
+
+
+def test_unknown_type(dataset: GPTDataset) -> None:
+    with pytest.raises(ConfigError, match="--dataloader-type external: not known; use single or cyclic"):
+        loader(dataset, dataloader_type="external")
+
+
+def test_more_consumed_than_there_is(dataset: GPTDataset) -> None:
+    with pytest.raises(DataError, match="100000 samples are consumed"):
+        next(loader(dataset, consumed_samples=100000))
+
+
+def test_bin_cut_while_mapped_fails_the_run(tmp_path: Path) -> None:
+    """Reading behind the end of a mapped file is a bus error: no language can catch it, the run must see it."""
+    prefix = write_dataset(tmp_path / "d", [[1] * 1000] * 300)
+    dataset = GPTDataset(IndexedDataset(prefix), first=0, last=300, num_samples=10000, seq_length=8, seed=1)
+    os.truncate(f"{prefix}.bin", 4096)
+    batches = loader(dataset, num_workers=1)
+    with pytest.raises(DataError, match=r"a data worker died .*SIGBUS.*was cut while in use"):
+        for _ in range(50):
+            next(batches)
