@@ -19,7 +19,7 @@ _REDUCE = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.Reduc
 def all_reduce(tensor: torch.Tensor, axis: Axis, op: ReduceName = "sum") -> torch.Tensor:
     """Reduces `tensor` in place over the axis and returns it."""
     if axis.size > 1:
-        dist.all_reduce(tensor, _REDUCE[op], axis.process_group())
+        dist.all_reduce(tensor, _REDUCE[op], axis.group)
     return tensor
 
 
@@ -27,13 +27,13 @@ def start_all_reduce(tensor: torch.Tensor, axis: Axis, op: ReduceName = "sum") -
     """Starts the same; the result is there after `wait()` on what it returns (None: nothing to wait for)."""
     if axis.size == 1:
         return None
-    return dist.all_reduce(tensor, _REDUCE[op], axis.process_group(), async_op=True)
+    return dist.all_reduce(tensor, _REDUCE[op], axis.group, async_op=True)
 
 
 def broadcast(tensor: torch.Tensor, axis: Axis, source: int = 0) -> torch.Tensor:
     """Overwrites `tensor` with that of the member at place `source` of the axis, and returns it."""
     if axis.size > 1:
-        dist.broadcast(tensor, axis.ranks[source], axis.process_group())
+        dist.broadcast(tensor, axis.ranks[source], axis.group)
     return tensor
 
 
@@ -42,7 +42,7 @@ def all_gather(tensor: torch.Tensor, axis: Axis) -> list[torch.Tensor]:
     if axis.size == 1:
         return [tensor]
     gathered = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(axis.size)]
-    dist.all_gather(gathered, tensor.contiguous(), axis.process_group())
+    dist.all_gather(gathered, tensor.contiguous(), axis.group)
     return gathered
 
 
@@ -51,7 +51,7 @@ def all_gather_object(value: T, axis: Axis) -> list[T]:
     if axis.size == 1:
         return [value]
     gathered: list[Any] = [None] * axis.size
-    dist.all_gather_object(gathered, value, axis.process_group())
+    dist.all_gather_object(gathered, value, axis.group)
     return gathered
 
 
@@ -60,7 +60,7 @@ def gather_object(value: T, axis: Axis, target: int = 0) -> list[T] | None:
     if axis.size == 1:
         return [value]
     gathered: list[Any] | None = [None] * axis.size if axis.rank == target else None
-    dist.gather_object(value, gathered, axis.ranks[target], axis.process_group())
+    dist.gather_object(value, gathered, axis.ranks[target], axis.group)
     return gathered
 
 
@@ -68,11 +68,11 @@ def broadcast_object(value: T | None, axis: Axis, source: int = 0) -> T:
     """The Python value of the member at place `source`, on every member."""
     box = [value]
     if axis.size > 1:
-        dist.broadcast_object_list(box, axis.ranks[source], axis.process_group())
+        dist.broadcast_object_list(box, axis.ranks[source], axis.group)
     return box[0]  # type: ignore[return-value]
 
 
 def barrier(axis: Axis) -> None:
     """Returns when every member has called it."""
     if axis.size > 1:
-        dist.barrier(axis.process_group())
+        dist.barrier(axis.group)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 
@@ -16,24 +17,37 @@ GroupMaker = Callable[[str, tuple[int, ...]], dist.ProcessGroup]
 
 @dataclass(frozen=True)
 class Axis:
-    """One group that this rank is in: its place there, and who else is."""
+    """One group that this rank is in: its place there, and who else is.
+
+    The process group is torch's, which keeps it until `destroy_process_group`; an axis only points to it. A group
+    that outlives that call still has running threads when the interpreter ends, and one such exit in twenty aborts.
+    """
 
     name: str
     rank: int
     size: int
     ranks: tuple[int, ...]
-    group: dist.ProcessGroup | None = None
+    _group: dist.ProcessGroup | weakref.ref[dist.ProcessGroup] | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        if self._group is not None and not isinstance(self._group, weakref.ref):
+            object.__setattr__(self, "_group", weakref.ref(self._group))
 
     @staticmethod
     def single(name: str, rank: int = 0) -> Axis:
         """An axis of size 1, which never communicates; `rank` is the global number of its only member."""
         return Axis(name, 0, 1, (rank,))
 
-    def process_group(self) -> dist.ProcessGroup:
+    @property
+    def group(self) -> dist.ProcessGroup:
         """The group for a collective. A missing one raises: to torch, None would mean the whole world."""
-        if self.group is None:
-            raise RuntimeError(f"the {self.name} axis of {self.size} ranks has no process group")
-        return self.group
+        if self._group is None:
+            raise RuntimeError(f"the {self.name} axis of size {self.size} has no process group")
+        assert isinstance(self._group, weakref.ref)
+        group = self._group()
+        if group is None:
+            raise RuntimeError(f"the process group of the {self.name} axis was destroyed")
+        return group
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,17 @@ from megatron.distributed.state import Axis, ParallelState
 from megatron.layout import AXES, Layout
 
 
+class FakeGroup:
+    """Stands for a process group."""
+
+
 def test_one_process_needs_no_process_group() -> None:
     state = ParallelState.build(Layout(1), 0)
     for name in AXES:
         axis = state.axis(name)
-        assert (axis.name, axis.rank, axis.size, axis.ranks, axis.group) == (name, 0, 1, (0,), None)
+        assert (axis.name, axis.rank, axis.size, axis.ranks) == (name, 0, 1, (0,))
+        with pytest.raises(RuntimeError, match=f"{name} axis of size 1 has no process group"):
+            _ = axis.group
 
 
 def test_a_plan_has_places_but_no_groups() -> None:
@@ -35,19 +41,28 @@ def test_every_group_is_made_once_on_every_rank_in_one_order() -> None:
     """Making a group is a collective call: ranks that disagree on the order hang."""
     orders = []
     for rank in range(8):
-        order: list[tuple[int, ...]] = []
+        made: dict[tuple[int, ...], FakeGroup] = {}
 
-        def make(name: str, ranks: tuple[int, ...], order: list[tuple[int, ...]] = order) -> str:
-            order.append(ranks)
-            return f"group {ranks}"
+        def make(name: str, ranks: tuple[int, ...], made: dict[tuple[int, ...], FakeGroup] = made) -> FakeGroup:
+            assert ranks not in made
+            return made.setdefault(ranks, FakeGroup())
 
         state = ParallelState.build(Layout(8, tp=2, pp=2, ep=2), rank, make_group=make)  # type: ignore[arg-type]
         for name in AXES:
             axis = state.axis(name)
-            assert axis.group == (f"group {axis.ranks}" if axis.size > 1 else None)
-        orders.append(order)
+            assert axis.size == 1 or axis.group is made[axis.ranks]
+        orders.append(list(made))
     assert all(order == orders[0] for order in orders)
-    assert len(set(orders[0])) == len(orders[0])
+
+
+def test_an_axis_does_not_keep_its_group_alive() -> None:
+    """Or `destroy_process_group` leaves its threads running until the interpreter ends, which may abort."""
+    group = FakeGroup()
+    axis = Axis("dp", 0, 2, (0, 1), group)  # type: ignore[arg-type]
+    assert axis.group is group
+    del group
+    with pytest.raises(RuntimeError, match="process group of the dp axis was destroyed"):
+        _ = axis.group
 
 
 @pytest.mark.parametrize(
@@ -64,7 +79,7 @@ def test_every_group_is_made_once_on_every_rank_in_one_order() -> None:
     ],
 )
 def test_a_missing_group_raises(call: object) -> None:
-    with pytest.raises(RuntimeError, match="dp axis of 2 ranks has no process group"):
+    with pytest.raises(RuntimeError, match="dp axis of size 2 has no process group"):
         call(Axis("dp", 0, 2, (0, 1)))  # type: ignore[operator]
 
 
