@@ -266,3 +266,12 @@ def test_more_sources_than_files_may_be_opened(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (1024, 1024))
     with pytest.raises(ConfigError, match=r"500 data sources need 1256 open files, .* 1024; raise the limit"):
         allow_open_files(500)
+
+
+@pytest.mark.parametrize("rule", ["23.06", "main"])
+def test_length_of_a_blend_is_that_of_megatron(prefixes: dict[str, str], rule: str) -> None:
+    path = ("1", prefixes["a"], "1", prefixes["b"], "1", prefixes["c"])
+    built = build(data_path=path, split="1,0,0", split_rule=rule, num_samples=(400, 0, 0))
+    assert len(built.train or ()) == {"23.06": 3 * 134, "main": 3 * 134}[rule]  # ceil(133.33 x 1.005), ceil(133.33)
+    built = build(data_path=path, split="1,0,0", split_rule=rule, num_samples=(900, 0, 0))
+    assert len(built.train or ()) == {"23.06": 3 * 302, "main": 3 * 300}[rule]
