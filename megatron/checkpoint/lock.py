@@ -31,23 +31,33 @@ class DirectoryLock:
             path = directory / paths.LOCK
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            holder = _holder(descriptor)
-            os.close(descriptor)
-            if error.errno in _UNSUPPORTED:
-                return cls(path, None, exclusive=False)
-            raise ConfigError(
-                f"--save {directory}: in use by {holder}; stop that run or give another directory"
-            ) from error
-        with storage.storage_errors("locking the checkpoint directory", directory):
-            _sign(descriptor, run_id)
-        return cls(path, descriptor, exclusive=True)
+            with storage.storage_errors("locking the checkpoint directory", directory):
+                exclusive = _lock(descriptor, directory)
+                _sign(descriptor, run_id)
+        except BaseException:
+            os.close(descriptor)  # an open descriptor would go on holding the lock
+            raise
+        return cls(path, descriptor, exclusive)
 
     def release(self) -> None:
         if self.descriptor is not None:
             os.close(self.descriptor)
             self.descriptor = None
+
+
+def _lock(descriptor: int, directory: Path) -> bool:
+    """Whether the file system can lock; a lock that another run holds is refused, naming it."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise ConfigError(
+            f"--save {directory}: in use by {_holder(descriptor)}; stop that run or give another directory"
+        ) from error
+    except OSError as error:
+        if error.errno in _UNSUPPORTED:
+            return False
+        raise
+    return True
 
 
 def _sign(descriptor: int, run_id: str) -> None:

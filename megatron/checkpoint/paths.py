@@ -119,7 +119,8 @@ def write_tracker(directory: Path, text: str) -> None:
 def member(root: Path, relative: str) -> Path:
     """A file that a manifest names, refused if it lies (or leads) outside of the step's own directory."""
     pure = PurePosixPath(relative)
-    if pure.is_absolute() or not pure.parts or any(part in ("..", ".") for part in pure.parts) or "\0" in relative:
+    strange = pure.is_absolute() or not pure.parts or ".." in pure.parts or "\0" in relative
+    if strange or pure.as_posix() != relative:
         raise UnsafePathError(f"{root / MANIFEST} names {relative!r}, which is outside of its directory")
     path = root
     for part in pure.parts:

@@ -28,7 +28,7 @@ from megatron.checkpoint.state import RunHistory, SavedInfo, TrainState
 from megatron.checkpoint.storage import FileRecord
 from megatron.distributed.collectives import all_gather_object
 from megatron.distributed.state import ParallelState
-from megatron.errors import StorageError
+from megatron.errors import CheckpointError, StorageError
 
 SaveTokenizer = Callable[[Path], object]
 _SPACE_FACTOR = 1.2
@@ -49,11 +49,12 @@ def save_checkpoint(
 ) -> SavedInfo:
     """Commit `state` as one step of `directory`. Called by every rank, at a step boundary.
 
-    `history` is this run's own memory (what it loaded and committed, the lock it holds); without one, every save
-    stands alone. `release` writes weights under Megatron's name for a model without a training state.
+    `history` is this run's own memory (what it loaded and committed, the lock it holds); without one, manifests tell
+    what `run_id` committed, and older steps count as its past. `release` writes weights under Megatron's name for a
+    model without a training state.
     """
     started = time.monotonic()
-    owned = history if history is not None else RunHistory(run_id)
+    owned = history if history is not None else _guess_history(directory, run_id, state.iteration)
     save = _Save(directory, state, parallel, owned, release)
     try:
         if run_on_first(save.is_done, parallel.world):
@@ -68,6 +69,18 @@ def save_checkpoint(
     finally:
         if history is None:
             owned.close()
+
+
+def _guess_history(directory: Path, run_id: str, iteration: int) -> RunHistory:
+    """What the directory itself tells of this run, for a caller that keeps no history."""
+    history = RunHistory(run_id)
+    for step in paths.list_steps(directory):
+        if step < iteration:
+            history.started_from = max(history.started_from, step)
+        with suppress(CheckpointError):
+            if manifest.read(paths.step_directory(directory, step)).run_id == run_id:
+                history.committed_steps(directory).add(step)
+    return history
 
 
 @dataclass(frozen=True)
@@ -157,7 +170,11 @@ class _Save:
                     f"--save {self.directory}: {free} bytes are free, a checkpoint of {need} bytes needs "
                     f"{_SPACE_FACTOR} times its size; free space there or give another directory"
                 )
-            storage.make_directory(self.temporary)
+            try:
+                storage.make_directory(self.temporary)
+            except OSError:
+                self.discard()
+                raise
 
     def write_rank(self, rng: list[Any] | None, save_tokenizer: SaveTokenizer | None) -> _Written:
         """This rank's files, durable and hashed."""
@@ -212,19 +229,22 @@ class _Save:
             with storage.storage_errors("completing a checkpoint", self.temporary):
                 storage.write_bytes(self.temporary / paths.MANIFEST, manifest.encode(record))
                 storage.fsync_directory(self.temporary)
+            with storage.storage_errors("committing a checkpoint", self.target):
+                messages = self._publish()
         except StorageError:
-            self.discard()
+            self.discard()  # nothing is left of it once it was renamed
             raise
-        with storage.storage_errors("committing a checkpoint", self.target):
-            messages = self._publish()
-            messages += retention.retain(
-                self.directory,
-                self.history,
-                keep_last=retain_last,
-                interval=retain_interval,
-                tracker_step=self.state.iteration,
+        return [*messages, *self._retain(retain_last, retain_interval)]
+
+    def _retain(self, keep_last: int | None, interval: int | None) -> list[str]:
+        """The step is committed by now, so an old one that cannot be deleted is a warning."""
+        step = self.state.iteration
+        try:
+            return retention.retain(
+                self.directory, self.history, keep_last=keep_last, interval=interval, tracker_step=step
             )
-        return messages
+        except OSError as error:
+            return [f"warning: {storage.storage_message('deleting old checkpoints', self.directory, error)}"]
 
     def _publish(self) -> list[str]:
         if self.release:

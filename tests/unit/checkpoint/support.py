@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +41,13 @@ def one_process() -> ParallelState:
     return ParallelState.build(Layout(1), 0)
 
 
-def make_params(seed: int = 0, dtype: torch.dtype = torch.float32) -> dict[str, Sharded]:
+def make_params(
+    seed: int = 0, dtype: torch.dtype = torch.float32, names: Iterable[str] = tuple(SHAPES)
+) -> dict[str, Sharded]:
     generator = torch.Generator().manual_seed(seed)
     params = {}
-    for name, (logical, stored, dim) in SHAPES.items():
+    for name in names:
+        logical, stored, dim = SHAPES[name]
         tensor = torch.randn(stored, generator=generator).to(dtype)
         if "embeddings" in name:
             tensor[logical[0] :] = 0
@@ -52,8 +56,8 @@ def make_params(seed: int = 0, dtype: torch.dtype = torch.float32) -> dict[str, 
 
 
 def make_state(iteration: int = 10, seed: int = 0, **changes: Any) -> TrainState:
-    params = make_params(seed)
-    moments = make_params(seed + 100)
+    names = tuple(changes.pop("names", SHAPES))
+    params, moments = make_params(seed, names=names), make_params(seed + 100, names=names)
     optimizer = {
         name: {"exp_avg": (spec, moments[name][1].data), "exp_avg_sq": (spec, moments[name][1].data ** 2)}
         for name, (spec, _) in params.items()
@@ -103,7 +107,7 @@ def load(directory: Path, params: dict[str, Sharded] | None = None, **options: A
 
 def loaded_equals(directory: Path, state: TrainState, **options: Any) -> bool:
     """Whether a load gives back every bit of `state`."""
-    params = make_params(seed=77)
+    params = make_params(seed=77, names=state.params)
     loaded = load(directory, params, **options)
     assert loaded is not None and loaded.optimizer is not None and state.optimizer is not None
     same = all(torch.equal(params[name][1], tensor) for name, (_, tensor) in state.params.items())
