@@ -73,7 +73,6 @@ class Optimizer:
         self.scaler: LossScaler = scaler or ConstantLossScaler()
         self.skipped_in_a_row = 0
         self._clip_grad = config.clip_grad
-        self._state_names = STATE_NAMES[config.optimizer]
         self._split_over = dict(split_over or {})
         self._masters = {name: _master(grads.parameter(name)) for name in grads.names}
         groups: dict[GroupRule, list[torch.Tensor]] = {}
@@ -82,6 +81,7 @@ class Optimizer:
         self._rules = list(groups)
         device = next((master.device for master in self._masters.values()), torch.device("cpu"))
         self._inner = build_inner(config, [{"params": members} for members in groups.values()], device)
+        self._state_names = STATE_NAMES[config.optimizer]
         self._steps = 0
 
     @property
