@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from megatron.errors import ConfigError
-from megatron.ops import builtin, ref
+from megatron.ops import builtin, cpu_attention, ref
 from megatron.ops.linear_cross_entropy import linear_cross_entropy
 
 
@@ -73,18 +73,20 @@ _TORCH: dict[str, Callable[..., Any]] = {
     "cross_entropy": builtin.cross_entropy,
     "linear_cross_entropy": linear_cross_entropy,
 }
+_CPU: dict[str, Callable[..., Any]] = {**_TORCH, "attention": cpu_attention.attention}
 # Fused elsewhere (in the gradient buffers), but named here so that one table shows everything that can be fused.
 _NOT_A_MODEL_OP = ("wgrad_accumulation",)
 OPS: tuple[str, ...] = (*_REF, *_NOT_A_MODEL_OP)
 
 
 def resolve(spec: str, device_type: str, *, attention: str = "auto") -> Kernels:
-    """`spec` is `--kernels`, `attention` is `--attention-backend` (auto, flash, fused: SDPA; unfused, local: ref)."""
+    """`spec` is `--kernels`, `attention` is `--attention-backend` (flash, fused: SDPA; unfused, local: ref)."""
     mode, excluded = _parse(spec)
     if mode == "native":
         raise ConfigError("--kernels native: the native kernels are not built yet; use auto or ref")
-    choices = [_choose(op, mode, op in excluded, attention) for op in OPS]
-    functions = {c.op: (_TORCH if c.backend == "torch" else _REF)[c.op] for c in choices if c.op in _REF}
+    choices = [_choose(op, mode, op in excluded, device_type, attention) for op in OPS]
+    tables = {"ref": _REF, "torch": _TORCH, "cpu": _CPU}
+    functions = {choice.op: tables[choice.backend][choice.op] for choice in choices if choice.op in _REF}
     if functions["attention"] is ref.attention:
         functions["attention"] = partial(ref.attention, softmax_op=functions["softmax"])
     return Kernels(**functions, choices=tuple(choices))
@@ -104,13 +106,19 @@ def _parse(spec: str) -> tuple[str, frozenset[str]]:
     return mode, frozenset(part[1:] for part in rest)
 
 
-def _choose(op: str, mode: str, excluded: bool, attention: str) -> Choice:
+def _choose(op: str, mode: str, excluded: bool, device_type: str, attention: str) -> Choice:
     if excluded:
         return Choice(op, "ref", "left out by --kernels")
     if mode == "ref":
         return Choice(op, "ref", "--kernels ref")
     if op == "attention" and attention in ("unfused", "local"):
         return Choice(op, "ref", f"--attention-backend {attention}")
+    if op == "attention" and attention in ("flash", "fused"):
+        return Choice(op, "torch", f"--attention-backend {attention}: PyTorch's scaled_dot_product_attention")
+    if op == "attention" and device_type == "cpu":
+        return Choice(op, "cpu", "products over blocks of queries; PyTorch's own for long sequences and generation")
+    if op == "linear_cross_entropy":
+        return Choice(op, "torch", "the logits become their own gradient in place")
     if op in _TORCH:
-        return Choice(op, "torch", "PyTorch's own fused function" if op != "linear_cross_entropy" else "in place")
+        return Choice(op, "torch", "PyTorch's own fused function")
     return Choice(op, "ref", "no faster implementation is built")
