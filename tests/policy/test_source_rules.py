@@ -105,7 +105,7 @@ ALLOWED: list[tuple[Rule, str, str]] = [
         "import os\nos.environ['TOKENIZERS_PARALLELISM'] = 'false'",
     ),
     (rules.unsafe_loading, "megatron/a.py", "torch.load(path, weights_only=True)\nyaml.safe_load(text)\nmodel.eval()"),
-    (rules.cuda_by_name, "megatron/utils/memory.py", "torch.cuda.memory_allocated()"),
+    (rules.cuda_by_name, "megatron/utils/device.py", "torch.cuda.memory_allocated()"),
     (rules.unexplained_skips, "tests/a.py", "@pytest.mark.skipif(True, reason='no GPU')\ndef test_a(): ..."),
     (rules.unexplained_skips, "tests/a.py", "def test_a():\n    pytest.skip('no GPU')"),
     (rules.machine_paths, "README.md", "files in /usr/local/lib, https://example.org/data/x, ./data/x, run/data/x"),
