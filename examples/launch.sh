@@ -20,6 +20,23 @@ merge_settings() {
         [ $keep = 0 ] || SETTINGS+=("$word")
     done
     SETTINGS+=("$@")
-    # Checked once before any process starts, so that a mistake is one line and not one per rank.
-    "$PYTHON" pretrain_gpt.py "${SETTINGS[@]}" --print-config > /dev/null
+    case $given in *" --help "* | *" --print-config "*) exec "$PYTHON" pretrain_gpt.py "${SETTINGS[@]}" ;; esac
+}
+
+# check_settings PROCESSES   before any of them starts, so that a mistake is one line and not a report of every rank.
+check_settings() {
+    "$PYTHON" - "$1" "${SETTINGS[@]}" <<'END'
+import sys
+
+from megatron.config import check_paths, check_world, parse_args
+from megatron.errors import ConfigError
+
+try:
+    config = parse_args(sys.argv[2:])
+    check_world(config, int(sys.argv[1]))
+    check_paths(config)
+except ConfigError as error:
+    print(f"error: {error}", file=sys.stderr)
+    sys.exit(error.exit_code)
+END
 }

@@ -45,4 +45,5 @@ OUTPUT_ARGS=(
 )
 
 merge_settings "${GPT_ARGS[@]}" "${DATA_ARGS[@]}" "${OUTPUT_ARGS[@]}" -- "$@"
+check_settings 1
 "$PYTHON" -m torch.distributed.run --standalone --nproc_per_node 1 pretrain_gpt.py "${SETTINGS[@]}"

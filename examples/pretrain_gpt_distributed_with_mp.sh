@@ -63,4 +63,5 @@ OUTPUT_ARGS=(
 )
 
 merge_settings "${GPT_ARGS[@]}" "${DATA_ARGS[@]}" "${OUTPUT_ARGS[@]}" -- "$@"
+check_settings $((GPUS_PER_NODE * NNODES))
 "$PYTHON" -m torch.distributed.run "${DISTRIBUTED_ARGS[@]}" pretrain_gpt.py "${SETTINGS[@]}"

@@ -105,13 +105,15 @@ train
 step "7/8 export to Hugging Face"
 "$PYTHON" tools/convert_checkpoint.py --load "$RUN/checkpoints" --to hf --save "$RUN/hf"
 
-step "8/8 transformers completes: def hello_world():"
+step "8/8 text from transformers"
 HF_HUB_OFFLINE=1 "$PYTHON" - "$RUN/hf" <<'PYTHON'
 import sys
 
-from transformers import logging, pipeline
+from transformers import pipeline
+from transformers.utils import logging
 
 logging.set_verbosity_error()
+logging.disable_progress_bar()
 generate = pipeline("text-generation", model=sys.argv[1])
 print(generate("def hello_world():", max_new_tokens=48, do_sample=False)[0]["generated_text"])
 PYTHON

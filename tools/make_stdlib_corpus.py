@@ -1,4 +1,4 @@
-"""Makes a small code corpus from the Python standard library that is on this machine: no download, one JSON object a line.
+"""Makes a small code corpus out of the Python standard library that is on this machine: one JSON object a line.
 
     python tools/make_stdlib_corpus.py --output corpus.json
 

@@ -1,6 +1,6 @@
 """Draws the loss curve of a run in the terminal, from the file that `--metrics-jsonl` wrote.
 
-    python tools/plot_loss.py --metrics-jsonl metrics.jsonl
+python tools/plot_loss.py --metrics-jsonl metrics.jsonl
 """
 
 from __future__ import annotations
@@ -13,18 +13,19 @@ from collections.abc import Mapping
 from pathlib import Path
 
 Curve = dict[int, float]  # iteration -> loss
+MARKS = {"train": ("•", "*"), "valid": ("◆", "v")}  # the second where the terminal has no Unicode
 
 
 def read_curves(path: Path, value: str) -> dict[str, Curve]:
-    """One curve per split. A resumed run appends to its file: the later line of an iteration counts."""
+    """Of training and validation. A resumed run appends to its file: the later line of an iteration counts."""
     curves: dict[str, Curve] = {}
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
         try:
             row = json.loads(line)
         except ValueError as error:
             raise ValueError(f"{path}:{number}: not a JSON object ({error})") from error
-        if isinstance(row.get(value), int | float) and math.isfinite(row[value]):
-            curves.setdefault(str(row.get("split", "train")), {})[int(row["iteration"])] = float(row[value])
+        if row.get("split") in MARKS and isinstance(row.get(value), int | float) and math.isfinite(row[value]):
+            curves.setdefault(row["split"], {})[int(row["iteration"])] = float(row[value])
     return curves
 
 
@@ -38,14 +39,14 @@ def draw(curves: Mapping[str, Curve], *, width: int, height: int, marks: Mapping
         for iteration, y in curve.items():
             column = round((iteration - first) / max(1, last - first) * (width - 1))
             row = round((high - y) / ((high - low) or 1.0) * (height - 1))
-            grid[row][column] = marks.get(split, "?")
+            grid[row][column] = marks[split]
     lines = [f"{'':9}{title}"]
     for row, cells in enumerate(grid):
         label = f"{high - (high - low) * row / (height - 1):8.3f} " if row % 3 == 0 or row == height - 1 else " " * 9
         lines.append(f"{label}|{''.join(cells).rstrip()}")
     lines.append(" " * 9 + "+" + "-" * width)
     lines.append(f"{'':9} {first:<{width // 2}}{'iteration ' + str(last):>{width - width // 2}}")
-    legend = "   ".join(f"{marks.get(split, '?')} {split}" for split in curves)
+    legend = "   ".join(f"{marks[split]} {split}" for split in curves)
     lines.append(f"{'':10}{legend}")
     return "\n".join(lines)
 
@@ -68,8 +69,8 @@ def main() -> int:
     if not curves:
         print(f"error: --metrics-jsonl {args.metrics_jsonl}: no line with a finite {args.value}", file=sys.stderr)
         return 2
-    unicode = (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"
-    marks = {"train": "•" if unicode else "*", "valid": "◆" if unicode else "v", "test": "■" if unicode else "t"}
+    plain = (sys.stdout.encoding or "").lower().replace("-", "") != "utf8"
+    marks = {split: pair[plain] for split, pair in MARKS.items()}
     print(draw(curves, width=args.width, height=args.height, marks=marks, title=args.value))
     return 0
 

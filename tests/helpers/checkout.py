@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
+import socket
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -12,12 +14,22 @@ from pathlib import Path
 from tests.policy.rules import ROOT, repository_files
 
 
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return int(probe.getsockname()[1])
+
+
 @dataclass(frozen=True)
 class Checkout:
     root: Path
 
     def run(self, script: str, *, timeout: float = 300) -> subprocess.CompletedProcess[str]:
-        """Runs lines of shell as a user would, with the Python of the tests first on the PATH."""
+        """Runs lines of shell as a user would, with the Python of the tests first on the PATH.
+
+        Fixed port numbers become free ones: two runs of the tests on one machine must not meet.
+        """
+        script = re.sub(r"(MASTER_PORT=|--master_port )\d+", lambda found: f"{found.group(1)}{free_port()}", script)
         environment = {**os.environ, "PYTHON": sys.executable}
         environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
         command = ["bash", "-euo", "pipefail", "-c", script]

@@ -1,0 +1,156 @@
+"""The public CodeParrot tutorial, as its readers type it, in a fresh copy of the checkout.
+
+The commands are the tutorial's own; only numbers are smaller (vocabulary, model, batch, iterations, processes), and
+`python` is the one that runs the tests.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.checkout import Checkout, copy_checkout
+
+PREPROCESS = """
+python tools/preprocess_data.py \\
+       --input codeparrot_data.json \\
+       --output-prefix codeparrot \\
+       --vocab vocab.json \\
+       --dataset-impl mmap \\
+       --tokenizer-type GPT2BPETokenizer \\
+       --merge-file merges.txt \\
+       --json-keys content \\
+       --workers 32 \\
+       --chunk-size 25 \\
+       --append-eod
+"""
+
+TRAIN = """
+GPUS_PER_NODE=2
+MASTER_ADDR=localhost
+MASTER_PORT=6001
+NNODES=1
+NODE_RANK=0
+DISTRIBUTED_ARGS="--nproc_per_node $GPUS_PER_NODE --nnodes $NNODES --node_rank $NODE_RANK \\
+    --master_addr $MASTER_ADDR --master_port $MASTER_PORT"
+python3 -m torch.distributed.launch $DISTRIBUTED_ARGS \\
+        pretrain_gpt.py \\
+        --tensor-model-parallel-size 1 \\
+        --pipeline-model-parallel-size 1 \\
+        --num-layers 2 --hidden-size 48 --num-attention-heads 4 \\
+        --seq-length 64 --max-position-embeddings 64 \\
+        --micro-batch-size 2 --global-batch-size 8 \\
+        --lr 0.0005 --train-iters 6 --lr-decay-iters 6 --lr-decay-style cosine --lr-warmup-iters 2 \\
+        --weight-decay .1 --adam-beta2 .999 \\
+        --fp16 \\
+        --log-interval 1 --save-interval 2 --eval-interval 3 --eval-iters 1 \\
+        --vocab-file vocab.json --merge-file merges.txt \\
+        --save experiments/codeparrot-small --load experiments/codeparrot-small \\
+        --data-path codeparrot_content_document \\
+        --tensorboard-dir experiments/tensorboard
+"""
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Checkout:
+    copy = copy_checkout(tmp_path_factory.mktemp("tutorial"))
+    copy.must_run("""
+        python tools/make_stdlib_corpus.py --output codeparrot_data.json --max-megabytes 0.5
+        python tools/train_tokenizer.py --input codeparrot_data.json --json-key content --vocab-size 512 --output-dir .
+    """)
+    return copy
+
+
+def test_preprocess(checkout: Checkout) -> None:
+    checkout.must_run(PREPROCESS)
+    assert (checkout.root / "codeparrot_content_document.idx").is_file()
+    assert (checkout.root / "codeparrot_content_document.bin").is_file()
+
+
+def test_train_in_two_launches(checkout: Checkout) -> None:
+    """As typed, but for `--exit-interval` on the first launch: the second is the same command without it."""
+    first = checkout.must_run(TRAIN.rstrip() + " --exit-interval 2\n")
+    saved = checkout.root / "experiments" / "codeparrot-small"
+    assert "fresh start" in first and first.count("warning") >= 1 and "--bf16" in first, "fp16 on a CPU says so"
+    assert (saved / "iter_0000002" / "mp_rank_00" / "model_optim_rng.pt").is_file()
+    assert (saved / "latest_checkpointed_iteration.txt").read_text().strip() == "2"
+
+    second = checkout.must_run(TRAIN)
+    assert "continuing at iteration 2" in second
+    iterations = [line.split("/")[0].split()[-1] for line in second.splitlines() if line.startswith(" iteration ")]
+    assert iterations == ["3", "4", "5", "6"], "each logged once, by one rank, from where the first launch stopped"
+    assert (saved / "latest_checkpointed_iteration.txt").read_text().strip() == "6"
+    assert json.loads((saved / "exit_reason.json").read_text())
+    assert list((checkout.root / "experiments" / "tensorboard").glob("events.out.tfevents.*"))
+
+
+def test_open_with_transformers(checkout: Checkout) -> None:
+    checkout.must_run(
+        "python tools/convert_checkpoint.py --load experiments/codeparrot-small --to hf --save codeparrot-small"
+    )
+    script = """
+from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
+model = AutoModelForCausalLM.from_pretrained("codeparrot-small")
+tokenizer = AutoTokenizer.from_pretrained("codeparrot-small")
+assert model.config.vocab_size == len(tokenizer) == 512
+assert tokenizer.decode(tokenizer("def hello_world():\\n    pass")["input_ids"]) == "def hello_world():\\n    pass"
+generate = pipeline("text-generation", model="codeparrot-small")
+print(generate("def hello_world():", max_new_tokens=8)[0]["generated_text"])
+"""
+    (checkout.root / "open.py").write_text(script)
+    assert "def hello_world():" in checkout.must_run("python open.py")
+
+
+def test_a_typo_in_the_tutorials_command_is_one_line(checkout: Checkout) -> None:
+    done = checkout.run(
+        TRAIN.replace("python3 -m torch.distributed.launch $DISTRIBUTED_ARGS", "python3").replace(
+            "--lr ", "--learning-rte "
+        )
+    )
+    assert done.returncode == 2 and len(done.stdout.strip().splitlines()) == 1, done.stdout
+    assert "--learning-rte" in done.stdout
+
+
+@pytest.mark.parametrize("launcher", ["pretrain_gpt", "pretrain_gpt_distributed", "codeparrot_small"])
+def test_launchers(checkout: Checkout, launcher: str) -> None:
+    """Each with its own settings, smaller by what is typed behind its name."""
+    script = f"""
+        export DATA_PATH=codeparrot_content_document VOCAB_FILE=vocab.json MERGE_FILE=merges.txt
+        export CHECKPOINT_PATH=experiments/{launcher} GPUS_PER_NODE=2 MASTER_PORT=6001
+        bash examples/{launcher}.sh --num-layers 2 --hidden-size 32 --num-attention-heads 4 \\
+            --seq-length 32 --max-position-embeddings 32 --micro-batch-size 2 --global-batch-size 8 \\
+            --train-iters 4 --lr-decay-iters 4 --save-interval 4 --log-interval 2 --eval-iters 1
+    """
+    if launcher == "codeparrot_small":
+        script = f"{script.rstrip()} --lr-warmup-iters 2"
+    output = checkout.must_run(script)
+    assert output.count(" iteration        4/       4") == 1, output
+    assert (checkout.root / "experiments" / launcher / "iter_0000004" / "manifest.json").is_file()
+
+
+def test_the_model_parallel_launcher_is_refused_in_one_line(checkout: Checkout) -> None:
+    done = checkout.run("bash examples/pretrain_gpt_distributed_with_mp.sh")
+    assert done.returncode == 2 and len(done.stdout.strip().splitlines()) == 1, done.stdout
+    assert "--tensor-model-parallel-size 2" in done.stdout and "not supported yet" in done.stdout
+
+
+def test_a_launcher_with_a_mistake_is_one_line(checkout: Checkout) -> None:
+    for mistake, named in (
+        ("--hidden-size 1000", "--hidden-size 1000"),
+        ("--micro-batch-size 7", "--global-batch-size 64"),
+    ):
+        done = checkout.run(f"bash examples/pretrain_gpt_distributed.sh {mistake}")
+        assert done.returncode == 2 and len(done.stdout.strip().splitlines()) == 1, done.stdout
+        assert named in done.stdout
+
+
+def test_files_of_the_tutorial_are_ignored_by_git(checkout: Checkout, tmp_path: Path) -> None:
+    """Users run in their clone: what the tutorial leaves there must not show up in `git status`."""
+    checkout.must_run("git init -q . && git add -A && git status --short | grep -v '^A' || true")
+    listed = checkout.must_run("git ls-files").splitlines()
+    left = {"codeparrot_data.json", "vocab.json", "merges.txt", "codeparrot_content_document.bin"}
+    left |= {"codeparrot_content_document.idx", "codeparrot_content_document.meta.json"}
+    assert not left & set(listed)
+    assert not [name for name in listed if name.startswith(("experiments/", "codeparrot-small/"))]
