@@ -1,67 +1,121 @@
-"""The update rules: torch's own AdamW and SGD, with one fused pass over memory where the device has it."""
+"""The update rules: torch's own AdamW and SGD, in one fused pass over memory where the device has it.
+
+The functions behind `torch.optim`'s classes are called directly: the classes import torch's compiler at their first
+use, which nearly doubles the start-up of every rank.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
+from torch.optim.adamw import adamw
+from torch.optim.sgd import sgd
 
 from megatron.config.sections.optimizer import OptimizerConfig
 from megatron.errors import ConfigError
 
-STATE_NAMES = {"adam": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
-"""The tensors that each rule keeps for a parameter."""
+
+@dataclass
+class Slot:
+    """One tensor that is updated, and what the rule keeps for it."""
+
+    tensor: torch.Tensor
+    state: dict[str, torch.Tensor]
+    step: torch.Tensor
+    """The number of updates, where the fused kernels want it."""
 
 
-def build_inner(
-    config: OptimizerConfig, groups: list[dict[str, Any]], device: torch.device
-) -> torch.optim.AdamW | torch.optim.SGD:
-    """The rule over parameter groups; their `lr` and `weight_decay` are set anew before every step."""
+class UpdateRule(Protocol):
+    """Changes tensors by their gradients."""
+
+    def slot(self, tensor: torch.Tensor) -> Slot:
+        """The state before the first step. Made at once: memory is known then, and a checkpoint has a place to go."""
+
+    def update(self, slots: Sequence[Slot], grads: list[torch.Tensor], lr: float, weight_decay: float) -> None: ...
+
+
+@dataclass(frozen=True)
+class Adam:
+    """AdamW: the decay is taken off the weights, not added to the gradient."""
+
+    beta1: float
+    beta2: float
+    eps: float
+    fused: bool
+
+    def slot(self, tensor: torch.Tensor) -> Slot:
+        state = {name: torch.zeros_like(tensor, requires_grad=False) for name in ("exp_avg", "exp_avg_sq")}
+        return Slot(tensor, state, torch.zeros((), device=tensor.device if self.fused else "cpu"))
+
+    def update(self, slots: Sequence[Slot], grads: list[torch.Tensor], lr: float, weight_decay: float) -> None:
+        adamw(
+            [slot.tensor for slot in slots],
+            grads,
+            [slot.state["exp_avg"] for slot in slots],
+            [slot.state["exp_avg_sq"] for slot in slots],
+            [],
+            [slot.step for slot in slots],
+            fused=self.fused,
+            foreach=not self.fused,
+            amsgrad=False,
+            beta1=self.beta1,
+            beta2=self.beta2,
+            lr=lr,
+            weight_decay=weight_decay,
+            eps=self.eps,
+            maximize=False,
+        )
+
+
+@dataclass(frozen=True)
+class Sgd:
+    """SGD with momentum; its decay is added to the gradient, as in Megatron."""
+
+    momentum: float
+    fused: bool
+
+    def slot(self, tensor: torch.Tensor) -> Slot:
+        state = {"momentum_buffer": torch.zeros_like(tensor, requires_grad=False)} if self.momentum else {}
+        return Slot(tensor, state, torch.zeros(()))
+
+    def update(self, slots: Sequence[Slot], grads: list[torch.Tensor], lr: float, weight_decay: float) -> None:
+        sgd(
+            [slot.tensor for slot in slots],
+            grads,
+            [slot.state.get("momentum_buffer") for slot in slots],
+            fused=self.fused,
+            foreach=not self.fused,
+            weight_decay=weight_decay,
+            momentum=self.momentum,
+            lr=lr,
+            dampening=0.0,
+            nesterov=False,
+            maximize=False,
+        )
+        torch._foreach_add_([slot.step for slot in slots], 1)
+
+
+def build_rule(config: OptimizerConfig, device: torch.device) -> UpdateRule:
     if config.optimizer == "adam":
         for flag, beta in (("--adam-beta1", config.adam_beta1), ("--adam-beta2", config.adam_beta2)):
             if not 0.0 <= beta < 1.0:
                 raise ConfigError(f"{flag} {beta}: must be at least 0 and below 1")
-        betas = (config.adam_beta1, config.adam_beta2)
-        fused = supports_fused(torch.optim.AdamW, device)
-        adam = torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=config.adam_eps, weight_decay=0.0, fused=fused)
-        _start_adam(adam, fused)
-        return adam
+        adam = Adam(config.adam_beta1, config.adam_beta2, config.adam_eps, fused=True)
+        return adam if runs_on(adam, device) else Adam(adam.beta1, adam.beta2, adam.eps, fused=False)
     if config.optimizer == "sgd":
-        sgd = torch.optim.SGD(
-            groups,
-            lr=0.0,
-            momentum=config.sgd_momentum,
-            weight_decay=0.0,
-            fused=supports_fused(torch.optim.SGD, device),
-        )
-        if config.sgd_momentum:
-            for parameter in _parameters(sgd):
-                sgd.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
-        return sgd
+        plain = Sgd(config.sgd_momentum, fused=True)
+        return plain if runs_on(plain, device) else Sgd(plain.momentum, fused=False)
     raise ConfigError(f"--optimizer {config.optimizer}: not supported; use adam or sgd")
 
 
-def _start_adam(adam: torch.optim.AdamW, fused: bool) -> None:
-    """Makes the moments now, not at the first step: memory is known then, and a checkpoint has a place to go."""
-    for parameter in _parameters(adam):
-        step_device = parameter.device if fused else torch.device("cpu")
-        adam.state[parameter] = {
-            "step": torch.zeros((), dtype=torch.float32, device=step_device),
-            "exp_avg": torch.zeros_like(parameter),
-            "exp_avg_sq": torch.zeros_like(parameter),
-        }
-
-
-def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def supports_fused(rule: type[torch.optim.AdamW] | type[torch.optim.SGD], device: torch.device) -> bool:
-    """Whether this torch has the fused kernel for the device: found by a step of one element."""
-    probe = torch.nn.Parameter(torch.zeros(1, device=device))
-    probe.grad = torch.zeros_like(probe)
+def runs_on(rule: UpdateRule, device: torch.device) -> bool:
+    """Whether this torch has the rule's kernel for the device: found by an update of one element."""
+    probe = torch.zeros(1, device=device)
     try:
-        rule([probe], lr=0.1, fused=True).step()
+        rule.update([rule.slot(probe)], [torch.zeros_like(probe)], 0.1, 0.0)
     except (RuntimeError, NotImplementedError):
         return False
     return True

@@ -19,7 +19,7 @@ from torch import nn
 from megatron.config.sections.optimizer import OptimizerConfig
 from megatron.data_parallel import GradBuffers
 from megatron.errors import CheckpointError
-from megatron.optimizer.inner import STATE_NAMES, build_inner
+from megatron.optimizer.inner import Slot, build_rule
 from megatron.optimizer.loss_scaler import ConstantLossScaler, DynamicLossScaler, LossScaler
 from megatron.optimizer.norms import SplitOver, global_norm, global_zeros
 
@@ -74,14 +74,14 @@ class Optimizer:
         self.skipped_in_a_row = 0
         self._clip_grad = config.clip_grad
         self._split_over = dict(split_over or {})
-        self._masters = {name: _master(grads.parameter(name)) for name in grads.names}
-        groups: dict[GroupRule, list[torch.Tensor]] = {}
-        for name, master in self._masters.items():
-            groups.setdefault(rule(name, grads.parameter(name)), []).append(master)
-        self._rules = list(groups)
-        device = next((master.device for master in self._masters.values()), torch.device("cpu"))
-        self._inner = build_inner(config, [{"params": members} for members in groups.values()], device)
-        self._state_names = STATE_NAMES[config.optimizer]
+        masters = {name: _master(grads.parameter(name)) for name in grads.names}
+        self._halves = [name for name, master in masters.items() if master is not grads.parameter(name)]
+        device = next((master.device for master in masters.values()), torch.device("cpu"))
+        self._update_rule = build_rule(config, device)
+        self._slots: dict[str, Slot] = {name: self._update_rule.slot(master) for name, master in masters.items()}
+        self._groups: dict[GroupRule, list[str]] = {}
+        for name in masters:
+            self._groups.setdefault(rule(name, grads.parameter(name)), []).append(name)
         self._steps = 0
 
     @property
@@ -132,16 +132,13 @@ class Optimizer:
 
     def params_norm(self) -> float:
         """Global L2 norm of the parameters (the masters where there are some)."""
-        return global_norm(self._by_axes(list(self._masters.items())))
+        return global_norm(self._by_axes([(name, slot.tensor) for name, slot in self._slots.items()]))
 
     def state(self) -> dict[str, dict[str, torch.Tensor]]:
         """Per parameter name: its moments, and `master` for half-precision parameters. The live tensors, no copies."""
-        states = {}
-        for name, master in self._masters.items():
-            kept = self._inner.state[master]
-            states[name] = {key: kept[key] for key in self._state_names if key in kept}
-            if master is not self.grads.parameter(name):
-                states[name]["master"] = master
+        states = {name: dict(slot.state) for name, slot in self._slots.items()}
+        for name in self._halves:
+            states[name]["master"] = self._slots[name].tensor
         return states
 
     def extra_state(self) -> ExtraState:
@@ -162,9 +159,8 @@ class Optimizer:
             for key, tensor in tensors.items():
                 tensor.copy_(state[name][key])
         self._steps = int(extra["step"])
-        for kept in self._inner.state.values():
-            if "step" in kept:
-                kept["step"].fill_(self._steps)
+        for slot in self._slots.values():
+            slot.step.fill_(self._steps)
         self.skipped_in_a_row = int(extra["skipped_in_a_row"])
         self.scaler.load_state(extra["loss_scaler"])
         self._copy_back()
@@ -172,24 +168,20 @@ class Optimizer:
     @torch.no_grad()
     def refresh_masters(self) -> None:
         """After weights were loaded without the optimizer's state."""
-        for name, master in self._masters.items():
-            if master is not self.grads.parameter(name):
-                master.copy_(self.grads.parameter(name))
+        for name in self._halves:
+            self._slots[name].tensor.copy_(self.grads.parameter(name))
 
     def _update(self, lr: float, weight_decay: float) -> None:
-        for group, rule in zip(self._inner.param_groups, self._rules, strict=True):
-            group["lr"] = lr * rule.lr_mult
-            group["weight_decay"] = weight_decay * rule.wd_mult
-        for name, master in self._masters.items():
-            master.grad = self.grads.grad(name)
-        self._inner.step()
+        for rule, names in self._groups.items():
+            slots, grads = [self._slots[name] for name in names], [self.grads.grad(name) for name in names]
+            self._update_rule.update(slots, grads, lr * rule.lr_mult, weight_decay * rule.wd_mult)
         self._steps += 1
         self._copy_back()
 
     def _copy_back(self) -> None:
-        halves = [name for name, master in self._masters.items() if master is not self.grads.parameter(name)]
-        if halves:
-            torch._foreach_copy_([self.grads.parameter(n).data for n in halves], [self._masters[n] for n in halves])
+        if self._halves:
+            params = [self.grads.parameter(name).data for name in self._halves]
+            torch._foreach_copy_(params, [self._slots[name].tensor for name in self._halves])
 
     def _by_axes(self, tensors: list[tuple[str, torch.Tensor]]) -> dict[SplitOver, list[torch.Tensor]]:
         groups: dict[SplitOver, list[torch.Tensor]] = {}

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.optim.adam import adam
 
 from megatron.config.sections.optimizer import OptimizerConfig
 from megatron.config.sections.precision import PrecisionConfig
@@ -288,10 +289,6 @@ def test_numbers_for_the_log() -> None:
         ({"adam_beta1": -0.1}, "--adam-beta1"),
         ({"optimizer": "muon"}, "use adam"),
     ],
-        ({"adam_beta2": 1.0}, "--adam-beta2 1.0"),
-        ({"adam_beta1": -0.1}, "--adam-beta1"),
-        ({"optimizer": "muon"}, "use adam"),
-    ],
 )
 def test_settings_that_are_refused(settings: dict[str, Any], word: str) -> None:
     with pytest.raises(ConfigError, match=word):
@@ -305,10 +302,7 @@ def plant_decay_on_biases(patch: pytest.MonkeyPatch) -> None:
 
 
 def plant_coupled_decay(patch: pytest.MonkeyPatch) -> None:
-    class Coupled(torch.optim.Adam):
-        pass
-
-    patch.setattr(inner_module.torch.optim, "AdamW", Coupled)
+    patch.setattr(inner_module, "adamw", adam)
 
 
 def plant_clipping_by_the_mean(patch: pytest.MonkeyPatch) -> None:
