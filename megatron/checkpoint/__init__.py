@@ -4,7 +4,7 @@ from megatron.checkpoint.architecture import check_architecture, model_config
 from megatron.checkpoint.load import FoundStep, find_checkpoint, load_checkpoint
 from megatron.checkpoint.lock import DirectoryLock
 from megatron.checkpoint.reader import StepReader
-from megatron.checkpoint.save import save_checkpoint
+from megatron.checkpoint.save import hold_directory, save_checkpoint
 from megatron.checkpoint.state import LoadedState, RunHistory, SavedInfo, Sharded, TrainState
 from megatron.checkpoint.verify import DamagedCheckpointError, inspect_step
 
@@ -20,6 +20,7 @@ __all__ = [
     "TrainState",
     "check_architecture",
     "find_checkpoint",
+    "hold_directory",
     "inspect_step",
     "load_checkpoint",
     "model_config",

@@ -71,6 +71,15 @@ def save_checkpoint(
             owned.close()
 
 
+def hold_directory(directory: Path, *, parallel: ParallelState, history: RunHistory) -> None:
+    """Lock the save directory for this run, so that a second one is refused before it trains. Every rank calls it."""
+
+    def acquire() -> None:
+        history.acquire(directory)
+
+    run_on_first(acquire, parallel.world)
+
+
 def _guess_history(directory: Path, run_id: str, iteration: int) -> RunHistory:
     """What the directory itself tells of this run, for a caller that keeps no history."""
     history = RunHistory(run_id)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from megatron.checkpoint import TrainState, find_checkpoint, save_checkpoint
 from megatron.checkpoint.hf import Export, check_export, open_folder, plan_export, read_tensors, write_export
-from megatron.checkpoint.hf.check import compare_logits
+from megatron.checkpoint.hf.check import compare_logits, our_logits
 from megatron.checkpoint.logical import parameters
 from megatron.config import ModelConfig
 from megatron.distributed.shard import ShardSpec
@@ -235,10 +234,11 @@ def test_every_planted_mistake_is_seen(tmp_path: Path, mutant: str) -> None:
 def test_a_failed_check_leaves_no_folder(tmp_path: Path) -> None:
     save_random(tmp_path / "native", model(**LLAMA))
     export = plan(tmp_path / "native")
-    wrong = replace(export, config=model(**LLAMA, rotary_base=5e5))
 
     def check(folder: Path) -> None:
-        check_export(wrong, folder, lambda text: None)
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | {"rope_theta": 5e5}))
+        check_export(export, folder, lambda text: None)
 
     with pytest.raises(CheckpointError, match="logits differ"):
         write_export(export, tmp_path / "hf", tokenizer=None, check=check, log=lambda text: None)
@@ -263,6 +263,96 @@ def test_large_exports_are_sharded(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert len(files) > 2 and files[0] == f"model-00001-of-{len(files):05d}.safetensors"
     back = {name: tensor for name, _, tensor in read_tensors(open_folder(tmp_path / "hf"))}
     assert all(torch.equal(back[name], tensor) for name, tensor in tensors.items())
+
+
+def test_the_classic_file_alone_is_the_model(tmp_path: Path) -> None:
+    """What old converters do with one `model_optim_rng.pt`: `args` by attribute, 23.06 names, [heads, 3, width] rows."""
+    import transformers
+
+    save_random(tmp_path, model(**GPT2))
+    saved = torch.load(tmp_path / "iter_0000001/mp_rank_00/model_optim_rng.pt", weights_only=True)
+    args, parts = saved["args"], saved["model"]["language_model"]
+    assert args.bias_gelu_fusion and args.openai_gelu and saved["checkpoint_version"] == 3.0
+    words = parts["embedding"]["word_embeddings"]["weight"]
+    theirs = {"transformer.wte.weight": words, "lm_head.weight": words}
+    theirs["transformer.wpe.weight"] = parts["embedding"]["position_embeddings"]["weight"]
+    names = {
+        "input_layernorm": "ln_1",
+        "self_attention.query_key_value": "attn.c_attn",
+        "self_attention.dense": "attn.c_proj",
+        "post_attention_layernorm": "ln_2",
+        "mlp.dense_h_to_4h": "mlp.c_fc",
+        "mlp.dense_4h_to_h": "mlp.c_proj",
+    }
+    for name, tensor in parts["encoder"].items():
+        if name.startswith("final_layernorm"):
+            theirs[name.replace("final_layernorm", "transformer.ln_f")] = tensor
+            continue
+        _, layer, rest = name.split(".", 2)
+        module, kind = rest.rsplit(".", 1)
+        if module.endswith("query_key_value"):
+            heads = args.num_attention_heads
+            tensor = tensor.view(heads, 3, -1, *tensor.shape[1:]).transpose(0, 1).reshape(tensor.shape)
+        tensor = tensor.T if tensor.dim() == 2 else tensor
+        theirs[f"transformer.h.{layer}.{names[module]}.{kind}"] = tensor
+    config = transformers.GPT2Config(
+        vocab_size=args.padded_vocab_size,
+        n_positions=args.max_position_embeddings,
+        n_embd=args.hidden_size,
+        n_layer=args.num_layers,
+        n_head=args.num_attention_heads,
+        n_inner=args.ffn_hidden_size,
+        activation_function="gelu_fast",
+    )
+    reference = transformers.GPT2LMHeadModel(config).eval()
+    reference.load_state_dict(theirs)
+    tokens = torch.randint(0, 61, (2, 64))
+    with torch.no_grad():
+        expected = reference(tokens).logits[..., :61]
+    torch.testing.assert_close(our_logits(plan(tmp_path), tokens), expected, rtol=0, atol=1e-4)
+
+
+FOREIGN: dict[str, dict[str, Any]] = {
+    "GPT2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 96, "activation_function": "gelu"},
+    "Llama": {"attention_bias": True, "mlp_bias": True, "head_dim": 16},
+    "Mistral": {"sliding_window": 20},
+    "Qwen2": {"tie_word_embeddings": True},
+    "Qwen3": {"head_dim": 16},
+}
+SHAPE: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 96,
+}
+
+
+@pytest.mark.parametrize("family", FOREIGN)
+def test_what_transformers_saved_is_imported_whole(tmp_path: Path, family: str) -> None:
+    """The other direction: a folder that transformers itself wrote, its own defaults included."""
+    import transformers
+
+    from megatron.checkpoint.convert import main as convert
+
+    shape = {} if family == "GPT2" else SHAPE
+    config = getattr(transformers, f"{family}Config")(vocab_size=61, **(shape | FOREIGN[family]))
+    torch.manual_seed(2)
+    theirs = transformers.AutoModelForCausalLM.from_config(config).float().eval()
+    with torch.no_grad():
+        for name, parameter in theirs.named_parameters():
+            parameter.normal_(std=0.2)
+            if "norm" in name or ".ln_" in name:
+                parameter.add_(1)
+    theirs.save_pretrained(tmp_path / "hf")
+    source, native = str(tmp_path / "hf"), str(tmp_path / "native")
+    assert convert(["--load", source, "--from", "hf", "--to", "native", "--save", native]) == 0
+    tokens = torch.randint(0, 61, (2, 80))
+    with torch.no_grad():
+        expected = theirs(tokens).logits
+        ours = our_logits(plan(tmp_path / "native"), tokens)
+    assert float((ours - expected).abs().max() / expected.abs().max()) < 1e-5
 
 
 @pytest.mark.parametrize(

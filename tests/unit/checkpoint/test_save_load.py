@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.checkpoint import RunHistory, inspect_step
+from megatron.checkpoint import RunHistory, hold_directory, inspect_step
 from megatron.errors import CheckpointError, ConfigError, NonFiniteError
 from tests.unit.checkpoint.support import (
     MODEL,
@@ -243,3 +243,28 @@ def test_saves_without_a_history_keep_the_past(tmp_path: Path) -> None:
         save(tmp_path, make_state(step), run_id="same")
     assert save(tmp_path, make_state(10), run_id="same").already_there
     assert sorted(p.name for p in tmp_path.glob("*iter_*")) == ["iter_0000005", "iter_0000009", "iter_0000010"]
+
+
+def test_half_precision_with_fp32_masters_is_bit_equal(tmp_path: Path) -> None:
+    params = make_params(seed=3, dtype=torch.bfloat16)
+    masters = make_params(seed=3)
+    optimizer = {name: {"master": (spec, masters[name][1].data + 1e-5)} for name, (spec, _) in params.items()}
+    save(tmp_path, make_state(params=params, optimizer=optimizer))
+    target = make_params(seed=4, dtype=torch.bfloat16)
+    loaded = load(tmp_path, target)
+    assert loaded is not None and loaded.optimizer is not None
+    for name, (_, tensor) in params.items():
+        assert torch.equal(target[name][1], tensor)
+        assert torch.equal(loaded.optimizer[name]["master"], optimizer[name]["master"][1])
+        assert loaded.optimizer[name]["master"].dtype == torch.float32
+
+
+def test_a_run_can_hold_its_directory_before_it_saves(tmp_path: Path) -> None:
+    first, second = RunHistory("first-run"), RunHistory("second-run")
+    hold_directory(tmp_path / "new", parallel=one_process(), history=first)
+    with pytest.raises(ConfigError, match=r"--save .*in use by run first-run \(pid \d+ on "):
+        hold_directory(tmp_path / "new", parallel=one_process(), history=second)
+    save(tmp_path / "new", make_state(), first)
+    first.close()
+    hold_directory(tmp_path / "new", parallel=one_process(), history=second)
+    second.close()
