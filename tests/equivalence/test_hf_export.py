@@ -266,7 +266,7 @@ def test_large_exports_are_sharded(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_the_classic_file_alone_is_the_model(tmp_path: Path) -> None:
-    """What old converters do with one `model_optim_rng.pt`: `args` by attribute, 23.06 names, [heads, 3, width] rows."""
+    """What old converters do with one `model_optim_rng.pt`: `args` by attribute, 23.06 names, [heads, 3, width]."""
     import transformers
 
     save_random(tmp_path, model(**GPT2))
