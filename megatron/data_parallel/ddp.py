@@ -175,6 +175,7 @@ class GradBuffers:
 
     def _make_buckets(self, bucket_size: int) -> list[_Bucket]:
         """Cuts the parameters, last first, into buffers of at least `bucket_size` elements of one type and device."""
+        assert bucket_size > 0, f"bucket size {bucket_size}"
         buckets: list[_Bucket] = []
         open_buckets: dict[tuple[torch.dtype, torch.device], list[_Slot]] = {}
         for slot in reversed(self._slots.values()):
@@ -191,6 +192,7 @@ class GradBuffers:
                 buckets.append(_make_bucket(len(buckets), members, dtype))
         return buckets
 
+    @torch.no_grad()
     def _on_gradient(self, slot: _Slot, parameter: nn.Parameter) -> None:
         """Runs after backward has added to `parameter.grad`: moves it into the buffer."""
         grad, view = parameter.grad, slot.view
