@@ -54,8 +54,8 @@ def linear_cross_entropy(
 
 
 def _block_rows(columns: int, device: torch.device) -> int:
-    """Rows per block: on a CPU its fp32 copy should stay in the cache; elsewhere it should fill the device."""
-    elements = (3 << 19) if device.type == "cpu" else (1 << 26)
+    """Rows per block: on a CPU its fp32 copies should stay in the cache; elsewhere it should fill the device."""
+    elements = (1 << 20) if device.type == "cpu" else (1 << 26)
     return max(1, elements // columns)
 
 
@@ -79,14 +79,16 @@ def _to_softmax_gradient(logits: Tensor, labels: Tensor, vocab_size: int) -> Ten
     wide_dtype = torch.promote_types(logits.dtype, torch.float32)
     losses = torch.empty(logits.shape[0], dtype=wide_dtype, device=logits.device)
     rows = _block_rows(vocab_size, logits.device)
-    wide = torch.empty(min(rows, logits.shape[0]), vocab_size, dtype=wide_dtype, device=logits.device)
+    shape = (min(rows, logits.shape[0]), vocab_size)
+    result = torch.empty(shape, dtype=wide_dtype, device=logits.device)
+    copied = torch.empty(shape, dtype=wide_dtype, device=logits.device) if logits.dtype != wide_dtype else None
     logits[:, vocab_size:].zero_()  # padding has no meaning, hence no gradient
     for start in range(0, logits.shape[0], rows):
         block = logits[start : start + rows, :vocab_size]
         index = labels[start : start + rows].unsqueeze(-1)
-        probability = wide[: block.shape[0]]
-        target, peak = widened(block.gather(-1, index)), widened(block.amax(-1, keepdim=True))
-        torch.softmax(block, -1, dtype=wide_dtype, out=probability)
+        scores = block if copied is None else copied[: block.shape[0]].copy_(block)
+        target, peak = scores.gather(-1, index), scores.amax(-1, keepdim=True)
+        probability = torch.softmax(scores, -1, out=result[: block.shape[0]])
         # log-sum-exp from the largest probability, exp(peak - logsumexp), which is never small
         loss = peak - probability.amax(-1, keepdim=True).log() - target
         losses[start : start + rows] = loss.squeeze(-1)

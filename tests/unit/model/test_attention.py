@@ -39,15 +39,15 @@ def test_window(window: tuple[int, int]) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @FAMILIES
 def test_documents_are_isolated_bit_for_bit(family: dict[str, Any], dtype: torch.dtype, kernels: str) -> None:
-    model = build(config(**family), dtype=dtype, kernels=kernels)
-    documents = torch.tensor([[0] * 9 + [1] * 15, [0] * 1 + [1] * 20 + [2] * 3])
-    base = model(tokens(), document_ids=documents)
-    changed = tokens()
+    model = build(config(**family, num_layers=2, max_position_embeddings=100), dtype=dtype, kernels=kernels)
+    documents = torch.tensor([[0] * 9 + [1] * 91, [0] * 1 + [1] * 70 + [2] * 29])
+    base = model(tokens(seq=100), document_ids=documents)
+    changed = tokens(seq=100)
     changed[documents == 0] = (changed[documents == 0] + 5) % VOCAB
     after = model(changed, document_ids=documents)
     assert torch.equal(base[documents != 0], after[documents != 0])
     assert not torch.equal(base[documents == 0], after[documents == 0])
-    leaking = model(tokens()), model(changed)  # without the mask the test must see the leak
+    leaking = model(tokens(seq=100)), model(changed)  # without the mask the test must see the leak
     assert not torch.equal(leaking[0][documents != 0], leaking[1][documents != 0])
 
 

@@ -1,0 +1,104 @@
+"""Attention in blocks of queries: several blocks, a short last one, shared keys, masks, dropout."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.ops import builtin, cpu_attention, ref
+
+
+def inputs(seq: int, heads: int, groups: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    torch.manual_seed(seq)
+    shapes = [(2, seq, heads, 8), (2, seq, groups, 8), (2, seq, groups, 8)]
+    # Not contiguous, as they come out of the fused projection.
+    return [torch.randn(shape, dtype=torch.float64).to(dtype).transpose(1, 2).requires_grad_() for shape in shapes]
+
+
+def results(function: Any, tensors: list[Tensor], **options: Any) -> list[Tensor]:
+    out = function(*tensors, **({"mask": None, "causal": True, "scale": 0.4} | options))
+    return [out.detach(), *torch.autograd.grad(out, tensors, torch.ones_like(out).cumsum(-1))]
+
+
+@pytest.mark.parametrize(("heads", "groups"), [(4, 4), (4, 2), (3, 1)])
+@pytest.mark.parametrize("seq", [2, 64, 65, 130, 300])
+def test_equals_the_formula(seq: int, heads: int, groups: int) -> None:
+    tensors = inputs(seq, heads, groups)
+    for fast, slow in zip(results(cpu_attention.attention, tensors), results(ref.attention, tensors), strict=True):
+        torch.testing.assert_close(fast, slow, rtol=1e-11, atol=1e-12)
+
+
+def masks(seq: int) -> dict[str, tuple[Tensor, bool]]:
+    window = torch.ones(seq, seq, dtype=torch.bool).triu(-9)
+    documents = torch.arange(seq).div(23, rounding_mode="floor") + torch.tensor([[0], [seq]])
+    same = documents[:, None, :, None] == documents[:, None, None, :]
+    per_head = torch.rand(2, 4, seq, seq) < 0.5
+    per_head |= torch.eye(seq, dtype=torch.bool)
+    return {
+        "window": (window[None, None], True),
+        "documents": (same & window.tril(), False),
+        "documents_and_causal": (same, True),
+        "per_head": (per_head, False),
+        "everything": (torch.ones(seq, seq, dtype=torch.bool), False),
+    }
+
+
+@pytest.mark.parametrize("groups", [4, 2])
+@pytest.mark.parametrize("name", masks(2))
+def test_masks(name: str, groups: int) -> None:
+    tensors = inputs(130, 4, groups)
+    mask, causal = masks(130)[name]
+    fast = results(cpu_attention.attention, tensors, mask=mask, causal=causal)
+    for got, want in zip(fast, results(ref.attention, tensors, mask=mask, causal=causal), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-12)
+
+
+def test_bf16_error_is_that_of_the_formula_in_bf16() -> None:
+    exact = results(ref.attention, [t.bfloat16().double().requires_grad_() for t in inputs(300, 4, 2)])
+    half = [t.detach().bfloat16().requires_grad_() for t in inputs(300, 4, 2)]
+    pairs = zip(results(cpu_attention.attention, half), results(ref.attention, half), exact, strict=True)
+    for got, formula, want in pairs:
+        error, allowed = ((t.double() - want).norm() / want.norm() for t in (got, formula))
+        assert error <= 1.2 * allowed
+
+
+@pytest.mark.parametrize("dropout_p", [0.3, 1.0])
+def test_gradients_under_dropout(dropout_p: float) -> None:
+    def fixed(*tensors: Tensor) -> Tensor:
+        torch.manual_seed(0)  # the same elements fall in every evaluation
+        return cpu_attention.attention(*tensors, mask=None, causal=True, scale=0.4, dropout_p=dropout_p)
+
+    assert torch.autograd.gradcheck(fixed, inputs(5, 2, 1))
+
+
+def test_dropout_scales_what_is_left() -> None:
+    tensors = inputs(200, 4, 4)
+    kept = cpu_attention.attention(*tensors, mask=None, causal=True, scale=0.4)
+    dropped = [
+        cpu_attention.attention(*tensors, mask=None, causal=True, scale=0.4, dropout_p=0.25).detach()
+        for _ in range(200)
+    ]
+    error = (torch.stack(dropped).mean(0) - kept).norm() / kept.norm()
+    assert error < 0.1
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "dtype"),
+    [(513, 513, torch.float32), (3, 9, torch.float32), (1, 1, torch.float32), (8, 8, torch.float16)],
+)
+def test_other_shapes_are_left_to_torch(
+    queries: int, keys: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+
+    def spy(*tensors: Tensor, **options: Any) -> Tensor:
+        calls.append(options)
+        return tensors[0]
+
+    monkeypatch.setattr(builtin, "sdpa", spy)
+    query, key = torch.zeros(1, 2, queries, 4, dtype=dtype), torch.zeros(1, 2, keys, 4, dtype=dtype)
+    cpu_attention.attention(query, key, key, mask=None, causal=True, scale=1.0)
+    assert len(calls) == 1
