@@ -35,9 +35,8 @@ def find_candidates(
         return Candidates(())
     if not directory.is_dir():
         what = "is not a directory" if directory.exists() else "does not exist"
-        raise ConfigError(
-            f"--load {directory}: {what}; give a directory with checkpoints, or the same as --save for a fresh start"
-        )
+        fresh = "" if save_dir is None else ", or the same as --save for a fresh start"
+        raise ConfigError(f"--load {directory}: {what}; give a directory with checkpoints{fresh}")
     if step is not None:
         return Candidates((_explicit(directory, step),))
     tracker = paths.read_tracker(directory)
