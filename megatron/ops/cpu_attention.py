@@ -118,7 +118,7 @@ class _BlockedAttention(torch.autograd.Function):
             dropped = probabilities
             grad_probabilities = torch.bmm(upstream, value[:, :keys].transpose(1, 2))
             if kept is not None:
-                factor = kept * (1.0 / (1.0 - ctx.dropout_p) if ctx.dropout_p < 1.0 else 0.0)
+                factor = kept.to(probabilities.dtype) * (1.0 / (1.0 - ctx.dropout_p) if ctx.dropout_p < 1.0 else 0.0)
                 dropped, grad_probabilities = probabilities * factor, grad_probabilities * factor
             grad_value[:, :keys] += torch.bmm(dropped.transpose(1, 2), upstream)
             grad_scores = torch._softmax_backward_data(grad_probabilities, probabilities, -1, probabilities.dtype)

@@ -74,6 +74,19 @@ def test_gradients_under_dropout(dropout_p: float) -> None:
     assert torch.autograd.gradcheck(fixed, inputs(5, 2, 1))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_backward_drops_what_forward_dropped(dtype: torch.dtype) -> None:
+    """The output is linear in the values, so <values, their gradient> = <output, its gradient> in every dtype."""
+    tensors = inputs(130, 4, 2, dtype)
+    out = cpu_attention.attention(*tensors, mask=None, causal=True, scale=0.4, dropout_p=0.3)
+    upstream = torch.randn_like(out)
+    grads = torch.autograd.grad(out, tensors, upstream)
+    assert all(grad.dtype == dtype for grad in grads)
+    left, right = (tensors[2] * grads[2]).double().sum(), (out * upstream).double().sum()
+    scale = (out * upstream).double().norm()
+    assert abs(left - right) < {torch.bfloat16: 3e-1, torch.float32: 1e-4, torch.float64: 1e-11}[dtype] * scale
+
+
 def test_dropout_scales_what_is_left() -> None:
     tensors = inputs(200, 4, 4)
     kept = cpu_attention.attention(*tensors, mask=None, causal=True, scale=0.4)
