@@ -26,7 +26,9 @@ class CheckpointConfig:
         status="no-op",
         note="a --load without a checkpoint always stops the run, unless it is also --save",
     )
-    strict_load: bool = flag(True, "Load although tensors are missing (weights-only loads).", off="--no-strict-load")
+    strict_load: bool = flag(
+        False, "Refuse a damaged checkpoint or a lost tracker instead of falling back to the newest valid step."
+    )
     perform_initialization: bool = flag(
         True, "Do not draw initial weights (they are loaded from --load).", off="--no-initialization"
     )
