@@ -95,6 +95,10 @@ class GradBuffers:
     def parameter(self, name: str) -> nn.Parameter:
         return self._slot(name).parameter
 
+    def grad_dtype(self, name: str) -> torch.dtype:
+        """What the gradient is added up in."""
+        return self._dtype_for(self.parameter(name))
+
     def grad(self, name: str) -> torch.Tensor:
         """The gradient in its accumulation type: a view of the buffer, so writing to it changes the gradient."""
         slot = self._slot(name)

@@ -40,6 +40,12 @@ def resolve_device(setting: str = "auto", local_rank: int = 0) -> torch.device:
     return torch.device(device.type, index)
 
 
+def activate(device: torch.device) -> None:
+    """Makes `device` the one that a bare "cuda" (or "npu") means in this process."""
+    if device.type != "cpu":
+        torch.accelerator.set_device_index(device.index or 0)
+
+
 def resolve_backend(setting: str | None, device: torch.device) -> str:
     """`--distributed-backend`: what was asked for if it fits the device, else the device's own."""
     own = dist.get_default_backend_for_device(device) if device.type != "cpu" else "gloo"

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megatron.distributed.device import group_backend
+from megatron.distributed.device import activate, group_backend
 from megatron.errors import ConfigError, PeerLostError
 
 
@@ -54,7 +54,7 @@ class LaunchInfo:
         env = os.environ if env is None else env
         if "RANK" in env or "WORLD_SIZE" in env:
             info = _from_torch(env, local_rank)
-        elif int(env.get("SLURM_STEP_NUM_TASKS", "1")) > 1:  # set by srun only, not in the batch script
+        elif _number(env, "SLURM_STEP_NUM_TASKS", 1) > 1:  # set by srun only, not in the batch script
             info = _from_slurm(env)
         else:
             info = LaunchInfo(local_rank=local_rank or 0, parent=os.getppid())
@@ -165,14 +165,15 @@ def usable_cores() -> int:
 
 
 def init_process_group(info: LaunchInfo, backend: str, timeout: timedelta, device: torch.device | None = None) -> None:
-    """Joins the ranks of this attempt. One process alone needs no group, and gets none.
+    """Makes `device` the current one and joins the ranks of this attempt. One process alone needs no group.
 
     Each restart has a part of the store to itself: keys that a killed attempt left behind make the next one connect
     to processes that are gone.
     """
+    device = device or torch.device("cpu")
+    activate(device)
     if info.world_size == 1:
         return
-    device = device or torch.device("cpu")
     if info.single_node and sys.platform == "linux":
         # All ranks are on this machine: the loopback needs no host name and no firewall, and nobody else can connect.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -202,11 +203,11 @@ def _rendezvous_error(info: LaunchInfo, address: str, host_here: bool, error: Ex
     )
 
 
-def shutdown(*, barrier: bool = True, timeout: timedelta = timedelta(seconds=30)) -> None:
+def shutdown(*, barrier: bool = True, timeout: timedelta = timedelta(minutes=10)) -> None:
     """Leaves the process group. Without this a finished job can end in SIGABRT and be counted as failed.
 
-    The ranks wait for each other, but not for ever. After an error on this rank pass `barrier=False`: the others
-    will not come.
+    The ranks wait for each other (one may still be uploading logs), but not for ever. After an error on this rank
+    pass `barrier=False`: the others will not come.
     """
     if not dist.is_initialized():
         return

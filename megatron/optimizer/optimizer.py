@@ -76,6 +76,9 @@ class Optimizer:
         self._split_over = dict(split_over or {})
         masters = {name: _master(grads.parameter(name)) for name in grads.names}
         self._halves = [name for name, master in masters.items() if master is not grads.parameter(name)]
+        for name, master in masters.items():
+            dtype = grads.grad_dtype(name)
+            assert dtype == master.dtype, f"the gradient of {name} is {dtype}, its master {master.dtype}"
         device = next((master.device for master in masters.values()), torch.device("cpu"))
         self._update_rule = build_rule(config, device)
         self._slots: dict[str, Slot] = {name: self._update_rule.slot(master) for name, master in masters.items()}

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.distributed import collectives
+from megatron.distributed import collectives, launch
 from megatron.distributed.state import ParallelState
+from megatron.errors import PeerLostError
 from megatron.layout import Layout
 from tests.helpers.distributed import RankFailed, run_ranks
 
@@ -100,6 +101,38 @@ def waits_for_nobody(rank: int) -> float:
 
 def test_groups_keep_the_timeout_they_were_built_with() -> None:
     assert 0.5 < run_ranks(4, waits_for_nobody)[0] < 10
+
+
+def leaves_too_early(rank: int) -> str:
+    """Rank 0 does not come to the end."""
+    begin, said = time.monotonic(), "left"
+    if rank == 0:
+        time.sleep(2)
+        launch.shutdown(barrier=False)
+    else:
+        with pytest.raises(PeerLostError) as error:
+            launch.shutdown(timeout=timedelta(seconds=1))
+        said = str(error.value)
+    assert not torch.distributed.is_initialized() and time.monotonic() - begin < 10
+    return said
+
+
+def test_shutdown_waits_in_bound() -> None:
+    zero, one = run_ranks(2, leaves_too_early)
+    assert zero == "left" and "rank 1 waited 1 s for the others" in one
+
+
+def leaves(rank: int) -> bool:
+    state = ParallelState.build(Layout(2), rank)
+    launch.shutdown()
+    launch.shutdown()  # a second time is nothing
+    with pytest.raises(RuntimeError, match="was destroyed"):
+        collectives.barrier(state.dp)
+    return True
+
+
+def test_after_shutdown_an_axis_has_no_group() -> None:
+    assert run_ranks(2, leaves) == [True, True]
 
 
 class TestHelper:

@@ -96,8 +96,9 @@ def _rank_main(
             "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout)
         )
         message = ("result", fn(rank, *args))
-        dist.barrier()
-        dist.destroy_process_group()
+        if dist.is_initialized():  # unless the test shut it down itself
+            dist.barrier()
+            dist.destroy_process_group()
     except BaseException:
         message = ("error", traceback.format_exc())
     buffer = io.BytesIO()

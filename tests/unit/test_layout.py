@@ -120,6 +120,7 @@ def test_refusals_name_the_flags_and_what_would_work(sizes: dict[str, int], word
         assert word in message, message
 
 
+@settings(deadline=None)
 @given(st.integers(1, 64), st.integers(1, 16), st.integers(1, 16), st.integers(1, 16), st.integers(1, 16))
 def test_a_layout_is_exact_or_refused(world: int, tp: int, cp: int, pp: int, ep: int) -> None:
     try:
@@ -143,6 +144,7 @@ def test_padded_vocab_of_gpt2(tp: int, rows: int) -> None:
     assert padded_vocab_size(50257, 128, tp) == rows
 
 
+@settings(deadline=None)
 @given(st.integers(1, 300_000), st.integers(1, 512), st.integers(1, 16))
 def test_padded_vocab_is_the_smallest_multiple(vocab: int, unit: int, tp: int) -> None:
     rows = padded_vocab_size(vocab, unit, tp)

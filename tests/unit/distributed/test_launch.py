@@ -94,6 +94,7 @@ def test_first_host(nodes: str, first: str) -> None:
         ({**TORCHRUN, "LOCAL_RANK": "4"}, None, ["LOCAL_RANK=4", "LOCAL_WORLD_SIZE=4"]),
         ({**TORCHRUN, "RANK": "x"}, None, ["RANK='x'", "whole number"]),
         (TORCHRUN, 0, ["--local-rank 0", "LOCAL_RANK=1"]),
+        ({"SLURM_STEP_NUM_TASKS": "many"}, None, ["SLURM_STEP_NUM_TASKS='many'"]),
         ({**SLURM, "SLURM_STEP_NODELIST": "["}, None, ["SLURM_STEP_NODELIST", "MASTER_ADDR"]),
     ],
 )
@@ -141,6 +142,14 @@ def test_one_process_has_no_group() -> None:
     launch.init_process_group(LaunchInfo(), "gloo", launch.timedelta(seconds=1))
     assert not torch.distributed.is_initialized()
     launch.shutdown()
+
+
+def test_the_accelerator_becomes_the_current_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: list[int] = []
+    monkeypatch.setattr(torch.accelerator, "set_device_index", chosen.append)
+    for name in ("cpu", "cuda:3"):
+        launch.init_process_group(LaunchInfo(), "gloo", launch.timedelta(seconds=1), torch.device(name))
+    assert chosen == [3]
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, kind: str | None, count: int = 2) -> None:
