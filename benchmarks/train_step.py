@@ -107,9 +107,10 @@ def transformers_step(shape: Shape, dtype: torch.dtype, tokens: Tensor, labels: 
         embd_pdrop=0.0,
         attn_pdrop=0.0,
         use_cache=False,
-        attn_implementation="sdpa",
+        **{"attn_implementation": "sdpa"},
     )
-    model = GPT2LMHeadModel(config).to(dtype).train()
+    model: nn.Module = GPT2LMHeadModel(config)
+    model.to(dtype=dtype).train()
     return peer_step(model, lambda model: model(input_ids=tokens, labels=labels).loss)
 
 
