@@ -129,22 +129,21 @@ _FLAGS = {
     "wd_incr_steps": "length of the weight decay ramp in samples (the length of training)",
 }
 
-_UNUSED_UNLESS = {
-    "wsd_decay_steps": ("lr_decay_style", "WSD"),
-    "lr_wsd_decay_style": ("lr_decay_style", "WSD"),
-}
+def _played_no_part(name: str, curves: Curves) -> bool:
+    """Whether the curves are the same functions whatever `name` is."""
+    if name in ("wsd_decay_steps", "lr_wsd_decay_style"):
+        return curves.lr_decay_style != "WSD"
+    if name in ("min_lr", "lr_decay_steps"):
+        return curves.lr_decay_style == "constant"
+    return name == "wd_incr_steps" and curves.wd_incr_style == "constant"
 
 
 def _refuse_differences(curves: Curves, saved: dict[str, Any]) -> None:
     differences = []
     for name, value in saved.items():
         here = getattr(curves, name)
-        switch = _UNUSED_UNLESS.get(name)
-        if (switch and getattr(curves, switch[0]) != switch[1]) or here == value:
-            continue
-        if name == "wd_incr_steps" and curves.wd_incr_style == "constant":
-            continue
-        differences.append(f"{_FLAGS[name]} is {here} here and {value} in the checkpoint")
+        if here != value and not _played_no_part(name, curves):
+            differences.append(f"{_FLAGS[name]} is {here} here and {value} in the checkpoint")
     if differences:
         raise ConfigError(
             f"the schedule differs from the checkpoint's: {'; '.join(differences)}. Give "

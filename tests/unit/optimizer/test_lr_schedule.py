@@ -201,6 +201,13 @@ def test_settings_that_play_no_part_may_differ() -> None:
     assert build(lr_wsd_decay_style="linear").load_state({**state, "wd_incr_steps": 5}) == 8
 
 
+def test_a_constant_rate_may_be_trained_on_for_longer() -> None:
+    state = build(lr_decay_style="constant", lr_decay_iters=10).state(8)
+    assert build(lr_decay_style="constant", lr_decay_iters=20).load_state(state) == 8
+    with pytest.raises(ConfigError, match="--lr-decay-style"):
+        build(lr_decay_style="cosine", lr_decay_iters=10).load_state(state)
+
+
 def test_override_takes_what_is_given_here() -> None:
     schedule = build(lr=2e-3, override_opt_param_scheduler=True)
     assert schedule.load_state(build().state(48)) == 48
