@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -97,18 +98,17 @@ def transformers_step(shape: Shape, dtype: torch.dtype, tokens: Tensor, labels: 
         from transformers import GPT2Config, GPT2LMHeadModel
     except ImportError:
         return None
-    config = GPT2Config(
-        n_layer=shape.layers,
-        n_embd=shape.hidden,
-        n_head=shape.heads,
-        n_positions=shape.seq,
-        vocab_size=shape.vocab,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-        use_cache=False,
-        **{"attn_implementation": "sdpa"},
-    )
+    settings: dict[str, Any] = {
+        "n_layer": shape.layers,
+        "n_embd": shape.hidden,
+        "n_head": shape.heads,
+        "n_positions": shape.seq,
+        "vocab_size": shape.vocab,
+        "use_cache": False,
+        "attn_implementation": "sdpa",
+    }
+    settings |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    config = GPT2Config(**settings)
     model: nn.Module = GPT2LMHeadModel(config)
     model.to(dtype=dtype).train()
     return peer_step(model, lambda model: model(input_ids=tokens, labels=labels).loss)
