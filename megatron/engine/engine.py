@@ -15,14 +15,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron.data_parallel import GradBuffers
-from megatron.distributed.collectives import all_reduce
+from megatron.data_parallel import GradBuffers, broadcast_parameters
+from megatron.distributed.collectives import all_gather_object, all_reduce
 from megatron.distributed.state import ParallelState
 from megatron.errors import DataError, NonFiniteError
-from megatron.optimizer import Optimizer
+from megatron.optimizer import DynamicLossScaler, Optimizer
 from megatron.utils.timers import Timers
 
 Batch = Mapping[str, Any]
+
+_FORGIVEN_OVERFLOWS = 2
+"""In a row at the lowest loss scale there is: with more, no scale will help."""
 
 # (model, batch) -> (sum of the losses over the counted tokens, number of counted tokens); both are 0-d tensors.
 ForwardStep = Callable[[nn.Module, Batch], tuple[Tensor, Tensor]]
@@ -51,79 +54,13 @@ class EvaluationResult:
     counted_tokens: int
 
 
-class Engine:
-    """`train_step` is the whole of training; everything around it (data, schedule, files) is the trainer's."""
+class Evaluation:
+    """A model and what is computed of a batch of it, without gradients: all that an evaluation needs."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        forward_step: ForwardStep,
-        grads: GradBuffers,
-        optimizer: Optimizer,
-        parallel: ParallelState,
-        *,
-        device: torch.device,
-        stop_on_nonfinite: bool = True,
-        timers: Timers | None = None,
+        self, model: nn.Module, forward_step: ForwardStep, parallel: ParallelState, *, device: torch.device
     ) -> None:
-        self.model = model
-        self.forward_step = forward_step
-        self.grads = grads
-        self.optimizer = optimizer
-        self.parallel = parallel
-        self.device = device
-        self.stop_on_nonfinite = stop_on_nonfinite
-        self.timers = timers or Timers()
-
-    def train_step(
-        self,
-        micro_batches: Sequence[Batch],
-        *,
-        batch_size: int,
-        tokens_per_sample: int,
-        lr: float,
-        weight_decay: float,
-        count_zeros: bool = False,
-    ) -> StepResult:
-        """Forward and backward over this rank's micro-batches of one global batch, reduction, update."""
-        expected_tokens = batch_size * tokens_per_sample
-        loss_scale = self.optimizer.loss_scale
-        with self.timers("forward-backward"):
-            totals = self._forward_backward(micro_batches, loss_scale / expected_tokens)
-        with self.timers("all-grads-sync"):
-            self.grads.reduce()
-            loss, counted = self._global_mean(totals)
-        if self.stop_on_nonfinite and not math.isfinite(loss):
-            self._stop("the loss")
-        with self.timers("optimizer"):
-            zeros = self.optimizer.count_zeros() if count_zeros else None
-            update = self.optimizer.step(lr, weight_decay, loss_scale * counted / expected_tokens)
-        if update.skipped and self.stop_on_nonfinite:
-            self._stop("a gradient")
-        return StepResult(
-            lm_loss=loss,
-            counted_tokens=counted,
-            batch_size=batch_size,
-            learning_rate=lr,
-            weight_decay=weight_decay,
-            loss_scale=loss_scale,
-            grad_norm=update.grad_norm,
-            skipped=update.skipped,
-            num_zeros=zeros,
-        )
-
-    def _forward_backward(self, micro_batches: Sequence[Batch], factor: float) -> Tensor:
-        """Gradients of the summed loss times `factor`; returns this rank's summed loss and counted tokens."""
-        self.model.train()
-        self.grads.zero()
-        totals = torch.zeros(2, dtype=torch.float64, device=self.device)
-        for index, batch in enumerate(micro_batches):
-            if index == len(micro_batches) - 1:
-                self.grads.arm()
-            loss_sum, count = self.forward_step(self.model, self._to_device(batch))
-            (loss_sum * factor).backward()
-            totals += torch.stack([loss_sum.detach().double(), count.detach().double()])
-        return totals
+        self.model, self.forward_step, self.parallel, self.device = model, forward_step, parallel, device
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch]) -> EvaluationResult:
@@ -132,11 +69,14 @@ class Engine:
         self.model.eval()  # no dropout: no random number is drawn
         totals = torch.zeros(2, dtype=torch.float64, device=self.device)
         for batch in batches:
-            loss_sum, count = self.forward_step(self.model, self._to_device(batch))
-            totals += torch.stack([loss_sum.double(), count.double()])
+            totals += torch.stack([part.double() for part in self._forward(batch)])
         self.model.train(was_training)
         loss, counted = self._global_mean(totals)
         return EvaluationResult(loss, counted)
+
+    def _forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        loss_sum, count = self.forward_step(self.model, self._to_device(batch))
+        return loss_sum, torch.as_tensor(count, device=self.device)
 
     def _global_mean(self, totals: Tensor) -> tuple[float, int]:
         all_reduce(totals, self.parallel.dp)
@@ -154,10 +94,124 @@ class Engine:
             for key, value in batch.items()
         }
 
-    def _stop(self, what: str) -> None:
-        names = self.optimizer.find_nonfinite()
-        where = f"; first in: {', '.join(names[:4])}" if names else ""
-        raise NonFiniteError(
-            f"{what} is not finite{where}. The update was not made. Resume from the last checkpoint, lower --lr, or "
-            "use --no-check-for-nan-in-loss-and-grad to skip such steps"
+
+class Engine(Evaluation):
+    """`train_step` is the whole of training; everything around it (data, schedule, files) is the trainer's."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        forward_step: ForwardStep,
+        grads: GradBuffers,
+        optimizer: Optimizer,
+        parallel: ParallelState,
+        *,
+        device: torch.device,
+        stop_on_nonfinite: bool = True,
+        buffers: Mapping[str, Tensor] | None = None,
+        timers: Timers | None = None,
+    ) -> None:
+        """`buffers`: the state that the model itself changes in a step, such as running means."""
+        super().__init__(model, forward_step, parallel, device=device)
+        self.grads = grads
+        self.optimizer = optimizer
+        self.stop_on_nonfinite = stop_on_nonfinite
+        self.buffers = dict(buffers or {})
+        self.timers = timers or Timers()
+
+    def train_step(
+        self,
+        micro_batches: Sequence[Batch],
+        *,
+        batch_size: int,
+        tokens_per_sample: int,
+        lr: float,
+        weight_decay: float,
+        count_zeros: bool = False,
+    ) -> StepResult:
+        """Forward and backward over this rank's micro-batches of one global batch, reduction, update."""
+        expected_tokens = batch_size * tokens_per_sample
+        loss_scale = self.optimizer.loss_scale
+        with self.timers("forward-backward"):
+            losses, totals = self._forward_backward(micro_batches, loss_scale / expected_tokens)
+        with self.timers("all-grads-sync"):
+            self.grads.reduce()
+            loss, counted = self._global_mean(totals)
+        if not math.isfinite(loss) and self._bad_numbers_stop:
+            raise self._nonfinite(f"the loss is {loss}", self._bad_samples(micro_batches, losses))
+        with self.timers("optimizer"):
+            zeros = self.optimizer.count_zeros() if count_zeros else None
+            update = self.optimizer.step(lr, weight_decay, loss_scale * counted / expected_tokens)
+        if update.skipped:
+            self._check_skipped(loss_scale, update.skipped_in_a_row)
+        # Every rank saw other samples; the first rank's account of them is everybody's, and the checkpoint's.
+        broadcast_parameters(self.buffers.items(), self.parallel.dp)
+        return StepResult(
+            lm_loss=loss,
+            counted_tokens=counted,
+            batch_size=batch_size,
+            learning_rate=lr,
+            weight_decay=weight_decay,
+            loss_scale=loss_scale,
+            grad_norm=update.grad_norm,
+            skipped=update.skipped,
+            num_zeros=zeros,
+        )
+
+    def _forward_backward(self, micro_batches: Sequence[Batch], factor: float) -> tuple[list[Tensor], Tensor]:
+        """Gradients of the summed loss times `factor`; returns the micro-batches' summed losses, and this rank's sum
+        of them with its counted tokens."""
+        self.model.train()
+        self.grads.zero()
+        losses: list[Tensor] = []
+        totals = torch.zeros(2, dtype=torch.float64, device=self.device)
+        for index, batch in enumerate(micro_batches):
+            if index == len(micro_batches) - 1:
+                self.grads.arm()
+            loss_sum, count = self._forward(batch)
+            (loss_sum * factor).backward()
+            losses.append(loss_sum.detach())
+            totals += torch.stack([losses[-1].double(), count.detach().double()])
+        return losses, totals
+
+    # numbers that go bad
+
+    @property
+    def _bad_numbers_stop(self) -> bool:
+        """A dynamic loss scale looks for its place by overflowing, so there they are no error yet."""
+        return self.stop_on_nonfinite and self.optimizer.static_scale
+
+    def _check_skipped(self, loss_scale: float, in_a_row: int) -> None:
+        if self._bad_numbers_stop:
+            raise self._nonfinite("a gradient is not finite")
+        scaler = self.optimizer.scaler
+        at_the_bottom = isinstance(scaler, DynamicLossScaler) and loss_scale <= scaler.min_scale
+        if self.stop_on_nonfinite and at_the_bottom and in_a_row > _FORGIVEN_OVERFLOWS:
+            raise self._nonfinite(
+                f"a gradient overflows even at the loss scale {loss_scale:g}, {in_a_row} steps in a row"
+            )
+
+    def _bad_samples(self, micro_batches: Sequence[Batch], losses: Sequence[Tensor]) -> str:
+        """On which ranks, and of which samples. Every rank calls it: the loss is everybody's."""
+        mine = [
+            number
+            for batch, loss in zip(micro_batches, losses, strict=True)
+            if not torch.isfinite(loss)
+            for number in torch.as_tensor(batch.get("sample_ids", ())).tolist()
+        ]
+        parts = [
+            f"rank {rank}: samples {', '.join(map(str, numbers[:8]))}{', ...' if len(numbers) > 8 else ''}"
+            for rank, numbers in enumerate(all_gather_object(mine, self.parallel.world))
+            if numbers
+        ]
+        return f" ({'; '.join(parts)})" if parts else ""
+
+    def _nonfinite(self, what: str, where: str = "") -> NonFiniteError:
+        weights = [name for name, p in self.model.named_parameters() if not torch.isfinite(p).all()]
+        names = weights or self.optimizer.find_nonfinite()
+        kind = "parameters" if weights else "gradients"
+        first = f"; not finite, first in the {kind}: {', '.join(names[:4])}" if names else ""
+        return NonFiniteError(
+            f"{what}{where}{first}. The update was not made. Resume from the last checkpoint, lower --lr, or use "
+            "--no-check-for-nan-in-loss-and-grad to skip such steps"
         )

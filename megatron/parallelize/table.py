@@ -11,10 +11,11 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from torch import nn
+from torch import Tensor, nn
 
 from megatron.config import ModelConfig
 from megatron.distributed.shard import ShardSpec
+from megatron.errors import ConfigError
 
 LAYER = r"layers\.\d+\."
 
@@ -110,8 +111,24 @@ def gpt_specs(model: nn.Module, config: ModelConfig, vocab_size: int) -> dict[st
 
 
 def foreign_specs(model: nn.Module) -> Mapping[str, ShardSpec]:
-    """For a model that is not ours: each parameter is whole, and means what its shape says."""
-    return {name: ShardSpec(name=name, logical_shape=tuple(p.shape)) for name, p in model.named_parameters()}
+    """For a model that is not ours: each tensor of its state is whole, and means what its shape says."""
+    tensors = {**dict(model.named_parameters()), **persistent_buffers(model)}
+    return {name: ShardSpec(name=name, logical_shape=tuple(tensor.shape)) for name, tensor in tensors.items()}
+
+
+def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """The buffers that belong to a model's state, such as running means; our own GPT has none.
+
+    State that is no tensor would be left out of a checkpoint, so a model that has some is refused.
+    """
+    state = model.state_dict(keep_vars=True)
+    foreign = [name for name, value in state.items() if not isinstance(value, Tensor)]
+    if foreign:
+        raise ConfigError(
+            f"the model keeps state that is no tensor ({', '.join(foreign)}), which a checkpoint cannot hold; "
+            "register it as a buffer instead of using get_extra_state"
+        )
+    return {name: buffer for name, buffer in model.named_buffers() if name in state}
 
 
 def _known(value: int | None) -> int:

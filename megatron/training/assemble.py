@@ -2,112 +2,143 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
-from types import TracebackType
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
 from torch import nn
 
-from megatron.checkpoint.state import RunHistory
+from megatron.checkpoint import RunHistory
 from megatron.config import to_dict
 from megatron.data.build import Datasets
-from megatron.data.loader import build_loader
-from megatron.data.masks import MaskConfig
 from megatron.data.splits import sample_counts
 from megatron.data_parallel import GradBuffers, broadcast_parameters
 from megatron.distributed.shard import ShardSpec
-from megatron.engine import Batch, Engine, ForwardStep
-from megatron.errors import ConfigError, DataError
+from megatron.engine import Engine, Evaluation, ForwardStep
+from megatron.errors import ConfigError
 from megatron.model.flops import flops_per_token, peak_flops
 from megatron.model.gpt import GPT
-from megatron.optimizer import build_optimizer, build_schedule
-from megatron.parallelize import foreign_specs, gpt_specs, initialise_gpt
+from megatron.optimizer import Schedule, build_optimizer, build_schedule
+from megatron.parallelize import foreign_specs, gpt_specs, initialise_gpt, persistent_buffers
 from megatron.training.batch_plan import BatchPlan
+from megatron.training.batches import BatchMaker, Provided, as_datasets
 from megatron.training.checkpointing import RunCheckpoints
-from megatron.training.evaluate import BatchSource, SplitEvaluator
+from megatron.training.evaluate import SplitEvaluator
 from megatron.training.hooks import Hook, build_hooks
 from megatron.training.initialize import Run
+from megatron.training.origin import Origin, find_origin
 from megatron.training.progress import Progress
 from megatron.training.stopping import StopConditions
 from megatron.training.throughput import Throughput
 from megatron.training.trainer import Trainer
 from megatron.utils.device import device_name
 
+NumSamples = tuple[int, int | None, int]
+"""Wanted of train, valid and test; None is the whole split once."""
+
 
 @dataclass
 class Parts:
     """What one run is made of; leaving the `with` block releases files and handlers."""
 
-    trainer: Trainer
+    engine: Evaluation
     evaluator: SplitEvaluator
     progress: Progress
-    engine: Engine
-    closers: list[Callable[[], object]] = field(default_factory=list)
+    checkpoints: RunCheckpoints
+    closing: ExitStack
+    fitting: Trainer | None = None  # None under --skip-train
+
+    @property
+    def trainer(self) -> Trainer:
+        assert self.fitting is not None, "--skip-train: nothing is trained"
+        return self.fitting
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
-        for closer in reversed(self.closers):
-            closer()
+    def __exit__(self, *_: object) -> None:
+        self.closing.close()
+
+
+@dataclass(frozen=True)
+class Data:
+    """The three sets, how they become batches, and what a checkpoint remembers of them."""
+
+    datasets: Datasets
+    batches: BatchMaker
+    remembered: Mapping[str, Any]
 
 
 def assemble(
     run: Run,
-    datasets_provider: Callable[[Run, tuple[int, int | None, int]], Datasets],
+    datasets_provider: Callable[[Run, NumSamples], Provided],
     model_provider: Callable[[Run], nn.Module],
     forward_step: ForwardStep,
+    history: RunHistory | None = None,
 ) -> Parts:
+    """`history` is what the run holds and remembers of its directories; without one it begins here."""
     config, plan = run.config, BatchPlan(run.config, run.parallel.dp.size)
-    datasets = datasets_provider(run, _samples_wanted(run, plan))
+    with ExitStack() as closing:
+        if history is None:
+            history = RunHistory(run.run_id)
+            closing.callback(history.close)
+        origin = find_origin(run, history)
+        data = build_data(run, plan, origin, datasets_provider)
+        model, specs = build_model(run, model_provider)
+        engine, schedule = _build_engine(run, plan, model, forward_step)
+        progress = Progress()
+        optimizer = engine.optimizer if isinstance(engine, Engine) else None
+        checkpoints = RunCheckpoints(run, model, specs, optimizer, schedule, data.remembered, history)
+        if config.checkpoint.load:
+            checkpoints.load(progress, origin)
+        hooks = build_hooks(
+            config, to_dict(config), rank=run.launch.rank, world_size=run.launch.world_size, device=run.device
+        )
+        for hook in hooks:
+            closing.callback(hook.on_end)
+        parts = Parts(engine, _evaluator(run, plan, engine, data, hooks), progress, checkpoints, closing)
+        if isinstance(engine, Engine) and schedule is not None:
+            parts.fitting = _trainer(run, plan, engine, schedule, data, parts, hooks)
+            closing.callback(parts.fitting.stop.close)
+        parts.closing = closing.pop_all()
+        return parts
+
+
+def build_data(
+    run: Run, plan: BatchPlan, origin: Origin, datasets_provider: Callable[[Run, NumSamples], Provided]
+) -> Data:
+    """The datasets as the run before had them, if there was one."""
+    training = not run.config.training.skip_train
+    if training:
+        origin.check_settings(run.config)
+    wanted = _samples_wanted(run, plan, origin)
+    datasets = as_datasets(datasets_provider(run, wanted))
     for text in (datasets.table, *datasets.notes):
-        run.log.info(text)
-    model, specs = build_model(run, model_provider)
-    grads = GradBuffers(model.named_parameters(), run.parallel.dp, overlap=config.parallel.overlap_grad_reduce)
-    optimizer = build_optimizer(grads, config.optimizer, config.precision)
-    schedule = build_schedule(
-        config.schedule,
-        config.optimizer,
+        if text:
+            run.log.info(text)
+    if training:
+        origin.check_content(datasets.fingerprint)
+        if warning := origin.order_warning(wanted[0]):
+            run.log.warn(warning)
+    batches = BatchMaker(run, plan.final_batch_size)
+    if run.config.evaluation.eval_iters:
+        batches.check_evaluation(datasets.valid, "validation")
+        batches.check_evaluation(datasets.test, "test")
+    return Data(datasets, batches, {"fingerprint": datasets.fingerprint, "train_samples": wanted[0]})
+
+
+def _samples_wanted(run: Run, plan: BatchPlan, origin: Origin) -> NumSamples:
+    evaluation = run.config.evaluation
+    train, valid, test = sample_counts(
+        train_iters=plan.total_iterations,
+        train_samples=0 if run.config.training.skip_train else origin.train_samples(plan),
+        eval_interval=evaluation.eval_interval,
+        eval_iters=evaluation.eval_iters,
         global_batch_size=plan.final_batch_size,
-        train_iters=config.training.train_iters,
-        train_samples=config.training.train_samples,
     )
-    engine = Engine(
-        model,
-        forward_step,
-        grads,
-        optimizer,
-        run.parallel,
-        device=run.device,
-        stop_on_nonfinite=config.training.check_for_nan_in_loss_and_grad and not config.precision.fp16,
-    )
-    progress, history = Progress(), RunHistory(run.run_id)
-    checkpoints = RunCheckpoints(run, model, specs, optimizer, schedule, {"fingerprint": datasets.fingerprint}, history)
-    if config.checkpoint.load:
-        checkpoints.load(progress)
-    hooks = build_hooks(
-        config, to_dict(config), rank=run.launch.rank, world_size=run.launch.world_size, device=run.device
-    )
-    evaluator = _evaluator(run, plan, engine, datasets, hooks)
-    stop = StopConditions(config.training, run.parallel.world, run.device)
-    trainer = Trainer(
-        config,
-        engine,
-        schedule,
-        plan,
-        _train_batches(run, datasets, progress),
-        progress=progress,
-        throughput=_throughput(run, model),
-        evaluator=evaluator,
-        saver=checkpoints if config.checkpoint.save else None,
-        stop=stop,
-        hooks=hooks,
-        log=run.log,
-    )
-    closers: list[Callable[[], object]] = [history.close, stop.close, *(hook.on_end for hook in hooks)]
-    return Parts(trainer, evaluator, progress, engine, closers)
+    return train, None if evaluation.full_validation and valid else valid, test
 
 
 def build_model(run: Run, model_provider: Callable[[Run], nn.Module]) -> tuple[nn.Module, Mapping[str, ShardSpec]]:
@@ -138,62 +169,61 @@ def _in_dtype_and_device(run: Run, model_provider: Callable[[Run], nn.Module]) -
         torch.set_default_dtype(previous)
 
 
-def _samples_wanted(run: Run, plan: BatchPlan) -> tuple[int, int | None, int]:
-    """Of train, valid and test; None is the whole split once."""
-    evaluation = run.config.evaluation
-    train, valid, test = sample_counts(
-        train_iters=plan.total_iterations,
-        train_samples=plan.train_samples,
-        eval_interval=evaluation.eval_interval,
-        eval_iters=evaluation.eval_iters,
-        global_batch_size=plan.final_batch_size,
-    )
-    return train, None if evaluation.full_validation and valid else valid, test
-
-
-def _batches(run: Run, dataset: Any, consumed: int, *, order: str = "single") -> Iterator[Batch]:
-    """This rank's micro-batches of `dataset` from sample `consumed` on."""
+def _build_engine(
+    run: Run, plan: BatchPlan, model: nn.Module, forward_step: ForwardStep
+) -> tuple[Evaluation, Schedule | None]:
+    """An evaluation needs no gradients, no optimizer and no schedule, and under --skip-train has none."""
     config = run.config
-    return iter(
-        build_loader(
-            dataset,
-            consumed_samples=consumed,
-            micro_batch_size=config.training.micro_batch_size,
-            dp_rank=run.parallel.dp.rank,
-            dp_size=run.parallel.dp.size,
-            num_workers=config.data.num_workers,
-            masks=MaskConfig(
-                eod_id=run.eod_id,
-                reset_position_ids=config.data.reset_position_ids,
-                reset_attention_mask=config.data.reset_attention_mask,
-                eod_mask_loss=config.data.eod_mask_loss,
-            ),
-            vocab_size=run.vocab_size,
-            dataloader_type=order,
-            pin_memory=run.device.type == "cuda",
-        )
+    if config.training.skip_train:
+        return Evaluation(model, forward_step, run.parallel, device=run.device), None
+    grads = GradBuffers(model.named_parameters(), run.parallel.dp, overlap=config.parallel.overlap_grad_reduce)
+    schedule = build_schedule(
+        config.schedule,
+        config.optimizer,
+        global_batch_size=plan.final_batch_size,
+        train_iters=config.training.train_iters,
+        train_samples=config.training.train_samples,
+    )
+    engine = Engine(
+        model,
+        forward_step,
+        grads,
+        build_optimizer(grads, config.optimizer, config.precision),
+        run.parallel,
+        device=run.device,
+        stop_on_nonfinite=config.training.check_for_nan_in_loss_and_grad,
+        buffers=persistent_buffers(model),
+    )
+    return engine, schedule
+
+
+def _trainer(
+    run: Run, plan: BatchPlan, engine: Engine, schedule: Schedule, data: Data, parts: Parts, hooks: list[Hook]
+) -> Trainer:
+    progress = parts.progress
+    finished = plan.is_finished(progress.iteration, progress.consumed_train_samples)
+    return Trainer(
+        run.config,
+        engine,
+        schedule,
+        plan,
+        iter(()) if finished else data.batches.train(data.datasets.train, progress.consumed_train_samples),
+        progress=progress,
+        throughput=_throughput(run, engine.model),
+        evaluator=parts.evaluator,
+        saver=parts.checkpoints if run.config.checkpoint.save else None,
+        stop=StopConditions(run.config.training, run.parallel.world, run.device, run.started),
+        hooks=hooks,
+        log=run.log,
     )
 
 
-def _train_batches(run: Run, datasets: Datasets, progress: Progress) -> Iterator[Batch]:
-    if datasets.train is None:
-        if run.config.training.skip_train or not run.config.training.train_iters:
-            return iter(())
-        raise DataError(
-            f"--split {run.config.data.split}: no document is left for training; give it a share or more data"
-        )
-    order = run.config.data.dataloader_type
-    return _batches(run, datasets.train, progress.consumed_train_samples, order=order)
-
-
-def _evaluator(run: Run, plan: BatchPlan, engine: Engine, datasets: Datasets, hooks: list[Hook]) -> SplitEvaluator:
-    def source(dataset: Any) -> BatchSource | None:
-        return None if dataset is None else lambda consumed: _batches(run, dataset, consumed)
-
+def _evaluator(run: Run, plan: BatchPlan, engine: Evaluation, data: Data, hooks: list[Hook]) -> SplitEvaluator:
     return SplitEvaluator(
         engine,
-        valid=source(datasets.valid),
-        test=source(datasets.test),
+        data.batches,
+        valid=data.datasets.valid,
+        test=data.datasets.test,
         eval_iters=run.config.evaluation.eval_iters,
         full_validation=run.config.evaluation.full_validation,
         micro_batches=plan.micro_batches(plan.final_batch_size),

@@ -2,29 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice
+from typing import Any, Protocol
 
-from megatron.engine import Batch, Engine
+from megatron.engine import Batch, Evaluation
 from megatron.training.hooks import Hook
 from megatron.training.metrics import EvalRecord
 from megatron.training.progress import Progress
 from megatron.utils.log import RankLog
 
-# consumed samples -> this rank's micro-batches from there on; None when the split is empty.
-BatchSource = Callable[[int], Iterator[Batch]]
+
+class EvaluationBatches(Protocol):
+    """This rank's micro-batches of a dataset: from one of its samples on without end, or all of them once."""
+
+    def evaluation(self, dataset: Any, consumed: int) -> Iterator[Batch]: ...
+
+    def once(self, dataset: Any) -> Iterator[Batch]: ...
 
 
 class SplitEvaluator:
     """Every evaluation reads the next `eval_iters` global batches of the validation split, as Megatron does, or under
-    --full-validation all of it once (but for what does not fill a batch)."""
+    --full-validation all of it once. The test split is always read from its start. A split of None is empty."""
 
     def __init__(
         self,
-        engine: Engine,
+        engine: Evaluation,
+        batches: EvaluationBatches,
         *,
-        valid: BatchSource | None,
-        test: BatchSource | None,
+        valid: Any,
+        test: Any,
         eval_iters: int,
         full_validation: bool,
         micro_batches: int,
@@ -32,30 +39,28 @@ class SplitEvaluator:
         hooks: Sequence[Hook],
         log: RankLog,
     ) -> None:
-        self._engine = engine
-        self._sources = {"valid": valid, "test": test}
+        self._engine, self._batches = engine, batches
+        self._valid, self._test = valid, test
         self._eval_iters, self._micro_batches, self._global_batch_size = eval_iters, micro_batches, global_batch_size
         self._full_validation = full_validation
         self._hooks, self._log = hooks, log
-        self._valid_batches: Iterator[Batch] | None = None
+        self._valid_batches: Iterator[Batch] | None = None  # kept: the next evaluation goes on where this one ended
 
     def valid(self, progress: Progress, where: str) -> EvalRecord | None:
-        source = self._sources["valid"]
-        if self._eval_iters == 0 or source is None:
+        if self._eval_iters == 0 or self._valid is None:
             return None
         if self._full_validation:
-            return self._evaluate("valid", source(0), progress, where)
+            return self._evaluate("valid", self._batches.once(self._valid), progress, where)
         if self._valid_batches is None:
-            self._valid_batches = source(progress.consumed_valid_samples)
+            self._valid_batches = self._batches.evaluation(self._valid, progress.consumed_valid_samples)
         record = self._evaluate("valid", self._next_batches(self._valid_batches), progress, where)
         progress.consumed_valid_samples += self._eval_iters * self._global_batch_size
         return record
 
     def test(self, progress: Progress, where: str) -> EvalRecord | None:
-        source = self._sources["test"]
-        if self._eval_iters == 0 or source is None:
+        if self._eval_iters == 0 or self._test is None:
             return None
-        return self._evaluate("test", self._next_batches(source(0)), progress, where)
+        return self._evaluate("test", self._next_batches(self._batches.evaluation(self._test, 0)), progress, where)
 
     def _next_batches(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         return islice(batches, self._eval_iters * self._micro_batches)

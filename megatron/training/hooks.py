@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 
 from megatron.config import LoggingConfig, RunConfig
-from megatron.errors import ConfigError
+from megatron.errors import ConfigError, StorageError
 from megatron.training.metrics import EvalRecord, TrainRecord
 from megatron.utils.device import accelerator_memory, peak_resident_bytes
 
@@ -31,10 +33,10 @@ class MetricsFile(Hook):
     """One JSON object a line, floats with all their digits; appended to, so that a resumed run goes on in it."""
 
     def __init__(self, path: str) -> None:
-        target = Path(path)
+        self._path = Path(path)
         try:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            self._file: TextIO = target.open("a", encoding="utf-8")
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = self._path.open("ab", buffering=0)
         except OSError as error:
             raise ConfigError(
                 f"--metrics-jsonl {path}: cannot be written ({error.strerror}); name another file"
@@ -50,8 +52,19 @@ class MetricsFile(Hook):
         self._file.close()
 
     def _write(self, values: dict[str, Any]) -> None:
-        self._file.write(json.dumps(values) + "\n")
-        self._file.flush()
+        with writing("--metrics-jsonl", self._path):
+            self._file.write(f"{json.dumps(values)}\n".encode())
+
+
+@contextmanager
+def writing(flag: str, path: object) -> Iterator[None]:
+    """A disk that is full or gone ends the run with the name of what could not be written."""
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(
+            f"{flag} {path}: writing failed ({error.strerror}); make room there or name another"
+        ) from error
 
 
 class TensorBoard(Hook):
@@ -62,7 +75,13 @@ class TensorBoard(Hook):
 
         assert config.tensorboard_dir is not None
         self.config, self._world_size, self._device = config, world_size, device
-        self._writer = SummaryWriter(log_dir=config.tensorboard_dir, max_queue=config.tensorboard_queue_size)
+        try:
+            self._writer = SummaryWriter(log_dir=config.tensorboard_dir, max_queue=config.tensorboard_queue_size)
+        except OSError as error:
+            raise ConfigError(
+                f"--tensorboard-dir {config.tensorboard_dir}: cannot be written ({error.strerror}); "
+                "name another directory"
+            ) from None
 
     def on_step(self, record: TrainRecord, timers: dict[str, float]) -> None:
         config = self.config

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import time
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
@@ -33,16 +34,22 @@ class Run:
     dtype: torch.dtype
     parallel: ParallelState
     kernels: Kernels
-    tokenizer: Tokenizer | None  # None with --mock-data and no tokenizer
+    tokenizer: Tokenizer | None  # None with --mock-data or a script's own data, and no tokenizer
     log: RankLog
     run_id: str
+    started: float = field(default_factory=time.monotonic)
+
+    @property
+    def has_vocabulary(self) -> bool:
+        return self.tokenizer is not None or self.config.tokenizer.vocab_size is not None
 
     @property
     def vocab_size(self) -> int:
         """The true size; padding exists in memory only."""
         if self.tokenizer is not None:
             return self.tokenizer.vocab_size
-        assert self.config.tokenizer.vocab_size is not None
+        if self.config.tokenizer.vocab_size is None:
+            raise ConfigError("--vocab-size: not given, and there is no tokenizer; the model needs one of them")
         return self.config.tokenizer.vocab_size
 
     @property
@@ -59,12 +66,16 @@ class Run:
 
 
 def initialize(argv: Sequence[str] | None = None, *, needs_data: bool = True) -> Run:
-    """Everything up to a seeded process group. Usage errors come first, before any process waits for another."""
-    return start(read_settings(argv, needs_data=needs_data))
+    """Everything up to a seeded process group. Usage errors come first, before any process waits for another.
+
+    For scripts without the training loop. They leave with `megatron.distributed.launch.shutdown()`.
+    """
+    return start(read_settings(argv, needs_data=needs_data), needs_data=needs_data)
 
 
-def start(config: RunConfig) -> Run:
+def start(config: RunConfig, *, needs_data: bool = True) -> Run:
     """The run of these settings; its ranks are connected and its random streams seeded."""
+    started = time.monotonic()
     launch = LaunchInfo.detect(config.runtime.local_rank)
     check_world(config, launch.world_size)
     log = RankLog(launch.rank)
@@ -73,7 +84,7 @@ def start(config: RunConfig) -> Run:
     device = resolve_device(config.runtime.device, launch.local_rank)
     backend = resolve_backend(config.runtime.distributed_backend, device)
     kernels = resolve(config.kernels.spec, device.type, attention=config.kernels.attention)
-    tokenizer = tokenizer_of(config)
+    tokenizer = tokenizer_of(config, required=needs_data)
     layout = _layout(config, launch.world_size)
     _say_slow_choices(config, device, log)
     threads = pin_threads(launch)
@@ -100,6 +111,7 @@ def start(config: RunConfig) -> Run:
         tokenizer=tokenizer,
         log=log,
         run_id="dry-run" if config.runtime.dry_run else broadcast_object(uuid.uuid4().hex[:12], parallel.world),
+        started=started,
     )
 
 
@@ -123,7 +135,7 @@ def _layout(config: RunConfig, world_size: int) -> Layout:
     )
 
 
-def tokenizer_of(config: RunConfig) -> Tokenizer | None:
+def tokenizer_of(config: RunConfig, *, required: bool = True) -> Tokenizer | None:
     settings = config.tokenizer
     named = settings.tokenizer_type or settings.vocab_file or settings.tokenizer_model
     if named:
@@ -131,7 +143,7 @@ def tokenizer_of(config: RunConfig) -> Tokenizer | None:
         if settings.vocab_size is not None and settings.tokenizer_type != "NullTokenizer":
             _check_vocab_size(settings.vocab_size, tokenizer)
         return tokenizer
-    if config.data.mock_data and settings.vocab_size is not None:
+    if not required or (config.data.mock_data and settings.vocab_size is not None):
         return None
     raise ConfigError(
         "no tokenizer: give --vocab-file and --merge-file (or --tokenizer-type and --tokenizer-model); "

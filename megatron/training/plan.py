@@ -32,7 +32,11 @@ def render_plan(run: Run, model_provider: Callable[[Run], nn.Module]) -> str:
     )
     rows = [
         ("ranks", f"{run.launch.world_size} (data parallel {plan.dp})"),
-        ("vocabulary", f"{run.vocab_size}, padded to {run.padded_vocab_size} in memory"),
+        *(
+            [("vocabulary", f"{run.vocab_size}, padded to {run.padded_vocab_size} in memory")]
+            if run.has_vocabulary
+            else []
+        ),
         ("parameters", f"{parameters} in {config.precision.params_dtype}"),
         (
             "batch",

@@ -15,13 +15,13 @@ if TYPE_CHECKING:
     from torch import nn
 
     from megatron.config import RunConfig
-    from megatron.data.build import Datasets
     from megatron.engine import ForwardStep
     from megatron.training.assemble import Parts
+    from megatron.training.batches import Provided
     from megatron.training.initialize import Run
 
     # (run, samples wanted of train, valid, test; None is the whole split once) -> the three datasets
-    DatasetsProvider = Callable[[Run, tuple[int, int | None, int]], Datasets]
+    DatasetsProvider = Callable[[Run, tuple[int, int | None, int]], Provided]
     ModelProvider = Callable[[Run], nn.Module]
 
 
@@ -35,31 +35,41 @@ def pretrain(
 ) -> StopReason:
     """Train as the command line says. Errors end the process with one line and their exit code.
 
-    `needs_data=False`: the datasets are the script's own, so neither --data-path nor a tokenizer is asked for.
+    `needs_data=False`: the datasets are the script's own, so neither --data-path nor a tokenizer is asked for. Each is
+    anything with `len` and `[i]` whose samples are dicts; `forward_step` gets them stacked, with their `sample_ids`.
     """
 
     def body() -> StopReason:
         from megatron.training.settings import read_settings
 
         config = read_settings(argv, needs_data=needs_data)
-        return _pretrain(config, datasets_provider, model_provider, forward_step)
+        return _pretrain(config, datasets_provider, model_provider, forward_step, needs_data=needs_data)
 
     return run_as_program(body)
 
 
 def _pretrain(
-    config: RunConfig, datasets_provider: DatasetsProvider, model_provider: ModelProvider, forward_step: ForwardStep
+    config: RunConfig,
+    datasets_provider: DatasetsProvider,
+    model_provider: ModelProvider,
+    forward_step: ForwardStep,
+    *,
+    needs_data: bool,
 ) -> StopReason:
     from megatron.training.assemble import assemble
+    from megatron.training.checkpointing import held_save_directory
     from megatron.training.initialize import start
     from megatron.training.plan import render_plan
 
-    run = start(config)
+    run = start(config, needs_data=needs_data)
     if config.runtime.dry_run:
         run.log.info(render_plan(run, model_provider))
         return StopReason("dry_run", "--dry-run")
-    with assemble(run, datasets_provider, model_provider, forward_step) as parts:
-        return train_and_evaluate(run, parts)
+    with held_save_directory(run) as (history, exit_record):
+        with assemble(run, datasets_provider, model_provider, forward_step, history) as parts:
+            reason = train_and_evaluate(run, parts)
+        exit_record.ended(reason, parts.progress.iteration)
+    return reason
 
 
 def train_and_evaluate(run: Run, parts: Parts) -> StopReason:
@@ -74,6 +84,4 @@ def train_and_evaluate(run: Run, parts: Parts) -> StopReason:
         where = f"iteration {progress.iteration}"
         parts.evaluator.valid(progress, f"{where} on validation set")
         parts.evaluator.test(progress, f"{where} on test set")
-    if run.launch.rank == 0:
-        reason.write(run.config.checkpoint.save, iteration=progress.iteration)
     return reason

@@ -9,19 +9,50 @@ from collections.abc import Callable
 from megatron.errors import MegatronError, PeerLostError
 from megatron.training.exit_reason import StopReason
 
-_LAUNCHER_STOPS_US_WITHIN = 1.0  # seconds
+# Seconds. The launcher ends the other ranks once one has left, so whoever was only affected waits longest.
+_OTHERS_ARE_STOPPED_WITHIN = 4.0
+_AFFECTED_WAITS = 8.0
 
 
 def run_as_program(body: Callable[[], StopReason]) -> StopReason:
-    """Run `body`; on an error of the user's or of the world, say it once and exit with its code."""
+    """Run `body`; on an error of the user's or of the world, say it once and exit with its code.
+
+    Any other exception keeps its traceback: it is a mistake in a script or in this package.
+    """
     try:
         reason = body()
         _leave(together=True)
         return reason
-    except MegatronError as error:
-        _say_once(error)
-        _leave(together=False)
-        sys.exit(error.exit_code)
+    except Exception as error:
+        told = named(error)
+        _leave(together=False)  # first, so that the others' collectives fail at once instead of at their timeout
+        if not isinstance(told, MegatronError):
+            raise
+        _say_once(told)
+        sys.exit(told.exit_code)
+
+
+def named(error: Exception) -> Exception:
+    """The error, or the PeerLostError that it means: gloo raises a bare RuntimeError that names its source file."""
+    torch = sys.modules.get("torch")
+    if torch is None or isinstance(error, MegatronError) or not isinstance(error, RuntimeError):
+        return error
+    text = str(error)
+    if not isinstance(error, torch.distributed.DistError) and "gloo/" not in text:
+        return error
+    return PeerLostError(
+        f"a collective failed, so another rank has ended or cannot be reached; what it said is the cause. Start again "
+        f"with --load to go on from the last checkpoint ({text.splitlines()[0][:200]})"
+    )
+
+
+def rank_of_process() -> int:
+    from megatron.distributed.launch import LaunchInfo
+
+    try:
+        return LaunchInfo.detect().rank
+    except MegatronError:  # the launch itself is what is wrong
+        return 0
 
 
 def _leave(*, together: bool) -> None:
@@ -33,18 +64,11 @@ def _leave(*, together: bool) -> None:
 
 def _say_once(error: MegatronError) -> None:
     """Rank 0 speaks first. An error of all ranks is then over, because the launcher ends the others; whoever is still
-    alive after a moment has an error of its own, and says it."""
-    rank = _rank()
-    if rank != 0:
-        time.sleep(_LAUNCHER_STOPS_US_WITHIN)
-    where = f" (rank {rank})" if rank != 0 or isinstance(error, PeerLostError) else ""
+    alive after a while has an error of its own, and says it. Who only lost its peers speaks last."""
+    rank, affected = rank_of_process(), isinstance(error, PeerLostError)
+    if affected:
+        time.sleep(_AFFECTED_WAITS)
+    elif rank != 0:
+        time.sleep(_OTHERS_ARE_STOPPED_WITHIN)
+    where = f" (rank {rank})" if rank != 0 or affected else ""
     print(f"error{where}: {error}", file=sys.stderr, flush=True)
-
-
-def _rank() -> int:
-    from megatron.distributed.launch import LaunchInfo
-
-    try:
-        return LaunchInfo.detect().rank
-    except MegatronError:  # the launch itself is what is wrong
-        return 0

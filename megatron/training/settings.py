@@ -9,13 +9,15 @@ from pathlib import Path
 from megatron.config import RunConfig, adopt_checkpoint_args, check, check_paths, describe
 from megatron.config.cli import resolve
 from megatron.errors import ConfigError
+from megatron.training.process import rank_of_process
 
 
 def read_settings(argv: Sequence[str] | None, *, needs_data: bool = True) -> RunConfig:
     """`needs_data=False`: the script brings its own datasets."""
     config = resolve(list(sys.argv[1:] if argv is None else argv))
     if config.runtime.print_config:
-        print(describe(config))
+        if rank_of_process() == 0:
+            print(describe(config))
         sys.exit(0)
     if config.checkpoint.use_checkpoint_args:
         config = _with_checkpoint_args(config)

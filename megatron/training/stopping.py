@@ -32,9 +32,10 @@ class SignalFlag:
 class StopConditions:
     """Asked once after every iteration. Clocks and signals differ between ranks, so the ranks agree by a maximum."""
 
-    def __init__(self, config: TrainingConfig, world: Axis, device: torch.device) -> None:
+    def __init__(self, config: TrainingConfig, world: Axis, device: torch.device, started: float | None = None) -> None:
+        """`started` (of time.monotonic): the duration of a job counts from its start, not from its first step."""
         self._config, self._world, self._device = config, world, device
-        self._started = time.monotonic()
+        self._started = time.monotonic() if started is None else started
         self._signals = SignalFlag((signal.SIGTERM,)) if config.exit_signal_handler else None
 
     def reason(self, iteration: int) -> StopReason | None:

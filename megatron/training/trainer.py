@@ -5,12 +5,13 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
 from megatron.config import RunConfig
 from megatron.distributed.collectives import all_gather_object
 from megatron.engine import Batch, Engine, StepResult
-from megatron.errors import DataError
+from megatron.errors import DataError, NonFiniteError
 from megatron.optimizer import Schedule
 from megatron.training.batch_plan import BatchPlan
 from megatron.training.exit_reason import StopReason
@@ -58,11 +59,20 @@ class Trainer:
         self.train_batches, self.progress, self.throughput = train_batches, progress, throughput
         self.evaluator, self.saver, self.stop, self.hooks, self.log = evaluator, saver, stop, hooks, log
         self.timers = engine.timers
+        self.total_iterations = progress.iteration + batch_plan.iterations_left(
+            progress.iteration, progress.consumed_train_samples
+        )
         self._started = time.perf_counter()
-        self._since_log: list[tuple[float, float]] = []  # (loss, seconds) of each iteration since the last line
+        self._since_log: list[
+            tuple[float, int, float]
+        ] = []  # (loss, samples, seconds) of each step since the last line
 
     def fit(self) -> StopReason:
         """Train to the last iteration or to the first reason to stop; returns that reason."""
+        with automatic_garbage_collection(not self.config.training.manual_gc):
+            return self._fit()
+
+    def _fit(self) -> StopReason:
         while not self.finished:
             self._collect_garbage_on_schedule()
             self._report(self._one_iteration())
@@ -77,7 +87,7 @@ class Trainer:
 
     @property
     def finished(self) -> bool:
-        return self.progress.iteration >= self.batch_plan.total_iterations
+        return self.batch_plan.is_finished(self.progress.iteration, self.progress.consumed_train_samples)
 
     # one iteration
 
@@ -95,14 +105,7 @@ class Trainer:
             progress.skipped_iterations += 1
             self.log.info(f" iteration {progress.iteration}: data consumed without a step (--iterations-to-skip)")
             return None
-        result = self.engine.train_step(
-            micro_batches,
-            batch_size=batch_size,
-            tokens_per_sample=self.config.data.seq_length,
-            lr=self.schedule.lr(progress.schedule_samples),
-            weight_decay=self.schedule.weight_decay(progress.schedule_samples),
-            count_zeros=self.config.logging.log_num_zeros_in_grad,
-        )
+        result = self._step(micro_batches, batch_size)
         if result.skipped:
             progress.skipped_iterations += 1
         else:
@@ -110,6 +113,19 @@ class Trainer:
         if not result.finite:
             progress.nan_iterations += 1
         return result
+
+    def _step(self, micro_batches: list[Batch], batch_size: int) -> StepResult:
+        try:
+            return self.engine.train_step(
+                micro_batches,
+                batch_size=batch_size,
+                tokens_per_sample=self.config.data.seq_length,
+                lr=self.schedule.lr(self.progress.schedule_samples),
+                weight_decay=self.schedule.weight_decay(self.progress.schedule_samples),
+                count_zeros=self.config.logging.log_num_zeros_in_grad,
+            )
+        except NonFiniteError as error:
+            raise NonFiniteError(f"iteration {self.progress.iteration}: {error}") from error
 
     def _next_batches(self, count: int) -> list[Batch]:
         batches = [batch for _, batch in zip(range(count), self.train_batches)]
@@ -131,9 +147,11 @@ class Trainer:
     def _report(self, result: StepResult | None) -> None:
         if result is None:
             return
-        self._since_log.append((result.lm_loss, time.perf_counter() - self._started))
-        is_due = self._due(self.config.logging.log_interval)
-        if not is_due and not self.config.logging.tensorboard_dir:  # decided alike on every rank: norms are collectives
+        self._since_log.append((result.lm_loss, result.batch_size, time.perf_counter() - self._started))
+        logging = self.config.logging
+        is_due = self._due(logging.log_interval)
+        for_tensorboard = logging.tensorboard_dir is not None and self._due(logging.tensorboard_log_interval)
+        if not is_due and not for_tensorboard:  # decided alike on every rank: norms are collectives
             return
         record = self._record(result)
         for hook in self.hooks:
@@ -155,18 +173,16 @@ class Trainer:
 
     def _record(self, result: StepResult) -> TrainRecord:
         progress = self.progress
-        batch_size = result.batch_size
-        losses = [loss for loss, _ in self._since_log]
-        mean_seconds = sum(s for _, s in self._since_log) / len(self._since_log)
-        rates = self.throughput.rates(batch_size, mean_seconds)
-        remaining = self.batch_plan.total_iterations - progress.iteration
+        losses, samples, seconds = zip(*self._since_log, strict=True)
+        rates = self.throughput.rates(sum(samples), sum(seconds))
+        samples_left = self.batch_plan.samples_left(progress.iteration, progress.consumed_train_samples)
         return TrainRecord(
             iteration=progress.iteration,
-            total_iterations=self.batch_plan.total_iterations,
+            total_iterations=self.total_iterations,
             consumed_train_samples=progress.consumed_train_samples,
             learning_rate=result.learning_rate,
             weight_decay=result.weight_decay,
-            global_batch_size=batch_size,
+            global_batch_size=result.batch_size,
             lm_loss=result.lm_loss,
             mean_lm_loss=sum(losses) / len(losses),
             loss_scale=result.loss_scale,
@@ -175,12 +191,12 @@ class Trainer:
             params_norm=self.engine.optimizer.params_norm() if self.config.logging.log_params_norm else None,
             skipped_iterations=progress.skipped_iterations,
             nan_iterations=progress.nan_iterations,
-            seconds_per_iteration=mean_seconds,
+            seconds_per_iteration=sum(seconds) / len(seconds),
             tokens_per_second=rates.tokens_per_second,
             samples_per_second=rates.samples_per_second,
             tflops_per_device=rates.tflops_per_device,
             model_flops_utilisation=rates.utilisation,
-            eta_seconds=remaining * mean_seconds,
+            eta_seconds=samples_left / rates.samples_per_second,
         )
 
     def _due(self, interval: int | None) -> bool:
@@ -188,8 +204,18 @@ class Trainer:
 
     def _collect_garbage_on_schedule(self) -> None:
         training = self.config.training
-        if not training.manual_gc:
-            return
-        gc.disable()  # a collection at a moment of Python's choosing delays one rank, and so all of them
-        if training.manual_gc_interval and self._due(training.manual_gc_interval):
+        if training.manual_gc and training.manual_gc_interval and self._due(training.manual_gc_interval):
             gc.collect()
+
+
+@contextmanager
+def automatic_garbage_collection(wanted: bool) -> Iterator[None]:
+    """Off under --manual-gc: a collection at a moment of Python's choosing delays one rank, and so all of them."""
+    was_enabled = gc.isenabled()
+    if not wanted:
+        gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

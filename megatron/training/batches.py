@@ -1,0 +1,158 @@
+"""From datasets to this rank's micro-batches: ours through megatron.data, a script's own through torch's loader."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset, default_collate
+
+from megatron.config import RunConfig
+from megatron.data.build import Datasets
+from megatron.data.loader import BatchIterator, build_loader
+from megatron.data.masks import MaskConfig
+from megatron.data.sampler import BlockShape, cyclic_batches, single_batches
+from megatron.engine import Batch
+from megatron.errors import ConfigError, DataError, MegatronError
+from megatron.training.initialize import Run
+
+Provided = Datasets | tuple[Any, Any, Any]
+"""What a datasets_provider may return: a script's own three datasets need no more than their place."""
+
+
+def as_datasets(provided: Provided) -> Datasets:
+    return provided if isinstance(provided, Datasets) else Datasets(*provided, table="")
+
+
+@dataclass(frozen=True)
+class BatchMaker:
+    """Micro-batches of one rank, from any sample on. The samples of a step depend on the global batch size alone."""
+
+    run: Run
+    global_batch_size: int
+
+    def train(self, dataset: Any, consumed: int) -> Iterator[Batch]:
+        if dataset is None:
+            raise DataError("the training set is empty: give it a share of --split, or more data")
+        return self._load(dataset, consumed, order=self.run.config.data.dataloader_type)
+
+    def check_evaluation(self, dataset: Any, split: str) -> None:
+        """Before training: an evaluation takes whole global batches, so that its loss is the same in every layout."""
+        if dataset is not None and not self._usable(dataset) and not self.run.config.evaluation.full_validation:
+            raise DataError(
+                f"the {split} set has {len(dataset)} samples, fewer than one global batch of {self.global_batch_size}; "
+                "give it more, lower --global-batch-size, or evaluate on all of it with --full-validation"
+            )
+
+    def evaluation(self, dataset: Any, consumed: int) -> Iterator[Batch]:
+        """From sample `consumed` on, without end: after the last whole global batch comes the first again."""
+        usable = self._usable(dataset)
+        start = consumed % usable
+        while True:
+            yield from islice(self._load(dataset, start), (usable - start) // self._block)
+            start = 0
+
+    def once(self, dataset: Any) -> Iterator[Batch]:
+        """Every sample once; those that do not fill a block go one by one to the ranks in turn."""
+        yield from self._load(dataset, 0)
+        whole = len(dataset) // self._block * self._block
+        if whole < len(dataset):
+            rest = self._load(dataset, whole, micro_batch_size=1, rank=0, ranks=1)
+            yield from islice(rest, self.run.parallel.dp.rank, None, self.run.parallel.dp.size)
+
+    def _usable(self, dataset: Any) -> int:
+        return len(dataset) // self.global_batch_size * self.global_batch_size
+
+    @property
+    def _block(self) -> int:
+        return self.run.config.training.micro_batch_size * self.run.parallel.dp.size
+
+    def _load(
+        self,
+        dataset: Any,
+        consumed: int,
+        *,
+        order: str = "single",
+        micro_batch_size: int | None = None,
+        rank: int | None = None,
+        ranks: int | None = None,
+    ) -> Iterator[Batch]:
+        config, dp = self.run.config, self.run.parallel.dp
+        shape = BlockShape(
+            micro_batch_size=micro_batch_size or config.training.micro_batch_size,
+            dp_rank=dp.rank if rank is None else rank,
+            dp_size=ranks or dp.size,
+        )
+        pin_memory = self.run.device.type == "cuda"
+        if not _is_token_dataset(dataset):
+            return _own_loader(dataset, consumed, shape, order, config.data.num_workers, pin_memory)
+        return build_loader(
+            dataset,
+            consumed_samples=consumed,
+            micro_batch_size=shape.micro_batch_size,
+            dp_rank=shape.dp_rank,
+            dp_size=shape.dp_size,
+            num_workers=config.data.num_workers,
+            masks=_masks(config, self.run.eod_id),
+            vocab_size=self.run.vocab_size if self.run.has_vocabulary else None,
+            dataloader_type=order,
+            pin_memory=pin_memory,
+        )
+
+
+def _masks(config: RunConfig, eod_id: int | None) -> MaskConfig:
+    return MaskConfig(
+        eod_id=eod_id,
+        reset_position_ids=config.data.reset_position_ids,
+        reset_attention_mask=config.data.reset_attention_mask,
+        eod_mask_loss=config.data.eod_mask_loss,
+    )
+
+
+def _is_token_dataset(dataset: Any) -> bool:
+    """Whether samples are rows of tokens (megatron.data's TokenDataset), of which the loader makes labels and masks."""
+    return hasattr(dataset, "seq_length") and hasattr(dataset, "locate")
+
+
+class _OwnBatches(Dataset[dict[str, Any] | MegatronError]):
+    """A script's dataset by lists of sample numbers; its samples are dicts, stacked as torch's loader stacks them.
+    Our own errors are returned: raised in a worker they lose their words."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __getitem__(self, sample_ids: list[int]) -> dict[str, Any] | MegatronError:
+        samples = [self.dataset[number] for number in sample_ids]
+        if not isinstance(samples[0], Mapping):
+            return ConfigError(
+                f"datasets_provider: sample {sample_ids[0]} is a {type(samples[0]).__name__}; a sample must be a dict, "
+                "such as {'x': tensor, 'y': 3}"
+            )
+        return {**default_collate(samples), "sample_ids": torch.tensor(sample_ids)}
+
+
+def _own_loader(
+    dataset: Any, consumed: int, shape: BlockShape, order: str, num_workers: int, pin_memory: bool
+) -> BatchIterator:
+    ids = (cyclic_batches if order == "cyclic" else single_batches)(len(dataset), consumed, shape)
+    return BatchIterator(
+        DataLoader(
+            _OwnBatches(dataset),
+            batch_size=None,  # the sampler hands out whole batches
+            sampler=ids,
+            num_workers=num_workers,
+            pin_memory=pin_memory,
+            generator=torch.Generator(),  # else the loader draws a seed from the global generator
+            worker_init_fn=_leave_signals_to_the_trainer,
+        )
+    )
+
+
+def _leave_signals_to_the_trainer(_worker: int) -> None:
+    """The trainer still needs batches to finish its step and save; a worker ends when the trainer does."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -1,0 +1,106 @@
+"""The checkpoint that a run goes on from, and what it asks of the data: the same samples in the same order.
+
+It is found before the datasets are built, because their order hangs on how many samples were asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron.checkpoint import FoundStep, RunHistory, find_checkpoint
+from megatron.config import RunConfig, to_dict
+from megatron.data.splits import parse_split
+from megatron.errors import ConfigError, DataError
+from megatron.training.batch_plan import BatchPlan
+from megatron.training.initialize import Run
+
+_ORDER = (("training", "seed"), ("data", "seq_length"), ("data", "split_rule"), ("data", "dataloader_type"))
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The verified step of --load; nothing of it but its manifest has been read. None: a start at iteration 0."""
+
+    found: FoundStep | None
+
+    @property
+    def resumed(self) -> bool:
+        return self.found is not None and not self.found.release
+
+    @property
+    def _data(self) -> Mapping[str, Any]:
+        return self.found.manifest.data if self.found is not None else {}
+
+    def train_samples(self, plan: BatchPlan) -> int:
+        """How many to ask of the training set: as many as before if these are enough, so that their order stays."""
+        if self.found is None or not self.resumed:
+            return plan.train_samples
+        saved = self.found.manifest
+        needed = saved.consumed_train_samples + plan.samples_left(saved.step, saved.consumed_train_samples)
+        before = int(self._data.get("train_samples", 0))
+        return before if needed <= before else needed
+
+    def order_warning(self, train_samples: int) -> str | None:
+        before = self._data.get("train_samples")
+        if not self.resumed or before is None or before == train_samples or self._data.get("fingerprint") == "mock":
+            return None
+        return (
+            f"this run asks for {train_samples} training samples, the run before asked for {before}: if they take more "
+            "epochs of the data, these are shuffled anew, and samples of the present epoch may come twice or not at all"
+        )
+
+    def check_settings(self, config: RunConfig) -> None:
+        """Refuses a resume that would silently read other samples than the run before."""
+        if self.found is None or not self.resumed:
+            return
+        saved, ours = self.found.manifest.config, to_dict(config)
+        changed = [
+            f"--{name.replace('_', '-')} is {ours[section][name]} here and {saved[section][name]} in the checkpoint"
+            for section, name in _ORDER
+            if section in saved and saved[section].get(name, ours[section][name]) != ours[section][name]
+        ]
+        if _split_of(ours) != _split_of(saved or ours):
+            changed.append(f"--split is {ours['data']['split']} here and {saved['data']['split']} in the checkpoint")
+        if changed:
+            raise ConfigError(
+                f"the order of the samples differs from the checkpoint's: {'; '.join(changed)}. Give what the run "
+                "before had, or --finetune to take the weights and start the data anew"
+            )
+
+    def check_content(self, fingerprint: str) -> None:
+        before = self._data.get("fingerprint")
+        if self.resumed and before and fingerprint and before != fingerprint:
+            raise DataError(
+                f"the data is not that of {self._where}: its content has changed, so the samples consumed are not "
+                "those counted; resume with the data of the run before, or give --finetune to take the weights alone"
+            )
+
+    @property
+    def _where(self) -> str:
+        assert self.found is not None
+        return str(self.found.directory)
+
+
+def find_origin(run: Run, history: RunHistory) -> Origin:
+    config = run.config.checkpoint
+    if config.load is None or config.finetune:
+        return Origin(None)
+    return Origin(
+        find_checkpoint(
+            Path(config.load),
+            parallel=run.parallel,
+            step=config.ckpt_step,
+            save_dir=Path(config.save) if config.save else None,
+            history=history,
+            log=run.log.info,
+        )
+    )
+
+
+def _split_of(config: Mapping[str, Mapping[str, Any]]) -> tuple[float, ...] | None:
+    """The shares, where they decide anything."""
+    data = config.get("data", {})
+    return parse_split(data["split"]) if data.get("data_path") and "split" in data else None
