@@ -84,12 +84,13 @@ class RunCheckpoints:
         loaded = load_checkpoint(
             Path(config.load),
             parallel=self.run.parallel,
-            params=self._params_to_load(origin),
+            params=self._params(),
             step=config.ckpt_step,
             finetune=config.finetune,
             load_optim=config.load_optim and self.optimizer is not None,
             load_rng=config.load_rng and self.optimizer is not None,
             save_dir=Path(config.save) if config.save else None,
+            strict=config.strict_load,
             model_config=self.run.config.model if isinstance(self.model, GPT) else None,
             history=self.history,
             log=self.run.log.info,
@@ -145,18 +146,6 @@ class RunCheckpoints:
         """All that the model is: parameters, and the buffers that belong to its state."""
         tensors = {**dict(self.model.named_parameters()), **persistent_buffers(self.model)}
         return {name: (self.specs[name], tensor) for name, tensor in tensors.items()}
-
-    def _params_to_load(self, origin: Origin) -> dict[str, tuple[ShardSpec, Tensor]]:
-        """--no-strict-load: what the checkpoint lacks keeps its initial value, and is said."""
-        params = self._params()
-        if self.run.config.checkpoint.strict_load or origin.found is None:
-            return params
-        missing = [name for name in params if name not in origin.found.manifest.model]
-        if missing:
-            self.run.log.warn(
-                f"--no-strict-load: not in {origin.found.directory}, so as initialised: {', '.join(missing)}"
-            )
-        return {name: value for name, value in params.items() if name not in missing}
 
     def _tokenizer_saver(self) -> Callable[[Path], None] | None:
         tokenizer = self.run.tokenizer

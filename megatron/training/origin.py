@@ -94,6 +94,7 @@ def find_origin(run: Run, history: RunHistory) -> Origin:
             parallel=run.parallel,
             step=config.ckpt_step,
             save_dir=Path(config.save) if config.save else None,
+            strict=config.strict_load,
             history=history,
             log=run.log.info,
         )
