@@ -9,10 +9,17 @@ setup_environment --extra test
 if [ $# -gt 0 ]; then
     exec "$PYTHON" -m pytest "$@"
 fi
-echo "== ruff"
-"$PYTHON" -m ruff check .
-"$PYTHON" -m ruff format --check .
-echo "== mypy"
-"$PYTHON" -m mypy
-echo "== pytest"
-exec "$PYTHON" -m pytest
+failed=""
+check() {
+    echo "== $1"
+    shift
+    "$PYTHON" -m "$@" || failed="$failed $1"
+}
+check "ruff check" ruff check .
+check "ruff format" ruff format --check .
+check "mypy" mypy
+check "pytest" pytest
+if [ -n "$failed" ]; then
+    echo "failed:$failed" >&2
+    exit 1
+fi

@@ -34,3 +34,13 @@ def test_another_seed_is_another_order(tmp_path: Path) -> None:
         assert make(tmp_path / seed, "--max-megabytes", "0.2", "--seed", seed).returncode == 0
         orders.append([json.loads(line)["path"] for line in (tmp_path / seed).read_text().splitlines()])
     assert orders[0] != orders[1]
+
+
+def test_mistakes_are_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for output, code, reason in ((tmp_path, 2, "is a directory"), (tmp_path / "file" / "c", 13, "cannot be written")):
+        done = make(output, "--max-megabytes", "0.1")
+        assert done.returncode == code and len(done.stderr.strip().splitlines()) == 1
+        assert f"--output {output}" in done.stderr and reason in done.stderr
+    done = make(tmp_path / "c", "--max-megabyte", "1")
+    assert done.returncode == 2 and "did you mean --max-megabytes?" in done.stderr

@@ -55,7 +55,14 @@ def test_nan_is_left_out_and_a_plain_terminal_gets_ascii(tmp_path: Path) -> None
 
 @pytest.mark.parametrize(
     ("content", "named"),
-    [(None, "No such file"), ("", "no line with a finite"), ("{broken\n", ":1: not a JSON object")],
+    [
+        (None, "No such file"),
+        ("", "no line with a finite"),
+        ("{broken\n", "line 1 is not a JSON object"),
+        ("[1]\n", "line 1 is not a JSON object"),
+        ('{"split": "train", "lm_loss": 1.0}\n', "no line with a finite"),
+        ('{"split": [1], "lm_loss": 1.0, "iteration": 1}\n', "no line with a finite"),
+    ],
 )
 def test_nothing_to_draw_is_one_line(tmp_path: Path, content: str | None, named: str) -> None:
     path = tmp_path / "m"
@@ -63,3 +70,9 @@ def test_nothing_to_draw_is_one_line(tmp_path: Path, content: str | None, named:
         path.write_text(content)
     done = plot("--metrics-jsonl", str(path))
     assert done.returncode == 2 and named in done.stderr and len(done.stderr.strip().splitlines()) == 1
+
+
+def test_a_misspelt_flag_is_one_line() -> None:
+    done = plot("--metric-jsonl", "m")
+    assert done.returncode == 2
+    assert done.stderr == "error: --metric-jsonl: no such flag; did you mean --metrics-jsonl?\n"
