@@ -16,6 +16,11 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs from a checkout that is not installed
+
+from megatron.config.tool import Parser, run_tool
+from megatron.errors import ConfigError, DataError, StorageError
+
 # Tests repeat themselves; lookup tables and bundled wheels are no code to learn from.
 LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "encodings", "pydoc_data", "_bundled"}
 
@@ -56,18 +61,27 @@ def write_corpus(library: Path, output: Path, *, max_megabytes: float, seed: int
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    return run_tool("error", make)
+
+
+def make() -> None:
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="the JSON-lines file to write")
     parser.add_argument("--max-megabytes", type=float, default=float("inf"), help="stop after this much text")
     parser.add_argument("--seed", type=int, default=1234, help="of the order of the files")
-    args = parser.parse_args()
+    args = parser.parse_known_flags(sys.argv[1:])
+    if not args.max_megabytes > 0:
+        raise ConfigError(f"--max-megabytes {args.max_megabytes}: nothing would be written; give a number above 0")
+    if args.output.is_dir():
+        raise ConfigError(f"--output {args.output}: is a directory; name a file in it")
     library = Path(sysconfig.get_paths()["stdlib"])
-    count, size = write_corpus(library, args.output, max_megabytes=args.max_megabytes, seed=args.seed)
+    try:
+        count, size = write_corpus(library, args.output, max_megabytes=args.max_megabytes, seed=args.seed)
+    except OSError as error:
+        raise StorageError(f"--output {args.output}: cannot be written ({error.strerror}); name another file") from None
     if not count:
-        print(f"error: no Python sources under {library}: this Python was installed without them", file=sys.stderr)
-        return 11
+        raise DataError(f"no Python sources under {library}: this Python was installed without them; use another one")
     print(f"{args.output}: {count} files of the standard library, {size / 1e6:.1f} MB of text")
-    return 0
 
 
 if __name__ == "__main__":

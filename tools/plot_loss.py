@@ -12,6 +12,11 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs from a checkout that is not installed
+
+from megatron.config.tool import Parser, integer, run_tool
+from megatron.errors import ConfigError
+
 Curve = dict[int, float]  # iteration -> loss
 MARKS = {"train": ("•", "*"), "valid": ("◆", "v")}  # the second where the terminal has no Unicode
 
@@ -23,9 +28,12 @@ def read_curves(path: Path, value: str) -> dict[str, Curve]:
         try:
             row = json.loads(line)
         except ValueError as error:
-            raise ValueError(f"{path}:{number}: not a JSON object ({error})") from error
-        if row.get("split") in MARKS and isinstance(row.get(value), int | float) and math.isfinite(row[value]):
-            curves.setdefault(row["split"], {})[int(row["iteration"])] = float(row[value])
+            raise ValueError(f"line {number} is not a JSON object ({error})") from error
+        if not isinstance(row, dict):
+            raise ValueError(f"line {number} is not a JSON object")
+        split, iteration, y = str(row.get("split")), row.get("iteration"), row.get(value)
+        if split in MARKS and isinstance(iteration, int) and isinstance(y, int | float) and math.isfinite(y):
+            curves.setdefault(split, {})[iteration] = float(y)
     return curves
 
 
@@ -52,27 +60,27 @@ def draw(curves: Mapping[str, Curve], *, width: int, height: int, marks: Mapping
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    return run_tool("error", plot)
+
+
+def plot() -> None:
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--metrics-jsonl", type=Path, required=True, help="the file a run wrote its metrics to")
     parser.add_argument("--value", default="lm_loss", help="which number of each line to draw")
-    parser.add_argument("--width", type=int, default=72, help="columns of the plot")
-    parser.add_argument("--height", type=int, default=16, help="rows of the plot")
-    args = parser.parse_args()
-    if args.width < 10 or args.height < 3:
-        print(f"error: --width {args.width} --height {args.height}: at least 10 and 3", file=sys.stderr)
-        return 2
+    parser.add_argument("--width", type=integer(10), default=72, help="columns of the plot")
+    parser.add_argument("--height", type=integer(3), default=16, help="rows of the plot")
+    args = parser.parse_known_flags(sys.argv[1:])
+    way_out = "give the file that a run with --metrics-jsonl wrote"
     try:
         curves = read_curves(args.metrics_jsonl, args.value)
     except (OSError, ValueError) as error:
-        print(f"error: --metrics-jsonl {args.metrics_jsonl}: {error}", file=sys.stderr)
-        return 2
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"--metrics-jsonl {args.metrics_jsonl}: {reason}; {way_out}") from None
     if not curves:
-        print(f"error: --metrics-jsonl {args.metrics_jsonl}: no line with a finite {args.value}", file=sys.stderr)
-        return 2
+        raise ConfigError(f"--metrics-jsonl {args.metrics_jsonl}: no line with a finite {args.value}; {way_out}")
     plain = (sys.stdout.encoding or "").lower().replace("-", "") != "utf8"
     marks = {split: pair[plain] for split, pair in MARKS.items()}
     print(draw(curves, width=args.width, height=args.height, marks=marks, title=args.value))
-    return 0
 
 
 if __name__ == "__main__":

@@ -9,11 +9,12 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from megatron.errors import ConfigError, MegatronError, StorageError
+from megatron.config.tool import Parser, run_tool
+from megatron.errors import ConfigError, StorageError
 
 
-def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(
+def parser() -> Parser:
+    p = Parser(
         prog="convert_checkpoint.py",
         description="Convert a checkpoint. --to hf writes a folder that transformers opens offline, with the run's "
         "tokenizer, and compares its logits with ours before it appears under its name.",
@@ -29,13 +30,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    arguments = parser().parse_args(argv)
-    try:
-        run(arguments)
-    except MegatronError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    return 0
+    return run_tool("error", lambda: run(parser().parse_known_flags(sys.argv[1:] if argv is None else argv)))
 
 
 def run(arguments: argparse.Namespace) -> None:

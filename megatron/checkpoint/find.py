@@ -48,7 +48,9 @@ def find_candidates(
         return Candidates(tuple(paths.step_directory(directory, s) for s in (tracker.step, *older)))
     problem = tracker.problem or f"{directory / paths.TRACKER} names step {tracker.step}, which is not there"
     if not steps:
-        raise CheckpointError(f"--load {directory}: no valid checkpoint ({problem}{_set_aside(directory)})")
+        raise CheckpointError(
+            f"--load {directory}: no valid checkpoint ({problem}{_set_aside(directory)}); {_way_out(directory)}"
+        )
     if strict:
         raise CheckpointError(f"--load {directory}: {problem}; name a step with --ckpt-step ({_some(steps)})")
     warning = f"{problem}: taking the newest valid checkpoint instead"
@@ -83,6 +85,13 @@ def _some(steps: list[int]) -> str:
         return "none"
     shown = ", ".join(str(step) for step in steps[:8])
     return shown + (", ..." if len(steps) > 8 else "")
+
+
+def _way_out(directory: Path) -> str:
+    step = paths.step_of(directory.name)
+    if step is not None:
+        return f"it is one step of a run; give --load {directory.parent} --ckpt-step {step}"
+    return "give the directory that a run's --save names"
 
 
 def _set_aside(directory: Path) -> str:

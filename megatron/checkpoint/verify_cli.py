@@ -7,30 +7,38 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron.config.tool import Parser, run_tool
+from megatron.errors import ConfigError
+
 EXIT = {"corrupt": 1, "unsafe": 3, "incomplete": 4}
-USAGE = 2
 
 
-def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(
+def parser() -> Parser:
+    p = Parser(
         prog="verify_checkpoint.py",
         description="Check a checkpoint against its manifest. Exit code: 0 good, 1 corrupt, 2 usage, 3 unsafe, "
         "4 incomplete.",
     )
-    p.add_argument("directory", type=Path, help="A run's save directory, or one of its iter_* directories.")
+    p.add_argument("directory", type=Path, nargs="?", help="A run's save directory, or one of its iter_* directories.")
+    p.add_argument("--load", type=Path, metavar="DIR", help="The same, as the other tools spell it.")
     p.add_argument("--all", action="store_true", help="Every step, not only the one that --load would take.")
     p.add_argument("--deep", action="store_true", help="Also open every tensor: shape, dtype, finite values.")
     return p
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    arguments = parser().parse_args(argv)
+    return run_tool("error", lambda: verify(parser().parse_known_flags(sys.argv[1:] if argv is None else argv)))
+
+
+def verify(arguments: argparse.Namespace) -> int:
+    if (arguments.directory is None) == (arguments.load is None):
+        raise ConfigError("give one directory: the one that a run's --save names, or an iter_* in it; see --help")
+    directory: Path = arguments.directory or arguments.load
+    if not directory.is_dir():
+        what = "is a file" if directory.exists() else "no such directory"
+        raise ConfigError(f"{directory}: {what}; give the directory that a run's --save names, or an iter_* in it")
     from megatron.checkpoint.verify import inspect_step
 
-    directory: Path = arguments.directory
-    if not directory.is_dir():
-        print(f"error: {directory}: no such directory", file=sys.stderr)
-        return USAGE
     chosen, codes = _steps(directory, everything=arguments.all)
     for step in chosen:
         _, problems = inspect_step(step, deep=arguments.deep)

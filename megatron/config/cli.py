@@ -72,14 +72,22 @@ def tokenize(argv: Sequence[str], description: str | None = None) -> list[Given]
     """argv -> what was given, with every spelling as it is in the table. Unknown flags are refused here."""
     given, rest = _normalize(argv)
     namespace, stray = make_parser(description).parse_known_args(rest, argparse.Namespace(given=given))
-    if stray and stray[0].startswith("-") and not _is_negative_number(stray[0]):
-        raise refuse_unknown(f"--{stray[0].lstrip('-')}")
     if stray:
-        before = argv[argv.index(stray[0]) - 1] if stray[0] in argv[1:] else ""
-        after = f" after {before}" if before.startswith("--") else ""
-        raise ConfigError(f"'{stray[0]}'{after}: a value that belongs to no flag; remove it or quote it with its value")
+        raise _refuse_stray(stray[0], argv)
     result: list[Given] = namespace.given
     return result
+
+
+def _refuse_stray(word: str, argv: Sequence[str]) -> ConfigError:
+    if word.startswith("-") and not _is_negative_number(word):
+        flag = f"--{word.lstrip('-')}"
+        if flag.partition("=")[0].replace("_", "-") in canonical_spellings():
+            return ConfigError(f"{word}: flags begin with two dashes; give {flag}")
+        return refuse_unknown(flag)
+    place = argv.index(word) if word in argv else 0
+    before = next((i for i in range(place - 1, -1, -1) if argv[i].startswith("--")), None)
+    after = "" if before is None else f" after {' '.join(argv[before:place])}"
+    return ConfigError(f"'{word}'{after}: a value that belongs to no flag; remove it or quote it with its value")
 
 
 def _normalize(argv: Sequence[str]) -> tuple[list[Given], list[str]]:
@@ -135,7 +143,9 @@ class _Parser(argparse.ArgumentParser):
         match = re.match(r"argument ([^:/]+)[^:]*: expected (.*)", message)
         if match:
             flag, wanted = match.groups()
-            raise ConfigError(f"{flag}: needs {wanted.replace('argument', 'value')}, as in {flag} VALUE; see --help")
+            count = int(number.group()) if (number := re.match(r"\d+", wanted)) else 1
+            example = " ".join([flag, *["VALUE"] * count])
+            raise ConfigError(f"{flag}: needs {wanted.replace('argument', 'value')}, as in {example}; see --help")
         raise ConfigError(message)
 
 

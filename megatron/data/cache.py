@@ -49,7 +49,7 @@ class IndexCache:
             self._store(key, text, arrays)
         except StorageError as error:
             if self.required:
-                raise
+                raise StorageError(f"--data-cache-path {self.directory}: {error}") from error
             self.notes.append(f"index cache not stored, so built at every start: {error}")
             return arrays
         try:

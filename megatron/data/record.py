@@ -133,16 +133,16 @@ def check_record(
             f"({record.tokens} tokens, the files have {data.num_tokens}); run tools/preprocess_data.py again, "
             f"or remove the record if the files are right"
         )
+    if tokenizer_fingerprint is not None and record.tokenizer_fingerprint != tokenizer_fingerprint:
+        raise ConfigError(
+            f"{data.prefix}: made with another tokenizer (vocabulary {record.vocab_size}, end of document "
+            f"{record.eod_id}) than the run's (vocabulary {vocab_size}, end of document {eod_id}); give the run the "
+            f"same tokenizer (--vocab-file and --merge-file, or --tokenizer-model), or preprocess the data again"
+        )
     if vocab_size is not None and record.max_id >= vocab_size:
         raise DataError(
             f"{path}: max_id {record.max_id} is not below the run's vocabulary size {vocab_size}; "
             f"use the tokenizer that the data was made with (its vocabulary: {record.vocab_size})"
-        )
-    if tokenizer_fingerprint is not None and record.tokenizer_fingerprint != tokenizer_fingerprint:
-        raise ConfigError(
-            f"{data.prefix}: made with another tokenizer (vocabulary {record.vocab_size}, end of document "
-            f"{record.eod_id}) than the run's (vocabulary {vocab_size}, end of document {eod_id}); "
-            f"give the run the same tokenizer files, or preprocess the data again"
         )
     if eod_id is not None and record.eod_id is not None and record.eod_id != eod_id:
         raise ConfigError(

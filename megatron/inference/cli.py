@@ -7,11 +7,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron.errors import ConfigError, MegatronError
+from megatron.config.tool import Parser, run_tool
+from megatron.errors import ConfigError
 
 
-def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(
+def parser() -> Parser:
+    p = Parser(
         prog="generate.py", description="Continue text with a trained checkpoint; model and tokenizer come from it."
     )
     p.add_argument("--load", type=Path, required=True, help="Checkpoint directory of a run (its --save).")
@@ -33,13 +34,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    arguments = parser().parse_args(argv)
-    try:
-        run(arguments)
-    except MegatronError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    return 0
+    return run_tool("error", lambda: run(parser().parse_known_flags(sys.argv[1:] if argv is None else argv)))
 
 
 def run(arguments: argparse.Namespace) -> None:

@@ -8,8 +8,8 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from megatron.config.tool import Parser, fraction, integer, run_tool
 from megatron.errors import ConfigError
-from megatron.preprocess.arguments import Parser, fraction, integer, run_tool
 
 if TYPE_CHECKING:
     from megatron.preprocess.run import PreprocessSettings, Report

@@ -55,7 +55,7 @@ def parse_line(line: bytes | None, keys: Sequence[str]) -> list[Texts] | None:
 def _texts_under(record: dict[str, object], key: str) -> Texts:
     if key not in record:
         present = ", ".join(repr(name)[:40] for name in list(record)[:5]) or "none"
-        raise LineError("key missing", f"no {key!r} among the keys: {present}; see --json-keys")
+        raise LineError("key missing", f"no {key!r} among the keys: {present}")
     value = record[key]
     texts: Texts = []
     for text in value if isinstance(value, list) else [value]:

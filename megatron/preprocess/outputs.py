@@ -11,7 +11,7 @@ from types import TracebackType
 
 from megatron.data.indexed import DatasetSummary, IndexedDatasetBuilder, bin_path, idx_path, token_dtype
 from megatron.data.record import make_record, record_path, write_record
-from megatron.errors import ConfigError, DataError
+from megatron.errors import ConfigError, DataError, StorageError
 from megatron.preprocess.encoder import Block
 from megatron.tokenizer import Tokenizer
 
@@ -52,6 +52,9 @@ class Outputs:
             for path in self._prefixes:
                 dtype = token_dtype(tokenizer.vocab_size)
                 self._builders.append(IndexedDatasetBuilder(path, dtype, overwrite=overwrite))
+        except StorageError as error:
+            self._abort()
+            raise StorageError(f"--output-prefix {prefix}: {error}") from None
         except BaseException:
             self._abort()
             raise

@@ -38,7 +38,7 @@ def expand_inputs(patterns: Sequence[str]) -> list[Path]:
         elif glob.has_magic(pattern):
             found = sorted(glob.glob(pattern, recursive=True))
         else:
-            raise ConfigError(f"--input {pattern}: there is no such file")
+            raise ConfigError(f"--input {pattern}: there is no such file; check the path")
         if not found:
             raise ConfigError(f"--input {pattern}: no file matches the pattern")
         files.extend(_check_input(Path(name)) for name in found)

@@ -6,8 +6,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from megatron.errors import ConfigError, DataError
-from megatron.preprocess.arguments import Parser, integer, run_tool
+from megatron.config.tool import Parser, integer, run_tool
+from megatron.errors import ConfigError, DataError, StorageError
 
 NAME = "train_tokenizer.py"
 FILES = ("vocab.json", "merges.txt")
@@ -39,6 +39,7 @@ def build_parser() -> Parser:
 def _train(argv: Sequence[str]) -> None:
     arguments = build_parser().parse_known_flags(argv)
     directory = Path(arguments.output_dir)
+    _refuse_file_on_the_way(directory)
     for name in FILES:
         if (directory / name).exists() and not arguments.overwrite:
             raise ConfigError(f"--output-dir {directory}: {name} exists; give --overwrite to replace it")
@@ -58,7 +59,10 @@ def _train(argv: Sequence[str]) -> None:
         )
     if not progress.documents:
         raise DataError(f"--input {' '.join(arguments.input)}: holds no documents; nothing was written")
-    write_files(directory, bpe_file_texts(bpe))
+    try:
+        write_files(directory, bpe_file_texts(bpe))
+    except StorageError as error:
+        raise StorageError(f"--output-dir {error}; give another folder") from None
     if bpe.vocab_size < arguments.vocab_size:
         print(
             f"{NAME}: --vocab-size {arguments.vocab_size}: this text only gives {bpe.vocab_size} tokens (pairs seen at "
@@ -69,6 +73,12 @@ def _train(argv: Sequence[str]) -> None:
         f"{directory}: {bpe.vocab_size} tokens, {len(bpe.merges)} merges from {progress.documents} documents in "
         f"{progress.seconds:.1f} s; end of document is id {bpe.eod_id}"
     )
+
+
+def _refuse_file_on_the_way(directory: Path) -> None:
+    for path in (directory, *directory.parents):
+        if path.is_file():
+            raise ConfigError(f"--output-dir {directory}: {path} is a file; give a folder")
 
 
 def _texts(files: Sequence[Path], key: str, progress: object) -> Iterator[str]:
@@ -85,7 +95,8 @@ def _texts(files: Sequence[Path], key: str, progress: object) -> Iterator[str]:
                 found = parse_line(line, [key])
             except LineError as error:
                 detail = f" ({error.detail})" if error.detail else ""
-                raise DataError(f"{chunk.path}:{number}: {error.kind}{detail}; correct the line") from None
+                way_out = f"name it with --json-key, not {key}" if error.kind == "key missing" else "correct the line"
+                raise DataError(f"{chunk.path}:{number}: {error.kind}{detail}; {way_out}") from None
             if found is not None:
                 documents += 1
                 yield from found[0]

@@ -75,7 +75,10 @@ def _read_vocab(path: Path) -> dict[str, int]:
     try:
         vocab = json.loads(read_text(path, "--vocab-file"))
     except ValueError as error:
-        raise ConfigError(f"--vocab-file {path}: not JSON ({error}); give the tokenizer's vocab.json") from None
+        raise ConfigError(
+            f"--vocab-file {path}: not JSON ({error}); give the tokenizer's vocab.json "
+            "(merges.txt belongs to --merge-file)"
+        ) from None
     if not isinstance(vocab, dict) or not vocab or not all(type(i) is int and i >= 0 for i in vocab.values()):
         raise ConfigError(f"--vocab-file {path}: not an object of token -> id; give the tokenizer's vocab.json")
     if len(set(vocab.values())) != len(vocab):

@@ -13,17 +13,35 @@ from megatron.errors import ConfigError
 def check_paths(config: RunConfig) -> None:
     """Data, tokenizer and configuration files exist. (A missing checkpoint is the checkpoint reader's to judge.)"""
     for flag, path, hint in _named_files(config):
-        if not path.is_file():
+        if path.is_dir():
+            raise ConfigError(f"{flag} {path}: is a directory; name the file in it")
+        if not path.exists():
             raise ConfigError(f"{flag} {path}: no such file; {hint}")
+        if not path.is_file():  # a pipe would be read once, and by one rank
+            raise ConfigError(f"{flag} {path}: not a regular file; copy its content to a file and name that")
     model = config.tokenizer.tokenizer_model
     if model is not None and not Path(model).exists():
         raise ConfigError(
             f"--tokenizer-model {model}: no such file or directory; give a tokenizer.json or its directory "
             "(nothing is downloaded)"
         )
-    for flag, directory in (("--save", config.checkpoint.save), ("--tensorboard-dir", config.logging.tensorboard_dir)):
-        if directory is not None and Path(directory).is_file():
-            raise ConfigError(f"{flag} {directory}: is a file; give a directory")
+    for flag, directory in (
+        ("--save", config.checkpoint.save),
+        ("--tensorboard-dir", config.logging.tensorboard_dir),
+        ("--data-cache-path", config.data.data_cache_path),
+    ):
+        if directory is not None:
+            _refuse_file_on_the_way(flag, directory)
+    metrics = config.logging.metrics_jsonl
+    if metrics is not None and Path(metrics).is_dir():
+        raise ConfigError(f"--metrics-jsonl {metrics}: is a directory; name a file in it")
+
+
+def _refuse_file_on_the_way(flag: str, directory: str) -> None:
+    for path in (Path(directory), *Path(directory).parents):
+        if path.is_file():
+            which = "" if path == Path(directory) else f"{path} "
+            raise ConfigError(f"{flag} {directory}: {which}is a file; give a directory")
 
 
 def _named_files(config: RunConfig) -> Iterator[tuple[str, Path, str]]:
@@ -38,9 +56,10 @@ def _named_files(config: RunConfig) -> Iterator[tuple[str, Path, str]]:
         ("--test-data-path", data.test_data_path),
     ):
         for _, prefix in parse_blend(paths, flag) if paths is not None else ():
+            without = f" {prefix[:-4]}," if prefix.endswith((".idx", ".bin")) else ""
             for suffix in (".idx", ".bin"):
                 yield (
                     flag,
                     Path(prefix + suffix),
-                    "give the prefix without .bin/.idx (tools/preprocess_data.py makes them)",
+                    f"give the prefix{without} without .bin/.idx (tools/preprocess_data.py makes them)",
                 )

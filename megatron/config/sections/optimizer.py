@@ -17,7 +17,11 @@ class OptimizerConfig:
             ("muon", "dist_muon", "adaptive_muon", "lion", "soap"), "not supported yet; use adam or sgd"
         ),
     )
-    weight_decay: float = flag(0.01, "Weight decay (decoupled in Adam, added to the gradient in SGD); biases and 1-D parameters have none.", at_least=0.0)
+    weight_decay: float = flag(
+        0.01,
+        "Weight decay (decoupled in Adam, added to the gradient in SGD); biases and 1-D parameters have none.",
+        at_least=0.0,
+    )
     weight_decay_incr_style: str = flag(
         "constant", "How weight decay moves from start to end.", choices=("constant", "linear", "cosine")
     )

@@ -173,3 +173,12 @@ def test_names_that_are_almost_steps(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
     with pytest.raises(CheckpointError, match="no valid checkpoint"):
         find_candidates(tmp_path)
+
+
+def test_a_step_given_as_the_run_is_told_how(three_steps: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"give --load \S+ --ckpt-step 20"):
+        find_candidates(three_steps / "iter_0000020")
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    with pytest.raises(CheckpointError, match="give the directory that a run's --save names"):
+        find_candidates(empty)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from megatron.config import check, check_paths, check_world, parse_args
@@ -14,12 +16,14 @@ NULL = "--tokenizer-type NullTokenizer"
 ADDED = {
     "--num-layer 3": ("--num-layer", "did you mean --num-layers?"),
     "--lerning-rate 1e-3": ("--lerning-rate", "docs/flags.md"),
-    "-num-layers 3": ("--num-layers", "did you mean --num-layers?"),
+    "-num-layers 3": ("-num-layers", "give --num-layers"),
+    "-lr 1": ("-lr", "give --lr"),
+    "--split 969 30 1": ("'30' after --split 969", "quote it"),
     "--fp16 true": ("'true' after --fp16", "remove it"),
     "--fp16=maybe": ("--fp16=maybe", "--fp16=false"),
     "stray": ("'stray'", "remove it"),
     "--clip-grad": ("--clip-grad", "needs one value"),
-    "--rampup-batch-size 1 2": ("--rampup-batch-size", "needs 3 values"),
+    "--rampup-batch-size 1 2": ("--rampup-batch-size", "needs 3 values, as in --rampup-batch-size VALUE VALUE VALUE;"),
     "--seed many": ("--seed many", "whole number"),
     "--log-interval 1.5": ("--log-interval 1.5", "whole number of at least 1"),
     "--weight-decay nan": ("--weight-decay nan", "finite"),
@@ -184,8 +188,21 @@ def test_files_must_exist(tmp_path_factory: pytest.TempPathFactory) -> None:
     (folder / "merges.txt").write_bytes(b"")
     check_paths(parse_args(argv(command, f"--merge-file {folder}/merges.txt")))
     wrong = command.replace("corpus ", "corpus.bin ")
-    with pytest.raises(ConfigError, match=r"--data-path .*corpus.bin.idx: no such file; give the prefix without"):
+    with pytest.raises(
+        ConfigError, match=r"--data-path .*corpus.bin.idx: no such file; give the prefix .*corpus, without"
+    ):
         check_paths(parse_args(argv(wrong, f"--merge-file {folder}/merges.txt")))
+    os.mkfifo(folder / "pipe")
+    with pytest.raises(ConfigError, match=r"--merge-file .*pipe: not a regular file"):
+        check_paths(parse_args(argv(command, f"--merge-file {folder}/pipe")))
+    with pytest.raises(ConfigError, match=r"--merge-file .*: is a directory; name the file"):
+        check_paths(parse_args(argv(command, f"--merge-file {folder}")))
+    with pytest.raises(ConfigError, match=r"--data-cache-path .*vocab.json: is a file"):
+        check_paths(parse_args(argv(SMALL, f"--data-cache-path {folder}/vocab.json")))
+    with pytest.raises(ConfigError, match=r"--tensorboard-dir .*vocab.json/a/b: .*vocab.json is a file"):
+        check_paths(parse_args(argv(SMALL, f"--tensorboard-dir {folder}/vocab.json/a/b")))
+    with pytest.raises(ConfigError, match=r"--metrics-jsonl .*: is a directory"):
+        check_paths(parse_args(argv(SMALL, f"--metrics-jsonl {folder}")))
     with pytest.raises(ConfigError, match=r"--save .*: is a file"):
         check_paths(parse_args(argv(SMALL, f"--save {folder}/vocab.json --save-interval 1")))
     model = f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {folder}/nowhere"

@@ -75,6 +75,16 @@ def test_bad_input_is_named_with_its_line(folder: Path) -> None:
     assert not (folder / "out").exists()
 
 
+def test_an_output_that_cannot_be_is_named(folder: Path) -> None:
+    flags = [*FLAGS[:-2], "--vocab-size", "300", "--output-dir"]
+    done = run(folder, *flags, "in.jsonl/sub")
+    assert done.returncode == 2 and "--output-dir in.jsonl/sub: in.jsonl is a file" in done.stderr
+    done = run(folder, *flags, "/proc/no-such-place")
+    assert done.returncode == 13 and "--output-dir /proc/no-such-place" in done.stderr
+    done = run(folder, "--input", "in.jsonl", "--vocab-size", "300", "--output-dir", "out")
+    assert done.returncode == 11 and "name it with --json-key" in done.stderr and done.stderr.count("\n") == 1
+
+
 def test_existing_files_are_kept(folder: Path) -> None:
     (folder / "out").mkdir()
     (folder / "out" / "merges.txt").write_text("precious", encoding="utf-8")

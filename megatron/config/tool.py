@@ -1,4 +1,4 @@
-"""What the command lines of the data tools share: errors that name the flag, and the nearest known one."""
+"""What the command lines of the tools share: errors of one line that name the flag, and the nearest known one."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from megatron.errors import ConfigError, MegatronError
+
+DEPENDENCIES = ("numpy", "regex", "safetensors", "tokenizers", "torch", "transformers", "yaml")
 
 
 class Parser(argparse.ArgumentParser):
@@ -72,14 +74,27 @@ def fraction(text: str) -> float:
     return value
 
 
-def run_tool(name: str, job: Callable[[], None]) -> int:
-    """The exit code; a MegatronError becomes one line."""
+def run_tool(name: str, job: Callable[[], int | None]) -> int:
+    """The exit code; a MegatronError becomes one line, and so does a Python without our dependencies."""
     try:
-        job()
+        code = job()
     except MegatronError as error:
         print(f"{name}: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         print(f"{name}: interrupted; nothing was written", file=sys.stderr)
         return 130
-    return 0
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] not in DEPENDENCIES:
+            raise
+        print(f"{name}: {not_installed(error.name.partition('.')[0])}", file=sys.stderr)
+        return ConfigError.exit_code
+    return code or 0
+
+
+def not_installed(module: str) -> str:
+    """The line for a Python that lacks one of our dependencies."""
+    return (
+        f"{module} is not installed for {sys.executable}; bash examples/quickstart.sh makes a .venv that has "
+        f"everything, or: {sys.executable} -m pip install -r requirements.txt"
+    )
