@@ -86,6 +86,7 @@ def assemble(
             closing.callback(history.close)
         origin = find_origin(run, history)
         data = build_data(run, plan, origin, datasets_provider)
+        closing.callback(data.batches.close)
         model, specs = build_model(run, model_provider)
         engine, schedule = _build_engine(run, plan, model, forward_step)
         progress = Progress()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from itertools import islice
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
@@ -28,12 +28,20 @@ def as_datasets(provided: Provided) -> Datasets:
     return provided if isinstance(provided, Datasets) else Datasets(*provided, table="")
 
 
-@dataclass(frozen=True)
 class BatchMaker:
-    """Micro-batches of one rank, from any sample on. The samples of a step depend on the global batch size alone."""
+    """Micro-batches of one rank, from any sample on. The samples of a step depend on the global batch size alone.
 
-    run: Run
-    global_batch_size: int
+    `close()` ends the loaders' workers. Without it they outlive an error: they do not listen to the SIGTERM by which
+    Python ends its children at exit, and Python would wait for them for ever.
+    """
+
+    def __init__(self, run: Run, global_batch_size: int) -> None:
+        self.run, self.global_batch_size = run, global_batch_size
+        self._open: WeakSet[BatchIterator] = WeakSet()
+
+    def close(self) -> None:
+        for loader in list(self._open):
+            loader.close()
 
     def train(self, dataset: Any, consumed: int) -> Iterator[Batch]:
         if dataset is None:
@@ -89,8 +97,8 @@ class BatchMaker:
         )
         pin_memory = self.run.device.type == "cuda"
         if not _is_token_dataset(dataset):
-            return _own_loader(dataset, consumed, shape, order, config.data.num_workers, pin_memory)
-        return build_loader(
+            return self._kept(_own_loader(dataset, consumed, shape, order, config.data.num_workers, pin_memory))
+        loader = build_loader(
             dataset,
             consumed_samples=consumed,
             micro_batch_size=shape.micro_batch_size,
@@ -102,6 +110,11 @@ class BatchMaker:
             dataloader_type=order,
             pin_memory=pin_memory,
         )
+        return self._kept(loader)
+
+    def _kept(self, loader: BatchIterator) -> BatchIterator:
+        self._open.add(loader)
+        return loader
 
 
 def _masks(config: RunConfig, eod_id: int | None) -> MaskConfig:
