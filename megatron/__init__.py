@@ -6,8 +6,17 @@
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 from typing import Any
+
+if sys.version_info < (3, 11):  # noqa: UP036 - a checkout can meet an older one, which fails with a riddle
+    print(
+        f"error: Python {sys.version.split()[0]} at {sys.executable}: not supported; use Python 3.11 to 3.13 "
+        "(bash examples/quickstart.sh finds one and makes a .venv with it)",
+        file=sys.stderr,
+    )
+    raise SystemExit(2)
 
 __version__ = "0.1.0"
 __all__ = ["__version__", "initialize", "pretrain"]

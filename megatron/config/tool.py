@@ -7,6 +7,7 @@ import difflib
 import math
 import sys
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from typing import Any, NoReturn
 
 from megatron.errors import ConfigError, MegatronError
@@ -90,6 +91,11 @@ def run_tool(name: str, job: Callable[[], int | None]) -> int:
         print(f"{name}: {not_installed(error.name.partition('.')[0])}", file=sys.stderr)
         return ConfigError.exit_code
     return code or 0
+
+
+def start(module: str) -> int:
+    """The exit code of a tool: `main()` of its module, whose very import may need what this Python does not have."""
+    return run_tool("error", lambda: import_module(module).main())
 
 
 def not_installed(module: str) -> str:

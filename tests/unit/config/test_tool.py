@@ -44,6 +44,38 @@ def test_a_missing_dependency_is_one_line_with_the_way_out(capsys: pytest.Captur
         run_tool("error", lambda: needs("megatron.nowhere"))
 
 
+@pytest.mark.parametrize("tool", [tool for tool in TOOLS if tool not in ("plot_loss", "make_stdlib_corpus")])
+def test_a_tool_in_a_python_without_torch_and_numpy(tool: str, tmp_path: Path) -> None:
+    for name in ("torch", "numpy"):  # as if it were not there
+        (tmp_path / f"{name}.py").write_text(f"raise ModuleNotFoundError('No module named {name}', name='{name}')")
+    (tmp_path / "in.json").write_text("")
+    flags = {
+        "preprocess_data": ["--input", "in.json", "--output-prefix", "o", "--tokenizer-type", "GPT2BPETokenizer"],
+        "train_tokenizer": ["--input", "in.json", "--output-dir", "o", "--vocab-size", "300"],
+        "convert_checkpoint": ["--load", ".", "--to", "hf", "--save", "o"],
+        "generate": ["--load", ".", "--prompt", "x"],
+        "verify_checkpoint": ["."],
+    }[tool]
+    flags += ["--vocab-file", "in.json", "--merge-file", "in.json"] * (tool == "preprocess_data")
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "tools" / f"{tool}.py"), *flags],
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
+    assert "is not installed for" in done.stderr and "pip install -r requirements.txt" in done.stderr
+
+
+def test_an_older_python_is_refused_in_one_line() -> None:
+    code = "import sys; sys.version_info = (3, 10, 13); import megatron"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and not done.stdout
+    assert "use Python 3.11 to 3.13" in done.stderr and len(done.stderr.splitlines()) == 1
+
+
 def test_the_job_may_give_the_exit_code() -> None:
     assert run_tool("error", lambda: None) == 0
     assert run_tool("error", lambda: 4) == 4
