@@ -45,8 +45,25 @@ def canonical_spellings() -> Mapping[str, str]:
     return MappingProxyType({spelling.replace("_", "-"): spelling for spelling in spelling_table()})
 
 
+# What other trainers call it; the nearest of our own names would only mislead.
+_ELSEWHERE = {
+    "--learning-rate": "--lr",
+    "--max-steps": "--train-iters",
+    "--warmup-steps": "--lr-warmup-iters",
+    "--warmup-ratio": "--lr-warmup-fraction",
+    "--lr-scheduler-type": "--lr-decay-style",
+    "--per-device-train-batch-size": "--micro-batch-size",
+    "--gradient-accumulation-steps": "--global-batch-size",
+    "--max-grad-norm": "--clip-grad",
+    "--output-dir": "--save",
+    "--resume-from-checkpoint": "--load",
+    "--gradient-checkpointing": "--recompute-granularity",
+}
+
+
 def refuse_unknown(name: str) -> ConfigError:
-    hint = nearest(name, spelling_table())
+    same = _ELSEWHERE.get(name.replace("_", "-"))
+    hint = nearest(name, spelling_table()) if same is None else f" (here it is {same})"
     family = refused_family(name)
     if family:
         return ConfigError(f"{name}{hint}: {family}")

@@ -36,7 +36,7 @@ def position_ids(tokens: np.ndarray, masks: MaskConfig) -> np.ndarray:
     """[b, s] -> int64 [b, s]: 0, 1, 2, ...; from 0 again after each end of document when asked."""
     positions = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int64), tokens.shape)
     if not masks.reset_position_ids:
-        return np.ascontiguousarray(positions)
+        return positions.copy()
     starts = np.where(_follows_eod(tokens, masks.eod_id), positions, 0)
     return positions - np.maximum.accumulate(starts, axis=1)
 

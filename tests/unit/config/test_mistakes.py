@@ -7,6 +7,7 @@ import os
 import pytest
 
 from megatron.config import check, check_paths, check_world, parse_args
+from megatron.config.sources import _ELSEWHERE, spelling_table
 from megatron.errors import ConfigError
 from tests.unit.config.commands import SMALL, argv, without
 
@@ -16,6 +17,8 @@ NULL = "--tokenizer-type NullTokenizer"
 ADDED = {
     "--num-layer 3": ("--num-layer", "did you mean --num-layers?"),
     "--lerning-rate 1e-3": ("--lerning-rate", "docs/flags.md"),
+    "--learning_rate 1e-3": ("--learning_rate", "here it is --lr)"),
+    "--max_steps 5": ("--max_steps", "here it is --train-iters)"),
     "-num-layers 3": ("-num-layers", "give --num-layers"),
     "-lr 1": ("-lr", "give --lr"),
     "--split 969 30 1": ("'30' after --split 969", "quote it"),
@@ -208,3 +211,8 @@ def test_files_must_exist(tmp_path_factory: pytest.TempPathFactory) -> None:
     model = f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {folder}/nowhere"
     with pytest.raises(ConfigError, match=r"--tokenizer-model .*nowhere: no such"):
         check_paths(parse_args(argv(without(SMALL, "--vocab-size"), model)))
+
+
+def test_the_names_of_other_trainers_lead_to_flags_that_exist() -> None:
+    assert set(_ELSEWHERE.values()) <= set(spelling_table())
+    assert not set(_ELSEWHERE) & set(spelling_table()), "a flag of ours is not unknown"

@@ -53,3 +53,8 @@ def test_nothing_asked() -> None:
 def test_without_an_end_of_document_id(name: str) -> None:
     with pytest.raises(ConfigError, match=f"--{name.replace('_', '-')}: the tokenizer has no"):
         MaskConfig(**{name: True})  # type: ignore[arg-type]
+
+
+def test_a_batch_of_one_may_be_written_to() -> None:
+    positions = position_ids(np.zeros((1, 4), dtype=np.int64), MaskConfig())  # torch warns about a read-only array
+    assert positions.flags.writeable and positions.tolist() == [[0, 1, 2, 3]]
