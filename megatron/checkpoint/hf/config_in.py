@@ -12,6 +12,7 @@ from megatron.errors import ConfigError
 
 _GELU_NAMES = {"gelu_new": "tanh", "gelu_pytorch_tanh": "tanh", "gelu_fast": "tanh", "gelu": "erf", "relu2": "relu2"}
 _ROPE_NAMES = ("default", "linear", "llama3", "yarn")
+_MISTRAL_WINDOW = 4096  # where its config.json has none; without a window it says null
 
 
 def model_config_from(values: Mapping[str, Any], family: Family) -> ModelConfig:
@@ -65,9 +66,10 @@ def _gpt2(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _rotary(values: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    _refuse(values, hidden_act="silu", pretraining_tp=1)
+    _refuse(values, hidden_act="silu", pretraining_tp=1, partial_rotary_factor=1.0)
     heads = values["num_attention_heads"]
-    groups = values.get("num_key_value_heads") or heads
+    # Left out, it is all heads in Llama and a number of transformers' own elsewhere: not to be guessed.
+    groups = (values.get if family.model_type == "llama" else values.__getitem__)("num_key_value_heads") or heads
     return {
         "num_layers": values["num_hidden_layers"],
         "hidden_size": values["hidden_size"],
@@ -103,7 +105,7 @@ def _biases(values: Mapping[str, Any], family: Family) -> dict[str, Any]:
 
 
 def _window(values: Mapping[str, Any], family: Family) -> tuple[int, int] | None:
-    width = values.get("sliding_window")
+    width = values.get("sliding_window", _MISTRAL_WINDOW if family.model_type == "mistral" else None)
     kinds = set(values.get("layer_types") or [])
     if family.model_type == "llama" or width is None:
         return None

@@ -1,0 +1,45 @@
+"""A config.json that leaves something out, or says it in an older place, still means what transformers reads in it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megatron.checkpoint.hf.config_in import model_config_from
+from megatron.checkpoint.hf.family import by_model_type
+from megatron.errors import ConfigError
+
+SHAPE: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 8192,
+}
+
+
+@pytest.mark.parametrize(
+    ("given", "window"), [({}, (4095, 0)), ({"sliding_window": None}, None), ({"sliding_window": 7}, (6, 0))]
+)
+def test_mistral_has_a_window_unless_it_says_null(given: dict[str, Any], window: tuple[int, int] | None) -> None:
+    assert model_config_from({**SHAPE, **given}, by_model_type("mistral")).window == window
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "mistral"])
+def test_only_llama_means_all_heads_by_no_number_of_key_heads(family: str) -> None:
+    shape = {name: value for name, value in SHAPE.items() if name != "num_key_value_heads"}
+    assert model_config_from(shape, by_model_type("llama")).query_groups == 8
+    assert model_config_from({**shape, "num_key_value_heads": None}, by_model_type(family)).query_groups == 8
+    with pytest.raises(ConfigError, match="num_key_value_heads is missing"):
+        model_config_from(shape, by_model_type(family))
+
+
+@pytest.mark.parametrize("place", ["rope_parameters", "rope_scaling", None])
+def test_a_partial_rotation_is_refused_wherever_it_stands(place: str | None) -> None:
+    partial = {"partial_rotary_factor": 0.5}
+    with pytest.raises(ConfigError, match="partial_rotary_factor 0.5 is not supported"):
+        model_config_from({**SHAPE, **(partial if place is None else {place: partial})}, by_model_type("llama"))
+    whole = {"partial_rotary_factor": 1.0}
+    assert model_config_from({**SHAPE, **whole}, by_model_type("llama")).rotary_percent == 1.0
