@@ -39,7 +39,7 @@ def test_only_llama_means_all_heads_by_no_number_of_key_heads(family: str) -> No
 @pytest.mark.parametrize("place", ["rope_parameters", "rope_scaling", None])
 def test_a_partial_rotation_is_refused_wherever_it_stands(place: str | None) -> None:
     partial = {"partial_rotary_factor": 0.5}
-    with pytest.raises(ConfigError, match="partial_rotary_factor 0.5 is not supported"):
+    with pytest.raises(ConfigError, match=r"partial_rotary_factor 0\.5 is not supported"):
         model_config_from({**SHAPE, **(partial if place is None else {place: partial})}, by_model_type("llama"))
     whole = {"partial_rotary_factor": 1.0}
     assert model_config_from({**SHAPE, **whole}, by_model_type("llama")).rotary_percent == 1.0
