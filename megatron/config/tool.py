@@ -86,9 +86,10 @@ def run_tool(name: str, job: Callable[[], int | None]) -> int:
         print(f"{name}: interrupted; nothing was written", file=sys.stderr)
         return 130
     except ModuleNotFoundError as error:
-        if error.name is None or error.name.partition(".")[0] not in DEPENDENCIES:
+        line = not_installed(error)
+        if line is None:
             raise
-        print(f"{name}: {not_installed(error.name.partition('.')[0])}", file=sys.stderr)
+        print(f"{name}: {line}", file=sys.stderr)
         return ConfigError.exit_code
     return code or 0
 
@@ -98,8 +99,11 @@ def start(module: str) -> int:
     return run_tool("error", lambda: import_module(module).main())
 
 
-def not_installed(module: str) -> str:
-    """The line for a Python that lacks one of our dependencies."""
+def not_installed(error: ModuleNotFoundError) -> str | None:
+    """The line for a Python that lacks one of our dependencies; None where it is a module of somebody else's."""
+    module = (error.name or "").partition(".")[0]
+    if module not in DEPENDENCIES:
+        return None
     return (
         f"{module} is not installed for {sys.executable}; bash examples/quickstart.sh makes a .venv that has "
         f"everything, or: {sys.executable} -m pip install -r requirements.txt"

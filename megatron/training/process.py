@@ -6,7 +6,8 @@ import sys
 import time
 from collections.abc import Callable
 
-from megatron.errors import MegatronError, PeerLostError
+from megatron.config.tool import not_installed
+from megatron.errors import ConfigError, MegatronError, PeerLostError
 from megatron.training.exit_reason import StopReason
 
 # Seconds. The launcher ends the other ranks once one has left, so whoever was only affected waits longest.
@@ -33,7 +34,11 @@ def run_as_program(body: Callable[[], StopReason]) -> StopReason:
 
 
 def named(error: Exception) -> Exception:
-    """The error, or the PeerLostError that it means: gloo raises a bare RuntimeError that names its source file."""
+    """The error, or what it means to a user: a Python without our dependencies, or a peer that is gone (gloo raises
+    a bare RuntimeError that names its source file)."""
+    if isinstance(error, ModuleNotFoundError):
+        line = not_installed(error)
+        return error if line is None else ConfigError(line)
     torch = sys.modules.get("torch")
     if torch is None or isinstance(error, MegatronError) or not isinstance(error, RuntimeError):
         return error
@@ -47,11 +52,11 @@ def named(error: Exception) -> Exception:
 
 
 def rank_of_process() -> int:
-    from megatron.distributed.launch import LaunchInfo
-
     try:
+        from megatron.distributed.launch import LaunchInfo
+
         return LaunchInfo.detect().rank
-    except MegatronError:  # the launch itself is what is wrong
+    except (MegatronError, ModuleNotFoundError):  # the launch itself is what is wrong, or there is no torch
         return 0
 
 
