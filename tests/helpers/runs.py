@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+import megatron
 from megatron.config import RunConfig, parse_args
 from megatron.distributed.launch import LaunchInfo
 from megatron.distributed.rng import seed_rank
@@ -102,6 +103,18 @@ def train_here(argv: Sequence[str]) -> dict[str, Any]:
     return {"records": records, "weights": weights, "reason": reason, "parts": parts, "run": run}
 
 
+def pretrain_here(argv: Sequence[str]) -> int:
+    """`pretrain_gpt.py` in this process, from its command line to its exit code."""
+    script, threads = pretrain_gpt(), torch.get_num_threads()
+    try:
+        megatron.pretrain(script.datasets_provider, script.model_provider, script.forward_step, argv)
+        return 0
+    except SystemExit as error:
+        return int(error.code or 0)
+    finally:
+        torch.set_num_threads(threads)
+
+
 class Recorder:
     """Keeps every logged record."""
 
@@ -117,14 +130,24 @@ class Recorder:
 
 
 def launch(
-    argv: Sequence[str], *, ranks: int = 1, cwd: Path = REPOSITORY, timeout: float = 120.0
+    argv: Sequence[str],
+    *,
+    ranks: int = 1,
+    script: Path = REPOSITORY / "pretrain_gpt.py",
+    launcher: str = "run",
+    cwd: Path = REPOSITORY,
+    timeout: float = 120.0,
 ) -> subprocess.CompletedProcess[str]:
-    """`pretrain_gpt.py` as a user starts it: plain python for one rank, torchrun for more."""
-    launcher = [sys.executable]
-    if ranks > 1:
-        launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
-    command = [*launcher, str(REPOSITORY / "pretrain_gpt.py"), *argv]
+    """A script as a user starts it: plain python for one rank; for more, torchrun (`launcher` "run") or "launch"."""
+    command = [*launch_command(script, ranks, launcher), *argv]
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=timeout)
+
+
+def launch_command(script: Path, ranks: int, launcher: str = "run") -> list[str]:
+    if ranks == 1:
+        return [sys.executable, str(script)]
+    module = f"torch.distributed.{launcher}"
+    return [sys.executable, "-m", module, "--standalone", "--nproc_per_node", str(ranks), str(script)]
 
 
 def read_metrics(path: Path, split: str = "train") -> list[dict[str, Any]]:

@@ -1,0 +1,207 @@
+"""What goes wrong while a run trains: every rank ends, in bounded time, and the cause is said once and recorded."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.checkpoint import DirectoryLock
+from tests.helpers.runs import REPOSITORY, flags, launch, launch_command, pretrain_here, read_metrics, same_numbers
+
+BOUND = 60.0  # seconds on a loaded machine; what these tests guard against is a wait of minutes, or for ever
+
+# A pretrain script whose rank 1 misbehaves in its 7th micro-batch, as its first argument says.
+SCRIPT = f"""
+import os, signal, sys
+sys.path.insert(0, {str(REPOSITORY)!r})
+import pretrain_gpt
+from megatron import pretrain
+from megatron.errors import DataError
+
+how = sys.argv.pop(1)
+calls = iter(range(10**9))
+
+def forward_step(model, batch):
+    loss, count = pretrain_gpt.forward_step(model, batch)
+    if next(calls) == 6 and os.environ.get("RANK") == "1":
+        if how == "raise":
+            raise ValueError("planted on rank 1")
+        if how == "data":
+            raise DataError("planted data error")
+        if how == "nan":
+            loss = loss * float("nan")
+        if how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+    return loss, count
+
+pretrain(pretrain_gpt.datasets_provider, pretrain_gpt.model_provider, forward_step)
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "pretrain_faulty.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+# how -> (what is said by whoever failed, the record's reason, its exit code)
+FAULTS = {
+    "raise": ("ValueError: planted on rank 1", "ValueError", 1),
+    "data": ("error (rank 1): planted data error", "DataError", 11),
+    "nan": ("error: iteration 4: the loss is nan (rank 1: samples ", "NonFiniteError", 14),
+    "kill": ("", "PeerLostError", 17),
+}
+
+
+@pytest.mark.parametrize("how", FAULTS)
+def test_a_rank_that_fails_ends_the_run(tmp_path: Path, script: Path, how: str) -> None:
+    save = tmp_path / "ckpt"
+    argv = [how, *flags(train_iters=200, num_workers=1, save=save, save_interval=1000, exit_signal_handler=True)]
+    started = time.monotonic()
+    done = launch(argv, ranks=2, script=script, timeout=2 * BOUND)
+    assert time.monotonic() - started < BOUND
+    assert done.returncode != 0
+    message, reason, code = FAULTS[how]
+    record = json.loads((save / "exit_reason.json").read_text())
+    assert (record["reason"], record["exit_code"]) == (reason, code)
+    if message:
+        assert done.stderr.count(message) == 1, done.stderr
+        assert "a collective failed" not in done.stderr, "the other rank only lost its peer"
+    assert not list(save.glob("iter_*"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"micro_batch_size": 8}, "does not divide by"),
+        ({"num_layers": "two"}, "--num-layers"),
+        ({"load": "no/such/folder"}, "--load no/such/folder: does not exist"),
+    ],
+)
+def test_a_usage_error_is_said_once(changes: dict[str, Any], message: str) -> None:
+    done = launch(flags(**changes), ranks=2)
+    assert done.returncode != 0
+    lines = [line for line in done.stderr.splitlines() if line.startswith("error")]
+    assert len(lines) == 1 and message in lines[0], done.stderr
+
+
+def test_print_config_is_printed_once() -> None:
+    done = launch([*flags(), "--print-config"], ranks=2)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("\nnum_layers ") == 1
+
+
+def test_a_signal_to_one_rank_stops_all_at_one_step_and_the_run_goes_on(tmp_path: Path) -> None:
+    """SIGTERM to a worker; with dropout, the resumed run is bit for bit the run that was not stopped."""
+    save, whole, pieces = tmp_path / "ckpt", tmp_path / "whole.jsonl", tmp_path / "pieces.jsonl"
+    argv = flags(train_iters=None, train_samples=8 * 400, exit_signal_handler=True, save=save, save_interval=10**6)
+    process = subprocess.Popen(
+        [*launch_command(REPOSITORY / "pretrain_gpt.py", 2), *argv, "--metrics-jsonl", str(pieces)],
+        cwd=REPOSITORY,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert process.stdout is not None
+    for line in process.stdout:
+        if " iteration        3/" in line:
+            os.kill(_workers_of(process.pid)[1], signal.SIGTERM)
+            break
+    out = process.stdout.read()
+    assert process.wait(BOUND) == 0, out
+    record = json.loads((save / "exit_reason.json").read_text())
+    assert record["reason"] == "signal" and 3 <= record["iteration"] < 400
+    stop = record["iteration"] + 3
+    again = flags(train_iters=None, train_samples=8 * 400, exit_interval=stop)
+    assert launch([*again, "--metrics-jsonl", str(whole)], ranks=2).returncode == 0
+    resumed = [*again, "--load", str(save), "--metrics-jsonl", str(pieces)]
+    assert launch(resumed, ranks=2).returncode == 0
+    assert [same_numbers(r) for r in read_metrics(pieces)] == [same_numbers(r) for r in read_metrics(whole)]
+
+
+def _workers_of(launcher: int) -> list[int]:
+    return sorted(map(int, Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()))
+
+
+@pytest.mark.parametrize("launcher", ["run", "launch"])
+def test_a_finished_run_exits_with_zero(launcher: str) -> None:
+    done = launch(flags(num_workers=1, eval_iters=1, train_iters=2), ranks=2, launcher=launcher)
+    assert done.returncode == 0, done.stderr
+
+
+def test_an_error_in_a_run_with_data_workers_does_not_hang() -> None:
+    """The workers do not listen to SIGTERM, by which Python ends its children before it waits for them."""
+    done = launch(flags(num_workers=2, fp16=True, loss_scale=1e30), timeout=BOUND)
+    assert done.returncode == 14, done.stderr
+    assert done.stderr.count("error: iteration 1: a gradient is not finite") == 1
+
+
+def test_a_closed_log_pipe_ends_the_run() -> None:
+    command = [*launch_command(REPOSITORY / "pretrain_gpt.py", 1), *flags(train_iters=10**6)]
+    process = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    process.stdout.readline()
+    process.stdout.close()
+    assert process.wait(BOUND) != 0
+
+
+# One rank, in this process.
+
+Capture = pytest.CaptureFixture[str]
+
+
+def test_usage_errors_come_before_any_directory_is_made(tmp_path: Path) -> None:
+    assert pretrain_here(flags(save=tmp_path / "ckpt", save_interval=2, hidden_size=33)) == 2
+    assert not (tmp_path / "ckpt").exists()
+
+
+def test_a_save_directory_that_cannot_be_written_is_refused_at_the_start(capsys: Capture) -> None:
+    assert pretrain_here(flags(save="/proc/no/ckpt", save_interval=2)) == 13
+    said = capsys.readouterr()
+    assert "/proc/no" in said.err and " iteration " not in said.out
+
+
+def test_a_second_run_is_refused_at_the_start_and_leaves_the_first_ones_record(tmp_path: Path, capsys: Capture) -> None:
+    lock = DirectoryLock.acquire(tmp_path, "the-first")
+    (tmp_path / "exit_reason.json").write_text("{}")
+    assert pretrain_here(flags(save=tmp_path, save_interval=2)) == 2
+    lock.release()
+    assert "in use by run the-first" in capsys.readouterr().err
+    assert (tmp_path / "exit_reason.json").read_text() == "{}"
+
+
+def test_a_full_disk_under_the_metrics_file_is_named(capsys: Capture) -> None:
+    assert pretrain_here(flags(metrics_jsonl="/dev/full")) == 13
+    assert capsys.readouterr().err.startswith("error: --metrics-jsonl /dev/full: writing failed (No space left")
+
+
+def test_a_tensorboard_directory_that_cannot_be_made_is_named(capsys: Capture) -> None:
+    assert pretrain_here(flags(tensorboard_dir="/proc/no/tb")) == 2
+    assert capsys.readouterr().err.startswith("error: --tensorboard-dir /proc/no/tb: cannot be written")
+
+
+def test_a_damaged_checkpoint_is_passed_over_loudly(tmp_path: Path, capsys: Capture) -> None:
+    assert pretrain_here(flags(save=tmp_path, save_interval=4)) == 0
+    damaged = next((tmp_path / "iter_0000006").rglob("model_optim_rng.pt"))
+    content = bytearray(damaged.read_bytes())
+    content[len(content) // 2] ^= 1
+    damaged.write_bytes(content)
+    capsys.readouterr()
+    assert pretrain_here(flags(load=tmp_path)) == 0
+    said = capsys.readouterr().out
+    assert "FALLING BACK" in said and "continuing at iteration 4" in said
+    assert pretrain_here(flags(load=tmp_path, strict_load=True)) == 12
+
+
+def test_a_start_forgets_the_reason_of_the_run_before(tmp_path: Path) -> None:
+    (tmp_path / "exit_reason.json").write_text('{"reason": "done"}')
+    assert pretrain_here(flags(save=tmp_path, save_interval=2, fp16=True, loss_scale=1e30)) == 14
+    assert json.loads((tmp_path / "exit_reason.json").read_text())["reason"] == "NonFiniteError"
