@@ -1,0 +1,140 @@
+"""The loss of an evaluation is a number of the model and the data alone; dropout differs where the samples differ."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megatron.data.indexed import IndexedDatasetBuilder
+from megatron.errors import DataError
+from tests.helpers.distributed import run_ranks
+from tests.helpers.runs import flags, make_parts
+
+LAYOUTS = [(1, 1), (1, 8), (2, 2), (2, 4), (4, 1)]  # ranks, micro-batch size
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> str:
+    random = np.random.RandomState(7)
+    builder = IndexedDatasetBuilder(str(tmp_path / "corpus"), np.uint16)
+    for _ in range(60):
+        builder.add_document(random.randint(0, 96, size=random.randint(8, 40)).astype(np.uint16), None)
+    builder.finalize()
+    return str(tmp_path / "corpus")
+
+
+def evaluate(rank: int, size: int, argv: list[str]) -> tuple[float, int, float]:
+    torch.set_num_threads(1)
+    _, parts = make_parts(argv, rank=rank, world_size=size, dtype=torch.float64)
+    valid = parts.evaluator.valid(parts.progress, "here")
+    test = parts.evaluator.test(parts.progress, "here")
+    assert valid is not None and test is not None
+    return valid.lm_loss, valid.counted_tokens, test.lm_loss
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_it_moves_neither_with_the_micro_batch_nor_with_the_ranks(corpus: str, full: bool) -> None:
+    def argv(micro_batch: int) -> list[str]:
+        return flags(
+            mock_data=None,
+            data_path=corpus,
+            tokenizer_type="NullTokenizer",
+            vocab_size=96,
+            split="40,40,20",
+            eod_mask_loss=True,
+            eval_iters=2,
+            full_validation=full,
+            micro_batch_size=micro_batch,
+        )
+
+    expected = evaluate(0, 1, argv(2))
+    if full:
+        assert expected[1] % (8 * 16), "the set is to end within a block, so that there is a rest"
+    for ranks, micro_batch in LAYOUTS:
+        for found in run_ranks(ranks, evaluate, ranks, argv(micro_batch)):
+            assert found[1] == expected[1]
+            assert found == pytest.approx(expected, rel=1e-12)
+
+
+def samples_of(parts: Any) -> list[list[int]]:
+    """The sample ids of each evaluation from here on."""
+    seen: list[list[int]] = []
+    evaluate = parts.engine.evaluate
+
+    def recording(batches: Any) -> Any:
+        kept = list(batches)
+        seen.append([number for batch in kept for number in batch["sample_ids"].tolist()])
+        return evaluate(kept)
+
+    parts.engine.evaluate = recording
+    return seen
+
+
+def test_a_resumed_run_evaluates_on_what_is_next(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"eval_iters": 2, "eval_interval": 2, "save": tmp_path, "save_interval": 100}
+    _, parts = make_parts(flags(**settings, exit_interval=2))
+    before = samples_of(parts)
+    with parts:
+        parts.trainer.fit()
+    _, parts = make_parts(flags(**settings, load=tmp_path))
+    after = samples_of(parts)
+    with parts:
+        parts.trainer.fit()
+    assert [*before, *after] == [list(range(16)), list(range(16, 32)), list(range(32, 48))]
+
+
+def test_a_set_that_is_used_up_begins_again() -> None:
+    """As after a resume with another --eval-interval."""
+    _, parts = make_parts(flags(eval_iters=2, eval_interval=6))
+    assert len(parts.evaluator._valid) == 32
+    seen = samples_of(parts)
+    for _ in range(3):
+        parts.evaluator.valid(parts.progress, "here")
+    assert seen == [list(range(16)), list(range(16, 32)), list(range(16))]
+
+
+def test_a_set_smaller_than_a_global_batch_is_refused_before_training(corpus: str) -> None:
+    _, parts = make_parts(flags(eval_iters=1))
+
+    class Few:
+        seq_length = 16
+
+        def __len__(self) -> int:
+            return 7
+
+    with pytest.raises(DataError, match=r"the validation set has 7 samples.*--full-validation"):
+        parts.evaluator._batches.check_evaluation(Few(), "validation")  # type: ignore[attr-defined]
+
+
+def test_an_empty_split_is_no_evaluation(corpus: str) -> None:
+    data = {"mock_data": None, "data_path": corpus, "tokenizer_type": "NullTokenizer", "vocab_size": 96}
+    _, parts = make_parts(flags(**data, split="100,0,0", eval_iters=2))
+    assert parts.evaluator.valid(parts.progress, "here") is None
+    assert parts.evaluator.test(parts.progress, "here") is None
+
+
+def losses_of_one_batch(rank: int, size: int, argv: list[str]) -> list[float]:
+    """Rank by rank the losses of the very same samples, in training and in evaluation."""
+    _, parts = make_parts(argv, rank=rank, world_size=size)
+    batch = {
+        "tokens": torch.arange(16)[None],
+        "labels": torch.arange(1, 17)[None],
+        "loss_mask": torch.ones(1, 16),
+        "position_ids": torch.arange(16)[None],
+    }
+    engine = parts.engine
+    found = []
+    for training in (True, False):
+        engine.model.train(training)
+        found.append(engine.forward_step(engine.model, batch)[0].item())
+    return found
+
+
+def test_data_parallel_ranks_drop_out_differently() -> None:
+    first, second = run_ranks(2, losses_of_one_batch, 2, flags())
+    assert first[0] != second[0], "one mask on all ranks would correlate their dropout"
+    assert first[1] == second[1]
