@@ -124,6 +124,13 @@ def export_to(out: Path, export: Export) -> list[str]:
     return messages
 
 
+@pytest.mark.parametrize(("trained", "asked"), [("bfloat16", None), ("bfloat16", "float32"), ("float32", "bfloat16")])
+def test_a_gain_stored_less_one_is_exported_in_half_precision(tmp_path: Path, trained: str, asked: str | None) -> None:
+    """1 + weight is rounded in that precision, in training as in the export: no difference to refuse."""
+    save_random(tmp_path / "ckpt", model(**GPT2, apply_layernorm_1p=True), dtype=getattr(torch, trained))
+    export_to(tmp_path / "hf", plan(tmp_path / "ckpt", dtype=asked))
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_logits_equal_and_import_gives_the_same_bits_back(tmp_path: Path, case: str) -> None:
     architecture, settings = CASES[case]

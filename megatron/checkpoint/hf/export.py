@@ -190,4 +190,9 @@ def _convert(export: Export, exchange: Exchange) -> tuple[dict[str, Tensor], flo
 def our_tensors(export: Export) -> Iterator[tuple[str, Tensor]]:
     """The weights of our own model, in the dtype of the export."""
     for name, record in export.reader.manifest.model.items():
-        yield name, export.reader.logical(name, record).to(export.dtype)
+        tensor = export.reader.logical(name, record)
+        if export.config.apply_layernorm_1p and name.endswith("layernorm.weight"):
+            # The gain is what is rounded, not its distance from 1; in fp32 the distance between them is exact.
+            yield name, (tensor + 1).to(export.dtype).float() - 1
+        else:
+            yield name, tensor.to(export.dtype)
