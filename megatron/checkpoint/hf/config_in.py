@@ -46,6 +46,7 @@ def _gpt2(values: Mapping[str, Any]) -> dict[str, Any]:
         scale_attn_by_inverse_layer_idx=False,
         reorder_and_upcast_attn=False,
         add_cross_attention=False,
+        embd_pdrop=values.get("resid_pdrop", 0.1),  # one --hidden-dropout serves both
     )
     kind = _GELU_NAMES.get(values.get("activation_function", "gelu_new"))
     if kind is None:

@@ -43,3 +43,10 @@ def test_a_partial_rotation_is_refused_wherever_it_stands(place: str | None) -> 
         model_config_from({**SHAPE, **(partial if place is None else {place: partial})}, by_model_type("llama"))
     whole = {"partial_rotary_factor": 1.0}
     assert model_config_from({**SHAPE, **whole}, by_model_type("llama")).rotary_percent == 1.0
+
+
+def test_gpt2_with_two_kinds_of_hidden_dropout_is_refused() -> None:
+    shape = {"n_layer": 2, "n_embd": 64, "n_head": 4, "n_positions": 32, "resid_pdrop": 0.1}
+    assert model_config_from(shape, by_model_type("gpt2")).hidden_dropout == 0.1
+    with pytest.raises(ConfigError, match=r"embd_pdrop 0\.3 is not supported"):
+        model_config_from({**shape, "embd_pdrop": 0.3}, by_model_type("gpt2"))
