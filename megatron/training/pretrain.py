@@ -36,7 +36,8 @@ def pretrain(
     """Train as the command line says. Errors end the process with one line and their exit code.
 
     `needs_data=False`: the datasets are the script's own, so neither --data-path nor a tokenizer is asked for. Each is
-    anything with `len` and `[i]` whose samples are dicts; `forward_step` gets them stacked, with their `sample_ids`.
+    anything with `len` and `[i]` whose samples are dicts; `forward_step` gets them stacked, with their `sample_ids`,
+    and casts what it feeds to a model in half precision.
     """
 
     def body() -> StopReason:
