@@ -24,6 +24,12 @@ def test_the_block_runs(block: Block, checkout: Checkout) -> None:
     checkout.must_run(block.text)
 
 
+@pytest.mark.parametrize("broken", ["false\ntrue", "false | true", "echo $never_set", "python tools/generate.py"])
+def test_a_block_that_fails_is_seen(broken: str, checkout: Checkout) -> None:
+    with pytest.raises(AssertionError, match="exit code"):
+        checkout.must_run(broken)
+
+
 @pytest.mark.parametrize(
     "block", [pytest.param(block, id=block.name) for block in BLOCKS if block.language == "python"]
 )
