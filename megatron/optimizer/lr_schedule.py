@@ -129,6 +129,7 @@ _FLAGS = {
     "wd_incr_steps": "length of the weight decay ramp in samples (the length of training)",
 }
 
+
 def _played_no_part(name: str, curves: Curves) -> bool:
     """Whether the curves are the same functions whatever `name` is."""
     if name in ("wsd_decay_steps", "lr_wsd_decay_style"):
