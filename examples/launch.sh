@@ -8,7 +8,7 @@ if ! "$PYTHON" -c 'import sys, importlib.util as u; sys.exit(u.find_spec("torch"
 fi
 
 # merge_settings OWN... -- GIVEN...   leaves both in SETTINGS, without those of OWN that GIVEN gives again: what is typed
-# behind the launcher's name wins. (pretrain_gpt.py itself refuses a flag that is given twice.)
+# behind the launcher's name wins. (pretrain_gpt.py would take the last one too, and say so about each.)
 merge_settings() {
     local own=() given=" " keep=1 word
     while [ "$1" != -- ]; do own+=("$1"); shift; done
