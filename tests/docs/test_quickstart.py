@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 
 import pytest
 
@@ -36,12 +35,10 @@ def test_it_does_everything(checkout: Checkout, first_run: str) -> None:
 def test_the_second_run_repeats_neither_set_up_nor_preprocessing(checkout: Checkout, first_run: str) -> None:
     data = checkout.root / "quickstart" / "corpus_content_document.bin"
     written = data.stat().st_mtime_ns
-    started = time.monotonic()
     second = checkout.must_run("bash examples/quickstart.sh --train-iters 2")
     assert ".venv is up to date" in second and "installing" not in second
     assert second.count("already there") == 3 and data.stat().st_mtime_ns == written
     assert "iteration        2/       2" in second or "continuing at iteration 1" in second
-    assert time.monotonic() - started < 200
 
 
 @pytest.mark.parametrize(
