@@ -63,9 +63,7 @@ class Trainer:
             progress.iteration, progress.consumed_train_samples
         )
         self._started = time.perf_counter()
-        self._since_log: list[
-            tuple[float, int, float]
-        ] = []  # (loss, samples, seconds) of each step since the last line
+        self._since_log: list[tuple[float, int, float]] = []  # each step's (loss, samples, seconds)
 
     def fit(self) -> StopReason:
         """Train to the last iteration or to the first reason to stop; returns that reason."""
