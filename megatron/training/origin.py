@@ -62,7 +62,7 @@ class Origin:
             for section, name in _ORDER
             if section in saved and saved[section].get(name, ours[section][name]) != ours[section][name]
         ]
-        if _split_of(ours) != _split_of(saved or ours):
+        if "data" in saved and _split_of(ours) != _split_of(saved):
             changed.append(f"--split is {ours['data']['split']} here and {saved['data']['split']} in the checkpoint")
         if changed:
             raise ConfigError(
