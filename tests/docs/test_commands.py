@@ -69,10 +69,10 @@ FLAG = re.compile(r"(?<![\w-])--[A-Za-z][\w-]*")
 
 
 def known_flags() -> set[str]:
-    """Those of training, and those that the tools and the example scripts spell out in their sources."""
+    """Those of training, and those that the tools, the benchmarks and the example scripts spell out in their sources."""
     sources = [ROOT / "docs" / "flags.md", *(ROOT / "tools").glob("*.py"), *(ROOT / "examples").glob("*.sh")]
     sources += [*(ROOT / "megatron" / "preprocess").glob("*.py"), *(ROOT / "megatron" / "inference").glob("*.py")]
-    sources += (ROOT / "megatron" / "checkpoint").glob("*.py")
+    sources += [*(ROOT / "megatron" / "checkpoint").glob("*.py"), *(ROOT / "benchmarks").glob("*.py")]
     return {flag for path in sources for flag in FLAG.findall(path.read_text(encoding="utf-8"))}
 
 
