@@ -69,7 +69,7 @@ FLAG = re.compile(r"(?<![\w-])--[A-Za-z][\w-]*")
 
 
 def known_flags() -> set[str]:
-    """Those of training, and those that the tools, the benchmarks and the example scripts spell out in their sources."""
+    """Those of training, and those that tools, benchmarks and example scripts spell out in their sources."""
     sources = [ROOT / "docs" / "flags.md", *(ROOT / "tools").glob("*.py"), *(ROOT / "examples").glob("*.sh")]
     sources += [*(ROOT / "megatron" / "preprocess").glob("*.py"), *(ROOT / "megatron" / "inference").glob("*.py")]
     sources += [*(ROOT / "megatron" / "checkpoint").glob("*.py"), *(ROOT / "benchmarks").glob("*.py")]
