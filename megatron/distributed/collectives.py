@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -12,6 +13,10 @@ from megatron.distributed.state import Axis
 ReduceName = Literal["sum", "max", "min"]
 Pending = dist.Work
 T = TypeVar("T")
+
+# torch 2.13 renamed these and warns of the old names, which older ones alone have.
+_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 _REDUCE = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
@@ -44,6 +49,60 @@ def all_gather(tensor: torch.Tensor, axis: Axis) -> list[torch.Tensor]:
     gathered = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(axis.size)]
     dist.all_gather(gathered, tensor.contiguous(), axis.group)
     return gathered
+
+
+def gather_along(tensor: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
+    """The members' tensors (of one shape) laid end to end along `dim`."""
+    result, pending = start_gather_along(tensor, axis, dim)
+    return result() if pending is None else _after(pending, result)
+
+
+def start_gather_along(tensor: torch.Tensor, axis: Axis, dim: int) -> tuple[Callable[[], torch.Tensor], Pending | None]:
+    """Starts the same; after `wait()` on the second, the first returns the result."""
+    if axis.size == 1:
+        return lambda: tensor, None
+    flat = tensor.new_empty((axis.size * tensor.shape[0], *tensor.shape[1:]))
+    pending = _gather_flat(flat, tensor.contiguous(), axis.group, async_op=True)
+    if dim == 0 or tensor.shape[:dim].numel() == 1:
+        shape = list(tensor.shape)
+        shape[dim] *= axis.size
+        return lambda: flat.view(shape), pending
+    return lambda: torch.cat(flat.chunk(axis.size), dim), pending
+
+
+def scatter_sum(tensor: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
+    """The sum over the members of this member's piece along `dim` (reduce-scatter); `dim` must divide by the size."""
+    result, pending = start_scatter_sum(tensor, axis, dim)
+    return result if pending is None else _after(pending, lambda: result)
+
+
+def start_scatter_sum(tensor: torch.Tensor, axis: Axis, dim: int) -> tuple[torch.Tensor, Pending | None]:
+    """Starts the same; the result is there after `wait()`."""
+    if axis.size == 1:
+        return tensor, None
+    assert tensor.shape[dim] % axis.size == 0, f"{tuple(tensor.shape)} along {dim} over {axis.size} ranks"
+    if tensor.shape[:dim].numel() != 1:  # its pieces must lie one after another
+        tensor = torch.stack(tensor.chunk(axis.size, dim))
+        result = torch.empty_like(tensor[0])
+    else:
+        shape = list(tensor.shape)
+        shape[dim] //= axis.size
+        result = tensor.new_empty(shape)
+    pending = _scatter_flat(result.view(-1), tensor.contiguous().view(-1), group=axis.group, async_op=True)
+    return result, pending
+
+
+def _after(pending: Pending, result: Callable[[], torch.Tensor]) -> torch.Tensor:
+    pending.wait()
+    return result()
+
+
+def own_piece(tensor: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
+    """This member's piece of a tensor that all have: no communication."""
+    if axis.size == 1:
+        return tensor
+    assert tensor.shape[dim] % axis.size == 0, f"{tuple(tensor.shape)} along {dim} over {axis.size} ranks"
+    return tensor.chunk(axis.size, dim)[axis.rank]
 
 
 def all_gather_object(value: T, axis: Axis) -> list[T]:

@@ -13,11 +13,14 @@ from __future__ import annotations
 
 import hashlib
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 
+from megatron.distributed.state import Axis
 from megatron.layout import Coordinates
 
 RngState = dict[str, Any]
@@ -75,6 +78,49 @@ def set_rng_state(state: RngState, device: torch.device | str = "cpu") -> None:
     torch.set_rng_state(state["torch_cpu"].cpu())
     if device.type != "cpu" and "accelerator" in state:
         torch.get_device_module(device).set_rng_state(state["accelerator"].cpu(), device)
+
+
+class SplitRandom:
+    """A stream of random numbers of its own for each rank of an axis, for tensors that are split over it.
+
+    Inside `with stream.fork():` the default generator draws from that stream; afterwards it stands where it would
+    without the fork, and is the same on all ranks again. The fork's seed is drawn from the default generator, so that
+    generator's state is all the state there is: what restores it for a recomputation or a resume restores this too.
+    """
+
+    def __init__(self, axis: Axis, device: torch.device | str = "cpu") -> None:
+        self._axis, self._device = axis, torch.device(device)
+
+    @contextmanager
+    def fork(self) -> Iterator[None]:
+        if self._axis.size == 1:
+            yield
+            return
+        generator = default_generator(self._device)
+        seed = stream_seed(_next_seed(generator), self._axis.name, self._axis.rank)
+        state = generator.get_state()
+        generator.manual_seed(seed)
+        try:
+            yield
+        finally:
+            generator.set_state(state)
+
+
+def default_generator(device: torch.device) -> torch.Generator:
+    """The generator that torch draws from on this device when nobody names one."""
+    if device.type == "cpu":
+        return torch.default_generator
+    module = torch.get_device_module(device)
+    return module.default_generators[module.current_device() if device.index is None else device.index]
+
+
+def _next_seed(generator: torch.Generator) -> int:
+    """A number from the generator's state, which moves on. (An accelerator's is on the host: nothing waits for it.)"""
+    if generator.device.type == "cpu":
+        return int(torch.randint(2**62, (), generator=generator).item())
+    offset = generator.get_offset()
+    generator.set_offset(offset + 4)  # philox counts in fours
+    return stream_seed(generator.initial_seed(), "fork", offset)
 
 
 def _to_bytes(array: np.ndarray) -> torch.Tensor:

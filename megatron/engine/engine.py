@@ -109,14 +109,17 @@ class Engine(Evaluation):
         device: torch.device,
         stop_on_nonfinite: bool = True,
         buffers: Mapping[str, Tensor] | None = None,
+        sum_replicas: Callable[[GradBuffers], None] | None = None,
         timers: Timers | None = None,
     ) -> None:
-        """`buffers`: the state that the model itself changes in a step, such as running means."""
+        """`buffers`: the state that the model itself changes in a step, such as running means. `sum_replicas` adds up
+        the gradients of parameters that ranks of one model share."""
         super().__init__(model, forward_step, parallel, device=device)
         self.grads = grads
         self.optimizer = optimizer
         self.stop_on_nonfinite = stop_on_nonfinite
         self.buffers = dict(buffers or {})
+        self.sum_replicas = sum_replicas
         self.timers = timers or Timers()
 
     def train_step(
@@ -136,6 +139,8 @@ class Engine(Evaluation):
             losses, totals = self._forward_backward(micro_batches, loss_scale / expected_tokens)
         with self.timers("all-grads-sync"):
             self.grads.reduce()
+            if self.sum_replicas is not None:
+                self.sum_replicas(self.grads)
             loss, counted = self._global_mean(totals)
         if not math.isfinite(loss) and self._bad_numbers_stop:
             raise self._nonfinite(f"the loss is {loss}", self._bad_samples(micro_batches, losses))

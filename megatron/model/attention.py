@@ -117,7 +117,6 @@ class SelfAttention(nn.Module):
         self.core_wrapper = core_wrapper  # calls its first argument on the others, possibly recomputing it
 
     def forward(self, x: Tensor, context: AttentionContext) -> Tensor:
-        batch, seq, _ = x.shape
         query, key, value = self._query_key_value(x)  # [batch, seq, heads or groups, head_dim]
         if context.rope is not None:
             query, key = self.kernels.rope(query, *context.rope), self.kernels.rope(key, *context.rope)
@@ -125,14 +124,13 @@ class SelfAttention(nn.Module):
         if context.cache is not None:
             key, value = context.cache.extend(self.layer, key, value)
         core = self.core_wrapper(self.core_attention, query, key, value, context.mask, context.causal)
-        return self.dense(core.transpose(1, 2).reshape(batch, seq, -1))  # [batch, seq, hidden]
+        return self.dense(core.transpose(1, 2).flatten(2))  # [batch, seq, hidden]
 
     def _query_key_value(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        batch, seq, _ = x.shape
         per_group = self.query_per_group
-        qkv = self.query_key_value(x).view(batch, seq, -1, per_group + 2, self.head_dim)
+        qkv = self.query_key_value(x).unflatten(2, (-1, per_group + 2, self.head_dim))
         query, key, value = qkv.split((per_group, 1, 1), dim=3)  # [batch, seq, groups, per_group or 1, head_dim]
-        query = query.reshape(batch, seq, -1, self.head_dim)
+        query = query.flatten(2, 3)
         key, value = key.squeeze(3), value.squeeze(3)
         if self.q_layernorm is not None and self.k_layernorm is not None:
             query, key = self.q_layernorm(query), self.k_layernorm(key)

@@ -9,6 +9,7 @@ from torch import nn
 from megatron.config.sections.optimizer import OptimizerConfig
 from megatron.config.sections.precision import PrecisionConfig
 from megatron.data_parallel import GradBuffers
+from megatron.distributed.shard import ShardSpec
 from megatron.optimizer.loss_scaler import ConstantLossScaler, DynamicLossScaler, LossScaler, build_loss_scaler
 from megatron.optimizer.lr_schedule import Curves, Schedule, build_schedule
 from megatron.optimizer.norms import SplitOver
@@ -37,6 +38,7 @@ def build_optimizer(
     *,
     rule: Callable[[str, nn.Parameter], GroupRule] = megatron_rule,
     split_over: Mapping[str, SplitOver] | None = None,
+    specs: Mapping[str, ShardSpec] | None = None,
 ) -> Optimizer:
     """The optimizer of the parameters in `grads`."""
-    return Optimizer(grads, optimizer, build_loss_scaler(precision), rule=rule, split_over=split_over)
+    return Optimizer(grads, optimizer, build_loss_scaler(precision), rule=rule, split_over=split_over, specs=specs)

@@ -18,6 +18,7 @@ from torch import nn
 
 from megatron.config.sections.optimizer import OptimizerConfig
 from megatron.data_parallel import GradBuffers
+from megatron.distributed.shard import ShardSpec
 from megatron.errors import CheckpointError
 from megatron.optimizer.inner import Slot, build_rule
 from megatron.optimizer.loss_scaler import ConstantLossScaler, DynamicLossScaler, LossScaler
@@ -67,13 +68,15 @@ class Optimizer:
         *,
         rule: Callable[[str, nn.Parameter], GroupRule] = megatron_rule,
         split_over: Mapping[str, SplitOver] | None = None,
+        specs: Mapping[str, ShardSpec] | None = None,
     ) -> None:
-        """`split_over`: for parameters of which this rank holds a part, the axes to add norms over."""
+        """`split_over`: for parameters of which this rank holds a part, the axes to add norms over; `specs` say what
+        of a part another rank holds too."""
         self.grads = grads
         self.scaler: LossScaler = scaler or ConstantLossScaler()
         self.skipped_in_a_row = 0
         self._clip_grad = config.clip_grad
-        self._split_over = dict(split_over or {})
+        self._split_over, self._specs = dict(split_over or {}), dict(specs or {})
         masters = {name: _master(grads.parameter(name)) for name in grads.names}
         self._halves = [name for name, master in masters.items() if master is not grads.parameter(name)]
         for name, master in masters.items():
@@ -189,7 +192,9 @@ class Optimizer:
     def _by_axes(self, tensors: list[tuple[str, torch.Tensor]]) -> dict[SplitOver, list[torch.Tensor]]:
         groups: dict[SplitOver, list[torch.Tensor]] = {}
         for name, tensor in tensors:
-            groups.setdefault(self._split_over.get(name, ()), []).append(tensor)
+            spec = self._specs.get(name)
+            counted = [tensor] if spec is None else spec.counted(tensor)
+            groups.setdefault(self._split_over.get(name, ()), []).extend(counted)
         return groups
 
 

@@ -1,22 +1,24 @@
 """Which parameter means what: its logical view, and the dimension of that view that tensor parallelism splits.
 
 Weights are stored 2-D and 1-D; the logical view is what a slice of them means (a fused QKV is split by KV group,
-a gated MLP by its ffn dimension). This is the only place that knows; the checkpoint, the initialisation and, from
-step 3 on, the parallel layers read it.
+a gated MLP by its ffn dimension). This is the only place that knows; the checkpoint, the initialisation and the
+parallel layers read it.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 
 from megatron.config import ModelConfig
-from megatron.distributed.shard import ShardSpec
+from megatron.distributed.shard import Range, ShardSpec, even_ranges
+from megatron.distributed.state import Axis
 from megatron.errors import ConfigError
 
+VOCABULARY_TABLES = ("embedding.word_embeddings.weight", "output_layer.weight")
 LAYER = r"layers\.\d+\."
 
 
@@ -27,7 +29,8 @@ class Row:
     pattern: str
     logical_shape: tuple[int, ...]
     split_dim: int | None = None  # of the logical view; None: every tensor-parallel rank holds a copy
-    sums_over: tuple[str, ...] = ()  # axes whose ranks see different inputs of a copied parameter
+    fold: int = 1  # the split counts through so many dimensions from split_dim on
+    after_split: bool = False  # a copied parameter that works on split activations, so that its gradient is a part
 
 
 def gpt_table(config: ModelConfig, vocab_size: int) -> list[Row]:
@@ -51,15 +54,15 @@ def _attention_rows(config: ModelConfig) -> list[Row]:
     qkv = (groups, heads // groups + 2, width)
     attention = LAYER + r"self_attention\."
     rows = [
-        Row(attention + r"query_key_value\.weight", (*qkv, hidden), split_dim=0),
+        Row(attention + r"query_key_value\.weight", (*qkv, hidden), split_dim=0, fold=2),
         Row(attention + r"dense\.weight", (hidden, heads, width), split_dim=1),
     ]
     if config.qkv_bias:
-        rows.append(Row(attention + r"query_key_value\.bias", qkv, split_dim=0))
+        rows.append(Row(attention + r"query_key_value\.bias", qkv, split_dim=0, fold=2))
     if config.linear_bias:
         rows.append(Row(attention + r"dense\.bias", (hidden,)))
     if config.qk_layernorm:
-        rows.append(Row(attention + r"[qk]_layernorm\.(weight|bias)", (width,), sums_over=("tp",)))
+        rows.append(Row(attention + r"[qk]_layernorm\.(weight|bias)", (width,), after_split=True))
     return rows
 
 
@@ -100,14 +103,64 @@ def match_table(table: Sequence[Row], names: Iterable[str]) -> dict[str, Row]:
     return matched
 
 
-def gpt_specs(model: nn.Module, config: ModelConfig, vocab_size: int) -> dict[str, ShardSpec]:
-    """name -> ShardSpec of every parameter of an unsplit GPT."""
+def gpt_specs(
+    model: nn.Module,
+    config: ModelConfig,
+    vocab_size: int,
+    *,
+    tp: Axis | None = None,
+    padded_vocab_size: int | None = None,
+    sequence_parallel: bool = False,
+) -> dict[str, ShardSpec]:
+    """name -> ShardSpec of every parameter of a GPT: what the tensor-parallel rank `tp` holds (None: all of it)."""
     names = [name for name, _ in model.named_parameters()]
     rows = match_table(gpt_table(config, vocab_size), names)
-    return {
-        name: ShardSpec(name=name, logical_shape=row.logical_shape, dim=row.split_dim or 0, replica_axes=row.sums_over)
-        for name, row in rows.items()
-    }
+    tp = tp or Axis.single("tp")
+    cut = Cut(tp, padded_vocab_size or vocab_size, config.query_groups, sequence_parallel)
+    return {name: cut.spec(name, row) for name, row in rows.items()}
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How one tensor-parallel rank's part follows from a row of the table."""
+
+    tp: Axis
+    padded_vocab_size: int
+    query_groups: int
+    sequence_parallel: bool
+
+    def spec(self, name: str, row: Row) -> ShardSpec:
+        spec = ShardSpec(name=name, logical_shape=row.logical_shape, dim=row.split_dim or 0, fold=row.fold)
+        if self.tp.size == 1:
+            return spec
+        if row.split_dim is None:
+            summed = ("tp",) if row.after_split or self.sequence_parallel else ()
+            copies = ((0, spec.size),) if self.tp.rank else ()
+            return replace(spec, replica_axes=summed, copies=copies)
+        if name in VOCABULARY_TABLES:
+            return replace(spec, ranges=self._vocabulary(spec.size))
+        if row.fold == 2:
+            return self._query_key_value(spec)
+        return replace(spec, ranges=even_ranges(spec.size, self.tp.size, self.tp.rank))
+
+    def _vocabulary(self, size: int) -> tuple[Range, ...]:
+        """Even parts of the padded table; the padding lies behind the true rows, so late ranks may hold little."""
+        rows = self.padded_vocab_size // self.tp.size
+        start = min(self.tp.rank * rows, size)
+        return ((start, min(start + rows, size)),)
+
+    def _query_key_value(self, spec: ShardSpec) -> ShardSpec:
+        """Whole KV groups; with fewer groups than ranks, some of a group's queries with a copy of its key and value."""
+        tp, groups = self.tp, self.query_groups
+        per_group = spec.size // groups
+        if groups % tp.size == 0:
+            return replace(spec, ranges=even_ranges(spec.size, tp.size, tp.rank))
+        sharing = tp.size // groups  # ranks that share a group
+        group, place = divmod(tp.rank, sharing)
+        first, queries = group * per_group, (per_group - 2) // sharing
+        own = (first + place * queries, first + (place + 1) * queries)
+        shared = (first + per_group - 2, first + per_group)
+        return replace(spec, ranges=(own, shared), replica_axes=("tp",), copies=(shared,) if place else ())
 
 
 def foreign_specs(model: nn.Module) -> Mapping[str, ShardSpec]:

@@ -21,7 +21,14 @@ from megatron.errors import ConfigError
 from megatron.model.flops import flops_per_token, peak_flops
 from megatron.model.gpt import GPT
 from megatron.optimizer import Schedule, build_optimizer, build_schedule
-from megatron.parallelize import foreign_specs, gpt_specs, initialise_gpt, persistent_buffers
+from megatron.parallelize import (
+    ReplicaSums,
+    foreign_specs,
+    gpt_specs,
+    initialise_gpt,
+    persistent_buffers,
+    split_tensors,
+)
 from megatron.training.batch_plan import BatchPlan
 from megatron.training.batches import BatchMaker, Provided, as_datasets
 from megatron.training.checkpointing import RunCheckpoints
@@ -88,7 +95,7 @@ def assemble(
         data = build_data(run, plan, origin, datasets_provider)
         closing.callback(data.batches.close)
         model, specs = build_model(run, model_provider)
-        engine, schedule = _build_engine(run, plan, model, forward_step)
+        engine, schedule = _build_engine(run, plan, model, specs, forward_step)
         progress = Progress()
         optimizer = engine.optimizer if isinstance(engine, Engine) else None
         checkpoints = RunCheckpoints(run, model, specs, optimizer, schedule, data.remembered, history)
@@ -144,9 +151,20 @@ def _samples_wanted(run: Run, plan: BatchPlan, origin: Origin) -> NumSamples:
 
 def build_model(run: Run, model_provider: Callable[[Run], nn.Module]) -> tuple[nn.Module, Mapping[str, ShardSpec]]:
     """The model on its device in its dtype, with the initial values that (seed, name) decides."""
-    model = _in_dtype_and_device(run, model_provider)
+    parallel, sequence_parallel = run.parallel, run.config.parallel.sequence_parallel
+    # A model that will be split is made without memory first: no rank could hold the whole.
+    split = parallel.tp.size > 1
+    model = _in_dtype_and_device(run, model_provider, torch.device("meta") if split else run.device)
     if isinstance(model, GPT):
-        specs: Mapping[str, ShardSpec] = gpt_specs(model, run.config.model, run.vocab_size)
+        specs: Mapping[str, ShardSpec] = gpt_specs(
+            model,
+            run.config.model,
+            run.vocab_size,
+            tp=parallel.tp,
+            padded_vocab_size=run.padded_vocab_size,
+            sequence_parallel=sequence_parallel,
+        )
+        split_tensors(model, specs, parallel.tp, sequence_parallel=sequence_parallel, device=run.device)
         if run.config.checkpoint.perform_initialization:
             initialise_gpt(model, specs, run.config.model, run.config.training.seed)
         elif not run.config.checkpoint.load:
@@ -160,18 +178,18 @@ def build_model(run: Run, model_provider: Callable[[Run], nn.Module]) -> tuple[n
     return model, specs
 
 
-def _in_dtype_and_device(run: Run, model_provider: Callable[[Run], nn.Module]) -> nn.Module:
+def _in_dtype_and_device(run: Run, model_provider: Callable[[Run], nn.Module], device: torch.device) -> nn.Module:
     previous = torch.get_default_dtype()
     torch.set_default_dtype(run.dtype)
     try:
-        with torch.device(run.device):
-            return model_provider(run).to(device=run.device, dtype=run.dtype)
+        with torch.device(device):
+            return model_provider(run).to(device=device, dtype=run.dtype)
     finally:
         torch.set_default_dtype(previous)
 
 
 def _build_engine(
-    run: Run, plan: BatchPlan, model: nn.Module, forward_step: ForwardStep
+    run: Run, plan: BatchPlan, model: nn.Module, specs: Mapping[str, ShardSpec], forward_step: ForwardStep
 ) -> tuple[Evaluation, Schedule | None]:
     """An evaluation needs no gradients, no optimizer and no schedule, and under --skip-train has none."""
     config = run.config
@@ -189,11 +207,18 @@ def _build_engine(
         model,
         forward_step,
         grads,
-        build_optimizer(grads, config.optimizer, config.precision),
+        build_optimizer(
+            grads,
+            config.optimizer,
+            config.precision,
+            split_over=dict.fromkeys(specs, (run.parallel.model,)) if run.parallel.model.size > 1 else None,
+            specs=specs,
+        ),
         run.parallel,
         device=run.device,
         stop_on_nonfinite=config.training.check_for_nan_in_loss_and_grad,
         buffers=persistent_buffers(model),
+        sum_replicas=ReplicaSums(specs, run.parallel),
     )
     return engine, schedule
 

@@ -85,7 +85,7 @@ def start(config: RunConfig, *, needs_data: bool = True) -> Run:
     backend = resolve_backend(config.runtime.distributed_backend, device)
     kernels = resolve(config.kernels.spec, device.type, attention=config.kernels.attention)
     tokenizer = tokenizer_of(config, required=needs_data)
-    layout = _layout(config, launch.world_size)
+    layout = layout_of(config, launch.world_size)
     _say_slow_choices(config, device, log)
     threads = pin_threads(launch)
     parallel = (
@@ -124,7 +124,7 @@ def _connect(
     return ParallelState.build(layout, launch.rank, timeout)
 
 
-def _layout(config: RunConfig, world_size: int) -> Layout:
+def layout_of(config: RunConfig, world_size: int) -> Layout:
     parallel = config.parallel
     return Layout(
         world_size,

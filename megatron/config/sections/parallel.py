@@ -12,8 +12,6 @@ class ParallelConfig:
     tensor_model_parallel_size: int = flag(
         1,
         "Ranks that share each layer.",
-        status="later",
-        note="leave it at 1 (data parallelism over all ranks)",
         aliases=("--model-parallel-size",),
         at_least=1,
     )
@@ -23,9 +21,7 @@ class ParallelConfig:
     num_layers_per_virtual_pipeline_stage: int | None = flag(
         None, "Layers per virtual stage of the interleaved schedule.", status="later", note="leave it out"
     )
-    sequence_parallel: bool = flag(
-        False, "Split norms and dropout over the tensor-parallel ranks.", status="later", note="remove it"
-    )
+    sequence_parallel: bool = flag(False, "Split norms and dropout over the tensor-parallel ranks.")
     context_parallel_size: int = flag(
         1, "Ranks that share each sequence.", status="later", note="leave it at 1", at_least=1
     )

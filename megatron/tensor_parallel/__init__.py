@@ -1,0 +1,7 @@
+"""Layers whose weights are split over the tensor-parallel ranks. Each works alone, in any nn.Module."""
+
+from megatron.tensor_parallel.embedding import VocabParallelTable
+from megatron.tensor_parallel.head import VocabParallelHead
+from megatron.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
+
+__all__ = ["ColumnParallelLinear", "RowParallelLinear", "VocabParallelHead", "VocabParallelTable"]

@@ -1,0 +1,46 @@
+"""The vocabulary's table, split by rows over the tensor-parallel ranks."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.distributed import collectives
+from megatron.distributed.state import Axis
+from megatron.tensor_parallel import mappings
+from megatron.tensor_parallel.mappings import SEQUENCE
+
+
+class VocabParallelTable(nn.Module):
+    """Each rank looks up the ids that are in its rows; the others contribute zero to the sum."""
+
+    def __init__(self, weight: nn.Parameter, *, axis: Axis, sequence_parallel: bool = False) -> None:
+        super().__init__()
+        self.weight = weight
+        self.axis, self.sequence_parallel = axis, sequence_parallel
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """[batch, seq] -> [batch, seq, width], or this rank's piece of the sequence."""
+        if self.axis.size == 1:
+            return F.embedding(ids, self.weight)
+        rows = self.weight.shape[0]
+        local = ids - self.axis.rank * rows
+        elsewhere = (local < 0) | (local >= rows)
+        found = F.embedding(local.masked_fill(elsewhere, 0), self.weight)
+        found = found.masked_fill(elsewhere.unsqueeze(-1), 0.0)
+        return (mappings.scattered if self.sequence_parallel else mappings.summed)(found, self.axis)
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.shape[0]} rows of {self.axis.size} parts, {self.weight.shape[1]}"
+
+
+class SequenceSlicedTable(nn.Module):
+    """A replicated table whose ids are a whole sequence and whose result is this rank's piece of it."""
+
+    def __init__(self, weight: nn.Parameter, *, axis: Axis) -> None:
+        super().__init__()
+        self.weight = weight
+        self.axis = axis
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return F.embedding(collectives.own_piece(ids, self.axis, SEQUENCE), self.weight)

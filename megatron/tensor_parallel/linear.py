@@ -1,0 +1,137 @@
+"""Linear layers split over the tensor-parallel ranks: by output features (column) or by input features (row).
+
+    hidden = ColumnParallelLinear(width, 4 * width, axis=state.tp)(x)      # each rank: its features
+    y = RowParallelLinear(4 * width, width, axis=state.tp)(hidden)         # each rank: all of them
+
+With `sequence_parallel`, x and y are this rank's piece [batch, seq / ranks, width] of the sequence.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from megatron.distributed import collectives
+from megatron.distributed.state import Axis
+from megatron.tensor_parallel import mappings
+from megatron.tensor_parallel.mappings import SEQUENCE
+
+
+class ColumnParallelLinear(nn.Module):
+    """Holds rows of the weight, so a part of the output features; the bias is split with them.
+
+    `weight` and `bias` may be given (this rank's part); otherwise they are made, and left for the initialisation.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        axis: Axis,
+        bias: bool = True,
+        sequence_parallel: bool = False,
+        weight: nn.Parameter | None = None,
+    ) -> None:
+        """`out_features` is that of the whole layer, unless `weight` is given."""
+        super().__init__()
+        self.axis, self.sequence_parallel = axis, sequence_parallel
+        if weight is None:
+            weight = nn.Parameter(torch.empty(_share(out_features, axis, "output"), in_features))
+        self.weight = weight
+        self.bias = nn.Parameter(torch.empty(weight.shape[0])) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.axis.size == 1:
+            return F.linear(x, self.weight, self.bias)
+        return _ColumnLinear.apply(x, self.weight, self.bias, self.axis, self.sequence_parallel)
+
+    def extra_repr(self) -> str:
+        rows, columns = self.weight.shape
+        return f"{columns}, {rows} of {self.axis.size} parts, bias={self.bias is not None}"
+
+
+class RowParallelLinear(nn.Module):
+    """Holds columns of the weight: takes a part of the input features; the bias is whole, and added to the sum."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        axis: Axis,
+        bias: bool = True,
+        sequence_parallel: bool = False,
+        weight: nn.Parameter | None = None,
+    ) -> None:
+        """`in_features` is that of the whole layer, unless `weight` is given."""
+        super().__init__()
+        self.axis, self.sequence_parallel = axis, sequence_parallel
+        if weight is None:
+            weight = nn.Parameter(torch.empty(out_features, _share(in_features, axis, "input")))
+        self.weight = weight
+        self.bias = nn.Parameter(torch.empty(weight.shape[0])) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.axis.size == 1:
+            return F.linear(x, self.weight, self.bias)
+        partial = F.linear(x, self.weight)  # [batch, seq, out_features], to be summed
+        y = (mappings.scattered if self.sequence_parallel else mappings.summed)(partial, self.axis)
+        return y if self.bias is None else y + self.bias
+
+    def extra_repr(self) -> str:
+        rows, columns = self.weight.shape
+        return f"{columns} of {self.axis.size} parts, {rows}, bias={self.bias is not None}"
+
+
+def _share(features: int, axis: Axis, which: str) -> int:
+    if features % axis.size:
+        raise ValueError(f"{features} {which} features do not divide by the {axis.size} ranks of the {axis.name} axis")
+    return features // axis.size
+
+
+class _ColumnLinear(Function):
+    """The gradient of the input is on its way to the other ranks while the gradient of the weight is computed."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, sequence_parallel: bool
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)  # of a split sequence only the piece is kept
+        ctx.axis, ctx.sequence_parallel, ctx.has_bias = axis, sequence_parallel, bias is not None
+        whole = collectives.gather_along(x, axis, SEQUENCE) if sequence_parallel else x
+        return F.linear(whole, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
+        x, weight = ctx.saved_tensors
+        axis: Axis = ctx.axis
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        whole, arriving = (lambda: x), None
+        if ctx.sequence_parallel and needs_weight:
+            whole, arriving = collectives.start_gather_along(x, axis, SEQUENCE)
+        grad_x, leaving = None, None
+        if needs_x:
+            grad_x = grad @ weight  # [batch, seq, in]
+            if ctx.sequence_parallel:
+                grad_x, leaving = collectives.start_scatter_sum(grad_x, axis, SEQUENCE)
+            else:
+                leaving = collectives.start_all_reduce(grad_x, axis)
+        if arriving is not None:
+            arriving.wait()
+        grad_weight = flat(grad).t() @ flat(whole()) if needs_weight else None
+        grad_bias = flat(grad).sum(0) if ctx.has_bias and needs_bias else None
+        if leaving is not None:
+            leaving.wait()
+        return grad_x, grad_weight, grad_bias, None, None
+
+
+def flat(x: Tensor) -> Tensor:
+    """[..., features] -> [tokens, features]."""
+    return x.reshape(-1, x.shape[-1])
