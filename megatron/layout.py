@@ -20,11 +20,11 @@ CP_FLAG = "--context-parallel-size"
 EP_FLAG = "--expert-model-parallel-size"
 PP_FLAG = "--pipeline-model-parallel-size"
 
-AXES = ("tp", "cp", "ep", "dp", "pp", "dp_cp", "expert_dp", "model", "world")
+AXES = ("tp", "cp", "ep", "dp", "pp", "dp_cp", "expert_dp", "embedding", "model", "world")
 """Every axis that has groups.
 
-`dp_cp` sums the gradients of dense parameters, `expert_dp` those of experts, `model` (tp x pp) holds one copy of the
-model, and `world` is everybody.
+`dp_cp` sums the gradients of dense parameters, `expert_dp` those of experts, `embedding` joins the first and the last
+pipeline stage (a tied head is on both), `model` (tp x pp) holds one copy of the model, and `world` is everybody.
 """
 
 
@@ -108,7 +108,10 @@ class Layout:
         if axis not in AXES:
             raise ValueError(f"unknown axis {axis!r}; there are {', '.join(AXES)}")
         place = self.coordinates(rank)
-        return tuple(getattr(place, name) for name in _SAME_WITHIN_GROUP[axis])
+        key = tuple(getattr(place, name) for name in _SAME_WITHIN_GROUP[axis])
+        if axis == "embedding" and 0 < place.pp < self.pp - 1:
+            return (*key, place.pp)  # a stage in the middle is alone
+        return key
 
     def _sizes(self) -> tuple[tuple[str, int], ...]:
         return (TP_FLAG, self.tp), (CP_FLAG, self.cp), (EP_FLAG, self.ep), (PP_FLAG, self.pp)
@@ -143,6 +146,7 @@ _SAME_WITHIN_GROUP = {
     "ep": ("pp", "expert_dp", "tp"),
     "expert_dp": ("pp", "ep", "tp"),
     "dp_cp": ("pp", "tp"),
+    "embedding": ("dp", "cp", "tp"),
     "model": ("dp", "cp"),
     "world": (),
 }

@@ -19,7 +19,7 @@ LATER: dict[str, str] = {
         --cache-mla-latents --mla-down-proj-fusion""",
     "leave it at 1 or out; there is no pipeline": """
         --num-virtual-stages-per-pipeline-rank= --microbatch-group-size-per-virtual-pipeline-stage=
-        --decoder-first-pipeline-num-layers= --decoder-last-pipeline-num-layers= --pipeline-model-parallel-layout=
+        --pipeline-model-parallel-layout=
         --overlap-p2p-communication --overlap-p2p-communication-warmup-flush
         --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split
         --defer-embedding-wgrad-compute --wgrad-deferral-limit=0 --pipeline-model-parallel-comm-backend=

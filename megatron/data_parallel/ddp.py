@@ -76,6 +76,7 @@ class GradBuffers:
         self._slots: dict[str, _Slot] = {}
         self._names_of_tied: dict[str, str] = {}
         self._collect(params)
+        self._slot_of = {id(slot.parameter): slot for slot in self._slots.values()}
         self._buckets = self._make_buckets(bucket_size)
         self._armed = False
         self._reduced = False
@@ -125,6 +126,17 @@ class GradBuffers:
             bucket.arrived.clear()
         self._armed = self._reduced = False
         self._next_bucket = 0
+
+    @torch.no_grad()
+    def add(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
+        """A gradient that was computed outside backward arrives."""
+        if parameter.grad is None:
+            parameter.grad = gradient
+        else:
+            parameter.grad += gradient
+        slot = self._slot_of.get(id(parameter))
+        if slot is not None and slot.view is not None:
+            self._on_gradient(slot, parameter)
 
     def arm(self) -> None:
         """Announces the last backward of the step: from here on a complete bucket may be reduced."""
@@ -200,7 +212,9 @@ class GradBuffers:
     def _on_gradient(self, slot: _Slot, parameter: nn.Parameter) -> None:
         """Runs after backward has added to `parameter.grad`: moves it into the buffer."""
         grad, view = parameter.grad, slot.view
-        assert grad is not None and view is not None
+        assert view is not None
+        if grad is None:  # backward reached it, and its gradient is computed later (see `add`)
+            return
         bucket = self._buckets[slot.bucket]
         if bucket.launched or self._reduced:
             raise RuntimeError(

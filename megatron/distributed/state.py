@@ -63,6 +63,7 @@ class ParallelState:
     pp: Axis
     dp_cp: Axis
     expert_dp: Axis
+    embedding: Axis
     model: Axis
     world: Axis
 

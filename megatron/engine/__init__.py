@@ -1,5 +1,5 @@
 """Model, gradients and optimizer behind one training step."""
 
-from megatron.engine.engine import Batch, Engine, Evaluation, EvaluationResult, ForwardStep, StepResult
+from megatron.engine.engine import Batch, Engine, Evaluation, EvaluationResult, ForwardStep, Passes, StepResult
 
-__all__ = ["Batch", "Engine", "Evaluation", "EvaluationResult", "ForwardStep", "StepResult"]
+__all__ = ["Batch", "Engine", "Evaluation", "EvaluationResult", "ForwardStep", "Passes", "StepResult"]

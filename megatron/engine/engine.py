@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -54,13 +54,59 @@ class EvaluationResult:
     counted_tokens: int
 
 
+class Passes(Protocol):
+    """How batches go through the model. What a rank without the loss (a pipeline's earlier stages) returns is empty."""
+
+    def forward(self, batch: Batch) -> tuple[Tensor, Tensor] | None:
+        """(sum of the losses, number of counted tokens)."""
+        ...
+
+    def forward_backward(
+        self, batches: Sequence[Batch], factor: float, arm: Callable[[], None]
+    ) -> list[tuple[Tensor, Tensor]]:
+        """The same of every batch, and the gradients of the losses' sum times `factor`. `arm` is called when only the
+        last batch's gradients are still to come."""
+        ...
+
+
+class SinglePass:
+    """The whole model is here: one batch after another."""
+
+    def __init__(self, model: nn.Module, forward_step: ForwardStep) -> None:
+        self.model, self.forward_step = model, forward_step
+
+    def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        loss_sum, count = self.forward_step(self.model, batch)
+        return loss_sum, torch.as_tensor(count, device=loss_sum.device)
+
+    def forward_backward(
+        self, batches: Sequence[Batch], factor: float, arm: Callable[[], None]
+    ) -> list[tuple[Tensor, Tensor]]:
+        results = []
+        for index, batch in enumerate(batches):
+            if index == len(batches) - 1:
+                arm()
+            loss_sum, count = self.forward(batch)
+            (loss_sum * factor).backward()
+            results.append((loss_sum.detach(), count.detach()))
+        return results
+
+
 class Evaluation:
     """A model and what is computed of a batch of it, without gradients: all that an evaluation needs."""
 
     def __init__(
-        self, model: nn.Module, forward_step: ForwardStep, parallel: ParallelState, *, device: torch.device
+        self,
+        model: nn.Module,
+        forward_step: ForwardStep,
+        parallel: ParallelState,
+        *,
+        device: torch.device,
+        passes: Passes | None = None,
     ) -> None:
-        self.model, self.forward_step, self.parallel, self.device = model, forward_step, parallel, device
+        """`passes`: a pipeline, where the model is cut into stages; `model` is what this rank holds."""
+        self.model, self.parallel, self.device = model, parallel, device
+        self.passes: Passes = passes or SinglePass(model, forward_step)
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch]) -> EvaluationResult:
@@ -69,17 +115,22 @@ class Evaluation:
         self.model.eval()  # no dropout: no random number is drawn
         totals = torch.zeros(2, dtype=torch.float64, device=self.device)
         for batch in batches:
-            totals += torch.stack([part.double() for part in self._forward(batch)])
+            result = self.passes.forward(self._to_device(batch))
+            totals += self._totals([result] if result is not None else [])
         self.model.train(was_training)
         loss, counted = self._global_mean(totals)
         return EvaluationResult(loss, counted)
 
-    def _forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        loss_sum, count = self.forward_step(self.model, self._to_device(batch))
-        return loss_sum, torch.as_tensor(count, device=self.device)
+    def _totals(self, results: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+        """[summed loss, counted tokens] of this rank's batches."""
+        totals = torch.zeros(2, dtype=torch.float64, device=self.device)
+        for loss_sum, count in results:
+            totals += torch.stack([loss_sum.double(), count.double()])
+        return totals
 
     def _global_mean(self, totals: Tensor) -> tuple[float, int]:
         all_reduce(totals, self.parallel.dp)
+        all_reduce(totals, self.parallel.pp)  # only the last stage has any
         loss_sum, counted = totals.tolist()
         if counted == 0:
             raise DataError(
@@ -110,11 +161,12 @@ class Engine(Evaluation):
         stop_on_nonfinite: bool = True,
         buffers: Mapping[str, Tensor] | None = None,
         sum_replicas: Callable[[GradBuffers], None] | None = None,
+        passes: Passes | None = None,
         timers: Timers | None = None,
     ) -> None:
         """`buffers`: the state that the model itself changes in a step, such as running means. `sum_replicas` adds up
         the gradients of parameters that ranks of one model share."""
-        super().__init__(model, forward_step, parallel, device=device)
+        super().__init__(model, forward_step, parallel, device=device, passes=passes)
         self.grads = grads
         self.optimizer = optimizer
         self.stop_on_nonfinite = stop_on_nonfinite
@@ -168,16 +220,9 @@ class Engine(Evaluation):
         of them with its counted tokens."""
         self.model.train()
         self.grads.zero()
-        losses: list[Tensor] = []
-        totals = torch.zeros(2, dtype=torch.float64, device=self.device)
-        for index, batch in enumerate(micro_batches):
-            if index == len(micro_batches) - 1:
-                self.grads.arm()
-            loss_sum, count = self._forward(batch)
-            (loss_sum * factor).backward()
-            losses.append(loss_sum.detach())
-            totals += torch.stack([losses[-1].double(), count.detach().double()])
-        return losses, totals
+        batches = [self._to_device(batch) for batch in micro_batches]
+        results = self.passes.forward_backward(batches, factor, self.grads.arm)
+        return [loss for loss, _ in results], self._totals(results)
 
     # numbers that go bad
 
@@ -200,7 +245,7 @@ class Engine(Evaluation):
         """On which ranks, and of which samples. Every rank calls it: the loss is everybody's."""
         mine = [
             number
-            for batch, loss in zip(micro_batches, losses, strict=True)
+            for batch, loss in zip(micro_batches, losses)  # a pipeline's last stage alone has losses
             if not torch.isfinite(loss)
             for number in torch.as_tensor(batch.get("sample_ids", ())).tolist()
         ]

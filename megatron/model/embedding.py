@@ -45,3 +45,12 @@ class Embedding(nn.Module):
         if self.fp32_residual:
             hidden = hidden.float() if hidden.dtype != torch.float64 else hidden
         return self.dropout(hidden, self.hidden_dropout, self.training)
+
+
+class HeadTable(nn.Module):
+    """In place of the embedding on a last pipeline stage with a tied head: the same table under the same name, for
+    the head alone."""
+
+    def __init__(self, table: nn.Module) -> None:
+        super().__init__()
+        self.word_embeddings = table

@@ -74,9 +74,9 @@ class GPT(nn.Module):
         seq = tokens.shape[1]
         if position_ids is None:
             position_ids = torch.arange(past, past + seq, device=tokens.device).unsqueeze(0)  # [1, seq]
-        if self.embedding is not None:
+        if hidden is None:
+            assert self.embedding is not None, "a part without the embedding needs the hidden states of the one before"
             hidden = self.embedding(tokens, position_ids)
-        assert hidden is not None, "a part without the embedding needs the hidden states of the part before it"
         context = self._context(position_ids, document_ids, seq, cache)
         hidden = self._run_layers(hidden, context)
         if cache is not None:

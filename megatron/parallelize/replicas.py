@@ -40,12 +40,21 @@ class ReplicaSums:
 
 
 def _sum_together(specs: Sequence[ShardSpec], grads: Sequence[Tensor], axis: Axis) -> None:
-    """One message: each parameter in its whole shape, zero where this rank holds nothing of it."""
-    wholes = [grad.new_zeros(spec.split_shape) if spec.ranges is not None else grad for spec, grad in zip(specs, grads)]
+    """One message. Where the ranks hold different parts that overlap, the parameter travels in its whole shape, zero
+    where this rank holds nothing of it."""
+    differ = axis.name == "tp"  # on other axes everybody holds the same part
+    wholes = [
+        grad.new_zeros(spec.split_shape) if differ and spec.ranges is not None else grad
+        for spec, grad in zip(specs, grads)
+    ]
     for spec, grad, whole in zip(specs, grads, wholes):
         if whole is not grad:
             spec.put(whole, grad)
     message = torch.cat([whole.reshape(-1) for whole in wholes])
     collectives.all_reduce(message, axis)
-    for spec, grad, part in zip(specs, grads, message.split([whole.numel() for whole in wholes])):
-        spec.view(grad).copy_(spec.take(part))
+    parts = message.split([whole.numel() for whole in wholes])
+    for spec, grad, whole, part in zip(specs, grads, wholes, parts):
+        if whole is grad:
+            grad.copy_(part.view(grad.shape))
+        else:
+            spec.view(grad).copy_(spec.take(part))

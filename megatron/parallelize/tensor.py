@@ -28,12 +28,12 @@ _ROW = ("dense", "dense_4h_to_h")
 def split_tensors(
     model: GPT, specs: Mapping[str, ShardSpec], tp: Axis, *, sequence_parallel: bool, device: torch.device
 ) -> None:
-    """In place. `model` may be on the meta device: this rank's parameters are made on `device`, not yet set."""
-    if tp.size == 1:
-        return
-    _shrink_parameters(model, specs, tp, device)
+    """In place. `model` is on the meta device: this rank's parameters are made on `device`, not yet set."""
+    _make_parameters(model, specs, tp, device)
     if model.rotary is not None:
         model.rotary.to_empty(device=device)  # which computes its frequencies anew
+    if tp.size == 1:
+        return
     for name, module in list(model.named_modules()):
         new = _parallel_twin(name, module, tp, sequence_parallel)
         if new is not None:
@@ -46,7 +46,7 @@ def split_tensors(
     _split_dropout(model, SplitRandom(tp, device), sequence_parallel)
 
 
-def _shrink_parameters(model: GPT, specs: Mapping[str, ShardSpec], tp: Axis, device: torch.device) -> None:
+def _make_parameters(model: GPT, specs: Mapping[str, ShardSpec], tp: Axis, device: torch.device) -> None:
     for name, parameter in list(model.named_parameters()):
         if name in VOCABULARY_TABLES:
             shape: tuple[int, ...] = (parameter.shape[0] // tp.size, parameter.shape[1])

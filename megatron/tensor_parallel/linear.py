@@ -8,6 +8,8 @@ With `sequence_parallel`, x and y are this rank's piece [batch, seq / ranks, wid
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,8 +20,11 @@ from torch.autograd.function import once_differentiable
 
 from megatron.distributed import collectives
 from megatron.distributed.state import Axis
+from megatron.distributed.wgrad_queue import WgradQueue
 from megatron.tensor_parallel import mappings
 from megatron.tensor_parallel.mappings import SEQUENCE
+
+Put = Callable[[Callable[[], Tensor]], None]
 
 
 class ColumnParallelLinear(nn.Module):
@@ -45,11 +50,13 @@ class ColumnParallelLinear(nn.Module):
             weight = nn.Parameter(torch.empty(_share(out_features, axis, "output"), in_features))
         self.weight = weight
         self.bias = nn.Parameter(torch.empty(weight.shape[0])) if bias else None
+        self.wgrad_queue: WgradQueue | None = None  # where the weight's gradient is computed later
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.axis.size == 1:
+        if self.axis.size == 1 and self.wgrad_queue is None:
             return F.linear(x, self.weight, self.bias)
-        return _ColumnLinear.apply(x, self.weight, self.bias, self.axis, self.sequence_parallel)
+        put = None if self.wgrad_queue is None else partial(self.wgrad_queue.put, self.weight)
+        return _Linear.apply(x, self.weight, self.bias, self.axis, self.sequence_parallel, put)
 
     def extra_repr(self) -> str:
         rows, columns = self.weight.shape
@@ -76,12 +83,18 @@ class RowParallelLinear(nn.Module):
             weight = nn.Parameter(torch.empty(out_features, _share(in_features, axis, "input")))
         self.weight = weight
         self.bias = nn.Parameter(torch.empty(weight.shape[0])) if bias else None
+        self.wgrad_queue: WgradQueue | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.axis.size == 1:
+        if self.axis.size == 1 and self.wgrad_queue is None:
             return F.linear(x, self.weight, self.bias)
-        partial = F.linear(x, self.weight)  # [batch, seq, out_features], to be summed
-        y = (mappings.scattered if self.sequence_parallel else mappings.summed)(partial, self.axis)
+        if self.wgrad_queue is None:
+            parts = F.linear(x, self.weight)  # [batch, seq, out_features], to be summed
+        else:
+            parts = _Linear.apply(
+                x, self.weight, None, Axis.single("tp"), False, partial(self.wgrad_queue.put, self.weight)
+            )
+        y = (mappings.scattered if self.sequence_parallel else mappings.summed)(parts, self.axis)
         return y if self.bias is None else y + self.bias
 
     def extra_repr(self) -> str:
@@ -95,21 +108,28 @@ def _share(features: int, axis: Axis, which: str) -> int:
     return features // axis.size
 
 
-class _ColumnLinear(Function):
-    """The gradient of the input is on its way to the other ranks while the gradient of the weight is computed."""
+class _Linear(Function):
+    """The gradient of the input is on its way to the other ranks while the gradient of the weight is computed, unless
+    `put` takes that product to be computed later."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, sequence_parallel: bool
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        axis: Axis,
+        sequence_parallel: bool,
+        put: Put | None,
     ) -> Tensor:
         ctx.save_for_backward(x, weight)  # of a split sequence only the piece is kept
-        ctx.axis, ctx.sequence_parallel, ctx.has_bias = axis, sequence_parallel, bias is not None
+        ctx.axis, ctx.sequence_parallel, ctx.has_bias, ctx.put = axis, sequence_parallel, bias is not None, put
         whole = collectives.gather_along(x, axis, SEQUENCE) if sequence_parallel else x
         return F.linear(whole, weight, bias)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None]:
         x, weight = ctx.saved_tensors
         axis: Axis = ctx.axis
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
@@ -125,11 +145,21 @@ class _ColumnLinear(Function):
                 leaving = collectives.start_all_reduce(grad_x, axis)
         if arriving is not None:
             arriving.wait()
-        grad_weight = flat(grad).t() @ flat(whole()) if needs_weight else None
+        grad_weight = None
+        if needs_weight:
+            product = partial(_weight_gradient, grad, whole())
+            if ctx.put is None:
+                grad_weight = product()
+            else:
+                ctx.put(product)
         grad_bias = flat(grad).sum(0) if ctx.has_bias and needs_bias else None
         if leaving is not None:
             leaving.wait()
-        return grad_x, grad_weight, grad_bias, None, None
+        return grad_x, grad_weight, grad_bias, None, None, None
+
+
+def _weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
+    return flat(grad).t() @ flat(x)
 
 
 def flat(x: Tensor) -> Tensor:

@@ -7,34 +7,25 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Self
 
-import torch
 from torch import nn
 
 from megatron.checkpoint import RunHistory
 from megatron.config import to_dict
 from megatron.data.build import Datasets
 from megatron.data.splits import sample_counts
-from megatron.data_parallel import GradBuffers, broadcast_parameters
-from megatron.distributed.shard import ShardSpec
+from megatron.data_parallel import GradBuffers
 from megatron.engine import Engine, Evaluation, ForwardStep
-from megatron.errors import ConfigError
 from megatron.model.flops import flops_per_token, peak_flops
 from megatron.model.gpt import GPT
 from megatron.optimizer import Schedule, build_optimizer, build_schedule
-from megatron.parallelize import (
-    ReplicaSums,
-    foreign_specs,
-    gpt_specs,
-    initialise_gpt,
-    persistent_buffers,
-    split_tensors,
-)
+from megatron.parallelize import ReplicaSums, persistent_buffers
 from megatron.training.batch_plan import BatchPlan
 from megatron.training.batches import BatchMaker, Provided, as_datasets
 from megatron.training.checkpointing import RunCheckpoints
 from megatron.training.evaluate import SplitEvaluator
 from megatron.training.hooks import Hook, build_hooks
 from megatron.training.initialize import Run
+from megatron.training.model import BuiltModel, build_model
 from megatron.training.origin import Origin, find_origin
 from megatron.training.progress import Progress
 from megatron.training.stopping import StopConditions
@@ -94,11 +85,11 @@ def assemble(
         origin = find_origin(run, history)
         data = build_data(run, plan, origin, datasets_provider)
         closing.callback(data.batches.close)
-        model, specs = build_model(run, model_provider)
-        engine, schedule = _build_engine(run, plan, model, specs, forward_step)
+        built = build_model(run, model_provider, forward_step)
+        engine, schedule = _build_engine(run, plan, built, forward_step)
         progress = Progress()
         optimizer = engine.optimizer if isinstance(engine, Engine) else None
-        checkpoints = RunCheckpoints(run, model, specs, optimizer, schedule, data.remembered, history)
+        checkpoints = RunCheckpoints(run, built.model, built.specs, optimizer, schedule, data.remembered, history)
         if config.checkpoint.load:
             checkpoints.load(progress, origin)
         hooks = build_hooks(
@@ -149,53 +140,16 @@ def _samples_wanted(run: Run, plan: BatchPlan, origin: Origin) -> NumSamples:
     return train, None if evaluation.full_validation and valid else valid, test
 
 
-def build_model(run: Run, model_provider: Callable[[Run], nn.Module]) -> tuple[nn.Module, Mapping[str, ShardSpec]]:
-    """The model on its device in its dtype, with the initial values that (seed, name) decides."""
-    parallel, sequence_parallel = run.parallel, run.config.parallel.sequence_parallel
-    # A model that will be split is made without memory first: no rank could hold the whole.
-    split = parallel.tp.size > 1
-    model = _in_dtype_and_device(run, model_provider, torch.device("meta") if split else run.device)
-    if isinstance(model, GPT):
-        specs: Mapping[str, ShardSpec] = gpt_specs(
-            model,
-            run.config.model,
-            run.vocab_size,
-            tp=parallel.tp,
-            padded_vocab_size=run.padded_vocab_size,
-            sequence_parallel=sequence_parallel,
-        )
-        split_tensors(model, specs, parallel.tp, sequence_parallel=sequence_parallel, device=run.device)
-        if run.config.checkpoint.perform_initialization:
-            initialise_gpt(model, specs, run.config.model, run.config.training.seed)
-        elif not run.config.checkpoint.load:
-            raise ConfigError("--no-initialization: the weights must come from somewhere; give --load")
-    else:
-        specs = foreign_specs(model)
-        broadcast_parameters(model.named_parameters(), run.parallel.dp)
-        broadcast_parameters(model.named_buffers(), run.parallel.dp)
-    count = sum(parameter.numel() for parameter in model.parameters())
-    run.log.info(f"number of parameters: {count} ({run.config.precision.params_dtype})")
-    return model, specs
-
-
-def _in_dtype_and_device(run: Run, model_provider: Callable[[Run], nn.Module], device: torch.device) -> nn.Module:
-    previous = torch.get_default_dtype()
-    torch.set_default_dtype(run.dtype)
-    try:
-        with torch.device(device):
-            return model_provider(run).to(device=device, dtype=run.dtype)
-    finally:
-        torch.set_default_dtype(previous)
-
-
 def _build_engine(
-    run: Run, plan: BatchPlan, model: nn.Module, specs: Mapping[str, ShardSpec], forward_step: ForwardStep
+    run: Run, plan: BatchPlan, built: BuiltModel, forward_step: ForwardStep
 ) -> tuple[Evaluation, Schedule | None]:
     """An evaluation needs no gradients, no optimizer and no schedule, and under --skip-train has none."""
-    config = run.config
+    config, model, specs = run.config, built.model, built.specs
     if config.training.skip_train:
-        return Evaluation(model, forward_step, run.parallel, device=run.device), None
+        return Evaluation(model, forward_step, run.parallel, device=run.device, passes=built.passes), None
     grads = GradBuffers(model.named_parameters(), run.parallel.dp, overlap=config.parallel.overlap_grad_reduce)
+    if built.wgrad_queue is not None:
+        built.wgrad_queue.ready = grads.add
     schedule = build_schedule(
         config.schedule,
         config.optimizer,
@@ -219,6 +173,7 @@ def _build_engine(
         stop_on_nonfinite=config.training.check_for_nan_in_loss_and_grad,
         buffers=persistent_buffers(model),
         sum_replicas=ReplicaSums(specs, run.parallel),
+        passes=built.passes,
     )
     return engine, schedule
 

@@ -15,12 +15,17 @@ class ParallelConfig:
         aliases=("--model-parallel-size",),
         at_least=1,
     )
-    pipeline_model_parallel_size: int = flag(
-        1, "Pipeline stages.", status="later", note="leave it at 1 (data parallelism over all ranks)", at_least=1
+    pipeline_model_parallel_size: int = flag(1, "Pipeline stages.", at_least=1)
+    pipeline_schedule: str | None = flag(
+        None,
+        "Order of the forward and backward passes. Unset: 1f1b, or interleaved with virtual stages.",
+        choices=("gpipe", "1f1b", "interleaved", "zero-bubble"),
     )
     num_layers_per_virtual_pipeline_stage: int | None = flag(
-        None, "Layers per virtual stage of the interleaved schedule.", status="later", note="leave it out"
+        None, "Layers per virtual stage: each rank has several, and the interleaved schedule.", at_least=1
     )
+    decoder_first_pipeline_num_layers: int | None = flag(None, "Layers of the first stage.", at_least=1)
+    decoder_last_pipeline_num_layers: int | None = flag(None, "Layers of the last stage.", at_least=1)
     sequence_parallel: bool = flag(False, "Split norms and dropout over the tensor-parallel ranks.")
     context_parallel_size: int = flag(
         1, "Ranks that share each sequence.", status="later", note="leave it at 1", at_least=1
@@ -55,3 +60,8 @@ class ParallelConfig:
     optimizer_offload_fraction: float = flag(
         1.0, "Share of the optimizer state to offload.", status="later", note="leave it out"
     )
+
+    @property
+    def schedule(self) -> str:
+        """The pipeline schedule in force."""
+        return self.pipeline_schedule or ("interleaved" if self.num_layers_per_virtual_pipeline_stage else "1f1b")
