@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -95,6 +96,43 @@ def start_scatter_sum(tensor: torch.Tensor, axis: Axis, dim: int) -> tuple[torch
 def _after(pending: Pending, result: Callable[[], torch.Tensor]) -> torch.Tensor:
     pending.wait()
     return result()
+
+
+def all_to_all(tensor: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """tensor [members, ...]: entry i goes to member i; the result's entry i is what member i sent here."""
+    if axis.size == 1:
+        return tensor
+    assert tensor.shape[0] == axis.size, f"{tuple(tensor.shape)} for {axis.size} ranks"
+    received = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+    dist.all_to_all_single(received, tensor.contiguous(), group=axis.group)
+    return received
+
+
+@dataclass(frozen=True)
+class Shift:
+    """A tensor on its way round."""
+
+    sent: torch.Tensor  # kept until it has left
+    received: torch.Tensor
+    pending: list[Pending]
+
+    def wait(self) -> torch.Tensor:
+        for work in self.pending:
+            work.wait()
+        return self.received
+
+
+def start_shift(tensor: torch.Tensor, axis: Axis) -> Shift:
+    """Sends `tensor` to the next member, round, and receives that of the member before, of the same shape. All members
+    start the same shifts in the same order."""
+    if axis.size == 1:
+        return Shift(tensor, tensor, [])
+    tensor = tensor.contiguous()
+    received = torch.empty_like(tensor)
+    following, previous = (axis.ranks[(axis.rank + step) % axis.size] for step in (1, -1))
+    sending = dist.P2POp(dist.isend, tensor, following, axis.group)
+    receiving = dist.P2POp(dist.irecv, received, previous, axis.group)
+    return Shift(tensor, received, dist.batch_isend_irecv([sending, receiving]))
 
 
 def own_piece(tensor: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:

@@ -97,7 +97,7 @@ class SplitRandom:
             yield
             return
         generator = default_generator(self._device)
-        seed = stream_seed(_next_seed(generator), self._axis.name, self._axis.rank)
+        seed = stream_seed(next_seed(generator), self._axis.name, self._axis.rank)
         state = generator.get_state()
         generator.manual_seed(seed)
         try:
@@ -114,7 +114,7 @@ def default_generator(device: torch.device) -> torch.Generator:
     return module.default_generators[module.current_device() if device.index is None else device.index]
 
 
-def _next_seed(generator: torch.Generator) -> int:
+def next_seed(generator: torch.Generator) -> int:
     """A number from the generator's state, which moves on. (An accelerator's is on the host: nothing waits for it.)"""
     if generator.device.type == "cpu":
         return int(torch.randint(2**62, (), generator=generator).item())

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from megatron.context_parallel import slice_batch
 from megatron.data_parallel import GradBuffers, broadcast_parameters
 from megatron.distributed.collectives import all_gather_object, all_reduce
 from megatron.distributed.state import ParallelState
@@ -129,7 +130,7 @@ class Evaluation:
         return totals
 
     def _global_mean(self, totals: Tensor) -> tuple[float, int]:
-        all_reduce(totals, self.parallel.dp)
+        all_reduce(totals, self.parallel.dp_cp)
         all_reduce(totals, self.parallel.pp)  # only the last stage has any
         loss_sum, counted = totals.tolist()
         if counted == 0:
@@ -140,9 +141,10 @@ class Evaluation:
         return loss_sum / counted, int(counted)
 
     def _to_device(self, batch: Batch) -> Batch:
+        """This rank's part of the sequences, where it computes."""
         return {
             key: value.to(self.device, non_blocking=True) if isinstance(value, Tensor) else value
-            for key, value in batch.items()
+            for key, value in slice_batch(batch, self.parallel.cp).items()
         }
 
 
@@ -202,7 +204,7 @@ class Engine(Evaluation):
         if update.skipped:
             self._check_skipped(loss_scale, update.skipped_in_a_row)
         # Every rank saw other samples; the first rank's account of them is everybody's, and the checkpoint's.
-        broadcast_parameters(self.buffers.items(), self.parallel.dp)
+        broadcast_parameters(self.buffers.items(), self.parallel.dp_cp)
         return StepResult(
             lm_loss=loss,
             counted_tokens=counted,

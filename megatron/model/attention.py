@@ -53,15 +53,19 @@ class AttentionContext:
     cache: KVCache | None = None
 
 
+Window = tuple[int, int] | None  # how far a query may look back and ahead; -1 is no limit
+
+
 def attention_mask(
     queries: int,
     keys: int,
     *,
-    window: tuple[int, int] | None,
+    window: Window,
     document_ids: Tensor | None,
     device: torch.device,
 ) -> tuple[Tensor | None, bool]:
-    """(mask, causal) for the last `queries` of `keys` positions. No tensor is made where the triangle says it all."""
+    """(mask, causal) for the last `queries` of `keys` positions; document_ids [batch, keys]. No tensor is made where
+    the triangle says it all."""
     left = -1 if window is None else window[0]  # causality hides everything to the right whatever the window says
     windowed = left >= 0 and left + 1 < keys
     if document_ids is None and not windowed:
@@ -72,9 +76,27 @@ def attention_mask(
     if windowed:
         mask &= distance <= left
     mask = mask[None, None]  # [1, 1, queries, keys]
-    if document_ids is not None:  # [batch, seq]
-        mask = mask & (document_ids[:, None, :, None] == document_ids[:, None, None, :])
+    if document_ids is not None:
+        mask = mask & (document_ids[:, None, keys - queries :, None] == document_ids[:, None, None, :])
     return mask, False
+
+
+class SequenceView:
+    """How the tokens of one forward pass stand in their sequence: here, all that are not in the cache follow it.
+    Parallel layouts that cut the sequence replace this, and the core attention with it."""
+
+    def past(self, cache: KVCache | None) -> int:
+        """Tokens before those of this pass."""
+        return 0 if cache is None else cache.length
+
+    def positions(self, tokens: int, past: int, device: torch.device) -> Tensor:
+        return torch.arange(past, past + tokens, device=device)
+
+    def visible(
+        self, tokens: int, past: int, *, window: Window, document_ids: Tensor | None, device: torch.device
+    ) -> tuple[Tensor | None, bool]:
+        """The core attention's `mask` and `causal`."""
+        return attention_mask(tokens, past + tokens, window=window, document_ids=document_ids, device=device)
 
 
 class CoreAttention(nn.Module):

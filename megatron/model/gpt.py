@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.config import ModelConfig, RecomputeConfig
-from megatron.model.attention import AttentionContext, KVCache, attention_mask
+from megatron.model.attention import AttentionContext, KVCache, SequenceView
 from megatron.model.block import Block
 from megatron.model.embedding import Dropout, Embedding, Table
 from megatron.model.loss import HeadAndLoss
@@ -54,6 +53,7 @@ class GPT(nn.Module):
         self.final_layernorm = Norm(config.hidden_size, config, kernels) if last else None
         self.output_layer = Table(rows, config.hidden_size) if last and not config.tied else None
         self.head_and_loss = HeadAndLoss(vocab_size, kernels) if last else None
+        self.sequence = SequenceView()
 
     def forward(
         self,
@@ -70,10 +70,9 @@ class GPT(nn.Module):
         Returns logits [batch, seq, vocabulary]; with labels the loss of every token [batch, seq] in fp32; from a part
         of the model that is not the last, its hidden states [batch, seq, hidden].
         """
-        past = 0 if cache is None else cache.length
-        seq = tokens.shape[1]
+        past, seq = self.sequence.past(cache), tokens.shape[1]
         if position_ids is None:
-            position_ids = torch.arange(past, past + seq, device=tokens.device).unsqueeze(0)  # [1, seq]
+            position_ids = self.sequence.positions(seq, past, tokens.device).unsqueeze(0)  # [1, seq]
         if hidden is None:
             assert self.embedding is not None, "a part without the embedding needs the hidden states of the one before"
             hidden = self.embedding(tokens, position_ids)
@@ -110,10 +109,8 @@ class GPT(nn.Module):
         self, position_ids: Tensor, document_ids: Tensor | None, seq: int, cache: KVCache | None
     ) -> AttentionContext:
         assert cache is None or document_ids is None, "generation continues one document: no document ids with a cache"
-        past = 0 if cache is None else cache.length
-        mask, causal = attention_mask(
-            seq, past + seq, window=self.config.window, document_ids=document_ids, device=position_ids.device
-        )
+        past, window, device = self.sequence.past(cache), self.config.window, position_ids.device
+        mask, causal = self.sequence.visible(seq, past, window=window, document_ids=document_ids, device=device)
         dtype = next(self.parameters()).dtype
         rope = None if self.rotary is None else self.rotary(position_ids, dtype)
         return AttentionContext(mask, causal, rope, cache)

@@ -147,7 +147,7 @@ def _build_engine(
     config, model, specs = run.config, built.model, built.specs
     if config.training.skip_train:
         return Evaluation(model, forward_step, run.parallel, device=run.device, passes=built.passes), None
-    grads = GradBuffers(model.named_parameters(), run.parallel.dp, overlap=config.parallel.overlap_grad_reduce)
+    grads = GradBuffers(model.named_parameters(), run.parallel.dp_cp, overlap=config.parallel.overlap_grad_reduce)
     if built.wgrad_queue is not None:
         built.wgrad_queue.ready = grads.add
     schedule = build_schedule(

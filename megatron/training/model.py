@@ -15,6 +15,7 @@ from megatron.engine import Batch, ForwardStep, Passes
 from megatron.errors import ConfigError
 from megatron.model.gpt import GPT
 from megatron.parallelize import foreign_specs, gpt_specs, initialise_gpt, split_tensors
+from megatron.parallelize.context import share_sequence
 from megatron.parallelize.pipeline import (
     held_by_rank,
     held_specs,
@@ -46,11 +47,11 @@ def build_model(run: Run, model_provider: Callable[[Run], nn.Module], forward_st
     if isinstance(model, GPT):
         built = _parallel_gpt(run, model, forward_step)
         _initialise(run, built)
-    elif split:
+    elif split or run.parallel.cp.size > 1:
         raise ConfigError(
-            "--tensor-model-parallel-size and --pipeline-model-parallel-size split our GPT alone, and the model "
-            f"provider gave a {type(model).__name__}; use data parallelism, or split it with the layers of "
-            "megatron.tensor_parallel"
+            "--tensor-model-parallel-size, --pipeline-model-parallel-size and --context-parallel-size split our GPT "
+            f"alone, and the model provider gave a {type(model).__name__}; use data parallelism, or split it with the "
+            "layers of megatron.tensor_parallel"
         )
     else:
         built = BuiltModel(model, foreign_specs(model))
@@ -83,6 +84,7 @@ def _parallel_gpt(run: Run, model: GPT, forward_step: ForwardStep) -> BuiltModel
         padded_vocab_size=run.padded_vocab_size,
         sequence_parallel=sequence_parallel,
     )
+    share_sequence(model, parallel.cp, config.cp_attention)
     if parallel.model.size == 1:
         return BuiltModel(model, specs)
     layers = stage_layers(run)

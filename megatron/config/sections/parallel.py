@@ -27,11 +27,12 @@ class ParallelConfig:
     decoder_first_pipeline_num_layers: int | None = flag(None, "Layers of the first stage.", at_least=1)
     decoder_last_pipeline_num_layers: int | None = flag(None, "Layers of the last stage.", at_least=1)
     sequence_parallel: bool = flag(False, "Split norms and dropout over the tensor-parallel ranks.")
-    context_parallel_size: int = flag(
-        1, "Ranks that share each sequence.", status="later", note="leave it at 1", at_least=1
-    )
+    context_parallel_size: int = flag(1, "Ranks that share each sequence.", at_least=1)
     cp_comm_type: tuple[str, ...] = flag(
-        ("p2p",), "How context-parallel ranks exchange keys and values.", status="later", note="leave it out", nargs="+"
+        ("p2p",),
+        "How context-parallel ranks share attention: p2p (keys and values go round a ring), a2a (each has some of the "
+        "heads), allgather (all get all keys and values).",
+        nargs="+",
     )
     expert_model_parallel_size: int = flag(
         1, "Ranks that share the experts.", status="later", note="leave it at 1", at_least=1
@@ -60,6 +61,11 @@ class ParallelConfig:
     optimizer_offload_fraction: float = flag(
         1.0, "Share of the optimizer state to offload.", status="later", note="leave it out"
     )
+
+    @property
+    def cp_attention(self) -> str:
+        """The one value of --cp-comm-type, in our spelling."""
+        return self.cp_comm_type[0].replace("all_gather", "allgather")
 
     @property
     def schedule(self) -> str:

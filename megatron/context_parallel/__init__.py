@@ -1,0 +1,16 @@
+"""One sequence shared by several ranks: how it is cut, and attention that sees all of it."""
+
+from megatron.context_parallel.gathered import GatheredAttention
+from megatron.context_parallel.order import slice_batch
+from megatron.context_parallel.ring import RingAttention
+from megatron.context_parallel.sequence import ContextAttention, SharedSequence
+from megatron.context_parallel.ulysses import UlyssesAttention
+
+__all__ = [
+    "ContextAttention",
+    "GatheredAttention",
+    "RingAttention",
+    "SharedSequence",
+    "UlyssesAttention",
+    "slice_batch",
+]

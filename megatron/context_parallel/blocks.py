@@ -1,0 +1,180 @@
+"""Attention of some queries over some keys, with what it takes to merge it with attention over other keys.
+
+softmax over all keys is a weighted mean of the softmaxes over parts of them; the weight of a part is exp of its
+log-sum-exp. So the parts may come one after another. Scores, sums and the merged result are in fp32 (fp64 for fp64);
+memory is bounded by working on a few queries at a time, and everything is summed in one fixed order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron.distributed.rng import stream_seed
+from megatron.ops.ref import widened
+
+_ROWS = {"cpu": 128}  # queries at a time
+_ROWS_ACCELERATOR = 1024
+_SCORES = 1 << 26  # and so many scores at most
+
+
+@dataclass(frozen=True)
+class Softmax:
+    """What is computed of every pair of chunks."""
+
+    scale: float
+    layer_scaling: int = 1  # see ops.ref.attention
+    dropout_p: float = 0.0
+    seed: int = 0  # of the dropout: the backward pass draws the same again
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A chunk of queries and a chunk of keys that does not begin after it."""
+
+    query_chunk: int
+    key_chunk: int
+    distance: int  # tokens from the first key to the first query
+    look_back: int | None  # how many tokens; None is all
+    query_documents: Tensor | None  # [batch, queries]
+    key_documents: Tensor | None
+
+    def keys_before(self, stop: int, keys: int) -> int:
+        """How many of the keys some of the queries before `stop` may look at."""
+        return min(keys, self.distance + stop)
+
+    def hidden(self, start: int, stop: int, keys: int, device: torch.device) -> Tensor | None:
+        """True where the queries start..stop may not look at the first `keys` keys: [batch or 1, 1, 1, rows, keys]."""
+        triangle = keys - 1 > self.distance + start
+        look_back = None  # where it hides anything here
+        if self.look_back is not None and self.distance + stop - 1 > self.look_back:
+            look_back = self.look_back
+        hidden = None
+        if triangle or look_back is not None:
+            query = torch.arange(start + self.distance, stop + self.distance, device=device).unsqueeze(1)
+            distance = query - torch.arange(keys, device=device)
+            hidden = distance < 0
+            if look_back is not None:
+                hidden |= distance > look_back
+            hidden = hidden[None]
+        if self.query_documents is not None and self.key_documents is not None:
+            other = self.query_documents[:, start:stop, None] != self.key_documents[:, None, :keys]
+            hidden = other if hidden is None else hidden | other
+        return None if hidden is None else hidden[:, None, None]
+
+
+def forward(query: Tensor, key: Tensor, value: Tensor, pair: Pair, softmax: Softmax) -> tuple[Tensor, Tensor]:
+    """query [batch, heads, queries, d], key and value [batch, groups, keys, d] -> result [batch, heads, queries, d] and
+    log-sum-exp of the scores [batch, heads, queries], both wide. A query that may look at none gives 0 and -inf."""
+    wide = torch.promote_types(query.dtype, torch.float32)
+    result = torch.empty_like(query, dtype=wide, memory_format=torch.contiguous_format)
+    log_sum = query.new_empty(query.shape[:3], dtype=wide)
+    for start, stop, keys in _blocks(query, key, pair):
+        scores = _scores(query[:, :, start:stop], key[:, :, :keys], pair, start, softmax)
+        block_sum = torch.logsumexp(scores, -1)
+        probabilities = scores.sub_(_finite(block_sum).unsqueeze(-1)).exp_()
+        kept = _kept(probabilities, pair, start, softmax)
+        if kept is not None:
+            probabilities.mul_(kept)
+        product = probabilities.to(value.dtype).flatten(2, 3) @ value[:, :, :keys]
+        result[:, :, start:stop] = _by_head(product, stop - start)
+        log_sum[:, :, start:stop] = block_sum.flatten(1, 2)
+    return result, log_sum
+
+
+def merge(result: Tensor, log_sum: Tensor, other: Tensor, other_sum: Tensor) -> None:
+    """Attention over the keys of both, in place of the first."""
+    total = torch.logaddexp(log_sum, other_sum)
+    reference = _finite(total)
+    result.mul_((log_sum - reference).exp_().unsqueeze(-1))
+    result.addcmul_(other, (other_sum - reference).exp_().unsqueeze(-1))
+    log_sum.copy_(total)
+
+
+@dataclass(frozen=True)
+class Finished:
+    """Of the chunk of queries, after all merges."""
+
+    log_sum: Tensor  # [batch, heads, queries]
+    grad: Tensor  # of the result [batch, heads, queries, d]
+    delta: Tensor  # grad . result [batch, heads, queries]
+
+
+def backward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    pair: Pair,
+    softmax: Softmax,
+    finished: Finished,
+    into: tuple[Tensor, Tensor, Tensor],
+) -> None:
+    """Adds this pair's part to the (wide) gradients of query, key and value."""
+    grad_query, grad_key, grad_value = into
+    groups = key.shape[1]
+    for start, stop, keys in _blocks(query, key, pair):
+        rows = slice(start, stop)
+        scores = _scores(query[:, :, rows], key[:, :, :keys], pair, start, softmax)
+        log_sum, delta = (_by_group(x[:, :, rows, None], groups) for x in (finished.log_sum, finished.delta))
+        probabilities = scores.sub_(log_sum).exp_()
+        kept = _kept(probabilities, pair, start, softmax)
+        grad = _by_group(finished.grad[:, :, rows], groups).flatten(2, 3)  # [batch, groups, ratio * rows, d]
+        dropped = probabilities if kept is None else probabilities * kept
+        grad_value[:, :, :keys] += dropped.to(grad.dtype).flatten(2, 3).transpose(-1, -2) @ grad
+        grad_probabilities = widened(grad @ value[:, :, :keys].transpose(-1, -2)).view_as(probabilities)
+        if kept is not None:
+            grad_probabilities = grad_probabilities * kept
+        grad_scores = probabilities.mul_(grad_probabilities - delta).to(query.dtype).flatten(2, 3)
+        scaled = _by_group(query[:, :, rows], groups).flatten(2, 3) * softmax.scale
+        grad_key[:, :, :keys] += grad_scores.transpose(-1, -2) @ scaled
+        grad_query[:, :, rows] += _by_head(grad_scores @ key[:, :, :keys], stop - start) * softmax.scale
+
+
+def _blocks(query: Tensor, key: Tensor, pair: Pair) -> Iterator[tuple[int, int, int]]:
+    """(start, stop, keys): some queries, and how many keys they may look at."""
+    batch, heads, queries, _ = query.shape
+    rows = min(_ROWS.get(query.device.type, _ROWS_ACCELERATOR), max(1, _SCORES // (batch * heads * key.shape[2])))
+    for start in range(0, queries, rows):
+        stop = min(start + rows, queries)
+        yield start, stop, pair.keys_before(stop, key.shape[2])
+
+
+def _scores(query: Tensor, key: Tensor, pair: Pair, start: int, softmax: Softmax) -> Tensor:
+    """[batch, groups, heads per group, rows, keys], -inf where hidden. Heads that share a key are rows of one product:
+    keys are never repeated."""
+    scaled = _by_group(query, key.shape[1]) * (softmax.scale / softmax.layer_scaling)
+    scores = widened(scaled.flatten(2, 3) @ key.transpose(-1, -2)).unflatten(2, scaled.shape[2:4])
+    if softmax.layer_scaling != 1:
+        scores.mul_(softmax.layer_scaling)
+    hidden = pair.hidden(start, start + query.shape[2], key.shape[2], query.device)
+    return scores if hidden is None else scores.masked_fill_(hidden, -math.inf)
+
+
+def _kept(probabilities: Tensor, pair: Pair, start: int, softmax: Softmax) -> Tensor | None:
+    """What dropout multiplies with: 0 or 1 / (1 - p), the same each time it is asked."""
+    if softmax.dropout_p == 0.0:
+        return None
+    generator = torch.Generator(probabilities.device)
+    generator.manual_seed(stream_seed(softmax.seed, pair.query_chunk, pair.key_chunk, start))
+    keep = 1.0 - softmax.dropout_p
+    kept = torch.empty_like(probabilities).bernoulli_(keep, generator=generator)
+    return kept.div_(keep) if keep > 0.0 else kept
+
+
+def _finite(log_sum: Tensor) -> Tensor:
+    """Where nothing is visible any finite number does: exp(-inf - 0) is the 0 that is wanted."""
+    return log_sum.masked_fill(log_sum == -math.inf, 0.0)
+
+
+def _by_group(x: Tensor, groups: int) -> Tensor:
+    """[batch, heads, rows, ...] -> [batch, groups, heads per group, rows, ...]."""
+    return x.unflatten(1, (groups, -1))
+
+
+def _by_head(x: Tensor, rows: int) -> Tensor:
+    """[batch, groups, heads per group * rows, d] -> [batch, heads, rows, d]."""
+    return x.unflatten(2, (-1, rows)).flatten(1, 2)

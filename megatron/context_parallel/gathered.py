@@ -1,0 +1,74 @@
+"""Attention after gathering everybody's keys and values: one message per layer, memory for the whole sequence's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from megatron.context_parallel.order import by_rank, chunks_of, in_sequence
+from megatron.distributed import collectives
+from megatron.distributed.state import Axis
+from megatron.model.attention import CoreAttention, Window, attention_mask
+
+_SEQUENCE = 2  # of [batch, heads, seq, d]
+
+
+class GatheredAttention(nn.Module):
+    """Each of the two chunks of queries is a plain attention over the keys up to its own end."""
+
+    def __init__(self, core: CoreAttention, cp: Axis, window: Window) -> None:
+        super().__init__()
+        self.core, self.cp, self.window = core, cp, window
+
+    @staticmethod
+    def visible(
+        cp: Axis, tokens: int, window: Window, document_ids: Tensor | None, device: torch.device
+    ) -> tuple[Tensor | None, bool]:
+        """[batch or 1, 1, this rank's tokens, all tokens], unless causality says it all."""
+        size = tokens // 2
+        masks = []
+        for chunk in chunks_of(cp.rank, cp.size):
+            end = (chunk + 1) * size
+            documents = None if document_ids is None else document_ids[:, :end]
+            mask, _ = attention_mask(size, end, window=window, document_ids=documents, device=device)
+            masks.append(mask)
+        if all(mask is None for mask in masks):
+            return None, True
+        whole = [
+            _triangle(size, (chunk + 1) * size, device) if mask is None else mask
+            for mask, chunk in zip(masks, chunks_of(cp.rank, cp.size))
+        ]
+        return torch.cat([nn.functional.pad(mask, (0, tokens * cp.size - mask.shape[-1])) for mask in whole], 2), False
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
+        """query [batch, heads, seq / ranks, d]; key, value [batch, groups, seq / ranks, d]."""
+        key, value = _Gathered.apply(torch.stack((key, value)), self.cp).unbind()
+        size, results = query.shape[2] // 2, []
+        for index, chunk in enumerate(chunks_of(self.cp.rank, self.cp.size)):
+            rows, end = slice(index * size, (index + 1) * size), (chunk + 1) * size
+            seen = None if mask is None else mask[:, :, rows, :end]
+            results.append(self.core(query[:, :, rows], key[:, :, :end], value[:, :, :end], seen, causal))
+        return torch.cat(results, _SEQUENCE)
+
+
+def _triangle(queries: int, keys: int, device: torch.device) -> Tensor:
+    return torch.ones(1, 1, queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
+
+
+class _Gathered(Function):
+    """[2, batch, groups, seq / ranks, d] of every rank -> [2, batch, groups, seq, d], in the order of the sequence."""
+
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, cp: Axis) -> Tensor:
+        ctx.cp = cp
+        return in_sequence(collectives.gather_along(own, cp, 1 + _SEQUENCE), cp.size, 1 + _SEQUENCE)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        dim = 1 + _SEQUENCE
+        return collectives.scatter_sum(by_rank(grad, ctx.cp.size, dim), ctx.cp, dim), None

@@ -1,0 +1,76 @@
+"""The balanced cut of a sequence: in 2N chunks, of which rank r of N holds chunk r and chunk 2N - 1 - r.
+
+Under a causal mask late tokens have more to look at than early ones. So cut, every rank has the same work. Three orders
+occur: that of the sequence, that of a rank's own part (its two chunks, ascending), and "by rank" (the parts of ranks
+0, 1, ... laid end to end, which is what collectives deliver).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.distributed.state import Axis
+
+Batch = Mapping[str, Any]
+
+
+def chunks_of(rank: int, ranks: int) -> tuple[int, int]:
+    """The two chunks that a rank holds, ascending."""
+    return rank, 2 * ranks - 1 - rank
+
+
+def own_part(x: Tensor, cp: Axis, dim: int) -> Tensor:
+    """This rank's part of a sequence along `dim`."""
+    if cp.size == 1:
+        return x
+    assert x.shape[dim] % (2 * cp.size) == 0, f"{x.shape[dim]} tokens cannot be cut into {2 * cp.size} chunks"
+    chunks = x.chunk(2 * cp.size, dim)
+    return torch.cat([chunks[number] for number in chunks_of(cp.rank, cp.size)], dim)
+
+
+def in_sequence(x: Tensor, ranks: int, dim: int) -> Tensor:
+    """From the order by rank to that of the sequence."""
+    return _reordered(x, _by_rank(ranks), dim, back=True)
+
+
+def by_rank(x: Tensor, ranks: int, dim: int) -> Tensor:
+    """From the order of the sequence to that by rank."""
+    return _reordered(x, _by_rank(ranks), dim, back=False)
+
+
+def own_positions(tokens: int, cp: Axis, device: torch.device) -> Tensor:
+    """Where in the sequence the `tokens` of this rank stand."""
+    first, second = chunks_of(cp.rank, cp.size)
+    size = tokens // 2
+    steps = torch.arange(size, device=device)
+    return torch.cat([steps + first * size, steps + second * size])
+
+
+def slice_batch(batch: Batch, cp: Axis) -> Batch:
+    """Every tensor [batch, seq, ...] of a batch cut to this rank's part of the sequence.
+
+    Document ids stay whole: attention asks them about everybody's tokens.
+    """
+    if cp.size == 1:
+        return batch
+    shape = batch["tokens"].shape[:2]
+
+    def cut(name: str, value: Any) -> Any:
+        per_token = isinstance(value, Tensor) and value.shape[:2] == shape and name != "document_ids"
+        return own_part(value, cp, 1) if per_token else value
+
+    return {name: cut(name, value) for name, value in batch.items()}
+
+
+def _by_rank(ranks: int) -> list[int]:
+    return [chunk for rank in range(ranks) for chunk in chunks_of(rank, ranks)]
+
+
+def _reordered(x: Tensor, chunks: list[int], dim: int, *, back: bool) -> Tensor:
+    order = sorted(range(len(chunks)), key=chunks.__getitem__) if back else chunks
+    parts = x.chunk(len(chunks), dim)
+    return torch.cat([parts[number] for number in order], dim)
