@@ -50,6 +50,7 @@ _NEEDS: tuple[tuple[str, Callable[[RunConfig], bool], tuple[str, ...]], ...] = (
     ),
     ("--swiglu", lambda c: c.model.swiglu, ("bias_swiglu_fusion",)),
     ("--recompute-granularity full", lambda c: c.recompute.full, ("recompute_num_layers",)),
+    ("--context-parallel-size", lambda c: c.parallel.context_parallel_size > 1, ("cp_comm_type",)),
     ("--manual-gc", lambda c: c.training.manual_gc, ("manual_gc_interval", "manual_gc_eval")),
     ("--save", lambda c: c.checkpoint.save is not None, ("save_interval", "save_optim", "save_rng")),
     ("--load", lambda c: c.checkpoint.load is not None, ("load_optim", "load_rng", "strict_load")),

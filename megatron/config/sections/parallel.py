@@ -33,6 +33,8 @@ class ParallelConfig:
         "How context-parallel ranks share attention: p2p (keys and values go round a ring), a2a (each has some of the "
         "heads), allgather (all get all keys and values).",
         nargs="+",
+        choices=("p2p", "a2a", "allgather", "all_gather"),
+        refused={"a2a+p2p": "the two are not combined here; use a2a where the heads divide, else p2p"},
     )
     expert_model_parallel_size: int = flag(
         1, "Ranks that share the experts.", status="later", note="leave it at 1", at_least=1

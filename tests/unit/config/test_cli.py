@@ -128,12 +128,10 @@ def test_named_no_ops_print_their_line(flag: str) -> None:
 @pytest.mark.parametrize(
     "neutral",
     [
-        "--context-parallel-size 1",
         "--moe-router-topk 2",
         "--zero-stage 0",
         "--zero-stage 0.0",
         "--remote-device none",
-        "--cp-comm-type p2p",
         "--mtp-num-layers 0",
         "--data-parallel-sharding-strategy no_shard",
         "--rerun-mode disabled",

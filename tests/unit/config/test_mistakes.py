@@ -75,7 +75,7 @@ ADDED = {
     "--optimizer lion": ("--optimizer lion", "use adam or sgd"),
     "--position-embedding-type relative": ("--position-embedding-type relative", "use learned_absolute"),
     "--tensor-model-parallel-size 2": ("--tensor-model-parallel-size 2: not supported yet", "leave it at 1"),
-    "--context-parallel-size 2": ("--context-parallel-size 2: not supported yet", "leave it at 1"),
+    "--cp-comm-type a2a+p2p": ("--cp-comm-type a2a+p2p", "use a2a where the heads divide"),
     "--use-distributed-optimizer": ("--use-distributed-optimizer: not supported yet", "remove it"),
     "--num-experts 8": ("--num-experts 8: not supported yet", "dense"),
     "--fp8-format hybrid": ("--fp8-format hybrid: not supported yet", "--bf16"),

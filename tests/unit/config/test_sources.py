@@ -93,7 +93,7 @@ def test_a_switch_of_a_file_is_turned_off_by_a_flag(tmp_path: Path) -> None:
         ("num-layers: 2\nnum-layers: 3", "'num-layers' is set twice"),
         ("model: {num-layers: 2, hidden-size: 3, num-layers: 4}", "'num-layers' is set twice"),
         ("layernorm-epsilon: 1e-6\nnorm-epsilon: 1e-5", "contradict each other"),
-        ("context-parallel-size: 2", "--context-parallel-size 2: not supported yet"),
+        ("use-torch-fsdp2: true", "--use-torch-fsdp2: not supported yet"),
         ("deepspeed: true", "--deepspeed: not supported yet"),
         ("- a list", "not a mapping of settings"),
         ("a: [", "not valid YAML"),
