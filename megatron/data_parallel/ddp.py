@@ -212,9 +212,7 @@ class GradBuffers:
     def _on_gradient(self, slot: _Slot, parameter: nn.Parameter) -> None:
         """Runs after backward has added to `parameter.grad`: moves it into the buffer."""
         grad, view = parameter.grad, slot.view
-        assert view is not None
-        if grad is None:  # backward reached it, and its gradient is computed later (see `add`)
-            return
+        assert grad is not None and view is not None
         bucket = self._buckets[slot.bucket]
         if bucket.launched or self._reduced:
             raise RuntimeError(

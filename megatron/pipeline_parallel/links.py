@@ -29,7 +29,7 @@ class Message:
 
 
 class Links:
-    """Sends and receives without waiting: receives are posted ahead of their use, sends forgotten until they are done."""
+    """Sends and receives without waiting: receives come ahead of their use, sends are forgotten until done."""
 
     def __init__(self, pp: Axis) -> None:
         self._pp = pp

@@ -55,8 +55,7 @@ class ColumnParallelLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.axis.size == 1 and self.wgrad_queue is None:
             return F.linear(x, self.weight, self.bias)
-        put = None if self.wgrad_queue is None else partial(self.wgrad_queue.put, self.weight)
-        return _Linear.apply(x, self.weight, self.bias, self.axis, self.sequence_parallel, put)
+        return _linear(x, self.weight, self.bias, self.axis, self.sequence_parallel, self.wgrad_queue)
 
     def extra_repr(self) -> str:
         rows, columns = self.weight.shape
@@ -91,9 +90,7 @@ class RowParallelLinear(nn.Module):
         if self.wgrad_queue is None:
             parts = F.linear(x, self.weight)  # [batch, seq, out_features], to be summed
         else:
-            parts = _Linear.apply(
-                x, self.weight, None, Axis.single("tp"), False, partial(self.wgrad_queue.put, self.weight)
-            )
+            parts = _linear(x, self.weight, None, Axis.single("tp"), False, self.wgrad_queue)
         y = (mappings.scattered if self.sequence_parallel else mappings.summed)(parts, self.axis)
         return y if self.bias is None else y + self.bias
 
@@ -106,6 +103,21 @@ def _share(features: int, axis: Axis, which: str) -> int:
     if features % axis.size:
         raise ValueError(f"{features} {which} features do not divide by the {axis.size} ranks of the {axis.name} axis")
     return features // axis.size
+
+
+def _linear(
+    x: Tensor,
+    weight: nn.Parameter,
+    bias: Tensor | None,
+    axis: Axis,
+    sequence_parallel: bool,
+    queue: WgradQueue | None,
+) -> Tensor:
+    if queue is None or not weight.requires_grad:
+        return _Linear.apply(x, weight, bias, axis, sequence_parallel, None)
+    assert x.requires_grad or not torch.is_grad_enabled(), "without a gradient of its input backward passes a layer by"
+    # Detached, so that backward does not announce a gradient that the queue will bring.
+    return _Linear.apply(x, weight.detach(), bias, axis, sequence_parallel, partial(queue.put, weight))
 
 
 class _Linear(Function):
@@ -133,6 +145,7 @@ class _Linear(Function):
         x, weight = ctx.saved_tensors
         axis: Axis = ctx.axis
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        needs_weight = needs_weight or ctx.put is not None
         whole, arriving = (lambda: x), None
         if ctx.sequence_parallel and needs_weight:
             whole, arriving = collectives.start_gather_along(x, axis, SEQUENCE)

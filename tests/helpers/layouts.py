@@ -38,9 +38,19 @@ def reference(argv: Sequence[str]) -> Outcome:
     return _join([_train(0, 1, list(argv), None)])
 
 
-def at_layout(ranks: int, argv: Sequence[str], change: Change | None = None) -> Outcome:
+def at_layout(ranks: int, argv: Sequence[str], change: Change | None = None, timeout: float = 120.0) -> Outcome:
     """`change` plants a bug: it runs on every rank before the first step."""
-    return _join(run_ranks(ranks, _train, ranks, list(argv), change, timeout=120.0))
+    return _join(run_ranks(ranks, _train, ranks, list(argv), change, timeout=timeout))
+
+
+def at_layouts(ranks: int, cases: Sequence[Sequence[str]]) -> list[Outcome]:
+    """Many cases, the ranks started once."""
+    results = run_ranks(ranks, _train_all, ranks, [list(argv) for argv in cases], timeout=60.0 + 60.0 * len(cases))
+    return [_join([rank[case] for rank in results]) for case in range(len(cases))]
+
+
+def _train_all(rank: int, world_size: int, cases: list[list[str]]) -> list[dict[str, Any]]:
+    return [_train(rank, world_size, argv, None) for argv in cases]
 
 
 def worst(got: Outcome, expected: Outcome) -> float:

@@ -1,0 +1,242 @@
+"""Tensor, sequence and pipeline parallelism in every schedule train what one process trains: fp64, 1e-10.
+
+Losses, gradient norms, every gradient and the weights after five steps, always over two axes that are not trivial, with
+batches whose samples count differently many tokens. Then each collective in turn is broken, and the suite must see it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.distributed import collectives
+from megatron.distributed.state import Axis
+from megatron.training.assemble import Parts
+from tests.helpers.distributed import RankFailed
+from tests.helpers.layouts import Outcome, at_layout, at_layouts, reference, worst
+from tests.helpers.runs import flags
+
+EQUAL = 1e-10
+SEEN = 1e-6  # a planted bug moves something by at least this much
+
+COMMON: dict[str, Any] = {
+    "num_layers": 4,
+    "micro_batch_size": 1,
+    "attention_dropout": 0,
+    "hidden_dropout": 0,
+    "optimizer": "sgd",
+}
+GPT2: dict[str, Any] = COMMON
+LLAMA: dict[str, Any] = {
+    **COMMON,
+    "normalization": "RMSNorm",
+    "swiglu": True,
+    "position_embedding_type": "rope",
+    "disable_bias_linear": True,
+    "untie_embeddings_and_output_weights": True,
+    "group_query_attention": True,
+    "num_query_groups": 2,
+    "qk_layernorm": True,
+}
+RECOMPUTED = {**LLAMA, "recompute_granularity": "full", "recompute_method": "uniform"}
+ONE_GROUP = {**LLAMA, "num_query_groups": 1, "add_qkv_bias": True}
+ODD = {**GPT2, "num_layers": 5, "vocab_size": 131, "ffn_hidden_size": 88}
+SELECTIVE = {**GPT2, "recompute_granularity": "selective", "recompute_modules": "core_attn"}
+
+
+def layout(tp: int = 1, pp: int = 1, **more: Any) -> dict[str, Any]:
+    return {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp, **more}
+
+
+SP = {"sequence_parallel": True}
+CASES: dict[int, list[tuple[dict[str, Any], dict[str, Any]]]] = {
+    2: [
+        (GPT2, layout(tp=2)),
+        (ONE_GROUP, layout(tp=2, **SP)),
+        (LLAMA, layout(pp=2, pipeline_schedule="gpipe")),
+        (RECOMPUTED, layout(pp=2, pipeline_schedule="zero-bubble")),
+        (GPT2, layout(pp=2, num_layers_per_virtual_pipeline_stage=1)),
+        (ODD, layout(pp=2, decoder_first_pipeline_num_layers=2)),
+    ],
+    4: [
+        (GPT2, layout(tp=2, **SP)),
+        (LLAMA, layout(tp=4)),
+        (LLAMA, layout(tp=4, **SP)),
+        (ONE_GROUP, layout(tp=4)),
+        (ODD, layout(tp=4, **SP)),
+        (RECOMPUTED, layout(tp=2, pp=2, **SP)),
+        (GPT2, layout(tp=2, pp=2, pipeline_schedule="zero-bubble")),
+        (LLAMA, layout(tp=2, pp=2, num_layers_per_virtual_pipeline_stage=1, **SP)),
+        (SELECTIVE, layout(tp=2, pp=2, pipeline_schedule="gpipe")),
+        (GPT2, layout(pp=2, overlap_grad_reduce=True)),
+        (GPT2, layout(pp=2, num_layers_per_virtual_pipeline_stage=1, overlap_grad_reduce=True)),
+        (LLAMA, layout(pp=2, pipeline_schedule="zero-bubble", overlap_grad_reduce=True)),
+        (GPT2, layout(pp=4)),
+        (ODD, layout(pp=4, decoder_first_pipeline_num_layers=2)),
+        (ODD, layout(pp=4, decoder_first_pipeline_num_layers=1, decoder_last_pipeline_num_layers=2)),
+        (GPT2, layout(pp=4, pipeline_schedule="zero-bubble")),
+    ],
+    8: [
+        (GPT2, layout(tp=2, pp=2, pipeline_schedule="zero-bubble", **SP)),
+        (LLAMA, layout(tp=4, pp=2)),
+        (RECOMPUTED, layout(tp=2, pp=4, **SP)),
+        (ONE_GROUP, layout(tp=2, pp=2, num_layers_per_virtual_pipeline_stage=1, overlap_grad_reduce=True)),
+    ],
+}
+
+
+@cache
+def expected(family: tuple[str, ...]) -> Outcome:
+    return reference(family)
+
+
+@pytest.mark.parametrize("ranks", CASES)
+def test_every_layout_is_the_single_process(ranks: int) -> None:
+    cases = CASES[ranks]
+    outcomes = at_layouts(ranks, [flags(**family, **axes) for family, axes in cases])
+    off = {
+        f"{axes}": difference
+        for (family, axes), outcome in zip(cases, outcomes, strict=True)
+        if (difference := worst(outcome, expected(tuple(flags(**family))))) >= EQUAL
+    }
+    assert not off
+
+
+# What the suite is worth: each collective is left out, done twice, or done among the wrong ranks.
+
+Collective = Callable[..., Any]
+
+
+def left_out(original: Collective) -> Collective:
+    def broken(tensor: torch.Tensor, axis: Axis, *rest: Any) -> Any:
+        return original(tensor, Axis.single(axis.name), *rest)
+
+    return broken
+
+
+def left_out_in_shape(original: Collective) -> Collective:
+    """Each rank takes its own part for everybody's."""
+
+    def broken(tensor: torch.Tensor, axis: Axis, dim: int) -> Any:
+        if original.__name__ == "start_gather_along":
+            return (lambda: torch.cat([tensor] * axis.size, dim)), None
+        return tensor.chunk(axis.size, dim)[axis.rank].contiguous(), None
+
+    return broken
+
+
+def doubled(original: Collective) -> Collective:
+    def broken(tensor: torch.Tensor, axis: Axis, *rest: Any) -> Any:
+        original(tensor, axis, *rest)
+        if original.__name__ == "start_all_reduce":
+            tensor.mul_(1.0)
+        return original(tensor, axis, *rest)
+
+    return broken
+
+
+def among_wrong_ranks(state: Any, original: Collective) -> Collective:
+    """The same number of ranks, along another axis."""
+
+    def broken(tensor: torch.Tensor, axis: Axis, *rest: Any) -> Any:
+        other = state.dp if axis.name == "tp" else state.tp
+        return original(tensor, other, *rest)
+
+    return broken
+
+
+@dataclasses.dataclass(frozen=True)
+class Plant:
+    collective: str
+    axis: str
+    how: str  # left out, doubled, wrong ranks
+
+    def __call__(self, parts: Parts) -> None:
+        original = getattr(collectives, self.collective)
+        shaped = self.collective in ("start_gather_along", "start_scatter_sum")
+        if self.how == "left out":
+            broken = left_out_in_shape(original) if shaped else left_out(original)
+        elif self.how == "doubled":
+            broken = doubled(original)
+        else:
+            broken = among_wrong_ranks(parts.engine.parallel, original)
+
+        def only_there(tensor: torch.Tensor, axis: Axis, *rest: Any) -> Any:
+            return (broken if axis.name == self.axis and axis.size > 1 else original)(tensor, axis, *rest)
+
+        setattr(collectives, self.collective, only_there)
+
+
+PLANTS = [
+    *(Plant("all_reduce", "tp", how) for how in ("left out", "doubled", "wrong ranks")),
+    *(Plant("start_all_reduce", "tp", how) for how in ("left out", "doubled", "wrong ranks")),
+    *(Plant("start_all_reduce", "dp", how) for how in ("left out", "doubled", "wrong ranks")),
+]
+SEQUENCE_PLANTS = [
+    *(Plant("start_gather_along", "tp", how) for how in ("left out", "wrong ranks")),
+    *(Plant("start_scatter_sum", "tp", how) for how in ("left out", "wrong ranks")),
+    Plant("all_reduce", "tp", "left out"),  # the sum of the norms' gradients
+]
+
+
+def is_seen(family: dict[str, Any], axes: dict[str, Any], plant: Callable[[Parts], None], ranks: int = 4) -> bool:
+    try:
+        outcome = at_layout(ranks, flags(**family, **axes), plant, timeout=20.0)
+    except (RankFailed, AssertionError):
+        return True
+    return worst(outcome, expected(tuple(flags(**family)))) > SEEN
+
+
+@pytest.mark.parametrize("plant", PLANTS, ids=str)
+def test_a_broken_collective_is_seen(plant: Plant) -> None:
+    assert is_seen(GPT2, layout(tp=2), plant)
+
+
+@pytest.mark.parametrize("plant", SEQUENCE_PLANTS, ids=str)
+def test_a_broken_collective_of_sequence_parallelism_is_seen(plant: Plant) -> None:
+    assert is_seen(GPT2, layout(tp=2, **SP), plant)
+
+
+def without_replica_sums(parts: Parts) -> None:
+    parts.trainer.engine.sum_replicas = None
+
+
+def key_and_value_counted_twice(parts: Parts) -> None:
+    optimizer = parts.trainer.engine.optimizer
+    optimizer._specs = {name: dataclasses.replace(spec, copies=()) for name, spec in optimizer._specs.items()}
+
+
+def micro_batches_exchanged(parts: Parts) -> None:
+    """A stage takes the gradient of another micro-batch."""
+    from megatron.pipeline_parallel.links import Links, Message
+
+    send = Links.send
+
+    def wrong(self: Links, tensor: torch.Tensor, message: Message, to: int) -> None:
+        if message.what == "gradient":
+            message = dataclasses.replace(message, micro_batch=message.micro_batch ^ 1)
+        send(self, tensor, message, to)
+
+    Links.send = wrong  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(
+    ("family", "axes", "plant"),
+    [
+        (GPT2, layout(tp=2, **SP), without_replica_sums),
+        (GPT2, layout(tp=2, pp=2), without_replica_sums),
+        (ONE_GROUP, layout(tp=4), without_replica_sums),
+        (LLAMA, layout(tp=2), without_replica_sums),
+        (ONE_GROUP, layout(tp=4), key_and_value_counted_twice),
+        (GPT2, layout(tp=2, pp=2), key_and_value_counted_twice),
+        (GPT2, layout(tp=2, pp=2, pipeline_schedule="gpipe"), micro_batches_exchanged),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_a_forgotten_sum_or_copy_is_seen(family: dict[str, Any], axes: dict[str, Any], plant: Any) -> None:
+    assert is_seen(family, axes, plant)
