@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from megatron.config.stages import StageLayers, split_layers
 from megatron.data_parallel import broadcast_parameters
 from megatron.distributed.shard import ShardSpec
 from megatron.distributed.wgrad_queue import WgradQueue
@@ -25,7 +26,6 @@ from megatron.parallelize.pipeline import (
 )
 from megatron.pipeline_parallel.pipeline import Pipeline
 from megatron.pipeline_parallel.schedules import SCHEDULES
-from megatron.pipeline_parallel.split import StageLayers, split_layers
 from megatron.training.initialize import Run
 
 

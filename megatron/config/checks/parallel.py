@@ -6,6 +6,7 @@ from math import lcm
 
 from megatron.config.meaning import spelled
 from megatron.config.run import RunConfig
+from megatron.config.stages import split_layers
 from megatron.errors import ConfigError
 from megatron.layout import nearest_divisors, nearest_multiples
 
@@ -56,4 +57,78 @@ def _check_heads(config: RunConfig) -> None:
     )
 
 
-CHECKS = (check_context,)
+def check_tensor(config: RunConfig) -> None:
+    """Every rank has whole heads, whole groups of keys and values or copies of one, and equal parts of the rest."""
+    parallel, model, tp = config.parallel, config.model, config.parallel.tensor_model_parallel_size
+    if parallel.sequence_parallel and tp == 1:
+        raise ConfigError(
+            "--sequence-parallel: splits norms and dropout over the tensor-parallel ranks, and there is one "
+            "(--tensor-model-parallel-size 1); remove it, or raise --tensor-model-parallel-size"
+        )
+    if tp == 1 or not model.num_attention_heads:
+        return
+    _check_divides(config, "num_attention_heads", model.num_attention_heads)
+    _check_divides(config, "ffn_hidden_size", model.ffn_size)
+    groups = model.query_groups
+    if groups % tp and tp % groups:
+        fitting = [
+            n for n in range(1, model.num_attention_heads + 1) if _holds_groups(n, model.num_attention_heads, groups)
+        ]
+        raise ConfigError(
+            f"{spelled(config, 'num_query_groups')}: {spelled(config, 'tensor_model_parallel_size')} neither divides "
+            f"them nor is a multiple of them; use --tensor-model-parallel-size {_nearest(fitting, tp)}"
+        )
+    if parallel.sequence_parallel and config.data.seq_length % (tp * parallel.context_parallel_size):
+        unit = tp * parallel.context_parallel_size
+        lengths = " or ".join(map(str, nearest_multiples(config.data.seq_length, unit)))
+        raise ConfigError(
+            f"{spelled(config, 'seq_length')} does not divide by {spelled(config, 'tensor_model_parallel_size')} for "
+            f"--sequence-parallel; use --seq-length {lengths}, or remove --sequence-parallel"
+        )
+
+
+def _check_divides(config: RunConfig, setting: str, size: int) -> None:
+    tp = config.parallel.tensor_model_parallel_size
+    if size % tp:
+        fitting = " or ".join(map(str, nearest_divisors(size, tp)))
+        raise ConfigError(
+            f"{spelled(config, setting)} does not divide by {spelled(config, 'tensor_model_parallel_size')}; "
+            f"use --tensor-model-parallel-size {fitting}"
+        )
+
+
+def _holds_groups(tp: int, heads: int, groups: int) -> bool:
+    return heads % tp == 0 and (groups % tp == 0 or tp % groups == 0)
+
+
+def _nearest(fitting: list[int], size: int) -> str:
+    below, above = [n for n in fitting if n < size], [n for n in fitting if n > size]
+    return " or ".join(map(str, (*below[-1:], *above[:1])))
+
+
+def check_pipeline(config: RunConfig) -> None:
+    """The layers divide over the stages, and the schedule is one for them."""
+    parallel, pp = config.parallel, config.parallel.pipeline_model_parallel_size
+    virtual = parallel.num_layers_per_virtual_pipeline_stage
+    if config.model.num_layers:
+        split_layers(
+            config.model.num_layers,
+            pp,
+            layers_per_chunk=virtual,
+            first=parallel.decoder_first_pipeline_num_layers,
+            last=parallel.decoder_last_pipeline_num_layers,
+        )
+    for setting in ("pipeline_schedule", "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"):
+        if pp == 1 and getattr(parallel, setting) is not None:
+            raise ConfigError(
+                f"{spelled(config, setting)}: there is one stage (--pipeline-model-parallel-size 1); remove it, or "
+                "raise --pipeline-model-parallel-size"
+            )
+    if (parallel.schedule == "interleaved") != (virtual is not None):
+        way = "use --pipeline-schedule interleaved" if virtual else "give --num-layers-per-virtual-pipeline-stage"
+        raise ConfigError(
+            f"{spelled(config, 'pipeline_schedule')}: the interleaved schedule and virtual stages come together; {way}"
+        )
+
+
+CHECKS = (check_tensor, check_pipeline, check_context)

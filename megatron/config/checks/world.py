@@ -30,9 +30,27 @@ def check_world(config: RunConfig, world_size: int) -> None:
             f"{spelled(config, 'global_batch_size')} does not divide by {spelled(config, 'micro_batch_size')} x "
             f"{dp} data-parallel ranks; make it a multiple of {step}, or change --micro-batch-size"
         )
+    _check_interleaved(config, dp)
     ramp = config.training.rampup_batch_size
     if ramp is not None and (ramp[0] % step or (final > ramp[0] and ramp[1] % step)):
         raise ConfigError(
             f"{spelled(config, 'rampup_batch_size')}: start and increment do not divide by "
             f"{spelled(config, 'micro_batch_size')} x {dp} data-parallel ranks; make both multiples of {step}"
+        )
+
+
+def _check_interleaved(config: RunConfig, dp: int) -> None:
+    """Micro-batches pass through the virtual stages in groups as large as the pipeline."""
+    parallel, pp = config.parallel, config.parallel.pipeline_model_parallel_size
+    if parallel.schedule != "interleaved":
+        return
+    unit = config.training.micro_batch_size * dp * pp
+    ramp = config.training.rampup_batch_size
+    sizes = [global_batch_size(config, dp), *(ramp[:2] if ramp is not None else ())]
+    if any(size % unit for size in sizes):
+        named = "rampup_batch_size" if ramp is not None else "global_batch_size"
+        raise ConfigError(
+            f"{spelled(config, named)}: the interleaved schedule takes micro-batches in groups of "
+            f"{spelled(config, 'pipeline_model_parallel_size')}; use multiples of {unit} (--micro-batch-size x {dp} "
+            f"data-parallel ranks x {pp}), or leave out --num-layers-per-virtual-pipeline-stage"
         )

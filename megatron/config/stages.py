@@ -1,4 +1,4 @@
-"""Which layers each stage holds."""
+"""Which layers each pipeline stage holds."""
 
 from __future__ import annotations
 

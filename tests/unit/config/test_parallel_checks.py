@@ -1,0 +1,83 @@
+"""Sizes that do not divide are refused in one line that names both flags and sizes that would work."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megatron.config import parse_args
+from megatron.config.checks import check, check_world
+from megatron.errors import ConfigError
+from tests.helpers.runs import flags
+
+TP, PP = "tensor_model_parallel_size", "pipeline_model_parallel_size"
+VIRTUAL = "num_layers_per_virtual_pipeline_stage"
+FIRST, LAST = "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"
+
+
+@pytest.mark.parametrize(
+    ("settings", "ranks", "words"),
+    [
+        ({TP: 3}, 3, ["--num-attention-heads 4", "--tensor-model-parallel-size 3", "2 or 4"]),
+        ({TP: 4, "ffn_hidden_size": 90}, 4, ["--ffn-hidden-size 90", "--tensor-model-parallel-size 4", "3 or 5"]),
+        (
+            {TP: 4, "hidden_size": 48, "num_attention_heads": 12, "num_query_groups": 6, "group_query_attention": True},
+            4,
+            ["--num-query-groups 6", "--tensor-model-parallel-size 4", "3 or 6"],
+        ),
+        ({"sequence_parallel": True}, 1, ["--sequence-parallel", "--tensor-model-parallel-size"]),
+        ({TP: 4, "sequence_parallel": True, "seq_length": 14}, 4, ["--seq-length 14", "--seq-length 12 or 16"]),
+        (
+            {PP: 2, "num_layers": 3},
+            2,
+            ["--num-layers 3", "--pipeline-model-parallel-size 2", "1 or 3", "--decoder-first"],
+        ),
+        ({PP: 2, "num_layers": 3, FIRST: 3}, 2, ["--num-layers 3", "--decoder-first-pipeline-num-layers 3", "leave"]),
+        ({PP: 2, "num_layers": 5, FIRST: 2, LAST: 2}, 2, ["--num-layers 5", "leave", "1 layers"]),
+        ({PP: 2, "num_layers": 6, VIRTUAL: 2}, 2, ["--num-layers 6", VIRTUAL.replace("_", "-"), "1 or 3"]),
+        ({VIRTUAL: 1}, 1, ["--num-layers-per-virtual-pipeline-stage 1", "--pipeline-model-parallel-size 1"]),
+        ({PP: 2, VIRTUAL: 1, "num_layers": 4, FIRST: 1}, 2, ["--decoder-first-pipeline-num-layers", "keep one"]),
+        (
+            {PP: 2, VIRTUAL: 1, "num_layers": 4, "pipeline_schedule": "1f1b"},
+            2,
+            ["--pipeline-schedule 1f1b", "interleaved"],
+        ),
+        (
+            {PP: 2, "pipeline_schedule": "interleaved"},
+            2,
+            ["--pipeline-schedule interleaved", "--num-layers-per-virtual"],
+        ),
+        ({"pipeline_schedule": "gpipe"}, 1, ["--pipeline-schedule gpipe", "--pipeline-model-parallel-size 1"]),
+        (
+            {PP: 2, VIRTUAL: 1, "num_layers": 4, "micro_batch_size": 2, "global_batch_size": 6},
+            2,
+            ["--global-batch-size 6", "--pipeline-model-parallel-size 2", "multiples of 4"],
+        ),
+        ({TP: 2}, 3, ["--tensor-model-parallel-size 2", "3 ranks"]),
+        ({TP: 4}, 2, ["--tensor-model-parallel-size 4", "2 ranks"]),
+    ],
+)
+def test_sizes_that_do_not_fit(settings: dict[str, Any], ranks: int, words: list[str]) -> None:
+    with pytest.raises(ConfigError) as refused:
+        config = parse_args(flags(**settings))
+        check(config)
+        check_world(config, ranks)
+    assert "\n" not in str(refused.value)
+    for word in words:
+        assert word in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "ranks"),
+    [
+        ({TP: 2}, 2),
+        ({TP: 4, "num_query_groups": 2, "group_query_attention": True}, 4),
+        ({PP: 2, "num_layers": 4, VIRTUAL: 1, "micro_batch_size": 1}, 4),
+        ({PP: 3, "num_layers": 5, FIRST: 1, LAST: 1}, 3),
+    ],
+)
+def test_sizes_that_fit(settings: dict[str, Any], ranks: int) -> None:
+    config = parse_args(flags(**settings))
+    check(config)
+    check_world(config, ranks)
