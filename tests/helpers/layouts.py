@@ -96,11 +96,13 @@ def _join(ranks: list[dict[str, Any]]) -> Outcome:
     for other in ranks[1:]:
         assert other["losses"] == first["losses"], "ranks report different losses"
         assert other["norms"] == first["norms"], "ranks report different gradient norms"
-    whole = {key: _whole([rank[key] for rank in ranks]) for key in ("gradients", "weights")}
+    whole = {key: whole_tensors([rank[key] for rank in ranks]) for key in ("gradients", "weights")}
     return Outcome(first["losses"], first["norms"], whole["gradients"], whole["weights"])
 
 
-def _whole(parts: list[dict[str, tuple[ShardSpec, Tensor]]]) -> dict[str, Tensor]:
+def whole_tensors(
+    parts: list[dict[str, tuple[ShardSpec, Tensor]]], agree_to: float = COPIES_AGREE
+) -> dict[str, Tensor]:
     """Every parameter from the ranks' parts; what two ranks hold must agree, and nothing may be missing."""
     wholes: dict[str, Tensor] = {}
     for part in parts:
@@ -109,7 +111,7 @@ def _whole(parts: list[dict[str, tuple[ShardSpec, Tensor]]]) -> dict[str, Tensor
             before = spec.take(whole).clone()
             there = ~before.isnan()
             off = (before[there] - spec.view(stored)[there]).abs().max().item() if there.any() else 0.0
-            assert off <= COPIES_AGREE, f"{name}: two ranks hold numbers {off:g} apart"
+            assert off <= agree_to, f"{name}: two ranks hold numbers {off:g} apart"
             spec.put(whole, stored)
     holes = [name for name, whole in wholes.items() if whole.isnan().any()]
     assert not holes, f"no rank holds all of {holes}"
