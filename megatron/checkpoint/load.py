@@ -259,7 +259,7 @@ class _Load:
         tp, pp, ep = parallel.tp, parallel.pp, parallel.ep
         folder = paths.rank_directory(tp.rank, pp.rank, pp_size=pp.size, ep=ep.rank, ep_size=ep.size)
         states = reader.file(f"{folder}/{paths.MODEL_FILE}")["rng_state"]
-        return dict(states[parallel.dp.rank])
+        return dict(states[parallel.dp_cp.rank])
 
 
 def _listed(names: list[str]) -> str:

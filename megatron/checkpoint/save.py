@@ -115,8 +115,8 @@ def _write_all(save: _Save, save_tokenizer: SaveTokenizer | None) -> list[_Writt
 
 
 def _gather_rng(state: TrainState, parallel: ParallelState) -> list[Any] | None:
-    """One entry per data-parallel rank, in their order."""
-    entries = all_gather_object(state.rng, parallel.dp)
+    """One entry per data- and context-parallel rank, in their order."""
+    entries = all_gather_object(state.rng, parallel.dp_cp)
     present = [dict(entry) for entry in entries if entry is not None]
     return present if len(present) == len(entries) else None
 
