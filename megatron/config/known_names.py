@@ -4,12 +4,10 @@
 """
 
 LATER: dict[str, str] = {
-    "leave it out and train a dense model": """
-        --moe-router-dtype= --moe-router-fusion --moe-router-pre-softmax --moe-router-num-groups=
-        --moe-router-group-topk= --moe-router-topk-scaling-factor= --moe-router-bias-update-rate=
-        --moe-router-force-load-balancing --moe-router-padding-for-fp8 --moe-router-padding-for-quantization
+    "leave it out": """
+        --moe-router-fusion --moe-router-num-groups= --moe-router-group-topk= --moe-router-force-load-balancing --moe-router-padding-for-fp8 --moe-router-padding-for-quantization
         --moe-input-jitter-eps= --moe-per-layer-logging --moe-enable-deepep --moe-deepep-num-sms= --moe-permute-fusion
-        --moe-pad-expert-input-to-capacity --moe-token-drop-policy= --moe-apply-probs-on-input
+        --moe-pad-expert-input-to-capacity --moe-apply-probs-on-input
         --moe-shared-expert-overlap --moe-shared-expert-gate --moe-use-legacy-grouped-gemm --moe-layer-recompute
         --moe-extended-tp --moe-use-upcycling --moe-upcycling-granularity= --moe-flex-dispatcher-backend=
         --moe-token-dropping --moe-train-capacity-factor= --overlap-moe-expert-parallel-comm
@@ -134,7 +132,7 @@ FAMILIES: dict[str, str] = {
     "--mamba-": "only GPT-style decoders are trained here; remove the --mamba-* flags",
     "--inference-": "generation has its own tool; use tools/generate.py",
     "--inprocess-": "torchrun restarts failed runs; remove the --inprocess-* flags",
-    "--moe-": "mixture of experts is not supported yet; train a dense model",
+    "--moe-": "this part of mixture of experts is not supported; see docs/flags.md for what is",
     "--muon-": "Muon is not supported yet; use --optimizer adam",
     "--fp8-": "fp8 is not supported yet; use --bf16",
     "--fp4-": "fp4 is not supported; use --bf16",

@@ -48,6 +48,36 @@ _NEEDS: tuple[tuple[str, Callable[[RunConfig], bool], tuple[str, ...]], ...] = (
             "yarn_attention_factor",
         ),
     ),
+    (
+        "--num-experts",
+        lambda c: c.moe.is_on,
+        (
+            "moe_layer_freq",
+            "moe_ffn_hidden_size",
+            "moe_router_topk",
+            "moe_router_pre_softmax",
+            "moe_router_score_function",
+            "moe_router_topk_scaling_factor",
+            "moe_router_dtype",
+            "moe_router_load_balancing_type",
+            "moe_aux_loss_coeff",
+            "moe_z_loss_coeff",
+            "moe_router_enable_expert_bias",
+            "moe_expert_capacity_factor",
+            "moe_token_dispatcher_type",
+            "moe_shared_expert_intermediate_size",
+        ),
+    ),
+    (
+        "--moe-router-enable-expert-bias",
+        lambda c: c.moe.moe_router_enable_expert_bias,
+        ("moe_router_bias_update_rate",),
+    ),
+    (
+        "--moe-expert-capacity-factor",
+        lambda c: c.moe.moe_expert_capacity_factor is not None,
+        ("moe_token_drop_policy",),
+    ),
     ("--swiglu", lambda c: c.model.swiglu, ("bias_swiglu_fusion",)),
     ("--recompute-granularity full", lambda c: c.recompute.full, ("recompute_num_layers",)),
     ("--context-parallel-size", lambda c: c.parallel.context_parallel_size > 1, ("cp_comm_type",)),
@@ -96,6 +126,7 @@ def notices_of(config: RunConfig) -> Iterator[str]:
     """The lines for this configuration, besides those of retired flags."""
     yield from _activation(config)
     yield from _attention(config)
+    yield from _experts(config)
     for needed, active, names in _NEEDS:
         if not active(config):
             for name in names:
@@ -119,3 +150,11 @@ def _attention(config: RunConfig) -> Iterator[str]:
         yield "--use-rotary-position-embeddings: taken as --position-embedding-type rope, without a learned table"
     if given(config, "num_query_groups") and not model.group_query_attention:
         yield f"{spelled(config, 'num_query_groups')}: turns grouped-query attention on"
+
+
+def _experts(config: RunConfig) -> Iterator[str]:
+    if config.moe.balances and config.moe.balanced_over == "micro-batch":
+        yield (
+            f"{spelled(config, 'moe_router_load_balancing_type')}: looks at the tokens of a micro-batch together, so "
+            "training depends on --micro-batch-size; seq_aux_loss does not"
+        )

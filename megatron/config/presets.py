@@ -50,6 +50,14 @@ _LLAMA31: Values = {**_LLAMA3, "use_rope_scaling": True, "rope_scaling_factor": 
 _LLAMA32: Values = {**_LLAMA31, **_TIED, "rope_scaling_factor": 32.0}
 _QWEN25: Values = {"rotary_base": 1e6, "norm_epsilon": 1e-6, "add_qkv_bias": True}
 _QWEN3: Values = {"rotary_base": 1e6, "norm_epsilon": 1e-6, "qk_layernorm": True, "kv_channels": 128}
+_MIXTRAL: Values = {"rotary_base": 1e6, "moe_router_topk": 2, "num_experts": 8}
+
+
+def _qwen3_moe(layers: int, hidden: int, ffn: int, heads: int, expert: int) -> Values:
+    """128 experts, of which a token goes to 8 whose weights add up to 1."""
+    moe = {"num_experts": 128, "moe_router_topk": 8, "moe_ffn_hidden_size": expert}
+    return _llama(layers, hidden, ffn, heads, 4, 40960, **_QWEN3, **moe)
+
 
 PRESETS: Mapping[str, Values] = MappingProxyType(
     {
@@ -83,5 +91,9 @@ PRESETS: Mapping[str, Values] = MappingProxyType(
         "qwen3-4b": _llama(36, 2560, 9728, 32, 8, 40960, **_QWEN3, **_TIED),
         "qwen3-8b": _llama(36, 4096, 12288, 32, 8, 40960, **_QWEN3),
         "mistral-7b": _llama(32, 4096, 14336, 32, 8, 32768, window_size=(4095, 0)),
+        "mixtral-8x7b": _llama(32, 4096, 14336, 32, 8, 32768, **_MIXTRAL),
+        "mixtral-8x22b": _llama(56, 6144, 16384, 48, 8, 65536, **_MIXTRAL),
+        "qwen3-30b-a3b": _qwen3_moe(48, 2048, 6144, 32, 768),
+        "qwen3-235b-a22b": _qwen3_moe(94, 4096, 12288, 64, 1536),
     }
 )

@@ -1,38 +1,76 @@
-"""Mixture of experts, multi-latent attention, multi-token prediction: known by name, built by a later version."""
+"""Mixture of experts: routers, experts, and what keeps their load even. Further architectures stand here by name."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+from typing import Literal
 
 from megatron.config.flag import flag
+from megatron.errors import ConfigError
+
+_TERM = re.compile(r"\[([01](?:,[01])*)\](?:\*(\d+))?")
 
 
 @dataclass(frozen=True, kw_only=True)
 class MoEConfig:
-    num_experts: int | None = flag(None, "Experts per MoE layer.", status="later", note="train a dense model")
-    moe_layer_freq: int = flag(1, "Every how many layers is a MoE layer.", status="later", note="leave it at 1")
-    moe_ffn_hidden_size: int | None = flag(None, "Width of an expert.", status="later", note="leave it out")
-    moe_router_topk: int = flag(2, "Experts per token.", status="later", note="leave it at 2")
-    moe_router_load_balancing_type: str = flag(
-        "aux_loss", "How the load is balanced.", status="later", note="leave it at aux_loss"
+    num_experts: int | None = flag(None, "Experts of each MoE layer; unset is a dense model.", at_least=1)
+    moe_layer_freq: str = flag(
+        "1", "Which layers have experts: every N-th, beginning with the first, or a list such as ([0]*3+[1]*9)."
     )
-    moe_aux_loss_coeff: float = flag(0.0, "Weight of the load-balance loss.", status="later", note="leave it at 0")
-    moe_z_loss_coeff: float | None = flag(None, "Weight of the router z-loss.", status="later", note="leave it out")
-    moe_expert_capacity_factor: float | None = flag(
-        None, "Capacity of an expert; unset is dropless.", status="later", note="leave it out"
-    )
-    moe_token_dispatcher_type: str = flag(
-        "allgather", "How tokens travel to experts.", status="later", note="leave it out"
-    )
-    moe_grouped_gemm: bool = flag(False, "One grouped product for all experts.", status="later", note="leave it out")
-    moe_shared_expert_intermediate_size: int | None = flag(
-        None, "Width of the shared expert.", status="later", note="leave it out"
+    moe_ffn_hidden_size: int | None = flag(None, "Width of an expert. Unset: --ffn-hidden-size.", at_least=1)
+    moe_router_topk: int = flag(2, "Experts that each token goes to.", at_least=1)
+    moe_router_pre_softmax: bool = flag(
+        False, "Softmax over all experts before the choice; the weights of a token then do not add up to 1."
     )
     moe_router_score_function: str = flag(
-        "softmax", "Score function of the router.", status="later", note="leave it at softmax"
+        "softmax", "How a router's logits become scores.", choices=("softmax", "sigmoid")
     )
+    moe_router_topk_scaling_factor: float | None = flag(None, "Factor on the weights of sigmoid scores.", above=0.0)
+    moe_router_dtype: str | None = flag(
+        None, "What routers compute in. Unset: logits as the model, scores in fp32.", choices=("fp32", "fp64")
+    )
+    moe_router_load_balancing_type: str = flag(
+        "aux_loss",
+        "What the load-balance loss looks at: every sequence (seq_aux_loss), or all of a micro-batch together "
+        "(aux_loss, which therefore moves with --micro-batch-size).",
+        choices=("aux_loss", "seq_aux_loss", "none"),
+        refused={
+            "sinkhorn": "Sinkhorn routing is not supported; use seq_aux_loss",
+            "global_aux_loss": "a loss over the global batch is not supported; use seq_aux_loss",
+        },
+    )
+    moe_aux_loss_coeff: float = flag(0.0, "Weight of the load-balance loss.", at_least=0.0)
+    moe_z_loss_coeff: float | None = flag(None, "Weight of the router z-loss.", at_least=0.0)
     moe_router_enable_expert_bias: bool = flag(
-        False, "Balance by a bias instead of a loss.", status="later", note="leave it out"
+        False, "Balance by a bias on the scores that the choice is made by; needs sigmoid scores."
+    )
+    moe_router_bias_update_rate: float = flag(1e-3, "Step of that bias.", at_least=0.0)
+    moe_expert_capacity_factor: float | None = flag(
+        None,
+        "An expert takes at most this times its even share of every sequence; the rest is dropped. Unset: no token is.",
+        above=0.0,
+    )
+    moe_token_drop_policy: str = flag(
+        "probs", "What is dropped: the lowest weights, or the latest positions.", choices=("probs", "position")
+    )
+    moe_token_dispatcher_type: str = flag(
+        "alltoall",
+        "How tokens travel to experts on other ranks.",
+        choices=("alltoall",),
+        refused={
+            "allgather": "every rank would get every token; use alltoall, which computes the same",
+            "flex": "DeepEP is not supported; use alltoall, which computes the same",
+        },
+    )
+    moe_grouped_gemm: bool = flag(
+        False,
+        "One grouped product for all experts of a rank.",
+        status="no-op",
+        note="tokens are always sorted by expert, and multiplied in contiguous slices",
+    )
+    moe_shared_expert_intermediate_size: int | None = flag(
+        None, "Width of the expert that every token goes to.", at_least=1
     )
     multi_latent_attention: bool = flag(
         False, "Multi-latent attention.", status="later", note="use --num-query-groups for a small KV cache"
@@ -45,3 +83,36 @@ class MoEConfig:
     mtp_loss_scaling_factor: float = flag(
         0.1, "Weight of the multi-token prediction loss.", status="later", note="leave it out"
     )
+
+    @property
+    def is_on(self) -> bool:
+        return self.num_experts is not None
+
+    @property
+    def balances(self) -> bool:
+        """Whether a load-balance loss has a gradient."""
+        return self.is_on and self.moe_aux_loss_coeff > 0.0 and self.moe_router_load_balancing_type != "none"
+
+    @property
+    def balanced_over(self) -> Literal["sequence", "micro-batch"]:
+        return "sequence" if self.moe_router_load_balancing_type == "seq_aux_loss" else "micro-batch"
+
+    def expert_layers(self, num_layers: int) -> tuple[int, ...]:
+        """The layers that have experts, out of `num_layers`."""
+        return tuple(n for n, on in enumerate(_pattern(self.moe_layer_freq, num_layers)) if on) if self.is_on else ()
+
+
+def _pattern(text: str, num_layers: int) -> list[bool]:
+    """Per layer whether it has experts."""
+    written = text.replace(" ", "")
+    if written.isdigit() and int(written) > 0:
+        return [layer % int(written) == 0 for layer in range(num_layers)]
+    terms = [_TERM.fullmatch(term) for term in written.removeprefix("(").removesuffix(")").split("+")]
+    pattern = [digit == "1" for term in terms if term for digit in term[1].split(",") * int(term[2] or 1)]
+    if not all(terms) or len(pattern) != num_layers:
+        found = f"has {len(pattern)} entries for --num-layers {num_layers}" if all(terms) else "is no such list"
+        raise ConfigError(
+            f"--moe-layer-freq {text}: {found}; give a number (every N-th layer has experts), or one 0 or 1 per layer "
+            "such as ([0]*3+[1]*9)"
+        )
+    return pattern

@@ -36,9 +36,7 @@ class ParallelConfig:
         choices=("p2p", "a2a", "allgather", "all_gather"),
         refused={"a2a+p2p": "the two are not combined here; use a2a where the heads divide, else p2p"},
     )
-    expert_model_parallel_size: int = flag(
-        1, "Ranks that share the experts.", status="later", note="leave it at 1", at_least=1
-    )
+    expert_model_parallel_size: int = flag(1, "Ranks that share the experts.", at_least=1)
     use_distributed_optimizer: bool = flag(
         False, "Shard optimizer state over the data-parallel ranks (ZeRO-1).", status="later", note="remove it"
     )

@@ -1,0 +1,89 @@
+"""Checks of mixture of experts, as far as they need no number of ranks."""
+
+from __future__ import annotations
+
+from megatron.config.meaning import spelled
+from megatron.config.run import RunConfig
+from megatron.errors import ConfigError
+from megatron.layout import nearest_divisors
+
+
+def check_layers(config: RunConfig) -> None:
+    """The list of MoE layers can be read, and has one entry per layer."""
+    moe, layers = config.moe, config.model.num_layers
+    if not layers or not moe.is_on:
+        return
+    if not moe.expert_layers(layers):
+        raise ConfigError(f"{spelled(config, 'moe_layer_freq')}: no layer has experts; leave --num-experts out")
+    if config.model.add_bias_linear:
+        raise ConfigError(
+            f"{spelled(config, 'num_experts')}: experts have no biases, and --disable-bias-linear is not given; add it"
+        )
+
+
+def check_router(config: RunConfig) -> None:
+    moe = config.moe
+    if moe.num_experts is None:
+        return
+    softmax = moe.moe_router_score_function == "softmax"
+    if moe.moe_router_topk > moe.num_experts:
+        raise ConfigError(
+            f"{spelled(config, 'moe_router_topk')} is more than {spelled(config, 'num_experts')}; "
+            f"use at most --moe-router-topk {moe.num_experts}"
+        )
+    if softmax and moe.moe_router_topk == 1 and not moe.moe_router_pre_softmax:
+        raise ConfigError(
+            "--moe-router-topk 1: a softmax over the one chosen expert is 1, and the router would learn nothing; "
+            "add --moe-router-pre-softmax"
+        )
+    for name in ("moe_router_enable_expert_bias", "moe_router_topk_scaling_factor"):
+        if softmax and getattr(moe, name):
+            raise ConfigError(f"{spelled(config, name)}: is for sigmoid scores; add --moe-router-score-function sigmoid")
+    if not softmax and moe.moe_router_pre_softmax:
+        raise ConfigError(
+            f"--moe-router-pre-softmax: there is no softmax with {spelled(config, 'moe_router_score_function')}; "
+            "keep one of them"
+        )
+
+
+def check_capacity(config: RunConfig) -> None:
+    """What is dropped is decided by looking at a whole sequence."""
+    moe, parallel = config.moe, config.parallel
+    if not moe.is_on or moe.moe_expert_capacity_factor is None:
+        return
+    for name in ("context_parallel_size", "sequence_parallel"):
+        if getattr(parallel, name) > 1 or getattr(parallel, name) is True:
+            raise ConfigError(
+                f"{spelled(config, 'moe_expert_capacity_factor')}: what is dropped is decided over whole sequences, "
+                f"which {spelled(config, name)} cuts; remove one of them"
+            )
+
+
+def check_experts(config: RunConfig) -> None:
+    """Ranks share experts evenly, and have some to share."""
+    experts, ep = config.moe.num_experts, config.parallel.expert_model_parallel_size
+    if ep > 1 and experts is None:
+        raise ConfigError(
+            f"{spelled(config, 'expert_model_parallel_size')}: the model is dense, there are no experts to share; "
+            "add --num-experts N, or use --expert-model-parallel-size 1"
+        )
+    if experts is not None and experts % ep:
+        fitting = " or ".join(map(str, nearest_divisors(experts, ep)))
+        raise ConfigError(
+            f"{spelled(config, 'num_experts')} does not divide by {spelled(config, 'expert_model_parallel_size')}; "
+            f"use --expert-model-parallel-size {fitting}"
+        )
+    tp, width = config.parallel.tensor_model_parallel_size, config.moe.moe_ffn_hidden_size
+    for name, size in (
+        ("moe_ffn_hidden_size", width),
+        ("moe_shared_expert_intermediate_size", config.moe.moe_shared_expert_intermediate_size),
+    ):
+        if experts is not None and size is not None and size % tp:
+            fitting = " or ".join(map(str, nearest_divisors(size, tp)))
+            raise ConfigError(
+                f"{spelled(config, name)} does not divide by {spelled(config, 'tensor_model_parallel_size')}; "
+                f"use --tensor-model-parallel-size {fitting}"
+            )
+
+
+CHECKS = (check_layers, check_router, check_capacity, check_experts)
