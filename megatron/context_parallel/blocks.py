@@ -20,6 +20,7 @@ from megatron.ops.ref import widened
 _ROWS = {"cpu": 128}  # queries at a time
 _ROWS_ACCELERATOR = 1024
 _SCORES = 1 << 26  # and so many scores at most
+_HEADROOM = 64.0  # fp16 scores are rounded at 1 / 64 of their size (a power of two costs no digits): none overflows
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,6 @@ class Softmax:
     """What is computed of every pair of chunks."""
 
     scale: float
-    layer_scaling: int = 1  # see ops.ref.attention
     dropout_p: float = 0.0
     seed: int = 0  # of the dropout: the backward pass draws the same again
 
@@ -146,10 +146,11 @@ def _blocks(query: Tensor, key: Tensor, pair: Pair) -> Iterator[tuple[int, int, 
 def _scores(query: Tensor, key: Tensor, pair: Pair, start: int, softmax: Softmax) -> Tensor:
     """[batch, groups, heads per group, rows, keys], -inf where hidden. Heads that share a key are rows of one product:
     keys are never repeated."""
-    scaled = _by_group(query, key.shape[1]) * (softmax.scale / softmax.layer_scaling)
+    headroom = _HEADROOM if query.dtype == torch.float16 else 1.0
+    scaled = _by_group(query, key.shape[1]) * (softmax.scale / headroom)
     scores = widened(scaled.flatten(2, 3) @ key.transpose(-1, -2)).unflatten(2, scaled.shape[2:4])
-    if softmax.layer_scaling != 1:
-        scores.mul_(softmax.layer_scaling)
+    if headroom != 1.0:
+        scores.mul_(headroom)
     hidden = pair.hidden(start, start + query.shape[2], key.shape[2], query.device)
     return scores if hidden is None else scores.masked_fill_(hidden, -math.inf)
 

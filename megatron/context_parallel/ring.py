@@ -44,7 +44,7 @@ class RingAttention(nn.Module):
         """query [batch, heads, seq / ranks, d]; key, value [batch, groups, seq / ranks, d]; mask: document ids."""
         dropout_p = self.core.dropout_p if self.training else 0.0
         seed = next_seed(default_generator(query.device)) if dropout_p else 0
-        softmax = Softmax(self.core.scale, self.core.layer_scaling, dropout_p, seed)
+        softmax = Softmax(self.core.scale, dropout_p, seed)
         return _Ring.apply(query, key, value, mask, _Ringed(self.cp, softmax, self.look_back))
 
 

@@ -25,5 +25,5 @@ def test_resumed_is_not_stopped(kind: str, tmp_path: Path) -> None:
         assert losses[3:] == last_losses and len(last_losses) == 3
         assert weights and all(torch.equal(weights[name][1], last_weights[name][1]) for name in weights)
     alone = read_by_one_process({**DOCUMENTS, **WITH_DROPOUT}, tmp_path)
-    spec, kept = half[0][1]["final_layernorm.weight"]
+    _, kept = half[0][1]["final_layernorm.weight"]
     assert torch.equal(alone["final_layernorm.weight"], kept) and not torch.equal(kept, torch.ones_like(kept))

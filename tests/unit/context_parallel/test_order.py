@@ -1,0 +1,73 @@
+"""The balanced cut of a sequence: everything is somewhere once, and everybody has the same work."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron.context_parallel.order import by_rank, chunks_of, in_sequence, own_part, own_positions, slice_batch
+from megatron.distributed.state import Axis
+
+
+def axis(rank: int, size: int) -> Axis:
+    return Axis("cp", rank, size, tuple(range(size)))
+
+
+def test_the_cut_of_four_ranks() -> None:
+    sequence = torch.arange(16)
+    parts = [own_part(sequence, axis(rank, 4), 0).tolist() for rank in range(4)]
+    assert parts == [[0, 1, 14, 15], [2, 3, 12, 13], [4, 5, 10, 11], [6, 7, 8, 9]]
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 8])
+def test_every_rank_has_the_same_number_of_pairs_to_look_at(size: int) -> None:
+    visible = [sum(range(1, 2 * size + 1)[chunk] for chunk in chunks_of(rank, size)) for rank in range(size)]
+    assert len(set(visible)) == 1
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_cut_and_join(size: int, dim: int) -> None:
+    whole = torch.randn(24, 24, 24)
+    parts = [own_part(whole, axis(rank, size), dim) for rank in range(size)]
+    laid_out = torch.cat(parts, dim)
+    if size > 1:
+        assert torch.equal(in_sequence(laid_out, size, dim), whole)
+        assert torch.equal(by_rank(whole, size, dim), laid_out)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_positions_are_those_of_the_tokens(size: int) -> None:
+    for rank in range(size):
+        cp = axis(rank, size)
+        positions = own_positions(24 // size, cp, torch.device("cpu"))
+        assert torch.equal(positions, own_part(torch.arange(24), cp, 0))
+
+
+def test_a_batch_is_cut_along_the_sequence_and_nowhere_else() -> None:
+    cp = axis(1, 2)
+    tokens = torch.arange(16).view(2, 8)
+    batch = {
+        "tokens": tokens,
+        "labels": tokens + 1,
+        "weights": torch.randn(2, 8, 3),
+        "document_ids": tokens // 4,
+        "sample_ids": torch.tensor([5, 6]),
+        "note": "text",
+    }
+    cut = slice_batch(batch, cp)
+    assert cut["tokens"].tolist() == [[2, 3, 4, 5], [10, 11, 12, 13]]
+    assert torch.equal(cut["labels"], cut["tokens"] + 1)
+    assert torch.equal(cut["weights"], own_part(batch["weights"], cp, 1))
+    assert cut["document_ids"] is batch["document_ids"]  # attention asks it about everybody's tokens
+    assert cut["sample_ids"] is batch["sample_ids"] and cut["note"] == "text"
+
+
+def test_one_rank_keeps_the_batch_itself() -> None:
+    batch = {"tokens": torch.arange(8).view(1, 8)}
+    assert slice_batch(batch, Axis.single("cp")) is batch
+
+
+def test_a_sequence_that_does_not_divide_is_our_mistake() -> None:
+    with pytest.raises(AssertionError, match="10 tokens cannot be cut into 4 chunks"):
+        own_part(torch.arange(10), axis(0, 2), 0)
