@@ -40,6 +40,7 @@ def model_provider(run: Run) -> nn.Module:
         vocab_size=run.vocab_size,
         padded_vocab_size=run.padded_vocab_size,
         kernels=run.kernels,
+        moe=run.config.moe,
         recompute=run.config.recompute,
     )
 

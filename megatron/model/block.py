@@ -8,6 +8,8 @@ from megatron.config import ModelConfig
 from megatron.model.attention import AttentionContext, SelfAttention
 from megatron.model.embedding import Dropout
 from megatron.model.mlp import MLP
+from megatron.model.moe import MoE
+from megatron.model.moe_losses import RouterReports
 from megatron.model.norm import Norm
 from megatron.model.recompute import Recompute
 from megatron.ops import Kernels
@@ -17,13 +19,23 @@ class Block(nn.Module):
     """`layer` counts from 0 over the whole model, whatever part of it this process holds."""
 
     def __init__(
-        self, config: ModelConfig, layer: int, kernels: Kernels, *, dropout: Dropout, recompute: Recompute
+        self,
+        config: ModelConfig,
+        layer: int,
+        kernels: Kernels,
+        *,
+        dropout: Dropout,
+        recompute: Recompute,
+        routers: RouterReports | None = None,
     ) -> None:
+        """`routers`: given where the layer has experts."""
         super().__init__()
         self.input_layernorm = Norm(config.hidden_size, config, kernels)
         self.self_attention = SelfAttention(config, layer, kernels, recompute.wrapper("core_attn"))
         self.post_attention_layernorm = Norm(config.hidden_size, config, kernels)
-        self.mlp = MLP(config, kernels)
+        self.mlp: MLP | MoE = (
+            MLP(config, kernels) if routers is None else MoE(config, routers.config, layer, kernels, routers)
+        )
         self.mlp_wrapper = recompute.wrapper("mlp")
         self.dropout = dropout
         self.hidden_dropout = config.hidden_dropout

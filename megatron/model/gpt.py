@@ -5,11 +5,12 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.config import ModelConfig, RecomputeConfig
+from megatron.config import ModelConfig, MoEConfig, RecomputeConfig
 from megatron.model.attention import AttentionContext, KVCache, SequenceView
 from megatron.model.block import Block
 from megatron.model.embedding import Dropout, Embedding, Table
 from megatron.model.loss import HeadAndLoss
+from megatron.model.moe_losses import RouterReports
 from megatron.model.norm import Norm
 from megatron.model.recompute import Checkpoint, Recompute, checkpoint
 from megatron.model.rope import RotaryEmbedding
@@ -33,6 +34,7 @@ class GPT(nn.Module):
         layers: range | None = None,
         first: bool = True,
         last: bool = True,
+        moe: MoEConfig | None = None,
         recompute: RecomputeConfig | None = None,
         dropout: Dropout = F.dropout,
         checkpoint: Checkpoint = checkpoint,
@@ -44,11 +46,23 @@ class GPT(nn.Module):
         held = range(config.num_layers) if layers is None else layers
         self.config = config
         self.vocab_size = vocab_size
+        self.routers = RouterReports(moe, config.num_layers) if moe is not None and moe.is_on else None
+        with_experts = moe.expert_layers(config.num_layers) if moe is not None else ()
         self.recompute = Recompute.of(recompute, checkpoint)
         self.embedding = Embedding(config, rows, dropout) if first else None
         self.rotary = RotaryEmbedding(config) if config.positions == "rope" else None
         self.layers = nn.ModuleDict(
-            {str(n): Block(config, n, kernels, dropout=dropout, recompute=self.recompute) for n in held}
+            {
+                str(n): Block(
+                    config,
+                    n,
+                    kernels,
+                    dropout=dropout,
+                    recompute=self.recompute,
+                    routers=self.routers if n in with_experts else None,
+                )
+                for n in held
+            }
         )
         self.final_layernorm = Norm(config.hidden_size, config, kernels) if last else None
         self.output_layer = Table(rows, config.hidden_size) if last and not config.tied else None

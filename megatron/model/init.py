@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from megatron.config import ModelConfig
 
 # Their output is added to the residual stream 2 x layers times.
-_OUTPUT_PROJECTIONS = ("self_attention.dense.weight", "mlp.dense_4h_to_h.weight")
+_OUTPUT_PROJECTIONS = ("self_attention.dense.weight", "dense_4h_to_h.weight")
 
 
 def generator(name: str, seed: int) -> torch.Generator:

@@ -10,11 +10,13 @@ from megatron.ops import Kernels
 
 
 class MLP(nn.Module):
-    def __init__(self, config: ModelConfig, kernels: Kernels) -> None:
+    def __init__(self, config: ModelConfig, kernels: Kernels, width: int | None = None) -> None:
+        """`width`: that of --ffn-hidden-size if unset."""
         super().__init__()
-        inner = config.ffn_size * (2 if config.gated else 1)  # gated: the rows are [gate; up]
+        width = config.ffn_size if width is None else width
+        inner = width * (2 if config.gated else 1)  # gated: the rows are [gate; up]
         self.dense_h_to_4h = Linear(config.hidden_size, inner, bias=config.linear_bias)
-        self.dense_4h_to_h = Linear(config.ffn_size, config.hidden_size, bias=config.linear_bias)
+        self.dense_4h_to_h = Linear(width, config.hidden_size, bias=config.linear_bias)
         self.activation = config.activation
         self.kernels = kernels
 
