@@ -20,6 +20,7 @@ from megatron.distributed.state import Axis
 from megatron.distributed.wgrad_queue import WgradQueue
 from megatron.pipeline_parallel.links import Links, Message
 from megatron.pipeline_parallel.schedules import Action, Schedule
+from megatron.pipeline_parallel.trace import StepTrace
 
 Batch = Mapping[str, Any]
 LossStep = Callable[[Any, Batch], tuple[Tensor, Tensor]]
@@ -28,8 +29,6 @@ HiddenStep = Callable[[nn.Module, Batch, Tensor | None], Tensor]
 """(stage, batch, hidden states of the stage before or None for the first) -> its hidden states."""
 HiddenLike = Callable[[Batch], tuple[tuple[int, ...], Tensor]]
 """batch -> shape of the hidden states between stages, and a tensor of their dtype and device."""
-Observer = Callable[[Action, float, float], None]
-
 _AHEAD = 2  # receives posted ahead of their use
 
 
@@ -50,7 +49,7 @@ class Pipeline:
         self.loss_step, self.hidden_step, self.hidden_like = loss_step, hidden_step, hidden_like
         self.wgrad_queue = wgrad_queue
         self.links = Links(pp)
-        self.observer: Observer | None = None  # told of every action with its start and end, to draw it
+        self.trace: StepTrace | None = None  # told of every action with its start and end, to draw it
 
     @property
     def last(self) -> int:
@@ -63,6 +62,8 @@ class Pipeline:
         """Gradients of the summed loss times `factor`. On the rank of the last stage (loss sum, count) of every
         micro-batch, elsewhere nothing. `arm` is called when only the last micro-batch's gradients are still to come."""
         step = _Step(self, batches, factor)
+        if self.trace is not None:
+            self.trace.restart(self.pp, len(batches), len(self.stages))
         actions = self.schedule(self.pp.size, self.pp.rank, len(batches), len(self.stages))
         needs = [message for action in actions if (message := step.needs(action)) is not None]
         posted = iter(needs)
@@ -72,11 +73,11 @@ class Pipeline:
         for position, action in enumerate(actions):
             if position == armed_at:
                 arm()
-            started = time.perf_counter()
+            started = time.time()
             if step.run(action):
                 step.expect(posted)
-            if self.observer is not None:
-                self.observer(action, started, time.perf_counter())
+            if self.trace is not None:
+                self.trace.note(action, step.started or started, time.time())
         self.links.finish()
         return step.results
 
@@ -99,6 +100,7 @@ class _Step:
         self.p, self.batches, self.factor = pipeline, batches, factor
         self.kept: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}  # (chunk, micro-batch): input, output
         self.results: list[tuple[Tensor, Tensor]] = []
+        self.started: float | None = None  # when what the last action waited for had arrived
 
     def stage(self, action: Action) -> int:
         return action.chunk * self.p.pp.size + self.p.pp.rank
@@ -123,6 +125,7 @@ class _Step:
 
     def run(self, action: Action) -> bool:
         """Whether a message was used up."""
+        self.started = None
         if action.kind == "F":
             self._forward(action)
         elif action.kind == "B":
@@ -132,10 +135,15 @@ class _Step:
             self.p.wgrad_queue.run()
         return self.needs(action) is not None
 
+    def _take(self, message: Message) -> Tensor:
+        arrived = self.p.links.take(message)
+        self.started = time.time()
+        return arrived
+
     def _forward(self, action: Action) -> None:
         stage, batch = self.stage(action), self.batches[action.micro_batch]
         message, module = self.needs(action), self.p.stages[action.chunk]
-        hidden = None if message is None else self.p.links.take(message)
+        hidden = None if message is None else self._take(message)
         if hidden is not None and torch.is_grad_enabled():
             hidden.requires_grad_()
         if stage == self.p.last:
@@ -152,7 +160,7 @@ class _Step:
     def _backward(self, action: Action) -> None:
         stage, message = self.stage(action), self.needs(action)
         hidden, output = self.kept.pop((action.chunk, action.micro_batch))
-        torch.autograd.backward(output, None if message is None else self.p.links.take(message))
+        torch.autograd.backward(output, None if message is None else self._take(message))
         if self.p.wgrad_queue is not None:
             self.p.wgrad_queue.end_of_pass()
         if stage > 0:

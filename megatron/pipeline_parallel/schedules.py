@@ -56,13 +56,21 @@ def interleaved(ranks: int, rank: int, micro_batches: int, chunks: int) -> list[
 
 
 def zero_bubble(ranks: int, rank: int, micro_batches: int, chunks: int) -> list[Action]:
-    """The gradient of the weights (W) waits until there is nothing more urgent, and fills what would be bubble.
+    """1F1B whose weight gradients (W) wait, longer on later ranks, and at the end fill what would be bubble.
 
-    Found by working off the pipeline in unit time: an idle rank prefers a gradient that others wait for, then a
-    forward pass while it keeps fewer micro-batches than 1F1B's first rank does, then a W.
+    A third of 1F1B's bubble where F, B and W take equally long, in the memory of 1F1B's first rank.
     """
     assert chunks == 1, "zero-bubble has one chunk a rank"
-    return _zero_bubble_orders(ranks, micro_batches)[rank]
+    warm_up = min(ranks - rank, micro_batches)
+    actions = [Action("F", 0, m) for m in range(warm_up)]
+    for m in range(micro_batches):
+        actions.append(Action("B", 0, m))
+        if m >= rank:
+            actions.append(Action("W", 0, m - rank))
+        if warm_up + m < micro_batches:
+            actions.append(Action("F", 0, warm_up + m))
+    late = range(max(0, micro_batches - rank), micro_batches)
+    return actions + [Action("W", 0, m) for m in late]
 
 
 SCHEDULES: dict[str, Schedule] = {
@@ -89,27 +97,3 @@ def _in_groups(kind: Kind, ranks: int, micro_batches: int, chunks: Iterator[int]
         for chunk in order:
             for micro_batch in range(start, min(start + ranks, micro_batches)):
                 yield Action(kind, chunk, micro_batch)
-
-
-def _zero_bubble_orders(ranks: int, micro_batches: int) -> list[list[Action]]:
-    done: list[dict[Kind, int]] = [{"F": 0, "B": 0, "W": 0} for _ in range(ranks)]  # they go by micro-batch number
-    orders: list[list[Action]] = [[] for _ in range(ranks)]
-    while any(rank["W"] < micro_batches for rank in done):
-        before = [dict(rank) for rank in done]  # what was finished when this unit of time began
-        for rank in range(ranks):
-            kind = _most_urgent(before, rank, ranks, micro_batches)
-            if kind is not None:
-                orders[rank].append(Action(kind, 0, done[rank][kind]))
-                done[rank][kind] += 1
-    return orders
-
-
-def _most_urgent(done: list[dict[Kind, int]], rank: int, ranks: int, micro_batches: int) -> Kind | None:
-    mine = done[rank]
-    arrived = micro_batches if rank == 0 else done[rank - 1]["F"]
-    returned = mine["F"] if rank == ranks - 1 else min(mine["F"], done[rank + 1]["B"])
-    if mine["B"] < returned:
-        return "B"
-    if mine["F"] < min(arrived, micro_batches) and mine["F"] - mine["W"] < ranks:
-        return "F"
-    return "W" if mine["W"] < mine["B"] else None

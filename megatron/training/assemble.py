@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Self
 
 from torch import nn
@@ -19,6 +20,7 @@ from megatron.model.flops import flops_per_token, peak_flops
 from megatron.model.gpt import GPT
 from megatron.optimizer import Schedule, build_optimizer, build_schedule
 from megatron.parallelize import ReplicaSums, persistent_buffers
+from megatron.pipeline_parallel.pipeline import Pipeline
 from megatron.training.batch_plan import BatchPlan
 from megatron.training.batches import BatchMaker, Provided, as_datasets
 from megatron.training.checkpointing import RunCheckpoints
@@ -87,6 +89,9 @@ def assemble(
         closing.callback(data.batches.close)
         built = build_model(run, model_provider, forward_step)
         engine, schedule = _build_engine(run, plan, built, forward_step)
+        if isinstance(built.passes, Pipeline) and built.passes.trace is not None:
+            assert config.parallel.pipeline_trace is not None
+            closing.callback(built.passes.trace.save, Path(config.parallel.pipeline_trace), run.launch.rank)
         progress = Progress()
         optimizer = engine.optimizer if isinstance(engine, Engine) else None
         checkpoints = RunCheckpoints(run, built.model, built.specs, optimizer, schedule, data.remembered, history)

@@ -17,6 +17,7 @@ from megatron.errors import ConfigError
 from megatron.model.gpt import GPT
 from megatron.parallelize import foreign_specs, gpt_specs, initialise_gpt, split_tensors
 from megatron.parallelize.context import share_sequence
+from megatron.parallelize.experts import share_experts
 from megatron.parallelize.pipeline import (
     held_by_rank,
     held_specs,
@@ -26,6 +27,7 @@ from megatron.parallelize.pipeline import (
 )
 from megatron.pipeline_parallel.pipeline import Pipeline
 from megatron.pipeline_parallel.schedules import SCHEDULES
+from megatron.pipeline_parallel.trace import StepTrace
 from megatron.training.initialize import Run
 
 
@@ -42,7 +44,7 @@ class BuiltModel:
 def build_model(run: Run, model_provider: Callable[[Run], nn.Module], forward_step: ForwardStep) -> BuiltModel:
     """In its dtype on its device, with the initial values that (seed, name) decides."""
     # A model that will be split is made without memory first: no rank could hold the whole.
-    split = run.parallel.model.size > 1
+    split = run.parallel.model.size > 1 or run.parallel.ep.size > 1
     model = _in_dtype_and_device(run, model_provider, torch.device("meta") if split else run.device)
     if isinstance(model, GPT):
         built = _parallel_gpt(run, model, forward_step)
@@ -80,12 +82,14 @@ def _parallel_gpt(run: Run, model: GPT, forward_step: ForwardStep) -> BuiltModel
         model,
         run.config.model,
         run.vocab_size,
+        moe=run.config.moe,
         tp=parallel.tp,
         padded_vocab_size=run.padded_vocab_size,
         sequence_parallel=sequence_parallel,
     )
     share_sequence(model, parallel.cp, config.cp_attention)
-    if parallel.model.size == 1:
+    share_experts(model, parallel, sequence_parallel=sequence_parallel)
+    if parallel.model.size == 1 and parallel.ep.size == 1:
         return BuiltModel(model, specs)
     layers = stage_layers(run)
     held = held_by_rank(model, layers, parallel.pp.rank)
@@ -105,6 +109,8 @@ def _parallel_gpt(run: Run, model: GPT, forward_step: ForwardStep) -> BuiltModel
         hidden_like=_hidden_like(run),
         wgrad_queue=queue,
     )
+    if config.pipeline_trace is not None:
+        pipeline.trace = StepTrace()
     return BuiltModel(held, specs, pipeline, queue)
 
 

@@ -118,7 +118,12 @@ def check_pipeline(config: RunConfig) -> None:
             first=parallel.decoder_first_pipeline_num_layers,
             last=parallel.decoder_last_pipeline_num_layers,
         )
-    for setting in ("pipeline_schedule", "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"):
+    for setting in (
+        "pipeline_schedule",
+        "pipeline_trace",
+        "decoder_first_pipeline_num_layers",
+        "decoder_last_pipeline_num_layers",
+    ):
         if pp == 1 and getattr(parallel, setting) is not None:
             raise ConfigError(
                 f"{spelled(config, setting)}: there is one stage (--pipeline-model-parallel-size 1); remove it, or "

@@ -1,0 +1,77 @@
+"""Schedules as data: complete, in a possible order, with the bubble that theory says and the memory promised."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from megatron.config.stages import split_layers
+from megatron.pipeline_parallel.schedules import SCHEDULES, Action, Schedule
+from megatron.pipeline_parallel.simulate import bubble, most_in_flight, simulate, theoretical_bubble
+
+RANKS = range(2, 9)
+EQUAL_PARTS = {"F": 1.0, "B": 1.0, "W": 1.0}  # of a backward pass in two
+
+
+def shapes(name: str) -> list[tuple[int, int, int]]:
+    """(ranks, micro-batches, chunks)"""
+    if name == "interleaved":
+        return [(p, p * groups, v) for p in RANKS for groups in range(1, 5) for v in (1, 2, 3)]
+    return [(p, m, 1) for p in RANKS for m in range(1, 20)]
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_pass_once_and_no_deadlock(name: str) -> None:
+    schedule = SCHEDULES[name]
+    kinds = "FBW" if name == "zero-bubble" else "FB"
+    for ranks, micro_batches, chunks in shapes(name):
+        for rank in range(ranks):
+            found = Counter(schedule(ranks, rank, micro_batches, chunks))
+            every = {Action(k, c, m) for k in kinds for c in range(chunks) for m in range(micro_batches)}  # type: ignore[arg-type]
+            assert found == Counter(every)
+        simulate(schedule, ranks, micro_batches, chunks)  # raises if nobody can go on
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved"])
+def test_the_bubble_is_that_of_theory(name: str) -> None:
+    for ranks, micro_batches, chunks in shapes(name):
+        spans = simulate(SCHEDULES[name], ranks, micro_batches, chunks)
+        assert bubble(spans, ranks) == pytest.approx(theoretical_bubble(ranks, micro_batches, chunks))
+
+
+def test_zero_bubble_has_a_third_of_the_bubble() -> None:
+    for ranks in RANKS:
+        for micro_batches in (2 * ranks, 3 * ranks + 1):
+            ours = bubble(simulate(SCHEDULES["zero-bubble"], ranks, micro_batches, costs=EQUAL_PARTS), ranks)
+            assert ours == pytest.approx(theoretical_bubble(ranks, micro_batches) / 3)
+
+
+def test_memory() -> None:
+    for ranks in RANKS:
+        for rank in range(ranks):
+            assert most_in_flight(SCHEDULES["gpipe"](ranks, rank, 32, 1)) == 32
+            assert most_in_flight(SCHEDULES["1f1b"](ranks, rank, 32, 1)) == ranks - rank
+            assert most_in_flight(SCHEDULES["zero-bubble"](ranks, rank, 32, 1)) <= ranks
+
+
+def test_planted_bug_a_backward_pass_too_early() -> None:
+    def hasty(ranks: int, rank: int, micro_batches: int, chunks: int) -> list[Action]:
+        actions = SCHEDULES["1f1b"](ranks, rank, micro_batches, chunks)
+        if rank == 0:  # waits for a gradient before it has sent what the gradient is of
+            first = actions.index(Action("B", 0, 0))
+            actions.insert(0, actions.pop(first))
+        return actions
+
+    broken: Schedule = hasty
+    with pytest.raises(RuntimeError, match=r"rank 0: B0\.0"):
+        simulate(broken, 4, 8)
+
+
+def test_layers_of_the_stages() -> None:
+    assert split_layers(6, 3).stages == (range(0, 2), range(2, 4), range(4, 6))
+    uneven = split_layers(7, 3, first=1, last=2)
+    assert uneven.stages == (range(0, 1), range(1, 5), range(5, 7))
+    # Megatron's rule: chunk v on stage p starts at layer v * (L / V) + p * (L / (V * PP)).
+    virtual = split_layers(8, 2, layers_per_chunk=2)
+    assert virtual.of_rank(0) == [range(0, 2), range(4, 6)] and virtual.of_rank(1) == [range(2, 4), range(6, 8)]
