@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -43,28 +44,32 @@ class Pair:
     query_documents: Tensor | None  # [batch, queries]
     key_documents: Tensor | None
 
+    @property
+    def may_hide_all(self) -> bool:
+        """Whether there may be a query here that may look at none of the keys."""
+        return self.look_back is not None or self.query_documents is not None
+
     def keys_before(self, stop: int, keys: int) -> int:
         """How many of the keys some of the queries before `stop` may look at."""
         return min(keys, self.distance + stop)
 
-    def hidden(self, start: int, stop: int, keys: int, device: torch.device) -> Tensor | None:
-        """True where the queries start..stop may not look at the first `keys` keys: [batch or 1, 1, 1, rows, keys]."""
-        triangle = keys - 1 > self.distance + start
-        look_back = None  # where it hides anything here
-        if self.look_back is not None and self.distance + stop - 1 > self.look_back:
-            look_back = self.look_back
-        hidden = None
-        if triangle or look_back is not None:
-            query = torch.arange(start + self.distance, stop + self.distance, device=device).unsqueeze(1)
-            distance = query - torch.arange(keys, device=device)
-            hidden = distance < 0
-            if look_back is not None:
-                hidden |= distance > look_back
-            hidden = hidden[None]
+    def hidden(self, start: int, stop: int, keys: int, device: torch.device) -> tuple[int, Tensor] | None:
+        """True where the queries start..stop may not look at the first `keys` keys: [batch or 1, 1, 1, rows, keys], less
+        the keys before the number that is given with it, which all of them may look at."""
+        parts, first = [], 0
         if self.query_documents is not None and self.key_documents is not None:
-            other = self.query_documents[:, start:stop, None] != self.key_documents[:, None, :keys]
-            hidden = other if hidden is None else hidden | other
-        return None if hidden is None else hidden[:, None, None]
+            parts.append(self.query_documents[:, start:stop, None] != self.key_documents[:, None, :keys])
+        if self.look_back is not None and self.distance + stop - 1 > self.look_back:
+            parts.append(self._distances(start, stop, 0, keys, device) > self.look_back)
+        if keys - 1 > self.distance + start:
+            first = 0 if parts else self.distance + start
+            parts.append(self._distances(start, stop, first, keys, device) < 0)
+        return (first, reduce(torch.logical_or, parts)[:, None, None]) if parts else None
+
+    def _distances(self, start: int, stop: int, first: int, keys: int, device: torch.device) -> Tensor:
+        """[1, rows, keys from `first` on]."""
+        query = torch.arange(start + self.distance, stop + self.distance, device=device).unsqueeze(1)
+        return (query - torch.arange(first, keys, device=device))[None]
 
 
 def forward(query: Tensor, key: Tensor, value: Tensor, pair: Pair, softmax: Softmax) -> tuple[Tensor, Tensor]:
@@ -75,8 +80,7 @@ def forward(query: Tensor, key: Tensor, value: Tensor, pair: Pair, softmax: Soft
     log_sum = query.new_empty(query.shape[:3], dtype=wide)
     for start, stop, keys in _blocks(query, key, pair):
         scores = _scores(query[:, :, start:stop], key[:, :, :keys], pair, start, softmax)
-        block_sum = torch.logsumexp(scores, -1)
-        probabilities = scores.sub_(_finite(block_sum).unsqueeze(-1)).exp_()
+        probabilities, block_sum = _softmax(scores, pair.may_hide_all)
         kept = _kept(probabilities, pair, start, softmax)
         if kept is not None:
             probabilities.mul_(kept)
@@ -127,8 +131,8 @@ def backward(
         grad_value[:, :, :keys] += dropped.to(grad.dtype).flatten(2, 3).transpose(-1, -2) @ grad
         grad_probabilities = widened(grad @ value[:, :, :keys].transpose(-1, -2)).view_as(probabilities)
         if kept is not None:
-            grad_probabilities = grad_probabilities * kept
-        grad_scores = probabilities.mul_(grad_probabilities - delta).to(query.dtype).flatten(2, 3)
+            grad_probabilities.mul_(kept)
+        grad_scores = grad_probabilities.sub_(delta).mul_(probabilities).to(query.dtype).flatten(2, 3)
         scaled = _by_group(query[:, :, rows], groups).flatten(2, 3) * softmax.scale
         grad_key[:, :, :keys] += grad_scores.transpose(-1, -2) @ scaled
         grad_query[:, :, rows] += _by_head(grad_scores @ key[:, :, :keys], stop - start) * softmax.scale
@@ -152,7 +156,21 @@ def _scores(query: Tensor, key: Tensor, pair: Pair, start: int, softmax: Softmax
     if headroom != 1.0:
         scores.mul_(headroom)
     hidden = pair.hidden(start, start + query.shape[2], key.shape[2], query.device)
-    return scores if hidden is None else scores.masked_fill_(hidden, -math.inf)
+    if hidden is not None:
+        first, mask = hidden
+        scores[..., first:].masked_fill_(mask, -math.inf)
+    return scores
+
+
+def _softmax(scores: Tensor, may_hide_all: bool) -> tuple[Tensor, Tensor]:
+    """Probabilities and log-sum-exp, the latter from the largest probability exp(peak - log-sum-exp), never small."""
+    probabilities, peak = torch.softmax(scores, -1), scores.amax(-1)
+    log_sum = peak - probabilities.amax(-1).log_()
+    if may_hide_all:
+        nothing = peak == -math.inf
+        probabilities.masked_fill_(nothing.unsqueeze(-1), 0.0)
+        log_sum.masked_fill_(nothing, -math.inf)
+    return probabilities, log_sum
 
 
 def _kept(probabilities: Tensor, pair: Pair, start: int, softmax: Softmax) -> Tensor | None:
