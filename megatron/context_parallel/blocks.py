@@ -54,8 +54,8 @@ class Pair:
         return min(keys, self.distance + stop)
 
     def hidden(self, start: int, stop: int, keys: int, device: torch.device) -> tuple[int, Tensor] | None:
-        """True where the queries start..stop may not look at the first `keys` keys: [batch or 1, 1, 1, rows, keys], less
-        the keys before the number that is given with it, which all of them may look at."""
+        """Which of the first `keys` keys the queries start..stop may not look at: the number of the first key that is
+        asked about (before it all may), and from there on true where hidden, [batch or 1, 1, 1, rows, keys]."""
         parts, first = [], 0
         if self.query_documents is not None and self.key_documents is not None:
             parts.append(self.query_documents[:, start:stop, None] != self.key_documents[:, None, :keys])

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from megatron.distributed.state import Axis
+from megatron.errors import ConfigError
+from megatron.layout import CP_FLAG, nearest_multiples
 
 Batch = Mapping[str, Any]
 
@@ -57,13 +59,29 @@ def slice_batch(batch: Batch, cp: Axis) -> Batch:
     """
     if cp.size == 1:
         return batch
-    shape = batch["tokens"].shape[:2]
+    shape = _tokens_shape(batch, cp)
 
     def cut(name: str, value: Any) -> Any:
         per_token = isinstance(value, Tensor) and value.shape[:2] == shape and name != "document_ids"
         return own_part(value, cp, 1) if per_token else value
 
     return {name: cut(name, value) for name, value in batch.items()}
+
+
+def _tokens_shape(batch: Batch, cp: Axis) -> torch.Size:
+    tokens = batch.get("tokens")
+    if not isinstance(tokens, Tensor) or tokens.dim() != 2:
+        raise ConfigError(
+            f"{CP_FLAG} {cp.size}: a batch must have 'tokens' [batch, seq], by which it is cut, and has "
+            f"{', '.join(map(str, batch))}; use {CP_FLAG} 1 for other data"
+        )
+    if tokens.shape[1] % (2 * cp.size):
+        lengths = " or ".join(map(str, nearest_multiples(tokens.shape[1], 2 * cp.size)))
+        raise ConfigError(
+            f"{CP_FLAG} {cp.size}: samples of {tokens.shape[1]} tokens do not divide into {2 * cp.size} chunks; "
+            f"make them {lengths} long"
+        )
+    return tokens.shape
 
 
 def _by_rank(ranks: int) -> list[int]:

@@ -7,6 +7,7 @@ import torch
 
 from megatron.context_parallel.order import by_rank, chunks_of, in_sequence, own_part, own_positions, slice_batch
 from megatron.distributed.state import Axis
+from megatron.errors import ConfigError
 
 
 def axis(rank: int, size: int) -> Axis:
@@ -71,3 +72,15 @@ def test_one_rank_keeps_the_batch_itself() -> None:
 def test_a_sequence_that_does_not_divide_is_our_mistake() -> None:
     with pytest.raises(AssertionError, match="10 tokens cannot be cut into 4 chunks"):
         own_part(torch.arange(10), axis(0, 2), 0)
+
+
+@pytest.mark.parametrize(
+    ("batch", "words"),
+    [
+        ({"tokens": torch.zeros(1, 10)}, "10 tokens do not divide into 4 chunks; make them 8 or 12 long"),
+        ({"x": torch.zeros(1, 8), "y": 3}, "must have 'tokens' .* has x, y; use --context-parallel-size 1"),
+    ],
+)
+def test_data_that_cannot_be_cut_is_refused(batch: dict[str, object], words: str) -> None:
+    with pytest.raises(ConfigError, match="^--context-parallel-size 2: .*" + words):
+        slice_batch(batch, axis(0, 2))
