@@ -16,7 +16,7 @@ A parameter that got no gradient counts as having a gradient of zero, on every r
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -39,6 +39,8 @@ class _Slot:
 
     name: str
     parameter: nn.Parameter
+    axis: Axis
+    """What its gradient is summed over."""
     view: torch.Tensor | None = None
     """Its part of the bucket; None where the gradient stays in `parameter.grad`."""
     bucket: int = -1
@@ -52,26 +54,30 @@ class _Bucket:
 
     slots: list[_Slot]
     buffer: torch.Tensor
+    axis: Axis
     arrived: set[str] = field(default_factory=set)
     launched: bool = False
     pending: collectives.Pending | None = None
 
 
 class GradBuffers:
-    """The gradients of `params`, summed over the `dp` axis by `reduce()`."""
+    """The gradients of `params`, summed over the data-parallel axis by `reduce()`."""
 
     def __init__(
         self,
         params: Iterable[tuple[str, nn.Parameter]],
         dp: Axis,
         *,
+        axes: Mapping[str, Axis] | None = None,
         grad_dtype: torch.dtype | None = None,
         bucket_size: int = DEFAULT_BUCKET_SIZE,
         overlap: bool = False,
     ) -> None:
-        """`grad_dtype`: what half parameters' gradients are added up in (fp32); others keep their own type."""
+        """`axes`: for parameters whose gradients are summed over other ranks than `dp`, such as experts. `grad_dtype`:
+        what half parameters' gradients are added up in (fp32); others keep their own type."""
         self.dp = dp
         self.overlap = overlap and dp.size > 1
+        self._axes = dict(axes or {})
         self._grad_dtype = grad_dtype or torch.float32
         self._slots: dict[str, _Slot] = {}
         self._names_of_tied: dict[str, str] = {}
@@ -184,26 +190,26 @@ class GradBuffers:
                 self._names_of_tied[name] = known
                 continue
             assert name not in self._slots, f"two parameters are called {name}"
-            self._slots[name] = _Slot(name, parameter)
+            self._slots[name] = _Slot(name, parameter, self._axes.get(name, self.dp))
 
     def _dtype_for(self, parameter: nn.Parameter) -> torch.dtype:
         return self._grad_dtype if parameter.dtype in (torch.float16, torch.bfloat16) else parameter.dtype
 
     def _make_buckets(self, bucket_size: int) -> list[_Bucket]:
-        """Cuts the parameters, last first, into buffers of at least `bucket_size` elements of one type and device."""
+        """Cuts the parameters, last first, into buffers of at least `bucket_size` elements of one type, device and axis."""
         assert bucket_size > 0, f"bucket size {bucket_size}"
         buckets: list[_Bucket] = []
-        open_buckets: dict[tuple[torch.dtype, torch.device], list[_Slot]] = {}
+        open_buckets: dict[tuple[torch.dtype, torch.device, str], list[_Slot]] = {}
         for slot in reversed(self._slots.values()):
             dtype = self._dtype_for(slot.parameter)
-            if self.dp.size == 1 and dtype == slot.parameter.dtype:
+            if slot.axis.size == 1 and dtype == slot.parameter.dtype:
                 continue
-            members = open_buckets.setdefault((dtype, slot.parameter.device), [])
+            members = open_buckets.setdefault((dtype, slot.parameter.device, slot.axis.name), [])
             members.append(slot)
             if sum(member.parameter.numel() for member in members) >= bucket_size:
                 buckets.append(_make_bucket(len(buckets), members, dtype))
                 members.clear()
-        for (dtype, _), members in open_buckets.items():
+        for (dtype, *_), members in open_buckets.items():
             if members:
                 buckets.append(_make_bucket(len(buckets), members, dtype))
         return buckets
@@ -245,7 +251,7 @@ class GradBuffers:
         bucket = self._buckets[self._next_bucket]
         self._next_bucket += 1
         bucket.launched = True
-        bucket.pending = collectives.start_all_reduce(bucket.buffer, self.dp)
+        bucket.pending = collectives.start_all_reduce(bucket.buffer, bucket.axis)
 
     def _fill_with_zeros(self, slot: _Slot) -> None:
         assert slot.view is not None
@@ -272,7 +278,7 @@ def _make_bucket(index: int, members: list[_Slot], dtype: torch.dtype) -> _Bucke
     for slot, part in zip(members, buffer.split(sizes), strict=True):
         slot.view = part.view(slot.parameter.shape)
         slot.bucket = index
-    return _Bucket(list(members), buffer)
+    return _Bucket(list(members), buffer, members[0].axis)
 
 
 @torch.no_grad()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
@@ -105,6 +105,15 @@ def all_to_all(tensor: torch.Tensor, axis: Axis) -> torch.Tensor:
     assert tensor.shape[0] == axis.size, f"{tuple(tensor.shape)} for {axis.size} ranks"
     received = torch.empty_like(tensor, memory_format=torch.contiguous_format)
     dist.all_to_all_single(received, tensor.contiguous(), group=axis.group)
+    return received
+
+
+def exchange(rows: torch.Tensor, send: Sequence[int], receive: Sequence[int], axis: Axis) -> torch.Tensor:
+    """Rows laid out by the member they go to, `send` of them; the result by the member they come from, `receive`."""
+    if axis.size == 1:
+        return rows
+    received = rows.new_empty((sum(receive), *rows.shape[1:]))
+    dist.all_to_all_single(received, rows.contiguous(), list(receive), list(send), axis.group)
     return received
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -19,6 +19,7 @@ from megatron.context_parallel import slice_batch
 from megatron.data_parallel import GradBuffers, broadcast_parameters
 from megatron.distributed.collectives import all_gather_object, all_reduce
 from megatron.distributed.state import ParallelState
+from megatron.engine.routers import RouterSteps
 from megatron.errors import DataError, NonFiniteError
 from megatron.optimizer import DynamicLossScaler, Optimizer
 from megatron.utils.timers import Timers
@@ -43,6 +44,7 @@ class StepResult:
     grad_norm: float
     skipped: bool  # the update was left out because a gradient was not finite
     num_zeros: int | None = None
+    router_losses: Mapping[str, float] = field(default_factory=dict)  # means over sequences and layers
 
     @property
     def finite(self) -> bool:
@@ -164,16 +166,18 @@ class Engine(Evaluation):
         buffers: Mapping[str, Tensor] | None = None,
         sum_replicas: Callable[[GradBuffers], None] | None = None,
         passes: Passes | None = None,
+        routers: RouterSteps | None = None,
         timers: Timers | None = None,
     ) -> None:
         """`buffers`: the state that the model itself changes in a step, such as running means. `sum_replicas` adds up
-        the gradients of parameters that ranks of one model share."""
+        the gradients of parameters that ranks of one model share. `routers`: the model has experts."""
         super().__init__(model, forward_step, parallel, device=device, passes=passes)
         self.grads = grads
         self.optimizer = optimizer
         self.stop_on_nonfinite = stop_on_nonfinite
         self.buffers = dict(buffers or {})
         self.sum_replicas = sum_replicas
+        self.routers = routers
         self.timers = timers or Timers()
 
     def train_step(
@@ -190,7 +194,7 @@ class Engine(Evaluation):
         expected_tokens = batch_size * tokens_per_sample
         loss_scale = self.optimizer.loss_scale
         with self.timers("forward-backward"):
-            losses, totals = self._forward_backward(micro_batches, loss_scale / expected_tokens)
+            losses, totals = self._forward_backward(micro_batches, loss_scale / expected_tokens, batch_size)
         with self.timers("all-grads-sync"):
             self.grads.reduce()
             if self.sum_replicas is not None:
@@ -203,6 +207,9 @@ class Engine(Evaluation):
             update = self.optimizer.step(lr, weight_decay, loss_scale * counted / expected_tokens)
         if update.skipped:
             self._check_skipped(loss_scale, update.skipped_in_a_row)
+        router_losses = {}
+        if self.routers is not None:
+            router_losses = self.routers.end(batch_size=batch_size, updated=not update.skipped)
         # Every rank saw other samples; the first rank's account of them is everybody's, and the checkpoint's.
         broadcast_parameters(self.buffers.items(), self.parallel.dp_cp)
         return StepResult(
@@ -215,14 +222,19 @@ class Engine(Evaluation):
             grad_norm=update.grad_norm,
             skipped=update.skipped,
             num_zeros=zeros,
+            router_losses=router_losses,
         )
 
-    def _forward_backward(self, micro_batches: Sequence[Batch], factor: float) -> tuple[list[Tensor], Tensor]:
+    def _forward_backward(
+        self, micro_batches: Sequence[Batch], factor: float, batch_size: int
+    ) -> tuple[list[Tensor], Tensor]:
         """Gradients of the summed loss times `factor`; returns the micro-batches' summed losses, and this rank's sum
         of them with its counted tokens."""
         self.model.train()
         self.grads.zero()
         batches = [self._to_device(batch) for batch in micro_batches]
+        if self.routers is not None:
+            self.routers.begin(batches, batch_size=batch_size, factor=factor)
         results = self.passes.forward_backward(batches, factor, self.grads.arm)
         return [loss for loss, _ in results], self._totals(results)
 

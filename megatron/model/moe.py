@@ -88,7 +88,9 @@ class Router(nn.Module):
     def _watched(self, weights: Tensor, logits: Tensor, scores: Tensor, experts: Tensor) -> Tensor:
         """The weights, with the router's own losses behind them."""
         config = self.config
-        counts = F.one_hot(experts, scores.shape[-1]).sum((1, 2))  # [batch, experts]: how many tokens chose each
+        chosen = experts.flatten(1)
+        counts = torch.zeros_like(chosen[:, :1]).repeat(1, scores.shape[-1])  # [batch, experts]: tokens that chose each
+        counts.scatter_add_(1, chosen, torch.ones_like(chosen))
         losses: dict[str, Tensor] = {}
         if config.balances:
             shares = scores if self._softmax else scores / (scores.sum(-1, keepdim=True) + 1e-20)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from torch import nn
 
@@ -38,7 +38,16 @@ def build_optimizer(
     *,
     rule: Callable[[str, nn.Parameter], GroupRule] = megatron_rule,
     split_over: Mapping[str, SplitOver] | None = None,
+    norm_axes: Sequence[SplitOver] = (),
     specs: Mapping[str, ShardSpec] | None = None,
 ) -> Optimizer:
     """The optimizer of the parameters in `grads`."""
-    return Optimizer(grads, optimizer, build_loss_scaler(precision), rule=rule, split_over=split_over, specs=specs)
+    return Optimizer(
+        grads,
+        optimizer,
+        build_loss_scaler(precision),
+        rule=rule,
+        split_over=split_over,
+        norm_axes=norm_axes,
+        specs=specs,
+    )

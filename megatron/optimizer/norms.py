@@ -63,9 +63,9 @@ def global_zeros(groups: Mapping[SplitOver, Sequence[torch.Tensor]]) -> int:
 def add_over_axes(values: Mapping[SplitOver, float], groups: Mapping[SplitOver, Sequence[torch.Tensor]]) -> float:
     """The sum of one number per group, each summed over the group's axes first."""
     total = 0.0
+    device = next((tensor.device for tensors in groups.values() for tensor in tensors), torch.device("cpu"))
     for axes, value in values.items():
         if axes:
-            device = groups[axes][0].device if groups[axes] else torch.device("cpu")
             # Not every accelerator has double precision.
             dtype = torch.float64 if device.type in ("cpu", "cuda") else torch.float32
             box = torch.tensor([value], dtype=dtype, device=device)

@@ -9,7 +9,7 @@ Half-precision parameters have fp32 masters, which the update works on; paramete
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,14 +68,17 @@ class Optimizer:
         *,
         rule: Callable[[str, nn.Parameter], GroupRule] = megatron_rule,
         split_over: Mapping[str, SplitOver] | None = None,
+        norm_axes: Sequence[SplitOver] = (),
         specs: Mapping[str, ShardSpec] | None = None,
     ) -> None:
-        """`split_over`: for parameters of which this rank holds a part, the axes to add norms over; `specs` say what
-        of a part another rank holds too."""
+        """`split_over`: for parameters of which this rank holds a part, the axes to add norms over, and `norm_axes`
+        all that occur on any rank, since all ranks must add over the same; `specs` say what of a part another rank
+        holds too."""
         self.grads = grads
         self.scaler: LossScaler = scaler or ConstantLossScaler()
         self.skipped_in_a_row = 0
         self._clip_grad = config.clip_grad
+        self._norm_axes = tuple(norm_axes)
         self._split_over, self._specs = dict(split_over or {}), dict(specs or {})
         masters = {name: _master(grads.parameter(name)) for name in grads.names}
         self._halves = [name for name, master in masters.items() if master is not grads.parameter(name)]
@@ -190,7 +193,7 @@ class Optimizer:
             torch._foreach_copy_(params, [self._slots[name].tensor for name in self._halves])
 
     def _by_axes(self, tensors: list[tuple[str, torch.Tensor]]) -> dict[SplitOver, list[torch.Tensor]]:
-        groups: dict[SplitOver, list[torch.Tensor]] = {}
+        groups: dict[SplitOver, list[torch.Tensor]] = {axes: [] for axes in self._norm_axes}
         for name, tensor in tensors:
             spec = self._specs.get(name)
             counted = [tensor] if spec is None else spec.counted(tensor)

@@ -9,6 +9,7 @@ from dataclasses import replace
 from torch import Tensor, nn
 
 from megatron.config.stages import StageLayers
+from megatron.parallelize.table import persistent_buffers
 from megatron.distributed.shard import ShardSpec
 from megatron.distributed.state import Axis
 from megatron.distributed.wgrad_queue import WgradQueue
@@ -42,7 +43,7 @@ def stages_of_rank(held: GPT, layers: StageLayers, rank: int) -> list[GPT]:
 
 def held_specs(specs: Mapping[str, ShardSpec], held: GPT, pp: Axis) -> dict[str, ShardSpec]:
     """The specs of what is held here. A tied table is on the first and on the last stage: a copy, and a sum."""
-    names = [name for name, _ in held.named_parameters()]
+    names = [*(name for name, _ in held.named_parameters()), *persistent_buffers(held)]
     mine = {name: specs[name] for name in names}
     if held.config.tied and pp.size > 1 and TIED_TABLE in mine:
         spec = mine[TIED_TABLE]

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 
-from megatron.config import ModelConfig
+from megatron.config import ModelConfig, MoEConfig
 from megatron.distributed.shard import Range, ShardSpec, even_ranges
 from megatron.distributed.state import Axis
 from megatron.errors import ConfigError
@@ -33,9 +33,17 @@ class Row:
     after_split: bool = False  # a copied parameter that works on split activations, so that its gradient is a part
 
 
-def gpt_table(config: ModelConfig, vocab_size: int) -> list[Row]:
+def gpt_table(config: ModelConfig, vocab_size: int, moe: MoEConfig | None = None) -> list[Row]:
     """The rows of one GPT. Every row must match a parameter, and every parameter exactly one row."""
-    return [*_embedding_rows(config, vocab_size), *_attention_rows(config), *_mlp_rows(config), *_norm_rows(config)]
+    moe = moe or MoEConfig()
+    with_experts = len(moe.expert_layers(_known(config.num_layers)))
+    return [
+        *_embedding_rows(config, vocab_size),
+        *_attention_rows(config),
+        *(_mlp_rows(config, "mlp", config.ffn_size) if with_experts < config.num_layers else []),
+        *(_moe_rows(config, moe) if with_experts else []),
+        *_norm_rows(config),
+    ]
 
 
 def _embedding_rows(config: ModelConfig, vocab_size: int) -> list[Row]:
@@ -66,10 +74,10 @@ def _attention_rows(config: ModelConfig) -> list[Row]:
     return rows
 
 
-def _mlp_rows(config: ModelConfig) -> list[Row]:
-    hidden, ffn = _known(config.hidden_size), config.ffn_size
+def _mlp_rows(config: ModelConfig, name: str, ffn: int) -> list[Row]:
+    hidden = _known(config.hidden_size)
     inner, inner_dim = ((2, ffn), 1) if config.gated else ((ffn,), 0)
-    mlp = LAYER + r"mlp\."
+    mlp = LAYER + name + r"\."
     rows = [
         Row(mlp + r"dense_h_to_4h\.weight", (*inner, hidden), split_dim=inner_dim),
         Row(mlp + r"dense_4h_to_h\.weight", (hidden, ffn), split_dim=1),
@@ -78,6 +86,15 @@ def _mlp_rows(config: ModelConfig) -> list[Row]:
         rows.append(Row(mlp + r"dense_h_to_4h\.bias", inner, split_dim=inner_dim))
         rows.append(Row(mlp + r"dense_4h_to_h\.bias", (hidden,)))
     return rows
+
+
+def _moe_rows(config: ModelConfig, moe: MoEConfig) -> list[Row]:
+    experts, shared = _known(moe.num_experts), moe.moe_shared_expert_intermediate_size
+    rows = [Row(LAYER + r"mlp\.router\.weight", (experts, _known(config.hidden_size)))]
+    if moe.moe_router_enable_expert_bias:
+        rows.append(Row(LAYER + r"mlp\.router\.expert_bias", (experts,)))
+    rows += _mlp_rows(config, r"mlp\.experts\.\d+", moe.moe_ffn_hidden_size or config.ffn_size)
+    return rows + (_mlp_rows(config, r"mlp\.shared_expert", shared) if shared is not None else [])
 
 
 def _norm_rows(config: ModelConfig) -> list[Row]:
@@ -108,16 +125,18 @@ def gpt_specs(
     config: ModelConfig,
     vocab_size: int,
     *,
+    moe: MoEConfig | None = None,
     tp: Axis | None = None,
     padded_vocab_size: int | None = None,
     sequence_parallel: bool = False,
 ) -> dict[str, ShardSpec]:
-    """name -> ShardSpec of every parameter of a GPT: what the tensor-parallel rank `tp` holds (None: all of it)."""
-    names = [name for name, _ in model.named_parameters()]
-    rows = match_table(gpt_table(config, vocab_size), names)
+    """name -> ShardSpec of all that a GPT is: what the tensor-parallel rank `tp` holds of it (None: all of it)."""
+    buffers = persistent_buffers(model)
+    rows = match_table(gpt_table(config, vocab_size, moe), [*(name for name, _ in model.named_parameters()), *buffers])
     tp = tp or Axis.single("tp")
     cut = Cut(tp, padded_vocab_size or vocab_size, config.query_groups, sequence_parallel)
-    return {name: cut.spec(name, row) for name, row in rows.items()}
+    specs = {name: cut.spec(name, row) for name, row in rows.items()}
+    return specs | {name: replace(specs[name], replica_axes=()) for name in buffers}  # which have no gradients
 
 
 @dataclass(frozen=True)
@@ -170,7 +189,7 @@ def foreign_specs(model: nn.Module) -> Mapping[str, ShardSpec]:
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """The buffers that belong to a model's state, such as running means; our own GPT has none.
+    """The buffers that belong to a model's state, such as running means, or the bias of a router.
 
     State that is no tensor would be left out of a checkpoint, so a model that has some is refused.
     """

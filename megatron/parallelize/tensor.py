@@ -17,6 +17,8 @@ from megatron.model.block import Block
 from megatron.model.embedding import Embedding, Table
 from megatron.model.gpt import GPT
 from megatron.model.linear import Linear
+from megatron.model.moe import Router
+from megatron.parallelize.experts import is_expert
 from megatron.parallelize.table import VOCABULARY_TABLES
 from megatron.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelHead, VocabParallelTable
 from megatron.tensor_parallel.embedding import SequenceSlicedTable
@@ -32,9 +34,14 @@ def split_tensors(
     _make_parameters(model, specs, tp, device)
     if model.rotary is not None:
         model.rotary.to_empty(device=device)  # which computes its frequencies anew
+    for router in (module for module in model.modules() if isinstance(module, Router)):
+        if router.expert_bias is not None:
+            router.expert_bias = torch.zeros_like(router.expert_bias, device=device)
     if tp.size == 1:
         return
     for name, module in list(model.named_modules()):
+        if is_expert(name):
+            continue  # their parts are summed once for all of them, where tokens come and go
         new = _parallel_twin(name, module, tp, sequence_parallel)
         if new is not None:
             parent, _, leaf = name.rpartition(".")

@@ -15,11 +15,13 @@ from megatron.config import to_dict
 from megatron.data.build import Datasets
 from megatron.data.splits import sample_counts
 from megatron.data_parallel import GradBuffers
-from megatron.engine import Engine, Evaluation, ForwardStep
+from megatron.distributed.state import Axis
+from megatron.engine import Engine, Evaluation, ForwardStep, RouterSteps
 from megatron.model.flops import flops_per_token, peak_flops
 from megatron.model.gpt import GPT
 from megatron.optimizer import Schedule, build_optimizer, build_schedule
 from megatron.parallelize import ReplicaSums, persistent_buffers
+from megatron.parallelize.experts import is_expert
 from megatron.pipeline_parallel.pipeline import Pipeline
 from megatron.training.batch_plan import BatchPlan
 from megatron.training.batches import BatchMaker, Provided, as_datasets
@@ -152,9 +154,16 @@ def _build_engine(
     config, model, specs = run.config, built.model, built.specs
     if config.training.skip_train:
         return Evaluation(model, forward_step, run.parallel, device=run.device, passes=built.passes), None
-    grads = GradBuffers(model.named_parameters(), run.parallel.dp_cp, overlap=config.parallel.overlap_grad_reduce)
+    experts = [name for name in specs if is_expert(name)]
+    grads = GradBuffers(
+        model.named_parameters(),
+        run.parallel.dp_cp,
+        axes=dict.fromkeys(experts, run.parallel.expert_dp),
+        overlap=config.parallel.overlap_grad_reduce,
+    )
     if built.wgrad_queue is not None:
         built.wgrad_queue.ready = grads.add
+    dense, shared = _norm_axes(run)
     schedule = build_schedule(
         config.schedule,
         config.optimizer,
@@ -170,7 +179,8 @@ def _build_engine(
             grads,
             config.optimizer,
             config.precision,
-            split_over=dict.fromkeys(specs, (run.parallel.model,)) if run.parallel.model.size > 1 else None,
+            split_over=dict.fromkeys(specs, dense) | dict.fromkeys(experts, shared),
+            norm_axes=(dense, shared),
             specs=specs,
         ),
         run.parallel,
@@ -179,8 +189,22 @@ def _build_engine(
         buffers=persistent_buffers(model),
         sum_replicas=ReplicaSums(specs, run.parallel),
         passes=built.passes,
+        routers=_router_steps(run, model),
     )
     return engine, schedule
+
+
+def _norm_axes(run: Run) -> tuple[tuple[Axis, ...], tuple[Axis, ...]]:
+    """What norms are added up over: those of what every rank of a model has a part of, and those of experts."""
+    model, ep = run.parallel.model, run.parallel.ep
+    dense = (model,) if model.size > 1 else ()
+    return dense, (*dense, ep) if ep.size > 1 else dense
+
+
+def _router_steps(run: Run, model: nn.Module) -> RouterSteps | None:
+    if not isinstance(model, GPT) or model.routers is None:
+        return None
+    return RouterSteps(model, model.routers, run.parallel, run.device)
 
 
 def _trainer(

@@ -38,7 +38,9 @@ def check_router(config: RunConfig) -> None:
         )
     for name in ("moe_router_enable_expert_bias", "moe_router_topk_scaling_factor"):
         if softmax and getattr(moe, name):
-            raise ConfigError(f"{spelled(config, name)}: is for sigmoid scores; add --moe-router-score-function sigmoid")
+            raise ConfigError(
+                f"{spelled(config, name)}: is for sigmoid scores; add --moe-router-score-function sigmoid"
+            )
     if not softmax and moe.moe_router_pre_softmax:
         raise ConfigError(
             f"--moe-router-pre-softmax: there is no softmax with {spelled(config, 'moe_router_score_function')}; "

@@ -1,0 +1,71 @@
+"""The routers' side of a training step: the scale of their losses, and after it what all ranks saw together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron.distributed.collectives import all_reduce
+from megatron.distributed.state import ParallelState
+from megatron.model.moe import Router
+from megatron.model.moe_losses import RouterReports
+
+
+class RouterSteps:
+    def __init__(self, model: nn.Module, reports: RouterReports, parallel: ParallelState, device: torch.device) -> None:
+        """`model` is what this rank holds; `reports` are those of its routers."""
+        self.reports, self.parallel, self.device = reports, parallel, device
+        self.routers = [module for module in model.modules() if isinstance(module, Router)]
+        # Where ranks share no sequence, tensor-parallel ones see the same tokens and report the same.
+        shared_by = parallel.cp.size * parallel.tp.size
+        self._copies = 1 if reports.pieces == shared_by else parallel.tp.size
+        self._layers = reports.config.expert_layers(reports.num_layers)
+
+    @torch.no_grad()
+    def begin(self, batches: Sequence[Mapping[str, Any]], *, batch_size: int, factor: float) -> None:
+        """Before the first pass. `factor` is what the sum of the tokens' losses is multiplied by.
+
+        In the end the gradients are divided by it and by the number of counted tokens, which is right for tokens'
+        losses; a router's loss is a mean over sequences, and is multiplied by that number beforehand.
+        """
+        scale: Tensor | float = 1.0
+        if self.reports.has_losses:
+            counted = torch.zeros((), dtype=torch.float64, device=self.device)
+            for batch in batches:
+                mask = batch.get("loss_mask")
+                counted += mask.sum() if mask is not None else batch["tokens"].numel()
+            scale = all_reduce(counted, self.parallel.dp_cp) * (factor / batch_size)
+        self.reports.begin(scale)
+
+    @torch.no_grad()
+    def end(self, *, batch_size: int, updated: bool) -> dict[str, float]:
+        """After the update (or without one, if it was left out): steps the routers' biases, and returns the means of
+        their losses over sequences and layers. A collective of all ranks."""
+        config = self.reports.config
+        if not self.reports.wanted:
+            return {}
+        names = [name for name, coefficient in self.reports.coefficients.items() if coefficient > 0.0]
+        losses = torch.zeros(len(names), dtype=torch.float64, device=self.device)
+        for place, name in enumerate(names):
+            losses[place] = self.reports.losses.get(name, 0.0)
+        assert config.num_experts is not None
+        counts = torch.zeros(len(self._layers), config.num_experts, dtype=torch.float64, device=self.device)
+        for layer, seen in self.reports.counts.items():
+            counts[self._layers.index(layer)] = seen
+        everybody = all_reduce(torch.cat([losses, counts.flatten()]), self.parallel.world) / self._copies
+        losses, counts = everybody[: len(names)], everybody[len(names) :].view_as(counts)
+        if updated:
+            self._step_biases(counts)
+        means = losses / (batch_size * len(self._layers))
+        return dict(zip(names, means.tolist(), strict=True))
+
+    def _step_biases(self, counts: Tensor) -> None:
+        """An expert that got more than its share becomes less likely to be chosen, by one step."""
+        for router in self.routers:
+            if router.expert_bias is not None:
+                seen = counts[self._layers.index(router.layer)]
+                step = self.reports.config.moe_router_bias_update_rate
+                router.expert_bias += step * (seen.mean() - seen).sign().to(router.expert_bias.dtype)

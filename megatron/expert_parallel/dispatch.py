@@ -1,0 +1,66 @@
+"""Tokens to the ranks of their experts and back, by all-to-all with as many rows as there are.
+
+    tokens sorted by expert --ep--> rows of my experts --tp--> the same for my slice of every expert --> sorted again
+    result in the tokens' order <--ep-- its rows <--tp-- sums over the slices <-- experts
+
+Each expert's products are cut over the tensor-parallel ranks. These hold either copies of the tokens (which enter
+through `copied` and leave through `summed`, once for all experts), or under sequence parallelism different tokens, which
+travel to each other first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from megatron.distributed import collectives
+from megatron.distributed.state import Axis
+from megatron.expert_parallel.exchange import exchanged, permuted
+
+Mapping = Callable[[Tensor, Axis], Tensor]
+Run = Callable[[Tensor, list[int]], Tensor]
+
+
+class ExpertDispatcher(nn.Module):
+    """Rank r of the `ep` axis has the r-th of equal parts of the experts.
+
+    `copied` and `summed` are tensor parallelism's; `split_tokens`: every tensor-parallel rank has its own tokens.
+    """
+
+    def __init__(self, ep: Axis, tp: Axis, *, split_tokens: bool, copied: Mapping, summed: Mapping) -> None:
+        super().__init__()
+        self.ep, self.tp, self.split_tokens = ep, tp, split_tokens
+        self.copied, self.summed = copied, summed
+
+    def forward(self, rows: Tensor, counts: Tensor, experts: Run) -> Tensor:
+        """rows [choices, hidden] sorted by expert; counts [all experts]. The experts' results in the same order."""
+        everybody = torch.stack(collectives.all_gather(counts, self.ep))  # [ep, all experts]
+        here = everybody.view(self.ep.size, self.ep.size, -1)[:, self.ep.rank]  # [sender, experts here]
+        send, receive = counts.view(self.ep.size, -1).sum(1).tolist(), here.sum(1).tolist()
+        rows = exchanged(rows, send, receive, self.ep)
+        rows = self._sliced(rows, here, experts)
+        return exchanged(rows, receive, send, self.ep)
+
+    def _sliced(self, rows: Tensor, counts: Tensor, experts: Run) -> Tensor:
+        """counts [senders, experts here]: the rows lie by sender, and by expert within each."""
+        if not self.split_tokens or self.tp.size == 1:
+            return self.summed(_by_expert(self.copied(rows, self.tp), counts, experts), self.tp)
+        everybody = torch.stack(collectives.all_gather(counts, self.tp))  # [tp, senders, experts here]
+        own, each = [rows.shape[0]] * self.tp.size, everybody.sum((1, 2)).tolist()
+        gathered = exchanged(rows.repeat(self.tp.size, 1), own, each, self.tp)
+        parts = _by_expert(gathered, everybody.flatten(0, 1), experts)
+        return exchanged(parts, each, own, self.tp).view(self.tp.size, *rows.shape).sum(0)
+
+
+def _by_expert(rows: Tensor, counts: Tensor, experts: Run) -> Tensor:
+    """Runs the experts on rows that lie in several runs [runs, experts], each sorted by expert."""
+    if counts.shape[0] == 1:
+        return experts(rows, counts[0].tolist())
+    numbers = torch.arange(counts.shape[1], device=counts.device).repeat(counts.shape[0])
+    order = numbers.repeat_interleave(counts.flatten()).argsort(stable=True)
+    results = experts(permuted(rows, order), counts.sum(0).tolist())
+    back = torch.empty_like(order)
+    back[order] = torch.arange(len(order), device=order.device)
+    return permuted(results, back)
