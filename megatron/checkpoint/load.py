@@ -188,9 +188,10 @@ class _Load:
                 )
 
     def _check_names(self, saved: Manifest) -> None:
-        # A pipeline stage holds a part of the model, so extra names are only wrong when this rank holds it all.
+        # A stage, or a rank with some of the experts, holds a part: extra names are only wrong where all is held.
+        whole = self.parallel.pp.size == 1 and self.parallel.ep.size == 1
         missing = [name for name in self.params if name not in saved.model]
-        extra = [name for name in saved.model if name not in self.params] if self.parallel.pp.size == 1 else []
+        extra = [name for name in saved.model if name not in self.params] if whole else []
         shapes = [
             f"{name}: model {tuple(spec.logical_shape)}, checkpoint {saved.model[name].logical_shape}"
             for name, (spec, _) in self.params.items()

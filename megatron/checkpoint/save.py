@@ -152,8 +152,7 @@ class _Save:
     @property
     def writes(self) -> bool:
         """One of the ranks that hold the same parameters writes them."""
-        ep_peers = self.parallel.dp.rank < self.parallel.ep.size if self.parallel.ep.size > 1 else False
-        return self.parallel.cp.rank == 0 and (self.parallel.dp.rank == 0 or ep_peers)
+        return self.parallel.expert_dp.rank == 0
 
     def is_done(self) -> bool:
         """This run loaded or committed the step: it is on disk as it is in memory."""

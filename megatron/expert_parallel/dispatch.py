@@ -4,8 +4,8 @@
     result in the tokens' order <--ep-- its rows <--tp-- sums over the slices <-- experts
 
 Each expert's products are cut over the tensor-parallel ranks. These hold either copies of the tokens (which enter
-through `copied` and leave through `summed`, once for all experts), or under sequence parallelism different tokens, which
-travel to each other first.
+through `copied` and leave through `summed`, once for all experts), or under sequence parallelism different tokens,
+which travel to each other first.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ def balance_loss(
     shares [batch, seq, experts] of the tokens that are here, one of `pieces` of their sequences; counts
     [batch, experts] of whole sequences. What is here of the sum over the batch's sequences.
     """
-    batch, seq, experts = shares.shape
+    _, seq, experts = shares.shape
     tokens = seq * pieces
     got, shared = counts.to(shares.dtype), shares.sum(1)  # [batch, experts]
     if over == "micro-batch":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron.distributed import collectives
 from megatron.distributed.shard import even_ranges

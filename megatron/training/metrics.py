@@ -27,6 +27,8 @@ class TrainRecord:
     grad_norm: float
     num_zeros: int | None
     params_norm: float | None
+    load_balancing_loss: float | None  # of the last iteration, a mean over sequences and layers, without coefficient
+    z_loss: float | None
     skipped_iterations: int
     nan_iterations: int
     seconds_per_iteration: float
@@ -55,6 +57,10 @@ class TrainRecord:
             parts.append(f"num zeros: {self.num_zeros:.1f}")
         if self.params_norm is not None:
             parts.append(f"params norm: {self.params_norm:.3f}")
+        if self.load_balancing_loss is not None:
+            parts.append(f"load_balancing_loss: {self.load_balancing_loss:.6E}")
+        if self.z_loss is not None:
+            parts.append(f"z_loss: {self.z_loss:.6E}")
         parts += [
             f"number of skipped iterations: {self.skipped_iterations:3d}",
             f"number of nan iterations: {self.nan_iterations:3d}",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -54,11 +54,13 @@ class Trainer:
         stop: StopConditions,
         hooks: Sequence[Hook],
         log: RankLog,
+        check_replicas: Callable[[int], None] | None = None,
     ) -> None:
         self.config, self.engine, self.schedule, self.batch_plan = config, engine, schedule, batch_plan
         self.train_batches, self.progress, self.throughput = train_batches, progress, throughput
         self.evaluator, self.saver, self.stop, self.hooks, self.log = evaluator, saver, stop, hooks, log
         self.timers = engine.timers
+        self.check_replicas = check_replicas
         self.total_iterations = progress.iteration + batch_plan.iterations_left(
             progress.iteration, progress.consumed_train_samples
         )
@@ -74,6 +76,8 @@ class Trainer:
         while not self.finished:
             self._collect_garbage_on_schedule()
             self._report(self._one_iteration())
+            if self.check_replicas is not None and self._due(self.config.parallel.check_replicas_every):
+                self.check_replicas(self.progress.iteration)
             if self._due(self.config.evaluation.eval_interval):
                 self._evaluate()
             reason = self.stop.reason(self.progress.iteration)
@@ -187,6 +191,8 @@ class Trainer:
             grad_norm=result.grad_norm,
             num_zeros=result.num_zeros,
             params_norm=self.engine.optimizer.params_norm() if self.config.logging.log_params_norm else None,
+            load_balancing_loss=result.router_losses.get("load_balancing_loss"),
+            z_loss=result.router_losses.get("z_loss"),
             skipped_iterations=progress.skipped_iterations,
             nan_iterations=progress.nan_iterations,
             seconds_per_iteration=sum(seconds) / len(seconds),

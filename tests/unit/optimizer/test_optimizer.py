@@ -297,9 +297,8 @@ def test_settings_that_are_refused(settings: dict[str, Any], word: str) -> None:
 
 def plant_decay_on_biases(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(module, "megatron_rule", lambda name, p: GroupRule())
-    patch.setattr(
-        Optimizer.__init__, "__kwdefaults__", {"rule": module.megatron_rule, "split_over": None, "specs": None}
-    )
+    defaults = {**Optimizer.__init__.__kwdefaults__, "rule": module.megatron_rule}
+    patch.setattr(Optimizer.__init__, "__kwdefaults__", defaults)
     patch.setitem(make.__globals__, "build_optimizer", lambda g, c, p: Optimizer(g, c))
 
 
