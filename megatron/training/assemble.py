@@ -32,6 +32,7 @@ from megatron.training.initialize import Run
 from megatron.training.model import BuiltModel, build_model
 from megatron.training.origin import Origin, find_origin
 from megatron.training.progress import Progress
+from megatron.training.replica_check import ReplicaCheck
 from megatron.training.stopping import StopConditions
 from megatron.training.throughput import Throughput
 from megatron.training.trainer import Trainer
@@ -107,6 +108,8 @@ def assemble(
         parts = Parts(engine, _evaluator(run, plan, engine, data, hooks), progress, checkpoints, closing)
         if isinstance(engine, Engine) and schedule is not None:
             parts.fitting = _trainer(run, plan, engine, schedule, data, parts, hooks)
+            if config.parallel.check_replicas_every and run.launch.world_size > 1:
+                parts.fitting.check_replicas = ReplicaCheck(built.model, built.specs, engine.optimizer, run.parallel)
             closing.callback(parts.fitting.stop.close)
         parts.closing = closing.pop_all()
         return parts

@@ -40,6 +40,12 @@ class ParallelConfig:
         refused={"a2a+p2p": "the two are not combined here; use a2a where the heads divide, else p2p"},
     )
     expert_model_parallel_size: int = flag(1, "Ranks that share the experts.", at_least=1)
+    check_replicas_every: int | None = flag(
+        None,
+        "Steps between comparisons, bit for bit, of what several ranks hold a copy of (parameters and the optimizer's "
+        "state); a difference stops the run and names the parameter and the ranks.",
+        at_least=1,
+    )
     use_distributed_optimizer: bool = flag(
         False, "Shard optimizer state over the data-parallel ranks (ZeRO-1).", status="later", note="remove it"
     )
