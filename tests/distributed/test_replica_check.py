@@ -77,13 +77,15 @@ def test_equal_copies_pass(case: str) -> None:
     assert ends(4, flags(**family, **axes)) == {"done"}
 
 
+TIED, QKV = "embedding.word_embeddings.weight", "layers.1.self_attention.query_key_value.weight"
+
 # case: flags, poked rank, parameter, element, what the message names
 POKED = {
     "norm over tp": (TINY, layout(tp=2), 3, "layers.2.input_layernorm.weight", 5, "rank 3 not as ranks 0, 1, 2"),
     "split weight over dp": (TINY, layout(tp=2), 2, "layers.0.mlp.dense_h_to_4h.weight", 7, "rank 2 not as rank 0"),
-    "tied table over stages": (TINY, layout(tp=2, pp=2), 2, "embedding.word_embeddings.weight", 0, "rank 2 not as rank 0"),
-    "shared key": (LLAMA, layout(tp=4), 1, "layers.1.self_attention.query_key_value.weight", -1, "rank 1 not as ranks 0, 2, 3"),
-}  # fmt: skip
+    "tied table over stages": (TINY, layout(tp=2, pp=2), 2, TIED, 0, "rank 2 not as rank 0"),
+    "shared key": (LLAMA, layout(tp=4), 1, QKV, -1, "rank 1 not as ranks 0, 2, 3"),
+}
 
 
 @pytest.mark.parametrize("case", POKED)
