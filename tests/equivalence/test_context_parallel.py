@@ -177,7 +177,8 @@ def documents_forgotten(parts: Parts) -> None:
 
 
 def gradients_not_summed_over_cp(parts: Parts) -> None:
-    parts.trainer.engine.grads.dp = parts.engine.parallel.dp
+    original, dp = collectives.start_all_reduce, parts.engine.parallel.dp
+    collectives.start_all_reduce = lambda tensor, axis, *op: original(tensor, dp if axis.name == "dp_cp" else axis, *op)
 
 
 def local_positions(parts: Parts) -> None:

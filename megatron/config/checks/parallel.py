@@ -78,9 +78,9 @@ def check_tensor(config: RunConfig) -> None:
             f"{spelled(config, 'num_query_groups')}: {spelled(config, 'tensor_model_parallel_size')} neither divides "
             f"them nor is a multiple of them; use --tensor-model-parallel-size {_nearest(fitting, tp)}"
         )
-    if parallel.sequence_parallel and config.data.seq_length % (tp * parallel.context_parallel_size):
-        unit = tp * parallel.context_parallel_size
-        lengths = " or ".join(map(str, nearest_multiples(config.data.seq_length, unit)))
+    shared = parallel.context_parallel_size > 1  # and then checked together with that
+    if parallel.sequence_parallel and not shared and config.data.seq_length % tp:
+        lengths = " or ".join(map(str, nearest_multiples(config.data.seq_length, tp)))
         raise ConfigError(
             f"{spelled(config, 'seq_length')} does not divide by {spelled(config, 'tensor_model_parallel_size')} for "
             f"--sequence-parallel; use --seq-length {lengths}, or remove --sequence-parallel"
