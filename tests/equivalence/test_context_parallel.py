@@ -55,6 +55,8 @@ TWO_DOCUMENTS = {"tokenizer_type": "NullTokenizer", "vocab_size": 96, "reset_att
 DOCUMENTS = {**GPT2, **TWO_DOCUMENTS, "reset_position_ids": True, "eod_mask_loss": True}
 LLAMA_DOCUMENTS = {**LLAMA, **TWO_DOCUMENTS}
 WINDOW = {**LLAMA, "window_size": (7, 0)}  # reaches over a chunk boundary, and not to every chunk
+EXPERTS = {**LLAMA, "num_experts": 4, "moe_router_topk": 2, "moe_aux_loss_coeff": 0.1}
+EXPERTS["moe_router_load_balancing_type"] = "seq_aux_loss"
 WINDOW_AND_DOCUMENTS = {**DOCUMENTS, "window_size": (5, 0)}
 
 
@@ -76,6 +78,7 @@ CASES: dict[int, list[tuple[dict[str, Any], dict[str, Any]]]] = {
         *((RECOMPUTED, layout(2, kind)) for kind in KINDS),
         (SELECTIVE, layout(2, "p2p", overlap_grad_reduce=True)),
         (GPT2, layout(2, "a2a", overlap_grad_reduce=True)),
+        (EXPERTS, layout(2, "p2p", expert_model_parallel_size=2)),
         (DOCUMENTS, layout(2, "p2p", pipeline_model_parallel_size=2)),
         (LLAMA, layout(2, "allgather", pipeline_model_parallel_size=2, pipeline_schedule="zero-bubble")),
     ],
@@ -137,6 +140,11 @@ def sent_to_the_wrong_neighbour(parts: Parts) -> None:
         return original(tensor, other)
 
     collectives.start_shift = backwards
+
+
+def sent_round_the_wrong_ranks(parts: Parts) -> None:
+    original, other = collectives.start_shift, parts.engine.parallel.dp
+    collectives.start_shift = lambda tensor, axis: original(tensor, other)
 
 
 def gradients_not_brought_home(parts: Parts) -> None:
@@ -229,6 +237,7 @@ def own_gradients_only(parts: Parts) -> None:
     [
         (a_block_not_sent, GPT2, layout(2, "p2p")),
         (sent_to_the_wrong_neighbour, GPT2, layout(4, "p2p")),
+        (sent_round_the_wrong_ranks, GPT2, layout(2, "p2p")),
         (gradients_not_brought_home, GPT2, layout(2, "p2p")),
         (merged_without_rescaling, GPT2, layout(2, "p2p")),
         (a_chunk_too_much, GPT2, layout(2, "p2p")),
