@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from megatron.config import ModelConfig
+from megatron.config import ModelConfig, MoEConfig
 from megatron.errors import CheckpointError
 
 # What a field means decides, not how it was spelled: 4 x hidden given or left unset is the same model.
@@ -30,6 +30,16 @@ _MEANINGS = (
     "tied",
     "apply_residual_connection_post_layernorm",
     "apply_query_key_layer_scaling",
+)
+_MOE_MEANINGS = (
+    "num_experts",
+    "moe_router_topk",
+    "moe_router_pre_softmax",
+    "moe_router_score_function",
+    "moe_router_topk_scaling_factor",
+    "moe_router_enable_expert_bias",
+    "moe_expert_capacity_factor",
+    "moe_shared_expert_intermediate_size",
 )
 _ROPE = ("rotary_percent", "rotary_base")
 _ROPE_SCALING = {
@@ -66,6 +76,31 @@ def model_config(values: Mapping[str, Any]) -> ModelConfig:
     return ModelConfig(**given)
 
 
+def moe_config(saved: Mapping[str, Any]) -> MoEConfig:
+    """The experts of a saved configuration; older ones know of none."""
+    values, known = dict(saved.get("moe") or {}), {field.name for field in fields(MoEConfig)}
+    if not values.get("num_experts"):
+        return MoEConfig()
+    unknown = sorted(set(values) - known)
+    if unknown:
+        raise CheckpointError(
+            f"the checkpoint's experts have settings unknown to this version: {', '.join(unknown)}; use a newer one"
+        )
+    return MoEConfig(**values)
+
+
+def experts_meaning(config: ModelConfig, moe: MoEConfig) -> dict[str, Any]:
+    """The same of the experts: {} of a dense model."""
+    if not moe.is_on:
+        return {}
+    values = {name: getattr(moe, name) for name in _MOE_MEANINGS}
+    values["moe_layer_freq"] = moe.expert_layers(config.num_layers)
+    values["moe_ffn_hidden_size"] = moe.moe_ffn_hidden_size or config.ffn_size
+    if moe.moe_expert_capacity_factor is not None:
+        values["moe_token_drop_policy"] = moe.moe_token_drop_policy
+    return values
+
+
 def meaning(config: ModelConfig) -> dict[str, Any]:
     """What decides the function that a model computes."""
     values = {name: getattr(config, name) for name in _MEANINGS}
@@ -77,16 +112,22 @@ def meaning(config: ModelConfig) -> dict[str, Any]:
     return values
 
 
-def differences(saved: ModelConfig, ours: ModelConfig) -> dict[str, tuple[Any, Any]]:
+def differences(left: Mapping[str, Any], right: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """field -> (in the checkpoint, in this run), for all that differ."""
-    left, right = meaning(saved), meaning(ours)
     names = [*left, *(name for name in right if name not in left)]
     return {name: (left.get(name), right.get(name)) for name in names if left.get(name) != right.get(name)}
 
 
-def check_architecture(saved: Mapping[str, Any], ours: ModelConfig, *, finetune: bool = False) -> list[str]:
-    """Refuse another model, listing every field; returns what a --finetune may change and did."""
-    found = differences(model_config(saved), ours)
+def check_architecture(
+    saved: Mapping[str, Any], ours: ModelConfig, moe: MoEConfig | None = None, *, finetune: bool = False
+) -> list[str]:
+    """Refuse another model than that of the `saved` configuration, listing every field; returns what a --finetune may
+    change and did."""
+    theirs = model_config(saved["model"])
+    found = differences(
+        meaning(theirs) | experts_meaning(theirs, moe_config(saved)),
+        meaning(ours) | experts_meaning(ours, moe or MoEConfig()),
+    )
     allowed = {name for name in found if finetune and name in CONTEXT}
     refused = {name: pair for name, pair in found.items() if name not in allowed}
     if refused:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.architecture import model_config
+from megatron.checkpoint.architecture import model_config, moe_config
 from megatron.checkpoint.reader import StepReader
 from megatron.errors import CheckpointError
 from megatron.model import GPT
@@ -35,8 +35,9 @@ def build_model(
             model_config(saved.config["model"]),
             vocab_size=saved.model[WORDS].logical_shape[0],
             kernels=resolve(kernels, device.type),
+            moe=moe_config(saved.config),
         )
-    parameters = dict(model.named_parameters())
+    parameters = model.state_dict(keep_vars=True)
     if parameters.keys() != saved.model.keys():
         differing = sorted(parameters.keys() ^ saved.model.keys())
         raise CheckpointError(f"{reader.directory} does not fit its own configuration: {', '.join(differing[:8])}")

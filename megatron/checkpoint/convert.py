@@ -85,6 +85,7 @@ def from_hugging_face(arguments: argparse.Namespace) -> None:
     params = {name: (ShardSpec(name=name, logical_shape=shape), tensor) for name, shape, tensor in read_tensors(source)}
     config = {
         "model": {**asdict(source.config), "window_size": source.config.window and list(source.config.window)},
+        "moe": asdict(source.moe),
         "precision": {"bf16": source.dtype == "bfloat16", "fp16": source.dtype == "float16"},
         "tokenizer": {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(arguments.load.resolve())},
     }

@@ -18,7 +18,7 @@ from megatron.checkpoint.manifest import Manifest
 from megatron.checkpoint.reader import StepReader
 from megatron.checkpoint.state import LoadedState, RunHistory, Sharded
 from megatron.checkpoint.verify import DamagedCheckpointError, verified_manifest
-from megatron.config import ModelConfig
+from megatron.config import ModelConfig, MoEConfig
 from megatron.distributed.state import ParallelState
 from megatron.errors import CheckpointError
 
@@ -113,6 +113,7 @@ def load_checkpoint(
     strict: bool = False,
     check_hashes: bool = True,
     model_config: ModelConfig | None = None,
+    moe_config: MoEConfig | None = None,
     history: RunHistory | None = None,
     log: Log = print,
     found: FoundStep | None = None,
@@ -140,7 +141,7 @@ def load_checkpoint(
             return None
     say = log if parallel.world.rank == 0 else _say_nothing
     load = _Load(found, params, parallel, finetune or found.release, load_optim, load_rng, say)
-    run_together(lambda: load.check_fit(model_config), parallel.world)
+    run_together(lambda: load.check_fit(model_config, moe_config), parallel.world)
     state = run_together(load.read, parallel.world)
     _remember(history, directory, found, state, resumed=not load.weights_only)
     return state
@@ -168,11 +169,11 @@ class _Load:
     load_rng: bool
     say: Log
 
-    def check_fit(self, model_config: ModelConfig | None) -> None:
+    def check_fit(self, model_config: ModelConfig | None, moe_config: MoEConfig | None) -> None:
         """Everything that can be refused is refused before a byte of a tensor is read."""
         saved = self.found.manifest
         if model_config is not None and "model" in saved.config:
-            for change in check_architecture(saved.config["model"], model_config, finetune=self.weights_only):
+            for change in check_architecture(saved.config, model_config, moe_config, finetune=self.weights_only):
                 self.say(f"warning: {change}")
         self._check_names(saved)
         if self.weights_only:

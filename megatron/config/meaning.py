@@ -153,6 +153,8 @@ def _attention(config: RunConfig) -> Iterator[str]:
 
 
 def _experts(config: RunConfig) -> Iterator[str]:
+    if given(config, "moe_token_dispatcher_type") and config.moe.moe_token_dispatcher_type == "allgather":
+        yield "--moe-token-dispatcher-type allgather: tokens travel by alltoall, which computes the same"
     if config.moe.balances and config.moe.balanced_over == "micro-batch":
         yield (
             f"{spelled(config, 'moe_router_load_balancing_type')}: looks at the tokens of a micro-batch together, so "

@@ -58,7 +58,7 @@ def to_yaml(config: RunConfig) -> str:
 
 
 # What a checkpoint decides under --use-checkpoint-args: the function that the weights are the weights of.
-_ADOPTED_SECTIONS = ("model", "tokenizer")
+_ADOPTED_SECTIONS = ("model", "moe", "tokenizer")
 _NOT_ADOPTED = (
     "model",
     "attention_dropout",
@@ -66,6 +66,12 @@ _NOT_ADOPTED = (
     "init_method_std",
     "init_method_xavier_uniform",
     "make_vocab_size_divisible_by",
+    "moe_router_load_balancing_type",
+    "moe_aux_loss_coeff",
+    "moe_z_loss_coeff",
+    "moe_router_bias_update_rate",
+    "moe_token_dispatcher_type",
+    "moe_grouped_gemm",
 )
 
 

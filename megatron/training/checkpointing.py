@@ -92,6 +92,7 @@ class RunCheckpoints:
             save_dir=Path(config.save) if config.save else None,
             strict=config.strict_load,
             model_config=self.run.config.model if isinstance(self.model, GPT) else None,
+            moe_config=self.run.config.moe,
             history=self.history,
             log=self.run.log.info,
             found=origin.found,

@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron.checkpoint.hf.config_out import OWN_KEY
 from megatron.checkpoint.hf.family import Family
-from megatron.config import ModelConfig
+from megatron.config import ModelConfig, MoEConfig
 from megatron.errors import ConfigError
 
 _GELU_NAMES = {"gelu_new": "tanh", "gelu_pytorch_tanh": "tanh", "gelu_fast": "tanh", "gelu": "erf", "relu2": "relu2"}
@@ -27,6 +27,31 @@ def model_config_from(values: Mapping[str, Any], family: Family) -> ModelConfig:
     given["untie_embeddings_and_output_weights"] = not _tied(values, family)
     given["init_method_std"] = values.get("initializer_range", 0.02)
     return ModelConfig(**given)
+
+
+def moe_config_from(values: Mapping[str, Any], family: Family) -> MoEConfig:
+    """Its experts. The weight of the load-balance loss is training's, and not taken over."""
+    try:
+        if family.model_type == "mixtral":
+            return MoEConfig(num_experts=values["num_local_experts"], moe_router_topk=values["num_experts_per_tok"])
+        if family.model_type == "qwen3_moe":
+            return _qwen3_experts(values)
+    except KeyError as error:
+        raise ConfigError(f"config.json: {error.args[0]} is missing") from error
+    return MoEConfig()
+
+
+def _qwen3_experts(values: Mapping[str, Any]) -> MoEConfig:
+    layers, step = values["num_hidden_layers"], values.get("decoder_sparse_step", 1)
+    dense = set(values.get("mlp_only_layers") or ())
+    with_experts = [int(layer not in dense and (layer + 1) % step == 0) for layer in range(layers)]
+    return MoEConfig(
+        num_experts=values["num_experts"],
+        moe_router_topk=values["num_experts_per_tok"],
+        moe_router_pre_softmax=not values.get("norm_topk_prob", False),
+        moe_ffn_hidden_size=values["moe_intermediate_size"],
+        moe_layer_freq="1" if all(with_experts) else f"[{','.join(map(str, with_experts))}]",
+    )
 
 
 def _tied(values: Mapping[str, Any], family: Family) -> bool:
@@ -83,7 +108,7 @@ def _rotary(values: Mapping[str, Any], family: Family) -> dict[str, Any]:
         "normalization": "RMSNorm",
         "norm_epsilon": values.get("rms_norm_eps", 1e-6),
         "swiglu": True,
-        "qk_layernorm": family.model_type == "qwen3",
+        "qk_layernorm": family.model_type in ("qwen3", "qwen3_moe"),
         "attention_dropout": values.get("attention_dropout", 0.0),
         "hidden_dropout": 0.0,
         "window_size": _window(values, family),
@@ -110,9 +135,11 @@ def _window(values: Mapping[str, Any], family: Family) -> tuple[int, int] | None
     kinds = set(values.get("layer_types") or [])
     if family.model_type == "llama" or width is None:
         return None
-    if family.model_type in ("qwen2", "qwen3"):
+    if family.model_type in ("qwen2", "qwen3", "qwen3_moe"):
         if not values.get("use_sliding_window", False):
             return None
+        if family.model_type == "qwen3_moe":
+            raise ConfigError("config.json: a sliding window with experts is not supported for qwen3_moe")
         from_layer = values.get("max_window_layers", 28)
         if kinds == {"full_attention"} or (not kinds and from_layer >= values["num_hidden_layers"]):
             return None

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.checkpoint.hf.family import Family
-from megatron.config import ModelConfig
+from megatron.config import ModelConfig, MoEConfig
 
 # Settings that a family cannot say and zero biases do. Kept so that an import gives the same model again.
 OWN_KEY = "megatron_settings"
@@ -23,7 +23,7 @@ class Facts:
     eod_id: int | None
 
 
-def config_json(config: ModelConfig, family: Family, facts: Facts) -> dict[str, Any]:
+def config_json(config: ModelConfig, family: Family, facts: Facts, moe: MoEConfig | None = None) -> dict[str, Any]:
     common = {
         "architectures": [family.architecture],
         "model_type": family.model_type,
@@ -36,6 +36,8 @@ def config_json(config: ModelConfig, family: Family, facts: Facts) -> dict[str, 
         "eos_token_id": facts.eod_id,
     }
     specific = _gpt2(config) if family.style == "gpt2" else _rotary(config, family, facts)
+    if moe is not None and moe.is_on:
+        specific |= _experts(config, family, moe)
     return common | specific | {OWN_KEY: own_settings(config)}
 
 
@@ -80,16 +82,31 @@ def _rotary(config: ModelConfig, family: Family, facts: Facts) -> dict[str, Any]
     }
     if family.model_type == "llama":
         values |= {"attention_bias": config.linear_bias, "mlp_bias": config.linear_bias}
-    if family.model_type == "qwen3":
+    if family.model_type in ("qwen3", "qwen3_moe"):
         values |= {"attention_bias": False}
     return values | _window(config, family)
 
 
+def _experts(config: ModelConfig, family: Family, moe: MoEConfig) -> dict[str, Any]:
+    width = moe.moe_ffn_hidden_size or config.ffn_size
+    common = {"num_experts_per_tok": moe.moe_router_topk, "router_aux_loss_coef": moe.moe_aux_loss_coeff}
+    if family.model_type == "mixtral":
+        return common | {"num_local_experts": moe.num_experts, "intermediate_size": width}
+    with_experts = moe.expert_layers(config.num_layers)
+    return common | {
+        "num_experts": moe.num_experts,
+        "moe_intermediate_size": width,
+        "norm_topk_prob": not moe.moe_router_pre_softmax,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [layer for layer in range(config.num_layers) if layer not in with_experts],
+    }
+
+
 def _window(config: ModelConfig, family: Family) -> dict[str, Any]:
     width = None if config.window is None else config.window[0] + 1  # theirs counts the own token
-    if family.model_type == "mistral":
+    if family.model_type in ("mistral", "mixtral"):
         return {"sliding_window": width}
-    if family.model_type not in ("qwen2", "qwen3"):
+    if family.model_type not in ("qwen2", "qwen3", "qwen3_moe"):
         return {}
     if width is None:
         return {"use_sliding_window": False, "sliding_window": None}

@@ -14,13 +14,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron.checkpoint import storage
-from megatron.checkpoint.architecture import model_config
+from megatron.checkpoint.architecture import model_config, moe_config
 from megatron.checkpoint.hf.config_out import Facts, config_json, generation_json
 from megatron.checkpoint.hf.family import Family, choose
 from megatron.checkpoint.hf.mapping import Exchange, exchanges, zero_biases
 from megatron.checkpoint.load import FoundStep
 from megatron.checkpoint.reader import StepReader
-from megatron.config import ModelConfig
+from megatron.config import ModelConfig, MoEConfig
 from megatron.errors import CheckpointError, ConfigError
 
 SHARD_BYTES = 5 * 10**9
@@ -36,6 +36,7 @@ class Export:
     config: ModelConfig
     family: Family
     facts: Facts
+    moe: MoEConfig
 
     @property
     def dtype(self) -> torch.dtype:
@@ -43,7 +44,7 @@ class Export:
 
     @property
     def exchanges(self) -> list[Exchange]:
-        return list(exchanges(self.config, self.facts.vocab_size, self.family.style))
+        return list(exchanges(self.config, self.facts.vocab_size, self.family.style, self.moe))
 
 
 def plan_export(found: FoundStep, *, dtype: str | None = None, eod_id: int | None = None) -> Export:
@@ -52,7 +53,8 @@ def plan_export(found: FoundStep, *, dtype: str | None = None, eod_id: int | Non
     if "model" not in saved.config:
         raise CheckpointError(f"{found.directory} holds no configuration of a GPT; only our GPT can be exported")
     config = model_config(saved.config["model"])
-    family = choose(config)
+    moe = moe_config(saved.config)
+    family = choose(config, moe)
     words = saved.model.get("embedding.word_embeddings.weight")
     if words is None:
         raise CheckpointError(f"{found.directory} holds no word embedding; only our GPT can be exported")
@@ -61,7 +63,7 @@ def plan_export(found: FoundStep, *, dtype: str | None = None, eod_id: int | Non
         raise ConfigError(f"--dtype: not given, and the checkpoint's {trained} is none of {', '.join(DTYPES)}")
     context = config.max_position_embeddings or int(saved.config.get("data", {}).get("seq_length") or 0)
     facts = Facts(words.logical_shape[0], dtype or trained, context, eod_id)
-    export = Export(StepReader(found.directory, saved), config, family, facts)
+    export = Export(StepReader(found.directory, saved), config, family, facts, moe)
     _check_complete(export, found)
     return export
 
@@ -110,7 +112,7 @@ def _write_files(export: Export, folder: Path, tokenizer: Path | None, log: Call
     else:
         log("warning: the checkpoint has no tokenizer beside it; the export has none either")
     _write_weights(export, folder, log)
-    _write_json(folder / "config.json", config_json(export.config, export.family, export.facts))
+    _write_json(folder / "config.json", config_json(export.config, export.family, export.facts, export.moe))
     _write_json(folder / "generation_config.json", generation_json(export.facts))
 
 

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from megatron.config import ModelConfig
+from megatron.config import ModelConfig, MoEConfig
 from megatron.errors import ConfigError
 
-Style = Literal["gpt2", "llama"]  # how tensors are named and laid out
+Style = Literal["gpt2", "llama", "mixtral", "qwen3_moe"]  # how tensors are named and laid out
 
 
 @dataclass(frozen=True)
@@ -17,25 +17,33 @@ class Family:
     architecture: str
     model_type: str
     style: Style
-    unsupported: Callable[[ModelConfig], str | None]  # the setting that this family lacks
+    lacks: Callable[[ModelConfig], str | None]  # the setting that this family lacks
+    lacks_of_experts: Callable[[ModelConfig, MoEConfig], str | None]
 
-    def expresses(self, config: ModelConfig) -> bool:
-        return self.unsupported(config) is None
+    def unsupported(self, config: ModelConfig, moe: MoEConfig) -> str | None:
+        return self.lacks_of_experts(config, moe) or self.lacks(config)
 
 
-def choose(config: ModelConfig) -> Family:
+def choose(config: ModelConfig, moe: MoEConfig | None = None) -> Family:
     """The simplest family that computes what `config` describes."""
+    moe = moe or MoEConfig()
     for family in FAMILIES:
-        if family.expresses(config):
+        if family.unsupported(config, moe) is None:
             return family
-    nearest = _GPT2 if config.positions == "learned" else _nearest_rotary(config)
+    nearest = _nearest_with_experts(config) if moe.is_on else _nearest_dense(config)
     raise ConfigError(
-        f"{nearest.unsupported(config)}: no Hugging Face model of the GPT-2, Llama, Qwen or Mistral families computes "
+        f"{nearest.unsupported(config, moe)}: no Hugging Face model of the GPT-2, Llama, Qwen, Mistral or Mixtral families computes "
         f"this (nearest: {nearest.architecture}); the checkpoint can be used with tools/generate.py, not exported"
     )
 
 
-def _nearest_rotary(config: ModelConfig) -> Family:
+def _nearest_with_experts(config: ModelConfig) -> Family:
+    return _QWEN3_MOE if config.qk_layernorm else _MIXTRAL
+
+
+def _nearest_dense(config: ModelConfig) -> Family:
+    if config.positions == "learned":
+        return _GPT2
     if config.qk_layernorm:
         return _QWEN3
     if config.window is not None:
@@ -103,6 +111,37 @@ def _qwen3_lacks(c: ModelConfig) -> str | None:
     return _rotary_lacks(c) or _first(lacking)
 
 
+def _qwen3_moe_lacks(c: ModelConfig) -> str | None:
+    return _qwen3_lacks(c) or _first({f"--window-size {c.window}": c.window is not None})
+
+
+def _no_experts(c: ModelConfig, moe: MoEConfig) -> str | None:
+    return _first({f"--num-experts {moe.num_experts}": moe.is_on})
+
+
+def _experts_lack(moe: MoEConfig) -> str | None:
+    lacking = {
+        "no --num-experts": not moe.is_on,
+        f"--moe-router-score-function {moe.moe_router_score_function}": moe.moe_router_score_function != "softmax",
+        f"--moe-expert-capacity-factor {moe.moe_expert_capacity_factor}": moe.moe_expert_capacity_factor is not None,
+        "--moe-shared-expert-intermediate-size": moe.moe_shared_expert_intermediate_size is not None,
+    }
+    return _first(lacking)
+
+
+def _mixtral_experts_lack(c: ModelConfig, moe: MoEConfig) -> str | None:
+    some = moe.is_on and len(moe.expert_layers(c.num_layers)) < c.num_layers
+    lacking = {
+        "--moe-router-pre-softmax": moe.moe_router_pre_softmax,
+        f"--moe-layer-freq {moe.moe_layer_freq}": some,
+    }
+    return _experts_lack(moe) or _first(lacking)
+
+
+def _qwen3_experts_lack(_: ModelConfig, moe: MoEConfig) -> str | None:
+    return _experts_lack(moe)
+
+
 def _no_family_has(c: ModelConfig) -> str | None:
     return "--apply-residual-connection-post-layernorm" if c.apply_residual_connection_post_layernorm else None
 
@@ -121,12 +160,14 @@ def _activation(c: ModelConfig) -> str:
     return "--squared-relu" if c.squared_relu else "GELU"
 
 
-_GPT2 = Family("GPT2LMHeadModel", "gpt2", "gpt2", _gpt2_lacks)
-_LLAMA = Family("LlamaForCausalLM", "llama", "llama", _llama_lacks)
-_MISTRAL = Family("MistralForCausalLM", "mistral", "llama", _mistral_lacks)
-_QWEN2 = Family("Qwen2ForCausalLM", "qwen2", "llama", _qwen2_lacks)
-_QWEN3 = Family("Qwen3ForCausalLM", "qwen3", "llama", _qwen3_lacks)
-FAMILIES = (_GPT2, _LLAMA, _QWEN2, _QWEN3, _MISTRAL)
+_GPT2 = Family("GPT2LMHeadModel", "gpt2", "gpt2", _gpt2_lacks, _no_experts)
+_LLAMA = Family("LlamaForCausalLM", "llama", "llama", _llama_lacks, _no_experts)
+_MISTRAL = Family("MistralForCausalLM", "mistral", "llama", _mistral_lacks, _no_experts)
+_QWEN2 = Family("Qwen2ForCausalLM", "qwen2", "llama", _qwen2_lacks, _no_experts)
+_QWEN3 = Family("Qwen3ForCausalLM", "qwen3", "llama", _qwen3_lacks, _no_experts)
+_MIXTRAL = Family("MixtralForCausalLM", "mixtral", "mixtral", _mistral_lacks, _mixtral_experts_lack)
+_QWEN3_MOE = Family("Qwen3MoeForCausalLM", "qwen3_moe", "qwen3_moe", _qwen3_moe_lacks, _qwen3_experts_lack)
+FAMILIES = (_GPT2, _LLAMA, _QWEN2, _QWEN3, _MISTRAL, _MIXTRAL, _QWEN3_MOE)
 
 
 def by_model_type(model_type: Any) -> Family:

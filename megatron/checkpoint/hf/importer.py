@@ -14,11 +14,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megatron.checkpoint import paths
-from megatron.checkpoint.hf.config_in import model_config_from
+from megatron.checkpoint.hf.config_in import model_config_from, moe_config_from
 from megatron.checkpoint.hf.export import DTYPES, INDEX, WEIGHTS
 from megatron.checkpoint.hf.family import Family, by_model_type
 from megatron.checkpoint.hf.mapping import exchanges, zero_biases
-from megatron.config import ModelConfig
+from megatron.config import ModelConfig, MoEConfig
 from megatron.errors import CheckpointError, ConfigError
 
 TOKENIZER_FILES = (
@@ -42,6 +42,7 @@ class HuggingFaceFolder:
     folder: Path
     family: Family
     config: ModelConfig
+    moe: MoEConfig
     vocab_size: int
     dtype: str
     files: Mapping[str, Path]  # tensor name -> file
@@ -56,17 +57,17 @@ def open_folder(folder: Path) -> HuggingFaceFolder:
         raise ConfigError(f"--load {folder}: no such directory")
     values = _read_json(folder / "config.json")
     family = by_model_type(values.get("model_type"))
-    config = model_config_from(values, family)
+    config, moe = model_config_from(values, family), moe_config_from(values, family)
     files = _tensor_files(folder)
     vocab_size = values.get("vocab_size")
     if not isinstance(vocab_size, int):
         raise ConfigError(f"{folder / 'config.json'}: vocab_size is missing")
-    return HuggingFaceFolder(folder, family, config, vocab_size, _stored_dtype(files, family), files)
+    return HuggingFaceFolder(folder, family, config, moe, vocab_size, _stored_dtype(files, family), files)
 
 
 def read_tensors(source: HuggingFaceFolder) -> Iterator[tuple[str, tuple[int, ...], Tensor]]:
     """(name, logical shape, stored tensor) of each of our parameters. A tensor of the folder is used or refused."""
-    wanted = list(exchanges(source.config, source.vocab_size, source.family.style))
+    wanted = list(exchanges(source.config, source.vocab_size, source.family.style, source.moe))
     zeros = zero_biases(source.config, source.family.style)
     _check_names(source, {name for exchange in wanted for name in exchange.theirs} | zeros.keys())
     with ExitStack() as stack:

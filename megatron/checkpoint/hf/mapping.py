@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron.checkpoint.hf.family import Style
 from megatron.checkpoint.logical import Parameter, parameters
-from megatron.config import ModelConfig
+from megatron.config import ModelConfig, MoEConfig
 
 _LAYER = re.compile(r"layers\.(\d+)\.(.+)\.(weight|bias)")
 
@@ -38,11 +38,16 @@ class Exchange:
         return self.join(parts).contiguous().view(self.parameter.stored_shape)
 
 
-def exchanges(config: ModelConfig, vocab_size: int, style: Style) -> Iterator[Exchange]:
+def exchanges(
+    config: ModelConfig, vocab_size: int, style: Style, moe: MoEConfig | None = None
+) -> Iterator[Exchange]:
     """All of them, in the order of the model."""
     make = _gpt2 if style == "gpt2" else _llama
-    for parameter in parameters(config, vocab_size):
-        yield make(parameter, config)
+    for parameter in parameters(config, vocab_size, moe):
+        if ".mlp.router." in parameter.name or ".mlp.experts." in parameter.name:
+            yield _expert(parameter, style)
+        else:
+            yield make(parameter, config)
 
 
 def zero_biases(config: ModelConfig, style: Style) -> dict[str, tuple[int, ...]]:
@@ -159,6 +164,28 @@ def _llama(parameter: Parameter, config: ModelConfig) -> Exchange:
         names = (f"{prefix}.mlp.gate_proj.{kind}", f"{prefix}.mlp.up_proj.{kind}")
         return Exchange(parameter, names, lambda t: (t[0], t[1]), torch.stack)
     return _same(parameter, f"{prefix}.{_LLAMA_LAYER[module]}.{kind}", gamma_less_one=norm)
+
+
+# ---------------------------------------------------------------- experts: theirs are MLPs of the Llama kind
+
+_ROUTERS = {"mixtral": "block_sparse_moe.gate", "qwen3_moe": "mlp.gate"}
+_EXPERTS = {
+    "mixtral": ("block_sparse_moe.experts", "w1", "w3", "w2"),
+    "qwen3_moe": ("mlp.experts", "gate_proj", "up_proj", "down_proj"),
+}
+
+
+def _expert(parameter: Parameter, style: Style) -> Exchange:
+    layer, module, kind = _layer_name(parameter.name)
+    prefix = f"model.layers.{layer}"
+    if module == "mlp.router":
+        return _same(parameter, f"{prefix}.{_ROUTERS[style]}.{kind}")
+    place, gate, up, down = _EXPERTS[style]
+    _, _, number, part = module.split(".")
+    if part == "dense_4h_to_h":
+        return _same(parameter, f"{prefix}.{place}.{number}.{down}.{kind}")
+    names = tuple(f"{prefix}.{place}.{number}.{half}.{kind}" for half in (gate, up))
+    return Exchange(parameter, names, lambda t: (t[0], t[1]), torch.stack)
 
 
 def _layer_name(name: str) -> tuple[str, str, str]:

@@ -57,11 +57,8 @@ class MoEConfig:
     moe_token_dispatcher_type: str = flag(
         "alltoall",
         "How tokens travel to experts on other ranks.",
-        choices=("alltoall",),
-        refused={
-            "allgather": "every rank would get every token; use alltoall, which computes the same",
-            "flex": "DeepEP is not supported; use alltoall, which computes the same",
-        },
+        choices=("alltoall", "allgather"),
+        refused={"flex": "DeepEP is not supported; use alltoall, which computes the same"},
     )
     moe_grouped_gemm: bool = flag(
         False,
