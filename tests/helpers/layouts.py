@@ -3,53 +3,45 @@
 expected = reference(argv)                     # one process, fp64
 got = at_layout(4, argv + ["--tensor-model-parallel-size", "2"])
 assert worst(got, expected) < 1e-10
+
+Training and joining are those of tools/check_layout.py (megatron/training/outcome.py), so that there is one of them;
+the measure is the tests' own and stricter, and the planted bugs of the tests judge all of it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor
 
-from megatron.distributed.shard import ShardSpec
+from megatron.errors import ReplicaError
 from megatron.training.assemble import Parts
+from megatron.training.outcome import Outcome, RankOutcome, join, train_outcome, uneven_mask, whole_tensors
 from tests.helpers.distributed import run_ranks
 from tests.helpers.runs import make_parts
 
+__all__ = ["Outcome", "at_layout", "at_layouts", "reference", "uneven_mask", "whole_tensors", "worst"]
+
 STEPS = 5
-COPIES_AGREE = 1e-11  # ranks that hold the same part hold the same numbers, to rounding
 Change = Callable[[Parts], None]
 
 
-@dataclass
-class Outcome:
-    """What a few optimizer steps gave, in whole tensors."""
-
-    losses: list[float]
-    norms: list[float]
-    gradients: dict[str, Tensor]  # of the first step
-    weights: dict[str, Tensor]  # after the last
-
-
 def reference(argv: Sequence[str]) -> Outcome:
-    return _join([_train(0, 1, list(argv), None)])
+    return _joined([_train(0, 1, list(argv), None)])
 
 
 def at_layout(ranks: int, argv: Sequence[str], change: Change | None = None, timeout: float = 120.0) -> Outcome:
     """`change` plants a bug: it runs on every rank before the first step."""
-    return _join(run_ranks(ranks, _train, ranks, list(argv), change, timeout=timeout))
+    return _joined(run_ranks(ranks, _train, ranks, list(argv), change, timeout=timeout))
 
 
 def at_layouts(ranks: int, cases: Sequence[Sequence[str]]) -> list[Outcome]:
     """Many cases, the ranks started once."""
     results = run_ranks(ranks, _train_all, ranks, [list(argv) for argv in cases], timeout=60.0 + 60.0 * len(cases))
-    return [_join([rank[case] for rank in results]) for case in range(len(cases))]
+    return [_joined([rank[case] for rank in results]) for case in range(len(cases))]
 
 
-def _train_all(rank: int, world_size: int, cases: list[list[str]]) -> list[dict[str, Any]]:
+def _train_all(rank: int, world_size: int, cases: list[list[str]]) -> list[RankOutcome]:
     return [_train(rank, world_size, argv, None) for argv in cases]
 
 
@@ -65,54 +57,16 @@ def worst(got: Outcome, expected: Outcome) -> float:
     return max(differences)
 
 
-def uneven_mask(batch: dict[str, Any]) -> dict[str, Any]:
-    """Samples count differently many tokens, so a mean of means is not the mean."""
-    kept = torch.arange(batch["tokens"].shape[1]) < 3 + (batch["sample_ids"][:, None] * 5) % 11
-    return {**batch, "loss_mask": batch["loss_mask"] * kept}
-
-
-def _train(rank: int, world_size: int, argv: list[str], change: Change | None) -> dict[str, Any]:
+def _train(rank: int, world_size: int, argv: list[str], change: Change | None) -> RankOutcome:
     torch.set_num_threads(1)
     _, parts = make_parts(argv, rank=rank, world_size=world_size, dtype=torch.float64)
-    trainer = parts.trainer
     if change is not None:
         change(parts)
-    trainer.train_batches = map(uneven_mask, trainer.train_batches)
-    specs = parts.checkpoints.specs
-    losses, norms, gradients = [], [], {}
-    for step in range(STEPS):
-        result = trainer._one_iteration()
-        assert result is not None
-        losses.append(result.lm_loss)
-        norms.append(result.grad_norm)
-        if step == 0:
-            gradients = {name: (specs[name], grad.clone()) for name, grad in trainer.engine.grads.grads()}
-    weights = {name: (specs[name], p.detach().clone()) for name, p in trainer.engine.model.named_parameters()}
-    return {"losses": losses, "norms": norms, "gradients": gradients, "weights": weights}
+    return train_outcome(parts, STEPS, uneven_mask)
 
 
-def _join(ranks: list[dict[str, Any]]) -> Outcome:
-    first = ranks[0]
-    for other in ranks[1:]:
-        assert other["losses"] == first["losses"], "ranks report different losses"
-        assert other["norms"] == first["norms"], "ranks report different gradient norms"
-    whole = {key: whole_tensors([rank[key] for rank in ranks]) for key in ("gradients", "weights")}
-    return Outcome(first["losses"], first["norms"], whole["gradients"], whole["weights"])
-
-
-def whole_tensors(
-    parts: list[dict[str, tuple[ShardSpec, Tensor]]], agree_to: float = COPIES_AGREE
-) -> dict[str, Tensor]:
-    """Every parameter from the ranks' parts; what two ranks hold must agree, and nothing may be missing."""
-    wholes: dict[str, Tensor] = {}
-    for part in parts:
-        for name, (spec, stored) in part.items():
-            whole = wholes.setdefault(name, torch.full(spec.logical_shape, float("nan"), dtype=stored.dtype))
-            before = spec.take(whole).clone()
-            there = ~before.isnan()
-            off = (before[there] - spec.view(stored)[there]).abs().max().item() if there.any() else 0.0
-            assert off <= agree_to, f"{name}: two ranks hold numbers {off:g} apart"
-            spec.put(whole, stored)
-    holes = [name for name, whole in wholes.items() if whole.isnan().any()]
-    assert not holes, f"no rank holds all of {holes}"
-    return wholes
+def _joined(ranks: list[RankOutcome]) -> Outcome:
+    try:
+        return join(ranks)
+    except ReplicaError as error:
+        raise AssertionError(str(error)) from error

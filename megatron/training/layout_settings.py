@@ -1,0 +1,226 @@
+"""The user's settings as tools/check_layout.py runs them: in fp64 without chance, smaller if they must be; or alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import lcm
+from pathlib import Path
+from typing import Any
+
+from megatron.config import (
+    CheckpointConfig,
+    EvaluationConfig,
+    LoggingConfig,
+    ParallelConfig,
+    RunConfig,
+    RuntimeConfig,
+    ScheduleConfig,
+    check,
+    check_world,
+    global_batch_size,
+)
+from megatron.config.meaning import spelled
+from megatron.config.run import all_settings
+from megatron.errors import ConfigError
+from megatron.layout import nearest_multiples
+
+MOST_PARAMETERS = 30_000_000
+MOST_WORK = 6e11
+"""Of what is run as it is: parameters of all copies together, and floating-point operations of both runs."""
+_FEW_RANKS = 8
+_SHORT, _NARROW_HEAD, _FEW_EXPERTS = 32, 8, 4
+
+
+def ranks_of(config: RunConfig, asked: int | None) -> int:
+    """The world: as asked, else the smallest that holds the layout, with two data-parallel ranks if they are few (a
+    wrong group can look right where there is one other axis)."""
+    parallel = config.parallel
+    model = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size * parallel.context_parallel_size
+    unit = lcm(model, model // parallel.context_parallel_size * parallel.expert_model_parallel_size)
+    if asked is None:
+        return unit * 2 if unit * 2 <= _FEW_RANKS else unit
+    if asked < 2 or asked % unit:
+        fits = " or ".join(str(n) for n in nearest_multiples(asked, unit) if n > 1) or str(2 * unit)
+        raise ConfigError(f"--ranks {asked}: the layout needs a multiple of {unit} ranks, and at least 2; use {fits}")
+    return asked
+
+
+def reproducible(config: RunConfig, ranks: int, steps: int, cache: Path) -> RunConfig:
+    """What a comparison to rounding needs: no chance, no files of the run, a rate that moves weights at once."""
+    dp = ranks // _model_ranks(config)
+    training = replace(
+        config.training,
+        global_batch_size=global_batch_size(config, dp),
+        rampup_batch_size=None,
+        train_iters=steps,
+        train_samples=None,
+        exit_interval=None,
+        exit_duration_in_mins=None,
+        exit_signal_handler=False,
+        iterations_to_skip=None,
+        skip_train=False,
+    )
+    optimizer = config.optimizer
+    if optimizer.weight_decay_incr_style != "constant":
+        decay = optimizer.end_weight_decay or 0.0
+        optimizer = replace(
+            optimizer,
+            weight_decay_incr_style="constant",
+            weight_decay=decay,
+            start_weight_decay=None,
+            end_weight_decay=None,
+        )
+    return replace(
+        config,
+        model=replace(config.model, attention_dropout=0.0, hidden_dropout=0.0),
+        parallel=replace(config.parallel, pipeline_trace=None, check_replicas_every=None),
+        training=training,
+        optimizer=optimizer,
+        schedule=ScheduleConfig(lr=config.schedule.lr, lr_decay_style="constant"),
+        precision=replace(config.precision, fp16=False, bf16=False, loss_scale=None),
+        data=replace(config.data, num_workers=0, data_cache_path=str(cache)),
+        checkpoint=CheckpointConfig(),
+        logging=LoggingConfig(),
+        evaluation=EvaluationConfig(eval_iters=0),
+        runtime=RuntimeConfig(device="cpu", distributed_backend="gloo"),
+    )
+
+
+def alone(config: RunConfig) -> RunConfig:
+    """The same training by one process."""
+    return replace(config, parallel=ParallelConfig())
+
+
+def is_large(config: RunConfig, ranks: int, vocab_size: int) -> bool:
+    model, moe = config.model, config.moe
+    attention = (2 * model.num_attention_heads + 2 * model.query_groups) * model.head_dim * model.hidden_size
+    width = (3 if model.gated else 2) * model.hidden_size
+    mlp = width * model.ffn_size
+    if moe.num_experts is not None:
+        mlp = width * (moe.moe_ffn_hidden_size or model.ffn_size) * moe.num_experts
+    parameters = model.num_layers * (attention + mlp) + vocab_size * model.hidden_size * (1 if model.tied else 2)
+    training = config.training
+    tokens = (training.global_batch_size or 0) * config.data.seq_length * (training.train_iters or 0)
+    scores = 2 * model.num_layers * model.num_attention_heads * model.head_dim * config.data.seq_length
+    copies = 1 + ranks // _model_ranks(config)
+    return parameters * copies > MOST_PARAMETERS or 12 * (parameters + scores) * tokens > MOST_WORK
+
+
+def shrink(config: RunConfig, ranks: int) -> RunConfig:
+    """A small model and batch of the same structure: what divides still divides and what is shared still is; the
+    vocabulary and the data stay."""
+    seq_length = _short(config)
+    small = replace(config, data=replace(config.data, seq_length=seq_length))
+    small = replace(small, model=_small_model(config, seq_length), parallel=_small_stages(config))
+    small = replace(small, moe=_small_experts(small, config), training=_small_batch(config, ranks))
+    if config.recompute.recompute_num_layers > 1:
+        small = replace(small, recompute=replace(config.recompute, recompute_num_layers=1))
+    try:
+        check(small, needs_data=False)
+        check_world(small, ranks)
+    except ConfigError as error:
+        raise ConfigError(f"this layout could not be shrunk ({error}); give a smaller model, or --full") from None
+    return small
+
+
+def changes(before: RunConfig, after: RunConfig) -> list[str]:
+    """`--num-layers 32 -> 4`, for all that is not the same."""
+    return [
+        f"{spelled(before, setting.name)} -> {spelled(after, setting.name).rpartition(' ')[2]}"
+        for setting in all_settings()
+        if before.value(setting) != after.value(setting)
+    ]
+
+
+def _model_ranks(config: RunConfig) -> int:
+    parallel = config.parallel
+    return parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size * parallel.context_parallel_size
+
+
+def _short(config: RunConfig) -> int:
+    unit = 2 * config.parallel.context_parallel_size * config.parallel.tensor_model_parallel_size
+    return min(config.data.seq_length, unit * -(-_SHORT // unit))
+
+
+def _small_model(config: RunConfig, seq_length: int) -> Any:
+    model, tp = config.model, config.parallel.tensor_model_parallel_size
+    groups, heads = _few_heads(config)
+    head = min(model.head_dim, _NARROW_HEAD if model.rotary_percent == 1.0 else 2 * _NARROW_HEAD)
+    hidden = min(model.hidden_size, heads * head if model.kv_channels is None else 6 * _NARROW_HEAD)
+    ffn = min(model.ffn_size, tp * max(2, round(model.ffn_size / model.hidden_size * hidden / tp)))
+    window = model.window_size and tuple(min(size, seq_length // 4) if size > 0 else size for size in model.window_size)
+    return replace(
+        model,
+        num_layers=_few_layers(config),
+        num_attention_heads=heads,
+        num_query_groups=groups if model.num_query_groups is not None else None,
+        hidden_size=hidden,
+        kv_channels=None if model.kv_channels is None else head,
+        ffn_hidden_size=ffn,
+        max_position_embeddings=min(model.max_position_embeddings, max(seq_length, 1)),
+        window_size=window,
+    )
+
+
+def _few_heads(config: RunConfig) -> tuple[int, int]:
+    """(groups, heads): as many groups as make each rank's share what it was, one or a part of one; and fewer queries
+    for each, but more than one if there were."""
+    model, parallel = config.model, config.parallel
+    tp, unit = parallel.tensor_model_parallel_size, parallel.tensor_model_parallel_size
+    if parallel.cp_attention == "a2a":
+        unit *= parallel.context_parallel_size
+    groups, queries = model.query_groups, model.num_attention_heads // model.query_groups
+    few = unit if groups % unit == 0 else tp if groups % tp == 0 else groups
+    fitting = [n for n in range(min(2, queries), queries + 1) if queries % n == 0 and few * n % unit == 0]
+    if few == groups and few * queries % unit:
+        return groups, model.num_attention_heads
+    return (few, few * fitting[0]) if fitting else (groups, model.num_attention_heads)
+
+
+def _few_layers(config: RunConfig) -> int:
+    model, parallel = config.model, config.parallel
+    pp, layers = parallel.pipeline_model_parallel_size, model.num_layers
+    if config.moe.is_on and not config.moe.moe_layer_freq.strip().isdigit():
+        return layers  # a list of its layers
+    if parallel.num_layers_per_virtual_pipeline_stage is not None:
+        return pp * min(2, layers // (pp * parallel.num_layers_per_virtual_pipeline_stage))
+    first, last = parallel.decoder_first_pipeline_num_layers, parallel.decoder_last_pipeline_num_layers
+    if pp > 1 and (first is not None or last is not None):
+        return layers  # an uneven cut is what is to be seen
+    return pp * min(2, layers // pp)
+
+
+def _small_stages(config: RunConfig) -> ParallelConfig:
+    if config.parallel.num_layers_per_virtual_pipeline_stage is None:
+        return config.parallel
+    if config.moe.is_on and not config.moe.moe_layer_freq.strip().isdigit():
+        return config.parallel
+    return replace(config.parallel, num_layers_per_virtual_pipeline_stage=1)
+
+
+def _small_experts(small: RunConfig, config: RunConfig) -> Any:
+    moe, ep = config.moe, config.parallel.expert_model_parallel_size
+    if moe.num_experts is None:
+        return moe
+    few = ep * max(2, -(-max(moe.moe_router_topk + 1, _FEW_EXPERTS) // ep))
+    shrunk = small.model.hidden_size / config.model.hidden_size
+    tp = config.parallel.tensor_model_parallel_size
+
+    def narrower(width: int | None) -> int | None:
+        return None if width is None else min(width, tp * max(2, round(width * shrunk / tp)))
+
+    return replace(
+        moe,
+        num_experts=min(moe.num_experts, few),
+        moe_ffn_hidden_size=narrower(moe.moe_ffn_hidden_size),
+        moe_shared_expert_intermediate_size=narrower(moe.moe_shared_expert_intermediate_size),
+    )
+
+
+def _small_batch(config: RunConfig, ranks: int) -> Any:
+    training, dp = config.training, ranks // _model_ranks(config)
+    assert training.global_batch_size is not None
+    micro = min(training.micro_batch_size, 2)
+    count = training.global_batch_size // (training.micro_batch_size * dp)
+    few = min(count, 2 * config.parallel.pipeline_model_parallel_size)
+    return replace(training, micro_batch_size=micro, global_batch_size=micro * dp * few)
