@@ -66,18 +66,31 @@ class ParallelState:
     embedding: Axis
     model: Axis
     world: Axis
+    pp_links: tuple[Axis, ...] = ()
+    """`pp` four times, each with a process group of its own: for each of two directions, what goes to the next stage
+    and what goes back. Only where the backend tells messages apart by nothing but their order (nccl)."""
 
     @staticmethod
     def build(
-        layout: Layout, rank: int, timeout: timedelta | None = None, make_group: GroupMaker | None = None
+        layout: Layout,
+        rank: int,
+        timeout: timedelta | None = None,
+        make_group: GroupMaker | None = None,
+        *,
+        links: bool | None = None,
     ) -> ParallelState:
         """Makes the groups of `layout`. A collective call: every rank of the world makes it, in the same order.
 
         `timeout` is that of every collective (torch does not hand down the one the world was initialised with).
+        `links` asks for `pp_links`; unset, where the backend needs them.
         """
         make_group = make_group or partial(_new_group, timeout=timeout)
         made: dict[tuple[int, ...], dist.ProcessGroup] = {}
-        return ParallelState(layout, rank, **{name: _build_axis(layout, rank, name, make_group, made) for name in AXES})
+        axes = {name: _build_axis(layout, rank, name, make_group, made) for name in AXES}
+        if links is None:
+            links = layout.pp > 1 and dist.is_initialized() and dist.get_backend() != "gloo"
+        pp_links = _build_links(layout, axes["pp"], timeout) if links else ()
+        return ParallelState(layout, rank, pp_links=pp_links, **axes)  # type: ignore[arg-type]
 
     @staticmethod
     def plan(layout: Layout, rank: int) -> ParallelState:
@@ -86,7 +99,7 @@ class ParallelState:
         for name in AXES:
             ranks = layout.group_of(name, rank)
             axes[name] = Axis(name, ranks.index(rank), len(ranks), ranks)
-        return ParallelState(layout, rank, **axes)
+        return ParallelState(layout, rank, **axes)  # type: ignore[arg-type]
 
     def axis(self, name: str) -> Axis:
         if name not in AXES:
@@ -99,12 +112,24 @@ def _build_axis(
     layout: Layout, rank: int, name: str, make_group: GroupMaker, made: dict[tuple[int, ...], dist.ProcessGroup]
 ) -> Axis:
     mine = layout.group_of(name, rank)
+    for ranks in layout.groups(name):
+        # Also of ranks that are alone on this axis: to make a group is a call of the whole world.
+        if len(ranks) > 1 and ranks not in made:  # dp and dp_cp are often the same ranks: one communicator serves both
+            made[ranks] = make_group(name, ranks)
     if len(mine) == 1:
         return Axis.single(name, rank)
-    for ranks in layout.groups(name):
-        if ranks not in made:  # dp and dp_cp are often the same ranks: one communicator serves both
-            made[ranks] = make_group(name, ranks)
     return Axis(name, mine.index(rank), len(mine), mine, made[mine])
+
+
+def _build_links(layout: Layout, pp: Axis, timeout: timedelta | None) -> tuple[Axis, ...]:
+    """Every rank makes the groups of all pipelines, as torch wants it."""
+    links = []
+    for _ in range(4):
+        groups = {
+            ranks: dist.new_group(list(ranks), timeout=timeout, group_desc="pp link") for ranks in layout.groups("pp")
+        }
+        links.append(Axis(pp.name, pp.rank, pp.size, pp.ranks, groups[pp.ranks]))
+    return tuple(links)
 
 
 def _new_group(name: str, ranks: tuple[int, ...], timeout: timedelta | None) -> dist.ProcessGroup:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -13,6 +14,10 @@ from torch import Tensor
 from megatron.distributed.state import Axis
 
 What = Literal["activation", "gradient"]
+Link = tuple[What, bool]
+"""What travels, and whether from one end of the axis around to the other."""
+
+_LINKS: tuple[Link, ...] = (("activation", False), ("activation", True), ("gradient", False), ("gradient", True))
 
 
 @dataclass(frozen=True)
@@ -29,17 +34,25 @@ class Message:
 
 
 class Links:
-    """Sends and receives without waiting: receives come ahead of their use, sends are forgotten until done."""
+    """Sends and receives without waiting: receives come ahead of their use, sends are forgotten until done.
 
-    def __init__(self, pp: Axis) -> None:
+    gloo finds a message by its tag. nccl works off what two ranks exchange in the order in which each of them asked
+    for it, so there every direction of every kind has a process group to itself: on one side of such a link there are
+    only sends, on the other only receives, and both follow the order of the passes.
+    """
+
+    def __init__(self, pp: Axis, links: Sequence[Axis] = ()) -> None:
+        """`links`: a process group for each direction (`ParallelState.pp_links`), where the backend has no tags."""
         self._pp = pp
+        self._axes = dict(zip(_LINKS, links, strict=True)) if links else dict.fromkeys(_LINKS, pp)
         self._receiving: dict[Message, tuple[Tensor, dist.Work]] = {}
         self._sending: deque[tuple[Tensor, dist.Work]] = deque()
 
     def send(self, tensor: Tensor, message: Message, to: int) -> None:
         """`to` is a place on the pipeline axis."""
         tensor = tensor.contiguous()
-        work = dist.isend(tensor, self._pp.ranks[to], group=self._pp.group, tag=message.tag)
+        group = self._axes[self._link(message, to)].group
+        work = dist.isend(tensor, self._pp.ranks[to], group=group, tag=message.tag)
         assert work is not None
         self._sending.append((tensor, work))
         while self._sending and self._sending[0][1].is_completed():
@@ -47,12 +60,17 @@ class Links:
 
     def expect(self, message: Message, shape: tuple[int, ...], like: Tensor, source: int) -> None:
         """Posts the receive; `take` waits for it."""
-        if message in self._receiving:
-            return
+        assert message not in self._receiving, f"{message} is expected already"
         tensor = torch.empty(shape, dtype=like.dtype, device=like.device)
-        work = dist.irecv(tensor, self._pp.ranks[source], group=self._pp.group, tag=message.tag)
+        group = self._axes[self._link(message, self._pp.rank)].group
+        work = dist.irecv(tensor, self._pp.ranks[source], group=group, tag=message.tag)
         assert work is not None
         self._receiving[message] = tensor, work
+
+    def _link(self, message: Message, receiver: int) -> Link:
+        """With virtual stages the last rank passes on to the first: between two ranks, both directions have both."""
+        end = 0 if message.what == "activation" else self._pp.size - 1
+        return message.what, receiver == end
 
     def take(self, message: Message) -> Tensor:
         tensor, work = self._receiving.pop(message)

@@ -43,12 +43,13 @@ class Pipeline:
         hidden_step: HiddenStep,
         hidden_like: HiddenLike,
         wgrad_queue: WgradQueue | None = None,
+        links: Sequence[Axis] = (),
     ) -> None:
-        """`stages` are this rank's, in the order of the model."""
+        """`stages` are this rank's, in the order of the model; `links` is `ParallelState.pp_links`."""
         self.stages, self.pp, self.schedule = list(stages), pp, schedule
         self.loss_step, self.hidden_step, self.hidden_like = loss_step, hidden_step, hidden_like
         self.wgrad_queue = wgrad_queue
-        self.links = Links(pp)
+        self.links = Links(pp, links)
         self.trace: StepTrace | None = None  # told of every action with its start and end, to draw it
 
     @property

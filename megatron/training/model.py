@@ -108,6 +108,7 @@ def _parallel_gpt(run: Run, model: GPT, forward_step: ForwardStep) -> BuiltModel
         hidden_step=hidden_step,
         hidden_like=_hidden_like(run),
         wgrad_queue=queue,
+        links=parallel.pp_links,
     )
     if config.pipeline_trace is not None:
         pipeline.trace = StepTrace()

@@ -23,7 +23,8 @@ def test_every_rank_is_in_exactly_one_group_of_each_axis(layout: Layout) -> None
     for axis in AXES:
         groups = layout.groups(axis)
         assert sorted(rank for ranks in groups for rank in ranks) == list(range(layout.world_size))
-        assert len({len(ranks) for ranks in groups}) == 1
+        if axis != "embedding":  # where the stages in the middle are alone
+            assert len({len(ranks) for ranks in groups}) == 1
         assert all(list(ranks) == sorted(ranks) for ranks in groups)
         assert layout.size(axis) == len(groups[0])
 
@@ -39,6 +40,7 @@ def test_sizes_of_the_axes(layout: Layout) -> None:
         "pp": layout.pp,
         "dp_cp": layout.dp * layout.cp,
         "expert_dp": layout.dp * layout.cp // layout.ep,
+        "embedding": min(layout.pp, 2),
         "model": layout.tp * layout.pp,
         "world": layout.world_size,
     }
@@ -82,6 +84,12 @@ def test_groups_written_out() -> None:
     assert layout.groups("expert_dp") == layout.groups("dp")
     assert layout.groups("model") == ((0, 1, 8, 9), (2, 3, 10, 11), (4, 5, 12, 13), (6, 7, 14, 15))
     assert layout.groups("world") == (tuple(range(16)),)
+
+
+def test_the_first_and_the_last_stage_share_the_embedding() -> None:
+    layout = Layout(8, tp=2, pp=4)
+    assert layout.groups("embedding") == ((0, 6), (1, 7), (2,), (3,), (4,), (5,))
+    assert Layout(4, pp=2).groups("embedding") == Layout(4, pp=2).groups("pp")
 
 
 def test_expert_groups_cross_context_and_data_parallel() -> None:
