@@ -1,25 +1,41 @@
 """Floating-point operations of training, by Megatron's formula (arXiv 2205.05198), and what devices can do.
 
 Model FLOPs: forward and backward (twice the forward) of every matrix product, attention's full square, no recompute.
-For plain GPT-2 shapes it is 72 B s L h^2 (1 + s / 6h + V / 12Lh); below is the same count for every option.
+For plain GPT-2 shapes it is 72 B s L h^2 (1 + s / 6h + V / 12Lh); below is the same count for every option. Of experts
+those count that a token goes to (none dropped), the shared one, and the router.
 """
 
 from __future__ import annotations
 
-from megatron.config import ModelConfig
+from megatron.config import ModelConfig, MoEConfig
 
 
-def flops_per_token(config: ModelConfig, *, seq_length: int, padded_vocab_size: int) -> float:
+def flops_per_token(
+    config: ModelConfig, *, seq_length: int, padded_vocab_size: int, moe: MoEConfig | None = None
+) -> float:
     """Training FLOPs for each token of a sequence of `seq_length`."""
     hidden, width = config.hidden_size, config.head_dim
     query_width, kv_width = config.num_attention_heads * width, config.query_groups * width
     qkv = hidden * (query_width + 2 * kv_width)
     core = 2 * seq_length * query_width  # QK and PV
     dense = query_width * hidden
-    mlp = hidden * config.ffn_size * (3 if config.gated else 2)
-    per_layer = qkv + core + dense + mlp  # multiply-adds of the forward pass
+    per_layer = qkv + core + dense  # multiply-adds of the forward pass
+    moe = moe or MoEConfig()
+    with_experts = len(moe.expert_layers(config.num_layers))
+    mlps = (config.num_layers - with_experts) * _mlp(config, config.ffn_size) + with_experts * _experts(config, moe)
     head = hidden * padded_vocab_size
-    return 2.0 * 3.0 * (config.num_layers * per_layer + head)
+    return 2.0 * 3.0 * (config.num_layers * per_layer + mlps + head)
+
+
+def _mlp(config: ModelConfig, width: int) -> int:
+    return config.hidden_size * width * (3 if config.gated else 2)
+
+
+def _experts(config: ModelConfig, moe: MoEConfig) -> int:
+    hidden, topk = config.hidden_size, moe.moe_router_topk
+    router = hidden * (moe.num_experts or 0)
+    chosen = topk * (_mlp(config, moe.moe_ffn_hidden_size or config.ffn_size) + hidden)  # and their weighted sum
+    return router + chosen + _mlp(config, moe.moe_shared_expert_intermediate_size or 0)
 
 
 # Dense (not sparse) peak of one device in FLOP/s, by a part of its name, most specific first. Half precision means

@@ -250,7 +250,9 @@ def _throughput(run: Run, model: nn.Module) -> Throughput:
     seq_length = run.config.data.seq_length
     flops = None
     if isinstance(model, GPT):
-        flops = flops_per_token(run.config.model, seq_length=seq_length, padded_vocab_size=run.padded_vocab_size)
+        flops = flops_per_token(
+            run.config.model, seq_length=seq_length, padded_vocab_size=run.padded_vocab_size, moe=run.config.moe
+        )
     return Throughput(
         seq_length=seq_length,
         world_size=run.launch.world_size,

@@ -7,6 +7,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from megatron.config import MoEConfig
 from megatron.model.flops import flops_per_token, peak_flops
 from tests.unit.model.helpers import GPT2, LLAMA, build, config
 
@@ -30,6 +31,27 @@ def test_formula_against_what_torch_counts(options: dict[str, Any], kernels: str
         model(ids, labels=ids).mean().backward()
     expected = flops_per_token(shape, seq_length=32, padded_vocab_size=100) * ids.numel()
     assert abs(counter.get_total_flops() / expected - 1) < 0.01
+
+
+@pytest.mark.parametrize(
+    "experts",
+    [
+        {},
+        {"moe_router_topk": 3, "moe_ffn_hidden_size": 40, "moe_layer_freq": "[0,1]"},
+        {"moe_shared_expert_intermediate_size": 48, "moe_router_score_function": "sigmoid"},
+    ],
+    ids=str,
+)
+def test_formula_with_experts(experts: dict[str, Any]) -> None:
+    shape, moe = config(**LLAMA | {"num_layers": 2}), MoEConfig(num_experts=5, **experts)
+    model = build(shape, kernels="ref", vocab_size=100, padded=100, moe=moe)
+    ids = torch.randint(100, (2, 32))
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        model(ids, labels=ids).mean().backward()
+    expected = flops_per_token(shape, seq_length=32, padded_vocab_size=100, moe=moe) * ids.numel()
+    assert abs(counter.get_total_flops() / expected - 1) < 0.01
+    dense = flops_per_token(shape, seq_length=32, padded_vocab_size=100) * ids.numel()
+    assert abs(counter.get_total_flops() / dense - 1) > 0.01, "the formula without experts is another"
 
 
 @pytest.mark.parametrize("options", OPTIONS[:2], ids=["gpt2", "llama"])

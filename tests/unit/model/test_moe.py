@@ -1,0 +1,211 @@
+"""Routers, capacity, and losses that reach the gradient once, against what their definitions say token by token."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.config import MoEConfig, RecomputeConfig
+from megatron.model import GPT
+from megatron.model.moe import MoE, Router, within_capacity
+from megatron.model.moe_losses import RouterReports, balance_loss, z_loss
+from megatron.ops import resolve
+from tests.unit.model.helpers import LLAMA, build, config, tokens
+
+HIDDEN, EXPERTS = 8, 5
+
+
+def router(**options: Any) -> Router:
+    settings = MoEConfig(num_experts=EXPERTS, **options)
+    made = Router(HIDDEN, 0, settings, RouterReports(settings, 1)).double()
+    torch.nn.init.normal_(made.weight, generator=torch.Generator().manual_seed(1))
+    return made
+
+
+def inputs(batch: int = 2, seq: int = 7) -> Tensor:
+    return torch.randn(batch, seq, HIDDEN, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"moe_router_topk": 3},
+        {"moe_router_pre_softmax": True},
+        {"moe_router_topk": 1, "moe_router_pre_softmax": True},
+        {"moe_router_score_function": "sigmoid"},
+        {"moe_router_score_function": "sigmoid", "moe_router_topk": 1, "moe_router_topk_scaling_factor": 2.5},
+        {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True},
+        {"moe_router_dtype": "fp64"},
+    ],
+    ids=str,
+)
+def test_choice_and_weights_token_by_token(options: dict[str, Any]) -> None:
+    made, x = router(**options), inputs()
+    bias = [0.0] * EXPERTS
+    if made.expert_bias is not None:
+        made.expert_bias += torch.tensor([0.3, -0.2, 0.0, 0.5, -0.4])
+        bias = made.expert_bias.tolist()
+    routing, topk = made(x), options.get("moe_router_topk", 2)
+    sigmoid, factor = options.get("moe_router_score_function") == "sigmoid", options.get("moe_router_topk_scaling_factor")
+    for b, t in ((b, t) for b in range(2) for t in range(7)):
+        logits = [sum(x[b, t, i].item() * made.weight[e, i].item() for i in range(HIDDEN)) for e in range(EXPERTS)]
+        every = sum(math.exp(value) for value in logits)
+        scores = [1 / (1 + math.exp(-v)) if sigmoid else math.exp(v) / every for v in logits]
+        chosen = sorted(range(EXPERTS), key=lambda e: -(scores[e] + bias[e]))[:topk]
+        total = sum(scores[e] for e in chosen)
+        normalised = not options.get("moe_router_pre_softmax") and not (sigmoid and topk == 1)
+        wanted = {e: scores[e] / (total if normalised else 1.0) * (factor or 1.0) for e in chosen}
+        got = dict(zip(routing.experts[b, t].tolist(), routing.weights[b, t].tolist(), strict=True))
+        assert got.keys() == wanted.keys()
+        assert all(abs(got[e] - wanted[e]) < 1e-12 for e in wanted)
+
+
+@pytest.mark.parametrize("policy", ["probs", "position"])
+@pytest.mark.parametrize("capacity", [1, 2, 4])
+def test_capacity_choice_by_choice(policy: str, capacity: int) -> None:
+    generator = torch.Generator().manual_seed(3)
+    scores = torch.rand(3, 11, EXPERTS, generator=generator)
+    weights, experts = scores.topk(2, dim=-1)
+    settings = MoEConfig(num_experts=EXPERTS, moe_expert_capacity_factor=1.0, moe_token_drop_policy=policy)
+    kept = within_capacity(experts, weights, capacity, settings)
+    for b in range(3):
+        choices = [(t, k) for t in range(11) for k in range(2)]
+        for expert in range(EXPERTS):
+            wanting = [(t, k) for t, k in choices if experts[b, t, k] == expert]
+            if policy == "probs":
+                wanting.sort(key=lambda place: -weights[b, place[0], place[1]].item())
+            taken = {place for place in wanting if kept[b, place[0], place[1]]}
+            assert taken == set(wanting[:capacity])
+
+
+def test_what_is_dropped_is_missing_in_the_sum() -> None:
+    shape = config(**LLAMA)
+    make = {"num_experts": 4, "moe_ffn_hidden_size": 16}
+    models = []
+    for factor in (None, 0.5):
+        moe = MoEConfig(**make, moe_expert_capacity_factor=factor)
+        models.append(build(shape, dtype=torch.float64, moe=moe).layers["0"].mlp)
+    whole, dropping = models
+    assert isinstance(whole, MoE) and isinstance(dropping, MoE)
+    x = torch.randn(2, 8, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
+    routing = dropping.router(x)
+    assert routing.kept is not None and 0 < routing.kept.sum() < routing.kept.numel()
+    expected = torch.zeros_like(x)
+    for b, t, k in routing.kept.nonzero().tolist():
+        expert = whole.experts[str(routing.experts[b, t, k].item())]
+        expected[b, t] += routing.weights[b, t, k] * expert(x[b, t])
+    assert torch.allclose(dropping(x), expected, rtol=0, atol=1e-12)
+    assert not torch.allclose(whole(x), expected, rtol=0, atol=1e-3)
+
+
+def test_losses_by_their_definition() -> None:
+    scores = torch.rand(3, 7, EXPERTS, dtype=torch.float64).softmax(-1)
+    chosen = scores.topk(2, dim=-1).indices
+    counts = torch.stack([torch.bincount(row.flatten(), minlength=EXPERTS) for row in chosen])
+    each = [EXPERTS * sum(counts[b, e] / (7 * 2) * scores[b, :, e].mean() for e in range(EXPERTS)) for b in range(3)]
+    assert torch.allclose(balance_loss(scores, counts, 2, 1, "sequence"), torch.stack(each).sum())
+    together = EXPERTS * sum(counts[:, e].sum() / (21 * 2) * scores[:, :, e].mean() for e in range(EXPERTS))
+    assert torch.allclose(balance_loss(scores, counts, 2, 1, "micro-batch"), 3 * together)
+    even = torch.full((1, 5, 5), 0.2, dtype=torch.float64)
+    assert balance_loss(even, torch.full((1, 5), 2), 2, 1, "sequence").item() == pytest.approx(1.0)
+    logits = torch.randn(3, 7, EXPERTS, dtype=torch.float64)
+    assert torch.allclose(z_loss(logits, 1), logits.exp().sum(-1).log().square().mean(1).sum())
+
+
+def with_losses(recompute: RecomputeConfig | None = None) -> GPT:
+    moe = MoEConfig(
+        num_experts=4,
+        moe_ffn_hidden_size=16,
+        moe_router_load_balancing_type="seq_aux_loss",
+        moe_aux_loss_coeff=0.3,
+        moe_z_loss_coeff=0.02,
+    )
+    return build(config(**LLAMA), dtype=torch.float64, moe=moe, recompute=recompute)
+
+
+def gradients(model: GPT) -> dict[str, Tensor]:
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def test_attached_losses_give_the_gradient_of_the_objective(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Written out: mean token loss + coefficients * mean over the sequences, as one scalar."""
+    ids = tokens()
+    attached = with_losses()
+    assert attached.routers is not None
+    attached.routers.begin(ids.numel() / len(ids))  # counted tokens times the factor 1, over the sequences
+    attached(ids, labels=ids).sum().backward()
+    written, parts = with_losses(), []
+
+    def keep(self: RouterReports, weights: Tensor, watch: Any, losses: dict[str, Tensor]) -> Tensor:
+        parts.append(0.3 * losses["load_balancing_loss"] + 0.02 * losses["z_loss"])
+        return weights
+
+    monkeypatch.setattr(RouterReports, "attach", keep)
+    mean = written(ids, labels=ids).mean()
+    (mean + torch.stack(parts).sum() / len(ids)).backward()
+    expected = gradients(written)
+    for name, gradient in gradients(attached).items():
+        assert torch.allclose(gradient / ids.numel(), expected[name], rtol=1e-10, atol=1e-14), name
+
+
+@pytest.mark.parametrize(
+    "recompute",
+    [
+        RecomputeConfig(recompute_granularity="full", recompute_method="uniform"),
+        RecomputeConfig(recompute_granularity="selective", recompute_modules=("mlp",)),
+    ],
+    ids=["full", "selective"],
+)
+def test_recomputation_reports_once(recompute: RecomputeConfig) -> None:
+    ids, models = tokens(), (with_losses(), with_losses(recompute))
+    for model in models:
+        model(ids, labels=ids).sum().backward()
+    plain, again = models
+    assert plain.routers is not None and again.routers is not None
+    assert plain.routers.losses == again.routers.losses and plain.routers.losses
+    assert {n: c.tolist() for n, c in plain.routers.counts.items()} == {
+        n: c.tolist() for n, c in again.routers.counts.items()
+    }
+    assert sum(c.sum() for c in plain.routers.counts.values()) == 4 * ids.numel() * 2
+    expected = gradients(plain)
+    assert all(torch.equal(gradient, expected[name]) for name, gradient in gradients(again).items())
+
+
+def test_an_evaluation_reports_nothing() -> None:
+    model = with_losses().eval()
+    model(tokens(), labels=tokens())
+    with torch.no_grad():
+        model.train()(tokens(), labels=tokens())
+    assert model.routers is not None and not model.routers.losses and not model.routers.counts
+
+
+def test_an_expert_without_tokens_has_a_gradient_of_zero() -> None:
+    moe = MoEConfig(num_experts=40, moe_ffn_hidden_size=8)
+    model = build(config(**LLAMA), dtype=torch.float64, moe=moe)
+    model(tokens(1, 3), labels=tokens(1, 3)).sum().backward()
+    missing = [name for name, p in model.named_parameters() if p.grad is None]
+    idle = [name for name, p in model.named_parameters() if p.grad is not None and not p.grad.any()]
+    assert not missing and any(".experts." in name for name in idle)
+
+
+def test_the_bias_stays_in_fp32() -> None:
+    moe = MoEConfig(num_experts=4, moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True)
+    model = GPT(config(**LLAMA), vocab_size=61, kernels=resolve("ref", "cpu"), moe=moe).to(torch.bfloat16)
+    mlp = model.layers["0"].mlp
+    assert isinstance(mlp, MoE) and mlp.router.expert_bias is not None
+    assert mlp.router.expert_bias.dtype == torch.float32 and mlp.router.weight.dtype == torch.bfloat16
+    assert "layers.0.mlp.router.expert_bias" in model.state_dict()
+
+
+def test_generation_with_a_cache_is_the_whole_pass() -> None:
+    moe = MoEConfig(num_experts=4, moe_shared_expert_intermediate_size=8)
+    model = build(config(**LLAMA), dtype=torch.float64, moe=moe).eval()
+    ids = tokens(1, 9)
+    cache = model.make_cache(1, 9)
+    parts = [model(ids[:, i : i + 1], cache=cache) for i in range(9)]
+    assert torch.allclose(torch.cat(parts, 1), model(ids), rtol=0, atol=1e-12)
