@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.config import ModelConfig, parse_args
+from megatron.config import ModelConfig, MoEConfig, parse_args
 from megatron.config.presets import PRESETS
 from megatron.config.run import settings_by_name
 from tests.unit.config.commands import argv
@@ -46,9 +46,28 @@ def test_the_number_of_parameters_is_the_published_one(name: str, vocabulary: in
     assert parameters(ModelConfig(model=name, **PRESETS[name]), vocabulary) == count
 
 
+@pytest.mark.parametrize(
+    ("name", "vocabulary", "count"),
+    [
+        ("mixtral-8x7b", 32000, 46_702_792_704),
+        ("mixtral-8x22b", 32768, 140_630_071_296),
+        ("qwen3-30b-a3b", 151936, 30_532_122_624),
+        ("qwen3-235b-a22b", 151936, 235_093_634_560),
+    ],
+)
+def test_the_number_of_parameters_with_experts_is_the_published_one(name: str, vocabulary: int, count: int) -> None:
+    values = PRESETS[name]
+    moe = MoEConfig(**{n: v for n, v in values.items() if settings_by_name()[n].section == "moe"})
+    model = ModelConfig(**{n: v for n, v in values.items() if settings_by_name()[n].section == "model"})
+    assert moe.num_experts is not None
+    hidden, width = model.hidden_size, moe.moe_ffn_hidden_size or model.ffn_size
+    experts = moe.num_experts * (3 * hidden * width + hidden) - 3 * hidden * model.ffn_size
+    assert parameters(model, vocabulary) + model.num_layers * experts == count
+
+
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_is_a_valid_model(name: str) -> None:
-    assert all(settings_by_name()[field].section == "model" for field in PRESETS[name])
+    assert all(settings_by_name()[field].section in ("model", "moe") for field in PRESETS[name])
     rest = "--seq-length 32 --micro-batch-size 1 --lr 1e-4 --train-iters 10 --mock-data --vocab-size 100"
     config = parse_args(argv(f"--model {name}", rest))
     assert config.notices == ()
