@@ -52,6 +52,29 @@ def parse_line(line: bytes | None, keys: Sequence[str]) -> list[Texts] | None:
     return [_texts_under(record, key) for key in keys]
 
 
+def parse_block(
+    block: bytes, keys: Sequence[str], first: int
+) -> tuple[list[tuple[int, list[Texts]]], int, list[BadLine], int]:
+    """Documents, blank lines, bad lines and the number of lines; `first` is the number of the first one."""
+    lines = block.split(b"\n")
+    if not lines[-1]:
+        lines.pop()
+    documents: list[tuple[int, list[Texts]]] = []
+    bad: list[BadLine] = []
+    blank = 0
+    for number, line in enumerate(lines, start=first):
+        try:
+            texts = parse_line(line, keys)
+        except LineError as error:
+            bad.append(BadLine(number, error.kind, error.detail))
+            continue
+        if texts is None:
+            blank += 1
+        else:
+            documents.append((number, texts))
+    return documents, blank, bad, len(lines)
+
+
 def _texts_under(record: dict[str, object], key: str) -> Texts:
     if key not in record:
         present = ", ".join(repr(name)[:40] for name in list(record)[:5]) or "none"
