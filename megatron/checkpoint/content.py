@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -111,7 +111,8 @@ def _pad_rows(tensor: Tensor, rows: int | None) -> Tensor:
 def _record(sharded: Sharded, file: str, key: tuple[str, ...]) -> TensorRecord:
     spec, tensor = sharded
     piece = Slice(file=file, key=key, ranges=spec.ranges, shape=tuple(tensor.shape))
-    return TensorRecord(logical_shape=tuple(spec.logical_shape), dtype=str(tensor.dtype), dim=spec.dim, slices=(piece,))
+    shape = tuple(spec.logical_shape)
+    return TensorRecord(logical_shape=shape, dtype=str(tensor.dtype), dim=spec.dim, slices=(piece,), fold=spec.fold)
 
 
 def merge_records(parts: list[dict[str, TensorRecord]]) -> dict[str, TensorRecord]:
@@ -123,7 +124,7 @@ def merge_records(parts: list[dict[str, TensorRecord]]) -> dict[str, TensorRecor
             if before is None:
                 merged[name] = record
                 continue
-            assert (before.logical_shape, before.dtype) == (record.logical_shape, record.dtype), name
+            assert replace(before, slices=()) == replace(record, slices=()), name
             slices = (*before.slices, *record.slices)
-            merged[name] = TensorRecord(record.logical_shape, record.dtype, record.dim, slices)
+            merged[name] = replace(record, slices=slices)
     return merged

@@ -40,6 +40,7 @@ class TensorRecord:
     dtype: str
     dim: int
     slices: tuple[Slice, ...]
+    fold: int = 1  # how many dimensions from `dim` on the ranges count through as one
 
 
 @dataclass(frozen=True)
@@ -136,6 +137,7 @@ def _tensor(record: dict[str, Any]) -> TensorRecord:
         dtype=str(record["dtype"]),
         dim=int(record["dim"]),
         slices=tuple(_slice(item) for item in record["slices"]),
+        fold=int(record.get("fold", 1)),  # absent in the first versions
     )
 
 

@@ -39,7 +39,7 @@ class StepReader:
 
     def logical(self, name: str, record: TensorRecord) -> Tensor:
         """A whole tensor in its stored 2-D or 1-D form, without padding rows."""
-        spec = ShardSpec(name=name, logical_shape=record.logical_shape, dim=record.dim)
+        spec = slices.whole_spec(name, record)
         full = torch.empty(slices.whole_stored_shape(record), dtype=_dtype(record.dtype))
         self.fill(spec, full, record)
         return full

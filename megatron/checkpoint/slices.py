@@ -7,6 +7,7 @@ common with the ShardSpec that is wanted, until every index has been copied.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from math import prod
 
 import torch
@@ -20,14 +21,19 @@ Read = Callable[[Slice], Tensor]
 
 
 def source_spec(name: str, record: TensorRecord, piece: Slice) -> ShardSpec:
-    return ShardSpec(name=name, logical_shape=record.logical_shape, dim=record.dim, ranges=piece.ranges)
+    return replace(whole_spec(name, record), ranges=piece.ranges)
+
+
+def whole_spec(name: str, record: TensorRecord) -> ShardSpec:
+    return ShardSpec(name=name, logical_shape=record.logical_shape, dim=record.dim, fold=record.fold)
 
 
 def covers_exactly(record: TensorRecord) -> bool:
     """Every index of the split dimension is in a slice, none out of range, and what overlaps is a copy."""
-    if not record.slices or (record.logical_shape and not 0 <= record.dim < len(record.logical_shape)):
+    dims = len(record.logical_shape)
+    if not record.slices or (dims and not 0 <= record.dim <= record.dim + record.fold - 1 < dims):
         return False
-    size = record.logical_shape[record.dim] if record.logical_shape else 1
+    size = whole_spec("", record).size
     whole = ((0, size),)
     intervals = sorted({interval for piece in record.slices for interval in piece.ranges or whole})
     position = 0
@@ -45,10 +51,11 @@ def whole_stored_shape(record: TensorRecord) -> tuple[int, ...]:
         return logical
     if len(piece.shape) == 1:
         return (prod(logical),)
-    local = source_spec("", record, piece).local_shape
-    for first_column in range(1, len(logical)):
+    spec = source_spec("", record, piece)
+    local, joined = spec.local_shape, spec.split_shape
+    for first_column in range(1, len(joined)):
         if prod(local[first_column:]) == piece.shape[1]:
-            return (prod(logical[:first_column]), prod(logical[first_column:]))
+            return (prod(joined[:first_column]), prod(joined[first_column:]))
     raise AssertionError(f"a tensor of logical shape {logical} is stored as {piece.shape}")
 
 

@@ -30,9 +30,14 @@ class ShardSpec:
     """Index ranges of `dim` held here, in their order in memory; None is all of it, () is nothing."""
     replica_axes: tuple[str, ...] = ()
     """Axes whose ranks hold a copy of this part and see different inputs: their gradients are summed."""
+    fold: int = 1
+    """How many dimensions from `dim` on the ranges count through as one (the heads of all KV groups, say)."""
+    copies: tuple[Range, ...] = ()
+    """What of `ranges` an earlier rank holds too: sums over all ranks, such as a norm, leave it out here."""
 
     def __post_init__(self) -> None:
-        assert not self.logical_shape or 0 <= self.dim < len(self.logical_shape), f"{self.name}: dim {self.dim}"
+        dims = len(self.logical_shape)
+        assert not dims or 0 <= self.dim <= self.dim + self.fold - 1 < dims, f"{self.name}: {self.dim}+{self.fold}"
         size = self.size
         for start, stop in self.ranges or ():
             assert 0 <= start <= stop <= size, f"{self.name}: range {start}:{stop} is outside 0:{size}"
@@ -42,7 +47,14 @@ class ShardSpec:
     @property
     def size(self) -> int:
         """Length of the split dimension of the whole parameter."""
-        return self.logical_shape[self.dim] if self.logical_shape else 1
+        return prod(self.logical_shape[self.dim : self.dim + self.fold]) if self.logical_shape else 1
+
+    @property
+    def split_shape(self) -> tuple[int, ...]:
+        """The logical shape with the folded dimensions as one: `dim` of it is what the ranges count."""
+        if not self.logical_shape:
+            return ()
+        return (*self.logical_shape[: self.dim], self.size, *self.logical_shape[self.dim + self.fold :])
 
     @property
     def held(self) -> tuple[Range, ...]:
@@ -63,15 +75,25 @@ class ShardSpec:
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """Shape of the logical view of what is held here."""
+        """Shape of the logical view of what is held here, folded as `split_shape`."""
         if not self.logical_shape:
             return ()
         held = sum(stop - start for start, stop in self.held)
-        return (*self.logical_shape[: self.dim], held, *self.logical_shape[self.dim + 1 :])
+        return (*self.split_shape[: self.dim], held, *self.split_shape[self.dim + 1 :])
 
     def whole(self) -> ShardSpec:
         """The same parameter, unsplit."""
-        return replace(self, ranges=None, replica_axes=())
+        return replace(self, ranges=None, replica_axes=(), copies=())
+
+    def counted(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """The parts of the stored tensor that no earlier rank holds: over all ranks, every element once."""
+        if not self.copies:
+            return [tensor]
+        view, parts = self.view(tensor), []
+        for offset, held in _with_offsets(self.held):
+            for start, stop in without(held, self.copies):
+                parts.append(_cut(view, self.dim, (offset + start - held[0], offset + stop - held[0])))
+        return parts
 
     def view(self, tensor: torch.Tensor) -> torch.Tensor:
         """The stored tensor in its logical local shape, sharing its memory; rows that only pad it are cut."""
@@ -87,7 +109,7 @@ class ShardSpec:
 
         A view of `full` if it is one range, else a copy.
         """
-        full = full.view(self.logical_shape)
+        full = full.view(self.split_shape)
         pieces = [full.narrow(self.dim, start, stop - start) for start, stop in self.held] if full.dim() else [full]
         if len(pieces) == 1:
             return pieces[0]
@@ -96,7 +118,7 @@ class ShardSpec:
     def put(self, full: torch.Tensor, local: torch.Tensor) -> None:
         """Writes this rank's stored tensor `local` to its place in the whole parameter."""
         for here, there in pieces(self, self.whole()):
-            _cut(full.view(self.logical_shape), self.dim, there).copy_(_cut(self.view(local), self.dim, here))
+            _cut(full.view(self.split_shape), self.dim, there).copy_(_cut(self.view(local), self.dim, here))
 
 
 def even_ranges(size: int, parts: int, index: int) -> tuple[Range, ...]:
@@ -115,8 +137,7 @@ def pieces(source: ShardSpec, target: ShardSpec) -> Iterator[tuple[Range, Range]
     assert source.dim == target.dim or source.is_whole or target.is_whole, (
         f"{source.name} is split along two dimensions"
     )
-    if source.dim != target.dim:
-        source, target = _along_one_dim(source, target)
+    source, target = _along_one_dim(source, target)
     for source_offset, (a, b) in _with_offsets(source.held):
         for target_offset, (c, d) in _with_offsets(target.held):
             start, stop = max(a, c), min(b, d)
@@ -127,7 +148,8 @@ def pieces(source: ShardSpec, target: ShardSpec) -> Iterator[tuple[Range, Range]
 
 def copy_common(source: ShardSpec, stored: torch.Tensor, target: ShardSpec, into: torch.Tensor) -> int:
     """Copies what the two parts have in common from one stored tensor to another; how many elements that was."""
-    dim = target.dim if source.is_whole else source.dim
+    source, target = _along_one_dim(source, target)
+    dim = target.dim
     copied = 0
     for here, there in pieces(source, target):
         place = _cut(target.view(into), dim, there)
@@ -143,24 +165,39 @@ def missing_ranges(parts: Sequence[ShardSpec], wanted: ShardSpec | None = None) 
     assert all(part.is_whole or part.dim == split.dim for part in parts), f"{split.name} is split along two dimensions"
     if any(part.is_whole for part in parts):
         return []
-    missing: list[Range] = []
-    covered = sorted(held for part in parts for held in part.held)
-    for start, stop in (wanted or split.whole()).held:
-        position = start
-        for a, b in covered:
-            if a > position and position < stop:
-                missing.append((position, min(a, stop)))
-            position = max(position, b)
-        if position < stop:
-            missing.append((position, stop))
-    return missing
+    wanted = _along_one_dim(split, wanted or split.whole())[1]
+    covered = [held for part in parts for held in _along_one_dim(part, wanted)[0].held]
+    return [gap for held in wanted.held for gap in without(held, covered)]
+
+
+def without(held: Range, removed: Sequence[Range]) -> Iterator[Range]:
+    """What is left of one range."""
+    position, stop = held
+    for a, b in sorted(removed):
+        if min(a, stop) > position:
+            yield position, min(a, stop)
+        position = max(position, b)
+    if position < stop:
+        yield position, stop
 
 
 def _along_one_dim(source: ShardSpec, target: ShardSpec) -> tuple[ShardSpec, ShardSpec]:
-    """A whole parameter may be seen as one range of any dimension."""
+    """Both with ranges that count the same thing. A whole parameter may be seen as one range of any dimension."""
+    if (source.dim, source.fold) == (target.dim, target.fold):
+        return source, target
     if source.is_whole:
-        return replace(source, dim=target.dim, ranges=None), target
-    return source, replace(target, dim=source.dim, ranges=None)
+        return replace(source, dim=target.dim, fold=target.fold, ranges=None), target
+    if target.is_whole:
+        return source, replace(target, dim=source.dim, fold=source.fold, ranges=None)
+    fold = max(source.fold, target.fold)
+    return _folded(source, fold), _folded(target, fold)
+
+
+def _folded(spec: ShardSpec, fold: int) -> ShardSpec:
+    """The same part, its ranges counting through more dimensions."""
+    each = prod(spec.logical_shape[spec.dim + spec.fold : spec.dim + fold])
+    ranges = None if spec.ranges is None else tuple((a * each, b * each) for a, b in spec.ranges)
+    return replace(spec, fold=fold, ranges=ranges, copies=tuple((a * each, b * each) for a, b in spec.copies))
 
 
 def _with_offsets(ranges: Iterable[Range]) -> Iterator[tuple[int, Range]]:
