@@ -16,6 +16,21 @@ Ids = npt.NDArray[np.int32]
 END_OF_TEXT = "<|endoftext|>"
 
 
+class EncoderDifference(DataError):
+    """The fast encoder gave other ids than the exact one: nothing it has written can be trusted."""
+
+    def __init__(self, index: int, excerpt: str) -> None:
+        self.index = index  # of the text, in the batch that was given
+        self.excerpt = excerpt
+        super().__init__(
+            f"the fast encoder differs from the exact one at {excerpt!r}; run again with --encoder exact "
+            "(and please report that text)"
+        )
+
+    def __reduce__(self) -> tuple[type[EncoderDifference], tuple[int, str]]:
+        return EncoderDifference, (self.index, self.excerpt)
+
+
 class Tokenizer(abc.ABC):
     """Text to ids and back.
 

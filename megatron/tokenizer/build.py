@@ -48,6 +48,7 @@ class TokenizerSettings:
     vocab_file: str | None = None
     merge_file: str | None = None
     vocab_size: int | None = None
+    encoder: str = "auto"  # auto: the fast encoder where it is exact; fast: refuse where it is not; exact
 
 
 def build_tokenizer(config: TokenizerConfig, *, announce: bool = True) -> Tokenizer:
