@@ -10,6 +10,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megatron.errors import ConfigError
 
@@ -150,11 +151,29 @@ def _look_into(path: str) -> tuple[str, bool]:
         kind = next((kind for beginning, kind in _BEGINNINGS.items() if head.startswith(beginning)), "lines")
     if kind == "lines" and begins_array(head):
         return "array", True
+    if kind == "parquet":
+        pyarrow_parquet()  # said before anything is read
     return kind, kind in ("gzip", "zstd") and begins_array(_decompressed_head(kind, head))
 
 
 def begins_array(head: bytes) -> bool:
     return head.removeprefix(UTF8_BOM).lstrip().startswith(b"[")
+
+
+def zstandard_module() -> Any:
+    try:
+        import zstandard
+    except ImportError:
+        raise ConfigError("--input: reading .zst needs the package zstandard; pip install zstandard") from None
+    return zstandard
+
+
+def pyarrow_parquet() -> Any:
+    try:
+        import pyarrow.parquet
+    except ImportError:
+        raise ConfigError("--input: reading .parquet needs the package pyarrow; pip install pyarrow") from None
+    return pyarrow.parquet
 
 
 def _decompressed_head(kind: str, head: bytes) -> bytes:
@@ -164,8 +183,6 @@ def _decompressed_head(kind: str, head: bytes) -> bytes:
             return zlib.decompressobj(wbits=31).decompress(head, _SNIFFED_BYTES)
         except zlib.error:
             return b""
-    from megatron.preprocess.streams import zstandard_module
-
     zstandard = zstandard_module()
     try:
         found: bytes = zstandard.ZstdDecompressor().stream_reader(head).read(_SNIFFED_BYTES)

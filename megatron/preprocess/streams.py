@@ -1,22 +1,25 @@
-"""Sources that are read from beginning to end (compressed files, JSON arrays, pipes) as one stream of lines."""
+"""Sources that are read from beginning to end (compressed files, JSON arrays, pipes) as streams of lines."""
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import sys
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any, BinaryIO, cast
 
 from megatron.errors import ConfigError, DataError
-from megatron.preprocess.sources import STDIN, Source
+from megatron.preprocess.arrays import ArrayError, array_lines
+from megatron.preprocess.documents import TOO_LONG
+from megatron.preprocess.sources import STDIN, UTF8_BOM, Source, begins_array, zstandard_module
 
 MAX_LINE_BYTES = 1 << 30  # a longer line is no document but a damaged file (or a decompression bomb)
-# Stands in the place of a line that was longer: no JSON, so that a real line like it would be a bad line as well.
-TOO_LONG = b"\xff\xfe line too long"
 _READ_BYTES = 1 << 18
-_OUTPUT_BYTES = 1 << 22  # gzip: most bytes that one step unpacks
-_ZSTD_READ_BYTES = 1 << 12  # zstd has no such limit, but packs at most 128 KiB into 4 bytes: 128 MiB from one read
+_GZIP_STEP_BYTES = 1 << 22  # most bytes that one step unpacks
+_ZSTD_READ_BYTES = 1 << 12  # zstd's steps have no such limit, but 4 bytes hold at most 128 KiB: 128 MiB from one read
+_BLANK_BYTES = 1 << 16  # of a pipe that is looked through for the beginning of an array
 
 
 def take_lines(stream: BinaryIO, size: int, max_line_bytes: int = MAX_LINE_BYTES) -> bytes:
@@ -35,45 +38,58 @@ def take_lines(stream: BinaryIO, size: int, max_line_bytes: int = MAX_LINE_BYTES
 
 
 class SourceStream:
-    """The lines of a source, with how much of it has been read. An element of a JSON array is one line."""
+    """One source, read once. What is read of a pipe may show that it holds an array: `source` then says so."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: Source, max_line_bytes: int = MAX_LINE_BYTES) -> None:
         self.source = source
         self.consumed = 0  # bytes on disk
-        self._lines = 0  # taken
+        self._max_line_bytes = max_line_bytes
+        self._lines = 0  # seen; whole ones
 
     def pieces(self, size: int) -> Iterator[bytes]:
-        """Whole lines of about `size` bytes each; how they are cut depends on nothing but the content."""
+        """Whole lines of at least `size` bytes in each piece but the last: the cut depends on the content alone."""
         try:
             with _open(self.source) as raw:
-                chunks = self._unpacked(raw)
-                head = next(chunks, b"")
-                while len(head) < 3 and (more := next(chunks, b"")):  # enough to know the mark of UTF-8
-                    head += more
-                while not head.strip() and (more := next(chunks, b"")):
-                    head += more  # TODO bounded
-                yield from self._cut(head, chunks, size)
-        except (zlib.error, EOFError) as error:
-            raise DataError(f"{self._place()}: damaged {self.source.kind} file ({error}); fetch it again") from None
+                stream = io.BufferedReader(_ChunkFile(self._line_chunks(raw)), _READ_BYTES)
+                while piece := take_lines(cast(BinaryIO, stream), size, self._max_line_bytes):
+                    yield piece
+        except ArrayError as error:
+            way_out = "give one array of objects, or one object per line"
+            raise DataError(f"{self.source.place(error.item)}: {error.reason}; {way_out}") from None
+        except (zlib.error, EOFError, _ZstdError) as error:
+            what = f"damaged {self.source.kind} file after {self.source.unit} {self._lines}"
+            raise DataError(f"{self.source.path}: {what} ({error}); fetch it again") from None
         except PermissionError:
             raise ConfigError(f"--input {self.source.path}: may not be read; check its permissions") from None
         except OSError as error:
-            raise DataError(f"{self._place()}: reading failed ({error.strerror or error})") from None
+            what = f"reading failed after {self.source.unit} {self._lines} ({error.strerror or error})"
+            raise DataError(f"{self.source.path}: {what}; check the disk, or fetch the file again") from None
 
-    def _cut(self, head: bytes, chunks: Iterator[bytes], size: int) -> Iterator[bytes]:
-        from megatron.preprocess.sources import UTF8_BOM
+    def _line_chunks(self, raw: BinaryIO) -> Iterator[bytes]:
+        chunks = _without_mark(self._unpacked(raw))
+        if self.source.kind == "stdin":
+            chunks = self._look_for_array(chunks)
+        if self.source.array:
+            chunks = array_lines(chunks, self._max_line_bytes)
+        for chunk in chunks:
+            self._lines += chunk.count(b"\n")
+            yield chunk
 
-        stream = as_file(_chain(head.removeprefix(UTF8_BOM), chunks))
-        while piece := take_lines(stream, size):
-            self._lines += piece.count(b"\n")
-            yield piece
-
-    def _place(self) -> str:
-        return f"{self.source.path}, after {self.source.unit} {self._lines}"
+    def _look_for_array(self, chunks: Iterator[bytes]) -> Iterator[bytes]:
+        head = b""
+        for chunk in chunks:
+            head += chunk
+            if len(head) > _BLANK_BYTES or head.strip():
+                break
+        if begins_array(head):
+            self.source = dataclasses.replace(self.source, array=True)
+        return _chain(head, chunks)
 
     def _unpacked(self, raw: BinaryIO) -> Iterator[bytes]:
         if self.source.kind == "gzip":
             return self._gunzip(raw)
+        if self.source.kind == "zstd":
+            return self._unzstd(raw)
         return self._read(raw, _READ_BYTES)
 
     def _read(self, raw: BinaryIO, size: int) -> Iterator[bytes]:
@@ -83,33 +99,69 @@ class SourceStream:
 
     def _gunzip(self, raw: BinaryIO) -> Iterator[bytes]:
         member: Any = None
+        first = True
         for data in self._read(raw, _READ_BYTES):
             while data:
                 if member is None:
-                    data = data.lstrip(b"\0") if self.consumed > len(data) else data
+                    data = data if first else data.lstrip(b"\0")  # members may be padded
                     if not data:
                         break
-                    member = zlib.decompressobj(wbits=31)
-                yield member.decompress(data, _OUTPUT_BYTES)
+                    member, first = zlib.decompressobj(wbits=31), False
+                yield member.decompress(data, _GZIP_STEP_BYTES)
                 data = member.unconsumed_tail
                 if member.eof:
                     data, member = member.unused_data, None
         if member is not None:
             raise EOFError("it ends too early")
 
+    def _unzstd(self, raw: BinaryIO) -> Iterator[bytes]:
+        zstandard = zstandard_module()
+        decompressor = zstandard.ZstdDecompressor()
+        frame: Any = None
+        try:
+            for data in self._read(raw, _ZSTD_READ_BYTES):
+                while data:
+                    frame = frame or decompressor.decompressobj()
+                    yield frame.decompress(data)
+                    data = frame.unused_data if frame.eof else b""
+                    if frame.eof:
+                        frame = None
+        except zstandard.ZstdError as error:
+            long_window = "too much memory" in str(error)
+            reason = "packed with a window over 128 MiB, pack it without --long" if long_window else str(error)
+            raise _ZstdError(reason) from None
+        if frame is not None:
+            raise EOFError("it ends too early")
 
-def _chain(head: bytes, rest: Iterable[bytes]) -> Iterator[bytes]:
+
+class _ZstdError(Exception):
+    """ZstdError, whose class is only there with its package."""
+
+
+def _chain(head: bytes, rest: Iterator[bytes]) -> Iterator[bytes]:
     yield head
     yield from rest
 
 
-def _open(source: Source) -> BinaryIO:
+def _without_mark(chunks: Iterator[bytes]) -> Iterator[bytes]:
+    head = b""
+    for chunk in chunks:
+        head += chunk
+        if len(head) >= len(UTF8_BOM):
+            break
+    yield head.removeprefix(UTF8_BOM)
+    yield from chunks
+
+
+def _open(source: Source) -> Any:
     if source.identity == STDIN:
-        return cast(BinaryIO, sys.stdin.buffer)
+        return nullcontext(sys.stdin.buffer)
     return open(source.path, "rb", buffering=0 if source.kind == "stdin" else _READ_BYTES)
 
 
 class _ChunkFile(io.RawIOBase):
+    """Chunks as a file."""
+
     def __init__(self, chunks: Iterator[bytes]) -> None:
         self._chunks = chunks
         self._chunk = memoryview(b"")
@@ -127,15 +179,3 @@ class _ChunkFile(io.RawIOBase):
         buffer[:count] = self._chunk[:count]
         self._chunk = self._chunk[count:]
         return count
-
-
-def as_file(chunks: Iterator[bytes]) -> BinaryIO:
-    return io.BufferedReader(_ChunkFile(chunks), _READ_BYTES)
-
-
-def zstandard_module() -> Any:
-    try:
-        import zstandard
-    except ImportError:
-        raise ConfigError("--input: .zst files need the package zstandard; pip install zstandard") from None
-    return zstandard
