@@ -57,6 +57,10 @@ class Tokenizer(abc.ABC):
             raise ConfigError(f"{self.name}: {self._why_no_eod()}")
         return self.eod_id
 
+    def token_id(self, token: str) -> int | None:
+        """The id of a token by its name, special ones included; None where the vocabulary has no such token."""
+        return None
+
     def _why_no_eod(self) -> str:
         return "this vocabulary has no end-of-document token"
 

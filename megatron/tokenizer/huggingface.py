@@ -55,6 +55,9 @@ class HuggingFaceTokenizer(Tokenizer):
     def eod_id(self) -> int | None:
         return None if self._eod_token is None else self._rust.token_to_id(self._eod_token)
 
+    def token_id(self, token: str) -> int | None:
+        return self._rust.token_to_id(token)
+
     def _why_no_eod(self) -> str:
         if self._eod_token is None:
             return (
