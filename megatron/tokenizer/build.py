@@ -8,6 +8,7 @@ from typing import Protocol
 
 from megatron.errors import ConfigError
 from megatron.tokenizer.base import Tokenizer
+from megatron.tokenizer.fast import Encoder
 
 GPT2 = "GPT2BPETokenizer"
 HUGGING_FACE = ("HuggingFaceTokenizer", "HFTokenizer")
@@ -48,18 +49,19 @@ class TokenizerSettings:
     vocab_file: str | None = None
     merge_file: str | None = None
     vocab_size: int | None = None
-    encoder: str = "auto"  # auto: the fast encoder where it is exact; fast: refuse where it is not; exact
+    encoder: Encoder = "auto"  # auto: the fast encoder where it is exact; fast: refuse where it is not; exact
 
 
 def build_tokenizer(config: TokenizerConfig, *, announce: bool = True) -> Tokenizer:
     """Build and check it; `announce=False` keeps the note about a slow engine to one process."""
     kind = _kind(config)
+    encoder = config.encoder if isinstance(config, TokenizerSettings) else "exact"
     if kind == NULL:
-        return _build_null(config)
+        return _build_null(config, encoder)
     if kind == GPT2:
-        tokenizer = _build_gpt2(config, announce)
+        tokenizer = _build_gpt2(config, encoder, announce)
     else:
-        tokenizer = _build_hugging_face(config, kind)
+        tokenizer = _build_hugging_face(config, kind, encoder, announce)
     if config.vocab_size is not None and config.vocab_size != tokenizer.vocab_size:
         raise ConfigError(
             f"--vocab-size {config.vocab_size}: the {kind} has {tokenizer.vocab_size} tokens; leave --vocab-size out"
@@ -88,7 +90,7 @@ def _kind(config: TokenizerConfig) -> str:
     return kind
 
 
-def _build_gpt2(config: TokenizerConfig, announce: bool) -> Tokenizer:
+def _build_gpt2(config: TokenizerConfig, encoder: Encoder, announce: bool) -> Tokenizer:
     from megatron.tokenizer.gpt2 import GPT2BPETokenizer
 
     _refuse_unused(config, GPT2, "tokenizer_model")
@@ -98,21 +100,23 @@ def _build_gpt2(config: TokenizerConfig, announce: bool) -> Tokenizer:
             f"{missing}: not given; {GPT2} needs --vocab-file vocab.json and --merge-file merges.txt "
             "(tools/train_tokenizer.py makes both)"
         )
-    return GPT2BPETokenizer(config.vocab_file, config.merge_file, announce=announce)
+    return GPT2BPETokenizer(config.vocab_file, config.merge_file, encoder=encoder, announce=announce)
 
 
-def _build_hugging_face(config: TokenizerConfig, kind: str) -> Tokenizer:
+def _build_hugging_face(config: TokenizerConfig, kind: str, encoder: Encoder, announce: bool) -> Tokenizer:
     from megatron.tokenizer.huggingface import HuggingFaceTokenizer
 
     _refuse_unused(config, kind, "vocab_file", "merge_file")
     if not config.tokenizer_model:
         raise ConfigError(f"--tokenizer-model: not given; {kind} needs a folder with a tokenizer.json")
-    return HuggingFaceTokenizer(config.tokenizer_model)
+    return HuggingFaceTokenizer(config.tokenizer_model, encoder=encoder, announce=announce)
 
 
-def _build_null(config: TokenizerConfig) -> Tokenizer:
+def _build_null(config: TokenizerConfig, encoder: Encoder) -> Tokenizer:
     from megatron.tokenizer.null import NullTokenizer
 
+    if encoder == "fast":
+        raise ConfigError(f"--encoder fast: {NULL} has no fast encoder; give --encoder auto or exact")
     _refuse_unused(config, NULL, "tokenizer_model", "vocab_file", "merge_file")
     if config.vocab_size is None:
         raise ConfigError(f"--vocab-size: not given; {NULL} needs it")
