@@ -28,6 +28,7 @@ def datasets_provider(run: Run, num_samples: tuple[int, int | None, int]) -> Dat
         vocab_size=run.vocab_size,
         eod_id=run.eod_id,
         tokenizer_fingerprint=run.tokenizer_fingerprint,
+        tokenizer=run.tokenizer,
     )
 
 

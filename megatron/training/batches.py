@@ -97,7 +97,7 @@ class BatchMaker:
         )
         pin_memory = self.run.device.type == "cuda"
         if not _is_token_dataset(dataset):
-            return self._kept(_own_loader(dataset, consumed, shape, order, config.data.num_workers, pin_memory))
+            return self._kept(_own_loader(dataset, consumed, shape, order, config, pin_memory))
         loader = build_loader(
             dataset,
             consumed_samples=consumed,
@@ -108,6 +108,7 @@ class BatchMaker:
             masks=_masks(config, self.run.eod_id),
             vocab_size=self.run.vocab_size if self.run.has_vocabulary else None,
             dataloader_type=order,
+            data_sharding=config.data.data_sharding,
             pin_memory=pin_memory,
         )
         return self._kept(loader)
@@ -121,7 +122,7 @@ def _masks(config: RunConfig, eod_id: int | None) -> MaskConfig:
     return MaskConfig(
         eod_id=eod_id,
         reset_position_ids=config.data.reset_position_ids,
-        reset_attention_mask=config.data.reset_attention_mask,
+        reset_attention_mask=config.data.isolates_documents,
         eod_mask_loss=config.data.eod_mask_loss,
     )
 
@@ -149,15 +150,18 @@ class _OwnBatches(Dataset[dict[str, Any] | MegatronError]):
 
 
 def _own_loader(
-    dataset: Any, consumed: int, shape: BlockShape, order: str, num_workers: int, pin_memory: bool
+    dataset: Any, consumed: int, shape: BlockShape, order: str, config: RunConfig, pin_memory: bool
 ) -> BatchIterator:
-    ids = (cyclic_batches if order == "cyclic" else single_batches)(len(dataset), consumed, shape)
+    if order == "cyclic":
+        ids = cyclic_batches(len(dataset), consumed, shape, data_sharding=config.data.data_sharding)
+    else:
+        ids = single_batches(len(dataset), consumed, shape)
     return BatchIterator(
         DataLoader(
             _OwnBatches(dataset),
             batch_size=None,  # the sampler hands out whole batches
             sampler=ids,
-            num_workers=num_workers,
+            num_workers=config.data.num_workers,
             pin_memory=pin_memory,
             generator=torch.Generator(),  # else the loader draws a seed from the global generator
             worker_init_fn=_leave_signals_to_the_trainer,

@@ -208,9 +208,9 @@ def test_pread_gives_the_same(prefixes: dict[str, str]) -> None:
         ({"data_path": "a", "valid_data_path": "b"}, "--data-path and --train/valid/test-data-path are both given"),
         ({"data_path": "a", "mock_data": True}, "--mock-data and a data path are both given"),
         ({"mock_data": True, "vocab_size": None}, "--mock-data: vocabulary size None"),
-        ({"train_data_path": "a", "split": "x"}, "--split 'x'"),
+        ({"train_data_path": "a", "split": "x"}, "--split x"),
         ({"data_path": "missing/prefix"}, "missing/prefix.idx does not exist"),
-        ({"data_path": ("0", "a")}, "--data-path: weight 0.0"),
+        ({"data_path": ("0", "a")}, "--data-path 0 a: the weight 0 of a"),
     ],
 )
 def test_refusals(settings: dict[str, object], message: str) -> None:
