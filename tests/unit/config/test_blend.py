@@ -44,7 +44,10 @@ def test_words(words: list[str], prefixes: tuple[str, ...], weights: Weights) ->
         (["0.5", "a", "b"], "3 values are not pairs of a weight and a prefix"),
         (["", "a"], "an empty path"),
         ([], "an empty path"),
-        ([f"p{i}" for i in range(32768)], "--valid-data-path p0 p1 p2 p3 p4 p5 p6 p7 ...: 32768 sources; at most 32767"),
+        (
+            [f"p{i}" for i in range(32768)],
+            "--valid-data-path p0 p1 p2 p3 p4 p5 p6 p7 ...: 32768 sources; at most 32767",
+        ),
     ],
 )
 def test_bad_words(words: list[str], message: str) -> None:
