@@ -108,5 +108,5 @@ def test_files_that_say_nothing_sensible(tmp_path: Path, setting: str, content: 
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="--data-args-path .*: cannot be read"):
+    with pytest.raises(ConfigError, match=r"--data-args-path .*: cannot be read"):
         sources(data_args_path=str(tmp_path / "none"))

@@ -8,7 +8,7 @@ import pytest
 from megatron.data.blended import BlendedDataset, part_samples, shares_of
 from megatron.data.cache import IndexCache
 from megatron.data.mock import MockDataset
-from megatron.errors import ConfigError, DataError
+from megatron.errors import DataError
 from tests.unit.data import oracle
 
 
