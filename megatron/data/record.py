@@ -136,11 +136,17 @@ def _parse(path: Path, content: dict[str, Any], again: str) -> DataRecord:
             raise DataError(f"{path}: {name}: {content[name]!r} is not of the right kind; {again}")
     known = {name: content[name] for name in _KINDS}
     known["source"] = tuple(str(name) for name in known["source"])
-    files = _parse_checksums(path, content.get("checksums", {}), again)
+    checksums = _parse_checksums(path, content.get("checksums", {}), again)
     version = content.get("tool_version")
     own = (*_KINDS, *_OPTIONAL, "format", "version")
     extra = {name: value for name, value in content.items() if name not in own}
-    return DataRecord(**known, **files, tool_version=None if version is None else str(version), extra=extra)
+    return DataRecord(
+        **known,
+        bin=checksums.get("bin"),
+        idx=checksums.get("idx"),
+        tool_version=None if version is None else str(version),
+        extra=extra,
+    )
 
 
 def _parse_checksums(path: Path, content: Any, again: str) -> dict[str, FileChecksums]:
