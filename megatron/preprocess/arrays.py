@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from megatron.preprocess.documents import TOO_LONG
 
 _STRUCTURE = re.compile(rb'["{}\[\],]')
+# Inside an item only brackets matter: this runs over all up to the next one, whole strings and commas included.
+_TO_BRACKET = re.compile(rb'[^"{}\[\]]*+(?:"[^"\\]*+(?:\\.[^"\\]*+)*+"[^"{}\[\]]*+)*+', re.DOTALL)
 _BACKSLASH = ord("\\")
 EMPTY_ITEM = b","  # stands for nothing between two commas: a bad line, where an empty one would be blank
 
@@ -49,6 +51,8 @@ class _Scanner:
             if self._in_string:
                 position = self._skip_string(chunk, position)
                 continue
+            if self._depth > 1 and (run := _TO_BRACKET.match(chunk, position)):
+                position = run.end()
             match = _STRUCTURE.search(chunk, position)
             if match is None or self._ended:
                 break

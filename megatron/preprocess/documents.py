@@ -71,19 +71,21 @@ def parse_lines(
         for number, line in enumerate(lines, start=first):
             _parse_into(batch, number, line, keys)
         return batch
-    key = keys[0]
     append = batch.documents.append
-    plain_key = len(keys) == 1 and "." not in key
+    key, one_key = keys[0], len(keys) == 1
     for number, line in enumerate(lines, start=first):
         try:
             record = loads(line)
-            text = record[key] if plain_key else None
-            texts = [[text]] if type(text) is str else [_texts_under(record, key) for key in keys]
+            get = record.get
+            if one_key and type(text := get(key)) is str:  # the loop below for the most usual case
+                texts = [[text]]
+            else:
+                texts = [[text] if type(text := get(key)) is str else _texts_under(record, key) for key in keys]
             if len(line) > _DEEP_BYTES and _may_be_deep(line, record):
                 _parse_into(batch, number, line, keys)
             else:
                 append((number, texts))
-        except (ValueError, TypeError, LookupError, LineError):
+        except (ValueError, AttributeError, LineError):
             _parse_into(batch, number, line, keys)
     return batch
 

@@ -130,7 +130,7 @@ def _source(path: str) -> tuple[Source, tuple[int, int]]:
     except OSError as error:
         raise ConfigError(f"--input {path}: cannot be read ({error.strerror or error}); check the path") from None
     size = 0 if kind == "stdin" else status.st_size
-    identity = f"{Path(path).absolute()} {size} {status.st_mtime_ns}"
+    identity = f"{Path(path).resolve()} {size} {status.st_mtime_ns}"
     return Source(path, kind, size, identity, array), (status.st_dev, status.st_ino)
 
 
