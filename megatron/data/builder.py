@@ -13,7 +13,8 @@ from typing import BinaryIO
 
 import numpy as np
 
-from megatron.data.files import as_bytes, fsync_directory, storage_error, write_synced
+from megatron.data.checksums import BlockChecksums, FileChecksums
+from megatron.data.files import as_bytes, fsync_directory, storage_error
 from megatron.data.growing import GrowingIndex, unnamed_file
 from megatron.data.index_file import dtype_code
 from megatron.errors import ConfigError, DataError, MegatronError
@@ -35,6 +36,7 @@ class DatasetSummary:
     max_id: int  # -1 without tokens
     longest_document: int
     empty_documents: int
+    checksums: FileChecksums | None = None  # of the .bin
 
 
 class IndexedDatasetBuilder:
@@ -44,11 +46,14 @@ class IndexedDatasetBuilder:
     removes what it wrote on an exception.
     """
 
-    def __init__(self, prefix: str | Path, dtype: np.dtype | type | str, *, overwrite: bool = False) -> None:
+    def __init__(
+        self, prefix: str | Path, dtype: np.dtype | type | str, *, overwrite: bool = False, impl: str = "mmap"
+    ) -> None:
         self.prefix = str(prefix)
         self.dtype = np.dtype(dtype).newbyteorder("<")
         dtype_code(self.dtype)  # refuses what is no kind of token
-        self._overwrite = overwrite
+        self._overwrite, self._impl = overwrite, impl
+        self._checksums = BlockChecksums()
         self._tokens, self._max_id, self._longest, self._empty = 0, -1, 0, 0
         self._partial = Path(f"{self.prefix}.bin.partial")
         self._partial_idx = Path(f"{self.prefix}.idx.partial")
@@ -145,6 +150,7 @@ class IndexedDatasetBuilder:
         assert self._stream is not None, "the dataset is finished"
         try:
             self._stream.write(as_bytes(ids))
+            self._checksums.update(as_bytes(ids))
             self._index.add(lengths, counts)
         except OSError as error:
             self.abort()
@@ -157,7 +163,7 @@ class IndexedDatasetBuilder:
         try:
             self._stream.flush()
             os.fsync(self._stream.fileno())
-            write_synced(self._partial_idx, self._index.index_bytes(self.dtype))
+            self._index.write(self._partial_idx, self.dtype, self._impl)
             self._refuse_existing()
             if self._overwrite:  # the old record and index must never describe the new tokens
                 Path(f"{self.prefix}.meta.json").unlink(missing_ok=True)
@@ -187,6 +193,7 @@ class IndexedDatasetBuilder:
             max_id=self._max_id,
             longest_document=self._longest,
             empty_documents=self._empty,
+            checksums=self._checksums.checksums(),
         )
 
     def abort(self) -> None:

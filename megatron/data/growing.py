@@ -10,8 +10,9 @@ from typing import BinaryIO
 
 import numpy as np
 
-from megatron.data.files import as_bytes
+from megatron.data.files import as_bytes, write_synced
 from megatron.data.index_file import HEADER, MAGIC, VERSION, dtype_code
+from megatron.data.legacy import write_legacy_index
 
 _BLOCK = 1 << 20  # entries held at a time
 
@@ -29,6 +30,13 @@ class GrowingIndex:
         self._counts.write(as_bytes(counts.astype("<i4", copy=False)))
         self.sequences += len(lengths)
         self.documents += len(counts)
+
+    def write(self, path: Path, dtype: np.dtype, impl: str = "mmap") -> None:
+        """The .idx of this kind: mmap, or the older lazy and cached, which are one format."""
+        if impl == "mmap":
+            write_synced(path, self.index_bytes(dtype))
+        else:
+            write_legacy_index(path, dtype, self)
 
     def index_bytes(self, dtype: np.dtype) -> Iterator[bytes | memoryview]:
         """The .idx file: the lengths are walked twice, once for themselves and once for the offsets."""

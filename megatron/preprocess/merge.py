@@ -227,5 +227,6 @@ class Merger:
             max_id=merged.totals.max_id,
             source=tuple(source.path.rpartition("/")[2] for source in self._files),
             extra=extra,
+            bin_checksums=merged.checksums.checksums(),
         )
         write_record(output, record)

@@ -9,18 +9,17 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import numpy as np
 
-from megatron.data.files import fsync_directory, storage_error, write_synced
+from megatron.data.checksums import BlockChecksums
+from megatron.data.files import fsync_directory, storage_error
 from megatron.data.growing import GrowingIndex
 from megatron.data.indexed import bin_path, idx_path
-from megatron.data.legacy import write_legacy_index
 from megatron.data.record import record_path
 from megatron.errors import ConfigError
 from megatron.preprocess.shard import PARTS, SegmentResult, Totals
-from megatron.preprocess.standin import BlockChecksums
 
 _COPY_BYTES = 4 << 20
 
@@ -148,11 +147,7 @@ def _write_all(stream: BinaryIO, block: bytes) -> None:
 
 def write_index(merged: Merged, implementation: str) -> Path:
     path = merged.path("idx")
-    index = merged.index()
-    if implementation == "mmap":
-        write_synced(path, index.index_bytes(merged.dtype))
-    else:
-        write_legacy_index(path, merged.dtype, index)
+    merged.index().write(path, merged.dtype, implementation)
     os.fsync(merged.streams[0].fileno())
     return path
 
@@ -189,7 +184,3 @@ def signals_deferred() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def summary_of(merged: Merged) -> dict[str, Any]:
-    return {"algorithm": "sha256", "blocks": merged.checksums.finish()}

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from megatron.data import builder as builder_module
+from megatron.data import growing
 from megatron.data.indexed import IndexedDataset, IndexedDatasetBuilder
 from megatron.errors import ConfigError, DataError, StorageError
 
@@ -188,7 +189,7 @@ def test_failing_disk_leaves_no_index(tmp_path: Path, monkeypatch: pytest.Monkey
     elif moment == "fsync":
         monkeypatch.setattr(builder_module.os, "fsync", fail)
     elif moment == "index":
-        monkeypatch.setattr(builder_module, "write_synced", fail)
+        monkeypatch.setattr(growing, "write_synced", fail)
     else:
         monkeypatch.setattr(Path, "replace", fail_for(f".{moment.split()[1]}"))
     with pytest.raises(StorageError, match=r"d\.bin.*No space left on device.*free some space"):
