@@ -121,7 +121,8 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
 
 
 def test_a_huge_row_group_is_read_in_pieces(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.parquet", {"text": ["x" * 1000 + str(i) for i in range(100_000)]}, 10**6)
+    texts = ["x" * 1000 + str(i) for i in range(40_000)]
+    path = write(tmp_path / "a.parquet", {"text": texts}, 10**6, compression="none", use_dictionary=False)
     before = pyarrow.total_allocated_bytes()
     [segment] = plan_segments(expand_inputs([path]))
     tracemalloc.start()
@@ -129,7 +130,7 @@ def test_a_huge_row_group_is_read_in_pieces(tmp_path: Path) -> None:
         rows = 0
         for batch in read_batches(segment, ["text"]):
             rows += batch.lines
-            assert pyarrow.total_allocated_bytes() - before < 20 << 20
-        assert rows == 100_000 and tracemalloc.get_traced_memory()[1] < 20 << 20
+            assert pyarrow.total_allocated_bytes() - before < 15 << 20
+        assert rows == 40_000 and tracemalloc.get_traced_memory()[1] < 15 << 20
     finally:
         tracemalloc.stop()
