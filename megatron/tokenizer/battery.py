@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import unicodedata
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 
+import numpy as np
+
+from megatron.tokenizer.base import Ids
 from megatron.tokenizer.byte_alphabet import token_bytes
 
 NASTY = (
@@ -45,13 +48,13 @@ def battery(vocab: Mapping[str, int]) -> Iterator[str]:
 
 def first_difference(
     texts: Iterator[str],
-    one: Callable[[str], Sequence[int]],
-    other: Callable[[str], Sequence[int]],
+    one: Callable[[str], Ids],
+    other: Callable[[str], Ids],
     passed_over: Callable[[str], bool],
 ) -> str | None:
     """The first text that they encode differently."""
     for text in texts:
-        if not passed_over(text) and list(one(text)) != list(other(text)):
+        if not passed_over(text) and not np.array_equal(one(text), other(text)):
             return text
     return None
 

@@ -10,11 +10,12 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-# Beyond these planes no character that a text would hold is assigned.
-_LAST_PLANES = 0x40000
-# Small letter by one table, letter without case by another (U+0295, Latin letter pharyngeal voiced fricative).
-_RECLASSIFIED = (0x0295,)
-_JAMO = (*range(0x1161, 0x1176), *range(0x11A8, 0x11C3))
+# From here on only the ideographs of extensions B and C, complete since Unicode 5.2, are old enough.
+_SCANNED = 0x20000
+_OLD_IDEOGRAPHS = ((0x20000, 0x2A6D7), (0x2A700, 0x2B735))
+_PRIVATE = 0xE0000
+# Small letter by one table, letter without case by another.
+_PHARYNGEAL_FRICATIVE = 0x0295
 _BLOCK = 1 << 20
 
 
@@ -22,17 +23,25 @@ class DoubtfulTexts:
     """Finds them at a speed that a fast encoder does not notice.
 
     A character is doubtful if Python's Unicode table does not know it: it is younger, so one of the two encoders may
-    take it for a letter and the other not. Where text is composed (normal form C) before it is encoded, so is
-    everything that composing can move or change.
+    take it for a letter and the other not. Where text is composed (normal form C) before it is encoded, a character
+    that composing moves or joins is doubtful too, unless it is so old (Unicode 3.2) that every table has it.
     """
 
-    def __init__(self, *, composes: bool = False, plain_tokens: Sequence[str] = ()) -> None:
-        self._composes = composes
+    def __init__(self, *, composes: bool = False, cased: bool = False, plain_tokens: Sequence[str] = ()) -> None:
+        self._composes, self._cased = composes, cased
         self._tokens = re.compile("|".join(map(re.escape, plain_tokens))) if plain_tokens else None
+
+    def prepare(self) -> None:
+        """Make the table now, so that processes forked later share it."""
+        _ = self._table
+
+    def holds_token(self, text: str) -> bool:
+        """Whether an added token stands in it: such a text must not be cut."""
+        return self._tokens is not None and self._tokens.search(text) is not None
 
     def find(self, texts: Sequence[str]) -> set[int]:
         """Their positions."""
-        found = {i for i, text in enumerate(texts) if self._tokens.search(text)} if self._tokens else set()
+        found = {i for i, text in enumerate(texts) if self.holds_token(text)} if self._tokens else set()
         others = [i for i, text in enumerate(texts) if not text.isascii()]
         if others and self._any("".join([texts[i] for i in others])):
             found.update(i for i in others if self._any(texts[i]))
@@ -48,24 +57,26 @@ class DoubtfulTexts:
     @cached_property
     def _table(self) -> npt.NDArray[np.bool_]:
         table = np.zeros(0x110000, dtype=np.bool_)
-        category = unicodedata.category
-        for code in range(0x80, _LAST_PLANES):
-            if category(chr(code)) == "Cn":
-                table[code] = True
-        table[_LAST_PLANES:0xE0000] = True
-        table[[*_RECLASSIFIED]] = True
+        categories = [*map(unicodedata.category, map(chr, range(_SCANNED)))]
+        table[:_SCANNED] = np.array(categories) == "Cn"
+        table[_SCANNED:_PRIVATE] = True
+        for start, stop in _OLD_IDEOGRAPHS:
+            table[start:stop] = False
+        table[_PHARYNGEAL_FRICATIVE] = self._cased
         if self._composes:
             table[[*_composing()]] = True
         return table
 
 
 def _composing() -> Iterator[int]:
-    """What can change in normal form C, or move, or join what stands before it."""
-    yield from _JAMO
-    for code in range(0x80, 0x30000):
+    """Younger characters that normal form C moves, changes or joins to what stands before them."""
+    for code in range(0x300, _SCANNED):
         character = chr(code)
-        if unicodedata.combining(character) or not unicodedata.is_normalized("NFC", character):
-            yield code
+        if unicodedata.ucd_3_2_0.category(character) != "Cn":
+            continue
         decomposed = unicodedata.decomposition(character)
-        if decomposed and not decomposed.startswith("<"):
+        canonical = bool(decomposed) and not decomposed.startswith("<")
+        if canonical or unicodedata.combining(character):
+            yield code
+        if canonical:
             yield from (int(part, 16) for part in decomposed.split()[1:])

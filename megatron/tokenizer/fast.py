@@ -42,7 +42,8 @@ def build_guarded(
 def _build(description: dict[str, Any], exact: Callable[[str], Ids], eod_token: str | None) -> GuardedEncoder:
     kind = fast_kind(description, eod_token)
     engine = FastEngine(kind)
-    doubtful = DoubtfulTexts(composes=kind.composes, plain_tokens=kind.plain_tokens)
+    doubtful = DoubtfulTexts(composes=kind.composes, cased=kind.cased, plain_tokens=kind.plain_tokens)
+    doubtful.prepare()
     vocab = kind.description["model"]["vocab"]
     try:
         text = first_difference(battery(vocab), engine.encode, exact, lambda text: bool(doubtful.find([text])))

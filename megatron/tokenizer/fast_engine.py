@@ -39,6 +39,7 @@ class FastEngine:
             raise NotFastError(f"the package gigatoken is not installed ({INSTALL}, about 40 times faster)") from None
         self._load = GigaTokenizer.from_json
         self._description = json.dumps(kind.description, ensure_ascii=False)
+        self._growth = CACHE_BYTES
         self._build()
 
     def _build(self) -> None:
@@ -73,9 +74,12 @@ class FastEngine:
         self._since_build += self._since_check
         self._since_check = 0
         size = resident_bytes()
-        if size - self._size > CACHE_BYTES or (not size and self._since_build > REBUILD_CHARACTERS):
+        if size - self._size > self._growth or (not size and self._since_build > REBUILD_CHARACTERS):
             del self._library, self._encode  # before the next one takes its place
             self._build()
+            # Where that freed little, something else in this process has grown: it is not asked again so soon.
+            freed = size - self._size
+            self._growth = CACHE_BYTES if freed > CACHE_BYTES // 2 else 2 * self._growth
 
 
 def split_at_spaces(text: str, size: int) -> Iterator[str]:

@@ -6,13 +6,14 @@ exact encoder. The fast library itself ignores settings that it does not know, s
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 from megatron.tokenizer.bpe_files import Merge, merge_pair
-from megatron.tokenizer.byte_alphabet import BYTE_OF_CHARACTER, CHARACTER_OF_BYTE
+from megatron.tokenizer.byte_alphabet import CHARACTER_OF_BYTE
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _LETTERS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
@@ -37,7 +38,9 @@ O200K_SPLIT = "|".join(
     (*(part + _CONTRACTIONS + "?" for part in _CASED), r"\p{N}{1,3}", _OTHER + r"[\r\n/]*", r"\s*[\r\n]+", _SPACE)
 )
 NEMOTRON_SPLIT = "|".join((*_CASED, r"\p{N}", _OTHER + r"[\r\n/]*", r"\s*[\r\n]+", _SPACE))
-KNOWN_SPLITS = (GPT2_SPLIT, LLAMA3_SPLIT, CL100K_SPLIT, QWEN2_SPLIT, QWEN35_SPLIT, O200K_SPLIT, NEMOTRON_SPLIT)
+CASED_SPLITS = (O200K_SPLIT, NEMOTRON_SPLIT)
+KNOWN_SPLITS = (GPT2_SPLIT, LLAMA3_SPLIT, CL100K_SPLIT, QWEN2_SPLIT, QWEN35_SPLIT, *CASED_SPLITS)
+_IN_ALPHABET = re.compile("[" + re.escape("".join(CHARACTER_OF_BYTE)) + "]+").fullmatch
 
 
 class NotFastError(Exception):
@@ -48,6 +51,7 @@ class NotFastError(Exception):
 class FastKind:
     description: dict[str, Any]  # what the fast library is given: nothing in it that it would not read
     composes: bool  # the exact encoder brings text into normal form C first
+    cased: bool  # capitals and small letters make different words
     plain_tokens: tuple[str, ...]  # added tokens that text does match
 
 
@@ -55,15 +59,17 @@ def fast_kind(description: dict[str, Any], eod_token: str | None) -> FastKind:
     """The kind of a parsed tokenizer.json; NotFastError if it is none of the proved ones."""
     model = description.get("model") or {}
     _check_model(model)
-    vocab = {token: index for token, index in model["vocab"].items() if _in_alphabet(token)}
+    vocab = {token: index for token, index in model["vocab"].items() if _IN_ALPHABET(token)}
     merges = [merge_pair(merge) for merge in model.get("merges") or ()]
     # Text is bytes in this alphabet, so a token outside it is never made, and neither is a merge of one.
-    merges = [merge for merge in merges if _in_alphabet(merge[0]) and _in_alphabet(merge[1])]
+    merges = [merge for merge in merges if merge[0] in vocab and merge[1] in vocab]
     _check_merges(vocab, merges)
-    given = {
+    pre_tokenizer = _pre_tokenizer(description.get("pre_tokenizer"))
+    composes = _composes(description.get("normalizer"))
+    given: dict[str, Any] = {
         "added_tokens": [],
-        "normalizer": None,
-        "pre_tokenizer": _pre_tokenizer(description.get("pre_tokenizer")),
+        "normalizer": {"type": "NFC"} if composes else None,
+        "pre_tokenizer": pre_tokenizer,
         "model": {
             "type": "BPE",
             "byte_fallback": False,
@@ -73,11 +79,8 @@ def fast_kind(description: dict[str, Any], eod_token: str | None) -> FastKind:
         },
     }
     plain = _plain_tokens(description.get("added_tokens") or (), eod_token)
-    return FastKind(given, _composes(description.get("normalizer")), plain)
-
-
-def _in_alphabet(token: str) -> bool:
-    return BYTE_OF_CHARACTER.keys() >= set(token)
+    cased = any(split["pattern"]["Regex"] in CASED_SPLITS for split in pre_tokenizer.get("pretokenizers", ()))
+    return FastKind(given, composes, cased, plain)
 
 
 def _check_model(model: dict[str, Any]) -> None:
@@ -107,7 +110,8 @@ def _composes(normalizer: dict[str, Any] | None) -> bool:
     if normalizer is None:
         return False
     if normalizer.get("type") == "Sequence":
-        return any([_composes(part) for part in normalizer.get("normalizers") or ()])
+        kinds = {_composes(part) for part in normalizer.get("normalizers") or ()}  # each is looked at
+        return True in kinds
     if normalizer.get("type") == "NFC":
         return True
     raise NotFastError(f"its normalizer is {normalizer.get('type')}")
@@ -116,7 +120,7 @@ def _composes(normalizer: dict[str, Any] | None) -> bool:
 def _pre_tokenizer(pre: dict[str, Any] | None) -> dict[str, Any]:
     if pre is None:
         raise NotFastError("it has no pre-tokenizer")
-    parts = pre.get("pretokenizers") or () if pre.get("type") == "Sequence" else (pre,)
+    parts: list[dict[str, Any]] = list(pre.get("pretokenizers") or ()) if pre.get("type") == "Sequence" else [pre]
     kinds = [part.get("type") for part in parts]
     if kinds == ["ByteLevel"] and parts[0].get("use_regex", True):
         return {"type": "ByteLevel", "add_prefix_space": bool(parts[0].get("add_prefix_space", True))}

@@ -16,7 +16,7 @@ import numpy as np
 
 from megatron.tokenizer.base import EncoderDifference, Ids, refuse_surrogates
 from megatron.tokenizer.doubtful import DoubtfulTexts
-from megatron.tokenizer.fast_engine import WORD_END, EnginePanicError
+from megatron.tokenizer.fast_engine import WORD_END, EnginePanicError, split_at_spaces
 
 ExactEncoder = Callable[[str], Ids]
 
@@ -43,7 +43,7 @@ class GuardedEncoder:
             if not doubtful:
                 return [self._encode(index, text) for index, text in enumerate(texts)]
             return [
-                self._exact(text) if index in doubtful else self._encode(index, text)
+                self._encode_doubtful(text) if index in doubtful else self._encode(index, text)
                 for index, text in enumerate(texts)
             ]
         except UnicodeEncodeError:
@@ -60,6 +60,19 @@ class GuardedEncoder:
         for start in self._sample(text):
             self._compare(index, text, ids, start)
         return ids
+
+    def _encode_doubtful(self, text: str) -> Ids:
+        """The exact encoder for the parts that need it, the fast one for the rest of a long text."""
+        if len(text) <= PIECE or self._doubtful.holds_token(text):
+            return self._exact(text)
+        parts = list(split_at_spaces(text, PIECE))
+        doubtful = self._doubtful.find(parts)
+        try:
+            return np.concatenate(
+                [self._exact(part) if i in doubtful else self._engine.encode(part) for i, part in enumerate(parts)]
+            )
+        except EnginePanicError:
+            return self._exact(text)
 
     def _sample(self, text: str) -> Iterator[int]:
         """Where pieces to compare begin. The choice is by content: any number of workers compares the same."""
