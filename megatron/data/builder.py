@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -101,8 +101,8 @@ class IndexedDatasetBuilder:
         self._longest = max(self._longest, int(sizes.max(initial=0)))
         self._empty += int(np.count_nonzero(sizes == 0))
 
-    def add_dataset(self, prefix: str | Path) -> None:
-        """Appends a whole dataset of the same token dtype, streaming."""
+    def add_dataset(self, prefix: str | Path, *, on_block: Callable[[memoryview], None] | None = None) -> None:
+        """Appends a whole dataset of the same token dtype, streaming. `on_block` sees the bytes of its .bin."""
         from megatron.data.indexed import IndexedDataset, bin_path  # the reader, which in turn names this writer
 
         other = IndexedDataset(prefix)
@@ -113,6 +113,8 @@ class IndexedDatasetBuilder:
         none = np.empty(0, dtype=np.int32)
         with open(bin_path(prefix), "rb") as stream:
             for block in iter(lambda: stream.read(_COPY_BYTES), b""):
+                if on_block is not None:
+                    on_block(memoryview(block))
                 self._write(self._checked_tokens(np.frombuffer(block, dtype=self.dtype)), none, none)
         for start in range(0, other.num_documents, _BLOCK):
             bounds = other.document_indices[start : start + _BLOCK + 1]

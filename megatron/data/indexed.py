@@ -36,8 +36,8 @@ class IndexedDataset:
         setting = f"data prefix {self.prefix}"
         idx_bytes, self._bin_bytes = regular_file_size(idx, setting), regular_file_size(data, setting)
         with open(idx, "rb") as stream:
-            legacy = stream.read(len(LEGACY_MAGIC)) == LEGACY_MAGIC
-        reader = read_legacy_index if legacy else read_index
+            self.legacy = stream.read(len(LEGACY_MAGIC)) == LEGACY_MAGIC  # the lazy and cached kinds
+        reader = read_legacy_index if self.legacy else read_index
         self._attach(reader(idx, idx_bytes, self._bin_bytes))
 
     def _existing_paths(self) -> tuple[Path, Path]:
