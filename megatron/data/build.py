@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from megatron.config.sections.data import DataConfig
 
 _CACHED_FROM = 1 << 16  # sequences of all epochs; an index of fewer is built faster than it is found on a disk
+_FEW = 32  # sources; files for each small index of thousands would cost more than all that they save
 
 
 @dataclass(frozen=True)
@@ -229,7 +230,8 @@ class _Builder:
     def _dataset(self, part: Part, samples: int | None) -> GPTDataset:
         epochs = 1 if samples is None else epochs_needed(part.tokens, self.config.seq_length, samples)
         small = epochs * (part.last - part.first) < _CACHED_FROM and epochs * part.tokens < _CACHED_FROM * 16
-        cache = None if small and self.config.data_cache_path is None else self._cache(part.data.prefix)
+        worth_it = not small or (self.config.data_cache_path is not None and len(self.sources) <= _FEW)
+        cache = self._cache(part.data.prefix) if worth_it else None
         dataset = GPTDataset(
             part.data,
             first=part.first,
