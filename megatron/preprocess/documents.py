@@ -120,9 +120,9 @@ def _parse_into(batch: Batch, number: int, line: bytes, keys: Sequence[str]) -> 
         batch.documents.append((number, texts))
 
 
-def parse_line(line: bytes | None, keys: Sequence[str]) -> list[Texts] | None:
+def parse_line(line: bytes, keys: Sequence[str]) -> list[Texts] | None:
     """The texts under each key; None for a blank line. Of a key that stands twice in a line the last counts."""
-    if line is None or line == TOO_LONG:
+    if line == TOO_LONG:
         raise LineError("line too long", "more than 1 GiB; it is damaged, or not JSON lines")
     try:
         text = line.decode("utf-8").strip()
