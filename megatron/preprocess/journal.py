@@ -171,6 +171,10 @@ class WorkFolder:
         self._lock.close()
 
     @property
+    def open_files(self) -> list[BinaryIO]:
+        return [self._lock] if self._journal is None else [self._lock, self._journal]
+
+    @property
     def keeps_something(self) -> bool:
         """Whether --resume would find something to use."""
         return self.resumable and bool(self._done or (self.kept is not None and self.kept.results))

@@ -16,12 +16,12 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from types import TracebackType
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from megatron.errors import ConfigError
 from megatron.preprocess.ahead import ReadAhead
@@ -43,6 +43,10 @@ class WorkerDiedError(Exception):
         self.task, self.exit_code = task, exit_code
 
 
+class Closable(Protocol):
+    def close(self) -> None: ...
+
+
 @dataclass(eq=False)
 class _Worker:
     process: BaseProcess
@@ -52,14 +56,21 @@ class _Worker:
 
 
 class WorkerPool(Generic[Task, Answer]):
-    """`handler` is called in a worker with a task and a function that sends notes to the parent."""
+    """`handler` is called in a worker with a task and a function that sends notes to the parent. `private` are open
+    files of the parent that a forked worker must not hold: a lock ends with the last process that does."""
 
     def __init__(
-        self, handler: Callable[[Task, Callable[[Any], None]], Answer], workers: int, *, method: str | None = None
+        self,
+        handler: Callable[[Task, Callable[[Any], None]], Answer],
+        workers: int,
+        *,
+        method: str | None = None,
+        private: Sequence[Closable] = (),
     ) -> None:
         method = method or ("fork" if sys.platform == "linux" else "spawn")
         self._context = multiprocessing.get_context(method)
         self._forked = method == "fork"
+        self._private = private
         self._workers: list[_Worker] = []
         try:
             for _ in range(workers):
@@ -74,7 +85,9 @@ class WorkerPool(Generic[Task, Answer]):
     def _start(self, handler: Callable[[Task, Callable[[Any], None]], Answer]) -> _Worker:
         ours, theirs = self._context.Pipe(duplex=True)
         # A forked worker inherits the parent's ends of all pipes; holding them it would hide the parent's death.
-        inherited = [worker.connection for worker in self._workers] + [ours] if self._forked else []
+        inherited: list[Closable] = []
+        if self._forked:
+            inherited = [*(worker.connection for worker in self._workers), ours, *self._private]
         process = self._context.Process(target=_serve, args=(theirs, inherited, handler, os.getpid()), daemon=True)  # type: ignore[attr-defined]
         process.start()
         theirs.close()
@@ -182,7 +195,7 @@ def _death_of(worker: _Worker) -> WorkerDiedError:
 
 def _serve(
     connection: Connection,
-    inherited: list[Connection],
+    inherited: Sequence[Closable],
     handler: Callable[[Any, Callable[[Any], None]], Any],
     parent: int,
 ) -> None:

@@ -48,12 +48,12 @@ def preprocess(settings: PreprocessSettings, say: Say) -> Report:
         splitter = prepare_splitter_for(settings, sources, say)
         deciding = settings.deciding(sources, tokenizer, splitter)
         digest = digest_of_settings(deciding)
-        if not work_folder(settings.prefix).exists() and not settings.overwrite:
-            if settings.resume and _is_complete(settings, digest):
+        if not work_folder(settings.prefix).exists() and not settings.overwrite and not settings.resume:
+            refuse_existing(settings.prefix, settings.outputs)  # before there is anything to clean up
+        with WorkFolder(settings.prefix, resume=settings.resume, overwrite=settings.overwrite) as folder:
+            if settings.resume and not folder.keeps_something and _is_complete(settings, digest):
                 say(f"--resume: {settings.prefix} is complete; nothing is left to do")
                 return Report()
-            refuse_existing(settings.prefix, settings.outputs)
-        with WorkFolder(settings.prefix, resume=settings.resume, overwrite=settings.overwrite) as folder:
             overwrite = folder.begin(deciding, resumable=resumable, overwrite=settings.overwrite)
             if folder.kept is not None and folder.kept.naming:
                 take_names_back(folder.path, settings.outputs)
@@ -101,7 +101,9 @@ class _Run:
     def run(self, digest: str) -> Report:
         settings, merger = self._settings, self._merger
         total = share_bytes(self._sources, segment_bytes=self._segment_bytes, share=settings.share)
-        with WorkerPool[Segment, SegmentResult | SegmentFailure](self._encoder, settings.workers) as pool:
+        with WorkerPool[Segment, SegmentResult | SegmentFailure](
+            self._encoder, settings.workers, private=self._folder.open_files
+        ) as pool:
             done = merger.restore(self._folder.kept)
             if merger.report.kept_segments:
                 self._say(f"--resume: {merger.report.kept_segments} segments are done already")
