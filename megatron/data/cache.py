@@ -52,6 +52,8 @@ class IndexCache:
                 raise StorageError(f"--data-cache-path {self.directory}: {error}") from error
             self.notes.append(f"index cache not stored, so built at every start: {error}")
             return arrays
+        if all(array.nbytes <= _MAPPED_FROM for array in arrays.values()):
+            return arrays  # they would be read, not mapped
         del arrays  # never both copies in memory
         try:
             loaded = self._load(key, text)  # mapped: the ranks of a machine share one copy

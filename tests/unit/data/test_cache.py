@@ -204,8 +204,9 @@ def test_killed_while_large_arrays_are_written(tmp_path: Path) -> None:
             path.unlink()
 
 
-def test_both_copies_are_never_in_memory(tmp_path: Path) -> None:
+def test_both_copies_are_never_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The arrays that were built are gone when the stored ones are mapped."""
+    monkeypatch.setattr(cache_module, "_MAPPED_FROM", 100)
     references = []
 
     def build() -> Arrays:
@@ -225,8 +226,9 @@ def test_both_copies_are_never_in_memory(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["deleted", "damaged"])
-def test_entry_lost_between_writing_and_reading(tmp_path: Path, how: str) -> None:
+def test_entry_lost_between_writing_and_reading(tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Somebody empties the cache at the worst moment: built again, right, and not stored a second time."""
+    monkeypatch.setattr(cache_module, "_MAPPED_FROM", 100)
 
     class Unlucky(IndexCache):
         def _store(self, key: str, text: str, arrays: Arrays) -> None:
