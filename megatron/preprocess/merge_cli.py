@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from megatron.config.tool import Parser, run_tool
@@ -39,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(arguments: argparse.Namespace) -> None:
     output = arguments.output_prefix
-    if not output or output.endswith(os.sep) or os.path.isdir(output):
+    if not output or output.endswith(os.sep) or Path(output).is_dir():
         raise ConfigError(f"--output-prefix {output}: is a folder; add the name of the dataset")
     from megatron.data.merge import merge  # numpy, after --help
     from megatron.data.parts import find_prefixes, plan_groups
