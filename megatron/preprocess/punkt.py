@@ -35,8 +35,9 @@ _TO_LAST_SPACE = regex.compile(r"(?s).*\s")
 _TO_LAST_ASCII_SPACE = re.compile(r"(?s).*[ \t\n\r\x0b\x0c]")
 _CLOSING = regex.compile(r"(?m)[\"')\]}\u2018\u2019\u201c\u201d\xab\xbb]+?(?:\s+|(?=--)|$)")
 _NUMBER = regex.compile(r"^-?[\.,]?\d[\d,\.-]*\.?$")
-_INITIAL = regex.compile(r"[^\W\d]\.$")
-_ELLIPSIS = re.compile(r"\.\.+$")
+INITIAL = regex.compile(r"[^\W\d]\.$")
+ALPHA = regex.compile(r"[^\W\d]+$")
+ELLIPSIS = re.compile(r"\.\.+$")
 
 _MOST_REMEMBERED, _LONGEST_REMEMBERED = 1 << 16, 64
 
@@ -94,21 +95,21 @@ class Boundaries:
     def _contains_end(self, context: str) -> bool:
         """Whether a sentence ends anywhere in the words of a context, the last one left out."""
         lines = context.split("\n") if "\n" in context else [context]
-        tokens = [token for line in lines if line.strip() for token in _TOKEN.findall(line)]
-        return any(self._ends_sentence(token, after) for token, after in pairwise(tokens))
+        words = [token for line in lines if line.strip() for token in tokens(line)]
+        return any(self._ends_sentence(token, after) for token, after in pairwise(words))
 
     def _ends_sentence(self, token: str, after: str) -> bool:
         if not token.endswith("."):
             return token in ("?", "!")
         abbreviation, ellipsis, ends = self._first_look(token)
-        word = _without_period(_word_type(token))
-        after_type = _word_type(after)
+        word = _without_period(word_type(token))
+        after_type = word_type(after)
         if after.endswith(".") and self._first_look(after)[2]:
             after_type = _without_period(after_type)
         parameters = self._parameters
         if (word, after_type) in parameters.collocations:
             return False
-        initial = _INITIAL.match(token) is not None
+        initial = INITIAL.match(token) is not None
         if (abbreviation or ellipsis) and not initial:
             if self._starts_sentence(after, after_type) is True:
                 return True
@@ -126,7 +127,7 @@ class Boundaries:
         """(abbreviation, ellipsis, end of a sentence) for a token that ends in a period, by itself alone."""
         if token == ".":
             return False, False, True
-        if _ELLIPSIS.match(token):
+        if ELLIPSIS.match(token):
             return False, True, False
         if token.endswith(".."):
             return False, False, False
@@ -146,8 +147,12 @@ class Boundaries:
         return None
 
 
-def _word_type(token: str) -> str:
-    return _NUMBER.sub("##number##", token.lower())
+def tokens(line: str) -> list[str]:
+    return _TOKEN.findall(line)
+
+
+def word_type(token: str) -> str:
+    return token.lower() if token.isalpha() else _NUMBER.sub("##number##", token.lower())
 
 
 def _without_period(word: str) -> str:

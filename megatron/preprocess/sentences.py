@@ -18,13 +18,12 @@ from typing import Any
 
 from megatron.data.files import fsync_directory, storage_error, write_synced
 from megatron.errors import ConfigError, DataError
-from megatron.preprocess.punkt import Boundaries, PunktParameters
+from megatron.preprocess.punkt import ALPHA, ELLIPSIS, INITIAL, Boundaries, PunktParameters, tokens, word_type
 
 FORMAT = "megatron sentence parameters"
 VERSION = 1
-LEARN_FROM = 10_000_000  # characters: the abbreviations of a language are found in less
+LEARN_FROM = 6_000_000  # characters: some seconds, and the abbreviations of a language are found in less
 _LEARN_AT_ONCE = 2_000_000  # NLTK holds an object per word of these
-_LONGEST_LINE = 50_000  # NLTK gives up on a line after five seconds
 
 
 class SentenceSplitter:
@@ -77,7 +76,7 @@ def prepare_splitter(
         stored = _load(parameters_file, language)
         say(f"sentences: parameters of {parameters_file} ({stored.source}; delete it to begin anew)")
     else:
-        parameters, source, note = _find_or_learn(language, sample)
+        parameters, source, note = _find_or_learn(language, sample, say)
         _write_once(parameters_file, _encode(parameters, language, source))
         stored = _load(parameters_file, language)  # another partition may have been first: then its file holds
         say(f"sentences: {note}; kept in {parameters_file}")
@@ -88,7 +87,9 @@ def prepare_splitter(
 # ---------------------------------------------------------------- from NLTK
 
 
-def _find_or_learn(language: str, sample: Callable[[], Iterator[str]]) -> tuple[PunktParameters, str, str]:
+def _find_or_learn(
+    language: str, sample: Callable[[], Iterator[str]], say: Callable[[str], None]
+) -> tuple[PunktParameters, str, str]:
     """(parameters, source, what to say about them)"""
     try:
         import nltk.data
@@ -98,9 +99,9 @@ def _find_or_learn(language: str, sample: Callable[[], Iterator[str]]) -> tuple[
     try:
         folder = nltk.data.find(f"tokenizers/punkt_tab/{language}/")
     except LookupError:
+        say(f"sentences: NLTK has no punkt_tab data for {language}; learning from the input, up to half a minute")
         parameters, characters = learn(sample())
-        note = f"NLTK has no punkt_tab data for {language}: learned from {characters / 1e6:.1f} MB of the input"
-        return parameters, "learned", note
+        return parameters, "learned", f"learned from {characters / 1e6:.1f} million characters of the input"
     try:
         return _frozen(load_punkt_params(folder)), "trained", f"trained Punkt data of {folder}"
     except (LookupError, ValueError, OSError, TypeError, IndexError) as error:
@@ -113,18 +114,12 @@ def _find_or_learn(language: str, sample: Callable[[], Iterator[str]]) -> tuple[
 
 def learn(texts: Iterator[str], most: int = LEARN_FROM) -> tuple[PunktParameters, int]:
     """Parameters and the number of characters that they were learned from. Equal texts give equal parameters."""
-    from nltk.tokenize.punkt import PunktTrainer
-
-    class Trainer(PunktTrainer):
-        def _unique_types(self, tokens: Any) -> list[str]:  # NLTK goes through a set: another order in each process
-            return sorted(super()._unique_types(tokens))
-
-    trainer = Trainer()
+    trainer = _trainer()
     total, pending, held = 0, [], 0
     for text in texts:
         text = text[: most - total]
         total += len(text)
-        pending.append(_with_short_lines(text))
+        pending.append(text)
         held += len(text)
         if held >= _LEARN_AT_ONCE:
             trainer.train("\n\n".join(pending), finalize=False)
@@ -137,12 +132,26 @@ def learn(texts: Iterator[str], most: int = LEARN_FROM) -> tuple[PunktParameters
     return _frozen(trainer.get_params()), total
 
 
-def _with_short_lines(text: str) -> str:
-    if len(text) <= _LONGEST_LINE:
-        return text
-    return "\n".join(
-        line[i : i + _LONGEST_LINE] for line in text.split("\n") for i in range(0, len(line), _LONGEST_LINE)
-    )
+def _trainer() -> Any:
+    """NLTK's trainer, deterministic and without its time limits, which cost half of the time."""
+    from nltk.tokenize.punkt import PunktLanguageVars, PunktToken, PunktTrainer
+
+    class Words(PunktLanguageVars):
+        def word_tokenize(self, s: str) -> list[str]:
+            return tokens(s)
+
+    class Token(PunktToken):
+        __slots__ = ()
+        _RE_ELLIPSIS, _RE_INITIAL, _RE_ALPHA = ELLIPSIS, INITIAL, ALPHA
+
+        def _get_type(self, tok: str) -> str:
+            return word_type(tok)
+
+    class Trainer(PunktTrainer):
+        def _unique_types(self, tokens: Any) -> list[str]:  # NLTK goes through a set: another order in each process
+            return sorted(super()._unique_types(tokens))
+
+    return Trainer(lang_vars=Words(), token_cls=Token)
 
 
 def _frozen(found: Any) -> PunktParameters:
@@ -175,18 +184,23 @@ def _write_once(path: Path, content: bytes) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_synced(temporary, [content])
         try:
-            os.link(temporary, path)
-        except FileExistsError:
-            return
-        except OSError:  # a file system without links: the last writer wins, and all of them learned the same
-            temporary.replace(path)
-        fsync_directory(path.parent)
+            write_synced(temporary, [content])
+            _publish(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
     except OSError as error:
         raise storage_error(path, error) from error
-    finally:
-        temporary.unlink(missing_ok=True)
+
+
+def _publish(temporary: Path, path: Path) -> None:
+    try:
+        os.link(temporary, path)
+    except FileExistsError:
+        return
+    except OSError:  # a file system without links: the last writer wins, and all of them learned the same
+        temporary.replace(path)
+    fsync_directory(path.parent)
 
 
 def _load(path: Path, language: str) -> _Stored:
