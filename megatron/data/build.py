@@ -280,6 +280,9 @@ class _Builder:
             self._empty(name, f"no source has the {self.config.seq_length + 1} tokens of one sample", wanted)
             return None
         sizes = [len(dataset) for _, dataset in kept]
+        if wanted is not None and wanted > sum(sizes) and name != "train":
+            self.notes.append(f"{name}: {sum(sizes)} samples in its sources; an evaluation begins again after them")
+            wanted = sum(sizes)
         if wanted is not None and wanted > sum(sizes):
             raise DataError(
                 f"{flag}: one epoch of its sources is {sum(sizes)} {name} samples, and the run needs {wanted}; "

@@ -88,10 +88,14 @@ def _repeated(rows: Sequence[Row], more_than: float) -> list[Row]:
     return sorted(found, key=lambda row: -row.epochs)
 
 
+def _others(count: int) -> str:
+    return "1 other source" if count == 1 else f"{count:,} other sources"
+
+
 def warn_repeated(rows: Sequence[Row]) -> Iterator[str]:
     found = _repeated(rows, OFTEN)
     if found:
-        others = f" (and {len(found) - 1} other sources more than {OFTEN:g} times)" if len(found) > 1 else ""
+        others = f" (and {_others(len(found) - 1)} more than {OFTEN:g} times)" if len(found) > 1 else ""
         yield (
             f"training reads {found[0].source} {found[0].epochs:.1f} times{others}: give it more data or a smaller "
             f"weight; --max-epochs N refuses to repeat a source more often than N times"
@@ -101,7 +105,7 @@ def warn_repeated(rows: Sequence[Row]) -> Iterator[str]:
 def refuse_repeated(rows: Sequence[Row], max_epochs: float | None) -> None:
     found = [] if max_epochs is None else _repeated(rows, max_epochs)
     if found:
-        row, others = found[0], f", and {len(found) - 1} other sources too often" if len(found) > 1 else ""
+        row, others = found[0], f", and {_others(len(found) - 1)} too often" if len(found) > 1 else ""
         weight = "" if row.weight is None else f"weight {row.weight:.4g}, "
         raise ConfigError(
             f"--max-epochs {max_epochs:g}: training would read {row.source} {row.epochs:.2f} times ({weight}"

@@ -90,6 +90,14 @@ def test_bare_prefixes_take_everything_once(prefixes: dict[str, str], texts: dic
         build(data_path=path, split="1,0,0", num_samples=(total + 1, 0, 0))
 
 
+def test_an_evaluation_of_bare_prefixes_begins_again(prefixes: dict[str, str]) -> None:
+    """As in Megatron, only training needs as many samples as it asks for."""
+    built = build(data_path=(prefixes["a"], prefixes["b"]), split="8,1,1", num_samples=(50, 5000, 5000))
+    for name, dataset in (("valid", built.valid), ("test", built.test)):
+        assert dataset is not None and 0 < len(dataset) < 5000
+        assert f"{name}: {len(dataset)} samples in its sources; an evaluation begins again after them" in built.notes
+
+
 def test_a_path_for_each_split(prefixes: dict[str, str], texts: dict[str, list[list[int]]]) -> None:
     built = build(
         train_data_path=prefixes["a"], valid_data_path=("1", prefixes["b"], "1", prefixes["c"]), num_samples=(50, 9, 4)
