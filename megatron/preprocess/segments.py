@@ -54,19 +54,21 @@ def plan_segments(
     number = position = 0
     for unit in _units_of_share(sources, segment_bytes, share):
         if unit.source.kind in ("lines", "parquet"):
-            yield Segment(unit.source, number, unit.start, unit.stop, None, position + unit.size)
+            position += unit.size
+            yield Segment(unit.source, number, unit.start, unit.stop, None, position)
             number += 1
         else:
             stream = SourceStream(unit.source, max_line_bytes)
             for data in stream.pieces(segment_bytes):
                 yield Segment(stream.source, number, 0, len(data), data, position + stream.consumed)
                 number += 1
-        position += unit.size
+            position += stream.consumed
 
 
 def share_bytes(sources: Sequence[Source], *, segment_bytes: int = SEGMENT_BYTES, share: tuple[int, int]) -> int:
-    """Bytes on disk of a share, for the progress display."""
-    return sum(unit.size for unit in _units_of_share(sources, segment_bytes, share))
+    """Bytes on disk of a share, for the progress display; 0 if that of any source is unknown."""
+    units = list(_units_of_share(sources, segment_bytes, share))
+    return 0 if any(unit.source.kind == "stdin" for unit in units) else sum(unit.size for unit in units)
 
 
 def _units_of_share(sources: Sequence[Source], segment_bytes: int, share: tuple[int, int]) -> Iterator[_Unit]:

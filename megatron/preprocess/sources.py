@@ -18,7 +18,7 @@ STDIN = "-"
 STDIN_NAME = "standard input"
 UTF8_BOM = b"\xef\xbb\xbf"
 KINDS = {".gz": "gzip", ".zst": "zstd", ".parquet": "parquet"}
-IN_FOLDERS = (".jsonl", ".json", *KINDS)
+IN_FOLDERS = (".jsonl", ".json", ".ndjson", *KINDS)
 _BEGINNINGS = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"PAR1": "parquet"}
 _SNIFFED_BYTES = 1 << 14
 _NOT_READ = {".bz2": "bunzip2", ".xz": "unxz", ".zip": "unzip", ".7z": "7z x", ".tar": "tar xf", ".tgz": "tar xf"}
@@ -65,7 +65,7 @@ def expand_inputs(patterns: Sequence[str]) -> list[Source]:
 
 def input_bytes(sources: Sequence[Source]) -> int:
     """Size on disk, for the progress display (0 if that of any is unknown)."""
-    return 0 if any(source.kind == "stdin" and not source.size for source in sources) else sum(s.size for s in sources)
+    return 0 if any(source.kind == "stdin" for source in sources) else sum(source.size for source in sources)
 
 
 def _files_of(pattern: str) -> Iterator[str]:
@@ -96,7 +96,7 @@ def _files_in(folder: str) -> list[str]:
         seen.add((status.st_dev, status.st_ino))
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         paths = [str(Path(current) / name) for name in sorted(names) if not name.startswith(".")]
-        found += [path for path in paths if Path(path).suffix in IN_FOLDERS and not _is_own_record(path)]
+        found += [path for path in paths if _is_data(path)]
     if not found:
         raise ConfigError(f"--input {folder}: the folder holds no {', '.join(IN_FOLDERS)} files; check the path")
     return sorted(found)
@@ -106,21 +106,24 @@ def _raise_unreadable(error: OSError) -> None:
     raise ConfigError(f"--input {error.filename}: may not be read ({error.strerror}); check its permissions") from None
 
 
-def _is_own_record(path: str) -> bool:
-    """The record of a dataset that an earlier run wrote beside its input."""
-    return path.endswith(_OWN_RECORDS) and Path(path.removesuffix(".meta.json") + ".idx").exists()
+def _is_data(path: str) -> bool:
+    """Also what would be data if it could be read (x.jsonl.bz2): it is refused, not passed over."""
+    suffixes = [suffix.lower() for suffix in Path(path).suffixes[-2:]]
+    if path.endswith(_OWN_RECORDS) and Path(path.removesuffix(".meta.json") + ".idx").exists():
+        return False  # the record of a dataset that an earlier run wrote beside its input
+    return bool(suffixes) and (suffixes[-1] in IN_FOLDERS or (suffixes[0] in IN_FOLDERS and suffixes[-1] in _NOT_READ))
 
 
 def _source(path: str) -> tuple[Source, tuple[int, int]]:
-    suffix = Path(path).suffix
-    if suffix in _NOT_READ:
-        raise ConfigError(f"--input {path}: {suffix} is not read; unpack it first ({_NOT_READ[suffix]})")
+    for suffix in (suffix.lower() for suffix in Path(path).suffixes[-2:]):
+        if suffix in _NOT_READ:
+            raise ConfigError(f"--input {path}: {suffix} is not read; unpack it first ({_NOT_READ[suffix]})")
     try:
         status = Path(path).stat()
         if stat.S_ISFIFO(status.st_mode):
             kind, array = "stdin", False
         elif stat.S_ISREG(status.st_mode):
-            kind, array = _look_into(path)
+            kind, array = _look_into(path, status.st_size)
         else:
             raise ConfigError(f"--input {path}: neither a file nor a pipe; give files that hold JSON lines")
     except PermissionError:
@@ -142,11 +145,13 @@ def _standard_input() -> Source:
     return Source(STDIN_NAME, "stdin", 0, STDIN)
 
 
-def _look_into(path: str) -> tuple[str, bool]:
+def _look_into(path: str, size: int) -> tuple[str, bool]:
     """The kind, by the name's ending or else by the first bytes, and whether it holds one JSON array."""
     with open(path, "rb") as file:
         head = file.read(_SNIFFED_BYTES)
-    kind = KINDS.get(Path(path).suffix)
+    if head and not size:
+        return "stdin", False  # some file systems do not know sizes; it must not pass for empty
+    kind = KINDS.get(Path(path).suffix.lower())
     if kind is None:
         kind = next((kind for beginning, kind in _BEGINNINGS.items() if head.startswith(beginning)), "lines")
     if kind == "lines" and begins_array(head):

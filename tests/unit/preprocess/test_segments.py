@@ -304,8 +304,13 @@ def test_standard_input_and_pipes(content: bytes, tmp_path: Path, monkeypatch: p
     os.mkfifo(pipe)
     writer = threading.Thread(target=pipe.write_bytes, args=(content,))
     writer.start()
-    assert texts_of(plan_segments(expand_inputs([str(pipe)]))) == ["1", "2"]
+    file = write(tmp_path / "a.jsonl", b'{"text": "3"}')
+    sources_behind = expand_inputs([str(pipe), str(file)])
+    planned = list(plan_segments(sources_behind))
     writer.join()
+    assert texts_of(iter(planned)) == ["1", "2", "3"]
+    assert [segment.position for segment in planned] == [len(content), len(content) + 13]
+    assert share_bytes(sources_behind, share=(0, 1)) == 0
     with pytest.raises(ConfigError, match=r"standard input: a pipe cannot be shared by 2 partitions"):
         list(plan_segments(sources, share=(0, 2)))
 

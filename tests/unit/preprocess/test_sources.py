@@ -103,8 +103,10 @@ def test_what_cannot_be_read_is_refused_with_the_way_out(tmp_path: Path) -> None
     assert "there is no such file; check the path" in refused(tmp_path / "missing.jsonl")
     assert "no file matches the pattern" in refused(tmp_path / "*.jsonl.zst")
     assert "no such file (a broken link?)" in refused(tmp_path / "broken.jsonl")
-    assert "holds no .jsonl, .json, .gz, .zst, .parquet files" in refused(tmp_path / "nothing")
+    assert "holds no .jsonl, .json, .ndjson, .gz, .zst, .parquet files" in refused(tmp_path / "nothing")
     assert "unpack it first (bunzip2)" in refused(write(tmp_path / "a.jsonl.bz2"))
+    assert "unpack it first (tar xf)" in refused(write(tmp_path / "a.tar.gz"))
+    assert "unpack it first (unxz)" in refused(write(tmp_path / "packed/a.JSON.XZ").parent)
     assert "neither a file nor a pipe" in refused("/dev/zero")
     assert "there is no such file" in refused(write(tmp_path / "file.jsonl") / "below")
 
@@ -120,7 +122,7 @@ def test_a_file_given_twice_is_refused(tmp_path: Path) -> None:
 def test_permissions_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tests may run as root, whom no permission stops: the refusal is played."""
 
-    def deny(path: str) -> None:
+    def deny(path: str, size: int) -> None:
         raise PermissionError(13, "Permission denied", path)
 
     path = write(tmp_path / "a.jsonl")
@@ -165,6 +167,19 @@ def test_a_named_pipe_is_a_stream_of_unknown_size(tmp_path: Path) -> None:
     assert (source.kind, source.size) == ("stdin", 0)
     assert input_bytes([source, Source("a", "lines", 7, "")]) == 0
     assert input_bytes([Source("b", "gzip", 3, ""), Source("a", "lines", 7, "")]) == 10
+
+
+def test_a_file_that_hides_its_size_is_a_stream() -> None:
+    path = Path("/proc/self/status")
+    if not path.exists():
+        pytest.skip("no /proc here: no file of which the system says that it has no bytes")
+    assert [source.kind for source in expand_inputs([str(path)])] == ["stdin"]
+
+
+def test_endings_in_capitals(tmp_path: Path) -> None:
+    write(tmp_path / "A.JSONL.GZ", gzip.compress(b"{}"))
+    write(tmp_path / "B.NDJSON")
+    assert [source.kind for source in expand_inputs([str(tmp_path)])] == ["gzip", "lines"]
 
 
 @pytest.mark.parametrize("ending, package", [(".zst", "zstandard"), (".parquet", "pyarrow")])
