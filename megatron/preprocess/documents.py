@@ -13,7 +13,7 @@ except ImportError:
     _orjson_loads = None  # type: ignore[assignment]
 
 FAST_LOADS: Callable[[bytes], Any] | None = _orjson_loads
-FAST_JSON_HINT = "JSON is parsed by the standard library; `pip install orjson` makes it about twice as fast"
+FAST_JSON_HINT = "JSON is parsed by the standard library; pip install orjson to have it parsed several times as fast"
 
 # Numbers are never wanted here. As floats they cost constant memory however many digits they have, and the limit
 # that Python sets on the digits of an int does not make a valid line invalid.

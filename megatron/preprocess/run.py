@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 from megatron.data.record import read_record
 from megatron.errors import ConfigError, DataError, MegatronError, PeerLostError
+from megatron.preprocess.documents import FAST_JSON_HINT, FAST_LOADS
 from megatron.preprocess.encoder import Advance, EncoderSettings, SegmentEncoder, Splitter
 from megatron.preprocess.journal import WorkFolder, work_folder
 from megatron.preprocess.locate import Assigned, assigned
@@ -39,6 +40,8 @@ def preprocess(settings: PreprocessSettings, say: Say) -> Report:
     if settings.append_eod:
         tokenizer.eod  # noqa: B018  refused by name when the vocabulary has none
     sources = expand_inputs(settings.inputs)
+    if FAST_LOADS is None:
+        say(FAST_JSON_HINT)
     resumable = not any(source.kind == "stdin" for source in sources)
     if settings.resume and not resumable:
         raise ConfigError(
@@ -112,7 +115,7 @@ class _Run:
                 report = merger.report
                 report.seconds, report.megabytes_per_second = progress.seconds, progress.megabytes_per_second
         merger.finish(digest)
-        report.engine = getattr(self._tokenizer, "engine", "")
+        report.engine = self._tokenizer.engine
         return report
 
     def _encode(
