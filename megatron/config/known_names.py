@@ -60,7 +60,7 @@ LATER: dict[str, str] = {
         --distributed-timeout-seconds-after-init= --high-priority-stream-groups=...
         --nccl-communicator-config-path= --multiple-validation-sets
         --num-dataset-builder-threads=1 --mid-level-dataset-surplus=0.005 --allow-ambiguous-pad-tokens
-        --tiktoken-pattern= --tiktoken-num-special-tokens= --tiktoken-special-tokens=... --tokenizer-metadata=
+        --tokenizer-metadata=
         --non-persistent-save-interval= --non-persistent-ckpt-type= --non-persistent-global-ckpt-dir=
         --non-persistent-local-ckpt-dir= --non-persistent-local-ckpt-algo= --use-persistent-ckpt-worker
         --async-strategy= --replication --replication-jump= --replication-factor= --pretrained-checkpoint=

@@ -79,6 +79,11 @@ class Tokenizer(abc.ABC):
         """One array per text; engines that are faster on many texts at once override this."""
         return [np.array(self.tokenize(text), dtype=np.int32) for text in texts]
 
+    @property
+    def engine(self) -> str:
+        """What encodes batches, for summaries."""
+        return "fast, guarded" if getattr(self, "_fast", None) is not None else "exact"
+
     @abc.abstractmethod
     def files(self) -> dict[str, Path]:
         """File name -> source file: what to keep beside a checkpoint so that the run can be continued anywhere."""

@@ -6,8 +6,16 @@ from dataclasses import dataclass
 
 from megatron.config.flag import flag
 
-TOKENIZER_TYPES = ("GPT2BPETokenizer", "HuggingFaceTokenizer", "HFTokenizer", "NullTokenizer")
-_LATER = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer", "TikTokenizer")
+TOKENIZER_TYPES = (
+    "GPT2BPETokenizer",
+    "HuggingFaceTokenizer",
+    "HFTokenizer",
+    "SentencePieceTokenizer",
+    "GPTSentencePieceTokenizer",
+    "Llama2Tokenizer",
+    "TikTokenizer",
+    "NullTokenizer",
+)
 _NOT_GPT = (
     "BertWordPieceLowerCase",
     "BertWordPieceCase",
@@ -15,10 +23,9 @@ _NOT_GPT = (
     "NullMultimodalTokenizer",
     "SFTTokenizer",
 )
-_REFUSED = {
-    **dict.fromkeys(_LATER, "not supported yet; use HuggingFaceTokenizer with the model's tokenizer.json"),
-    **dict.fromkeys(_NOT_GPT, "not a tokenizer for GPT pretraining; use GPT2BPETokenizer or HuggingFaceTokenizer"),
-}
+_REFUSED = dict.fromkeys(
+    _NOT_GPT, "not a tokenizer for GPT pretraining; use GPT2BPETokenizer or HuggingFaceTokenizer"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,11 +110,16 @@ class TokenizerConfig:
         choices=TOKENIZER_TYPES,
         refused=_REFUSED,
     )
-    tokenizer_model: str | None = flag(None, "File or directory of a Hugging Face or SentencePiece tokenizer.")
+    tokenizer_model: str | None = flag(None, "tokenizer.json or its directory, SentencePiece .model, or tiktoken ranks.")
     vocab_file: str | None = flag(None, "vocab.json of a GPT-2 byte-level BPE.", aliases=("--vocab",))
     merge_file: str | None = flag(None, "merges.txt of a GPT-2 byte-level BPE.", aliases=("--merges-file",))
     vocab_size: int | None = flag(
         None, "Vocabulary of NullTokenizer and --mock-data; must equal the tokenizer's own otherwise.", at_least=1
+    )
+    tiktoken_pattern: str | None = flag(None, "Word pattern of TikTokenizer; unset: v2.", choices=("v1", "v2"))
+    tiktoken_num_special_tokens: int = flag(1000, "Ids of TikTokenizer before its ranks.", at_least=3)
+    tiktoken_special_tokens: tuple[str, ...] | None = flag(
+        None, "The first of them by name: <unk> <s> </s> and others.", nargs="+"
     )
 
     @property
