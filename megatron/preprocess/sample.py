@@ -12,7 +12,7 @@ from megatron.preprocess.sources import Source
 
 Item = TypeVar("Item")
 
-SAMPLED_SOURCES, SAMPLED_SEGMENTS, SEGMENT_BYTES = 16, 16, 1 << 20
+SAMPLED_SOURCES, SAMPLED_SEGMENTS, SEGMENT_BYTES = 16, 16, 1 << 19
 
 
 def texts_of_sample(sources: Sequence[Source], keys: Sequence[str]) -> Iterator[str]:
@@ -22,7 +22,7 @@ def texts_of_sample(sources: Sequence[Source], keys: Sequence[str]) -> Iterator[
         if source.kind == "stdin":
             raise ConfigError(
                 f"--split-sentences: sentence ends cannot be learned from {source.path}, which is read only once; "
-                "give a file, or install NLTK's punkt data"
+                "give a file, or install NLTK's punkt_tab data"
             )
     chosen = _evenly(sources, SAMPLED_SOURCES)
     for source in chosen:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 from megatron.data.files import fsync_directory, storage_error, write_synced
 from megatron.errors import ConfigError, DataError
@@ -22,7 +23,7 @@ from megatron.preprocess.punkt import ALPHA, ELLIPSIS, INITIAL, Boundaries, Punk
 
 FORMAT = "megatron sentence parameters"
 VERSION = 1
-LEARN_FROM = 6_000_000  # characters: some seconds, and the abbreviations of a language are found in less
+LEARN_FROM = 10_000_000  # characters: some ten seconds, and the abbreviations of a language are found in less
 _LEARN_AT_ONCE = 2_000_000  # NLTK holds an object per word of these
 
 
@@ -96,20 +97,26 @@ def _find_or_learn(
         from nltk.tokenize.punkt import load_punkt_params
     except ImportError as error:
         raise ConfigError(f"--split-sentences needs NLTK 3.9.1 or newer ({error}); pip install -U nltk") from error
+    folder = f"tokenizers/punkt_tab/{language}/"
     try:
-        folder = nltk.data.find(f"tokenizers/punkt_tab/{language}/")
+        found = nltk.data.find(folder)
     except LookupError:
         say(f"sentences: NLTK has no punkt_tab data for {language}; learning from the input, up to half a minute")
         parameters, characters = learn(sample())
         return parameters, "learned", f"learned from {characters / 1e6:.1f} million characters of the input"
+    except (ValueError, OSError, BadZipFile) as error:
+        raise _unreadable(language, folder, error) from error
     try:
-        return _frozen(load_punkt_params(folder)), "trained", f"trained Punkt data of {folder}"
-    except (LookupError, ValueError, OSError, TypeError, IndexError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise DataError(
-            f"--lang {language}: the Punkt data in {folder} cannot be read ({reason}); install punkt_tab again or "
-            "remove that folder"
-        ) from error
+        return _frozen(load_punkt_params(found)), "trained", f"trained Punkt data of {found}"
+    except (LookupError, ValueError, OSError, TypeError, BadZipFile) as error:
+        raise _unreadable(language, str(found), error) from error
+
+
+def _unreadable(language: str, folder: str, error: Exception) -> DataError:
+    reason = " ".join(str(error).split())[:200]
+    return DataError(
+        f"--lang {language}: NLTK's data in {folder} cannot be read ({reason}); install punkt_tab again or remove it"
+    )
 
 
 def learn(texts: Iterator[str], most: int = LEARN_FROM) -> tuple[PunktParameters, int]:

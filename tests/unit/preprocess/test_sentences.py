@@ -244,9 +244,16 @@ def test_a_node_without_the_trained_data_splits_like_the_one_that_has_it(no_data
 )
 def test_damaged_trained_data_is_refused(no_data: Path, tmp_path: Path, damage: Callable[[Path], object]) -> None:
     damage(trained(no_data))
-    with pytest.raises(DataError, match=r"--lang english: the Punkt data in .* cannot be read .*install punkt_tab"):
+    with pytest.raises(DataError, match=r"--lang english: NLTK's data in .* cannot be read .*install punkt_tab"):
         prepare(tmp_path / "p.json", sample=unasked)
     assert not (tmp_path / "p.json").exists()
+
+
+def test_a_damaged_archive_of_trained_data_is_refused(no_data: Path, tmp_path: Path) -> None:
+    (no_data / "tokenizers").mkdir()
+    (no_data / "tokenizers" / "punkt_tab.zip").write_bytes(b"no zip")
+    with pytest.raises(DataError, match=r"--lang english: .*not a zip file.*install punkt_tab"):
+        prepare(tmp_path / "p.json", sample=unasked)
 
 
 def test_pickled_data_of_older_nltk_is_not_read(no_data: Path, tmp_path: Path) -> None:
