@@ -155,7 +155,8 @@ def _without_mark(chunks: Iterator[bytes]) -> Iterator[bytes]:
 
 def _open(source: Source) -> Any:
     if source.identity == STDIN:
-        return nullcontext(sys.stdin.buffer)
+        # Unbuffered: the buffer has a lock, and Python aborts at its exit while a thread that waits for input holds it.
+        return nullcontext(getattr(sys.stdin.buffer, "raw", sys.stdin.buffer))
     return open(source.path, "rb", buffering=0 if source.kind == "stdin" else _READ_BYTES)
 
 
