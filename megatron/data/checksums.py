@@ -76,7 +76,7 @@ class FileChecksums:
         size, block_bytes, blocks = (content.get(name) for name in ("size", "block_bytes", "blocks"))
         if content.get("algorithm") != ALGORITHM:
             raise ValueError(f"algorithm {content.get('algorithm')!r}, and only {ALGORITHM} is known")
-        if type(size) is not int or type(block_bytes) is not int or size < 0 or block_bytes < 1:
+        if type(size) is not int or type(block_bytes) is not int or size < 0 or block_bytes < 8 or block_bytes % 8:
             raise ValueError(f"size {size!r} in blocks of {block_bytes!r} bytes")
         if not isinstance(blocks, list) or not all(isinstance(block, str) and len(block) == 64 for block in blocks):
             raise ValueError("blocks is not a list of checksums")

@@ -112,6 +112,26 @@ class IndexedDataset:
     def document_of(self, sequence: int) -> int:
         return int(np.searchsorted(self.document_indices, sequence, side="right")) - 1
 
+    def document_bounds(self, first: int, stop: int) -> np.ndarray:
+        """Where each of these documents starts in the .bin, in bytes, and where the last ends: int64 [stop - first + 1]."""
+        sequences = self.document_indices[first : stop + 1]
+        if not len(self):
+            return np.zeros(len(sequences), dtype=np.int64)
+        bounds = self._offsets[np.minimum(sequences, len(self) - 1)]
+        bounds[sequences == len(self)] = self._bin_bytes
+        return bounds
+
+    def documents_ending_in(self, start: int, stop: int) -> tuple[int, int]:
+        """[first, last) of the documents whose last byte is in [start, stop) of the .bin, empty ones between included."""
+        first = int(np.searchsorted(self._offsets, start, side="right"))
+        last = int(np.searchsorted(self._offsets, stop, side="right")) + (stop >= self._bin_bytes)
+        ends = self.document_indices[1:]
+        return int(np.searchsorted(ends, first)), int(np.searchsorted(ends, last))
+
+    def document_at(self, byte: int) -> int:
+        """The document that holds this byte of the .bin."""
+        return self.document_of(int(np.searchsorted(self._offsets, byte, side="right")) - 1)
+
     def close(self) -> None:
         if self._file is not None:
             os.close(self._file)

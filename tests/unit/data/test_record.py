@@ -141,7 +141,8 @@ def test_a_record_without_checksums_is_read(tmp_path: Path) -> None:
         ({"algorithm": "md5"}, "algorithm 'md5', and only sha256"),
         ({"size": -1}, "size -1"),
         ({"block_bytes": 0}, "blocks of 0 bytes"),
-        ({"block_bytes": 4}, "1 blocks of 4 bytes for 10 bytes"),
+        ({"block_bytes": 12}, "blocks of 12 bytes"),
+        ({"block_bytes": 8}, "1 blocks of 8 bytes for 10 bytes"),
         ({"blocks": []}, "0 blocks"),
         ({"blocks": ["x"]}, "not a list of checksums"),
     ],
@@ -160,5 +161,5 @@ def test_checksums_of_another_kind_are_refused(tmp_path: Path, value: object) ->
     prefix, _ = make(tmp_path)
     content = json.loads(record_path(prefix).read_text())
     record_path(prefix).write_text(json.dumps(content | {"checksums": value}))
-    with pytest.raises(DataError, match="checksums: .*not an object"):
+    with pytest.raises(DataError, match=r"checksums: .*not an object"):
         read_record(prefix)
