@@ -22,6 +22,7 @@ _UINT32_MAX = np.iinfo(np.uint32).max
 _BLOCK = 1 << 18  # documents that numpy takes at a time: its temporaries stay small beside the arrays
 _WORTH_A_THREAD = 1 << 18  # entries
 _MOST_THREADS = 8  # the memory is the limit long before
+_WORTH_SAYING = 1 << 25  # entries: from here on it takes seconds
 
 Implementation = Literal["auto", "c++", "numpy"]
 
@@ -60,22 +61,27 @@ class Builders:
     helpers: ModuleType | None
     reason: str
     threads: int = 1  # of the C++ loops; their number changes no result
+    say: Callable[[str], None] | None = None  # told what is being done when that takes long
 
     @classmethod
-    def resolve(cls, implementation: Implementation = "auto") -> Builders:
+    def resolve(cls, implementation: Implementation = "auto", *, say: Callable[[str], None] | None = None) -> Builders:
         if implementation == "numpy":
-            return cls(None, "numpy: asked for")
+            return cls(None, "numpy: asked for", say=say)
         try:
             helpers = import_module("megatron.data._helpers")
         except ImportError as error:
             reason = f"not built ({error}); run: pip install pybind11 && python setup.py build_ext --inplace"
         else:
             if getattr(helpers, "interface", None) == _INTERFACE:
-                return cls(helpers, "c++", min(_MOST_THREADS, _usable_cores()))
+                return cls(helpers, "c++", min(_MOST_THREADS, _usable_cores()), say)
             reason = "built from other sources; run: python setup.py build_ext --inplace"
         if implementation == "c++":
             raise ConfigError(f"data index builders in C++: {reason}")
-        return cls(None, f"numpy: C++ {reason}")
+        return cls(None, f"numpy: C++ {reason}", say=say)
+
+    def _tell(self, entries: int, what: str) -> None:
+        if self.say is not None and entries >= _WORTH_SAYING:
+            self.say(f"data index: {what.format(f'{entries:,}')} ...")
 
     def threads_for(self, entries: int) -> int:
         return max(1, min(self.threads, entries // _WORTH_A_THREAD))
@@ -95,6 +101,7 @@ class Builders:
         self, first: int, count: int, epochs: int, separate: bool, rng: np.random.RandomState
     ) -> np.ndarray:
         """Sequences first .. first + count, `epochs` times over, shuffled; the last epoch alone if separate."""
+        self._tell(epochs * count, "shuffling {} sequences")
         dtype = np.int32 if first + count <= _INT32_MAX else np.int64
         index = np.empty(epochs * count, dtype=dtype)
         for start in range(0, count, _BLOCK):
@@ -108,6 +115,7 @@ class Builders:
 
     def shuffle_index(self, first_part: int, samples: int, rng: np.random.RandomState) -> np.ndarray:
         """0 .. samples, the first part and the rest each shuffled by itself."""
+        self._tell(samples, "shuffling {} samples")
         index = np.arange(samples, dtype=shuffle_dtype(samples))
         self.shuffle(index[:first_part], rng)
         if first_part < samples:
@@ -116,6 +124,7 @@ class Builders:
 
     def sample_index(self, lengths: np.ndarray, documents: np.ndarray, seq_length: int, samples: int) -> np.ndarray:
         """[samples + 1, 2]: (place in `documents`, token offset) of each bound between samples."""
+        self._tell(len(documents), "laying {} sequences end to end")
         out = np.zeros((samples + 1, 2), dtype=position_dtype(len(documents)))
         if self.helpers is None:
             _sample_index(lengths, documents, seq_length, out)
@@ -126,6 +135,7 @@ class Builders:
 
     def blend(self, weights: np.ndarray, size: int, limits: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
         """(dataset of each sample, int16; its number within that dataset, int64). No dataset gives over its limit."""
+        self._tell(size, "choosing the source of each of {} samples")
         datasets, numbers = np.empty(size, dtype=np.int16), np.empty(size, dtype=np.int64)
         weights = np.ascontiguousarray(weights, dtype=np.float64)
         limits = None if limits is None else np.ascontiguousarray(limits, dtype=np.int64)

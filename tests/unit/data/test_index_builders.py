@@ -225,6 +225,30 @@ def test_threads_over_several_rounds(threads: int) -> None:
         helpers.sample_index(lengths, documents, 77, out, threads=threads)
 
 
+@both
+def test_long_work_is_said_and_short_work_is_not(implementation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    builders = Builders.resolve(implementation, say=said.append)  # type: ignore[arg-type]
+    for entries, lines in (
+        (1 << 25, []),
+        (
+            5,
+            [
+                "data index: shuffling 6 sequences ...",
+                "data index: laying 6 sequences end to end ...",
+                "data index: shuffling 9 samples ...",
+                "data index: choosing the source of each of 7 samples ...",
+            ],
+        ),
+    ):
+        monkeypatch.setattr(index_builders, "_WORTH_SAYING", entries)
+        documents = builders.document_index(0, 3, 2, False, np.random.RandomState(1))
+        builders.sample_index(np.full(3, 4, dtype=np.int32), documents, 2, 9)
+        builders.shuffle_index(9, 9, np.random.RandomState(1))
+        builders.blend(np.array([0.5, 0.5]), 7)
+        assert said == lines
+
+
 def test_number_of_threads() -> None:
     """Small work starts none; nobody gets more than there are cores to use."""
     resolved = Builders.resolve()
