@@ -83,10 +83,16 @@ def _add_text_flags(group: argparse._ArgumentGroup) -> None:
 
 def _add_tokenizer_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--tokenizer-type", metavar="NAME", help="GPT2BPETokenizer, HuggingFaceTokenizer, ...")
-    group.add_argument("--vocab-file", "--vocab", metavar="FILE", help="vocab.json of GPT2BPETokenizer, vocab.txt")
+    group.add_argument("--vocab-file", "--vocab", metavar="FILE", help="vocab.json of GPT-2, or vocab.txt of BERT")
     group.add_argument("--merge-file", "--merges-file", metavar="FILE", help="merges.txt of GPT2BPETokenizer")
-    group.add_argument("--tokenizer-model", metavar="PATH", help="tokenizer.json, or the folder it lies in")
-    group.add_argument("--vocab-size", type=integer(1), metavar="N", help="ids of NullTokenizer")
+    group.add_argument("--tokenizer-model", metavar="PATH", help="tokenizer.json or its folder, .model, ranks")
+    group.add_argument("--vocab-size", type=integer(1), metavar="N", help="ids of NullTokenizer or TikTokenizer")
+    group.add_argument("--tiktoken-pattern", choices=("v1", "v2"), help="word pattern of TikTokenizer (v2)")
+    group.add_argument(
+        "--tiktoken-num-special-tokens", type=integer(3), default=1000, metavar="N",
+        help="ids of TikTokenizer before its ranks (1000)",
+    )  # fmt: skip
+    group.add_argument("--tiktoken-special-tokens", nargs="+", metavar="TOKEN", help="the first of them by name")
     group.add_argument(
         "--encoder", choices=("auto", "fast", "exact"), default="auto",
         help="auto: the fast engine where it is installed and proved equal (auto)",
@@ -138,6 +144,9 @@ def parse(argv: Sequence[str]) -> PreprocessSettings:
             vocab_file=arguments.vocab_file,
             merge_file=arguments.merge_file,
             vocab_size=arguments.vocab_size,
+            tiktoken_pattern=arguments.tiktoken_pattern,
+            tiktoken_num_special_tokens=arguments.tiktoken_num_special_tokens,
+            tiktoken_special_tokens=arguments.tiktoken_special_tokens and tuple(arguments.tiktoken_special_tokens),
             encoder=arguments.encoder,
         ),
         json_keys=tuple(arguments.json_keys),

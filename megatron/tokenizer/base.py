@@ -82,7 +82,7 @@ class Tokenizer(abc.ABC):
     @property
     def engine(self) -> str:
         """What encodes batches, for summaries."""
-        return "fast, guarded" if getattr(self, "_fast", None) is not None else "exact"
+        return "exact"
 
     @abc.abstractmethod
     def files(self) -> dict[str, Path]:

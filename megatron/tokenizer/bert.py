@@ -40,6 +40,9 @@ class BertWordPieceTokenizer(Tokenizer):
     def eod_id(self) -> None:
         return None
 
+    def token_id(self, token: str) -> int | None:
+        return self._vocab.get(token)
+
     def _why_no_eod(self) -> str:
         return "BERT's vocabulary has no end-of-document token; leave out --append-eod, or use another tokenizer"
 

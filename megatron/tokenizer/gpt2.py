@@ -84,6 +84,10 @@ class GPT2BPETokenizer(Tokenizer):
     def merges(self) -> list[Merge]:
         return self._bpe.merges
 
+    @property
+    def engine(self) -> str:
+        return "exact" if self._fast is None else "fast, guarded"
+
     def tokenize(self, text: str) -> list[int]:
         refuse_surrogates(text)
         return self._encoder.encode(text)

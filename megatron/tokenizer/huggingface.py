@@ -108,6 +108,10 @@ class HuggingFaceTokenizer(Tokenizer):
         canonical = json.dumps(identity, ensure_ascii=True, separators=(",", ":"), sort_keys=True)
         return hashlib.sha256(canonical.encode("ascii")).hexdigest()
 
+    @property
+    def engine(self) -> str:
+        return "exact" if self._fast is None else "fast, guarded"
+
     def tokenize(self, text: str) -> list[int]:
         refuse_surrogates(text)
         ids = self._encode_exactly(text)

@@ -42,6 +42,12 @@ class GPTSentencePieceTokenizer(Tokenizer):
         index = self._pieces.eos_id()
         return index if index >= 0 else None
 
+    def token_id(self, token: str) -> int | None:
+        if token in self._added:
+            return self._added[token]
+        index = int(self._pieces.piece_to_id(token))  # of what is no piece, the id of the unknown one
+        return index if self._pieces.id_to_piece(index) == token else None
+
     def _why_no_eod(self) -> str:
         return f"--tokenizer-model {self._path} was trained without </s> (eos_id -1), which is the end of document"
 

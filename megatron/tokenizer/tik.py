@@ -67,6 +67,9 @@ class TikTokenizer(Tokenizer):
     def eod_id(self) -> int:
         return self._special.index("</s>")
 
+    def token_id(self, token: str) -> int | None:
+        return self._special.index(token) if token in self._special else None
+
     @cached_property
     def fingerprint(self) -> str:
         content = hashlib.sha256(json.dumps([self.name, self._pattern, self._special]).encode("ascii"))

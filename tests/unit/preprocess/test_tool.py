@@ -229,7 +229,7 @@ def test_the_job_loads_no_torch(workshop: Workshop) -> None:
         ("--input in.jsonl --output-prefix o --json-keys a/b", "--json-keys a/b: a key with a slash"),
         ("--input in.jsonl --output-prefix o --max-skip-fraction 0.1", "only used with --on-error skip"),
         ("--input in.jsonl --output-prefix o --on-error skip --max-skip-fraction 2", "2 is not a number from 0 to 1"),
-        ("--input in.jsonl --output-prefix o --tokenizer-type TikTokenizer", "TikTokenizer: not supported yet"),
+        ("--input in.jsonl --output-prefix o --tokenizer-type TikTokenizer", "TikTokenizer does not use it"),
         ("--input in.jsonl --output-prefix o --vocab-size 3", "--vocab-size 3: the GPT2BPETokenizer has"),
     ],
 )
