@@ -34,10 +34,11 @@ def texts_of_sample(sources: Sequence[Source], keys: Sequence[str]) -> Iterator[
 
 
 def _segments(source: Source, count: int) -> list[Segment] | Iterator[Segment]:
-    segments = plan_segments([source], segment_bytes=SEGMENT_BYTES)
-    if source.kind == "lines":
-        return _evenly(list(segments), count)
-    return islice(segments, count)  # the others are read from their beginning
+    if source.kind == "lines":  # by arithmetic: the plan of a terabyte holds millions
+        starts = _evenly(range(0, source.size, SEGMENT_BYTES), count)
+        stops = [min(start + SEGMENT_BYTES, source.size) for start in starts]
+        return [Segment(source, i, start, stop, None, stop) for i, (start, stop) in enumerate(zip(starts, stops))]
+    return islice(plan_segments([source], segment_bytes=SEGMENT_BYTES), count)  # read from the beginning
 
 
 def _evenly(items: Sequence[Item], count: int) -> list[Item]:
