@@ -166,7 +166,7 @@ class _Builder:
     def _prefixes(self, blend: Blend | None) -> tuple[str, ...]:
         if blend is None:
             return ()
-        self.sources.prepare(len(blend.prefixes))
+        self.sources.prepare(blend.prefixes)
         return blend.prefixes
 
     def _mixture(self) -> str:

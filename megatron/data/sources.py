@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megatron.data.files import allow_open_files
-from megatron.data.indexed import IndexedDataset
+from megatron.data.files import allow_open_files, is_mapped
+from megatron.data.indexed import IndexedDataset, idx_path
+from megatron.data.maps import MapPool
 from megatron.data.record import DataRecord, check_record, read_record, record_path
 from megatron.errors import ConfigError
 
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
     from megatron.config.sections.data import DataConfig
 
 _NAMED = 3  # sources that a note names one by one; of more it names the first
+_MAPPED_AT_ONCE = 512  # .bin files
 _LOOKED_AT = 64  # documents whose last token is looked at
 
 
@@ -36,6 +39,8 @@ class Sources:
         self.config = config
         self._vocab_size, self._eod_id, self._tokenizer_fingerprint = vocab_size, eod_id, tokenizer_fingerprint
         self._opened: dict[str, Source] = {}
+        self._pool = MapPool(_MAPPED_AT_ONCE)
+        self._mapped_indices = 0
         self._borders = border_flag(config)
         self._unrecorded: list[str] = []
         self._in_sequences: list[IndexedDataset] = []
@@ -43,9 +48,13 @@ class Sources:
     def __len__(self) -> int:
         return len(self._opened)
 
-    def prepare(self, more: int) -> None:
-        """Room for so many sources more; a blend of thousands is refused before the first is opened."""
-        allow_open_files(len(self._opened) + more)
+    def prepare(self, prefixes: Sequence[str]) -> None:
+        """Room for these sources as well; a blend too large for this process is refused before the first is opened."""
+        new = set(prefixes) - self._opened.keys()
+        self._mapped_indices += sum(is_mapped(idx_path(prefix)) for prefix in new)
+        count = len(self._opened) + len(new)
+        read = min(count, self._pool.limit) if self.config.mmap_bin_files else count
+        allow_open_files(count, read + self._mapped_indices)
 
     def open(self, prefix: str) -> Source:
         if prefix not in self._opened:
@@ -53,7 +62,7 @@ class Sources:
         return self._opened[prefix]
 
     def _open(self, prefix: str) -> Source:
-        data = IndexedDataset(prefix, mmap=self.config.mmap_bin_files)
+        data = IndexedDataset(prefix, mmap=self.config.mmap_bin_files, pool=self._pool)
         fingerprint, content = data.fingerprint, b""
         record = read_record(prefix)
         if record is None:

@@ -273,7 +273,7 @@ def test_many_sources_under_a_small_limit_of_open_files(tmp_path: Path) -> None:
 def test_more_sources_than_files_may_be_opened(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (1024, 1024))
     with pytest.raises(ConfigError, match=r"500 data sources need 1256 open files, .* 1024; raise the limit"):
-        allow_open_files(500)
+        allow_open_files(500, 1000)
 
 
 @pytest.mark.parametrize("rule", ["23.06", "main"])
