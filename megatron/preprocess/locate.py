@@ -70,10 +70,8 @@ class Lines:
         name = "items" if source.array else "lines"
         return f"{source.path}, {name} {first + done + 1} to {max(last, first + done + 1)}"
 
-    def place_waiting(self) -> str:
-        if self._source is None:
-            return "before the first segment of the input"
-        return f"{self._source.path}, after line {self._before}"
+    def place_waiting(self, first: Source) -> str:
+        return f"{(self._source or first).path}, after line {self._before}"
 
 
 def _lines_between(source: Source, start: int, stop: int) -> int:

@@ -164,7 +164,7 @@ class _Run:
         code = death.exit_code
         how = f"was killed by signal {-code}" if code is not None and code < 0 else f"ended with code {code}"
         if death.task is None:
-            where, doing = self._merger.lines.place_waiting(), "a worker process that waited for more"
+            where, doing = self._merger.lines.place_waiting(self._sources[0]), "a worker process that waited for more"
         else:
             lost: Assigned = death.task
             number = lost.segment.number

@@ -21,6 +21,7 @@ from megatron.preprocess import outputs
 from megatron.preprocess.journal import WorkFolder
 from megatron.preprocess.run import preprocess
 from megatron.preprocess.settings import PreprocessSettings
+from megatron.preprocess.shard import SegmentResult
 from megatron.tokenizer import TokenizerSettings
 from tests.unit.preprocess.support import Workshop, make_workshop
 
@@ -119,8 +120,8 @@ def killed_at(operation: int, given: PreprocessSettings) -> int:
 
         write = WorkFolder._write
         sys.addaudithook(hook)
-        outputs._write_all = torn  # type: ignore[assignment]
-        WorkFolder._write = torn_journal  # type: ignore[method-assign]
+        outputs._write_all = torn
+        WorkFolder._write = torn_journal  # type: ignore[assignment, method-assign]
         preprocess(given, quiet)
 
     return in_a_child(job)
@@ -180,8 +181,13 @@ def segments_encoded(folder: Path, **changes: Any) -> tuple[int, list[str]]:
     said: list[str] = []
     done: list[int] = []
     journal = WorkFolder.done
+
+    def note(folder: WorkFolder, result: SegmentResult) -> None:
+        done.append(result.number)
+        journal(folder, result)
+
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(WorkFolder, "done", lambda self, result: (done.append(result.number), journal(self, result))[1])
+        patched.setattr(WorkFolder, "done", note)
         preprocess(settings(folder, resume=True, **changes), said.append)
     return len(done), said
 
@@ -324,7 +330,7 @@ def test_a_journal_of_nonsense_is_no_journal(tmp_path: Path, whole: dict[str, by
 def workshop(tmp_path: Path) -> Workshop:
     made = make_workshop(tmp_path)
     text = " ".join(f"word{i % 997} 中文{i % 89}" for i in range(700))
-    made.corpus("in.jsonl", [{"text": f"{i} {text}"} for i in range(900)])
+    made.corpus("in.jsonl", [{"text": f"{i} {text}"} for i in range(500)])
     return made
 
 
