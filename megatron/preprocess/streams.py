@@ -27,14 +27,24 @@ def take_lines(stream: BinaryIO, size: int, max_line_bytes: int = MAX_LINE_BYTES
     block = stream.read(min(size, max_line_bytes))
     if not block or block.endswith(b"\n"):
         return block
-    held = len(block) - (block.rfind(b"\n") + 1)
-    rest = stream.readline(max_line_bytes - held + 1)
-    if held + len(rest) <= max_line_bytes or rest.endswith(b"\n"):
-        return block + rest if rest else block
-    del rest
+    last_line = block.rfind(b"\n") + 1
+    parts, length = [block], len(block) - last_line
+    while part := stream.readline(_READ_BYTES):
+        ended = part.endswith(b"\n")
+        length += len(part) - ended
+        if length > max_line_bytes:
+            if not ended:
+                _skip_line(stream)
+            return block[:last_line] + TOO_LONG + b"\n"
+        parts.append(part)
+        if ended:
+            break
+    return b"".join(parts)
+
+
+def _skip_line(stream: BinaryIO) -> None:
     while (part := stream.readline(_READ_BYTES)) and not part.endswith(b"\n"):
         pass
-    return block[: len(block) - held] + TOO_LONG + b"\n"
 
 
 class SourceStream:

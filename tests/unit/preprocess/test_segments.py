@@ -9,6 +9,7 @@ import json
 import os
 import random
 import sys
+import tempfile
 import threading
 import tracemalloc
 from collections.abc import Iterator
@@ -110,7 +111,7 @@ def check_cut(content: bytes, segment_bytes: int, batch_bytes: int, path: Path, 
 def test_every_line_once(drawn: list[bytes], ended: bool, segment_bytes: int, batch_bytes: int, packed: bool) -> None:
     content = b"\n".join(drawn) + (b"\n" if ended else b"")
     # One file for all examples: hypothesis and function-scoped folders do not go together.
-    path = Path(os.environ.get("TMPDIR", "/tmp")) / f"every_line_once_{os.getpid()}"
+    path = Path(tempfile.gettempdir()) / f"every_line_once_{os.getpid()}"
     try:
         check_cut(content, segment_bytes, batch_bytes, path, packed)
     finally:
