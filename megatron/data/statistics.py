@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -116,9 +117,7 @@ def draw_svg(bins: Sequence[Bin], title: str) -> str:
 
 
 def draw_png(bins: Sequence[Bin], title: str) -> bytes:
-    """Through matplotlib, which the caller has made sure of."""
-    import io
-
+    """An ImportError if matplotlib is not installed."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 1.2 + 0.3 * len(bins)), layout="constrained")
