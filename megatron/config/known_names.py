@@ -148,7 +148,7 @@ NO_OPS: dict[str, tuple[str, str]] = {
     "--calculate-per-token-loss": ("the loss is always the mean over the counted tokens of the global batch", ""),
     "--use-cpu-initialization": ("initial weights never depend on the device or the layout", ""),
     "--DDP-impl=": ("there is one data parallelism, which gives the same gradients", "local torch"),
-    "--data-impl=": ("data is always read as .bin/.idx", "mmap infer"),
+    "--data-impl=": ("data is always read as .bin/.idx", "mmap infer lazy cached"),
     "--mmap-warmup": ("the operating system's page cache does this", ""),
     "--no-async-tensor-model-parallel-allreduce": ("there is no tensor parallelism, so nothing to overlap", ""),
     "--no-contiguous-buffers-in-local-ddp": ("gradients always live in contiguous buffers", ""),
