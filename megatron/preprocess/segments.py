@@ -21,6 +21,8 @@ __all__ = ["Batch", "Segment", "count_lines_before", "plan_segments", "read_batc
 
 SEGMENT_BYTES = 32 << 20
 BATCH_BYTES = 1 << 20
+BATCH_LINES = 4096  # about: an object for each document of a megabyte of tiny ones would show in a worker's memory
+_FIRST_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,9 +158,9 @@ def _seek_line(file: BinaryIO, segment: Segment) -> bool:
 
 
 def _line_batches(file: BinaryIO, segment: Segment, keys: Sequence[str], max_line_bytes: int) -> Iterator[Batch]:
-    line, position = 0, file.tell()
+    line, position, wanted = 0, file.tell(), min(_FIRST_BYTES, BATCH_BYTES)
     while position < segment.stop:
-        block = take_lines(file, min(BATCH_BYTES, segment.stop - position), max_line_bytes)
+        block = take_lines(file, min(wanted, segment.stop - position), max_line_bytes)
         if not block:
             raise DataError(f"{segment.source.path}: became shorter while it was read; run again when it is complete")
         size = file.tell() - position
@@ -169,3 +171,4 @@ def _line_batches(file: BinaryIO, segment: Segment, keys: Sequence[str], max_lin
         yield batch
         line += batch.lines
         position += size
+        wanted = max(1, min(BATCH_BYTES, BATCH_LINES * size // max(1, batch.lines)))
