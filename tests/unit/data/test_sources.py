@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from pathlib import Path
 
@@ -59,6 +60,7 @@ def test_a_small_index_is_kept_where_it_was_asked_for(tmp_path: Path) -> None:
 
 def test_a_source_in_two_splits_is_opened_once(tmp_path: Path) -> None:
     prefix = write_dataset(tmp_path / "s", [[1, 2, 3]] * 50)
+    gc.collect()
     before = len(os.listdir("/proc/self/fd"))
     config = DataConfig(seq_length=8, train_data_path=("0.5", prefix, "0.5", prefix), valid_data_path=(prefix,))
     built = build_train_valid_test(config, num_samples=(40, 5, 0), seed=1, vocab_size=100, eod_id=EOD)
