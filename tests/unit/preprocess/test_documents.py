@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from megatron.preprocess import run
 from megatron.preprocess.documents import FAST_LOADS, TOO_LONG, BadLine, LineError, parse_line, parse_lines
+from megatron.preprocess.settings import PreprocessSettings
+from megatron.tokenizer import TokenizerSettings
 
 KEYS = ["text", "meta.text"]
 needs_orjson = pytest.mark.skipif(
@@ -205,6 +209,19 @@ def test_texts_are_those_of_the_standard_library() -> None:
     batch = parse_lines(b"\n".join(lines) + b"\n", ["text"], 10)
     assert batch.documents == [(10 + i, [[json.loads(line)["text"]]]) for i, line in enumerate(lines)]
     assert (batch.first_line, batch.lines, batch.size) == (10, 99, sum(map(len, lines)) + 99)
+
+
+def test_a_missing_fast_parser_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "FAST_LOADS", None)
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "1 2"}\n')
+    settings = PreprocessSettings(
+        inputs=(str(tmp_path / "a.jsonl"),),
+        output_prefix=str(tmp_path / "out"),
+        tokenizer=TokenizerSettings(tokenizer_type="NullTokenizer", vocab_size=10),
+    )
+    said: list[str] = []
+    run.preprocess(settings, said.append)
+    assert sum("pip install orjson" in line for line in said) == 1
 
 
 # ---------------------------------------------------------------- reasons
