@@ -25,6 +25,8 @@ PIECE = 2048
 STRETCH = 1 << 20
 # So much text never passes without a sample, whatever the choice by content gives.
 LONGEST_UNSAMPLED = 4 * STRETCH
+# The first texts are compared one and all, so that a small input is not left to chance.
+WARM_UP = 8 * PIECE
 EXCERPT = 60
 
 
@@ -35,7 +37,7 @@ class Engine(Protocol):
 class GuardedEncoder:
     def __init__(self, engine: Engine, exact: ExactEncoder, doubtful: DoubtfulTexts) -> None:
         self._engine, self._exact, self._doubtful = engine, exact, doubtful
-        self._unsampled = LONGEST_UNSAMPLED  # the first text of any length is sampled
+        self._warm_up, self._unsampled = WARM_UP, 0
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
         try:
@@ -79,10 +81,11 @@ class GuardedEncoder:
         size = len(text)
         chance = zlib.crc32(f"{size}{text[:32]}{text[-32:]}".encode("utf-8", "replace")) / (1 << 32)
         pieces = int(max(size, PIECE) / STRETCH + chance)
-        if not pieces and self._unsampled > LONGEST_UNSAMPLED:
+        if not pieces and (self._warm_up > 0 or self._unsampled > LONGEST_UNSAMPLED):
             pieces = 1
         if pieces:
             self._unsampled = 0
+            self._warm_up -= min(size, PIECE)
         for number in range(pieces):
             yield int((number + chance) / pieces * max(0, size - PIECE))
 
