@@ -62,7 +62,6 @@ _NEEDS: tuple[tuple[str, Callable[[RunConfig], bool], tuple[str, ...]], ...] = (
             "fim_prefix_token",
             "fim_middle_token",
             "fim_suffix_token",
-            "fim_pad_token",
             "fim_eod_token",
         ),
     ),

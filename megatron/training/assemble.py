@@ -139,6 +139,7 @@ def _show(run: Run, datasets: Datasets) -> None:
     path = run.config.data.data_table_path
     if path is not None and run.log.main:
         with writing("--data-table-path", path):
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
             Path(path).write_text(f"{datasets.full_table}\n", encoding="utf-8")
 
 
