@@ -30,6 +30,10 @@ _ORDER = (
     ("data", "fim_split_sample"),
     ("data", "fim_fragment_rate"),
     ("data", "fim_no_prefix"),
+    ("data", "fim_prefix_token"),
+    ("data", "fim_middle_token"),
+    ("data", "fim_suffix_token"),
+    ("data", "fim_eod_token"),
 )
 _ACCEPT = (
     "or --accept-changed-data to go on with these all the same, or --finetune to take the weights and start the data "
