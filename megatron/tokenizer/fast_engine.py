@@ -21,8 +21,8 @@ PART_CHARACTERS = 1 << 20
 # In every known pattern a word ends where a space follows something visible.
 WORD_END = re.compile(r"(?<=\S) ")
 # The library remembers every word it has seen. Past this growth of the process it is made anew.
-CACHE_BYTES = 64 << 20
-CHECK_CHARACTERS = 1 << 22
+CACHE_BYTES = 32 << 20
+CHECK_CHARACTERS = 1 << 20
 # Where the size of the process cannot be read.
 REBUILD_CHARACTERS = 1 << 28
 
