@@ -46,8 +46,8 @@ def make_lengths(documents: int, tokens: int) -> np.ndarray:
     """Lengths between 1 and about twice the mean, without temporaries that would count as somebody's memory."""
     lengths = np.empty(documents, dtype=np.int32)
     random, most = np.random.default_rng(SEED), max(2, 2 * tokens // documents)
-    for start in range(0, documents, 1 << 20):
-        part = lengths[start : start + (1 << 20)]
+    for start in range(0, documents, 1 << 14):
+        part = lengths[start : start + (1 << 14)]
         part[:] = random.integers(1, most, len(part), dtype=np.int32)
     return lengths
 

@@ -9,6 +9,8 @@
 #include <cstdint>
 #include <cstring>
 #include <functional>
+#include <limits>
+#include <numeric>
 #include <stdexcept>
 #include <system_error>
 #include <thread>
@@ -275,74 +277,90 @@ int shuffle_array(Array<T> values, Array<uint32_t> key, int position) {
 // ---- blend --------------------------------------------------------------------------------------------------
 // For sample i the dataset with the largest weight * max(i, 1) - taken, ties to the lowest number.
 //
-// With thousands of datasets the full scan is the cost. Over the next `block` samples at most `block` datasets lose
-// ground, and all others only gain. So the dataset that ranks block + 1 now is a lower bound of every maximum in the
-// block, and whoever cannot reach it by the end of the block need not be looked at. Rounding is monotone, so this
-// is exact.
+// With thousands of datasets the full scan is the cost. Over the next n samples at most n datasets lose ground, and all
+// others only gain. So the dataset that ranks n + 1 now is a lower bound of every maximum among these samples, and
+// whoever cannot reach it by the last of them need not be looked at. Rounding is monotone, so this is exact. It is
+// applied to blocks of blocks: the few that are left in a large one are what its small ones choose from.
 
 class Blend {
  public:
   Blend(const double* weights, int64_t datasets, const int64_t* limits)
-      : weights_(weights), datasets_(datasets), limits_(limits), taken_(datasets, 0) {}
+      : weights_(weights), limits_(limits), taken_(datasets, 0.0) {
+    for (int64_t d = 0; d < datasets; ++d) close_if_used_up(d);
+  }
 
   void run(int64_t size, int16_t* dataset_index, int64_t* sample_index) {
-    for (int64_t start = 0; start < size; start += kBlock) {
-      const int64_t stop = std::min(size, start + kBlock);
-      gather(start, stop - 1);
-      for (int64_t i = start; i < stop; ++i) {
-        const int64_t best = choose(i);
-        dataset_index[i] = static_cast<int16_t>(best);
-        sample_index[i] = taken_[best]++;
+    dataset_index_ = dataset_index;
+    sample_index_ = sample_index;
+    std::vector<int64_t> all(taken_.size());
+    std::iota(all.begin(), all.end(), 0);
+    choose_from(all, 0, size, kLargest, 0);
+  }
+
+ private:
+  static constexpr int64_t kLargest = 4096, kSmallest = 64, kTimes = 8;  // samples of a block, and of how many smaller
+  static constexpr int kLevels = 3;                                      // 4096, 512, 64
+  static constexpr double kNever = -std::numeric_limits<double>::infinity();
+
+  double error(int64_t dataset, int64_t sample) const {
+    return weights_[dataset] * static_cast<double>(std::max<int64_t>(sample, 1)) - taken_[dataset];
+  }
+
+  void close_if_used_up(int64_t dataset) {
+    if (limits_ != nullptr && taken_[dataset] >= static_cast<double>(limits_[dataset])) taken_[dataset] = -kNever;
+  }
+
+  // Samples start .. stop in blocks of this many, from these datasets (in ascending order).
+  void choose_from(const std::vector<int64_t>& among, int64_t start, int64_t stop, int64_t block, int level) {
+    for (int64_t first = start; first < stop; first += block) {
+      const int64_t end = std::min(stop, first + block);
+      keep_those_in_reach(among, first, end, kept_[level]);
+      if (block > kSmallest) {
+        choose_from(kept_[level], first, end, block / kTimes, level + 1);
+      } else {
+        for (int64_t sample = first; sample < end; ++sample) choose(kept_[level], sample);
       }
     }
   }
 
- private:
-  static constexpr int64_t kBlock = 64;
-
-  double error(int64_t dataset, int64_t sample) const {
-    const double scaled = weights_[dataset] * static_cast<double>(std::max<int64_t>(sample, 1));
-    return scaled - static_cast<double>(taken_[dataset]);
-  }
-
-  bool open(int64_t dataset) const { return limits_ == nullptr || taken_[dataset] < limits_[dataset]; }
-
-  void gather(int64_t first, int64_t last) {
-    candidates_.clear();
-    errors_.clear();
-    for (int64_t d = 0; d < datasets_; ++d)
-      if (open(d)) errors_.push_back(error(d, first));
-    if (errors_.empty()) throw std::out_of_range("the datasets have fewer samples than the blend needs");
-    const bool prune = static_cast<int64_t>(errors_.size()) > 2 * kBlock;
-    double bound = 0;
-    if (prune) {
-      std::nth_element(errors_.begin(), errors_.begin() + kBlock, errors_.end(), std::greater<double>());
-      bound = errors_[kBlock];
+  void keep_those_in_reach(const std::vector<int64_t>& among, int64_t first, int64_t end, std::vector<int64_t>& kept) {
+    const int64_t size = end - first;
+    if (static_cast<int64_t>(among.size()) <= 2 * size) {
+      kept = among;
+      return;
     }
-    for (int64_t d = 0; d < datasets_; ++d)
-      if (open(d) && (!prune || error(d, last) >= bound)) candidates_.push_back(d);
+    errors_.clear();
+    for (const int64_t d : among) errors_.push_back(error(d, first));
+    std::nth_element(errors_.begin(), errors_.begin() + size, errors_.end(), std::greater<double>());
+    kept.clear();
+    for (const int64_t d : among)
+      if (error(d, end - 1) >= errors_[size]) kept.push_back(d);
   }
 
-  int64_t choose(int64_t sample) const {
+  void choose(const std::vector<int64_t>& among, int64_t sample) {
     int64_t best = -1;
-    double largest = 0;
-    for (const int64_t d : candidates_) {
-      if (!open(d)) continue;
+    double largest = kNever;
+    for (const int64_t d : among) {
       const double e = error(d, sample);
-      if (best < 0 || e > largest) {
+      if (e > largest) {
         best = d;
         largest = e;
       }
     }
     if (best < 0) throw std::out_of_range("the datasets have fewer samples than the blend needs");
-    return best;
+    dataset_index_[sample] = static_cast<int16_t>(best);
+    sample_index_[sample] = static_cast<int64_t>(taken_[best]);
+    taken_[best] += 1;
+    close_if_used_up(best);
   }
 
   const double* weights_;
-  const int64_t datasets_;
   const int64_t* limits_;
-  std::vector<int64_t> taken_, candidates_;
+  std::vector<double> taken_;  // infinity once a dataset is used up; exact, for no array has 2^53 entries
   std::vector<double> errors_;
+  std::vector<int64_t> kept_[kLevels];
+  int16_t* dataset_index_ = nullptr;
+  int64_t* sample_index_ = nullptr;
 };
 
 void blend(Array<double> weights, py::object limits, Array<int16_t> dataset_index, Array<int64_t> sample_index) {

@@ -367,6 +367,18 @@ def test_thousands_of_sources(kind: str) -> None:
     assert np.array_equal(fast[0], slow[0]) and np.array_equal(fast[1], slow[1])
 
 
+@pytest.mark.skipif(not HAVE_CPP, reason="the C++ helpers are not built")
+def test_thousands_of_sources_with_limits() -> None:
+    """Most are used up before the end, some from the beginning."""
+    limits = np.random.default_rng(0).integers(0, 7, 2500)
+    weights = shares(np.random.default_rng(1).random(2500).tolist())
+    size = int(limits.sum())
+    fast = Builders.resolve("c++").blend(weights, size, limits)
+    slow = Builders.resolve("numpy").blend(weights, size, limits)
+    assert np.array_equal(fast[0], slow[0]) and np.array_equal(fast[1], slow[1])
+    assert np.array_equal(np.bincount(fast[0], minlength=2500), limits)
+
+
 @settings(max_examples=60, deadline=None)
 @given(sizes=st.lists(st.integers(0, 60), min_size=1, max_size=300).filter(lambda sizes: sum(sizes) > 0))
 def test_limits_are_kept_and_reached(sizes: list[int]) -> None:
