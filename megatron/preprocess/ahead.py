@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections import deque
 from collections.abc import Iterator
+from multiprocessing import Pipe
 from typing import Generic, TypeVar
 
 Item = TypeVar("Item")
@@ -14,7 +14,7 @@ DEPTH = 2
 
 
 class ReadAhead(Generic[Item]):
-    """`multiprocessing.connection.wait` accepts it: it is ready when `take` will not wait."""
+    """`take` does not wait when there is something to receive from `ready`."""
 
     def __init__(self, items: Iterator[Item], depth: int = DEPTH) -> None:
         self._items = items
@@ -22,16 +22,13 @@ class ReadAhead(Generic[Item]):
         self._room = threading.Semaphore(depth)
         self._failure: BaseException | None = None
         self._closed = False
-        self._ready, self._signal = os.pipe()
+        self.ready, self._signal = Pipe(duplex=False)
         # A daemon: it may be waiting for a pipe that nobody writes when the run ends.
         threading.Thread(target=self._read, daemon=True).start()
 
-    def fileno(self) -> int:
-        return self._ready
-
     def take(self) -> Item | None:
         """None at the end. What the reading raised is raised here."""
-        os.read(self._ready, 1)
+        self.ready.recv_bytes()
         if self._taken:
             self._room.release()
             return self._taken.popleft()
@@ -55,7 +52,7 @@ class ReadAhead(Generic[Item]):
                     break
                 self._taken.append(item)
                 del item
-                os.write(self._signal, b".")
+                self._signal.send_bytes(b".")
         except BaseException as error:  # handed to whoever takes
             self._failure = error
-        os.write(self._signal, b".")
+        self._signal.send_bytes(b".")

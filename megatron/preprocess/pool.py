@@ -114,9 +114,9 @@ class WorkerPool(Generic[Task, Answer]):
                 room = given - min(open_tasks, default=given) < AHEAD * len(self._workers)
                 waited: list[Any] = [worker.connection for worker in self._workers]
                 if idle is not None and room and not exhausted:
-                    waited.append(source)
+                    waited.append(source.ready)
                 ready = wait(waited)
-                if source in ready and idle is not None:
+                if source.ready in ready and idle is not None:
                     task = source.take()
                     if task is None:
                         exhausted = True

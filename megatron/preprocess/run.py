@@ -47,7 +47,7 @@ def preprocess(settings: PreprocessSettings, say: Say) -> Report:
         raise ConfigError(
             f"--resume: {sources[0].path} cannot be read a second time; leave --resume out, or give --overwrite"
         )
-    with ended_by_signals():
+    with ended_by_signals(), _saying_what_is_complete() as finished:
         splitter = prepare_splitter_for(settings, sources, say)
         deciding = settings.deciding(sources, tokenizer, splitter)
         digest = digest_of_settings(deciding)
@@ -63,7 +63,9 @@ def preprocess(settings: PreprocessSettings, say: Say) -> Report:
             if not overwrite:
                 refuse_existing(settings.prefix, settings.outputs)
             with _saying_what_is_kept(folder):
-                return _Run(settings, sources, tokenizer, splitter, folder, say).run(digest)
+                report = _Run(settings, sources, tokenizer, splitter, folder, say).run(digest)
+            finished.append(settings.prefix)
+        return report
 
 
 def _is_complete(settings: PreprocessSettings, digest: str) -> bool:
@@ -190,6 +192,18 @@ def prepare_splitter_for(settings: PreprocessSettings, sources: list[Source], sa
         sample=lambda: texts_of_sample(sources, settings.json_keys),
         say=say,
     )
+
+
+@contextmanager
+def _saying_what_is_complete() -> Iterator[list[str]]:
+    """A signal that comes while the work folder is removed finds the outputs in their places."""
+    finished: list[str] = []
+    try:
+        yield finished
+    except Terminated as end:
+        if finished:
+            end.kept = f"{finished[0]} is complete"
+        raise
 
 
 @contextmanager

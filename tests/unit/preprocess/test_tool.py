@@ -275,3 +275,47 @@ def test_keep_sequential_samples_is_a_named_no_op(workshop: Workshop) -> None:
     workshop.corpus("in.jsonl", sample_documents(3))
     done = workshop.run("--input", "in.jsonl", "--output-prefix", "o", "--keep-sequential-samples")
     assert done.returncode == 0 and "--keep-sequential-samples: nothing to do" in done.stderr
+
+
+# ---------------------------------------------------------------- other ways to give the input, and to share it
+
+
+def test_standard_input_and_underscores(workshop: Workshop) -> None:
+    path = workshop.corpus("in.jsonl", sample_documents(80))
+    assert workshop.run("--input", "in.jsonl", "--output-prefix", "file", "--append-eod").returncode == 0
+    command = workshop.command("--input", "-", "--output_prefix=pipe_d", "--append_eod", "--json_keys", "text")
+    with open(path, "rb") as stream:
+        done = subprocess.run(command, cwd=workshop.folder, stdin=stream, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert workshop.output("pipe_d") == workshop.output("file")
+
+
+def test_partitions_alone_change_nothing_and_say_so(workshop: Workshop) -> None:
+    workshop.corpus("in.jsonl", sample_documents(20))
+    assert workshop.run("--input", "in.jsonl", "--output-prefix", "one").returncode == 0
+    done = workshop.run("--input", "in.jsonl", "--output-prefix", "many", "--partitions", "4", "--workers", "4")
+    assert done.returncode == 0 and "--partitions 4: nothing to do" in done.stderr
+    assert workshop.output("many") == workshop.output("one")
+
+
+def test_partitions_merged_are_the_single_run(workshop: Workshop) -> None:
+    text = " ".join(f"word{i}" for i in range(3000))
+    workshop.corpus("in.jsonl", [{"text": f"{i} {text}"} for i in range(60)])
+    flags = ("--input", "in.jsonl", "--append-eod")
+    assert workshop.run(*flags, "--output-prefix", "whole").returncode == 0
+    for rank in ("0", "1", "2"):
+        assert workshop.run(*flags, "--output-prefix", "o", "--rank", rank, "--partitions", "3").returncode == 0
+    tool = str(ROOT / "tools" / "merge_datasets.py")
+    command = [sys.executable, tool, "--input", "o_part*", "--output-prefix", "merged_text_document"]
+    done = subprocess.run(command, cwd=workshop.folder, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert workshop.output("merged") == workshop.output("whole")
+    records = [read_record(workshop.folder / f"{name}_text_document") for name in ("merged", "whole")]
+    assert records[0] is not None and records[1] is not None
+    assert records[0].bin == records[1].bin and records[0].index_fingerprint == records[1].index_fingerprint
+
+
+def test_what_encodes_is_said(workshop: Workshop) -> None:
+    workshop.corpus("in.jsonl", sample_documents(5))
+    done = workshop.run("--input", "in.jsonl", "--output-prefix", "o", "--encoder", "exact")
+    assert done.returncode == 0 and "encoder: exact" in done.stdout
