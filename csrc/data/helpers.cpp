@@ -47,7 +47,6 @@ template <typename Work>
 void in_parts(int64_t count, int threads, const Work& work) {
   const auto part = [&](int number) { work(number, count * number / threads, count * (number + 1) / threads); };
   std::vector<std::thread> others;
-  others.reserve(threads - 1);
   int started = 1;
   try {
     for (; started < threads; ++started) others.emplace_back(part, started);
@@ -173,7 +172,6 @@ class MersenneTwister {
   static constexpr int kWords = 624;
 
   MersenneTwister(uint32_t* key, int position) : key_(key), position_(position) { temper(); }
-
   int position() const { return position_; }
 
   // The next `count` of the draws that are accepted: the first at most `limit`, the second at most limit - 1, ...
@@ -191,7 +189,6 @@ class MersenneTwister {
 
  private:
   static constexpr int kShift = 397;
-
   static uint32_t mix(uint32_t high, uint32_t low, uint32_t far) {
     const uint32_t y = (high & 0x80000000U) | (low & 0x7fffffffU);
     return far ^ (y >> 1) ^ ((0U - (y & 1U)) & 0x9908b0dfU);
@@ -301,7 +298,6 @@ class Blend {
   static constexpr int64_t kLargest = 4096, kSmallest = 64, kTimes = 8;  // samples of a block, and of how many smaller
   static constexpr int kLevels = 3;                                      // 4096, 512, 64
   static constexpr double kNever = -std::numeric_limits<double>::infinity();
-
   double error(int64_t dataset, int64_t sample) const {
     return weights_[dataset] * static_cast<double>(std::max<int64_t>(sample, 1)) - taken_[dataset];
   }
