@@ -118,7 +118,7 @@ def test_our_own_fault_in_a_worker_shows_its_traceback() -> None:
 
 def test_workers_that_cannot_be_started_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     start = WorkerPool._start
-    started = []
+    started: list[Any] = []
 
     def limited(self: WorkerPool[int, int], handler: object) -> object:
         if len(started) == 2:
