@@ -95,8 +95,8 @@ class WorkFolder:
         self.resumable = resumable
         if self.kept is not None:
             saved = self._saved_settings()
-            _refuse_changes(saved["deciding"], deciding, self.path)
-            overwrite = overwrite or bool(saved["overwrite"])
+            _refuse_changes(saved.get("deciding", {}), deciding, self.path)
+            overwrite = overwrite or bool(saved.get("overwrite"))
         else:
             settings = {"deciding": deciding, "resumable": resumable, "overwrite": overwrite}
             write_atomically(self.path / "settings", [json.dumps(settings, indent=1).encode()])
