@@ -39,19 +39,26 @@ class DoubtfulTexts:
         """Whether an added token stands in it: such a text must not be cut."""
         return self._tokens is not None and self._tokens.search(text) is not None
 
-    def find(self, texts: Sequence[str]) -> set[int]:
-        """Their positions."""
+    def find(self, texts: Sequence[str], encoded: Sequence[bytes]) -> set[int]:
+        """The positions of the doubtful ones; `encoded` are the same texts in UTF-8."""
         found = {i for i, text in enumerate(texts) if self.holds_token(text)} if self._tokens else set()
-        others = [i for i, text in enumerate(texts) if not text.isascii()]
-        if others and self._any("".join([texts[i] for i in others])):
-            found.update(i for i in others if self._any(texts[i]))
+        if self._any(b"".join(encoded)):
+            found.update(i for i, data in enumerate(encoded) if self._any(data))
         return found
 
-    def _any(self, text: str) -> bool:
-        for start in range(0, len(text), _BLOCK):
-            characters = np.frombuffer(text[start : start + _BLOCK].encode("utf-32-le"), dtype=np.uint32)
-            if self._table[characters].any():
+    def _any(self, data: bytes) -> bool:
+        if data.isascii():
+            return False
+        start = 0
+        while start < len(data):
+            stop = min(start + _BLOCK, len(data))
+            while stop < len(data) and data[stop] & 0xC0 == 0x80:  # inside a character
+                stop += 1
+            block = np.frombuffer(data, dtype=np.uint8, count=stop - start, offset=start)
+            others = block[block >= 0x80].tobytes().decode("utf-8")  # all but the ASCII characters
+            if self._table[np.frombuffer(others.encode("utf-32-le"), dtype=np.uint32)].any():
                 return True
+            start = stop
         return False
 
     @cached_property

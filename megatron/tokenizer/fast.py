@@ -46,7 +46,12 @@ def _build(description: dict[str, Any], exact: Callable[[str], Ids], eod_token: 
     doubtful.prepare()
     vocab = kind.description["model"]["vocab"]
     try:
-        text = first_difference(battery(vocab), engine.encode, exact, lambda text: bool(doubtful.find([text])))
+        text = first_difference(
+            battery(vocab),
+            lambda text: engine.encode(text.encode("utf-8")),
+            exact,
+            lambda text: bool(doubtful.find([text], [text.encode("utf-8")])),
+        )
     except EnginePanicError:
         raise NotFastError("gigatoken gave up on one of the test texts") from None
     if text is not None:

@@ -17,14 +17,14 @@ from megatron.tokenizer.fast_kinds import FastKind, NotFastError
 
 INSTALL = "pip install gigatoken"
 # Longer texts are encoded in parts: the working memory is then bounded by the part, not by the document.
-PART_CHARACTERS = 1 << 20
+PART_BYTES = 1 << 22
 # In every known pattern a word ends where a space follows something visible.
 WORD_END = re.compile(r"(?<=\S) ")
 # The library remembers every word it has seen. Past this growth of the process it is made anew.
 CACHE_BYTES = 32 << 20
-CHECK_CHARACTERS = 1 << 20
+CHECK_BYTES = 1 << 20
 # Where the size of the process cannot be read.
-REBUILD_CHARACTERS = 1 << 28
+REBUILD_BYTES = 1 << 28
 
 
 class EnginePanicError(Exception):
@@ -51,18 +51,19 @@ class FastEngine:
         self._size = resident_bytes()
         self._since_check = self._since_build = 0
 
-    def encode(self, text: str) -> Ids:
-        """Ids of one text; a lone surrogate raises UnicodeEncodeError."""
-        if len(text) > PART_CHARACTERS:
-            return np.concatenate([self._encode_part(part) for part in split_at_spaces(text, PART_CHARACTERS)])
-        return self._encode_part(text)
+    def encode(self, data: bytes) -> Ids:
+        """Ids of one text, given in UTF-8."""
+        if len(data) > PART_BYTES:
+            parts = split_at_spaces(data.decode("utf-8"), PART_BYTES // 4)
+            return np.concatenate([self._encode_part(part.encode("utf-8")) for part in parts])
+        return self._encode_part(data)
 
-    def _encode_part(self, text: str) -> Ids:
-        self._since_check += len(text)
-        if self._since_check > CHECK_CHARACTERS:
+    def _encode_part(self, data: bytes) -> Ids:
+        self._since_check += len(data)
+        if self._since_check > CHECK_BYTES:
             self._bound_memory()
         try:
-            return self._encode(text).view(np.int32)
+            return self._encode(data).view(np.int32)
         except BaseException as error:
             if type(error).__name__ != "PanicException":  # of the library's own Rust, which has no Python name
                 raise
@@ -74,7 +75,7 @@ class FastEngine:
         self._since_build += self._since_check
         self._since_check = 0
         size = resident_bytes()
-        if size - self._size > self._growth or (not size and self._since_build > REBUILD_CHARACTERS):
+        if size - self._size > self._growth or (not size and self._since_build > REBUILD_BYTES):
             del self._library, self._encode  # before the next one takes its place
             self._build()
             # Where that freed little, something else in this process has grown: it is not asked again so soon.

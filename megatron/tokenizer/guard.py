@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -26,12 +26,14 @@ STRETCH = 1 << 20
 # So much text never passes without a sample, whatever the choice by content gives.
 LONGEST_UNSAMPLED = 4 * STRETCH
 # The first texts are compared one and all, so that a small input is not left to chance.
-WARM_UP = 8 * PIECE
+WARM_UP = 4 * PIECE
 EXCERPT = 60
 
 
 class Engine(Protocol):
-    def encode(self, text: str) -> Ids: ...
+    def encode(self, data: bytes) -> Ids:
+        """Ids of one text, given in UTF-8."""
+        ...
 
 
 class GuardedEncoder:
@@ -41,53 +43,57 @@ class GuardedEncoder:
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
         try:
-            doubtful = self._doubtful.find(texts)
-            if not doubtful:
-                return [self._encode(index, text) for index, text in enumerate(texts)]
-            return [
-                self._encode_doubtful(text) if index in doubtful else self._encode(index, text)
-                for index, text in enumerate(texts)
-            ]
+            encoded = [text.encode("utf-8") for text in texts]
         except UnicodeEncodeError:
             for text in texts:
                 refuse_surrogates(text)
             raise
-
-    def _encode(self, index: int, text: str) -> Ids:
-        try:
-            ids = self._engine.encode(text)
-        except EnginePanicError:
-            return self._exact(text)
-        self._unsampled += len(text)
-        for start in self._sample(text):
-            self._compare(index, text, ids, start)
-        return ids
+        doubtful = self._doubtful.find(texts, encoded)
+        arrays = []
+        for index, (text, data) in enumerate(zip(texts, encoded, strict=True)):
+            if index in doubtful:
+                arrays.append(self._encode_doubtful(text))
+                continue
+            try:
+                ids = self._engine.encode(data)
+            except EnginePanicError:
+                arrays.append(self._exact(text))
+                continue
+            arrays.append(ids)
+            for start in self._sample(text):
+                self._compare(index, text, ids, start)
+        return arrays
 
     def _encode_doubtful(self, text: str) -> Ids:
         """The exact encoder for the parts that need it, the fast one for the rest of a long text."""
         if len(text) <= PIECE or self._doubtful.holds_token(text):
             return self._exact(text)
         parts = list(split_at_spaces(text, PIECE))
-        doubtful = self._doubtful.find(parts)
+        encoded = [part.encode("utf-8") for part in parts]
+        doubtful = self._doubtful.find(parts, encoded)
         try:
             return np.concatenate(
-                [self._exact(part) if i in doubtful else self._engine.encode(part) for i, part in enumerate(parts)]
+                [
+                    self._exact(part) if i in doubtful else self._engine.encode(encoded[i])
+                    for i, part in enumerate(parts)
+                ]
             )
         except EnginePanicError:
             return self._exact(text)
 
-    def _sample(self, text: str) -> Iterator[int]:
+    def _sample(self, text: str) -> Sequence[int]:
         """Where pieces to compare begin. The choice is by content: any number of workers compares the same."""
         size = len(text)
-        chance = zlib.crc32(f"{size}{text[:32]}{text[-32:]}".encode("utf-8", "replace")) / (1 << 32)
+        self._unsampled += size
+        chance = zlib.crc32(f"{size}{text[:32]}{text[-32:]}".encode()) / (1 << 32)
         pieces = int(max(size, PIECE) / STRETCH + chance)
-        if not pieces and (self._warm_up > 0 or self._unsampled > LONGEST_UNSAMPLED):
+        if not pieces:
+            if self._warm_up <= 0 and self._unsampled <= LONGEST_UNSAMPLED:
+                return ()
             pieces = 1
-        if pieces:
-            self._unsampled = 0
-            self._warm_up -= min(size, PIECE)
-        for number in range(pieces):
-            yield int((number + chance) / pieces * max(0, size - PIECE))
+        self._unsampled = 0
+        self._warm_up -= min(size, PIECE)
+        return [int((number + chance) / pieces * max(0, size - PIECE)) for number in range(pieces)]
 
     def _compare(self, index: int, text: str, ids: Ids, start: int) -> None:
         piece, at_words = _cut(text, start)
@@ -95,7 +101,7 @@ class GuardedEncoder:
             return
         # What was cut inside a word need not occur; then the piece is encoded by itself, or all of a short text.
         whole = text if at_words and len(text) <= STRETCH else piece
-        found = ids if whole is text else self._engine.encode(piece)
+        found = ids if whole is text else self._engine.encode(piece.encode())
         if not np.array_equal(self._exact(whole), found):
             raise EncoderDifference(index, self._excerpt(whole))
 
@@ -110,7 +116,7 @@ class GuardedEncoder:
         return text if len(text) <= 4 * EXCERPT else text[: 4 * EXCERPT] + "..."
 
     def _differ(self, text: str) -> bool:
-        return not np.array_equal(self._exact(text), self._engine.encode(text))
+        return not np.array_equal(self._exact(text), self._engine.encode(text.encode()))
 
 
 def _cut(text: str, start: int) -> tuple[str, bool]:

@@ -9,6 +9,7 @@ import random
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -50,7 +51,8 @@ class Wrong:
     def __init__(self, exact: GPT2BPETokenizer, bad: str) -> None:
         self._exact, self._bad = exact, bad
 
-    def encode(self, text: str) -> Ids:
+    def encode(self, data: bytes) -> Ids:
+        text = data.decode()
         parts = [np.array(self._exact.tokenize(part), dtype=np.int32) for part in split_at_spaces(text, 1)]
         for part, ids in zip(split_at_spaces(text, 1), parts, strict=True):
             if self._bad in part:
@@ -99,7 +101,7 @@ def sampled(texts: list[str], batch: int, monkeypatch: pytest.MonkeyPatch) -> li
     pieces: list[str] = []
 
     class Silent:
-        def encode(self, text: str) -> Ids:
+        def encode(self, data: bytes) -> Ids:
             return np.zeros(1, dtype=np.int32)
 
     def compared(text: str) -> Ids:
@@ -169,7 +171,7 @@ def test_the_library_really_differs_on_young_characters(files: tuple[Path, Path]
     guarded_encoder = fast_tokenizer(files)._fast
     assert guarded_encoder is not None
     text = f"{YOUNG}'t {YOUNG}'re {YOUNG}'ll {YOUNG}'ve"  # after a letter a contraction is a word of its own
-    assert guarded_encoder._engine.encode(text).tolist() != exact.tokenize(text)
+    assert guarded_encoder._engine.encode(text.encode()).tolist() != exact.tokenize(text)
 
 
 def test_only_the_doubtful_part_of_a_long_text_is_encoded_slowly(exact: GPT2BPETokenizer) -> None:
@@ -185,21 +187,28 @@ def test_only_the_doubtful_part_of_a_long_text_is_encoded_slowly(exact: GPT2BPET
     assert sum(map(len, asked)) < len(text) / 10
 
 
+def doubtful(texts: list[str], **options: Any) -> set[int]:
+    return DoubtfulTexts(**options).find(texts, [text.encode() for text in texts])
+
+
 def test_what_is_doubtful() -> None:
-    plain, composing = DoubtfulTexts(), DoubtfulTexts(composes=True)
-    assert plain.find(["ascii", "naïve 東京 🙂 \ue000", "\u0378", "", f"x{YOUNG}"]) == {2, 4}
-    assert plain.find(["e\u0301 \u1ac2"]) == set() and composing.find(["e\u0301", "e\u1ac2"]) == {1}
-    assert DoubtfulTexts(plain_tokens=("<a>",)).find(["x<a>y", "<b>"]) == {0}
-    assert DoubtfulTexts(cased=True).find(["\u0295"]) == {0} and plain.find(["\u0295"]) == set()
+    assert doubtful(["ascii", "naïve 東京 🙂 \ue000", "\u0378", "", f"x{YOUNG}"]) == {2, 4}
+    assert doubtful(["e\u0301 \u1ac2"]) == set() and doubtful(["e\u0301", "e\u1ac2"], composes=True) == {1}
+    assert doubtful(["x<a>y", "<b>"], plain_tokens=("<a>",)) == {0}
+    assert doubtful(["\u0295"], cased=True) == {0} and doubtful(["\u0295"]) == set()
+    # Wherever a long text is cut for the search, no character is.
+    for shift in range(4):
+        text = "x" * shift + "東" * 700_000
+        assert doubtful([text, text + YOUNG, YOUNG + text]) == {1, 2}
 
 
-def panicking(word: str, encode: Callable[[str], Ids]) -> Callable[[str], Ids]:
+def panicking(word: bytes, encode: Callable[[bytes], Ids]) -> Callable[[bytes], Ids]:
     panic = type("PanicException", (BaseException,), {})
 
-    def instead(text: str) -> Ids:
-        if word in text:
+    def instead(data: bytes) -> Ids:
+        if word in data:
             raise panic("index out of bounds")
-        return encode(text)
+        return encode(data)
 
     return instead
 
@@ -211,7 +220,7 @@ def test_a_panic_of_the_library_is_taken_by_the_exact_encoder(
     assert tokenizer._fast is not None
     engine = tokenizer._fast._engine
     assert isinstance(engine, FastEngine)
-    engine._encode = panicking("boom", engine._encode)
+    engine._encode = panicking(b"boom", engine._encode)
     texts = ["fine", "boom", "fine again", f"boom {YOUNG} {prose(1, 2000)}"]
     with caplog.at_level(logging.WARNING):
         assert [ids.tolist() for ids in tokenizer.encode_batch(texts)] == [exact.tokenize(text) for text in texts]
@@ -222,7 +231,7 @@ def test_other_interruptions_are_not_swallowed(files: tuple[Path, Path]) -> None
     tokenizer = fast_tokenizer(files)
     assert tokenizer._fast is not None
 
-    def interrupted(text: str) -> Ids:
+    def interrupted(data: bytes) -> Ids:
         raise KeyboardInterrupt
 
     tokenizer._fast._engine._encode = interrupted  # type: ignore[attr-defined]
@@ -262,7 +271,7 @@ def test_memory_is_bounded_by_making_the_engine_anew(
     build = FastEngine._build
     monkeypatch.setattr(fast_engine, "resident_bytes", lambda: next(grown))
     tokenizer = fast_tokenizer(files)
-    monkeypatch.setattr(fast_engine, "CHECK_CHARACTERS", 1000)
+    monkeypatch.setattr(fast_engine, "CHECK_BYTES", 1000)
     monkeypatch.setattr(FastEngine, "_build", lambda self: (built.append(1), build(self))[1])
     texts = [prose(seed, 500) for seed in range(30)]
     assert [ids.tolist() for ids in tokenizer.encode_batch(texts)] == [exact.tokenize(text) for text in texts]
@@ -277,8 +286,8 @@ def test_without_a_process_size_it_is_made_anew_after_so_much_text(
     assert tokenizer._fast is not None and isinstance(tokenizer._fast._engine, FastEngine)
     first = tokenizer._fast._engine._library
     monkeypatch.setattr(fast_engine, "resident_bytes", lambda: 0)
-    monkeypatch.setattr(fast_engine, "CHECK_CHARACTERS", 1000)
-    monkeypatch.setattr(fast_engine, "REBUILD_CHARACTERS", 5000)
+    monkeypatch.setattr(fast_engine, "CHECK_BYTES", 1000)
+    monkeypatch.setattr(fast_engine, "REBUILD_BYTES", 5000)
     tokenizer.encode_batch([prose(1, 300) for _ in range(10)])
     assert tokenizer._fast._engine._library is not first
 
@@ -339,7 +348,7 @@ def test_a_library_that_cannot_open_the_vocabulary_is_not_used(
 def test_a_panic_at_the_start_is_a_reason_not_to_use_it(
     files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def panic(self: FastEngine, text: str) -> Ids:
+    def panic(self: FastEngine, data: bytes) -> Ids:
         raise fast_engine.EnginePanicError
 
     monkeypatch.setattr(fast.FastEngine, "encode", panic)
