@@ -23,9 +23,7 @@ _NOT_GPT = (
     "NullMultimodalTokenizer",
     "SFTTokenizer",
 )
-_REFUSED = dict.fromkeys(
-    _NOT_GPT, "not a tokenizer for GPT pretraining; use GPT2BPETokenizer or HuggingFaceTokenizer"
-)
+_REFUSED = dict.fromkeys(_NOT_GPT, "not a tokenizer for GPT pretraining; use GPT2BPETokenizer or HuggingFaceTokenizer")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +108,9 @@ class TokenizerConfig:
         choices=TOKENIZER_TYPES,
         refused=_REFUSED,
     )
-    tokenizer_model: str | None = flag(None, "tokenizer.json or its directory, SentencePiece .model, or tiktoken ranks.")
+    tokenizer_model: str | None = flag(
+        None, "tokenizer.json or its directory, SentencePiece .model, or tiktoken ranks."
+    )
     vocab_file: str | None = flag(None, "vocab.json of a GPT-2 byte-level BPE.", aliases=("--vocab",))
     merge_file: str | None = flag(None, "merges.txt of a GPT-2 byte-level BPE.", aliases=("--merges-file",))
     vocab_size: int | None = flag(
