@@ -197,9 +197,10 @@ def test_a_killed_worker_ends_the_run_and_names_the_lines(workshop: Workshop, vi
     process, workers = start_long_run(workshop)
     os.kill(workers[victim], signal.SIGKILL)
     last = assert_ended(process, workers, 17)
-    assert "in.jsonl, lines " in last and "was killed by signal 9" in last
-    first, _, end = last.partition(" lines ")[2].partition(":")[0].partition(" to ")
-    assert int(end) - int(first) < 15, "the rest of that worker's segment, and no other"
+    assert "was killed by signal 9" in last
+    if "in.jsonl, after line " not in last:  # it may just have handed in a segment
+        first, _, end = last.partition("in.jsonl, lines ")[2].partition(":")[0].partition(" to ")
+        assert 0 <= int(end) - int(first) < 15, "the rest of that worker's segment, and no other"
     assert workshop.leftovers("out_") == []
 
 
