@@ -157,9 +157,9 @@ def measure_encoder(name: str, folder: Path, corpus: str, core: int, clock: str)
 
 
 def fresh(*arguments: str, threads: bool = False) -> float:
-    command = [sys.executable, __file__, *arguments]
-    environment = os.environ | {"TOKENIZERS_PARALLELISM": "true" if threads else "false"}
-    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    # One thread or many: tokenizers has no call for it and reads this variable.
+    command = ["env", f"TOKENIZERS_PARALLELISM={str(threads).lower()}", sys.executable, __file__, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
     return float(done.stdout.split()[-1])
 
 
