@@ -35,7 +35,7 @@ class Tokenizer(abc.ABC):
     """Text to ids and back.
 
     Text that looks like a special token is text: no input string can produce the end-of-document id. That id is
-    only ever added explicitly (`--append-eod`), and no tokenizer adds tokens around a text by itself.
+    only ever added explicitly (`--append-eod`). Nothing else is put around a text, but for the <s> of Llama2Tokenizer.
     """
 
     name: str  # Megatron's name of the type, for messages and records

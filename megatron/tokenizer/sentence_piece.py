@@ -1,8 +1,8 @@
 """SentencePieceTokenizer, GPTSentencePieceTokenizer and Llama2Tokenizer: a SentencePiece .model file.
 
 The three differ in what is the end of document, as in Megatron: the first adds <CLS>, <SEP>, <EOD> and <MASK> after
-the model's pieces, the others take the model's own </s>. Nothing (no BOS) is put around a text, and text that looks
-like a control piece is text.
+the model's pieces, the others take the model's own </s>. Llama2Tokenizer alone puts the model's <s> before every text,
+also as in Megatron. Text that looks like a control piece is text.
 """
 
 from __future__ import annotations
@@ -64,12 +64,15 @@ class GPTSentencePieceTokenizer(Tokenizer):
         # One thread: a worker is a core, and a process that is forked afterwards has no threads.
         encoded = self._pieces.encode(list(texts), out_type=int, num_threads=1)
         arrays = [np.fromiter(ids, dtype=np.int32, count=len(ids)) for ids in encoded]
+        self._refuse_eod(arrays)
+        return arrays
+
+    def _refuse_eod(self, arrays: Sequence[Ids]) -> None:
         if self._text_can_be_eod and any((ids == self.eod_id).any() for ids in arrays):
             raise DataError(
                 f"{self.name}: this model takes a text ({self._pieces.id_to_piece(self.eod_id)!r}) for the end of "
                 "document; remove it from the text"
             )
-        return arrays
 
     @cached_property
     def _text_can_be_eod(self) -> bool:
@@ -100,7 +103,14 @@ class GPTSentencePieceTokenizer(Tokenizer):
 
 
 class Llama2Tokenizer(GPTSentencePieceTokenizer):
+    """Every text begins with <s>, an empty one too; a model trained without it has none to put there."""
+
     name = "Llama2Tokenizer"
+
+    def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
+        begin = self._pieces.bos_id()
+        arrays = super().encode_batch(texts)
+        return arrays if begin < 0 else [np.insert(ids, 0, begin) for ids in arrays]
 
 
 class SentencePieceTokenizer(GPTSentencePieceTokenizer):
