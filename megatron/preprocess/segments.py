@@ -136,7 +136,9 @@ def count_lines_before(source: Source, start: int) -> int:
 def _opened(source: Source) -> Iterator[BinaryIO]:
     try:
         with open(source.path, "rb", buffering=1 << 16) as file:
+            source.refuse_change(file)
             yield file
+            source.refuse_change(file)
     except PermissionError:
         raise ConfigError(f"--input {source.path}: may not be read; check its permissions") from None
     except FileNotFoundError:

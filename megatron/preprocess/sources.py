@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import json
 import os
 import stat
 import sys
@@ -10,9 +11,9 @@ import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-from megatron.errors import ConfigError
+from megatron.errors import ConfigError, DataError
 
 STDIN = "-"
 STDIN_NAME = "standard input"
@@ -21,6 +22,7 @@ KINDS = {".gz": "gzip", ".zst": "zstd", ".parquet": "parquet"}
 IN_FOLDERS = (".jsonl", ".json", ".ndjson", *KINDS)
 _BEGINNINGS = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"PAR1": "parquet"}
 _SNIFFED_BYTES = 1 << 14
+_UNPACKED_BYTES = 1 << 20  # of which blanks may come first
 _NOT_READ = {".bz2": "bunzip2", ".xz": "unxz", ".zip": "unzip", ".7z": "7z x", ".tar": "tar xf", ".tgz": "tar xf"}
 _OWN_RECORDS = ("_document.meta.json", "_sentence.meta.json")
 
@@ -43,6 +45,17 @@ class Source:
     def place(self, number: int) -> str:
         """Where a document stands; `number` counts from 1."""
         return f"{self.path}:{number}" if self.unit == "line" else f"{self.path}, {self.unit} {number}"
+
+    def refuse_change(self, file: BinaryIO | None = None) -> None:
+        """What a file was when the run was planned it must be to the end. None: that of this name now."""
+        if self.kind == "stdin":
+            return
+        status = Path(self.path).stat() if file is None else os.fstat(file.fileno())
+        if not self.identity.endswith(f" {_version(status)}"):
+            raise DataError(
+                f"{self.path}: was changed while it was read ({self.size} bytes before, {status.st_size} now); "
+                "run again when nobody writes it"
+            )
 
 
 def expand_inputs(patterns: Sequence[str]) -> list[Source]:
@@ -68,11 +81,19 @@ def input_bytes(sources: Sequence[Source]) -> int:
     return 0 if any(source.kind == "stdin" for source in sources) else sum(source.size for source in sources)
 
 
+def _version(status: os.stat_result) -> str:
+    return f"{status.st_size} {status.st_mtime_ns}"
+
+
 def _files_of(pattern: str) -> Iterator[str]:
+    if not os.path.lexists(pattern) and Path(pattern).name == "**":
+        pattern = str(Path(pattern).parent)  # all that lies in it, however deep: the folder itself
     if os.path.lexists(pattern):
         found = [pattern]
     elif glob.has_magic(pattern):
         found = sorted(glob.glob(pattern, recursive=True))
+        if "**" in pattern:  # it matches folders and what lies in them
+            found = [name for name in found if not Path(name).is_dir()]
         if not found:
             raise ConfigError(f"--input {pattern}: no file matches the pattern; check the path")
     else:
@@ -133,7 +154,7 @@ def _source(path: str) -> tuple[Source, tuple[int, int]]:
     except OSError as error:
         raise ConfigError(f"--input {path}: cannot be read ({error.strerror or error}); check the path") from None
     size = 0 if kind == "stdin" else status.st_size
-    identity = f"{Path(path).resolve()} {size} {status.st_mtime_ns}"
+    identity = f"{Path(path).resolve()} {_version(status)}"
     return Source(path, kind, size, identity, array), (status.st_dev, status.st_ino)
 
 
@@ -149,20 +170,42 @@ def _look_into(path: str, size: int) -> tuple[str, bool]:
     """The kind, by the name's ending or else by the first bytes, and whether it holds one JSON array."""
     with open(path, "rb") as file:
         head = file.read(_SNIFFED_BYTES)
-    if head and not size:
-        return "stdin", False  # some file systems do not know sizes; it must not pass for empty
-    kind = KINDS.get(Path(path).suffix.lower())
-    if kind is None:
-        kind = next((kind for beginning, kind in _BEGINNINGS.items() if head.startswith(beginning)), "lines")
-    if kind == "lines" and begins_array(head):
-        return "array", True
+        if head and not size:
+            return "stdin", False  # some file systems do not know sizes; it must not pass for empty
+        kind = KINDS.get(Path(path).suffix.lower())
+        if kind is None:
+            kind = next((kind for beginning, kind in _BEGINNINGS.items() if head.startswith(beginning)), "lines")
+        if kind == "lines" and begins_array(_behind_blanks(file, head)):
+            return "array", True
     if kind == "parquet":
         pyarrow_parquet()  # said before anything is read
+    if kind in ("gzip", "zstd") and not size:
+        raise ConfigError(
+            f"--input {path}: has 0 bytes, and nothing at all packed has more; fetch it again, or leave it out"
+        )
     return kind, kind in ("gzip", "zstd") and begins_array(_decompressed_head(kind, head))
 
 
+def _behind_blanks(file: BinaryIO, head: bytes) -> bytes:
+    """The first bytes with anything in them."""
+    while head and not head.removeprefix(UTF8_BOM).strip():
+        head = file.read(_SNIFFED_BYTES)
+    return head
+
+
 def begins_array(head: bytes) -> bool:
-    return head.removeprefix(UTF8_BOM).lstrip().startswith(b"[")
+    """One JSON array; not lines of which the first is a list by itself."""
+    head = head.removeprefix(UTF8_BOM).lstrip()
+    line, _, others = head.partition(b"\n")
+    return head.startswith(b"[") and not (others.strip() and _is_json(line))
+
+
+def _is_json(line: bytes) -> bool:
+    try:
+        json.loads(line)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def zstandard_module() -> Any:
@@ -185,12 +228,12 @@ def _decompressed_head(kind: str, head: bytes) -> bytes:
     """As far as it can be had; damage is reported when the file is read."""
     if kind == "gzip":
         try:
-            return zlib.decompressobj(wbits=31).decompress(head, _SNIFFED_BYTES)
+            return zlib.decompressobj(wbits=31).decompress(head, _UNPACKED_BYTES)
         except zlib.error:
             return b""
     zstandard = zstandard_module()
     try:
-        found: bytes = zstandard.ZstdDecompressor().stream_reader(head).read(_SNIFFED_BYTES)
+        found: bytes = zstandard.ZstdDecompressor().stream_reader(head).read(_UNPACKED_BYTES)
         return found
     except zstandard.ZstdError:
         return b""

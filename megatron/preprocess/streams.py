@@ -19,7 +19,7 @@ MAX_LINE_BYTES = 1 << 30  # a longer line is no document but a damaged file (or 
 _READ_BYTES = 1 << 18
 _GZIP_STEP_BYTES = 1 << 22  # most bytes that one step unpacks
 _ZSTD_READ_BYTES = 1 << 12  # zstd's steps have no such limit, but 4 bytes hold at most 128 KiB: 128 MiB from one read
-_BLANK_BYTES = 1 << 16  # of a pipe that is looked through for the beginning of an array
+_LOOKED_THROUGH = 1 << 20  # bytes of a pipe, for the beginning of an array
 
 
 def take_lines(stream: BinaryIO, size: int, max_line_bytes: int = MAX_LINE_BYTES) -> bytes:
@@ -61,8 +61,10 @@ class SourceStream:
         try:
             with _open(self.source) as raw:
                 stream = io.BufferedReader(_ChunkFile(self._line_chunks(raw)), _READ_BYTES)
+                self.source.refuse_change(raw)
                 while piece := take_lines(cast(BinaryIO, stream), size, self._max_line_bytes):
                     yield piece
+                self.source.refuse_change(raw)
         except ArrayError as error:
             way_out = "give one array of objects, or one object per line"
             raise DataError(f"{self.source.place(error.item)}: {error.reason}; {way_out}") from None
@@ -89,7 +91,9 @@ class SourceStream:
         head = b""
         for chunk in chunks:
             head += chunk
-            if len(head) > _BLANK_BYTES or head.strip():
+            begun = head.lstrip()
+            # Of what begins like an array, what stands behind its first line says whether it is one.
+            if begun[:1] not in (b"", b"[") or begun.partition(b"\n")[2].strip() or len(head) > _LOOKED_THROUGH:
                 break
         if begins_array(head):
             self.source = dataclasses.replace(self.source, array=True)

@@ -25,8 +25,10 @@ def _opened(source: Source) -> Iterator[Any]:
 
     try:
         # Without these two a whole row group would be held, however large.
+        source.refuse_change()
         with parquet.ParquetFile(source.path, pre_buffer=False, buffer_size=_BUFFER_BYTES) as file:
             yield file
+        source.refuse_change()
     except PermissionError:
         raise ConfigError(f"--input {source.path}: may not be read; check its permissions") from None
     except (ArrowException, OSError) as error:

@@ -87,7 +87,7 @@ def test_an_item_over_the_limit_is_not_kept(chunk: int) -> None:
         (b'[{"a": 1}, {"b', 2, "ends inside"),
         (b'[{"a": "1}]', 1, "ends inside"),
         (b"[{}, {}] x", 2, "goes on after the end"),
-        (b"[{}]\n[{}]", 1, "goes on after the end"),
+        (b"[{},\n{}]\n[{}]", 2, "goes on after the end"),
         (b"[{]}, {}]", 1, "goes on after the end"),
     ],
 )

@@ -99,7 +99,10 @@ def read_raw(planned: Iterator[Segment], monkeypatch: pytest.MonkeyPatch) -> lis
 
 def check_cut(content: bytes, segment_bytes: int, batch_bytes: int, path: Path, packed: bool = False) -> None:
     write(path, gzip.compress(content) if packed else content)
-    source = Source(str(path), "gzip" if packed else "lines", path.stat().st_size, "")
+    status = path.stat()
+    source = Source(
+        str(path), "gzip" if packed else "lines", status.st_size, f"a {status.st_size} {status.st_mtime_ns}"
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(segments, "BATCH_BYTES", batch_bytes)
         found = read_raw(plan_segments([source], segment_bytes=segment_bytes), patch)
@@ -209,7 +212,7 @@ def test_a_file_that_shrinks_or_goes_away_is_said(tmp_path: Path) -> None:
     planned = list(plan_segments([source_of(path)], segment_bytes=9))
     os.truncate(path, 7)
     for segment in planned[1:]:
-        with pytest.raises(DataError, match="became shorter while it was read"):
+        with pytest.raises(DataError, match=r"a: was changed while it was read \(30 bytes before, 7 now\); run again"):
             list(read_batches(segment, ["text"]))
     path.unlink()
     with pytest.raises(DataError, match="was removed while it was read"):
@@ -289,7 +292,7 @@ def test_a_window_too_large_is_said(tmp_path: Path) -> None:
 
 
 def test_an_empty_packed_file_has_no_segments(tmp_path: Path) -> None:
-    for name, content in (("a.gz", b""), ("b.gz", gzip.compress(b"")), ("c.zst", b""), ("d.zst", zstd(b""))):
+    for name, content in (("b.gz", gzip.compress(b"")), ("d.zst", zstd(b""))):
         assert list(plan_segments([source_of(write(tmp_path / name, content))])) == []
 
 

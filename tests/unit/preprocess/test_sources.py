@@ -65,7 +65,15 @@ def test_kinds_are_seen_by_name_or_by_content(tmp_path: Path) -> None:
         ("damaged.gz", b"no gzip", "gzip", False),
         ("damaged.zst", b"no zstd", "zstd", False),
         ("empty.jsonl", b"", "lines", False),
-        ("blank.jsonl", b" \n" * 20000 + b"[", "lines", False),
+        ("blank.jsonl", b" \n" * 200000 + b"[{", "array", True),
+        ("blank.gz", gzip.compress(b" \n" * 200000 + b"[{"), "gzip", True),
+        ("blank.zst", zstandard.compress(b" \n" * 200000 + b"[{"), "zstd", True),
+        ("nothing.jsonl", b" \n" * 20000, "lines", False),
+        ("first.jsonl", b'[1, "]"]\n{"text": ""}\n', "lines", False),  # a bad line, and not one array
+        ("first.gz", gzip.compress(b'\n[]\n\n{"text": ""}\n'), "gzip", False),
+        ("one.json", b'[{"text": ""}]\n\n', "array", True),
+        ("long.json", b'[{"text": "' + b"x" * 20000 + b'"}]\n', "array", True),
+        ("comma.json", b'[{"text": ""},\n{"text": ""}]\n', "array", True),
     ]
     for name, content, kind, array in cases:
         [source] = expand_inputs([str(write(tmp_path / name, content))])
@@ -187,3 +195,22 @@ def test_a_missing_package_is_named(ending: str, package: str, tmp_path: Path, m
     monkeypatch.setitem(sys.modules, package, None)
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
     assert f"needs the package {package}; pip install {package}" in refused(write(tmp_path / f"a{ending}"))
+
+
+def test_patterns_that_match_folders_and_what_lies_in_them(tmp_path: Path) -> None:
+    for name in ("data/a.jsonl", "data/deep/b.jsonl", "data/deep/er/c.jsonl", "data/deep/notes.md"):
+        write(tmp_path / name)
+    below = ["data/a.jsonl", "data/deep/b.jsonl", "data/deep/er/c.jsonl"]
+    assert names([f"{tmp_path}/data/**"], tmp_path) == names([f"{tmp_path}/data/**/"], tmp_path) == below
+    assert names([f"{tmp_path}/*/**"], tmp_path) == below
+    assert names([f"{tmp_path}/**/*.jsonl"], tmp_path) == below
+    assert names([f"{tmp_path}/data/**/*"], tmp_path) == [*below, "data/deep/notes.md"]
+    (tmp_path / "empty/folder").mkdir(parents=True)
+    with pytest.raises(ConfigError, match=r"--input .*empty/\*\*/\*: no file matches the pattern"):
+        expand_inputs([f"{tmp_path}/empty/**/*"])
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.zst"])
+def test_a_packed_file_of_no_bytes_is_refused(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=rf"--input .*{name}: has 0 bytes, .*; fetch it again, or leave it out"):
+        expand_inputs([str(write(tmp_path / name, b""))])
