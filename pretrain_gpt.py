@@ -20,6 +20,7 @@ if TYPE_CHECKING:  # `--help` loads no torch
 def datasets_provider(run: Run, num_samples: tuple[int, int | None, int]) -> Datasets:
     """The training, validation and test sets, each at least as long as the run asks."""
     from megatron.data.build import build_train_valid_test
+    from megatron.data.index_builders import Builders
 
     return build_train_valid_test(
         run.config.data,
@@ -28,6 +29,8 @@ def datasets_provider(run: Run, num_samples: tuple[int, int | None, int]) -> Dat
         vocab_size=run.vocab_size,
         eod_id=run.eod_id,
         tokenizer_fingerprint=run.tokenizer_fingerprint,
+        tokenizer=run.tokenizer,
+        builders=Builders.resolve(say=run.log.info),
     )
 
 

@@ -23,6 +23,8 @@ class BuildIfPossible(build_ext):
         else:
             # No -march: one build runs on every machine of its kind. No fused multiply-add: numpy has none either.
             ext.extra_compile_args = ["-std=c++17", "-O3", "-ffp-contract=off", "-fvisibility=hidden", "-Wall"]
+            ext.extra_compile_args.append("-pthread")
+            ext.extra_link_args = ["-pthread"]
         try:
             super().build_extension(ext)
         except Exception as error:  # whatever a compiler that is missing or broken may raise

@@ -1,5 +1,6 @@
 // Index builders of megatron.data: loops that numpy cannot say quickly. Each has an exactly equal numpy twin in
-// megatron/data/index_builders.py, which the tests hold against it. No torch, no threads, no state.
+// megatron/data/index_builders.py or index_file.py, which the tests hold against it. No torch, no state; threads
+// share no word that one of them writes, so their number changes no result.
 
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
@@ -8,7 +9,11 @@
 #include <cstdint>
 #include <cstring>
 #include <functional>
+#include <limits>
+#include <numeric>
 #include <stdexcept>
+#include <system_error>
+#include <thread>
 #include <vector>
 
 namespace py = pybind11;
@@ -16,7 +21,7 @@ namespace py = pybind11;
 namespace {
 
 // Raised when a signature or a meaning changes, so that a stale build is never used with newer Python.
-constexpr int kInterface = 1;
+constexpr int kInterface = 2;
 
 template <typename T>
 using Array = py::array_t<T, py::array::c_style>;
@@ -29,187 +34,329 @@ using Array = py::array_t<T, py::array::c_style>;
 
 constexpr int64_t kAhead = 32;  // how far ahead of its use a random access is started
 
+// A number of a mapped file: not aligned there.
+template <typename T>
+T load(const void* table, int64_t place) {
+  T value;
+  std::memcpy(&value, static_cast<const char*>(table) + place * static_cast<int64_t>(sizeof(T)), sizeof(T));
+  return value;
+}
+
+// work(part, start, stop) for `threads` runs of [0, count), laid end to end. It must not throw.
+template <typename Work>
+void in_parts(int64_t count, int threads, const Work& work) {
+  const auto part = [&](int number) { work(number, count * number / threads, count * (number + 1) / threads); };
+  std::vector<std::thread> others;
+  int started = 1;
+  try {
+    for (; started < threads; ++started) others.emplace_back(part, started);
+  } catch (const std::system_error&) {  // no more threads are allowed here: the rest is done in this one
+  }
+  part(0);
+  for (int number = started; number < threads; ++number) part(number);
+  for (std::thread& other : others) other.join();
+}
+
+void check_threads(int threads) {
+  if (threads < 1 || threads > 256) throw std::invalid_argument("1 to 256 threads");
+}
+
+// ---- checks of an .idx file -----------------------------------------------------------------------------------
+
+// The bytes that the sequences take, or -1: a length is negative or an offset is not the sum of the lengths before.
+int64_t sequence_bytes(Array<int32_t> lengths, Array<int64_t> offsets, int64_t itemsize, int threads) {
+  check_threads(threads);
+  if (lengths.size() != offsets.size()) throw std::invalid_argument("one offset per length");
+  if (lengths.size() == 0) return 0;
+  const void *length_data = lengths.data(), *offset_data = offsets.data();
+  const int64_t last = lengths.size() - 1;
+  std::vector<char> bad(threads, 0);
+  py::gil_scoped_release release;
+  if (load<int64_t>(offset_data, 0) != 0) return -1;
+  in_parts(last, threads, [&](int part, int64_t start, int64_t stop) {
+    uint64_t wrong = 0;  // unsigned, for there sums of any content of the file are defined
+    for (int64_t i = start; i < stop; ++i) {
+      const int32_t length = load<int32_t>(length_data, i);
+      const uint64_t end = load<uint64_t>(offset_data, i) + static_cast<uint64_t>(length * itemsize);
+      wrong |= (end ^ load<uint64_t>(offset_data, i + 1)) | (length < 0);
+    }
+    bad[part] = wrong != 0;
+  });
+  const int32_t length = load<int32_t>(length_data, last);
+  if (length < 0 || std::count(bad.begin(), bad.end(), 0) != threads) return -1;
+  return load<int64_t>(offset_data, last) + length * itemsize;  // both are sums of lengths, so not negative
+}
+
+bool never_falls(Array<int64_t> values, int threads) {
+  check_threads(threads);
+  const void* data = values.data();
+  const int64_t steps = std::max<int64_t>(values.size() - 1, 0);
+  std::vector<char> bad(threads, 0);
+  py::gil_scoped_release release;
+  in_parts(steps, threads, [&](int part, int64_t start, int64_t stop) {
+    bool falls = false;
+    for (int64_t i = start; i < stop; ++i) falls |= load<int64_t>(data, i + 1) < load<int64_t>(data, i);
+    bad[part] = falls;
+  });
+  return std::count(bad.begin(), bad.end(), 0) == threads;
+}
+
 // ---- sample index -------------------------------------------------------------------------------------------
 // Sample k is the tokens from bound k to bound k + 1 inclusive; a bound is (place in `documents`, token offset).
+// The lengths lie scattered in memory, so the threads fetch them, round by round; one thread walks along them then.
+
+template <typename Doc>
+void fetch_lengths(const int32_t* lengths, int64_t sequences, const Doc* documents, int64_t count, int32_t* fetched,
+                   int threads) {
+  std::vector<char> bad(threads, 0);
+  in_parts(count, threads, [&](int part, int64_t start, int64_t stop) {
+    const char* table = reinterpret_cast<const char*>(lengths);
+    for (int64_t i = start; i < stop; ++i) {
+      if (i + kAhead < stop) PREFETCH(table + static_cast<int64_t>(documents[i + kAhead]) * int64_t{sizeof(int32_t)});
+      const int64_t document = documents[i];
+      if (document < 0 || document >= sequences) {
+        bad[part] = 1;
+        return;
+      }
+      fetched[i] = load<int32_t>(table, document);
+    }
+  });
+  if (std::count(bad.begin(), bad.end(), 0) != threads) throw std::out_of_range("document number outside the dataset");
+}
 
 template <typename Doc, typename Out>
 void sample_index(const int32_t* lengths, int64_t sequences, const Doc* documents, int64_t count, int64_t seq_length,
-                  int64_t samples, Out* out) {
+                  int64_t samples, Out* out, int threads) {
+  constexpr int64_t kRound = 1 << 20;
+  std::vector<int32_t> fetched(std::min(count, kRound));
   out[0] = out[1] = 0;
-  const char* table = reinterpret_cast<const char*>(lengths);  // a mapped file: its integers are not aligned
   int64_t sample = 1;
   int64_t begin = 0;          // number of the first token of this document in the whole epoch(s)
   int64_t next = seq_length;  // number of the token on which the next bound lies
-  for (int64_t place = 0; place < count && sample <= samples; ++place) {
-    if (place + kAhead < count) PREFETCH(table + documents[place + kAhead] * sizeof(int32_t));
-    const int64_t document = documents[place];
-    if (document < 0 || document >= sequences) throw std::out_of_range("document number outside the dataset");
-    int32_t length;
-    std::memcpy(&length, table + document * static_cast<int64_t>(sizeof(length)), sizeof(length));
-    const int64_t end = begin + length;
-    for (; next < end && sample <= samples; ++sample, next += seq_length) {
-      out[2 * sample] = static_cast<Out>(place);
-      out[2 * sample + 1] = static_cast<Out>(next - begin);
+  for (int64_t start = 0; start < count && sample <= samples; start += kRound) {
+    const int64_t size = std::min(count - start, kRound);
+    fetch_lengths(lengths, sequences, documents + start, size, fetched.data(), threads);
+    for (int64_t i = 0; i < size && sample <= samples; ++i) {
+      const int64_t end = begin + fetched[i];
+      for (; next < end && sample <= samples; ++sample, next += seq_length) {
+        out[2 * sample] = static_cast<Out>(start + i);
+        out[2 * sample + 1] = static_cast<Out>(next - begin);
+      }
+      begin = end;
     }
-    begin = end;
   }
   if (sample <= samples) throw std::out_of_range("the documents have fewer tokens than the samples need");
 }
 
 template <typename Doc, typename Out>
-void sample_index_into(Array<int32_t> lengths, Array<Doc> documents, int64_t seq_length, Array<Out> out) {
-  if (out.ndim() != 2 || out.shape(1) != 2 || out.shape(0) < 1) throw std::invalid_argument("out must be [samples + 1, 2]");
+void sample_index_into(Array<int32_t> lengths, Array<Doc> documents, int64_t seq_length, Array<Out> out, int threads) {
+  if (out.ndim() != 2 || out.shape(1) != 2 || out.shape(0) < 1)
+    throw std::invalid_argument("out must be [samples + 1, 2]");
   if (seq_length < 1) throw std::invalid_argument("seq_length must be positive");
+  check_threads(threads);
   const int32_t* lengths_data = lengths.data();
   const Doc* documents_data = documents.data();
   Out* out_data = out.mutable_data();
   const int64_t sequences = lengths.size(), count = documents.size(), samples = out.shape(0) - 1;
   py::gil_scoped_release release;
-  sample_index(lengths_data, sequences, documents_data, count, seq_length, samples, out_data);
+  sample_index(lengths_data, sequences, documents_data, count, seq_length, samples, out_data, threads);
 }
 
 // ---- shuffle ------------------------------------------------------------------------------------------------
 // numpy.random.RandomState.shuffle of a one-dimensional array, draw for draw: MT19937, then for i from the last
 // index down to 1 the rejection-sampled j <= i. The draws do not depend on the data, so they run ahead of the swaps
-// and the memory is there when it is needed.
+// and the memory is there when it is needed. A rejected draw costs no branch: it is written, and written over.
 
-struct MersenneTwister {
-  static constexpr int kWords = 624, kShift = 397;
-  uint32_t* key;
-  int position;
-
-  uint32_t next() {
-    if (position >= kWords) refill();
-    uint32_t y = key[position++];
-    y ^= y >> 11;
-    y ^= (y << 7) & 0x9d2c5680U;
-    y ^= (y << 15) & 0xefc60000U;
-    return y ^ (y >> 18);
-  }
-
-  static uint32_t mix(uint32_t high, uint32_t low, uint32_t far) {
-    const uint32_t y = (high & 0x80000000U) | (low & 0x7fffffffU);
-    return far ^ (y >> 1) ^ ((y & 1U) ? 0x9908b0dfU : 0U);
-  }
-
-  void refill() {
-    int i = 0;
-    for (; i < kWords - kShift; ++i) key[i] = mix(key[i], key[i + 1], key[i + kShift]);
-    for (; i < kWords - 1; ++i) key[i] = mix(key[i], key[i + 1], key[i + kShift - kWords]);
-    key[kWords - 1] = mix(key[kWords - 1], key[0], key[kShift - 1]);
-    position = 0;
-  }
-
-  uint32_t below_or_equal(uint32_t limit, uint32_t mask) {
-    uint32_t value;
-    do value = next() & mask;
-    while (value > limit);
-    return value;
-  }
-};
-
-template <typename T>
-void shuffle(T* data, int64_t count, MersenneTwister& random) {
-  uint32_t ring[kAhead];
-  uint32_t mask = 0xffffffffU;
-  const int64_t last = count - 1;
-  const auto draw = [&](int64_t i) {
-    const uint32_t limit = static_cast<uint32_t>(i);
-    while ((mask >> 1) >= limit) mask >>= 1;  // the smallest 2^k - 1 that is not below the limit
-    const uint32_t j = random.below_or_equal(limit, mask);
-    PREFETCH(data + j);
-    ring[i % kAhead] = j;
-  };
-  int64_t drawn = last;
-  for (int64_t i = last; i >= 1; --i) {
-    for (; drawn >= 1 && drawn > i - kAhead; --drawn) draw(drawn);
-    std::swap(data[i], data[ring[i % kAhead]]);
-  }
-}
-
-template <typename T>
-int shuffle_array(Array<T> values, Array<uint32_t> key, int position) {
-  if (key.size() != MersenneTwister::kWords) throw std::invalid_argument("key must have 624 words");
-  if (values.size() > (int64_t{1} << 32)) throw std::invalid_argument("more than 2^32 entries");
-  T* data = values.mutable_data();
-  MersenneTwister random{key.mutable_data(), position};
-  const int64_t count = values.size();
-  py::gil_scoped_release release;
-  shuffle(data, count, random);
-  return random.position;
-}
-
-// ---- blend --------------------------------------------------------------------------------------------------
-// For sample i the dataset with the largest weight * max(i, 1) - taken, ties to the lowest number.
-//
-// With thousands of datasets the full scan is the cost. Over the next `block` samples at most `block` datasets lose
-// ground, and all others only gain. So the dataset that ranks block + 1 now is a lower bound of every maximum in the
-// block, and whoever cannot reach it by the end of the block need not be looked at. Rounding is monotone, so this
-// is exact.
-
-class Blend {
+class MersenneTwister {
  public:
-  Blend(const double* weights, int64_t datasets, const int64_t* limits)
-      : weights_(weights), datasets_(datasets), limits_(limits), taken_(datasets, 0) {}
+  static constexpr int kWords = 624;
 
-  void run(int64_t size, int16_t* dataset_index, int64_t* sample_index) {
-    for (int64_t start = 0; start < size; start += kBlock) {
-      const int64_t stop = std::min(size, start + kBlock);
-      gather(start, stop - 1);
-      for (int64_t i = start; i < stop; ++i) {
-        const int64_t best = choose(i);
-        dataset_index[i] = static_cast<int16_t>(best);
-        sample_index[i] = taken_[best]++;
+  MersenneTwister(uint32_t* key, int position) : key_(key), position_(position) { temper(); }
+  int position() const { return position_; }
+
+  // The next `count` of the draws that are accepted: the first at most `limit`, the second at most limit - 1, ...
+  void below_or_equal(uint32_t limit, uint32_t mask, int count, uint32_t* out) {
+    for (int got = 0; got < count;) {
+      if (position_ >= kWords) refill();
+      const int stop = std::min(kWords, position_ + count - got);
+      for (; position_ < stop; ++position_) {
+        const uint32_t value = words_[position_] & mask;
+        out[got] = value;
+        got += value <= limit - static_cast<uint32_t>(got);
       }
     }
   }
 
  private:
-  static constexpr int64_t kBlock = 64;
-
-  double error(int64_t dataset, int64_t sample) const {
-    const double scaled = weights_[dataset] * static_cast<double>(std::max<int64_t>(sample, 1));
-    return scaled - static_cast<double>(taken_[dataset]);
+  static constexpr int kShift = 397;
+  static uint32_t mix(uint32_t high, uint32_t low, uint32_t far) {
+    const uint32_t y = (high & 0x80000000U) | (low & 0x7fffffffU);
+    return far ^ (y >> 1) ^ ((0U - (y & 1U)) & 0x9908b0dfU);
   }
 
-  bool open(int64_t dataset) const { return limits_ == nullptr || taken_[dataset] < limits_[dataset]; }
+  void refill() {
+    int i = 0;
+    for (; i < kWords - kShift; ++i) key_[i] = mix(key_[i], key_[i + 1], key_[i + kShift]);
+    for (; i < kWords - 1; ++i) key_[i] = mix(key_[i], key_[i + 1], key_[i + kShift - kWords]);
+    key_[kWords - 1] = mix(key_[kWords - 1], key_[0], key_[kShift - 1]);
+    position_ = 0;
+    temper();
+  }
 
-  void gather(int64_t first, int64_t last) {
-    candidates_.clear();
-    errors_.clear();
-    for (int64_t d = 0; d < datasets_; ++d)
-      if (open(d)) errors_.push_back(error(d, first));
-    if (errors_.empty()) throw std::out_of_range("the datasets have fewer samples than the blend needs");
-    const bool prune = static_cast<int64_t>(errors_.size()) > 2 * kBlock;
-    double bound = 0;
-    if (prune) {
-      std::nth_element(errors_.begin(), errors_.begin() + kBlock, errors_.end(), std::greater<double>());
-      bound = errors_[kBlock];
+  void temper() {
+    for (int i = 0; i < kWords; ++i) {
+      uint32_t y = key_[i];
+      y ^= y >> 11;
+      y ^= (y << 7) & 0x9d2c5680U;
+      y ^= (y << 15) & 0xefc60000U;
+      words_[i] = y ^ (y >> 18);
     }
-    for (int64_t d = 0; d < datasets_; ++d)
-      if (open(d) && (!prune || error(d, last) >= bound)) candidates_.push_back(d);
   }
 
-  int64_t choose(int64_t sample) const {
+  uint32_t* key_;
+  int position_;
+  uint32_t words_[kWords];
+};
+
+template <typename T>
+class Shuffle {
+ public:
+  Shuffle(T* data, int64_t count, MersenneTwister& random) : data_(data), next_(count - 1), random_(random) {}
+
+  void run() {
+    int64_t i = next_;
+    draw(drawn_[0]);
+    for (int now = 0; i >= 1; now ^= 1) {
+      draw(drawn_[now ^ 1]);
+      const Chunk& chunk = drawn_[now];
+      for (int k = 0; k < chunk.size; ++k, --i) std::swap(data_[i], data_[chunk.places[k]]);
+    }
+  }
+
+ private:
+  static constexpr int64_t kChunk = 64;
+  struct Chunk {
+    int size;
+    uint32_t places[kChunk];
+  };
+
+  // Places for the indices from next_ down, all of which are drawn under the same mask.
+  void draw(Chunk& chunk) {
+    chunk.size = 0;
+    if (next_ < 1) return;
+    while ((mask_ >> 1) >= static_cast<uint32_t>(next_)) mask_ >>= 1;  // the smallest 2^k - 1 that is not below next_
+    chunk.size = static_cast<int>(std::min(kChunk, next_ - static_cast<int64_t>(mask_ >> 1)));
+    random_.below_or_equal(static_cast<uint32_t>(next_), mask_, chunk.size, chunk.places);
+    for (int k = 0; k < chunk.size; ++k) PREFETCH(data_ + chunk.places[k]);
+    next_ -= chunk.size;
+  }
+
+  T* data_;
+  int64_t next_;  // the largest index that has no place yet
+  MersenneTwister& random_;
+  uint32_t mask_ = 0xffffffffU;
+  Chunk drawn_[2];
+};
+
+template <typename T>
+int shuffle_array(Array<T> values, Array<uint32_t> key, int position) {
+  if (key.size() != MersenneTwister::kWords) throw std::invalid_argument("key must have 624 words");
+  if (position < 0 || position > MersenneTwister::kWords) throw std::invalid_argument("position is 0 to 624");
+  if (values.size() > (int64_t{1} << 32)) throw std::invalid_argument("more than 2^32 entries");
+  T* data = values.mutable_data();
+  MersenneTwister random(key.mutable_data(), position);
+  const int64_t count = values.size();
+  py::gil_scoped_release release;
+  Shuffle<T>(data, count, random).run();
+  return random.position();
+}
+
+// ---- blend --------------------------------------------------------------------------------------------------
+// For sample i the dataset with the largest weight * max(i, 1) - taken, ties to the lowest number.
+//
+// With thousands of datasets the full scan is the cost. Over the next n samples at most n datasets lose ground, and all
+// others only gain. So the dataset that ranks n + 1 now is a lower bound of every maximum among these samples, and
+// whoever cannot reach it by the last of them need not be looked at. Rounding is monotone, so this is exact. It is
+// applied to blocks of blocks: the few that are left in a large one are what its small ones choose from.
+
+class Blend {
+ public:
+  Blend(const double* weights, int64_t datasets, const int64_t* limits)
+      : weights_(weights), limits_(limits), taken_(datasets, 0.0) {
+    for (int64_t d = 0; d < datasets; ++d) close_if_used_up(d);
+  }
+
+  void run(int64_t size, int16_t* dataset_index, int64_t* sample_index) {
+    dataset_index_ = dataset_index;
+    sample_index_ = sample_index;
+    std::vector<int64_t> all(taken_.size());
+    std::iota(all.begin(), all.end(), 0);
+    choose_from(all, 0, size, kLargest, 0);
+  }
+
+ private:
+  static constexpr int64_t kLargest = 4096, kSmallest = 64, kTimes = 8;  // samples of a block, and of how many smaller
+  static constexpr int kLevels = 3;                                      // 4096, 512, 64
+  static constexpr double kNever = -std::numeric_limits<double>::infinity();
+  double error(int64_t dataset, int64_t sample) const {
+    return weights_[dataset] * static_cast<double>(std::max<int64_t>(sample, 1)) - taken_[dataset];
+  }
+
+  void close_if_used_up(int64_t dataset) {
+    if (limits_ != nullptr && taken_[dataset] >= static_cast<double>(limits_[dataset])) taken_[dataset] = -kNever;
+  }
+
+  // Samples start .. stop in blocks of this many, from these datasets (in ascending order).
+  void choose_from(const std::vector<int64_t>& among, int64_t start, int64_t stop, int64_t block, int level) {
+    for (int64_t first = start; first < stop; first += block) {
+      const int64_t end = std::min(stop, first + block);
+      keep_those_in_reach(among, first, end, kept_[level]);
+      if (block > kSmallest) {
+        choose_from(kept_[level], first, end, block / kTimes, level + 1);
+      } else {
+        for (int64_t sample = first; sample < end; ++sample) choose(kept_[level], sample);
+      }
+    }
+  }
+
+  void keep_those_in_reach(const std::vector<int64_t>& among, int64_t first, int64_t end, std::vector<int64_t>& kept) {
+    const int64_t size = end - first;
+    if (static_cast<int64_t>(among.size()) <= 2 * size) {
+      kept = among;
+      return;
+    }
+    errors_.clear();
+    for (const int64_t d : among) errors_.push_back(error(d, first));
+    std::nth_element(errors_.begin(), errors_.begin() + size, errors_.end(), std::greater<double>());
+    kept.clear();
+    for (const int64_t d : among)
+      if (error(d, end - 1) >= errors_[size]) kept.push_back(d);
+  }
+
+  void choose(const std::vector<int64_t>& among, int64_t sample) {
     int64_t best = -1;
-    double largest = 0;
-    for (const int64_t d : candidates_) {
-      if (!open(d)) continue;
+    double largest = kNever;
+    for (const int64_t d : among) {
       const double e = error(d, sample);
-      if (best < 0 || e > largest) {
+      if (e > largest) {
         best = d;
         largest = e;
       }
     }
     if (best < 0) throw std::out_of_range("the datasets have fewer samples than the blend needs");
-    return best;
+    dataset_index_[sample] = static_cast<int16_t>(best);
+    sample_index_[sample] = static_cast<int64_t>(taken_[best]);
+    taken_[best] += 1;
+    close_if_used_up(best);
   }
 
   const double* weights_;
-  const int64_t datasets_;
   const int64_t* limits_;
-  std::vector<int64_t> taken_, candidates_;
+  std::vector<double> taken_;  // infinity once a dataset is used up; exact, for no array has 2^53 entries
   std::vector<double> errors_;
+  std::vector<int64_t> kept_[kLevels];
+  int16_t* dataset_index_ = nullptr;
+  int64_t* sample_index_ = nullptr;
 };
 
 void blend(Array<double> weights, py::object limits, Array<int16_t> dataset_index, Array<int64_t> sample_index) {
@@ -235,9 +382,16 @@ PYBIND11_MODULE(_helpers, module) {
   module.attr("interface") = kInterface;
   // noconvert: a silently made copy of an output would throw the result away
   const auto in = [](const char* name) { return py::arg(name).noconvert(); };
-  module.def("sample_index", &sample_index_into<int32_t, int32_t>, in("lengths"), in("documents"), py::arg("seq_length"), in("out"));
-  module.def("sample_index", &sample_index_into<int32_t, int64_t>, in("lengths"), in("documents"), py::arg("seq_length"), in("out"));
-  module.def("sample_index", &sample_index_into<int64_t, int64_t>, in("lengths"), in("documents"), py::arg("seq_length"), in("out"));
+  const auto sample_index = [&](auto build) {
+    module.def("sample_index", build, in("lengths"), in("documents"), py::arg("seq_length"), in("out"),
+               py::arg("threads"));
+  };
+  sample_index(&sample_index_into<int32_t, int32_t>);
+  sample_index(&sample_index_into<int32_t, int64_t>);
+  sample_index(&sample_index_into<int64_t, int32_t>);
+  sample_index(&sample_index_into<int64_t, int64_t>);
+  module.def("sequence_bytes", &sequence_bytes, in("lengths"), in("offsets"), py::arg("itemsize"), py::arg("threads"));
+  module.def("never_falls", &never_falls, in("values"), py::arg("threads"));
   module.def("shuffle", &shuffle_array<int32_t>, in("values"), in("key"), py::arg("position"));
   module.def("shuffle", &shuffle_array<uint32_t>, in("values"), in("key"), py::arg("position"));
   module.def("shuffle", &shuffle_array<int64_t>, in("values"), in("key"), py::arg("position"));

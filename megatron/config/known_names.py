@@ -57,14 +57,13 @@ LATER: dict[str, str] = {
         --check-weight-hash-across-dp-replicas-interval= --train-sync-interval= --empty-unused-memory-level=0
         --decrease-batch-size-if-needed --step-batch-size-schedule= --phase-transition-iterations=
         --distributed-timeout-seconds-after-init= --high-priority-stream-groups=...
-        --nccl-communicator-config-path= --multiple-validation-sets --data-args-path= --per-split-data-args-path=
+        --nccl-communicator-config-path= --multiple-validation-sets
         --num-dataset-builder-threads=1 --mid-level-dataset-surplus=0.005 --allow-ambiguous-pad-tokens
-        --tiktoken-pattern= --tiktoken-num-special-tokens= --tiktoken-special-tokens=... --tokenizer-metadata=
+        --tokenizer-metadata=
         --non-persistent-save-interval= --non-persistent-ckpt-type= --non-persistent-global-ckpt-dir=
         --non-persistent-local-ckpt-dir= --non-persistent-local-ckpt-algo= --use-persistent-ckpt-worker
         --async-strategy= --replication --replication-jump= --replication-factor= --pretrained-checkpoint=
-        --ckpt-convert-save= --load-main-params-from-ckpt --fim-spm-rate= --fim-split-sample= --fim-fragment-rate=
-        --fim-no-prefix= --fim-prefix-token= --fim-middle-token= --fim-suffix-token= --fim-pad-token= --fim-eod-token=
+        --ckpt-convert-save= --load-main-params-from-ckpt
         --muon-no-split-qkv --muon-use-nesterov --muon-scale-mode= --muon-fp32-matmul-prec= --muon-num-ns-steps=
         --muon-tp-mode= --muon-extra-scale-factor= --cuda-graph-impl=none --cuda-graph-scope=
         --cuda-graph-warmup-steps= --enable-cuda-graph --external-cuda-graph --compile --compile-dtypes
@@ -94,7 +93,7 @@ NEVER: dict[str, str] = {
         --heterogeneous-layers-config-path= --heterogeneous-layers-config-encoded-json= --query-in-block-prob=
         --use-one-sent-docs --titles-data-path= --evidence-data-path= --block-data-path= --embedding-path=
         --indexer-batch-size= --indexer-log-interval= --img-h= --img-w= --num-classes= --num-channels= --patch-dim=
-        --classes-fraction= --data-per-class-fraction= --no-data-sharding --head-lr-mult= --iter-per-epoch=
+        --classes-fraction= --data-per-class-fraction= --head-lr-mult= --iter-per-epoch=
         --output-bert-embeddings --bert-embedder-type= --bert-load= --num-classes-per-head= --sample-rate=1 --sft
         --sft-tokenizer-prompt-format= --perform-rl-step --spec=... --enable-experimental --add-retriever""",
     "the padded size follows from the tokenizer and --make-vocab-size-divisible-by": "--padded-vocab-size=",
@@ -148,7 +147,7 @@ NO_OPS: dict[str, tuple[str, str]] = {
     "--calculate-per-token-loss": ("the loss is always the mean over the counted tokens of the global batch", ""),
     "--use-cpu-initialization": ("initial weights never depend on the device or the layout", ""),
     "--DDP-impl=": ("there is one data parallelism, which gives the same gradients", "local torch"),
-    "--data-impl=": ("data is always read as .bin/.idx", "mmap infer"),
+    "--data-impl=": ("data is always read as .bin/.idx", "mmap infer lazy cached"),
     "--mmap-warmup": ("the operating system's page cache does this", ""),
     "--no-async-tensor-model-parallel-allreduce": ("there is no tensor parallelism, so nothing to overlap", ""),
     "--no-contiguous-buffers-in-local-ddp": ("gradients always live in contiguous buffers", ""),

@@ -10,9 +10,7 @@ import numpy as np
 
 from megatron.data.cache import Arrays, IndexCache
 from megatron.data.index_builders import Builders
-from megatron.errors import ConfigError, DataError
-
-MAX_SOURCES = int(np.iinfo(np.int16).max)
+from megatron.errors import DataError
 
 
 class TokenDataset(Protocol):
@@ -25,35 +23,6 @@ class TokenDataset(Protocol):
     def __getitem__(self, index: int, /) -> np.ndarray: ...
 
     def locate(self, index: int, token: int) -> object: ...
-
-
-def parse_blend(flag: str, paths: Sequence[str]) -> tuple[list[str], list[float] | None]:
-    """`prefix`, `weight prefix weight prefix ...`, or bare prefixes (None: each once, in proportion to its size)."""
-    entries = [path.strip() for path in paths]
-    if not entries or not all(entries):
-        raise ConfigError(f"{flag}: an empty path; give a prefix, or weight prefix weight prefix ...")
-    numbers = [_number(entry) for entry in entries[0::2]]
-    if len(entries) % 2 or all(number is None for number in numbers):
-        prefixes, weights = entries, None
-    elif any(number is None for number in numbers):
-        wrong = entries[0::2][numbers.index(None)]
-        raise ConfigError(f"{flag}: {wrong!r} stands where a weight is due; give weight prefix weight prefix ...")
-    else:
-        weights = [number for number in numbers if number is not None]
-        prefixes = entries[1::2]
-        for weight, prefix in zip(weights, prefixes):
-            if not math.isfinite(weight) or weight <= 0:
-                raise ConfigError(f"{flag}: weight {weight} of {prefix} must be above 0; leave that source out")
-    if len(prefixes) > MAX_SOURCES:
-        raise ConfigError(f"{flag}: {len(prefixes)} sources; at most {MAX_SOURCES}: merge some with merge_datasets.py")
-    return prefixes, weights
-
-
-def _number(text: str) -> float | None:
-    try:
-        return float(text)
-    except ValueError:
-        return None
 
 
 def normalised(weights: Sequence[float] | np.ndarray) -> np.ndarray:

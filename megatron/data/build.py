@@ -5,33 +5,36 @@ Every rank builds for itself, from files alone; none waits for another.
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megatron.data.blended import BlendedDataset, TokenDataset, parse_blend, part_samples, shares_of
+from megatron.config.blend import SPLITS, Blend, data_sources, parse_split
+from megatron.data.blended import BlendedDataset, TokenDataset, part_samples, shares_of
 from megatron.data.cache import IndexCache, cache_directory
-from megatron.data.files import allow_open_files
+from megatron.data.fim import FillInTheMiddle, FIMDataset, TextTokenizer
 from megatron.data.gpt_dataset import GPTDataset
-from megatron.data.index_builders import Builders
+from megatron.data.index_builders import Builders, epochs_needed
 from megatron.data.indexed import IndexedDataset
 from megatron.data.mock import MockDataset
-from megatron.data.record import check_record, read_record, record_path
-from megatron.data.splits import SPLITS, parse_split, split_bounds
-from megatron.data.table import Row, render
+from megatron.data.sources import Sources, border_flag
+from megatron.data.splits import split_bounds
+from megatron.data.table import Row, abbreviated, refuse_repeated, render, warn_repeated
 from megatron.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from megatron.config.sections.data import DataConfig
 
+_CACHED_FROM = 1 << 16  # sequences of all epochs; an index of fewer is built faster than it is found on a disk
+_FEW = 32  # sources; files for each small index of thousands would cost more than all that they save
+
 
 @dataclass(frozen=True)
 class Datasets:
-    """None where a split is empty or nothing was asked of it. `table` and `notes` are to be printed."""
+    """None where a split is empty or nothing was asked of it. `table`, `notes` and `warnings` are to be printed."""
 
     train: TokenDataset | None
     valid: TokenDataset | None
@@ -39,6 +42,8 @@ class Datasets:
     table: str
     notes: tuple[str, ...] = ()
     fingerprint: str = ""  # of the data's content, for the checkpoint
+    warnings: tuple[str, ...] = ()
+    full_table: str = ""  # every source, where `table` is abbreviated
 
 
 @dataclass(frozen=True)
@@ -46,13 +51,11 @@ class Part:
     """The sequences first <= i < last of one source, and its weight in the blend (None: by size)."""
 
     data: IndexedDataset
+    fingerprint: str
     first: int
     last: int
     weight: float | None
-
-    @property
-    def tokens(self) -> int:
-        return int(self.data.sequence_lengths[self.first : self.last].sum(dtype=np.int64))
+    tokens: int
 
 
 def build_train_valid_test(
@@ -63,24 +66,39 @@ def build_train_valid_test(
     vocab_size: int | None,
     eod_id: int | None,
     tokenizer_fingerprint: str | None = None,
+    tokenizer: TextTokenizer | None = None,
     builders: Builders | None = None,
 ) -> Datasets:
-    """`num_samples` per split, as splits.sample_counts gives them; None asks for one epoch of the split."""
+    """`num_samples` per split, as splits.sample_counts gives them; None asks for one epoch of the split.
+
+    `tokenizer` cuts text for --fim-data, and is asked for nothing else.
+    """
+    flag = border_flag(config)
+    if flag is not None and eod_id is None:
+        raise ConfigError(f"{flag}: the tokenizer has no end-of-document id; use one that has, or leave it out")
+    fim = FillInTheMiddle.of(config, tokenizer) if config.fim_data else None
     if config.mock_data:
-        return _mock(config, num_samples, seed, vocab_size, eod_id)
-    start = time.perf_counter()
-    builder = _Builder(config, seed, vocab_size, eod_id, tokenizer_fingerprint, builders or Builders.resolve())
-    train, valid, test = (builder.split(split, wanted) for split, wanted in enumerate(num_samples))
-    seconds = time.perf_counter() - start
-    builder.notes.append(f"indices ready in {seconds:.2f} s (built by {builder.builders.reason})")
-    notes = tuple(dict.fromkeys(builder.notes))
-    return Datasets(train, valid, test, render(builder.rows), notes, builder.fingerprint())
+        built = _mock(config, num_samples, seed, vocab_size, eod_id)
+    else:
+        sources = Sources(config, vocab_size=vocab_size, eod_id=eod_id, tokenizer_fingerprint=tokenizer_fingerprint)
+        built = _Builder(config, sources, seed, builders or Builders.resolve()).build(num_samples)
+    if fim is None or tokenizer is None:
+        return built
+    return _rearranged(built, fim, tokenizer, seed)
+
+
+def _rearranged(built: Datasets, fim: FillInTheMiddle, tokenizer: TextTokenizer, seed: int) -> Datasets:
+    train, valid, test = (
+        None if dataset is None else FIMDataset(dataset, fim, tokenizer, seed=seed, split=split)
+        for split, dataset in enumerate((built.train, built.valid, built.test))
+    )
+    return replace(built, train=train, valid=valid, test=test)
 
 
 def _mock(
     config: DataConfig, num_samples: Sequence[int | None], seed: int, vocab_size: int | None, eod_id: int | None
 ) -> Datasets:
-    if config.data_path or config.train_data_path or config.valid_data_path or config.test_data_path:
+    if any(data_sources(config).blends):
         raise ConfigError("--mock-data and a data path are both given; choose one")
 
     def dataset(split: int) -> MockDataset | None:
@@ -97,74 +115,102 @@ def _mock(
         for name, built in zip(SPLITS, (train, valid, test))
         if built is not None
     ]
-    return Datasets(train, valid, test, render(rows), ("mock data: synthetic tokens, no files",), "mock")
+    table = render(rows)
+    notes = ("mock data: synthetic tokens, no files",)
+    return Datasets(train, valid, test, table, notes, "mock", full_table=table)
 
 
 class _Builder:
-    def __init__(
-        self,
-        config: DataConfig,
-        seed: int,
-        vocab_size: int | None,
-        eod_id: int | None,
-        tokenizer_fingerprint: str | None,
-        builders: Builders,
-    ) -> None:
-        self.config, self.seed, self.builders = config, seed, builders
-        self.vocab_size, self.eod_id, self.tokenizer_fingerprint = vocab_size, eod_id, tokenizer_fingerprint
+    def __init__(self, config: DataConfig, sources: Sources, seed: int, builders: Builders) -> None:
+        self.config, self.sources, self.seed, self.builders = config, sources, seed, builders
         self.rows: list[Row] = []
         self.notes: list[str] = []
-        self._sources: dict[str, tuple[IndexedDataset, str]] = {}  # prefix -> data and its fingerprint
-        self.per_split = (config.train_data_path, config.valid_data_path, config.test_data_path)
-        if config.data_path and any(self.per_split):
+        self.asked = data_sources(config)
+        shared = config.data_path or config.data_args_path
+        separate = config.train_data_path or config.valid_data_path or config.test_data_path
+        if shared and (separate or config.per_split_data_args_path):
             raise ConfigError(
                 "--data-path and --train/valid/test-data-path are both given; use --data-path with --split, "
                 "or a path for each split"
             )
-        if not config.data_path and not any(self.per_split):
+        if not any(self.asked.blends):
             raise ConfigError("--data-path: not given; give the PREFIX of preprocessed data, or --mock-data")
         parse_split(config.split)  # a typo is refused even where it has no effect
 
-    def fingerprint(self) -> str:
-        """Of what the files hold, wherever they lie."""
-        digest = hashlib.sha256()
-        for data, fingerprint in self._sources.values():
-            record = record_path(data.prefix)
-            content = record.read_bytes() if record.exists() else b""
-            digest.update(f"{fingerprint} {hashlib.sha256(content).hexdigest()}\n".encode())
-        return digest.hexdigest()
+    def build(self, num_samples: Sequence[int | None]) -> Datasets:
+        start = time.perf_counter()
+        for blend in dict.fromkeys(self.asked.blends):
+            for prefix in self._prefixes(blend):
+                self.sources.open(prefix)
+        opened = time.perf_counter()
+        train, valid, test = (self._split(split, wanted) for split, wanted in enumerate(num_samples))
+        ready = time.perf_counter()
+        refuse_repeated(self.rows, self.config.max_epochs)
+        count = len(self.sources)
+        seconds = (
+            f"{count} {'source' if count == 1 else 'sources'} opened and checked in {opened - start:.2f} s, "
+            f"indices ready in {ready - opened:.2f} s (built by {self.builders.reason})"
+        )
+        notes = tuple(dict.fromkeys([*self.sources.notes(), *self.notes, seconds]))
+        return Datasets(
+            train,
+            valid,
+            test,
+            render(abbreviated(self.rows)),
+            notes,
+            self.sources.fingerprint(self._mixture()),
+            tuple(warn_repeated(self.rows)),
+            render(self.rows),
+        )
 
-    def split(self, split: int, wanted: int | None) -> TokenDataset | None:
+    def _prefixes(self, blend: Blend | None) -> tuple[str, ...]:
+        if blend is None:
+            return ()
+        self.sources.prepare(blend.prefixes)
+        return blend.prefixes
+
+    def _mixture(self) -> str:
+        """What decides the order besides the content: the weights, for each split."""
+        lines = []
+        for name, blend in zip(SPLITS, self.asked.blends):
+            if blend is not None and blend.weights is not None and len(blend.weights) > 1:
+                weights = " ".join(weight.hex() for weight in blend.weights)
+                lines.append(
+                    f"{name} {' '.join(self.sources.open(p).index_fingerprint for p in blend.prefixes)} {weights}"
+                )
+        return "\n".join(lines)
+
+    def _split(self, split: int, wanted: int | None) -> TokenDataset | None:
         """The dataset of one split. An empty one is None, and said; only training cannot do without."""
-        name, paths = SPLITS[split], self.config.data_path or self.per_split[split]
-        if not paths:
+        name, blend = SPLITS[split], self.asked.blends[split]
+        if blend is None:
             self.notes.append(f"{name}: no data path, so no {name} data")
             if split == 0 and wanted:
                 raise ConfigError("--train-data-path: not given; give it too, or use --data-path with --split")
             return None
-        flag = "--data-path" if self.config.data_path else f"--{name}-data-path"
-        prefixes, weights = parse_blend(flag, paths)
-        allow_open_files(len(self._sources) + len(prefixes))
-        parts = [self._part(prefix, split, None if weights is None else w) for prefix, w in _pairs(prefixes, weights)]
         if wanted == 0:
             return None
+        weights: Sequence[float | None] = blend.weights or [None] * len(blend.prefixes)
+        parts = [self._part(prefix, split, weight) for prefix, weight in zip(blend.prefixes, weights)]
         used = [part for part in parts if part.tokens]
         if not used:
             self._empty(name, f"{sum(len(part.data) for part in parts)} sequences, of which it gets none", wanted)
             return None
-        self.notes += [
-            f"{name}: {part.data.prefix} has nothing for it, the other sources share its weight"
-            for part in parts
-            if not part.tokens
-        ]
-        direct = len(prefixes) == 1 and (
-            weights is None or (self.config.split_rule == "main" and not self.config.data_path)
+        self._say_unused(name, [part.data.prefix for part in parts if not part.tokens])
+        direct = len(parts) == 1 and (
+            blend.weights is None or (self.config.split_rule == "main" and not self.asked.cut)
         )
         if direct:
             return self._single(name, used[0], wanted)
-        if weights is None:
-            return self._exhaustive(name, flag, used, wanted)
-        return self._weighted(name, flag, used, wanted)
+        if blend.weights is None:
+            return self._exhaustive(name, blend.flag, used, wanted)
+        return self._weighted(name, blend.flag, used, wanted)
+
+    def _say_unused(self, name: str, prefixes: Sequence[str]) -> None:
+        if prefixes:
+            more = f" and {len(prefixes) - 1} others" if len(prefixes) > 1 else ""
+            verb = "have" if more else "has"
+            self.notes.append(f"{name}: {prefixes[0]}{more} {verb} nothing for it, the other sources share the weight")
 
     def _empty(self, name: str, why: str, wanted: int | None) -> None:
         if name == "train" and wanted:
@@ -172,38 +218,20 @@ class _Builder:
         self.notes.append(f"{name}: empty ({why})")
 
     def _part(self, prefix: str, split: int, weight: float | None) -> Part:
-        data, _ = self._source(prefix)
-        if not self.config.data_path:
-            return Part(data, 0, len(data), weight)
-        bounds = split_bounds(self.config.split, len(data), self.config.split_rule)
-        return Part(data, bounds[split], max(bounds[split], bounds[split + 1]), weight)
-
-    def _source(self, prefix: str) -> tuple[IndexedDataset, str]:
-        """Opens and checks a source once."""
-        if prefix not in self._sources:
-            data = IndexedDataset(prefix, mmap=self.config.mmap_bin_files)
-            fingerprint = data.fingerprint
-            record = read_record(prefix)
-            if record is None:
-                self.notes.append(f"{prefix}: no record of its tokenizer; token ids are checked batch by batch")
-            else:
-                check_record(
-                    record,
-                    data,
-                    data_fingerprint=fingerprint,
-                    tokenizer_fingerprint=self.tokenizer_fingerprint,
-                    vocab_size=self.vocab_size,
-                    eod_id=self.eod_id,
-                )
-            if len(data) != data.num_documents:
-                self.notes.append(
-                    f"{prefix}: {data.num_documents} documents of {len(data)} sequences, sampled by sequence"
-                )
-            self._sources[prefix] = data, fingerprint
-        return self._sources[prefix]
+        source = self.sources.open(prefix)
+        data = source.data
+        bounds = (0, len(data))
+        if self.asked.cut:
+            cuts = split_bounds(self.config.split, len(data), self.config.split_rule)
+            bounds = (cuts[split], max(cuts[split], cuts[split + 1]))
+        tokens = int(data.sequence_lengths[bounds[0] : bounds[1]].sum(dtype=np.int64))
+        return Part(data, source.index_fingerprint, *bounds, weight, tokens)
 
     def _dataset(self, part: Part, samples: int | None) -> GPTDataset:
-        cache = self._cache(part.data.prefix)
+        epochs = 1 if samples is None else epochs_needed(part.tokens, self.config.seq_length, samples)
+        small = epochs * (part.last - part.first) < _CACHED_FROM and epochs * part.tokens < _CACHED_FROM * 16
+        worth_it = not small or (self.config.data_cache_path is not None and len(self.sources) <= _FEW)
+        cache = self._cache(part.data.prefix) if worth_it else None
         dataset = GPTDataset(
             part.data,
             first=part.first,
@@ -213,9 +241,9 @@ class _Builder:
             seed=self.seed,
             builders=self.builders,
             cache=cache,
-            fingerprint=self._sources[part.data.prefix][1],
+            fingerprint=part.fingerprint,
         )
-        self.notes += cache.notes
+        self.notes += [] if cache is None else cache.notes
         return dataset
 
     def _cache(self, prefix: str) -> IndexCache:
@@ -252,6 +280,9 @@ class _Builder:
             self._empty(name, f"no source has the {self.config.seq_length + 1} tokens of one sample", wanted)
             return None
         sizes = [len(dataset) for _, dataset in kept]
+        if wanted is not None and wanted > sum(sizes) and name != "train":
+            self.notes.append(f"{name}: {sum(sizes)} samples in its sources; an evaluation begins again after them")
+            wanted = sum(sizes)
         if wanted is not None and wanted > sum(sizes):
             raise DataError(
                 f"{flag}: one epoch of its sources is {sum(sizes)} {name} samples, and the run needs {wanted}; "
@@ -286,7 +317,3 @@ class _Builder:
         tokens = part.tokens
         epochs = samples * self.config.seq_length / tokens
         self.rows.append(Row(name, part.data.prefix, weight, part.last - part.first, tokens, samples, epochs))
-
-
-def _pairs(prefixes: list[str], weights: list[float] | None) -> list[tuple[str, float | None]]:
-    return list(zip(prefixes, weights)) if weights is not None else [(prefix, None) for prefix in prefixes]

@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -14,8 +13,10 @@ from typing import BinaryIO
 
 import numpy as np
 
-from megatron.data.files import as_bytes, fsync_directory, storage_error, write_synced
-from megatron.data.index_file import HEADER, MAGIC, VERSION, dtype_code
+from megatron.data.checksums import BlockChecksums, FileChecksums
+from megatron.data.files import as_bytes, fsync_directory, storage_error
+from megatron.data.growing import GrowingIndex, unnamed_file
+from megatron.data.index_file import dtype_code
 from megatron.errors import ConfigError, DataError, MegatronError
 
 _COPY_BYTES = 16 << 20
@@ -35,27 +36,35 @@ class DatasetSummary:
     max_id: int  # -1 without tokens
     longest_document: int
     empty_documents: int
+    checksums: FileChecksums | None = None  # of the .bin
 
 
 class IndexedDatasetBuilder:
     """Documents go to PREFIX.bin.partial; `finalize` renames it to .bin and writes .idx last.
 
-    Memory grows by 4 bytes per sequence and 8 per document. As a context manager it finalizes on success
-    and removes what it wrote on an exception.
+    Memory is flat: the index grows in files without a name. As a context manager it finalizes on success and
+    removes what it wrote on an exception.
     """
 
-    def __init__(self, prefix: str | Path, dtype: np.dtype | type | str, *, overwrite: bool = False) -> None:
+    def __init__(
+        self, prefix: str | Path, dtype: np.dtype | type | str, *, overwrite: bool = False, impl: str = "mmap"
+    ) -> None:
         self.prefix = str(prefix)
         self.dtype = np.dtype(dtype).newbyteorder("<")
-        self._code = dtype_code(self.dtype)
-        self._overwrite = overwrite
-        self._lengths, self._documents = array("i"), array("q", [0])
+        dtype_code(self.dtype)  # refuses what is no kind of token
+        self._overwrite, self._impl = overwrite, impl
+        self._checksums = BlockChecksums()
         self._tokens, self._max_id, self._longest, self._empty = 0, -1, 0, 0
         self._partial = Path(f"{self.prefix}.bin.partial")
         self._partial_idx = Path(f"{self.prefix}.idx.partial")
         self._clear_interrupted()
         self._refuse_existing()
-        self._stream: BinaryIO | None = _open_alone(self._partial)
+        self._stream: BinaryIO | None = open_alone(self._partial)
+        try:
+            self._index = GrowingIndex(unnamed_file(self._partial.parent), unnamed_file(self._partial.parent))
+        except OSError as error:
+            self._partial.unlink(missing_ok=True)
+            raise storage_error(self._partial, error) from error
 
     def _clear_interrupted(self) -> None:
         """A run that was killed between its two renames left a .bin that nobody can open: it is in nobody's way."""
@@ -80,9 +89,7 @@ class IndexedDatasetBuilder:
         """One document; `lengths` cuts it into sequences (default: one sequence; [] for a document of none)."""
         ids = self._checked_tokens(tokens)
         sizes = self._checked_lengths([ids.size] if lengths is None else lengths, ids.size)
-        self._write(ids)
-        self._lengths.frombytes(sizes.tobytes())
-        self._documents.append(len(self._lengths))
+        self._write(ids, sizes, np.array([len(sizes)], dtype=np.int32))
         self._longest = max(self._longest, ids.size)
         self._empty += ids.size == 0
 
@@ -90,15 +97,12 @@ class IndexedDatasetBuilder:
         """Many documents of one sequence each, laid end to end: the fast way for a block of text."""
         ids = self._checked_tokens(tokens)
         sizes = self._checked_lengths(lengths, ids.size)
-        self._write(ids)
-        first = len(self._lengths)
-        self._lengths.frombytes(sizes.tobytes())
-        self._documents.frombytes(np.arange(first + 1, first + len(sizes) + 1, dtype=np.int64).tobytes())
+        self._write(ids, sizes, np.ones(len(sizes), dtype=np.int32))
         self._longest = max(self._longest, int(sizes.max(initial=0)))
         self._empty += int(np.count_nonzero(sizes == 0))
 
-    def add_dataset(self, prefix: str | Path) -> None:
-        """Appends a whole dataset of the same token dtype, streaming."""
+    def add_dataset(self, prefix: str | Path, *, on_block: Callable[[memoryview], None] | None = None) -> None:
+        """Appends a whole dataset of the same token dtype, streaming. `on_block` sees the bytes of its .bin."""
         from megatron.data.indexed import IndexedDataset, bin_path  # the reader, which in turn names this writer
 
         other = IndexedDataset(prefix)
@@ -106,16 +110,20 @@ class IndexedDatasetBuilder:
             raise DataError(
                 f"{prefix}: token dtype {other.dtype}, but {self.prefix} is {self.dtype}; rewrite one of them"
             )
+        none = np.empty(0, dtype=np.int32)
         with open(bin_path(prefix), "rb") as stream:
             for block in iter(lambda: stream.read(_COPY_BYTES), b""):
-                self._write(self._checked_tokens(np.frombuffer(block, dtype=self.dtype)))
-        first = len(self._lengths)
-        self._lengths.frombytes(np.ascontiguousarray(other.sequence_lengths).tobytes())
-        self._documents.frombytes((other.document_indices[1:] + first).tobytes())
-        sums = np.concatenate([[0], np.cumsum(other.sequence_lengths, dtype=np.int64)])
-        per_document = np.diff(sums[other.document_indices])
-        self._longest = max(self._longest, int(per_document.max(initial=0)))
-        self._empty += int(np.count_nonzero(per_document == 0))
+                if on_block is not None:
+                    on_block(memoryview(block))
+                self._write(self._checked_tokens(np.frombuffer(block, dtype=self.dtype)), none, none)
+        for start in range(0, other.num_documents, _BLOCK):
+            bounds = other.document_indices[start : start + _BLOCK + 1]
+            lengths = other.sequence_lengths[int(bounds[0]) : int(bounds[-1])]
+            self._write(np.empty(0, dtype=self.dtype), lengths, np.diff(bounds).astype(np.int32))
+            sums = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+            per_document = np.diff(sums[bounds - bounds[0]])
+            self._longest = max(self._longest, int(per_document.max(initial=0)))
+            self._empty += int(np.count_nonzero(per_document == 0))
 
     def _checked_tokens(self, tokens: Sequence[int] | np.ndarray) -> np.ndarray:
         """An id that does not fit is refused, never wrapped around."""
@@ -140,10 +148,12 @@ class IndexedDatasetBuilder:
             raise DataError(f"{self.prefix}: lengths add up to {int(sizes.sum())} for {count} tokens")
         return sizes.astype(np.int32)
 
-    def _write(self, ids: np.ndarray) -> None:
+    def _write(self, ids: np.ndarray, lengths: np.ndarray, counts: np.ndarray) -> None:
         assert self._stream is not None, "the dataset is finished"
         try:
             self._stream.write(as_bytes(ids))
+            self._checksums.update(as_bytes(ids))
+            self._index.add(lengths, counts)
         except OSError as error:
             self.abort()
             raise storage_error(self._partial, error) from error
@@ -155,7 +165,7 @@ class IndexedDatasetBuilder:
         try:
             self._stream.flush()
             os.fsync(self._stream.fileno())
-            write_synced(self._partial_idx, self._index_bytes())
+            self._index.write(self._partial_idx, self.dtype, self._impl)
             self._refuse_existing()
             if self._overwrite:  # the old record and index must never describe the new tokens
                 Path(f"{self.prefix}.meta.json").unlink(missing_ok=True)
@@ -172,30 +182,21 @@ class IndexedDatasetBuilder:
             raise
         self._stream.close()
         self._stream = None
+        self._index.close()
         return self._summary()
 
     def _summary(self) -> DatasetSummary:
         return DatasetSummary(
             prefix=self.prefix,
             dtype=self.dtype.name,
-            documents=len(self._documents) - 1,
-            sequences=len(self._lengths),
+            documents=self._index.documents,
+            sequences=self._index.sequences,
             tokens=self._tokens,
             max_id=self._max_id,
             longest_document=self._longest,
             empty_documents=self._empty,
+            checksums=self._checksums.checksums(),
         )
-
-    def _index_bytes(self) -> Iterator[bytes | memoryview]:
-        yield HEADER.pack(MAGIC, VERSION, self._code, len(self._lengths), len(self._documents))
-        lengths = np.frombuffer(self._lengths, dtype=np.int32) if self._lengths else np.empty(0, np.int32)
-        yield lengths.astype("<i4", copy=False).tobytes()
-        end = 0
-        for start in range(0, len(lengths), _BLOCK):
-            sums = np.cumsum(lengths[start : start + _BLOCK].astype(np.int64) * self.dtype.itemsize)
-            yield np.concatenate([[end], sums[:-1] + end]).astype("<i8", copy=False).tobytes()
-            end += int(sums[-1])
-        yield np.frombuffer(self._documents, dtype=np.int64).astype("<i8", copy=False).tobytes()
 
     def abort(self) -> None:
         """Removes what was written so far."""
@@ -205,6 +206,8 @@ class IndexedDatasetBuilder:
             stream, self._stream = self._stream, None
             with contextlib.suppress(OSError):  # a full disk says so a second time, when the buffer is dropped
                 stream.close()
+            with contextlib.suppress(OSError):
+                self._index.close()
 
     def __enter__(self) -> IndexedDatasetBuilder:
         return self
@@ -218,7 +221,7 @@ class IndexedDatasetBuilder:
             self.finalize()
 
 
-def _open_alone(path: Path) -> BinaryIO:
+def open_alone(path: Path) -> BinaryIO:
     """Opens for writing under a lock, so that two runs cannot write one output; a dead run's leftover is reused."""
     if not path.parent.is_dir():
         raise ConfigError(f"output {path.parent}: no such directory; create it or choose another --output-prefix")

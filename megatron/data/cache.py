@@ -52,10 +52,14 @@ class IndexCache:
                 raise StorageError(f"--data-cache-path {self.directory}: {error}") from error
             self.notes.append(f"index cache not stored, so built at every start: {error}")
             return arrays
+        if all(array.nbytes <= _MAPPED_FROM for array in arrays.values()):
+            return arrays  # they would be read, not mapped
+        del arrays  # never both copies in memory
         try:
-            return self._load(key, text) or arrays  # mapped: the ranks of a machine share one copy
-        except _DamagedError:
-            return arrays
+            loaded = self._load(key, text)  # mapped: the ranks of a machine share one copy
+        except _DamagedError as damage:
+            self.notes.append(f"index cache {damage}: not used, though it was written just now")
+        return build() if loaded is None else loaded
 
     def _path(self, key: str, name: str) -> Path:
         return self.directory / f"{key}-{name}"
@@ -87,10 +91,11 @@ class IndexCache:
             self.directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise storage_error(self.directory, error) from error
+        # Not synced: what a power cut tears, its checksum gives away. Thousands of sources would wait for minutes.
         for name, array in arrays.items():
-            write_atomically(self._path(key, f"{name}.npy"), _npy(array))
+            write_atomically(self._path(key, f"{name}.npy"), _npy(array), sync=False)
         content = {"built_from": text, "crc": {name: _crc(array) for name, array in arrays.items()}}
-        write_atomically(self._path(key, "description.json"), [json.dumps(content).encode()])
+        write_atomically(self._path(key, "description.json"), [json.dumps(content).encode()], sync=False)
 
 
 class _DamagedError(Exception):

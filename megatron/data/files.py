@@ -38,9 +38,18 @@ def map_or_read(path: Path, size: int, dtype: np.dtype | type = np.uint8) -> np.
     return np.memmap(path, mode="r", dtype=dtype).view(np.ndarray)
 
 
-def allow_open_files(sources: int) -> None:
-    """A mapped file holds a descriptor, and the usual limit of 1024 is too small for a blend of thousands."""
-    wanted, needed = 512 + 12 * sources, 256 + 2 * sources  # with and without large indices
+def is_mapped(path: Path) -> bool:
+    """Whether `map_or_read` would map this file. A file that is not there is found out elsewhere."""
+    try:
+        return path.stat().st_size > _SMALL
+    except OSError:
+        return False
+
+
+def allow_open_files(sources: int, held: int) -> None:
+    """A mapped file holds a descriptor, and the usual limit of 1024 is too small for a blend of thousands: these
+    sources hold so many at least, and up to a dozen each with large indices."""
+    wanted, needed = max(512 + 12 * sources, 256 + held), 256 + held
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= wanted:
         return

@@ -5,6 +5,7 @@ Which of the two runs never changes a number. `Builders.resolve()` picks, and sa
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
@@ -15,9 +16,13 @@ import numpy as np
 
 from megatron.errors import ConfigError
 
-_INTERFACE = 1  # of csrc/data/helpers.cpp
+_INTERFACE = 2  # of csrc/data/helpers.cpp
 _INT32_MAX = np.iinfo(np.int32).max
 _UINT32_MAX = np.iinfo(np.uint32).max
+_BLOCK = 1 << 18  # documents that numpy takes at a time: its temporaries stay small beside the arrays
+_WORTH_A_THREAD = 1 << 18  # entries
+_MOST_THREADS = 8  # the memory is the limit long before
+_WORTH_SAYING = 1 << 25  # entries: from here on it takes seconds
 
 Implementation = Literal["auto", "c++", "numpy"]
 
@@ -55,22 +60,31 @@ class Builders:
 
     helpers: ModuleType | None
     reason: str
+    threads: int = 1  # of the C++ loops; their number changes no result
+    say: Callable[[str], None] | None = None  # told what is being done when that takes long
 
     @classmethod
-    def resolve(cls, implementation: Implementation = "auto") -> Builders:
+    def resolve(cls, implementation: Implementation = "auto", *, say: Callable[[str], None] | None = None) -> Builders:
         if implementation == "numpy":
-            return cls(None, "numpy: asked for")
+            return cls(None, "numpy: asked for", say=say)
         try:
             helpers = import_module("megatron.data._helpers")
         except ImportError as error:
             reason = f"not built ({error}); run: pip install pybind11 && python setup.py build_ext --inplace"
         else:
             if getattr(helpers, "interface", None) == _INTERFACE:
-                return cls(helpers, "c++")
+                return cls(helpers, "c++", min(_MOST_THREADS, _usable_cores()), say)
             reason = "built from other sources; run: python setup.py build_ext --inplace"
         if implementation == "c++":
             raise ConfigError(f"data index builders in C++: {reason}")
-        return cls(None, f"numpy: C++ {reason}")
+        return cls(None, f"numpy: C++ {reason}", say=say)
+
+    def _tell(self, entries: int, what: str) -> None:
+        if self.say is not None and entries >= _WORTH_SAYING:
+            self.say(f"data index: {what.format(f'{entries:,}')} ...")
+
+    def threads_for(self, entries: int) -> int:
+        return max(1, min(self.threads, entries // _WORTH_A_THREAD))
 
     def shuffle(self, values: np.ndarray, rng: np.random.RandomState) -> None:
         """rng.shuffle(values), in place, number for number."""
@@ -87,9 +101,12 @@ class Builders:
         self, first: int, count: int, epochs: int, separate: bool, rng: np.random.RandomState
     ) -> np.ndarray:
         """Sequences first .. first + count, `epochs` times over, shuffled; the last epoch alone if separate."""
+        self._tell(epochs * count, "shuffling {} sequences")
         dtype = np.int32 if first + count <= _INT32_MAX else np.int64
         index = np.empty(epochs * count, dtype=dtype)
-        index.reshape(epochs, count)[:] = np.arange(first, first + count, dtype=dtype)
+        for start in range(0, count, _BLOCK):
+            stop = min(start + _BLOCK, count)
+            index.reshape(epochs, count)[:, start:stop] = np.arange(first + start, first + stop, dtype=dtype)
         cut = (epochs - 1) * count if separate else len(index)
         self.shuffle(index[:cut], rng)
         if separate:
@@ -98,6 +115,7 @@ class Builders:
 
     def shuffle_index(self, first_part: int, samples: int, rng: np.random.RandomState) -> np.ndarray:
         """0 .. samples, the first part and the rest each shuffled by itself."""
+        self._tell(samples, "shuffling {} samples")
         index = np.arange(samples, dtype=shuffle_dtype(samples))
         self.shuffle(index[:first_part], rng)
         if first_part < samples:
@@ -106,14 +124,18 @@ class Builders:
 
     def sample_index(self, lengths: np.ndarray, documents: np.ndarray, seq_length: int, samples: int) -> np.ndarray:
         """[samples + 1, 2]: (place in `documents`, token offset) of each bound between samples."""
-        dtype = position_dtype(len(documents))
-        out = np.zeros((samples + 1, 2), dtype=np.int64 if documents.dtype == np.int64 else dtype)
-        build: Callable[..., None] = _sample_index if self.helpers is None else self.helpers.sample_index
-        build(lengths, documents, seq_length, out)
-        return out.astype(dtype, copy=False)
+        self._tell(len(documents), "laying {} sequences end to end")
+        out = np.zeros((samples + 1, 2), dtype=position_dtype(len(documents)))
+        if self.helpers is None:
+            _sample_index(lengths, documents, seq_length, out)
+        else:
+            threads = self.threads_for(len(documents))
+            self.helpers.sample_index(lengths, documents, seq_length, out, threads=threads)
+        return out
 
     def blend(self, weights: np.ndarray, size: int, limits: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
         """(dataset of each sample, int16; its number within that dataset, int64). No dataset gives over its limit."""
+        self._tell(size, "choosing the source of each of {} samples")
         datasets, numbers = np.empty(size, dtype=np.int16), np.empty(size, dtype=np.int64)
         weights = np.ascontiguousarray(weights, dtype=np.float64)
         limits = None if limits is None else np.ascontiguousarray(limits, dtype=np.int64)
@@ -122,13 +144,18 @@ class Builders:
         return datasets, numbers
 
 
+def _usable_cores() -> int:
+    affinity = getattr(os, "sched_getaffinity", None)  # what a container or Slurm lets this process use
+    return (len(affinity(0)) if affinity is not None else os.cpu_count()) or 1
+
+
 def _sample_index(lengths: np.ndarray, documents: np.ndarray, seq_length: int, out: np.ndarray) -> None:
     """Bound k > 0 lies on token k * seq of the documents laid end to end; the documents in blocks, to save memory."""
-    samples, begin, bound, block = len(out) - 1, 0, 1, 1 << 22
-    for start in range(0, len(documents), block):
+    samples, begin, bound = len(out) - 1, 0, 1
+    for start in range(0, len(documents), _BLOCK):
         if bound > samples:
             break
-        ends = np.cumsum(lengths[documents[start : start + block]], dtype=np.int64) + begin
+        ends = np.cumsum(lengths[documents[start : start + _BLOCK]], dtype=np.int64) + begin
         last = min(samples, (int(ends[-1]) - 1) // seq_length)
         tokens = np.arange(bound, last + 1, dtype=np.int64) * seq_length
         places = np.searchsorted(ends, tokens, side="right")  # zero-length documents end where they begin

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron.data.files import map_or_read
+from megatron.data.index_builders import Builders
 from megatron.errors import DataError
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -107,6 +108,16 @@ def _blocks(count: int) -> Iterator[tuple[int, int]]:
 
 def check_sequences(path: Path, lengths: np.ndarray, offsets: np.ndarray, itemsize: int) -> int:
     """Lengths are not negative and offsets are their running sum; returns the bytes that they add up to."""
+    builders = Builders.resolve()
+    if builders.helpers is not None:
+        threads = builders.threads_for(len(lengths))
+        total = int(builders.helpers.sequence_bytes(lengths, offsets, itemsize, threads=threads))
+        if total >= 0:
+            return total
+    return _walk_sequences(path, lengths, offsets, itemsize)  # says what is wrong, and where
+
+
+def _walk_sequences(path: Path, lengths: np.ndarray, offsets: np.ndarray, itemsize: int) -> int:
     end = 0
     for start, stop in _blocks(len(lengths)):
         block = lengths[start:stop].astype(np.int64)
@@ -144,6 +155,15 @@ def check_documents(path: Path, documents: np.ndarray, sequences: int) -> None:
         raise DataError(f"{path}: document index: empty, and it must start with 0; {AGAIN}")
     if documents[0] != 0:
         raise DataError(f"{path}: document index: starts with {documents[0]} instead of 0; {AGAIN}")
+    builders = Builders.resolve()
+    threads = builders.threads_for(len(documents))
+    if builders.helpers is None or not builders.helpers.never_falls(documents, threads=threads):
+        _walk_documents(path, documents)
+    if documents[-1] != sequences:
+        raise DataError(f"{path}: document index: ends at {documents[-1]} of {sequences} sequences; {AGAIN}")
+
+
+def _walk_documents(path: Path, documents: np.ndarray) -> None:
     for start, stop in _blocks(len(documents) - 1):
         block = documents[start : stop + 1]
         falling = block[1:] < block[:-1]
@@ -152,5 +172,3 @@ def check_documents(path: Path, documents: np.ndarray, sequences: int) -> None:
             raise DataError(
                 f"{path}: document index: entry {bad} is {documents[bad]}, after {documents[bad - 1]}; {AGAIN}"
             )
-    if documents[-1] != sequences:
-        raise DataError(f"{path}: document index: ends at {documents[-1]} of {sequences} sequences; {AGAIN}")

@@ -13,6 +13,7 @@ from megatron.data.builder import DatasetSummary, IndexedDatasetBuilder
 from megatron.data.files import as_bytes, regular_file_size
 from megatron.data.index_file import LEGACY_MAGIC, Index, read_index, token_dtype
 from megatron.data.legacy import read_legacy_index
+from megatron.data.maps import MapPool
 from megatron.errors import ConfigError, DataError
 
 __all__ = ["DatasetSummary", "IndexedDataset", "IndexedDatasetBuilder", "bin_path", "idx_path", "token_dtype"]
@@ -27,17 +28,19 @@ def idx_path(prefix: str | Path) -> Path:
 
 
 class IndexedDataset:
-    """Sequences of tokens, by number. `mmap=False` reads with pread, for file systems that map badly."""
+    """Sequences of tokens, by number. `mmap=False` reads with pread, for file systems that map badly; with a pool the
+    .bin is mapped when it is read, one of a bounded number."""
 
-    def __init__(self, prefix: str | Path, *, mmap: bool = True) -> None:
+    def __init__(self, prefix: str | Path, *, mmap: bool = True, pool: MapPool | None = None) -> None:
         self.prefix = str(prefix)
         self.mmap = mmap
+        self._pool = pool
         idx, data = self._existing_paths()
         setting = f"data prefix {self.prefix}"
         idx_bytes, self._bin_bytes = regular_file_size(idx, setting), regular_file_size(data, setting)
         with open(idx, "rb") as stream:
-            legacy = stream.read(len(LEGACY_MAGIC)) == LEGACY_MAGIC
-        reader = read_legacy_index if legacy else read_index
+            self.legacy = stream.read(len(LEGACY_MAGIC)) == LEGACY_MAGIC  # the lazy and cached kinds
+        reader = read_legacy_index if self.legacy else read_index
         self._attach(reader(idx, idx_bytes, self._bin_bytes))
 
     def _existing_paths(self) -> tuple[Path, Path]:
@@ -56,6 +59,8 @@ class IndexedDataset:
         self._tokens: np.ndarray | None = None
         if not self.mmap:
             self._file = os.open(bin_path(self.prefix), os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+        elif self._bin_bytes and self._pool is not None:
+            self._bin = bin_path(self.prefix)
         elif self._bin_bytes:
             self._tokens = np.memmap(bin_path(self.prefix), mode="r", dtype=self.dtype).view(np.ndarray)
         else:  # an empty file cannot be mapped
@@ -78,6 +83,8 @@ class IndexedDataset:
         start = int(self._offsets[sequence]) // self.dtype.itemsize + offset
         if self._tokens is not None:
             return self._tokens[start : start + count]
+        if self._file is None and self._pool is not None:
+            return self._pool.tokens(self._bin, self.dtype, self._bin_bytes)[start : start + count]
         return self._read(start, count)
 
     def _read(self, start: int, count: int) -> np.ndarray:
@@ -111,6 +118,26 @@ class IndexedDataset:
 
     def document_of(self, sequence: int) -> int:
         return int(np.searchsorted(self.document_indices, sequence, side="right")) - 1
+
+    def document_bounds(self, first: int, stop: int) -> np.ndarray:
+        """The byte of the .bin where each document starts, and where the last ends: int64 [stop - first + 1]."""
+        sequences = self.document_indices[first : stop + 1]
+        if not len(self):
+            return np.zeros(len(sequences), dtype=np.int64)
+        bounds = self._offsets[np.minimum(sequences, len(self) - 1)]
+        bounds[sequences == len(self)] = self._bin_bytes
+        return bounds
+
+    def documents_ending_in(self, start: int, stop: int) -> tuple[int, int]:
+        """[first, last) of the documents whose last byte is in [start, stop) of the .bin, empty ones between too."""
+        first = int(np.searchsorted(self._offsets, start, side="right"))
+        last = int(np.searchsorted(self._offsets, stop, side="right")) + (stop >= self._bin_bytes)
+        ends = self.document_indices[1:]
+        return int(np.searchsorted(ends, first)), int(np.searchsorted(ends, last))
+
+    def document_at(self, byte: int) -> int:
+        """The document that holds this byte of the .bin."""
+        return self.document_of(int(np.searchsorted(self._offsets, byte, side="right")) - 1)
 
     def close(self) -> None:
         if self._file is not None:

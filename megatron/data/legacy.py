@@ -1,25 +1,68 @@
-"""Reading the index of the lazy and cached kinds (TNTIDX) that Megatron wrote before it mapped files."""
+"""The index of the lazy and cached kinds (TNTIDX) that Megatron wrote before it mapped files: both are one format.
+
+Layout, little-endian: magic (8 bytes), u64 version, dtype code, bytes per token, N items, S sizes, D = documents + 1,
+int64 dim_offsets [N + 1], data_offsets [N + 1] in tokens, sizes [S], document array [D].
+"""
 
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 
+from megatron.data.files import write_synced
 from megatron.data.index_file import (
     AGAIN,
     LEGACY_MAGIC,
     TOKEN_DTYPES,
+    VERSION,
     Index,
     check_bin_size,
     check_documents,
     check_sequences,
+    dtype_code,
 )
 from megatron.errors import DataError
 
 _HEADER = struct.Struct("<8sQQQQQQ")  # magic, version, dtype code, itemsize, N, S sizes, D
 _INT32_MAX = np.iinfo(np.int32).max
+_BLOCK = 1 << 20  # entries held at a time
+
+
+class Lengths(Protocol):
+    """What an index is written from, in blocks: `growing.GrowingIndex` is one."""
+
+    @property
+    def sequences(self) -> int: ...
+    @property
+    def documents(self) -> int: ...
+    def lengths(self) -> Iterator[np.ndarray]: ...
+    def document_array(self) -> Iterator[np.ndarray]: ...
+
+
+def write_legacy_index(path: Path, dtype: np.dtype, content: Lengths) -> None:
+    write_synced(path, legacy_index_bytes(dtype, content))
+
+
+def legacy_index_bytes(dtype: np.dtype, content: Lengths) -> Iterator[bytes]:
+    """The .idx file in pieces. A sequence is an item of one dimension."""
+    items = content.sequences
+    yield _HEADER.pack(LEGACY_MAGIC, VERSION, dtype_code(dtype), dtype.itemsize, items, items, content.documents + 1)
+    for start in range(0, items + 1, _BLOCK):
+        yield np.arange(start, min(start + _BLOCK, items + 1), dtype="<i8").tobytes()
+    yield np.zeros(1, dtype="<i8").tobytes()
+    end = 0
+    for lengths in content.lengths():
+        sums = np.cumsum(lengths, dtype=np.int64) + end
+        end = int(sums[-1])
+        yield sums.astype("<i8").tobytes()
+    for lengths in content.lengths():
+        yield lengths.astype("<i8").tobytes()
+    for block in content.document_array():
+        yield block.astype("<i8").tobytes()
 
 
 def read_legacy_index(path: Path, idx_bytes: int, bin_bytes: int) -> Index:

@@ -6,9 +6,13 @@ depends on nothing but the dataset and the numbers of its samples.
 
 from __future__ import annotations
 
+import atexit
+import os
 import signal
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -18,10 +22,13 @@ from torch.utils.data import DataLoader, Dataset
 
 from megatron.data.blended import TokenDataset
 from megatron.data.masks import MaskConfig, document_ids, loss_mask, position_ids
+from megatron.data.read_ahead import ReadAhead
 from megatron.data.sampler import BlockShape, cyclic_batches, single_batches
 from megatron.errors import ConfigError, DataError, MegatronError
 
 Batch = dict[str, torch.Tensor]
+_ALIGNMENT = 64  # bytes
+_PATIENCE = 1.0  # seconds for a batch on its way when the loader is closed
 
 
 class BatchDataset(Dataset[Batch | MegatronError]):
@@ -65,16 +72,55 @@ class BatchDataset(Dataset[Batch | MegatronError]):
         )
 
 
+@dataclass(frozen=True)
+class PackedBatch:
+    """A batch in one piece of memory. What passes a tensor between processes costs the same for any size of it, so
+    five tensors one by one take the trainer five times as long."""
+
+    memory: torch.Tensor
+    layout: dict[str, tuple[int, torch.dtype, torch.Size]]  # where a tensor begins, and what it is
+
+    @classmethod
+    def of(cls, batch: Batch | MegatronError) -> PackedBatch | MegatronError:
+        if isinstance(batch, MegatronError):
+            return batch
+        layout, size = {}, 0
+        for name, tensor in batch.items():
+            layout[name] = size, tensor.dtype, tensor.shape
+            size += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+        memory = torch.empty(size, dtype=torch.uint8)
+        packed = cls(memory, layout)
+        for name, place in packed.unpacked().items():
+            place.copy_(batch[name])
+        return packed
+
+    def unpacked(self) -> Batch:
+        batch = {}
+        for name, (start, dtype, shape) in self.layout.items():
+            part = self.memory[start : start + shape.numel() * dtype.itemsize]
+            batch[name] = part.view(dtype).view(shape)
+        return batch
+
+    def pin_memory(self) -> PackedBatch:
+        """Called by torch's loader where memory is to be pinned."""
+        return PackedBatch(self.memory.pin_memory(), self.layout)
+
+
 class BatchIterator(Iterator[Batch]):
-    """The batches of one rank. `close()` ends the workers; so does forgetting it."""
+    """The batches of one rank. `close()` ends the workers; so do forgetting it and the end of the process."""
 
-    def __init__(self, loader: DataLoader[Batch | MegatronError]) -> None:
-        with _child_signal_kept():
-            self._batches: Iterator[Batch | MegatronError] = iter(loader)
-
-    @property
-    def workers(self) -> list[BaseProcess]:
-        return list(getattr(self._batches, "_workers", []))
+    def __init__(self, loader: DataLoader[Any], *, read_ahead: int = 2) -> None:
+        """`read_ahead`: batches that lie ready in this process beside those that lie with the workers."""
+        with _child_signal_kept(), _signals_held():
+            source: Iterator[Any] = iter(loader)
+        self.workers: list[BaseProcess] = list(getattr(source, "_workers", []))
+        ahead = ReadAhead(map(_unpacked, source), depth=read_ahead) if self.workers else None
+        self._batches: Iterator[Any] = source if ahead is None else ahead
+        # Python waits at exit for its children, and these do not listen to its polite request. Registered after
+        # torch has registered its own wait of 5 s a worker, so called before that.
+        self._end = weakref.finalize(self, _end_workers, source, ahead, self.workers, os.getpid())
+        if self.workers:
+            atexit.register(self._end)
 
     def __next__(self) -> Batch:
         try:
@@ -99,12 +145,30 @@ class BatchIterator(Iterator[Batch]):
         return ", ".join(_how_it_ended(worker) for worker in self.workers if not worker.is_alive())
 
     def close(self) -> None:
-        workers, stop = self.workers, getattr(self._batches, "_shutdown_workers", None)
         self._batches = iter(())
-        if stop is not None:
-            stop()
-        for worker in workers:
-            worker.kill()  # of those still there: they do not listen to a polite request
+        self._end()
+        atexit.unregister(self._end)
+        self.workers = []
+
+
+def _unpacked(batch: Any) -> Any:
+    """Out of the memory shared with the worker, of which there may be little."""
+    if not isinstance(batch, PackedBatch):
+        return batch
+    memory = batch.memory if batch.memory.is_pinned() else batch.memory.clone()
+    return PackedBatch(memory, batch.layout).unpacked()
+
+
+def _end_workers(batches: Iterator[Any], ahead: ReadAhead[Any] | None, workers: list[BaseProcess], owner: int) -> None:
+    if os.getpid() != owner:
+        return  # a worker of another loader, which has a copy of everything
+    if ahead is not None:
+        ahead.stop(_PATIENCE)
+    stop = getattr(batches, "_shutdown_workers", None)
+    if stop is not None:
+        stop()
+    for worker in workers:
+        worker.kill()  # of those still there
 
 
 @contextmanager
@@ -115,6 +179,16 @@ def _child_signal_kept() -> Iterator[None]:
     yield
     if before is not None and signal.getsignal(signal.SIGCHLD) is not before:
         signal.signal(signal.SIGCHLD, before)
+
+
+@contextmanager
+def _signals_held() -> Iterator[None]:
+    """A signal to the process group must not meet a worker before it has said that it ignores it."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _how_it_ended(worker: BaseProcess) -> str:
@@ -136,6 +210,7 @@ def build_loader(
     data_sharding: bool = True,
     pin_memory: bool = False,
     prefetch_factor: int = 2,
+    read_ahead: int = 2,
 ) -> BatchIterator:
     """Micro-batches of this rank from `consumed_samples` on: tokens, labels, position_ids [b, s] int64, loss_mask
     [b, s] float32, sample_ids [b], and document_ids [b, s] under reset_attention_mask."""
@@ -146,9 +221,13 @@ def build_loader(
         batches = cyclic_batches(len(dataset), consumed_samples, shape, data_sharding=data_sharding)
     else:
         raise ConfigError(f"--dataloader-type {dataloader_type}: not known; use single or cyclic")
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = {"collate_fn": _as_it_is}
     if num_workers:
-        options = {"prefetch_factor": prefetch_factor, "worker_init_fn": _leave_signals_to_the_trainer}
+        options = {
+            "collate_fn": PackedBatch.of,
+            "prefetch_factor": prefetch_factor,
+            "worker_init_fn": leave_signals_to_the_trainer,
+        }
     loader = DataLoader(
         BatchDataset(dataset, masks or MaskConfig(), vocab_size),
         batch_size=None,  # the sampler hands out whole batches
@@ -156,13 +235,12 @@ def build_loader(
         num_workers=num_workers,
         pin_memory=pin_memory,
         generator=torch.Generator(),  # else the loader draws a seed from the global generator
-        collate_fn=_as_it_is,
         **options,
     )
-    return BatchIterator(loader)
+    return BatchIterator(loader, read_ahead=read_ahead)
 
 
-def _leave_signals_to_the_trainer(worker: int) -> None:
+def leave_signals_to_the_trainer(worker: int) -> None:
     """A launcher signals the whole process group. The trainer still needs batches to finish its step and save;
     a worker ends when the trainer does."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)

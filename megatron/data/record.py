@@ -8,8 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megatron import __version__
+from megatron.data.checksums import FileChecksums, checksums_of
 from megatron.data.files import regular_file_size, write_atomically
-from megatron.data.indexed import IndexedDataset
+from megatron.data.indexed import IndexedDataset, bin_path, idx_path
 from megatron.errors import ConfigError, DataError
 
 FORMAT = "megatron-data-record"
@@ -29,7 +31,20 @@ class DataRecord:
     max_id: int  # -1 without tokens
     index_fingerprint: str  # of the .idx that this record belongs to
     source: tuple[str, ...] = ()
+    bin: FileChecksums | None = None  # None in records of earlier releases
+    idx: FileChecksums | None = None
+    tool_version: str | None = None
     extra: dict[str, Any] = field(default_factory=dict)  # what later versions add: kept, not judged
+
+    @property
+    def append_eod(self) -> bool | None:
+        """Whether each document ends with the end-of-document token; None if nobody said."""
+        value = self.extra.get("append_eod")
+        return value if isinstance(value, bool) else None
+
+    @property
+    def files(self) -> dict[str, FileChecksums]:
+        return {suffix: known for suffix, known in (("bin", self.bin), ("idx", self.idx)) if known is not None}
 
 
 def record_path(prefix: str | Path) -> Path:
@@ -45,8 +60,9 @@ def make_record(
     max_id: int,
     source: tuple[str, ...] = (),
     extra: dict[str, Any] | None = None,
+    bin_checksums: FileChecksums | None = None,
 ) -> DataRecord:
-    """The record of a dataset that stands under its final name."""
+    """The record of a dataset that stands under its final name. The .bin is read unless its checksums are given."""
     data = IndexedDataset(prefix)
     return DataRecord(
         tokenizer_fingerprint=tokenizer_fingerprint,
@@ -59,6 +75,9 @@ def make_record(
         max_id=max_id,
         index_fingerprint=data.fingerprint,
         source=source,
+        bin=bin_checksums or checksums_of(bin_path(prefix)),
+        idx=checksums_of(idx_path(prefix)),
+        tool_version=__version__,
         extra=extra or {},
     )
 
@@ -66,7 +85,11 @@ def make_record(
 def write_record(prefix: str | Path, record: DataRecord) -> Path:
     path = record_path(prefix)
     content = {"format": FORMAT, "version": VERSION, **dataclasses.asdict(record)}
-    content.update(content.pop("extra"))
+    for name in ("bin", "idx", "extra"):
+        del content[name]
+    if record.files:
+        content["checksums"] = {suffix: known.as_json() for suffix, known in record.files.items()}
+    content.update(record.extra)
     write_atomically(path, [json.dumps(content, indent=1, ensure_ascii=False).encode() + b"\n"])
     return path
 
@@ -102,6 +125,7 @@ _KINDS: dict[str, tuple[type, ...]] = {
     "index_fingerprint": (str,),
     "source": (list,),
 }
+_OPTIONAL = ("tool_version", "checksums")
 
 
 def _parse(path: Path, content: dict[str, Any], again: str) -> DataRecord:
@@ -112,8 +136,30 @@ def _parse(path: Path, content: dict[str, Any], again: str) -> DataRecord:
             raise DataError(f"{path}: {name}: {content[name]!r} is not of the right kind; {again}")
     known = {name: content[name] for name in _KINDS}
     known["source"] = tuple(str(name) for name in known["source"])
-    extra = {name: value for name, value in content.items() if name not in (*_KINDS, "format", "version")}
-    return DataRecord(**known, extra=extra)
+    checksums = _parse_checksums(path, content.get("checksums", {}), again)
+    version = content.get("tool_version")
+    own = (*_KINDS, *_OPTIONAL, "format", "version")
+    extra = {name: value for name, value in content.items() if name not in own}
+    return DataRecord(
+        **known,
+        bin=checksums.get("bin"),
+        idx=checksums.get("idx"),
+        tool_version=None if version is None else str(version),
+        extra=extra,
+    )
+
+
+def _parse_checksums(path: Path, content: Any, again: str) -> dict[str, FileChecksums]:
+    if not isinstance(content, dict):
+        raise DataError(f"{path}: checksums: not an object; {again}")
+    files = {}
+    for suffix in ("bin", "idx"):
+        if suffix in content:
+            try:
+                files[suffix] = FileChecksums.from_json(content[suffix])
+            except ValueError as error:
+                raise DataError(f"{path}: checksums: {suffix}: {error}; {again}") from None
+    return files
 
 
 def check_record(

@@ -2,31 +2,10 @@
 
 from __future__ import annotations
 
-import math
-import re
-
+from megatron.config.blend import parse_split
 from megatron.errors import ConfigError
 
-SPLITS = ("train", "valid", "test")
 SPLIT_RULES = ("23.06", "main")
-
-
-def parse_split(text: str) -> tuple[float, float, float]:
-    """'969, 30, 1', '98/2/0' or one number: shares that add up to one."""
-    parts = [part.strip() for part in re.split("[,/]", text)]
-    try:
-        shares = [float(part) for part in parts]
-    except ValueError:
-        raise ConfigError(f"--split {text!r}: not numbers; use up to three, such as 969,30,1") from None
-    if len(shares) > 3:
-        raise ConfigError(f"--split {text!r}: {len(shares)} numbers; use up to three: training, validation, test")
-    if any(share < 0 or not math.isfinite(share) for share in shares) or sum(shares) <= 0:
-        raise ConfigError(f"--split {text!r}: shares must be 0 or more and not all 0; use for example 969,30,1")
-    shares += [0.0] * (3 - len(shares))
-    total = 0.0
-    for share in shares:  # not sum(): since Python 3.12 it rounds in another way, and the bounds must not move
-        total += share
-    return (shares[0] / total, shares[1] / total, shares[2] / total)
 
 
 def split_bounds(text: str, sequences: int, rule: str = "23.06") -> tuple[int, int, int, int]:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+
+from megatron.errors import ConfigError
+
+OFTEN = 4.0  # epochs of one source from which a run is warned
+_MOST_ROWS = 20
+_LARGEST, _MOST_REPEATED = 5, 2  # rows of a split that stay in a table that would be longer
 
 
 @dataclass(frozen=True)
 class Row:
     split: str
     source: str
-    weight: float | None
+    weight: float | None  # its share in the split
     sequences: int
     tokens: int  # of one epoch
     samples: int  # that the run takes
@@ -41,3 +47,68 @@ def render(rows: Sequence[Row]) -> str:
         right = [text.rjust(width) for text, width in zip(line[2:], widths[2:])]
         lines.append("  ".join(left + right).rstrip())
     return "\n".join(lines)
+
+
+def abbreviated(rows: Sequence[Row]) -> list[Row]:
+    """All rows where they are few; else of each split the largest sources, the most repeated, the rest and the sum."""
+    if len(rows) <= _MOST_ROWS:
+        return list(rows)
+    shown: list[Row] = []
+    for split in dict.fromkeys(row.split for row in rows):
+        own = [row for row in rows if row.split == split]
+        kept = sorted(own, key=lambda row: -row.samples)[:_LARGEST]
+        kept += [row for row in sorted(own, key=lambda row: -row.epochs)[:_MOST_REPEATED] if row not in kept]
+        kept = [row for row in own if row in kept]
+        rest = [row for row in own if row not in kept]
+        shown += kept
+        if rest:
+            shown.append(_together(f"... {len(rest):,} more", rest))
+        if len(own) > 1:
+            shown.append(_together(f"all {len(own):,} sources", own))
+    return shown
+
+
+def _together(name: str, rows: Sequence[Row]) -> Row:
+    weights = [row.weight for row in rows if row.weight is not None]
+    tokens = sum(row.tokens for row in rows)
+    return Row(
+        split=rows[0].split,
+        source=name,
+        weight=sum(weights) if weights else None,
+        sequences=sum(row.sequences for row in rows),
+        tokens=tokens,
+        samples=sum(row.samples for row in rows),
+        epochs=sum(row.epochs * row.tokens for row in rows) / max(1, tokens),
+    )
+
+
+def _repeated(rows: Sequence[Row], more_than: float) -> list[Row]:
+    """The sources that training reads more often than this, the most repeated first."""
+    found = [row for row in rows if row.split == "train" and row.epochs > more_than]
+    return sorted(found, key=lambda row: -row.epochs)
+
+
+def _others(count: int) -> str:
+    return "1 other source" if count == 1 else f"{count:,} other sources"
+
+
+def warn_repeated(rows: Sequence[Row]) -> Iterator[str]:
+    found = _repeated(rows, OFTEN)
+    if found:
+        others = f" (and {_others(len(found) - 1)} more than {OFTEN:g} times)" if len(found) > 1 else ""
+        yield (
+            f"training reads {found[0].source} {found[0].epochs:.1f} times{others}: give it more data or a smaller "
+            f"weight; --max-epochs N refuses to repeat a source more often than N times"
+        )
+
+
+def refuse_repeated(rows: Sequence[Row], max_epochs: float | None) -> None:
+    found = [] if max_epochs is None else _repeated(rows, max_epochs)
+    if found:
+        row, others = found[0], f", and {_others(len(found) - 1)} too often" if len(found) > 1 else ""
+        weight = "" if row.weight is None else f"weight {row.weight:.4g}, "
+        raise ConfigError(
+            f"--max-epochs {max_epochs:g}: training would read {row.source} {row.epochs:.2f} times ({weight}"
+            f"{row.tokens:,} tokens, {row.samples:,} samples){others}; give it more data or a smaller weight, train "
+            f"shorter, or raise --max-epochs"
+        )

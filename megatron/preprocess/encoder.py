@@ -1,132 +1,224 @@
-"""What a worker does with a chunk: parse, tokenise, and hand back arrays and the bad lines (as values)."""
+"""What a worker does with a segment: parse, tokenise, write the shard, and hand back a few numbers."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol
 
 import numpy as np
-import numpy.typing as npt
 
+from megatron.data.files import storage_error
 from megatron.data.indexed import token_dtype
-from megatron.errors import DataError
-from megatron.preprocess.documents import BadLine, LineError, Texts, parse_line
-from megatron.preprocess.reader import Chunk
-from megatron.tokenizer import Tokenizer, TokenizerSettings, build_tokenizer
+from megatron.errors import DataError, MegatronError, StorageError
+from megatron.preprocess.documents import Texts
+from megatron.preprocess.segments import Batch, Segment, read_batches
+from megatron.preprocess.shard import PARTS, Encoded, SegmentFailure, SegmentResult, ShardWriter
+from megatron.tokenizer import EncoderDifference, Tokenizer, TokenizerSettings, build_tokenizer
 from megatron.tokenizer.base import Ids
+
+EXAMPLES_SHOWN = 10  # bad lines that are shown; the others are counted
+
+Document = tuple[int, list[Texts]]  # the line within the segment, and for each key its texts
+
+
+class Splitter(Protocol):
+    def split(self, text: str) -> list[str]: ...
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
-    """The documents of one chunk under one key, end to end."""
+class Advance:
+    """What a worker has done since it last said so."""
 
-    tokens: npt.NDArray[Any]  # uint16 or int32, as in the .bin
-    sequence_lengths: npt.NDArray[np.int32]
-    sequences_per_document: npt.NDArray[np.int32]  # 0 for an empty document
-    text_bytes: int
-
-
-@dataclass(slots=True)
-class EncodedChunk:
-    path: str
-    position: int
-    size: int
-    documents: int = 0
-    blank_lines: int = 0
-    bad_lines: list[BadLine] = field(default_factory=list)
-    blocks: list[Block] = field(default_factory=list)  # one for each key
+    number: int  # of the segment
+    documents: int
+    tokens: int
+    size: int  # bytes of input, decompressed
+    line: int  # of the segment, from 0, up to which all is done
 
 
-class ChunkEncoder:
-    """Callable on chunks. It can be sent to a fresh process, where it opens the tokenizer for itself."""
+@dataclass(frozen=True, kw_only=True)
+class EncoderSettings:
+    tokenizer: TokenizerSettings
+    keys: tuple[str, ...]
+    append_eod: bool
+    folder: Path
+    run: str  # part of the names of the files, so that a worker of a dead run cannot write into ours
+    on_error: Literal["stop", "skip"] = "stop"
+    chunk_size: int | None = None
+    splitter: Splitter | None = None
 
-    def __init__(
-        self, settings: TokenizerSettings, keys: Sequence[str], append_eod: bool, tokenizer: Tokenizer | None = None
-    ) -> None:
-        self._settings, self._keys, self._append_eod = settings, list(keys), append_eod
-        self._tokenizer = tokenizer or build_tokenizer(settings, announce=False)
+
+class _Stop(Exception):
+    def __init__(self, error: type[MegatronError], message: str, line: int | None) -> None:
+        super().__init__(message)
+        self.error, self.message, self.line = error, message, line
+
+
+class SegmentEncoder:
+    """Callable on segments. It can be sent to a fresh process, where it opens the tokenizer for itself."""
+
+    def __init__(self, settings: EncoderSettings, tokenizer: Tokenizer | None = None) -> None:
+        self._settings = settings
+        self._tokenizer = tokenizer or build_tokenizer(settings.tokenizer, announce=False)
         self._dtype = token_dtype(self._tokenizer.vocab_size)
-        self._eod = np.array([self._tokenizer.eod] if append_eod else [], dtype=np.int32)
+        self._eod = np.array([self._tokenizer.eod] if settings.append_eod else [], dtype=np.int32)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return ChunkEncoder, (self._settings, self._keys, self._append_eod)
+        return SegmentEncoder, (self._settings,)
 
-    def __call__(self, chunk: Chunk) -> EncodedChunk:
-        result = EncodedChunk(chunk.path, chunk.position, chunk.size)
-        documents = self._parse(chunk, result)
-        ids = [self._encode([texts for _, key_texts in documents for texts in key_texts[i]]) for i in self._key_range()]
-        if any(encoded is None for encoded in ids):
-            documents = self._without_refused(documents, result)
-            ids = [self._encode([t for _, key_texts in documents for t in key_texts[i]]) for i in self._key_range()]
-        result.documents = len(documents)
-        for i, encoded in enumerate(ids):
-            assert encoded is not None
-            result.blocks.append(self._block([key_texts[i] for _, key_texts in documents], encoded))
+    def __call__(self, segment: Segment, advance: Callable[[Advance], None]) -> SegmentResult | SegmentFailure:
+        stem = f"{segment.number:08d}-{self._settings.run}"
+        result = SegmentResult(
+            segment.number, segment.source.path, segment.start, segment.stop, segment.position, stem
+        )  # fmt: skip
+        try:
+            self._encode_segment(segment, result, advance)
+        except _Stop as stop:
+            return _failure(segment, stop.error, stop.message, stop.line)
+        except MegatronError as error:
+            return _failure(segment, type(error), str(error))
+        except OSError as error:
+            return _failure(segment, StorageError, str(storage_error(self._settings.folder / stem, error)))
         return result
 
-    def _key_range(self) -> range:
-        return range(len(self._keys))
+    def _encode_segment(self, segment: Segment, result: SegmentResult, advance: Callable[[Advance], None]) -> None:
+        with ExitStack() as files:
+            writers = []
+            for key in range(len(self._settings.keys)):
+                paths = [result.file(self._settings.folder, key, part) for part in PARTS]
+                writers.append(files.enter_context(ShardWriter(paths)))
+            for batch in read_batches(segment, self._settings.keys):
+                self._encode_batch(batch, result, writers, advance)
+            result.shards = [writer.finish() for writer in writers]
 
-    def _parse(self, chunk: Chunk, result: EncodedChunk) -> list[tuple[int, list[Texts]]]:
-        documents = []
-        for number, line in enumerate(chunk.lines, start=chunk.first_line):
-            try:
-                texts = parse_line(line, self._keys)
-            except LineError as error:
-                result.bad_lines.append(BadLine(number, error.kind, error.detail))
-                continue
-            if texts is None:
-                result.blank_lines += 1
-            else:
-                documents.append((number, texts))
-        return documents
+    def _encode_batch(
+        self, batch: Batch, result: SegmentResult, writers: Sequence[ShardWriter], advance: Callable[[Advance], None]
+    ) -> None:
+        result.lines = batch.first_line + batch.lines
+        result.size += batch.size
+        result.blank += batch.blank
+        for bad in batch.bad:
+            self._note_bad(result, bad.number, bad.kind, bad.detail)
+        size = batch.size
+        for documents in self._slices(batch.documents):
+            tokens = self._encode_documents(documents, result, writers)
+            line = documents[-1][0] + 1
+            advance(Advance(result.number, len(documents), tokens, size, line))
+            size = 0
+        if size:
+            advance(Advance(result.number, 0, 0, size, result.lines))
 
-    def _encode(self, texts: list[str]) -> list[Ids] | None:
+    def _slices(self, documents: list[Document]) -> Iterator[list[Document]]:
+        step = self._settings.chunk_size or max(len(documents), 1)
+        for start in range(0, len(documents), step):
+            yield documents[start : start + step]
+
+    def _note_bad(self, result: SegmentResult, line: int, kind: str, detail: str) -> None:
+        reason = f"{kind} ({detail})" if detail else kind
+        if self._settings.on_error == "stop":
+            way = "correct the line, or give --on-error skip to leave it out"
+            raise _Stop(DataError, f"{reason}; {way}", line)
+        result.bad[kind] = result.bad.get(kind, 0) + 1
+        if len(result.examples) < EXAMPLES_SHOWN:
+            result.examples.append((line, reason))
+
+    def _encode_documents(
+        self, documents: list[Document], result: SegmentResult, writers: Sequence[ShardWriter]
+    ) -> int:
+        """The number of tokens of all keys."""
+        encoded = self._encode_keys(documents)
+        if encoded is None:
+            documents = self._without_refused(documents, result)
+            encoded = self._encode_keys(documents)
+            assert encoded is not None
+        result.documents += len(documents)
+        for writer, key in zip(writers, encoded, strict=True):
+            writer.add(key)
+        return sum(len(key.tokens) for key in encoded)
+
+    def _encode_keys(self, documents: list[Document]) -> list[Encoded] | None:
         """None if the tokenizer refuses one of them."""
-        try:
-            return self._tokenizer.encode_batch(texts)
-        except DataError:
-            return None
+        encoded = []
+        for key in range(len(self._settings.keys)):
+            texts = [self._split(texts[key]) for _, texts in documents]
+            try:
+                encoded.append(self._encode_key(texts))
+            except EncoderDifference as difference:
+                owners = [line for (line, _), mine in zip(documents, texts, strict=True) for _ in mine]
+                raise _Stop(DataError, str(difference), owners[difference.index]) from None
+            except DataError:
+                return None
+        return encoded
 
-    def _without_refused(
-        self, documents: list[tuple[int, list[Texts]]], result: EncodedChunk
-    ) -> list[tuple[int, list[Texts]]]:
+    def _split(self, texts: Texts) -> Texts:
+        splitter = self._settings.splitter
+        return texts if splitter is None else [sentence for text in texts for sentence in splitter.split(text)]
+
+    def _without_refused(self, documents: list[Document], result: SegmentResult) -> list[Document]:
         """Find the documents that the tokenizer refuses, one by one."""
         accepted = []
         for number, key_texts in documents:
             try:
                 for texts in key_texts:
-                    self._tokenizer.encode_batch(texts)
+                    self._tokenizer.encode_batch(self._split(texts))
             except DataError as error:
-                result.bad_lines.append(BadLine(number, "refused by the tokenizer", str(error)))
+                self._note_bad(result, number, "refused by the tokenizer", str(error))
                 continue
             accepted.append((number, key_texts))
-        result.bad_lines.sort(key=lambda bad: bad.number)
         return accepted
 
-    def _block(self, documents: list[Texts], encoded: list[Ids]) -> Block:
+    def _encode_key(self, documents: list[Texts]) -> Encoded:
         """Empty sequences are left out, and a document of none gets no end-of-document token: Megatron's rule."""
-        pieces: list[Ids] = []
-        lengths: list[int] = []
-        counts: list[int] = []
-        arrays = iter(encoded)
-        for texts in documents:
-            sequences = [ids for ids in (next(arrays) for _ in texts) if len(ids)]
-            lengths.extend(len(ids) for ids in sequences)
-            counts.append(len(sequences))
-            pieces.extend(sequences)
-            if sequences and len(self._eod):
-                pieces.append(self._eod)
-                lengths[-1] += 1
-        tokens = np.concatenate(pieces) if pieces else np.empty(0, dtype=np.int32)
-        return Block(
-            tokens.astype(self._dtype),
-            np.array(lengths, dtype=np.int32),
-            np.array(counts, dtype=np.int32),
-            sum(_utf8_size(text) for texts in documents for text in texts),
+        texts = [text for mine in documents for text in mine]
+        ids = self._tokenizer.encode_batch(texts)
+        sizes = np.fromiter(map(len, ids), dtype=np.int64, count=len(ids))
+        counts = np.fromiter(map(len, documents), dtype=np.int64, count=len(documents))
+        if not (sizes > 0).all():
+            owner = np.repeat(np.arange(len(documents)), counts)
+            counts = np.bincount(owner[sizes > 0], minlength=len(documents))
+            ids = [sequence for sequence in ids if len(sequence)]
+            sizes = sizes[sizes > 0]
+        if len(self._eod) and len(ids):
+            last = np.cumsum(counts)[counts > 0] - 1  # the last sequence of each document
+            sizes[last] += 1
+            ids = _with_eod(ids, last, self._eod)
+        return Encoded(
+            self._narrowed(np.concatenate(ids) if ids else np.empty(0, dtype=np.int32)),
+            sizes.astype(np.int32),
+            counts.astype(np.int32),
+            sum(map(_utf8_size, texts)),
         )
+
+    def _narrowed(self, tokens: np.ndarray) -> np.ndarray:
+        """As they are stored. An id that the vocabulary does not have is a fault of ours, never wrapped around."""
+        assert not len(tokens) or 0 <= int(tokens.min()) <= int(tokens.max()) < self._tokenizer.vocab_size
+        return tokens.astype(self._dtype)
+
+
+def _failure(segment: Segment, error: type[MegatronError], message: str, line: int | None = None) -> SegmentFailure:
+    return SegmentFailure(segment.number, error, message, segment.source, segment.start, line)
+
+
+def _with_eod(ids: list[Ids], last: np.ndarray, eod: Ids) -> list[Ids]:
+    if len(last) == len(ids):
+        return [piece for sequence in ids for piece in (sequence, eod)]
+    pieces = []
+    ends = set(last.tolist())
+    for number, sequence in enumerate(ids):
+        pieces.append(sequence)
+        if number in ends:
+            pieces.append(eod)
+    return pieces
 
 
 def _utf8_size(text: str) -> int:
     return len(text) if text.isascii() else len(text.encode("utf-8"))
+
+
+def remove_files(result: SegmentResult, folder: Path, keys: int) -> None:
+    for key in range(keys):
+        for part in PARTS:
+            result.file(folder, key, part).unlink(missing_ok=True)

@@ -1,115 +1,179 @@
-"""The datasets being written, one for each key: all of them get their names, or none does."""
+"""The datasets being written, one for each key. They grow in the work folder and get their names when all are whole."""
 
 from __future__ import annotations
 
+import hashlib
+import os
 import signal
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
+from typing import BinaryIO
 
-from megatron.data.indexed import DatasetSummary, IndexedDatasetBuilder, bin_path, idx_path, token_dtype
-from megatron.data.record import make_record, record_path, write_record
-from megatron.errors import ConfigError, DataError, StorageError
-from megatron.preprocess.encoder import Block
-from megatron.tokenizer import Tokenizer
+import numpy as np
 
+from megatron.data.checksums import BlockChecksums
+from megatron.data.files import fsync_directory, storage_error
+from megatron.data.growing import GrowingIndex
+from megatron.data.indexed import bin_path, idx_path
+from megatron.data.record import record_path
+from megatron.errors import ConfigError
+from megatron.preprocess.shard import PARTS, SegmentResult, Totals
 
-@dataclass(frozen=True)
-class KeyReport:
-    """What was written for one key."""
-
-    key: str
-    summary: DatasetSummary
-    text_bytes: int
+_COPY_BYTES = 4 << 20
 
 
-def output_prefix(prefix: str, key: str) -> str:
-    """Megatron's name for unsplit documents."""
-    return f"{prefix}_{key}_document"
+def output_prefix(prefix: str, key: str, level: str = "document") -> str:
+    """Megatron's name."""
+    return f"{prefix}_{key}_{level}"
 
 
-def refuse_existing(prefix: str, keys: Sequence[str]) -> None:
-    """Before any work; the writer looks again when it gives the names."""
-    for key in keys:
-        for path in (bin_path(output_prefix(prefix, key)), idx_path(output_prefix(prefix, key))):
-            if path.exists():
-                raise ConfigError(f"--output-prefix {prefix}: {path} exists; give --overwrite to replace it")
+def refuse_existing(prefix: str, outputs: Sequence[str]) -> None:
+    """Before any work, and again when the files get their names."""
+    for output in outputs:
+        for path in (bin_path(output), idx_path(output)):
+            if os.path.lexists(path):
+                raise ConfigError(
+                    f"--output-prefix {prefix}: {path} exists; give --overwrite to replace it "
+                    "(--resume goes on with a run that was interrupted)"
+                )
 
 
-class Outputs:
-    """Nothing stands under a final name unless `finish` has come to its end."""
+@dataclass
+class Merged:
+    """One key: all segments so far, end to end."""
 
-    def __init__(self, prefix: str, keys: Sequence[str], tokenizer: Tokenizer, *, overwrite: bool) -> None:
-        self._keys, self._tokenizer = list(keys), tokenizer
-        self._prefixes = [output_prefix(prefix, key) for key in keys]
-        self._text_bytes = [0] * len(keys)
-        self._tokens = [0] * len(keys)
-        self._builders: list[IndexedDatasetBuilder] = []
-        self._named: list[str] = []
-        try:
-            for path in self._prefixes:
-                dtype = token_dtype(tokenizer.vocab_size)
-                self._builders.append(IndexedDatasetBuilder(path, dtype, overwrite=overwrite))
-        except StorageError as error:
-            self._abort()
-            raise StorageError(f"--output-prefix {prefix}: {error}") from None
-        except BaseException:
-            self._abort()
-            raise
+    folder: Path
+    key: int
+    dtype: np.dtype
+    totals: Totals = field(default_factory=Totals)
+    checksums: BlockChecksums = field(default_factory=BlockChecksums)
+    sizes: list[int] = field(default_factory=lambda: [0] * len(PARTS))
+    streams: list[BinaryIO] = field(default_factory=list)
 
-    def write(self, blocks: Sequence[Block]) -> None:
-        for i, block in enumerate(blocks):
-            _write_block(self._builders[i], block)
-            self._text_bytes[i] += block.text_bytes
-            self._tokens[i] += len(block.tokens)
+    def path(self, part: str) -> Path:
+        return self.folder / f"{self.key}.{part}"
 
-    def finish(self, sources: Sequence[Path], *, append_eod: bool) -> list[KeyReport]:
-        for key, tokens in zip(self._keys, self._tokens, strict=True):
-            if not tokens:
-                raise DataError(f"--json-keys {key}: every document is empty; nothing was written")
-        with signals_deferred():
-            return [self._finish_one(number, sources, append_eod) for number in range(len(self._keys))]
+    def open(self) -> None:
+        """At the end of what has been verified: whatever stands behind it is cut off."""
+        for part, size in zip(PARTS, self.sizes, strict=True):
+            stream = open(self.path(part), "ab+", buffering=0)  # noqa: SIM115
+            self.streams.append(stream)
+            stream.truncate(size)
 
-    def _finish_one(self, number: int, sources: Sequence[Path], append_eod: bool) -> KeyReport:
-        key, prefix = self._keys[number], self._prefixes[number]
-        try:
-            summary = self._builders[number].finalize()
-        except ConfigError:  # what stands there now is another run's
-            raise
-        except BaseException:
-            self._named.append(prefix)
-            raise
-        self._named.append(prefix)
-        record = make_record(
-            prefix,
-            tokenizer_fingerprint=self._tokenizer.fingerprint,
-            vocab_size=self._tokenizer.vocab_size,
-            eod_id=self._tokenizer.eod_id,
-            max_id=summary.max_id,
-            source=tuple(path.name for path in sources),
-            extra={"tokenizer_type": self._tokenizer.name, "json_key": key, "append_eod": append_eod},
-        )
-        write_record(prefix, record)
-        return KeyReport(key, summary, self._text_bytes[number])
+    def close(self) -> None:
+        for stream in self.streams:
+            stream.close()
 
-    def __enter__(self) -> Outputs:
-        return self
+    def append(self, result: SegmentResult) -> bool:
+        """False if a file of the shard is not what the worker wrote."""
+        shard = result.shards[self.key]
+        for number, part in enumerate(PARTS):
+            path = result.file(self.folder, self.key, part)
+            if not _copy(path, self.streams[number], shard.digests[number], self.checksums if not number else None):
+                return False
+        self.take(result)
+        return True
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if kind is not None:
-            self._abort()
+    def take(self, result: SegmentResult) -> None:
+        shard = result.shards[self.key]
+        self.totals.add(shard.totals)
+        for number, size in enumerate(shard.sizes):
+            self.sizes[number] += size
 
-    def _abort(self) -> None:
-        for builder in self._builders:
-            builder.abort()
-        for prefix in self._named:
-            # The index first: without it the rest cannot be taken for a dataset.
-            for path in (idx_path(prefix), bin_path(prefix), record_path(prefix)):
+    def holds(self, result: SegmentResult) -> bool:
+        """Whether the files go on with this very segment; if so its tokens have been added to the checksums."""
+        shard = result.shards[self.key]
+        for number, part in enumerate(PARTS):
+            if digest_of(self.path(part), self.sizes[number], shard.sizes[number]) != shard.digests[number]:
+                return False
+        for block in _blocks_of(self.path("tokens"), self.sizes[0], shard.sizes[0]):
+            self.checksums.update(block)
+        return True
+
+    def index(self) -> GrowingIndex:
+        return GrowingIndex(self.streams[1], self.streams[2])
+
+
+def shard_is_whole(result: SegmentResult, folder: Path) -> bool:
+    return all(
+        digest_of(result.file(folder, key, part), 0, None) == shard.digests[number]
+        for key, shard in enumerate(result.shards)
+        for number, part in enumerate(PARTS)
+    )
+
+
+def digest_of(path: Path, start: int, size: int | None) -> str | None:
+    """Of a part of a file (None: all of it); None if the file does not hold it."""
+    digest, length = hashlib.sha256(), 0
+    try:
+        for block in _blocks_of(path, start, size):
+            digest.update(block)
+            length += len(block)
+    except FileNotFoundError:
+        return None
+    return digest.hexdigest() if size is None or length == size else None
+
+
+def _blocks_of(path: Path, start: int, size: int | None) -> Iterator[bytes]:
+    with open(path, "rb", buffering=0) as stream:
+        stream.seek(start)
+        left = size
+        while left is None or left:
+            block = stream.read(_COPY_BYTES if left is None else min(left, _COPY_BYTES))
+            if not block:
+                return
+            left = None if left is None else left - len(block)
+            yield block
+
+
+def _copy(path: Path, stream: BinaryIO, wanted: str, checksums: BlockChecksums | None) -> bool:
+    digest = hashlib.sha256()
+    for block in _blocks_of(path, 0, None):
+        digest.update(block)
+        if checksums is not None:
+            checksums.update(block)
+        _write_all(stream, block)
+    return digest.hexdigest() == wanted
+
+
+def _write_all(stream: BinaryIO, block: bytes) -> None:
+    """An unbuffered file may take less than it is given."""
+    view = memoryview(block)
+    while view:
+        view = view[stream.write(view) :]
+
+
+def write_index(merged: Merged, implementation: str) -> Path:
+    path = merged.path("idx")
+    merged.index().write(path, merged.dtype, implementation)
+    os.fsync(merged.streams[0].fileno())
+    return path
+
+
+def give_names(merged: Merged, output: str) -> None:
+    """The index last: without it the rest cannot be taken for a dataset. An old record or index must never describe
+    the new tokens."""
+    try:
+        for old in (record_path(output), idx_path(output)):
+            old.unlink(missing_ok=True)
+        fsync_directory(bin_path(output).parent)
+        merged.path("tokens").replace(bin_path(output))
+        merged.path("idx").replace(idx_path(output))
+        fsync_directory(bin_path(output).parent)
+    except OSError as error:
+        raise storage_error(bin_path(output), error) from error
+
+
+def take_names_back(folder: Path, outputs: Sequence[str]) -> None:
+    """Of a run that was ended while its files got their names: what it had named is part of its work again."""
+    for key, output in enumerate(outputs):
+        kept = folder / f"{key}.tokens"
+        if not kept.exists() and bin_path(output).is_file():
+            for path in (record_path(output), idx_path(output)):
                 path.unlink(missing_ok=True)
+            bin_path(output).replace(kept)
 
 
 @contextmanager
@@ -120,16 +184,3 @@ def signals_deferred() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _write_block(builder: IndexedDatasetBuilder, block: Block) -> None:
-    if (block.sequences_per_document == 1).all():
-        builder.add_documents(block.tokens, block.sequence_lengths)
-        return
-    sequence = token = 0
-    for count in block.sequences_per_document.tolist():
-        lengths = block.sequence_lengths[sequence : sequence + count]
-        size = int(lengths.sum())
-        builder.add_document(block.tokens[token : token + size], lengths.tolist())
-        sequence += count
-        token += size

@@ -1,8 +1,8 @@
-"""Worker processes that answer tasks, with the answers in the order of the tasks.
+"""Worker processes that answer tasks.
 
 Each worker has its own pipe and one task at a time, so that a worker that dies (killed, out of memory) is noticed
-at once and the very task it held is known; `multiprocessing.Pool` waits for ever, and `concurrent.futures` cannot
-say which task it was. Workers end by themselves when the parent is gone.
+at once, at work or idle, and the very task it held is known; `multiprocessing.Pool` waits for ever, and
+`concurrent.futures` cannot say which task it was. Workers end by themselves when the parent is gone.
 
 On Linux the workers are forked, before the parent opens an output or starts a thread, and share the tokenizer it
 has loaded: 32 of them cost a fraction of a second and next to no memory. Elsewhere they are started afresh.
@@ -10,20 +10,21 @@ has loaded: 32 of them cost a fraction of a second and next to no memory. Elsewh
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
 import os
 import signal
 import sys
 import traceback
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from types import TracebackType
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, Protocol, TypeVar
 
 from megatron.errors import ConfigError
+from megatron.preprocess.ahead import ReadAhead
 
 Task = TypeVar("Task")
 Answer = TypeVar("Answer")
@@ -31,30 +32,46 @@ Answer = TypeVar("Answer")
 AHEAD = 2  # tasks handed out ahead of the oldest unanswered one, per worker
 STOP_SECONDS = 2.0
 OUT_OF_MEMORY = 137  # as if the kernel had killed it
+PR_SET_PDEATHSIG = 1
 
 
 class WorkerDiedError(Exception):
-    """A worker ended without an answer to `task`."""
+    """A worker ended without an answer to `task` (None: while it waited for one)."""
 
     def __init__(self, task: Any, exit_code: int | None) -> None:
         super().__init__(task, exit_code)
         self.task, self.exit_code = task, exit_code
 
 
+class Closable(Protocol):
+    def close(self) -> None: ...
+
+
 @dataclass(eq=False)
-class _Worker(Generic[Task]):
+class _Worker:
     process: BaseProcess
     connection: Connection
-    number: int = -1  # of the task it holds
-    task: Task | None = None
+    number: int = -1  # of the task it holds; -1: it waits for one
+    task: Any = None  # what is kept of it
 
 
 class WorkerPool(Generic[Task, Answer]):
-    def __init__(self, handler: Callable[[Task], Answer], workers: int, *, method: str | None = None) -> None:
+    """`handler` is called in a worker with a task and a function that sends notes to the parent. `private` are open
+    files of the parent that a forked worker must not hold: a lock ends with the last process that does."""
+
+    def __init__(
+        self,
+        handler: Callable[[Task, Callable[[Any], None]], Answer],
+        workers: int,
+        *,
+        method: str | None = None,
+        private: Sequence[Closable] = (),
+    ) -> None:
         method = method or ("fork" if sys.platform == "linux" else "spawn")
         self._context = multiprocessing.get_context(method)
         self._forked = method == "fork"
-        self._workers: list[_Worker[Task]] = []
+        self._private = private
+        self._workers: list[_Worker] = []
         try:
             for _ in range(workers):
                 self._workers.append(self._start(handler))
@@ -65,52 +82,59 @@ class WorkerPool(Generic[Task, Answer]):
                 f"--workers {workers}: only {started} processes could be started ({error.strerror}); use fewer"
             ) from None
 
-    def _start(self, handler: Callable[[Task], Answer]) -> _Worker[Task]:
+    def _start(self, handler: Callable[[Task, Callable[[Any], None]], Answer]) -> _Worker:
         ours, theirs = self._context.Pipe(duplex=True)
         # A forked worker inherits the parent's ends of all pipes; holding them it would hide the parent's death.
-        inherited = [worker.connection for worker in self._workers] + [ours] if self._forked else []
-        process = self._context.Process(target=_serve, args=(theirs, inherited, handler), daemon=True)  # type: ignore[attr-defined]
+        inherited: list[Closable] = []
+        if self._forked:
+            inherited = [*(worker.connection for worker in self._workers), ours, *self._private]
+        process = self._context.Process(target=_serve, args=(theirs, inherited, handler, os.getpid()), daemon=True)  # type: ignore[attr-defined]
         process.start()
         theirs.close()
         return _Worker(process, ours)
 
-    def map_ordered(
-        self, tasks: Iterable[Task], *, cost: Callable[[Task], int], cost_in_flight: int
+    def map(
+        self,
+        tasks: Iterator[Task],
+        *,
+        described: Callable[[Task], Any],
+        noted: Callable[[Any], None],
     ) -> Iterator[Answer]:
-        """Answers in the order of the tasks, reading ahead no further than the two limits allow."""
-        source = enumerate(tasks)
-        idle = deque(self._workers)
-        busy: dict[Connection, _Worker[Task]] = {}
-        answers: dict[int, Answer] = {}
-        costs: dict[int, int] = {}
-        next_out, exhausted = 0, False
-        while True:
-            while idle and not exhausted and self._room(costs, cost_in_flight):
-                number, task = next(source, (-1, None))
-                if task is None:
-                    exhausted = True
-                    break
-                costs[number] = cost(task)
-                worker = idle.popleft()
-                _give(worker, number, task)
-                busy[worker.connection] = worker
-            if busy:
-                # Collect without waiting while there is something to hand on; the caller's work overlaps theirs.
-                for ready in wait(list(busy), timeout=0 if next_out in answers else None):
-                    worker = busy.pop(cast(Connection, ready))
-                    answers[worker.number] = _receive(worker)
-                    idle.append(worker)
-                if idle and not exhausted and self._room(costs, cost_in_flight):
-                    continue
-            if next_out in answers:
-                del costs[next_out]
-                next_out += 1
-                yield answers.pop(next_out - 1)
-            elif not busy:
-                return
+        """Answers as they come, tasks started no further than AHEAD per worker beyond the oldest unanswered one.
 
-    def _room(self, costs: dict[int, int], cost_in_flight: int) -> bool:
-        return not costs or (len(costs) < AHEAD * len(self._workers) and sum(costs.values()) < cost_in_flight)
+        While the next task is slow to come the workers are watched all the same. `noted` is given what a worker says
+        between a task and its answer; `described` is what is kept of a task, for the message if its worker dies.
+        """
+        source = ReadAhead(tasks)
+        exhausted, given = False, 0
+        open_tasks: set[int] = set()
+        try:
+            while not exhausted or open_tasks:
+                idle = next((worker for worker in self._workers if worker.number < 0), None)
+                room = given - min(open_tasks, default=given) < AHEAD * len(self._workers)
+                waited: list[Any] = [worker.connection for worker in self._workers]
+                if idle is not None and room and not exhausted:
+                    waited.append(source.ready)
+                ready = wait(waited)
+                if source.ready in ready and idle is not None:
+                    task = source.take()
+                    if task is None:
+                        exhausted = True
+                    else:
+                        _give(idle, given, task, described)
+                        open_tasks.add(given)
+                        given += 1
+                    del task
+                for worker in [worker for worker in self._workers if worker.connection in ready]:
+                    number = worker.number
+                    kind, content = _receive(worker)
+                    if kind == "note":
+                        noted(content)
+                        continue
+                    open_tasks.discard(number)
+                    yield content
+        finally:
+            source.close()
 
     def __enter__(self) -> WorkerPool[Task, Answer]:
         return self
@@ -144,51 +168,72 @@ class WorkerPool(Generic[Task, Answer]):
         self._workers = []
 
 
-def _give(worker: _Worker[Task], number: int, task: Task) -> None:
-    worker.number, worker.task = number, task
+def _give(worker: _Worker, number: int, task: Any, described: Callable[[Any], Any]) -> None:
+    worker.number, worker.task = number, described(task)
     try:
         worker.connection.send(task)
     except OSError:
         raise _death_of(worker) from None
 
 
-def _receive(worker: _Worker[Any]) -> Any:
+def _receive(worker: _Worker) -> tuple[str, Any]:
     try:
-        answer, failure = worker.connection.recv()
+        kind, content = worker.connection.recv()
     except (EOFError, OSError):
         raise _death_of(worker) from None
-    if failure is not None:
-        raise AssertionError(f"a worker failed on {worker.task!r:.200}:\n{failure}")
-    worker.task = None
-    return answer
+    if kind == "failure":
+        raise AssertionError(f"a worker failed on {worker.task!r:.200}:\n{content}")
+    if kind == "answer":
+        worker.task, worker.number = None, -1
+    return kind, content
 
 
-def _death_of(worker: _Worker[Any]) -> WorkerDiedError:
+def _death_of(worker: _Worker) -> WorkerDiedError:
     worker.process.join(STOP_SECONDS)
     return WorkerDiedError(worker.task, worker.process.exitcode)
 
 
-def _serve(connection: Connection, inherited: list[Connection], handler: Callable[[Any], Any]) -> None:
+def _serve(
+    connection: Connection,
+    inherited: Sequence[Closable],
+    handler: Callable[[Any, Callable[[Any], None]], Any],
+    parent: int,
+) -> None:
     for other in inherited:
         other.close()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides; a terminal sends Ctrl-C to all
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    _die_with(parent)
     # One worker is one core. `tokenizers` would start a thread for each core in each worker, has no call to prevent
     # it, and reads this variable; it is set for this process alone.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    while True:
-        try:
+    try:
+        while True:
             task = connection.recv()
-        except (EOFError, OSError):
-            return
-        message: tuple[Any, str | None]
-        try:
-            message = (handler(task), None)
-        except MemoryError:
-            sys.exit(OUT_OF_MEMORY)
-        except Exception:
-            message = (None, traceback.format_exc())
-        try:
+            message: tuple[str, Any]
+            try:
+                message = ("answer", handler(task, lambda note: connection.send(("note", note))))
+            except MemoryError:
+                os._exit(OUT_OF_MEMORY)  # at once: whatever else happens here may want memory
+            except OSError as error:
+                if error.errno == errno.EPIPE:
+                    return
+                message = ("failure", traceback.format_exc())
+            except Exception:
+                message = ("failure", traceback.format_exc())
+            del task
             connection.send(message)
-        except OSError:
-            return
+    except (EOFError, OSError):
+        return  # the parent is gone
+
+
+def _die_with(parent: int) -> None:
+    """The kernel ends this process with its parent, even in the middle of a long task (elsewhere: after it)."""
+    if sys.platform != "linux":
+        return
+    import ctypes
+
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it went before we asked
+        os._exit(1)

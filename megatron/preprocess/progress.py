@@ -7,14 +7,20 @@ import time
 from types import TracebackType
 from typing import Any, TextIO
 
+EVERY = 1000  # documents between lines
+
 
 class Progress:
     """`total` is in input bytes as they lie on disk; 0 when it is not known, and then there is no ETA."""
 
-    def __init__(self, total: int, log_interval: int, *, stream: TextIO | None = None) -> None:
+    def __init__(
+        self, total: int, log_interval: int | None, *, begun_at: int = 0, stream: TextIO | None = None
+    ) -> None:
         self._stream = stream or sys.stderr
-        self._total, self._log_interval = total, log_interval
-        self._started = time.monotonic()
+        self._total, self._log_interval = total, log_interval or EVERY
+        self._pause = 0.0 if log_interval else 1.0  # seconds between lines, unless their number was asked for
+        self._started = self._said = time.monotonic()
+        self._begun_at = self.position = begun_at
         self.documents = self.tokens = self.read = 0
         self._bar = self._make_bar() if self._stream.isatty() else None
 
@@ -23,21 +29,24 @@ class Progress:
             from tqdm import tqdm
         except ImportError:
             return None
-        return tqdm(total=self._total or None, unit="B", unit_scale=True, file=self._stream, dynamic_ncols=True)
+        total, stream = self._total or None, self._stream
+        return tqdm(total=total, initial=self._begun_at, unit="B", unit_scale=True, file=stream, dynamic_ncols=True)
 
     def update(self, *, documents: int, tokens: int, read: int, position: int) -> None:
-        """After a chunk: what it held, and where in the input it ended."""
+        """What has been done since the last time, and where in the input it ended."""
         lines_before = self.documents // self._log_interval
         self.documents += documents
         self.tokens += tokens
         self.read += read
+        self.position = max(self.position, position)
         if self._bar is not None:
             self._bar.set_postfix_str(
-                f"{self.documents} docs, {self._rate():.0f} docs/s{self._tokens()}", refresh=False
+                f"{self.documents} docs, {self._rate():.0f} docs/s, {self.tokens} tokens", refresh=False
             )
-            self._bar.update(position - self._bar.n)
-        elif self.documents // self._log_interval > lines_before:
-            print(self._line(position), file=self._stream, flush=True)
+            self._bar.update(self.position - self._bar.n)
+        elif self.documents // self._log_interval > lines_before and time.monotonic() - self._said >= self._pause:
+            self._said = time.monotonic()
+            print(self._line(), file=self._stream, flush=True)
 
     @property
     def seconds(self) -> float:
@@ -50,15 +59,12 @@ class Progress:
     def _rate(self) -> float:
         return self.documents / self.seconds
 
-    def _tokens(self) -> str:
-        return f", {self.tokens} tokens" if self.tokens else ""
-
-    def _line(self, position: int) -> str:
-        left = ""
-        if self._total and position:
-            left = f", ETA {duration(self.seconds * max(self._total - position, 0) / position)}"
+    def _line(self) -> str:
+        left, done = "", self.position - self._begun_at
+        if self._total and done:
+            left = f", ETA {duration(self.seconds * max(self._total - self.position, 0) / done)}"
         speed = f"({self._rate():.1f} docs/s, {self.megabytes_per_second:.2f} MB/s)"
-        return f"Processed {self.documents} documents {speed}{self._tokens()}{left}"
+        return f"Processed {self.documents} documents {speed}, {self.tokens} tokens{left}"
 
     def __enter__(self) -> Progress:
         return self

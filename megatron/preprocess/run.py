@@ -2,55 +2,28 @@
 
 from __future__ import annotations
 
+import os
 import signal
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Literal
 
-from megatron.errors import DataError, PeerLostError
-from megatron.preprocess.documents import BadLine
-from megatron.preprocess.encoder import ChunkEncoder, EncodedChunk
-from megatron.preprocess.outputs import KeyReport, Outputs, refuse_existing
+from megatron.data.record import read_record
+from megatron.errors import ConfigError, DataError, MegatronError, PeerLostError
+from megatron.preprocess.documents import FAST_JSON_HINT, FAST_LOADS
+from megatron.preprocess.encoder import Advance, EncoderSettings, SegmentEncoder, Splitter
+from megatron.preprocess.journal import WorkFolder, work_folder
+from megatron.preprocess.locate import Assigned, assigned
+from megatron.preprocess.merge import Merger, Report
+from megatron.preprocess.outputs import refuse_existing, take_names_back
 from megatron.preprocess.pool import WorkerDiedError, WorkerPool
 from megatron.preprocess.progress import Progress
-from megatron.preprocess.reader import Chunk, expand_inputs, input_bytes, read_chunks
-from megatron.tokenizer import TokenizerSettings, build_tokenizer
+from megatron.preprocess.segments import Segment, plan_segments, share_bytes
+from megatron.preprocess.settings import PreprocessSettings, digest_of_settings
+from megatron.preprocess.shard import SegmentFailure, SegmentResult
+from megatron.preprocess.sources import Source, expand_inputs
+from megatron.tokenizer import Tokenizer, build_tokenizer
 
-BYTES_IN_FLIGHT = 64 << 20
-EXAMPLES_SHOWN = 10
-
-
-@dataclass(frozen=True, kw_only=True)
-class PreprocessSettings:
-    inputs: tuple[str, ...]
-    output_prefix: str
-    tokenizer: TokenizerSettings
-    json_keys: tuple[str, ...] = ("text",)
-    append_eod: bool = False
-    workers: int = 1
-    chunk_size: int = 512
-    log_interval: int = 1000
-    overwrite: bool = False
-    on_error: Literal["stop", "skip"] = "stop"
-    max_skip_fraction: float = 1.0
-
-
-@dataclass
-class Report:
-    """What happened, for the summary."""
-
-    keys: list[KeyReport] = field(default_factory=list)
-    documents: int = 0
-    blank_lines: int = 0
-    bad_lines: Counter[str] = field(default_factory=Counter)  # by kind
-    seconds: float = 0.0
-    megabytes_per_second: float = 0.0
-
-    @property
-    def skipped(self) -> int:
-        return sum(self.bad_lines.values())
+Say = Callable[[str], None]
 
 
 class Terminated(BaseException):
@@ -59,85 +32,201 @@ class Terminated(BaseException):
     def __init__(self, number: int) -> None:
         super().__init__(number)
         self.number = number
+        self.kept = "nothing was written"
 
 
-def preprocess(settings: PreprocessSettings, *, say: Callable[[str], None] = print) -> Report:
-    """Nothing is left under a final name unless all of it succeeded."""
-    files = expand_inputs(settings.inputs)
-    if not settings.overwrite:
-        refuse_existing(settings.output_prefix, settings.json_keys)
+def preprocess(settings: PreprocessSettings, say: Say) -> Report:
     tokenizer = build_tokenizer(settings.tokenizer)
-    encoder = ChunkEncoder(settings.tokenizer, settings.json_keys, settings.append_eod, tokenizer)
-    report = Report()
-    with (
-        ended_by_signals(),
-        WorkerPool[Chunk, EncodedChunk](encoder, settings.workers) as pool,
-        # Opened after the fork, so that no worker holds the outputs or their locks.
-        Outputs(settings.output_prefix, settings.json_keys, tokenizer, overwrite=settings.overwrite) as outputs,
-        Progress(input_bytes(files), settings.log_interval) as progress,
-    ):
-        for encoded in _encoded_chunks(pool, read_chunks(files, settings.chunk_size)):
-            _account(encoded, report, settings, say)
-            outputs.write(encoded.blocks)
+    if settings.append_eod:
+        tokenizer.eod  # noqa: B018  refused by name when the vocabulary has none
+    sources = expand_inputs(settings.inputs)
+    if FAST_LOADS is None:
+        say(FAST_JSON_HINT)
+    resumable = not any(source.kind == "stdin" for source in sources)
+    if settings.resume and not resumable:
+        raise ConfigError(
+            f"--resume: {sources[0].path} cannot be read a second time; leave --resume out, or give --overwrite"
+        )
+    with ended_by_signals(), _saying_what_is_complete() as finished:
+        splitter = prepare_splitter_for(settings, sources, say)
+        deciding = settings.deciding(sources, tokenizer, splitter)
+        digest = digest_of_settings(deciding)
+        if not work_folder(settings.prefix).exists() and not settings.overwrite and not settings.resume:
+            refuse_existing(settings.prefix, settings.outputs)  # before there is anything to clean up
+        with WorkFolder(settings.prefix, resume=settings.resume, overwrite=settings.overwrite) as folder:
+            if settings.resume and not folder.keeps_something and _is_complete(settings, digest):
+                say(f"--resume: {settings.prefix} is complete; nothing is left to do")
+                return Report()
+            overwrite = folder.begin(deciding, resumable=resumable, overwrite=settings.overwrite)
+            if folder.kept is not None and folder.kept.naming:
+                take_names_back(folder.path, settings.outputs)
+            if not overwrite:
+                refuse_existing(settings.prefix, settings.outputs)
+            with _saying_what_is_kept(folder):
+                report = _Run(settings, sources, tokenizer, splitter, folder, say).run(digest)
+            finished.append(settings.prefix)
+        return report
+
+
+def _is_complete(settings: PreprocessSettings, digest: str) -> bool:
+    records = [read_record(output) for output in settings.outputs]
+    return all(record is not None and record.extra.get("settings") == digest for record in records)
+
+
+class _Run:
+    def __init__(
+        self,
+        settings: PreprocessSettings,
+        sources: list[Source],
+        tokenizer: Tokenizer,
+        splitter: Splitter | None,
+        folder: WorkFolder,
+        say: Say,
+    ) -> None:
+        self._settings, self._sources, self._tokenizer = settings, sources, tokenizer
+        self._folder, self._say = folder, say
+        self._segment_bytes = settings.segment_size(sources)
+        self._encoder = SegmentEncoder(
+            EncoderSettings(
+                tokenizer=settings.tokenizer,
+                keys=settings.json_keys,
+                append_eod=settings.append_eod,
+                folder=folder.path,
+                run=os.urandom(4).hex(),
+                on_error=settings.on_error,
+                chunk_size=settings.chunk_size,
+                splitter=splitter,
+            ),
+            tokenizer,
+        )
+        self._merger = Merger(settings, folder, sources, tokenizer, say)
+        self._assigned: dict[int, Assigned] = {}  # what the workers have
+        self._lines_done: dict[int, int] = {}  # of each of these segments
+
+    def run(self, digest: str) -> Report:
+        settings, merger = self._settings, self._merger
+        total = share_bytes(self._sources, segment_bytes=self._segment_bytes, share=settings.share)
+        with WorkerPool[Segment, SegmentResult | SegmentFailure](
+            self._encoder, settings.workers, private=self._folder.open_files
+        ) as pool:
+            done = merger.restore(self._folder.kept)
+            if merger.report.kept_segments:
+                self._say(f"--resume: {merger.report.kept_segments} segments are done already")
+            with Progress(total, settings.log_interval, begun_at=merger.position) as progress:
+                self._encode(pool, done, progress)
+                report = merger.report
+                report.seconds, report.megabytes_per_second = progress.seconds, progress.megabytes_per_second
+        merger.finish(digest)
+        report.engine = self._tokenizer.engine
+        return report
+
+    def _encode(
+        self,
+        pool: WorkerPool[Segment, SegmentResult | SegmentFailure],
+        done: dict[int, SegmentResult],
+        progress: Progress,
+    ) -> None:
+        def noted(advance: Advance) -> None:
+            self._lines_done[advance.number] = advance.line
+            plain = self._assigned[advance.number].segment.source.kind == "lines"
             progress.update(
-                documents=encoded.documents,
-                tokens=sum(len(block.tokens) for block in encoded.blocks),
-                read=encoded.size,
-                position=encoded.position,
+                documents=advance.documents,
+                tokens=advance.tokens,
+                read=advance.size,
+                position=progress.position + (advance.size if plain else 0),
             )
-        _check_outcome(report, settings)
-        report.keys = outputs.finish(files, append_eod=settings.append_eod)
-        report.seconds, report.megabytes_per_second = progress.seconds, progress.megabytes_per_second
-    return report
 
+        try:
+            for result in pool.map(self._missing(done), described=self._describe, noted=noted):
+                self._assigned[result.number] = self._assigned.pop(result.number)
+                self._merger.add(result)
+                for number in [number for number in self._assigned if number < self._merger.next]:
+                    del self._assigned[number]
+                    self._lines_done.pop(number, None)
+                progress.update(documents=0, tokens=0, read=0, position=self._merger.position)
+        except WorkerDiedError as death:
+            raise self._death(death) from None
 
-def _encoded_chunks(pool: WorkerPool[Chunk, EncodedChunk], chunks: Iterator[Chunk]) -> Iterator[EncodedChunk]:
-    try:
-        yield from pool.map_ordered(chunks, cost=lambda chunk: chunk.size, cost_in_flight=BYTES_IN_FLIGHT)
-    except WorkerDiedError as death:
+    def _missing(self, done: dict[int, SegmentResult]) -> Iterator[Segment]:
+        for segment in plan_segments(self._sources, segment_bytes=self._segment_bytes, share=self._settings.share):
+            kept = done.pop(segment.number, None)
+            if kept is None:
+                yield segment
+            elif (kept.source, kept.start, kept.stop) != (segment.source.path, segment.start, segment.stop):
+                raise DataError(
+                    f"--resume: {segment.source.path} is cut otherwise than in the kept part; give --overwrite"
+                )
+
+    def _describe(self, segment: Segment) -> Assigned:
+        kept = assigned(segment)
+        self._assigned[segment.number] = kept
+        return kept
+
+    def _death(self, death: WorkerDiedError) -> PeerLostError:
         code = death.exit_code
         how = f"was killed by signal {-code}" if code is not None and code < 0 else f"ended with code {code}"
-        chunk: Chunk = death.task
-        last = chunk.first_line + len(chunk.lines) - 1
-        raise PeerLostError(
-            f"{chunk.path}, lines {chunk.first_line} to {last}: the worker process that tokenised them {how} (out of "
-            "memory?); nothing was written; run again, with fewer --workers or a smaller --chunk-size"
-        ) from None
-
-
-def _account(encoded: EncodedChunk, report: Report, settings: PreprocessSettings, say: Callable[[str], None]) -> None:
-    report.documents += encoded.documents
-    report.blank_lines += encoded.blank_lines
-    for bad in encoded.bad_lines:
-        if settings.on_error == "stop":
-            raise DataError(f"{_where(encoded, bad)}; correct the line, or give --on-error skip to leave it out")
-        report.bad_lines[bad.kind] += 1
-        if report.skipped <= EXAMPLES_SHOWN:
-            say(f"skipped {_where(encoded, bad)}")
-        elif report.skipped == EXAMPLES_SHOWN + 1:
-            say("further skipped lines are only counted")
-
-
-def _where(encoded: EncodedChunk, bad: BadLine) -> str:
-    return f"{encoded.path}:{bad.number}: {bad}"
-
-
-def _check_outcome(report: Report, settings: PreprocessSettings) -> None:
-    given = " ".join(settings.inputs)
-    if not report.documents:
-        seen = f"{report.blank_lines} blank and {report.skipped} bad lines"
-        raise DataError(f"--input {given}: holds no documents ({seen}); nothing was written")
-    fraction = report.skipped / (report.skipped + report.documents)
-    if fraction > settings.max_skip_fraction:
-        raise DataError(
-            f"--max-skip-fraction {settings.max_skip_fraction:g}: {report.skipped} of "
-            f"{report.skipped + report.documents} lines were bad ({fraction:.4f}); nothing was written"
+        if death.task is None:
+            where, doing = self._merger.lines.place_waiting(self._sources[0]), "a worker process that waited for more"
+        else:
+            lost: Assigned = death.task
+            number = lost.segment.number
+            between = [self._assigned[i] for i in sorted(self._assigned) if i < number]
+            where = self._merger.lines.place_range(lost, between, self._lines_done.get(number, 0))
+            doing = "the worker process that tokenised them"
+        return PeerLostError(
+            f"{where}: {doing} {how} (out of memory?); nothing was written under the final names; run again, with "
+            "fewer --workers if memory is short"
         )
+
+
+def prepare_splitter_for(settings: PreprocessSettings, sources: list[Source], say: Say) -> Splitter | None:
+    if not settings.split_sentences:
+        return None
+    from megatron.preprocess.sample import texts_of_sample
+    from megatron.preprocess.sentences import prepare_splitter
+
+    return prepare_splitter(
+        language=settings.language,
+        keep_newlines=settings.keep_newlines,
+        parameters_file=settings.parameters_file,
+        sample=lambda: texts_of_sample(sources, settings.json_keys),
+        say=say,
+    )
+
+
+@contextmanager
+def _saying_what_is_complete() -> Iterator[list[str]]:
+    """A signal that comes while the work folder is removed finds the outputs in their places."""
+    finished: list[str] = []
+    try:
+        yield finished
+    except Terminated as end:
+        if finished:
+            end.kept = f"{finished[0]} is complete"
+        raise
+
+
+@contextmanager
+def _saying_what_is_kept(folder: WorkFolder) -> Iterator[None]:
+    try:
+        yield
+    except MegatronError as error:
+        if folder.keeps_something:
+            raise type(error)(f"{error}; {_kept(folder)}") from None
+        raise
+    except Terminated as end:
+        if folder.keeps_something:
+            end.kept = _kept(folder)
+        raise
+
+
+def _kept(folder: WorkFolder) -> str:
+    return f"what is finished is kept in {folder.path}: --resume goes on from there, --overwrite starts afresh"
 
 
 @contextmanager
 def ended_by_signals() -> Iterator[None]:
-    """SIGTERM and SIGHUP leave through the same exits as an error, so that temporary files are removed."""
+    """SIGTERM, SIGINT and SIGHUP leave through the same exits as an error."""
 
     def end(number: int, frame: object) -> None:
         for other in previous:

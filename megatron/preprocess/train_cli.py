@@ -5,13 +5,17 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megatron.config.tool import Parser, integer, run_tool
 from megatron.errors import ConfigError, DataError, StorageError
 
+if TYPE_CHECKING:
+    from megatron.preprocess.progress import Progress
+    from megatron.preprocess.sources import Source
+
 NAME = "train_tokenizer.py"
 FILES = ("vocab.json", "merges.txt")
-LINES_AT_A_TIME = 512
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -20,7 +24,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def build_parser() -> Parser:
     parser = Parser(prog=NAME, description="Learns a byte-level BPE (vocab.json, merges.txt) from JSON lines.")
-    parser.add_argument("--input", nargs="+", required=True, metavar="FILE", help="JSON lines; patterns and .gz too")
+    parser.add_argument(
+        "--input",
+        nargs="+",
+        required=True,
+        metavar="FILE",
+        help="JSON lines or arrays, parquet; files, patterns, folders, .gz, .zst; - is standard input",
+    )
     parser.add_argument("--json-key", default="text", metavar="KEY", help="the key of the text (text)")
     parser.add_argument(
         "--vocab-size", type=integer(1), required=True, metavar="N", help="tokens, bytes and <|endoftext|> included"
@@ -44,7 +54,7 @@ def _train(argv: Sequence[str]) -> None:
         if (directory / name).exists() and not arguments.overwrite:
             raise ConfigError(f"--output-dir {directory}: {name} exists; give --overwrite to replace it")
     from megatron.preprocess.progress import Progress
-    from megatron.preprocess.reader import expand_inputs, input_bytes
+    from megatron.preprocess.sources import expand_inputs, input_bytes
     from megatron.tokenizer.export import bpe_file_texts, write_files
     from megatron.tokenizer.train import train_bpe
 
@@ -81,23 +91,20 @@ def _refuse_file_on_the_way(directory: Path) -> None:
             raise ConfigError(f"--output-dir {directory}: {path} is a file; give a folder")
 
 
-def _texts(files: Sequence[Path], key: str, progress: object) -> Iterator[str]:
+def _texts(sources: Sequence[Source], key: str, progress: Progress) -> Iterator[str]:
     """The texts, streaming; a line that holds none ends the job with its place."""
-    from megatron.preprocess.documents import LineError, parse_line
-    from megatron.preprocess.progress import Progress
-    from megatron.preprocess.reader import read_chunks
+    from megatron.preprocess.segments import plan_segments, read_batches
 
-    assert isinstance(progress, Progress)
-    for chunk in read_chunks(files, LINES_AT_A_TIME):
-        documents = 0
-        for number, line in enumerate(chunk.lines, start=chunk.first_line):
-            try:
-                found = parse_line(line, [key])
-            except LineError as error:
-                detail = f" ({error.detail})" if error.detail else ""
-                way_out = f"name it with --json-key, not {key}" if error.kind == "key missing" else "correct the line"
-                raise DataError(f"{chunk.path}:{number}: {error.kind}{detail}; {way_out}") from None
-            if found is not None:
-                documents += 1
-                yield from found[0]
-        progress.update(documents=documents, tokens=0, read=chunk.size, position=chunk.position)
+    path, before = "", 0
+    for segment in plan_segments(sources):
+        if segment.source.path != path:
+            path, before = segment.source.path, 0
+        for batch in read_batches(segment, [key]):
+            if batch.bad:
+                bad = batch.bad[0]
+                way_out = f"name it with --json-key, not {key}" if bad.kind == "key missing" else "correct it"
+                raise DataError(f"{segment.source.place(before + bad.number - batch.first_line + 1)}: {bad}; {way_out}")
+            for _, texts in batch.documents:
+                yield from texts[0]
+            before += batch.lines
+            progress.update(documents=len(batch.documents), tokens=0, read=batch.size, position=segment.position)

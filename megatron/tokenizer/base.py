@@ -16,11 +16,26 @@ Ids = npt.NDArray[np.int32]
 END_OF_TEXT = "<|endoftext|>"
 
 
+class EncoderDifference(DataError):
+    """The fast encoder gave other ids than the exact one: nothing it has written can be trusted."""
+
+    def __init__(self, index: int, excerpt: str) -> None:
+        self.index = index  # of the text, in the batch that was given
+        self.excerpt = excerpt
+        super().__init__(
+            f"the fast encoder differs from the exact one at {excerpt!r}; run again with --encoder exact "
+            "(and please report that text)"
+        )
+
+    def __reduce__(self) -> tuple[type[EncoderDifference], tuple[int, str]]:
+        return EncoderDifference, (self.index, self.excerpt)
+
+
 class Tokenizer(abc.ABC):
     """Text to ids and back.
 
     Text that looks like a special token is text: no input string can produce the end-of-document id. That id is
-    only ever added explicitly (`--append-eod`), and no tokenizer adds tokens around a text by itself.
+    only ever added explicitly (`--append-eod`). Nothing else is put around a text, but for the <s> of Llama2Tokenizer.
     """
 
     name: str  # Megatron's name of the type, for messages and records
@@ -42,6 +57,10 @@ class Tokenizer(abc.ABC):
             raise ConfigError(f"{self.name}: {self._why_no_eod()}")
         return self.eod_id
 
+    def token_id(self, token: str) -> int | None:
+        """The id of a token by its name, special ones included; None where the vocabulary has no such token."""
+        return None
+
     def _why_no_eod(self) -> str:
         return "this vocabulary has no end-of-document token"
 
@@ -59,6 +78,11 @@ class Tokenizer(abc.ABC):
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
         """One array per text; engines that are faster on many texts at once override this."""
         return [np.array(self.tokenize(text), dtype=np.int32) for text in texts]
+
+    @property
+    def engine(self) -> str:
+        """What encodes batches, for summaries."""
+        return "exact"
 
     @abc.abstractmethod
     def files(self) -> dict[str, Path]:

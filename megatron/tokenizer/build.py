@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from megatron.errors import ConfigError
 from megatron.tokenizer.base import Tokenizer
+from megatron.tokenizer.fast import Encoder
 
 GPT2 = "GPT2BPETokenizer"
 HUGGING_FACE = ("HuggingFaceTokenizer", "HFTokenizer")
 NULL = "NullTokenizer"
-NOT_YET = (
-    "SentencePieceTokenizer",
-    "GPTSentencePieceTokenizer",
-    "Llama2Tokenizer",
-    "TikTokenizer",
-    "BertWordPieceLowerCase",
-    "BertWordPieceCase",
-)
+SENTENCE_PIECE = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer")
+TIK = "TikTokenizer"
+BERT = ("BertWordPieceLowerCase", "BertWordPieceCase")
 NOT_FOR_GPT = ("MultimodalTokenizer", "NullMultimodalTokenizer", "SFTTokenizer")
-WORKING = (GPT2, HUGGING_FACE[0], NULL)
+WORKING = (GPT2, HUGGING_FACE[0], *SENTENCE_PIECE, TIK, *BERT, NULL)
 
 
 class TokenizerConfig(Protocol):
@@ -37,6 +34,12 @@ class TokenizerConfig(Protocol):
     def merge_file(self) -> str | None: ...
     @property
     def vocab_size(self) -> int | None: ...
+    @property
+    def tiktoken_pattern(self) -> str | None: ...
+    @property
+    def tiktoken_num_special_tokens(self) -> int: ...
+    @property
+    def tiktoken_special_tokens(self) -> Sequence[str] | None: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,17 +51,26 @@ class TokenizerSettings:
     vocab_file: str | None = None
     merge_file: str | None = None
     vocab_size: int | None = None
+    tiktoken_pattern: str | None = None
+    tiktoken_num_special_tokens: int = 1000
+    tiktoken_special_tokens: tuple[str, ...] | None = None
+    encoder: Encoder = "auto"  # auto: the fast encoder where it is exact; fast: refuse where it is not; exact
 
 
 def build_tokenizer(config: TokenizerConfig, *, announce: bool = True) -> Tokenizer:
     """Build and check it; `announce=False` keeps the note about a slow engine to one process."""
     kind = _kind(config)
+    if kind != TIK:
+        _refuse_unused(config, kind, "tiktoken_pattern", "tiktoken_special_tokens")
+    encoder = config.encoder if isinstance(config, TokenizerSettings) else "exact"
     if kind == NULL:
-        return _build_null(config)
+        return _build_null(config, encoder)
     if kind == GPT2:
-        tokenizer = _build_gpt2(config, announce)
+        tokenizer = _build_gpt2(config, encoder, announce)
+    elif kind in HUGGING_FACE:
+        tokenizer = _build_hugging_face(config, kind, encoder, announce)
     else:
-        tokenizer = _build_hugging_face(config, kind)
+        tokenizer = _build_without_fast(config, kind, encoder)
     if config.vocab_size is not None and config.vocab_size != tokenizer.vocab_size:
         raise ConfigError(
             f"--vocab-size {config.vocab_size}: the {kind} has {tokenizer.vocab_size} tokens; leave --vocab-size out"
@@ -76,18 +88,16 @@ def _kind(config: TokenizerConfig) -> str:
             "--tokenizer-type HuggingFaceTokenizer --tokenizer-model FOLDER"
         )
     working = ", ".join(WORKING)
-    if kind in NOT_YET:
-        raise ConfigError(f"--tokenizer-type {kind}: not supported yet; use one of {working}")
     if kind in NOT_FOR_GPT:
         raise ConfigError(f"--tokenizer-type {kind}: not supported (not for GPT pretraining); use one of {working}")
-    if kind not in (GPT2, *HUGGING_FACE, NULL):
+    if kind not in (*WORKING, *HUGGING_FACE):
         near = difflib.get_close_matches(kind, WORKING, n=1, cutoff=0.4)
         hint = f"did you mean {near[0]}?" if near else f"use one of {working}"
         raise ConfigError(f"--tokenizer-type {kind}: no such tokenizer; {hint}")
     return kind
 
 
-def _build_gpt2(config: TokenizerConfig, announce: bool) -> Tokenizer:
+def _build_gpt2(config: TokenizerConfig, encoder: Encoder, announce: bool) -> Tokenizer:
     from megatron.tokenizer.gpt2 import GPT2BPETokenizer
 
     _refuse_unused(config, GPT2, "tokenizer_model")
@@ -97,21 +107,61 @@ def _build_gpt2(config: TokenizerConfig, announce: bool) -> Tokenizer:
             f"{missing}: not given; {GPT2} needs --vocab-file vocab.json and --merge-file merges.txt "
             "(tools/train_tokenizer.py makes both)"
         )
-    return GPT2BPETokenizer(config.vocab_file, config.merge_file, announce=announce)
+    return GPT2BPETokenizer(config.vocab_file, config.merge_file, encoder=encoder, announce=announce)
 
 
-def _build_hugging_face(config: TokenizerConfig, kind: str) -> Tokenizer:
+def _build_hugging_face(config: TokenizerConfig, kind: str, encoder: Encoder, announce: bool) -> Tokenizer:
     from megatron.tokenizer.huggingface import HuggingFaceTokenizer
 
     _refuse_unused(config, kind, "vocab_file", "merge_file")
     if not config.tokenizer_model:
         raise ConfigError(f"--tokenizer-model: not given; {kind} needs a folder with a tokenizer.json")
-    return HuggingFaceTokenizer(config.tokenizer_model)
+    return HuggingFaceTokenizer(config.tokenizer_model, encoder=encoder, announce=announce)
 
 
-def _build_null(config: TokenizerConfig) -> Tokenizer:
+def _build_without_fast(config: TokenizerConfig, kind: str, encoder: Encoder) -> Tokenizer:
+    if encoder == "fast":
+        raise ConfigError(f"--encoder fast: {kind} has no fast encoder; give --encoder auto or exact")
+    if kind in BERT:
+        return _build_bert(config, kind)
+    _refuse_unused(config, kind, "vocab_file", "merge_file")
+    if not config.tokenizer_model:
+        what = "a JSON list of ranks or a .tiktoken file" if kind == TIK else "the tokenizer's .model file"
+        raise ConfigError(f"--tokenizer-model: not given; {kind} needs {what}")
+    if kind == TIK:
+        from megatron.tokenizer.tik import TikTokenizer
+
+        return TikTokenizer(
+            config.tokenizer_model,
+            pattern=config.tiktoken_pattern,
+            vocab_size=config.vocab_size,
+            num_special_tokens=config.tiktoken_num_special_tokens,
+            special_tokens=config.tiktoken_special_tokens,
+        )
+    from megatron.tokenizer import sentence_piece
+
+    classes = (
+        sentence_piece.SentencePieceTokenizer,
+        sentence_piece.GPTSentencePieceTokenizer,
+        sentence_piece.Llama2Tokenizer,
+    )
+    return next(made for made in classes if made.name == kind)(config.tokenizer_model)
+
+
+def _build_bert(config: TokenizerConfig, kind: str) -> Tokenizer:
+    from megatron.tokenizer.bert import BertWordPieceTokenizer
+
+    _refuse_unused(config, kind, "tokenizer_model", "merge_file")
+    if not config.vocab_file:
+        raise ConfigError(f"--vocab-file: not given; {kind} needs BERT's vocab.txt")
+    return BertWordPieceTokenizer(config.vocab_file, lower_case=kind == BERT[0])
+
+
+def _build_null(config: TokenizerConfig, encoder: Encoder) -> Tokenizer:
     from megatron.tokenizer.null import NullTokenizer
 
+    if encoder == "fast":
+        raise ConfigError(f"--encoder fast: {NULL} has no fast encoder; give --encoder auto or exact")
     _refuse_unused(config, NULL, "tokenizer_model", "vocab_file", "merge_file")
     if config.vocab_size is None:
         raise ConfigError(f"--vocab-size: not given; {NULL} needs it")

@@ -31,7 +31,7 @@ def write_gpt2_folder(directory: Path, bpe: BPE, model_max_length: int | None) -
     write_files(
         directory,
         {
-            "tokenizer.json": _json(_tokenizer_json(bpe)),
+            "tokenizer.json": _json(tokenizer_json(bpe)),
             "tokenizer_config.json": _json(config),
             "special_tokens_map.json": _json(special),
             **bpe_file_texts(bpe),
@@ -57,7 +57,7 @@ def write_files(directory: Path, texts: dict[str, str]) -> None:
         raise StorageError(f"{directory}: the tokenizer's files could not be written ({error.strerror})") from None
 
 
-def _tokenizer_json(bpe: BPE) -> dict[str, Any]:
+def tokenizer_json(bpe: BPE) -> dict[str, Any]:
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
     added = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
     return {

@@ -14,7 +14,9 @@ import numpy as np
 
 from megatron.tokenizer.base import END_OF_TEXT, Ids, Tokenizer, refuse_surrogates
 from megatron.tokenizer.bpe_files import BPE, Merge, read_bpe
-from megatron.tokenizer.export import write_gpt2_folder
+from megatron.tokenizer.export import tokenizer_json, write_gpt2_folder
+from megatron.tokenizer.fast import Encoder, build_guarded
+from megatron.tokenizer.guard import GuardedEncoder
 
 Engine = Literal["auto", "tokenizers", "python"]
 
@@ -41,11 +43,20 @@ class GPT2BPETokenizer(Tokenizer):
         merge_file: str | Path,
         *,
         engine: Engine = "auto",
+        encoder: Encoder = "exact",
         announce: bool = True,
     ) -> None:
         self._vocab_file, self._merge_file = Path(vocab_file), Path(merge_file)
         self._bpe = read_bpe(self._vocab_file, self._merge_file)
         self._encoder = _build_encoder(self._bpe, engine, announce)
+        self._fast: GuardedEncoder | None = build_guarded(
+            self.name,
+            lambda: tokenizer_json(self._bpe),
+            self._encode_exactly,
+            encoder=encoder,
+            eod_token=END_OF_TEXT,
+            announce=announce,
+        )
 
     @property
     def vocab_size(self) -> int:
@@ -54,6 +65,9 @@ class GPT2BPETokenizer(Tokenizer):
     @property
     def eod_id(self) -> int | None:
         return self._bpe.eod_id
+
+    def token_id(self, token: str) -> int | None:
+        return self._bpe.vocab.get(token)
 
     def _why_no_eod(self) -> str:
         return f"--vocab-file {self._vocab_file} has no {END_OF_TEXT}; add it with an id of its own"
@@ -70,6 +84,10 @@ class GPT2BPETokenizer(Tokenizer):
     def merges(self) -> list[Merge]:
         return self._bpe.merges
 
+    @property
+    def engine(self) -> str:
+        return "exact" if self._fast is None else "fast, guarded"
+
     def tokenize(self, text: str) -> list[int]:
         refuse_surrogates(text)
         return self._encoder.encode(text)
@@ -78,13 +96,17 @@ class GPT2BPETokenizer(Tokenizer):
         return self._encoder.decode(ids)
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
+        if self._fast is not None:
+            return self._fast.encode_batch(texts)
         if all(len(text) <= PART_CHARACTERS for text in texts):
             return [np.array(ids, dtype=np.int32) for ids in self._encoder.encode_many(texts)]
-        return [self._encode_in_parts(text) for text in texts]
+        return [self._encode_exactly(text) for text in texts]
 
-    def _encode_in_parts(self, text: str) -> Ids:
+    def _encode_exactly(self, text: str) -> Ids:
+        if len(text) <= PART_CHARACTERS:
+            return np.array(self._encoder.encode(text), dtype=np.int32)
         parts = [np.array(self._encoder.encode(part), dtype=np.int32) for part in split_at_words(text, PART_CHARACTERS)]
-        return np.concatenate(parts) if parts else np.zeros(0, dtype=np.int32)
+        return np.concatenate(parts)
 
     def files(self) -> dict[str, Path]:
         return {"vocab.json": self._vocab_file, "merges.txt": self._merge_file}
@@ -124,7 +146,8 @@ class _RustEncoder:
         self._rust.decoder = decoders.ByteLevel()
 
     def encode(self, text: str) -> list[int]:
-        return self.encode_many([text])[0]
+        # One by one starts no threads, which a process that is forked afterwards would have to do without.
+        return self._rust.encode(text, add_special_tokens=False).ids
 
     def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
         return [encoding.ids for encoding in self._rust.encode_batch_fast(texts, add_special_tokens=False)]

@@ -19,6 +19,7 @@ from megatron.errors import ConfigError, DataError
 from megatron.tokenizer.base import END_OF_TEXT, Ids, Tokenizer, refuse_surrogates
 from megatron.tokenizer.bpe_files import BPE, merge_pair, read_text
 from megatron.tokenizer.export import write_files
+from megatron.tokenizer.fast import Encoder, build_guarded
 
 SETTING = "--tokenizer-model"
 KEPT_FILES = (
@@ -36,12 +37,20 @@ KEPT_FILES = (
 class HuggingFaceTokenizer(Tokenizer):
     name = "HuggingFaceTokenizer"
 
-    def __init__(self, tokenizer_model: str | Path) -> None:
+    def __init__(self, tokenizer_model: str | Path, *, encoder: Encoder = "exact", announce: bool = True) -> None:
         self._json_file = _find_json(Path(tokenizer_model))
         self._description = _read_json(self._json_file)
         self._rust = _load(self._json_file)
         self._eod_token = self._find_eod_token()
         self._make_special_text_plain()
+        self._fast = build_guarded(
+            self.name,
+            lambda: self._description,
+            self._encode_exactly,
+            encoder=encoder,
+            eod_token=self._eod_token,
+            announce=announce,
+        )
 
     @cached_property
     def _vocab(self) -> dict[str, int]:
@@ -54,6 +63,9 @@ class HuggingFaceTokenizer(Tokenizer):
     @cached_property
     def eod_id(self) -> int | None:
         return None if self._eod_token is None else self._rust.token_to_id(self._eod_token)
+
+    def token_id(self, token: str) -> int | None:
+        return self._rust.token_to_id(token)
 
     def _why_no_eod(self) -> str:
         if self._eod_token is None:
@@ -96,24 +108,59 @@ class HuggingFaceTokenizer(Tokenizer):
         canonical = json.dumps(identity, ensure_ascii=True, separators=(",", ":"), sort_keys=True)
         return hashlib.sha256(canonical.encode("ascii")).hexdigest()
 
+    @property
+    def engine(self) -> str:
+        return "exact" if self._fast is None else "fast, guarded"
+
     def tokenize(self, text: str) -> list[int]:
-        return self.encode_batch([text])[0].tolist()
+        refuse_surrogates(text)
+        ids = self._encode_exactly(text)
+        self._refuse_eod([ids])
+        return ids.tolist()
+
+    def _encode_exactly(self, text: str) -> Ids:
+        # One by one starts no threads, which a process that is forked afterwards would have to do without.
+        return np.array(self._rust.encode(text, add_special_tokens=False).ids, dtype=np.int32)
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
+        if self._fast is not None:
+            arrays = self._fast.encode_batch(texts)
+        else:
+            arrays = self._encode_batch_exactly(texts)
+        if self._can_spell_eod:
+            self._refuse_eod(arrays)
+        return arrays
+
+    def _encode_batch_exactly(self, texts: Sequence[str]) -> list[Ids]:
         try:
             encodings = self._rust.encode_batch_fast(texts, add_special_tokens=False)
         except (TypeError, UnicodeEncodeError):
             for text in texts:
                 refuse_surrogates(text)
             raise
-        arrays = [np.array(encoding.ids, dtype=np.int32) for encoding in encodings]
+        return [np.fromiter(encoding.ids, dtype=np.int32) for encoding in encodings]
+
+    @cached_property
+    def _can_spell_eod(self) -> bool:
+        """Whether text may become the end-of-document id: not if it is no token of the model, or no merge makes it."""
+        model = self._description.get("model") or {}
+        if self.eod_id is None:
+            return False
+        vocab, token = model.get("vocab"), self._eod_token
+        if model.get("type") != "BPE" or not isinstance(vocab, dict):
+            return True
+        if self.eod_id not in vocab.values():
+            return False
+        made = any("".join(merge_pair(merge)) == token for merge in model.get("merges") or ())
+        return made or bool(model.get("ignore_merges")) or len(token or "") < 2
+
+    def _refuse_eod(self, arrays: Sequence[Ids]) -> None:
         if self.eod_id is not None and any((ids == self.eod_id).any() for ids in arrays):
             # Vocabularies without a byte or word pattern (Unigram) can spell their own eos.
             raise DataError(
                 f"{self.name}: the text {self._eod_token!r} becomes the end-of-document id in this vocabulary; "
                 "remove it from the text"
             )
-        return arrays
 
     def detokenize(self, ids: Iterable[int]) -> str:
         return self._rust.decode(list(ids), skip_special_tokens=False)

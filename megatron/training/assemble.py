@@ -27,7 +27,7 @@ from megatron.training.batch_plan import BatchPlan
 from megatron.training.batches import BatchMaker, Provided, as_datasets
 from megatron.training.checkpointing import RunCheckpoints
 from megatron.training.evaluate import SplitEvaluator
-from megatron.training.hooks import Hook, build_hooks
+from megatron.training.hooks import Hook, build_hooks, writing
 from megatron.training.initialize import Run
 from megatron.training.model import BuiltModel, build_model
 from megatron.training.origin import Origin, find_origin
@@ -88,6 +88,7 @@ def assemble(
             history = RunHistory(run.run_id)
             closing.callback(history.close)
         origin = find_origin(run, history)
+        origin.check_architecture(config)
         data = build_data(run, plan, origin, datasets_provider)
         closing.callback(data.batches.close)
         built = build_model(run, model_provider, forward_step)
@@ -119,23 +120,34 @@ def build_data(
     run: Run, plan: BatchPlan, origin: Origin, datasets_provider: Callable[[Run, NumSamples], Provided]
 ) -> Data:
     """The datasets as the run before had them, if there was one."""
-    training = not run.config.training.skip_train
+    training, accepted = not run.config.training.skip_train, []
     if training:
-        origin.check_settings(run.config)
+        accepted += origin.check_settings(run.config)
     wanted = _samples_wanted(run, plan, origin)
     datasets = as_datasets(datasets_provider(run, wanted))
-    for text in (datasets.table, *datasets.notes):
-        if text:
-            run.log.info(text)
+    _show(run, datasets)
     if training:
-        origin.check_content(datasets.fingerprint)
-        if warning := origin.order_warning(wanted[0]):
+        accepted += origin.check_content(datasets.fingerprint, accept=run.config.data.accept_changed_data)
+        for warning in (*accepted, *origin.order_warning(wanted[0])):
             run.log.warn(warning)
     batches = BatchMaker(run, plan.final_batch_size)
     if run.config.evaluation.eval_iters:
         batches.check_evaluation(datasets.valid, "validation")
         batches.check_evaluation(datasets.test, "test")
     return Data(datasets, batches, {"fingerprint": datasets.fingerprint, "train_samples": wanted[0]})
+
+
+def _show(run: Run, datasets: Datasets) -> None:
+    for text in (datasets.table, *datasets.notes):
+        if text:
+            run.log.info(text)
+    for warning in datasets.warnings:
+        run.log.warn(warning)
+    path = run.config.data.data_table_path
+    if path is not None and run.log.main:
+        with writing("--data-table-path", path):
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+            Path(path).write_text(f"{datasets.full_table}\n", encoding="utf-8")
 
 
 def _samples_wanted(run: Run, plan: BatchPlan, origin: Origin) -> NumSamples:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import Any
@@ -13,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 
 from megatron.config import RunConfig
 from megatron.data.build import Datasets
-from megatron.data.loader import BatchIterator, build_loader
+from megatron.data.loader import BatchIterator, build_loader, leave_signals_to_the_trainer
 from megatron.data.masks import MaskConfig
 from megatron.data.sampler import BlockShape, cyclic_batches, single_batches
 from megatron.engine import Batch
@@ -31,8 +30,7 @@ def as_datasets(provided: Provided) -> Datasets:
 class BatchMaker:
     """Micro-batches of one rank, from any sample on. The samples of a step depend on the global batch size alone.
 
-    `close()` ends the loaders' workers. Without it they outlive an error: they do not listen to the SIGTERM by which
-    Python ends its children at exit, and Python would wait for them for ever.
+    `close()` ends the loaders' workers: without it they live until the process ends.
     """
 
     def __init__(self, run: Run, global_batch_size: int) -> None:
@@ -79,6 +77,11 @@ class BatchMaker:
     def _block(self) -> int:
         return self.run.config.training.micro_batch_size * self.run.parallel.dp.size
 
+    @property
+    def _read_ahead(self) -> int:
+        """A step takes all its micro-batches at once, so they should all be there when it begins."""
+        return max(2, min(64, self.global_batch_size // self._block))
+
     def _load(
         self,
         dataset: Any,
@@ -97,7 +100,7 @@ class BatchMaker:
         )
         pin_memory = self.run.device.type == "cuda"
         if not _is_token_dataset(dataset):
-            return self._kept(_own_loader(dataset, consumed, shape, order, config.data.num_workers, pin_memory))
+            return self._kept(_own_loader(dataset, consumed, shape, order, config, pin_memory))
         loader = build_loader(
             dataset,
             consumed_samples=consumed,
@@ -108,7 +111,9 @@ class BatchMaker:
             masks=_masks(config, self.run.eod_id),
             vocab_size=self.run.vocab_size if self.run.has_vocabulary else None,
             dataloader_type=order,
+            data_sharding=config.data.data_sharding,
             pin_memory=pin_memory,
+            read_ahead=self._read_ahead,
         )
         return self._kept(loader)
 
@@ -121,7 +126,7 @@ def _masks(config: RunConfig, eod_id: int | None) -> MaskConfig:
     return MaskConfig(
         eod_id=eod_id,
         reset_position_ids=config.data.reset_position_ids,
-        reset_attention_mask=config.data.reset_attention_mask,
+        reset_attention_mask=config.data.isolates_documents,
         eod_mask_loss=config.data.eod_mask_loss,
     )
 
@@ -149,23 +154,20 @@ class _OwnBatches(Dataset[dict[str, Any] | MegatronError]):
 
 
 def _own_loader(
-    dataset: Any, consumed: int, shape: BlockShape, order: str, num_workers: int, pin_memory: bool
+    dataset: Any, consumed: int, shape: BlockShape, order: str, config: RunConfig, pin_memory: bool
 ) -> BatchIterator:
-    ids = (cyclic_batches if order == "cyclic" else single_batches)(len(dataset), consumed, shape)
+    if order == "cyclic":
+        ids = cyclic_batches(len(dataset), consumed, shape, data_sharding=config.data.data_sharding)
+    else:
+        ids = single_batches(len(dataset), consumed, shape)
     return BatchIterator(
         DataLoader(
             _OwnBatches(dataset),
             batch_size=None,  # the sampler hands out whole batches
             sampler=ids,
-            num_workers=num_workers,
+            num_workers=config.data.num_workers,
             pin_memory=pin_memory,
             generator=torch.Generator(),  # else the loader draws a seed from the global generator
-            worker_init_fn=_leave_signals_to_the_trainer,
+            worker_init_fn=leave_signals_to_the_trainer,
         )
     )
-
-
-def _leave_signals_to_the_trainer(_worker: int) -> None:
-    """The trainer still needs batches to finish its step and save; a worker ends when the trainer does."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)

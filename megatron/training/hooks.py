@@ -13,6 +13,7 @@ import torch
 from megatron.config import LoggingConfig, RunConfig
 from megatron.errors import ConfigError, StorageError
 from megatron.training.metrics import EvalRecord, TrainRecord
+from megatron.training.settings import wandb_missing
 from megatron.utils.device import accelerator_memory, peak_resident_bytes
 
 
@@ -147,10 +148,7 @@ class WeightsAndBiases(Hook):
         try:
             import wandb
         except ImportError:
-            raise ConfigError(
-                f"--wandb-project {config.wandb_project}: the package wandb is not installed; "
-                "run `pip install wandb` or leave the flag out"
-            ) from None
+            raise wandb_missing(str(config.wandb_project)) from None
         self._run = wandb.init(
             project=config.wandb_project,
             name=config.wandb_exp_name,

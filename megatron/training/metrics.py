@@ -32,6 +32,7 @@ class TrainRecord:
     skipped_iterations: int
     nan_iterations: int
     seconds_per_iteration: float
+    data_wait_seconds: float  # of these, for the next batch: about 0 with enough --num-workers
     tokens_per_second: float
     samples_per_second: float
     tflops_per_device: float | None
@@ -67,6 +68,7 @@ class TrainRecord:
             f"tokens/s: {self.tokens_per_second:.0f}",
             f"samples/s: {self.samples_per_second:.2f}",
         ]
+        parts.append(f"waited for data (ms): {self.data_wait_seconds * 1000:.1f}")
         if self.tflops_per_device is not None:
             parts.append(f"TFLOP/s/device: {self.tflops_per_device:.3f}")
         if self.model_flops_utilisation is not None:

@@ -10,14 +10,35 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpoint import FoundStep, RunHistory, find_checkpoint
+from megatron.checkpoint import FoundStep, RunHistory, check_architecture, find_checkpoint
 from megatron.config import RunConfig, to_dict
-from megatron.data.splits import parse_split
+from megatron.config.blend import parse_split
 from megatron.errors import ConfigError, DataError
 from megatron.training.batch_plan import BatchPlan
 from megatron.training.initialize import Run
 
-_ORDER = (("training", "seed"), ("data", "seq_length"), ("data", "split_rule"), ("data", "dataloader_type"))
+# What decides the samples and their order, besides the files and --split.
+_ORDER = (
+    ("training", "seed"),
+    ("data", "seq_length"),
+    ("data", "split_rule"),
+    ("data", "dataloader_type"),
+    ("data", "data_sharding"),
+    ("data", "fim_data"),
+    ("data", "fim_rate"),
+    ("data", "fim_spm_rate"),
+    ("data", "fim_split_sample"),
+    ("data", "fim_fragment_rate"),
+    ("data", "fim_no_prefix"),
+    ("data", "fim_prefix_token"),
+    ("data", "fim_middle_token"),
+    ("data", "fim_suffix_token"),
+    ("data", "fim_eod_token"),
+)
+_ACCEPT = (
+    "or --accept-changed-data to go on with these all the same, or --finetune to take the weights and start the data "
+    "anew"
+)
 
 
 @dataclass(frozen=True)
@@ -43,19 +64,29 @@ class Origin:
         before = int(self._data.get("train_samples", 0))
         return before if needed <= before else needed
 
-    def order_warning(self, train_samples: int) -> str | None:
+    def order_warning(self, train_samples: int) -> list[str]:
         before = self._data.get("train_samples")
         if not self.resumed or before is None or before == train_samples or self._data.get("fingerprint") == "mock":
-            return None
-        return (
+            return []
+        return [
             f"this run asks for {train_samples} training samples, the run before asked for {before}: if they take more "
             "epochs of the data, these are shuffled anew, and samples of the present epoch may come twice or not at all"
-        )
+        ]
 
-    def check_settings(self, config: RunConfig) -> None:
-        """Refuses a resume that would silently read other samples than the run before."""
-        if self.found is None or not self.resumed:
+    def check_architecture(self, config: RunConfig) -> None:
+        """Another model is refused before data or memory is asked for. (A script's own model is not in the flags: its
+        tensors are compared when they are loaded.)"""
+        if self.found is None:
             return
+        saved = self.found.manifest
+        if "model" in saved.config and "padded_vocab_size" in saved.args:
+            check_architecture(saved.config["model"], config.model, finetune=self.found.release)
+
+    def check_settings(self, config: RunConfig) -> list[str]:
+        """Refuses a resume that would silently read other samples than the run before; what was accepted is returned
+        to be said."""
+        if self.found is None or not self.resumed:
+            return []
         saved, ours = self.found.manifest.config, to_dict(config)
         changed = [
             f"--{name.replace('_', '-')} is {ours[section][name]} here and {saved[section][name]} in the checkpoint"
@@ -64,19 +95,24 @@ class Origin:
         ]
         if "data" in saved and _split_of(ours) != _split_of(saved):
             changed.append(f"--split is {ours['data']['split']} here and {saved['data']['split']} in the checkpoint")
-        if changed:
-            raise ConfigError(
-                f"the order of the samples differs from the checkpoint's: {'; '.join(changed)}. Give what the run "
-                "before had, or --finetune to take the weights and start the data anew"
-            )
+        if not changed:
+            return []
+        difference = f"the order of the samples differs from the checkpoint's: {'; '.join(changed)}"
+        if config.data.accept_changed_data:
+            return [f"--accept-changed-data: {difference}"]
+        raise ConfigError(f"{difference}. Give what the run before had, {_ACCEPT}")
 
-    def check_content(self, fingerprint: str) -> None:
+    def check_content(self, fingerprint: str, *, accept: bool = False) -> list[str]:
         before = self._data.get("fingerprint")
-        if self.resumed and before and fingerprint and before != fingerprint:
-            raise DataError(
-                f"the data is not that of {self._where}: its content has changed, so the samples consumed are not "
-                "those counted; resume with the data of the run before, or give --finetune to take the weights alone"
-            )
+        if not self.resumed or not before or not fingerprint or before == fingerprint:
+            return []
+        difference = f"the data is not that of {self._where}: its content has changed, or the weights of its sources"
+        if accept:
+            return [f"--accept-changed-data: {difference}; the samples consumed are counted all the same"]
+        raise DataError(
+            f"{difference}, so the samples consumed are not those counted. Resume with the data of the run before, "
+            f"{_ACCEPT}"
+        )
 
     @property
     def _where(self) -> str:
@@ -104,4 +140,5 @@ def find_origin(run: Run, history: RunHistory) -> Origin:
 def _split_of(config: Mapping[str, Mapping[str, Any]]) -> tuple[float, ...] | None:
     """The shares, where they decide anything."""
     data = config.get("data", {})
-    return parse_split(data["split"]) if data.get("data_path") and "split" in data else None
+    cut = data.get("data_path") or data.get("data_args_path")
+    return parse_split(data["split"]) if cut and "split" in data else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 from megatron.config import RunConfig, adopt_checkpoint_args, check, check_paths, describe
@@ -23,7 +24,23 @@ def read_settings(argv: Sequence[str] | None, *, needs_data: bool = True) -> Run
         config = _with_checkpoint_args(config)
     check(config, needs_data=needs_data)
     check_paths(config)
+    project = config.logging.wandb_project
+    if project is not None and rank_of_process() == 0 and not _importable("wandb"):
+        raise wandb_missing(project)
     return config
+
+
+def _importable(package: str) -> bool:
+    try:
+        return find_spec(package) is not None
+    except ValueError:  # a module in its place that was not imported from a file
+        return sys.modules.get(package) is not None
+
+
+def wandb_missing(project: str) -> ConfigError:
+    return ConfigError(
+        f"--wandb-project {project}: the package wandb is not installed; run `pip install wandb` or leave the flag out"
+    )
 
 
 def _with_checkpoint_args(config: RunConfig) -> RunConfig:

@@ -65,7 +65,7 @@ class Trainer:
             progress.iteration, progress.consumed_train_samples
         )
         self._started = time.perf_counter()
-        self._since_log: list[tuple[float, int, float]] = []  # each step's (loss, samples, seconds)
+        self._since_log: list[tuple[float, int, float, float]] = []  # loss, samples, seconds, of these for data
 
     def fit(self) -> StopReason:
         """Train to the last iteration or to the first reason to stop; returns that reason."""
@@ -149,7 +149,8 @@ class Trainer:
     def _report(self, result: StepResult | None) -> None:
         if result is None:
             return
-        self._since_log.append((result.lm_loss, result.batch_size, time.perf_counter() - self._started))
+        seconds, waited = time.perf_counter() - self._started, self.timers.elapsed()["batch-generator"]
+        self._since_log.append((result.lm_loss, result.batch_size, seconds, waited))
         logging = self.config.logging
         is_due = self._due(logging.log_interval)
         for_tensorboard = logging.tensorboard_dir is not None and self._due(logging.tensorboard_log_interval)
@@ -175,7 +176,7 @@ class Trainer:
 
     def _record(self, result: StepResult) -> TrainRecord:
         progress = self.progress
-        losses, samples, seconds = zip(*self._since_log, strict=True)
+        losses, samples, seconds, waited = zip(*self._since_log, strict=True)
         rates = self.throughput.rates(sum(samples), sum(seconds))
         samples_left = self.batch_plan.samples_left(progress.iteration, progress.consumed_train_samples)
         return TrainRecord(
@@ -196,6 +197,7 @@ class Trainer:
             skipped_iterations=progress.skipped_iterations,
             nan_iterations=progress.nan_iterations,
             seconds_per_iteration=sum(seconds) / len(seconds),
+            data_wait_seconds=sum(waited) / len(waited),
             tokens_per_second=rates.tokens_per_second,
             samples_per_second=rates.samples_per_second,
             tflops_per_device=rates.tflops_per_device,

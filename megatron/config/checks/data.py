@@ -2,39 +2,62 @@
 
 from __future__ import annotations
 
+from megatron.config.blend import parse_blend, parse_split
 from megatron.config.meaning import given, spelled
 from megatron.config.run import RunConfig
-from megatron.config.sections.data import parse_blend, parse_split
 from megatron.errors import ConfigError
 
-_PER_SPLIT = ("train_data_path", "valid_data_path", "test_data_path")
+_SHARED = ("data_path", "data_args_path")
+_SEPARATE = ("train_data_path", "valid_data_path", "test_data_path")
+_SEPARATE_FILE = ("per_split_data_args_path",)
+
+
+def _given(config: RunConfig, names: tuple[str, ...]) -> list[str]:
+    return [name for name in names if getattr(config.data, name) is not None]
 
 
 def check_paths_and_split(config: RunConfig) -> None:
+    """What the words say; the files that some of them name are looked at in `check_paths`."""
     data = config.data
     parse_split(data.split)
-    for name in ("data_path", *_PER_SPLIT):
-        paths = getattr(data, name)
-        if paths is not None:
-            parse_blend(paths, "--" + name.replace("_", "-"))
-    separate = [name for name in _PER_SPLIT if getattr(data, name) is not None]
-    if data.data_path is not None and separate:
-        raise ConfigError(f"--data-path and {spelled(config, separate[0])} exclude each other; keep one of them")
-    if data.mock_data and (data.data_path is not None or separate):
+    for name in ("data_path", *_SEPARATE):
+        words = getattr(data, name)
+        if words is not None:
+            parse_blend("--" + name.replace("_", "-"), words)
+    ways = [*_given(config, _SHARED), *_given(config, _SEPARATE_FILE), *_given(config, _SEPARATE)[:1]]
+    if data.mock_data and ways:
         raise ConfigError("--mock-data and data paths exclude each other; keep one of them")
-    if separate and given(config, "split"):
+    if len(ways) > 1:
+        first = "--" + ways[0].replace("_", "-")
+        raise ConfigError(f"{first} and {spelled(config, ways[1])} exclude each other; keep one of them")
+    if ways and ways[0] not in _SHARED and given(config, "split"):
         raise ConfigError(
-            f"{spelled(config, 'split')} and {spelled(config, separate[0])} exclude each other: separate sets are not "
+            f"{spelled(config, 'split')} and {spelled(config, ways[0])} exclude each other: separate sets are not "
             "split; remove --split"
         )
 
 
+def check_fill_in_the_middle(config: RunConfig) -> None:
+    data = config.data
+    if not data.fim_data:
+        return
+    if (data.fim_split_sample is None) != (data.fim_fragment_rate is None):
+        raise ConfigError(
+            "--fim-split-sample TOKEN and --fim-fragment-rate RATE go together: the fragments and how many of them "
+            "are rearranged; give both or neither"
+        )
+    if config.tokenizer.tokenizer_type == "NullTokenizer" or (
+        data.mock_data and config.tokenizer.tokenizer_type is None and config.tokenizer.vocab_file is None
+    ):
+        raise ConfigError("--fim-data: cuts text, and this run has no tokenizer of text; give one, or leave it out")
+
+
 def check_sources(config: RunConfig) -> None:
     data = config.data
-    if data.mock_data or data.data_path is not None:
+    separate = _given(config, _SEPARATE)
+    if data.mock_data or _given(config, (*_SHARED, *_SEPARATE_FILE)):
         return
     if data.train_data_path is None and not config.training.skip_train:
-        separate = [name for name in _PER_SPLIT if getattr(data, name) is not None]
         if separate:
             raise ConfigError(f"{spelled(config, separate[0])}: nothing to train on; add --train-data-path")
         raise ConfigError(
@@ -86,4 +109,4 @@ def check_checkpoint(config: RunConfig) -> None:
 
 _DEFAULTS = {"ckpt_step": None, "finetune": False, "use_checkpoint_args": False, "perform_initialization": True}
 
-CHECKS = (check_paths_and_split, check_checkpoint)
+CHECKS = (check_paths_and_split, check_fill_in_the_middle, check_checkpoint)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from megatron.config.blend import data_sources
 from megatron.config.run import RunConfig
-from megatron.config.sections.data import parse_blend
 from megatron.errors import ConfigError
 
 
@@ -32,9 +32,12 @@ def check_paths(config: RunConfig) -> None:
     ):
         if directory is not None:
             _refuse_file_on_the_way(flag, directory)
-    metrics = config.logging.metrics_jsonl
-    if metrics is not None and Path(metrics).is_dir():
-        raise ConfigError(f"--metrics-jsonl {metrics}: is a directory; name a file in it")
+    for flag, file in (
+        ("--metrics-jsonl", config.logging.metrics_jsonl),
+        ("--data-table-path", config.data.data_table_path),
+    ):
+        if file is not None and Path(file).is_dir():
+            raise ConfigError(f"{flag} {file}: is a directory; name a file in it")
 
 
 def _refuse_file_on_the_way(flag: str, directory: str) -> None:
@@ -49,17 +52,20 @@ def _named_files(config: RunConfig) -> Iterator[tuple[str, Path, str]]:
     for flag, name in (("--vocab-file", tokenizer.vocab_file), ("--merge-file", tokenizer.merge_file)):
         if name is not None:
             yield flag, Path(name), "check the path (tools/train_tokenizer.py makes vocab.json and merges.txt)"
-    for flag, paths in (
-        ("--data-path", data.data_path),
-        ("--train-data-path", data.train_data_path),
-        ("--valid-data-path", data.valid_data_path),
-        ("--test-data-path", data.test_data_path),
+    for flag, path in (
+        ("--data-args-path", data.data_args_path),
+        ("--per-split-data-args-path", data.per_split_data_args_path),
     ):
-        for _, prefix in parse_blend(paths, flag) if paths is not None else ():
+        if path is not None:
+            yield flag, Path(path), "give the file that lists the sources"
+    for blend in dict.fromkeys(data_sources(data).blends):
+        if blend is None:
+            continue
+        for prefix in blend.prefixes:
             without = f" {prefix[:-4]}," if prefix.endswith((".idx", ".bin")) else ""
             for suffix in (".idx", ".bin"):
                 yield (
-                    flag,
+                    blend.flag,
                     Path(prefix + suffix),
                     f"give the prefix{without} without .bin/.idx (tools/preprocess_data.py makes them)",
                 )

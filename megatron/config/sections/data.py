@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from megatron.config.flag import flag
-from megatron.errors import ConfigError
 
-TOKENIZER_TYPES = ("GPT2BPETokenizer", "HuggingFaceTokenizer", "HFTokenizer", "NullTokenizer")
-_LATER = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer", "TikTokenizer")
+TOKENIZER_TYPES = (
+    "GPT2BPETokenizer",
+    "HuggingFaceTokenizer",
+    "HFTokenizer",
+    "SentencePieceTokenizer",
+    "GPTSentencePieceTokenizer",
+    "Llama2Tokenizer",
+    "TikTokenizer",
+    "NullTokenizer",
+)
 _NOT_GPT = (
     "BertWordPieceLowerCase",
     "BertWordPieceCase",
@@ -17,50 +23,7 @@ _NOT_GPT = (
     "NullMultimodalTokenizer",
     "SFTTokenizer",
 )
-_REFUSED = {
-    **dict.fromkeys(_LATER, "not supported yet; use HuggingFaceTokenizer with the model's tokenizer.json"),
-    **dict.fromkeys(_NOT_GPT, "not a tokenizer for GPT pretraining; use GPT2BPETokenizer or HuggingFaceTokenizer"),
-}
-
-
-def parse_split(text: str) -> tuple[float, float, float]:
-    """ "949,50,1" -> shares of training, validation and test that sum to 1; missing ones are 0, as in Megatron."""
-    way_out = "give up to three non-negative numbers, as in --split 969,30,1"
-    try:
-        parts = [float(part) for part in text.replace("/", ",").split(",")]
-    except ValueError:
-        raise ConfigError(f"--split {text}: not a list of numbers; {way_out}") from None
-    total = math.fsum(parts)
-    if len(parts) > 3 or min(parts) < 0 or not 0 < total < math.inf:
-        raise ConfigError(f"--split {text}: cannot be a split; {way_out}")
-    train, valid, test = (part / total for part in [*parts, 0.0, 0.0][:3])
-    return train, valid, test
-
-
-def parse_blend(paths: tuple[str, ...], spelling: str = "--data-path") -> tuple[tuple[float | None, str], ...]:
-    """WEIGHT PREFIX WEIGHT PREFIX ..., or prefixes alone (weight None) -> ((weight, prefix), ...)."""
-    given = f"{spelling} {' '.join(paths)}"
-    way_out = f"give one PREFIX, or WEIGHT PREFIX pairs as in {spelling} 0.3 web 0.7 code"
-    numbers = [_number(path) for path in paths]
-    if all(number is None for number in numbers):
-        return tuple((None, path) for path in paths)
-    if len(paths) % 2:
-        raise ConfigError(f"{given}: {len(paths)} values are not pairs of a weight and a prefix; {way_out}")
-    blend = []
-    for weight, prefix in zip(numbers[::2], paths[1::2]):
-        if weight is None:
-            raise ConfigError(f"{given}: the weight before '{prefix}' is not a number; {way_out}")
-        if not 0 < weight < math.inf:
-            raise ConfigError(f"{given}: the weight {weight:g} is not a positive number; {way_out}")
-        blend.append((weight, prefix))
-    return tuple(blend)
-
-
-def _number(text: str) -> float | None:
-    try:
-        return float(text)
-    except ValueError:
-        return None
+_REFUSED = dict.fromkeys(_NOT_GPT, "not a tokenizer for GPT pretraining; use GPT2BPETokenizer or HuggingFaceTokenizer")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,8 +34,18 @@ class DataConfig:
     train_data_path: tuple[str, ...] | None = flag(None, "As --data-path, for training only.", nargs="+")
     valid_data_path: tuple[str, ...] | None = flag(None, "As --data-path, for validation only.", nargs="+")
     test_data_path: tuple[str, ...] | None = flag(None, "As --data-path, for the test only.", nargs="+")
+    data_args_path: str | None = flag(None, "File with the words of --data-path, for long mixtures.")
+    per_split_data_args_path: str | None = flag(
+        None, 'JSON file {"train": [...], "valid": [...], "test": [...]}, each the words of --data-path.'
+    )
     split: str = flag("969, 30, 1", "Proportions of documents for training, validation and test.")
     split_rule: str = flag("23.06", "Whose rounding cuts the documents.", choices=("23.06", "main"))
+    max_epochs: float | None = flag(
+        None, "Refuse to train on any source more often than this. Unset: more than 4 times is warned of.", above=0
+    )
+    data_table_path: str | None = flag(
+        None, "File for the whole table of sources, which is abbreviated on the screen when it is long."
+    )
     data_cache_path: str | None = flag(None, "Directory of the index caches. Unset: beside the data.")
     seq_length: int = flag(0, "Tokens per sample.", at_least=1, required=True, aliases=("--encoder-seq-length",))
     num_workers: int = flag(2, "Processes that load data; 0 loads in the training process.", at_least=0)
@@ -82,19 +55,49 @@ class DataConfig:
         choices=("single", "cyclic"),
         refused={"external": "a loader of your own is handed to megatron.pretrain(), not named here; use single"},
     )
+    data_sharding: bool = flag(
+        True,
+        "cyclic: one permutation for all ranks, so that the order does not depend on their number.",
+        off="--no-data-sharding",
+    )
     reset_position_ids: bool = flag(False, "Positions start again after each end of document.")
     reset_attention_mask: bool = flag(False, "No attention across documents.")
+    dataloader_inter_document_masking: bool = flag(
+        False, "No attention across documents: the same as --reset-attention-mask."
+    )
     eod_mask_loss: bool = flag(False, "No loss on the prediction that follows an end of document.")
     mmap_bin_files: bool = flag(True, "Read .bin files instead of mapping them.", off="--no-mmap-bin-files")
     mock_data: bool = flag(False, "Synthetic tokens instead of data files.")
-    dataloader_inter_document_masking: bool = flag(
-        False, "Packed sequences.", status="later", note="use --reset-attention-mask"
+    accept_changed_data: bool = flag(
+        False,
+        "Resume although the data, its weights or its order are not those of the checkpoint; what differs is printed.",
+        cli_only=True,
     )
-    fim_data: bool = flag(False, "Fill-in-the-middle samples.", status="later", note="remove it")
-    fim_rate: float = flag(0.5, "Share of fill-in-the-middle samples.", status="later", note="leave it out")
+    fim_data: bool = flag(False, "Fill-in-the-middle: documents cut in three, the middle last.")
+    fim_rate: float = flag(0.5, "Share of documents that are rearranged.", at_least=0, at_most=1)
+    fim_spm_rate: float = flag(0.5, "Share of these with the suffix before the prefix.", at_least=0, at_most=1)
+    fim_split_sample: str | None = flag(None, "Token that cuts a document into fragments, each rearranged by itself.")
+    fim_fragment_rate: float | None = flag(
+        None, "Share of fragments that are rearranged, with --fim-split-sample.", at_least=0, at_most=1
+    )
+    fim_no_prefix: str | None = flag(None, "What begins with this text is not rearranged.")
+    fim_prefix_token: str = flag("<fim_prefix>", "Token before the prefix.")
+    fim_middle_token: str = flag("<fim_middle>", "Token before the middle.")
+    fim_suffix_token: str = flag("<fim_suffix>", "Token before the suffix.")
+    fim_pad_token: str = flag(
+        "<fim_pad>",
+        "Token that fills a sample up.",
+        status="no-op",
+        note="rearranging only adds tokens here, so no sample is ever too short",
+    )
+    fim_eod_token: str = flag("<|endoftext|>", "Token at the end of each document.")
     object_storage_cache_path: str | None = flag(
         None, "Cache of indices from object storage.", status="later", note="copy the data to a local disk"
     )
+
+    @property
+    def isolates_documents(self) -> bool:
+        return self.reset_attention_mask or self.dataloader_inter_document_masking
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,11 +108,18 @@ class TokenizerConfig:
         choices=TOKENIZER_TYPES,
         refused=_REFUSED,
     )
-    tokenizer_model: str | None = flag(None, "File or directory of a Hugging Face or SentencePiece tokenizer.")
+    tokenizer_model: str | None = flag(
+        None, "tokenizer.json or its directory, SentencePiece .model, or tiktoken ranks."
+    )
     vocab_file: str | None = flag(None, "vocab.json of a GPT-2 byte-level BPE.", aliases=("--vocab",))
     merge_file: str | None = flag(None, "merges.txt of a GPT-2 byte-level BPE.", aliases=("--merges-file",))
     vocab_size: int | None = flag(
         None, "Vocabulary of NullTokenizer and --mock-data; must equal the tokenizer's own otherwise.", at_least=1
+    )
+    tiktoken_pattern: str | None = flag(None, "Word pattern of TikTokenizer; unset: v2.", choices=("v1", "v2"))
+    tiktoken_num_special_tokens: int = flag(1000, "Ids of TikTokenizer before its ranks.", at_least=3)
+    tiktoken_special_tokens: tuple[str, ...] | None = flag(
+        None, "The first of them by name: <unk> <s> </s> and others.", nargs="+"
     )
 
     @property

@@ -94,7 +94,7 @@ ADDED = {
     "--config nowhere.yaml": ("--config nowhere.yaml", "path of a YAML file"),
     "--tokenizer-type GPT2BPE": ("--tokenizer-type GPT2BPE", "GPT2BPETokenizer"),
     "--tokenizer-type HuggingFaceTokenizer": ("--tokenizer-type HuggingFaceTokenizer", "--tokenizer-model"),
-    "--tokenizer-type TikTokenizer": ("--tokenizer-type TikTokenizer", "not supported yet"),
+    "--tokenizer-type SFTTokenizer": ("--tokenizer-type SFTTokenizer", "not a tokenizer for GPT pretraining"),
     "--save x --save-interval 4 --save-retain-interval 6": ("--save-retain-interval 6", "--save-interval 4"),
     "--no-position-embedding --position-embedding-type learned_absolute": ("--no-position-embedding", "keep one"),
     "--loss-scale 0 --fp16": ("--loss-scale 0", "above 0"),

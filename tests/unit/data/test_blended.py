@@ -5,47 +5,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.data.blended import BlendedDataset, parse_blend, part_samples, shares_of
+from megatron.data.blended import BlendedDataset, part_samples, shares_of
 from megatron.data.cache import IndexCache
 from megatron.data.mock import MockDataset
-from megatron.errors import ConfigError, DataError
+from megatron.errors import DataError
 from tests.unit.data import oracle
 
 
 def source(number: int, size: int) -> MockDataset:
     return MockDataset(size=size, seq_length=4, vocab_size=1000, seed=number, split=0)
-
-
-@pytest.mark.parametrize(
-    ("paths", "expected"),
-    [
-        (["a"], (["a"], None)),
-        (["1", "a"], (["a"], [1.0])),
-        (["0.3", "a", " 0.7 ", " b "], (["a", "b"], [0.3, 0.7])),
-        (["a", "b"], (["a", "b"], None)),
-        (["a", "b", "c"], (["a", "b", "c"], None)),
-        (["1e-3", "7"], (["7"], [0.001])),
-    ],
-)
-def test_paths(paths: list[str], expected: tuple[list[str], list[float] | None]) -> None:
-    assert parse_blend("--data-path", paths) == expected
-
-
-@pytest.mark.parametrize(
-    ("paths", "message"),
-    [
-        (["0", "a", "1", "b"], "weight 0.0 of a must be above 0"),
-        (["-1", "a"], "weight -1.0 of a"),
-        (["nan", "a"], "weight nan of a"),
-        (["inf", "a"], "weight inf of a"),
-        (["0.5", "a", "b", "c"], "'b' stands where a weight is due"),
-        (["", "a"], "an empty path"),
-        ([f"p{i}" for i in range(32769)], "32769 sources; at most 32767"),
-    ],
-)
-def test_bad_paths(paths: list[str], message: str) -> None:
-    with pytest.raises(ConfigError, match=f"--valid-data-path: {message}"):
-        parse_blend("--valid-data-path", paths)
 
 
 def test_sizes_of_parts() -> None:

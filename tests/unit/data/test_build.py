@@ -90,6 +90,14 @@ def test_bare_prefixes_take_everything_once(prefixes: dict[str, str], texts: dic
         build(data_path=path, split="1,0,0", num_samples=(total + 1, 0, 0))
 
 
+def test_an_evaluation_of_bare_prefixes_begins_again(prefixes: dict[str, str]) -> None:
+    """As in Megatron, only training needs as many samples as it asks for."""
+    built = build(data_path=(prefixes["a"], prefixes["b"]), split="8,1,1", num_samples=(50, 5000, 5000))
+    for name, dataset in (("valid", built.valid), ("test", built.test)):
+        assert dataset is not None and 0 < len(dataset) < 5000
+        assert f"{name}: {len(dataset)} samples in its sources; an evaluation begins again after them" in built.notes
+
+
 def test_a_path_for_each_split(prefixes: dict[str, str], texts: dict[str, list[list[int]]]) -> None:
     built = build(
         train_data_path=prefixes["a"], valid_data_path=("1", prefixes["b"], "1", prefixes["c"]), num_samples=(50, 9, 4)
@@ -208,9 +216,9 @@ def test_pread_gives_the_same(prefixes: dict[str, str]) -> None:
         ({"data_path": "a", "valid_data_path": "b"}, "--data-path and --train/valid/test-data-path are both given"),
         ({"data_path": "a", "mock_data": True}, "--mock-data and a data path are both given"),
         ({"mock_data": True, "vocab_size": None}, "--mock-data: vocabulary size None"),
-        ({"train_data_path": "a", "split": "x"}, "--split 'x'"),
+        ({"train_data_path": "a", "split": "x"}, "--split x"),
         ({"data_path": "missing/prefix"}, "missing/prefix.idx does not exist"),
-        ({"data_path": ("0", "a")}, "--data-path: weight 0.0"),
+        ({"data_path": ("0", "a")}, "--data-path 0 a: the weight 0 of a"),
     ],
 )
 def test_refusals(settings: dict[str, object], message: str) -> None:
@@ -265,7 +273,7 @@ def test_many_sources_under_a_small_limit_of_open_files(tmp_path: Path) -> None:
 def test_more_sources_than_files_may_be_opened(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (1024, 1024))
     with pytest.raises(ConfigError, match=r"500 data sources need 1256 open files, .* 1024; raise the limit"):
-        allow_open_files(500)
+        allow_open_files(500, 1000)
 
 
 @pytest.mark.parametrize("rule", ["23.06", "main"])

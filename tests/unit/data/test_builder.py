@@ -8,12 +8,15 @@ import resource
 import signal
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from megatron.data import builder as builder_module
+from megatron.data import growing
+from megatron.data.checksums import verify_blocks
 from megatron.data.indexed import IndexedDataset, IndexedDatasetBuilder
 from megatron.errors import ConfigError, DataError, StorageError
 
@@ -188,7 +191,7 @@ def test_failing_disk_leaves_no_index(tmp_path: Path, monkeypatch: pytest.Monkey
     elif moment == "fsync":
         monkeypatch.setattr(builder_module.os, "fsync", fail)
     elif moment == "index":
-        monkeypatch.setattr(builder_module, "write_synced", fail)
+        monkeypatch.setattr(growing, "write_synced", fail)
     else:
         monkeypatch.setattr(Path, "replace", fail_for(f".{moment.split()[1]}"))
     with pytest.raises(StorageError, match=r"d\.bin.*No space left on device.*free some space"):
@@ -237,3 +240,36 @@ def test_run_killed_between_its_two_renames_is_in_nobodys_way(tmp_path: Path, mo
     with IndexedDatasetBuilder(tmp_path / "d", "uint16") as again:
         again.add_document([2])
     assert names(tmp_path) == ["d.bin", "d.idx"] and IndexedDataset(tmp_path / "d")[0].tolist() == [2]
+
+
+@pytest.mark.parametrize("impl", ["mmap", "lazy", "cached"])
+def test_each_kind_of_index_holds_the_same(tmp_path: Path, impl: str) -> None:
+    with IndexedDatasetBuilder(tmp_path / "d", "uint16", impl=impl) as builder:
+        builder.add_documents([1, 2, 3], [2, 1])
+        builder.add_document([4, 5, 6], [1, 2])
+        builder.add_document([], [])
+        summary = builder.finalize()
+    data = IndexedDataset(tmp_path / "d")
+    assert [data[i].tolist() for i in range(len(data))] == [[1, 2], [3], [4], [5, 6]]
+    assert data.document_indices.tolist() == [0, 1, 2, 4, 4]
+    assert summary.checksums is not None
+    verify_blocks(tmp_path / "d.bin", summary.checksums)
+    assert names(tmp_path) == ["d.bin", "d.idx"]
+
+
+def test_memory_does_not_grow_with_the_documents(tmp_path: Path) -> None:
+    lengths = np.ones(1000, dtype=np.int32)
+    tokens = np.ones(1000, dtype=np.uint16)
+
+    def peak(blocks: int) -> int:
+        builder = IndexedDatasetBuilder(tmp_path / f"d{blocks}", "uint16")
+        tracemalloc.start()
+        for _ in range(blocks):
+            builder.add_documents(tokens, lengths)
+        used = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        builder.abort()
+        return used
+
+    peak(1)
+    assert peak(1000) < 1.1 * peak(10) + 4096

@@ -5,6 +5,11 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
+import signal
+import subprocess
+import sys
+import time
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -120,11 +125,11 @@ def test_interrupted_build_leaves_no_valid_entry(tmp_path: Path, monkeypatch: py
     for stop in range(4):
         calls.clear()
 
-        def write(path: Path, chunks: object, stop: int = stop) -> None:
+        def write(path: Path, chunks: object, *, sync: bool, stop: int = stop) -> None:
             if len(calls) == stop:
                 raise Killed
             calls.append(path)
-            real(path, chunks)  # type: ignore[arg-type]
+            real(path, chunks, sync=sync)  # type: ignore[arg-type]
 
         directory = tmp_path / str(stop)
         with monkeypatch.context() as patched:
@@ -132,6 +137,109 @@ def test_interrupted_build_leaves_no_valid_entry(tmp_path: Path, monkeypatch: py
             with pytest.raises(Killed):
                 load(directory)
         assert load(directory)[1:] == (True, [])
+
+
+# Dies by SIGKILL at system call number N of those that change the directory, or not at all.
+BUILDER = """
+import os, signal, sys
+from pathlib import Path
+import numpy as np
+from megatron.data.cache import IndexCache
+
+left = int(sys.argv[2])
+
+def watch(event, details):
+    global left
+    if event in ("open", "os.rename", "os.mkdir", "os.remove") and sys.argv[1] in str(details[0]):
+        left -= 1
+        if left < 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+arrays = lambda: {"a": np.arange(1000, dtype=np.int32), "b": np.arange(6).reshape(3, 2), "c": np.empty(0)}
+sys.addaudithook(watch)
+IndexCache(Path(sys.argv[1])).load_or_build({"kind": "test", "seed": 1}, arrays)
+print("operations", 10**6 - left)
+"""
+
+
+def test_killed_at_every_moment_leaves_a_valid_entry_or_none(tmp_path: Path) -> None:
+    """SIGKILL before each opening, renaming and removal of a file; the next run builds, and goes on to find it."""
+    run = [sys.executable, "-c", BUILDER]
+    root = Path(__file__).resolve().parents[3]
+    whole = subprocess.run([*run, str(tmp_path / "whole"), "1000000"], cwd=root, capture_output=True, text=True)
+    operations = int(whole.stdout.split()[1])
+    assert operations > 12
+    states = set()
+    for number in range(operations):
+        directory = tmp_path / f"at-{number}"
+        ended = subprocess.run([*run, str(directory), str(number)], cwd=root, capture_output=True, text=True)
+        assert ended.returncode == -signal.SIGKILL, ended.stderr
+        _, built, notes = load(directory)
+        assert not notes  # nothing half-written under a final name, so nothing to complain of
+        states.add(built)
+        assert load(directory)[1:] == (False, [])
+    assert states == {True, False}  # killed before the entry was valid, and after
+
+
+def test_killed_while_large_arrays_are_written(tmp_path: Path) -> None:
+    """In the middle of a write, at a moment that nobody chose."""
+
+    def build_large() -> Arrays:
+        return {"a": np.arange(4_000_000, dtype=np.int32)}
+
+    def build_in_child() -> None:
+        IndexCache(tmp_path).load_or_build(DESCRIPTION, build_large)
+
+    moments = np.random.default_rng(0).uniform(0.0, 0.05, 12)
+    for moment in moments:
+        child = multiprocessing.get_context("fork").Process(target=build_in_child)
+        child.start()
+        time.sleep(float(moment))
+        child.kill()
+        child.join()
+        cache = IndexCache(tmp_path)
+        got = cache.load_or_build(DESCRIPTION, build_large)
+        assert np.array_equal(got["a"], build_large()["a"]) and not cache.notes
+        for path in tmp_path.iterdir():
+            path.unlink()
+
+
+def test_both_copies_are_never_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The arrays that were built are gone when the stored ones are mapped."""
+    monkeypatch.setattr(cache_module, "_MAPPED_FROM", 100)
+    references = []
+
+    def build() -> Arrays:
+        built = arrays()
+        references.extend(weakref.ref(array) for array in built.values())
+        return built
+
+    real, alive = IndexCache._load, []
+
+    class Watched(IndexCache):
+        def _load(self, key: str, text: str) -> Arrays | None:
+            alive.append([reference() is not None for reference in references])
+            return real(self, key, text)
+
+    Watched(tmp_path).load_or_build(DESCRIPTION, build)
+    assert alive == [[], [False] * 3]
+
+
+@pytest.mark.parametrize("how", ["deleted", "damaged"])
+def test_entry_lost_between_writing_and_reading(tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody empties the cache at the worst moment: built again, right, and not stored a second time."""
+    monkeypatch.setattr(cache_module, "_MAPPED_FROM", 100)
+
+    class Unlucky(IndexCache):
+        def _store(self, key: str, text: str, arrays: Arrays) -> None:
+            super()._store(key, text, arrays)
+            for path in tmp_path.iterdir():
+                path.unlink() if how == "deleted" else path.write_bytes(b"")
+
+    cache = Unlucky(tmp_path)
+    got = cache.load_or_build(DESCRIPTION, arrays)
+    assert all(np.array_equal(got[name], array) for name, array in arrays().items())
+    assert len(cache.notes) == (how == "damaged")
 
 
 def _build_in_process(directory: str, barrier: object, results: object) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from types import SimpleNamespace
 
 import numpy as np
@@ -169,8 +170,8 @@ def test_blocks_of_the_numpy_twin(implementation: str) -> None:
     """More documents than one block, with empty ones around the border."""
     random = np.random.default_rng(0)
     lengths = random.integers(0, 3, 1000).astype(np.int32)
-    documents = random.integers(0, 1000, (1 << 22) + 5000).astype(np.int32)
-    lengths[documents[(1 << 22) - 3 : (1 << 22) + 3]] = 0
+    documents = random.integers(0, 1000, (1 << 18) + 5000).astype(np.int32)
+    lengths[documents[(1 << 18) - 3 : (1 << 18) + 3]] = 0
     tokens = int(lengths[documents].sum(dtype=np.int64))
     got = Builders.resolve(implementation).sample_index(lengths, documents, 1000, samples_in(tokens, 1000))  # type: ignore[arg-type]
     ends = np.cumsum(lengths[documents], dtype=np.int64)
@@ -178,6 +179,99 @@ def test_blocks_of_the_numpy_twin(implementation: str) -> None:
     places = np.searchsorted(ends, numbers, side="right")
     assert np.array_equal(got[1:, 0], places)
     assert np.array_equal(got[1:, 1], numbers - (ends[places] - lengths[documents[places]]))
+
+
+@pytest.mark.skipif(not HAVE_CPP, reason="the C++ helpers are not built")
+@settings(max_examples=100, deadline=None)
+@given(
+    lengths=lengths_lists,
+    epochs=st.integers(1, 4),
+    seq=st.integers(1, 40),
+    threads=st.integers(1, 9),
+    wide=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_threads_change_nothing(lengths: list[int], epochs: int, seq: int, threads: int, wide: bool, seed: int) -> None:
+    """More threads than documents, too, and both widths of a document number."""
+    cpp = Builders.resolve("c++")
+    documents = cpp.document_index(0, len(lengths), epochs, False, np.random.RandomState(seed))
+    documents = documents.astype(np.int64) if wide else documents
+    table = np.array(lengths, dtype=np.int32)
+    samples = samples_in(epochs * sum(lengths), seq)
+    expected = Builders.resolve("numpy").sample_index(table, documents, seq, samples)
+    assert cpp.helpers is not None
+    for dtype in ("int32", "int64"):
+        out = np.full((samples + 1, 2), -1, dtype=dtype)
+        if dtype == "int64" or expected.dtype == np.int32:
+            cpp.helpers.sample_index(table, documents, seq, out, threads=threads)
+            assert np.array_equal(out, expected)
+
+
+@pytest.mark.skipif(not HAVE_CPP, reason="the C++ helpers are not built")
+@pytest.mark.parametrize("threads", [1, 2, 7])
+def test_threads_over_several_rounds(threads: int) -> None:
+    random = np.random.default_rng(1)
+    lengths = random.integers(0, 4, 5000).astype(np.int32)
+    documents = random.integers(0, 5000, 2 * (1 << 20) + 12345).astype(np.int32)
+    samples = samples_in(int(lengths[documents].sum(dtype=np.int64)), 77)
+    expected = Builders.resolve("numpy").sample_index(lengths, documents, 77, samples)
+    helpers = Builders.resolve("c++").helpers
+    assert helpers is not None
+    out = np.empty_like(expected)
+    helpers.sample_index(lengths, documents, 77, out, threads=threads)
+    assert np.array_equal(out, expected)
+    documents[-1] = 5000  # in the part of the last thread
+    with pytest.raises(IndexError, match="outside the dataset"):
+        helpers.sample_index(lengths, documents, 77, out, threads=threads)
+
+
+@both
+def test_long_work_is_said_and_short_work_is_not(implementation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    builders = Builders.resolve(implementation, say=said.append)  # type: ignore[arg-type]
+    for entries, lines in (
+        (1 << 25, []),
+        (
+            5,
+            [
+                "data index: shuffling 6 sequences ...",
+                "data index: laying 6 sequences end to end ...",
+                "data index: shuffling 9 samples ...",
+                "data index: choosing the source of each of 7 samples ...",
+            ],
+        ),
+    ):
+        monkeypatch.setattr(index_builders, "_WORTH_SAYING", entries)
+        documents = builders.document_index(0, 3, 2, False, np.random.RandomState(1))
+        builders.sample_index(np.full(3, 4, dtype=np.int32), documents, 2, 9)
+        builders.shuffle_index(9, 9, np.random.RandomState(1))
+        builders.blend(np.array([0.5, 0.5]), 7)
+        assert said == lines
+
+
+def test_number_of_threads() -> None:
+    """Small work starts none; nobody gets more than there are cores to use."""
+    resolved = Builders.resolve()
+    assert resolved.threads_for(1000) == 1 and resolved.threads_for(1 << 40) == resolved.threads
+    assert 1 <= resolved.threads <= 8
+    assert Builders(None, "", threads=4).threads_for(3 << 18) == 3
+
+
+@both
+def test_no_memory_but_that_of_the_arrays(implementation: str) -> None:
+    """numpy reports what it allocates: the peak is the arrays and one block, whatever the number of epochs."""
+    builders = Builders.resolve(implementation)  # type: ignore[arg-type]
+    count = 3_000_000
+    lengths = np.full(count, 100, dtype=np.int32)
+    for epochs in (1, 3):
+        random = np.random.RandomState(1)
+        tracemalloc.start()
+        documents = builders.document_index(0, count, epochs, epochs > 1, random)
+        samples = builders.sample_index(lengths, documents, 512, samples_in(epochs * count * 100, 512))
+        order = builders.shuffle_index(len(samples) - 1, len(samples) - 1, random)
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert peak < (documents.nbytes + samples.nbytes + order.nbytes) + (12 << 20)
 
 
 @both
@@ -271,6 +365,18 @@ def test_thousands_of_sources(kind: str) -> None:
     fast = Builders.resolve("c++").blend(shares(weights), 7001)
     slow = Builders.resolve("numpy").blend(shares(weights), 7001)
     assert np.array_equal(fast[0], slow[0]) and np.array_equal(fast[1], slow[1])
+
+
+@pytest.mark.skipif(not HAVE_CPP, reason="the C++ helpers are not built")
+def test_thousands_of_sources_with_limits() -> None:
+    """Most are used up before the end, some from the beginning."""
+    limits = np.random.default_rng(0).integers(0, 7, 2500)
+    weights = shares(np.random.default_rng(1).random(2500).tolist())
+    size = int(limits.sum())
+    fast = Builders.resolve("c++").blend(weights, size, limits)
+    slow = Builders.resolve("numpy").blend(weights, size, limits)
+    assert np.array_equal(fast[0], slow[0]) and np.array_equal(fast[1], slow[1])
+    assert np.array_equal(np.bincount(fast[0], minlength=2500), limits)
 
 
 @settings(max_examples=60, deadline=None)

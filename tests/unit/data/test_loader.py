@@ -5,15 +5,20 @@ from __future__ import annotations
 import os
 import random
 import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from megatron.data.gpt_dataset import GPTDataset
 from megatron.data.indexed import IndexedDataset
-from megatron.data.loader import BatchIterator, build_loader
+from megatron.data.loader import BatchIterator, PackedBatch, build_loader
 from megatron.data.masks import MaskConfig
 from megatron.data.mock import MockDataset
 from megatron.errors import ConfigError, DataError
@@ -140,6 +145,109 @@ def test_workers_leave_the_signals_of_a_launcher_to_the_trainer(dataset: GPTData
     for worker in workers:
         worker.join(10)
         assert not worker.is_alive()
+
+
+def test_idle_worker_killed_from_outside(dataset: GPTDataset) -> None:
+    """As the kernel does when memory runs out. What was ready is used up, then the run ends: within 5 s of torch."""
+    batches = loader(dataset, num_workers=2)
+    next(batches)
+    os.kill(batches.workers[0].pid, signal.SIGKILL)  # type: ignore[arg-type]
+    others = batches.workers
+    with pytest.raises(DataError, match=r"a data worker died \(pid \d+: SIGKILL\)") as caught:
+        for _ in range(40):
+            next(batches)
+    assert "\n" not in str(caught.value)
+    for worker in others:
+        worker.join(10)
+        assert not worker.is_alive()
+
+
+FORGETFUL = """
+import os, signal, sys
+from megatron.data.loader import build_loader
+from megatron.data.mock import MockDataset
+
+dataset = MockDataset(size=5000, seq_length=16, vocab_size=9, seed=0, split=0)
+batches = build_loader(dataset, consumed_samples=0, micro_batch_size=2, dp_rank=0, dp_size=1, num_workers=2)
+next(batches)
+print(*[worker.pid for worker in batches.workers], flush=True)
+if sys.argv[1] == "raises":
+    raise ValueError("in the middle of a step")
+if sys.argv[1] == "killed":
+    os.kill(os.getpid(), signal.SIGKILL)
+if sys.argv[1] == "evaluates":  # another loader's workers inherit this one, and must leave it alone
+    other = build_loader(dataset, consumed_samples=8, micro_batch_size=2, dp_rank=0, dp_size=1, num_workers=1)
+    first = next(other)["sample_ids"].tolist()
+    other.close()
+    assert first == [8, 9] and next(batches)["sample_ids"].tolist() == [2, 3]
+"""
+
+
+@pytest.mark.parametrize("how", ["ends", "raises", "killed", "evaluates"])
+def test_workers_that_nobody_closed_end_with_the_process(how: str) -> None:
+    """They ignore SIGTERM, by which Python asks its children to end before it waits for them."""
+    root = Path(__file__).resolve().parents[3]
+    ended = subprocess.run(
+        [sys.executable, "-c", FORGETFUL, how], cwd=root, capture_output=True, text=True, timeout=120
+    )
+    assert ended.returncode == {"ends": 0, "raises": 1, "killed": -signal.SIGKILL, "evaluates": 0}[how], ended.stderr
+    deadline = time.monotonic() + 30  # a worker looks for its trainer every 5 s
+    for pid in map(int, ended.stdout.split()):
+        while _lives(pid) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not _lives(pid)
+
+
+def _lives(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def test_signal_before_the_first_batch(dataset: GPTDataset) -> None:
+    """A worker is deaf from its first moment, not from when it says so."""
+    for _ in range(5):
+        batches = loader(dataset, num_workers=2)
+        for worker in batches.workers:
+            os.kill(worker.pid, signal.SIGTERM)  # type: ignore[arg-type]
+        assert next(batches)["sample_ids"].tolist() == [0, 1]
+        batches.close()
+    assert not signal.pthread_sigmask(signal.SIG_BLOCK, ()) & {signal.SIGTERM, signal.SIGINT}
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    tensors=st.dictionaries(
+        st.text(max_size=5),
+        st.tuples(
+            st.sampled_from([torch.int64, torch.float32, torch.uint8, torch.bool, torch.int16]),
+            st.lists(st.integers(0, 4), max_size=3),
+        ),
+        max_size=6,
+    )
+)
+def test_packed_in_one_piece(tensors: dict[str, tuple[torch.dtype, list[int]]]) -> None:
+    generator = torch.Generator().manual_seed(1)
+    batch = {
+        name: torch.randint(0, 2, shape, generator=generator).to(dtype) for name, (dtype, shape) in tensors.items()
+    }
+    packed = PackedBatch.of(batch)
+    assert isinstance(packed, PackedBatch) and packed.memory.dtype == torch.uint8
+    assert same(packed.unpacked(), batch)
+    for tensor in packed.unpacked().values():
+        assert tensor.storage_offset() * tensor.element_size() % 64 == 0
+
+
+def test_batches_do_not_share_memory(dataset: GPTDataset) -> None:
+    batches = loader(dataset, num_workers=1)
+    first, second = next(batches), next(batches)
+    before = second["tokens"].clone()
+    for tensor in first.values():
+        tensor.zero_()
+        assert not tensor.is_shared()  # a container gives little of that memory
+    assert torch.equal(second["tokens"], before)
+    batches.close()
 
 
 def test_unknown_type(dataset: GPTDataset) -> None:

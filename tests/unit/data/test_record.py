@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 from pathlib import Path
 
 import pytest
 
+from megatron.data.checksums import FileChecksums
 from megatron.data.indexed import IndexedDataset
 from megatron.data.record import DataRecord, check_record, make_record, read_record, record_path, write_record
 from megatron.errors import ConfigError, DataError
@@ -82,7 +84,11 @@ def test_damaged(tmp_path: Path, content: bytes, message: str) -> None:
         read_record(tmp_path / "d")
 
 
-@pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(DataRecord) if field.name != "extra"])
+OPTIONAL = ("extra", "bin", "idx", "tool_version")
+NEEDED = [field.name for field in dataclasses.fields(DataRecord) if field.name not in OPTIONAL]
+
+
+@pytest.mark.parametrize("name", NEEDED)
 def test_every_field_is_needed_and_of_its_kind(tmp_path: Path, name: str) -> None:
     prefix, _ = make(tmp_path)
     content = json.loads(record_path(prefix).read_text())
@@ -99,4 +105,61 @@ def test_other_version(tmp_path: Path) -> None:
     content = json.loads(record_path(prefix).read_text())
     record_path(prefix).write_text(json.dumps(content | {"version": 2}))
     with pytest.raises(DataError, match="version 2, and only 1 is known"):
+        read_record(prefix)
+
+
+# ---- checksums ------------------------------------------------------------------------------------------------
+
+
+def test_checksums_are_those_of_the_files(tmp_path: Path) -> None:
+    prefix, record = make(tmp_path)
+    for suffix, known in record.files.items():
+        content = Path(f"{prefix}.{suffix}").read_bytes()
+        assert (known.size, list(known.blocks)) == (len(content), [hashlib.sha256(content).hexdigest()])
+    written = json.loads(record_path(prefix).read_text())
+    assert written["checksums"]["bin"]["block_bytes"] == 64 << 20 and written["tool_version"]
+
+
+def test_checksums_given_are_not_computed_again(tmp_path: Path) -> None:
+    prefix = write_dataset(tmp_path / "d", [[1, 2, 3]])
+    given = FileChecksums(size=6, blocks=("0" * 64,))
+    record = make_record(prefix, tokenizer_fingerprint="a", vocab_size=4, eod_id=None, max_id=3, bin_checksums=given)
+    assert record.bin == given
+
+
+def test_a_record_without_checksums_is_read(tmp_path: Path) -> None:
+    prefix, record = make(tmp_path)
+    content = json.loads(record_path(prefix).read_text())
+    del content["checksums"], content["tool_version"]
+    record_path(prefix).write_text(json.dumps(content))
+    assert read_record(prefix) == dataclasses.replace(record, bin=None, idx=None, tool_version=None)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"algorithm": "md5"}, "algorithm 'md5', and only sha256"),
+        ({"size": -1}, "size -1"),
+        ({"block_bytes": 0}, "blocks of 0 bytes"),
+        ({"block_bytes": 12}, "blocks of 12 bytes"),
+        ({"block_bytes": 8}, "1 blocks of 8 bytes for 10 bytes"),
+        ({"blocks": []}, "0 blocks"),
+        ({"blocks": ["x"]}, "not a list of checksums"),
+    ],
+)
+def test_damaged_checksums_are_refused(tmp_path: Path, changed: dict[str, object], message: str) -> None:
+    prefix, _ = make(tmp_path)
+    content = json.loads(record_path(prefix).read_text())
+    content["checksums"]["bin"] |= changed
+    record_path(prefix).write_text(json.dumps(content))
+    with pytest.raises(DataError, match=f"checksums: bin: .*{message}"):
+        read_record(prefix)
+
+
+@pytest.mark.parametrize("value", [[], {"bin": 1}])
+def test_checksums_of_another_kind_are_refused(tmp_path: Path, value: object) -> None:
+    prefix, _ = make(tmp_path)
+    content = json.loads(record_path(prefix).read_text())
+    record_path(prefix).write_text(json.dumps(content | {"checksums": value}))
+    with pytest.raises(DataError, match=r"checksums: .*not an object"):
         read_record(prefix)

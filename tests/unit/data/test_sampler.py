@@ -119,3 +119,20 @@ def test_cyclic_refusals() -> None:
         next(cyclic_batches(7, 0, shape(4, 0, 2)))
     with pytest.raises(ConfigError, match="6 samples consumed do not end on a block of 4"):
         next(cyclic_batches(100, 6, shape(2, 0, 2)))
+
+
+@given(data=st.data(), dp=st.sampled_from([1, 2, 3, 4, 8]), micro=st.integers(1, 6), accumulation=st.integers(1, 5))
+def test_any_cut_of_a_global_batch_has_its_samples(data: st.DataObject, dp: int, micro: int, accumulation: int) -> None:
+    """Step k of a run that stands at `consumed` takes the same samples in the same order, however they are dealt."""
+    batch, steps = dp * micro * accumulation, 3
+    consumed = data.draw(st.integers(0, 50)) * batch
+    total = consumed + steps * batch + data.draw(st.integers(0, batch - 1))
+    ranks = [list(single_batches(total, consumed, shape(micro, rank, dp))) for rank in range(dp)]
+    for step in range(steps):
+        taken = [
+            index
+            for block in range(step * accumulation, (step + 1) * accumulation)
+            for rank in range(dp)
+            for index in ranks[rank][block]
+        ]
+        assert taken == list(range(consumed + step * batch, consumed + (step + 1) * batch))

@@ -90,7 +90,8 @@ def test_the_dataset_opens_and_its_record_says_what_made_it(workshop: Workshop) 
     assert record.max_id == max(int(data[i].max()) for i in range(len(data)))
     assert (record.documents, record.tokens) == (40, data.num_tokens)
     assert record.source == ("in.jsonl",)
-    assert record.extra == {"tokenizer_type": "GPT2BPETokenizer", "json_key": "text", "append_eod": True}
+    assert record.extra["tokenizer_type"] == "GPT2BPETokenizer"
+    assert (record.extra["json_key"], record.extra["append_eod"]) == ("text", True)
 
 
 def test_several_keys_files_patterns_and_gz(workshop: Workshop) -> None:
@@ -204,8 +205,9 @@ def test_the_job_loads_no_torch(workshop: Workshop) -> None:
         ("--input in.jsonl", "required: --output-prefix"),
         ("--input none.jsonl --output-prefix o", "--input none.jsonl: there is no such file"),
         ("--input none*.jsonl --output-prefix o", "--input none*.jsonl: no file matches"),
-        ("--input . --output-prefix o", "--input .: folders are not supported yet; use a pattern"),
-        ("--input in.zst --output-prefix o", ".zst is not supported yet; decompress it first"),
+        ("--input in.bz2 --output-prefix o", ".bz2 is not read; unpack it first"),
+        ("--input - in.jsonl --output-prefix o", "- is standard input and is given alone"),
+        ("--input in.jsonl --output-prefix here/", "--output-prefix here/: is a folder; add the name"),
         ("--input in.jsonl ./in.jsonl --output-prefix o", "given twice, so its documents would count twice"),
         ("--input in.jsonl --output-prefix no/o", "no: no such directory"),
         ("--input in.jsonl --output-prefix o --wokers 3", "--wokers: no such flag; did you mean --workers?"),
@@ -215,17 +217,19 @@ def test_the_job_loads_no_torch(workshop: Workshop) -> None:
         ("--input in.jsonl --output-prefix o --workers 0", "--workers: 0 is less than 1"),
         ("--input in.jsonl --output-prefix o --workers two", "--workers: 'two' is not a whole number"),
         ("--input in.jsonl --output-prefix o --workers 2 --workers 3", "--workers: given twice"),
-        ("--input in.jsonl --output-prefix o --dataset-impl lazy", "--dataset-impl lazy: not supported yet; use mmap"),
         ("--input in.jsonl --output-prefix o --dataset-impl map", "--dataset-impl: invalid choice"),
-        ("--input in.jsonl --output-prefix o --partitions 4", "--partitions 4: not supported yet; use 1"),
-        ("--input in.jsonl --output-prefix o --split-sentences", "--split-sentences: not supported yet"),
-        ("--input in.jsonl --output-prefix o --keep-newlines", "--keep-newlines: only means something with --split"),
-        ("--input in.jsonl --output-prefix o --lang english", "--lang english: only means something with --split"),
+        ("--input in.jsonl --output-prefix o --rank 0", "--rank 0: --world is missing"),
+        ("--input in.jsonl --output-prefix o --world 2", "--world 2: --rank is missing"),
+        ("--input in.jsonl --output-prefix o --rank 2 --world 2", "--rank 2: there are 2 partitions, 0 to 1"),
+        ("--input in.jsonl --output-prefix o --rank 0 --world 2 --partitions 3", "--partitions 3: --world says 2"),
+        ("--input in.jsonl --output-prefix o --resume --overwrite", "give one of the two"),
+        ("--input in.jsonl --output-prefix o --keep-newlines", "--keep-newlines: only used with --split-sentences"),
+        ("--input in.jsonl --output-prefix o --lang english", "--lang: only used with --split-sentences"),
         ("--input in.jsonl --output-prefix o --json-keys a a", "a stands there twice"),
         ("--input in.jsonl --output-prefix o --json-keys a/b", "--json-keys a/b: a key with a slash"),
         ("--input in.jsonl --output-prefix o --max-skip-fraction 0.1", "only used with --on-error skip"),
         ("--input in.jsonl --output-prefix o --on-error skip --max-skip-fraction 2", "2 is not a number from 0 to 1"),
-        ("--input in.jsonl --output-prefix o --tokenizer-type TikTokenizer", "TikTokenizer: not supported yet"),
+        ("--input in.jsonl --output-prefix o --tokenizer-type TikTokenizer", "TikTokenizer does not use it"),
         ("--input in.jsonl --output-prefix o --vocab-size 3", "--vocab-size 3: the GPT2BPETokenizer has"),
     ],
 )
@@ -237,7 +241,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     workshop.corpus("in.jsonl", sample_documents(3))
-    (workshop.folder / "in.zst").touch()
+    (workshop.folder / "in.bz2").touch()
     monkeypatch.chdir(workshop.folder)
     assert cli.main(workshop.command(*flags.split())[2:]) == 2
     errors = capsys.readouterr().err
@@ -271,3 +275,47 @@ def test_keep_sequential_samples_is_a_named_no_op(workshop: Workshop) -> None:
     workshop.corpus("in.jsonl", sample_documents(3))
     done = workshop.run("--input", "in.jsonl", "--output-prefix", "o", "--keep-sequential-samples")
     assert done.returncode == 0 and "--keep-sequential-samples: nothing to do" in done.stderr
+
+
+# ---------------------------------------------------------------- other ways to give the input, and to share it
+
+
+def test_standard_input_and_underscores(workshop: Workshop) -> None:
+    path = workshop.corpus("in.jsonl", sample_documents(80))
+    assert workshop.run("--input", "in.jsonl", "--output-prefix", "file", "--append-eod").returncode == 0
+    command = workshop.command("--input", "-", "--output_prefix=pipe_d", "--append_eod", "--json_keys", "text")
+    with open(path, "rb") as stream:
+        done = subprocess.run(command, cwd=workshop.folder, stdin=stream, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert workshop.output("pipe_d") == workshop.output("file")
+
+
+def test_partitions_alone_change_nothing_and_say_so(workshop: Workshop) -> None:
+    workshop.corpus("in.jsonl", sample_documents(20))
+    assert workshop.run("--input", "in.jsonl", "--output-prefix", "one").returncode == 0
+    done = workshop.run("--input", "in.jsonl", "--output-prefix", "many", "--partitions", "4", "--workers", "4")
+    assert done.returncode == 0 and "--partitions 4: nothing to do" in done.stderr
+    assert workshop.output("many") == workshop.output("one")
+
+
+def test_partitions_merged_are_the_single_run(workshop: Workshop) -> None:
+    text = " ".join(f"word{i}" for i in range(3000))
+    workshop.corpus("in.jsonl", [{"text": f"{i} {text}"} for i in range(60)])
+    flags = ("--input", "in.jsonl", "--append-eod")
+    assert workshop.run(*flags, "--output-prefix", "whole").returncode == 0
+    for rank in ("0", "1", "2"):
+        assert workshop.run(*flags, "--output-prefix", "o", "--rank", rank, "--partitions", "3").returncode == 0
+    tool = str(ROOT / "tools" / "merge_datasets.py")
+    command = [sys.executable, tool, "--input", "o_part*", "--output-prefix", "merged_text_document"]
+    done = subprocess.run(command, cwd=workshop.folder, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert workshop.output("merged") == workshop.output("whole")
+    records = [read_record(workshop.folder / f"{name}_text_document") for name in ("merged", "whole")]
+    assert records[0] is not None and records[1] is not None
+    assert records[0].bin == records[1].bin and records[0].index_fingerprint == records[1].index_fingerprint
+
+
+def test_what_encodes_is_said(workshop: Workshop) -> None:
+    workshop.corpus("in.jsonl", sample_documents(5))
+    done = workshop.run("--input", "in.jsonl", "--output-prefix", "o", "--encoder", "exact")
+    assert done.returncode == 0 and "encoder: exact" in done.stdout

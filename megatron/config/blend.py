@@ -1,0 +1,157 @@
+"""Which data a run reads, as it is written: splits, mixtures, and the files that hold long ones.
+
+The one parser of these words: the checks of the settings and the datasets both use it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron.errors import ConfigError
+
+if TYPE_CHECKING:
+    from megatron.config.sections.data import DataConfig
+
+SPLITS = ("train", "valid", "test")
+MAX_SOURCES = 2**15 - 1  # a blend stores the number of a source in 16 bits
+_SHOWN = 8  # words of a mixture in a message
+
+
+@dataclass(frozen=True)
+class Blend:
+    """Sources and their weights; without weights each source is taken once, in proportion to its size."""
+
+    flag: str  # how it was given, for messages
+    prefixes: tuple[str, ...]
+    weights: tuple[float, ...] | None
+
+
+@dataclass(frozen=True)
+class DataSources:
+    """What each split is made of. `cut`: one mixture for all, whose sequences --split shares out."""
+
+    cut: bool
+    train: Blend | None
+    valid: Blend | None
+    test: Blend | None
+
+    @property
+    def blends(self) -> tuple[Blend | None, Blend | None, Blend | None]:
+        return self.train, self.valid, self.test
+
+
+def parse_split(text: str) -> tuple[float, float, float]:
+    """'969, 30, 1', '98/2/0' or one number: shares of training, validation and test that add up to one."""
+    way_out = "give up to three numbers of 0 or more that are not all 0, as in --split 969,30,1"
+    try:
+        shares = [float(part.strip()) for part in re.split("[,/]", text)]
+    except ValueError:
+        raise ConfigError(f"--split {text}: not a list of numbers; {way_out}") from None
+    if len(shares) > 3:
+        raise ConfigError(f"--split {text}: {len(shares)} numbers; {way_out}")
+    if any(share < 0 or not math.isfinite(share) for share in shares) or not 0 < sum(shares) < math.inf:
+        raise ConfigError(f"--split {text}: cannot be a split; {way_out}")
+    shares += [0.0] * (3 - len(shares))
+    total = 0.0
+    for share in shares:  # not sum(): since Python 3.12 it rounds in another way, and the bounds must not move
+        total += share
+    return (shares[0] / total, shares[1] / total, shares[2] / total)
+
+
+def parse_blend(flag: str, words: Sequence[str]) -> Blend:
+    """`prefix`, `weight prefix weight prefix ...`, or bare prefixes."""
+    entries = [word.strip() for word in words]
+    given = f"{flag} {' '.join(entries[:_SHOWN])}{' ...' if len(entries) > _SHOWN else ''}"
+    way_out = f"give one PREFIX, several, or WEIGHT PREFIX pairs as in {flag.split()[0]} 0.3 web 0.7 code"
+    if not entries or not all(entries):
+        raise ConfigError(f"{given}: an empty path; {way_out}")
+    numbers = [_number(entry) for entry in entries]
+    if len(entries) == 1 or all(number is None for number in numbers):
+        prefixes, weights = tuple(entries), None
+    else:
+        if len(entries) % 2:
+            raise ConfigError(f"{given}: {len(entries)} values are not pairs of a weight and a prefix; {way_out}")
+        prefixes, weights = tuple(entries[1::2]), _weights(given, entries, numbers[0::2], way_out)
+    if len(prefixes) > MAX_SOURCES:
+        raise ConfigError(
+            f"{given}: {len(prefixes)} sources; at most {MAX_SOURCES}: merge some with tools/merge_datasets.py"
+        )
+    return Blend(flag, prefixes, weights)
+
+
+def _weights(given: str, entries: Sequence[str], numbers: Sequence[float | None], way_out: str) -> tuple[float, ...]:
+    weights = []
+    for word, prefix, weight in zip(entries[0::2], entries[1::2], numbers):
+        if weight is None:
+            raise ConfigError(f"{given}: {word!r}, before {prefix!r}, is not a number; {way_out}")
+        if not 0 < weight < math.inf:
+            raise ConfigError(f"{given}: the weight {word} of {prefix} is not a positive number; leave that source out")
+        weights.append(weight)
+    return tuple(weights)
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+def data_sources(data: DataConfig) -> DataSources:
+    """The mixtures of a run, from the command line or from the files that it names."""
+    if data.data_path is not None:
+        blend = parse_blend("--data-path", data.data_path)
+        return DataSources(True, blend, blend, blend)
+    if data.data_args_path is not None:
+        blend = _read_blend(data.data_args_path)
+        return DataSources(True, blend, blend, blend)
+    if data.per_split_data_args_path is not None:
+        return DataSources(False, *_read_per_split(data.per_split_data_args_path))
+    words = (data.train_data_path, data.valid_data_path, data.test_data_path)
+    blends = [parse_blend(f"--{name}-data-path", given) if given else None for name, given in zip(SPLITS, words)]
+    return DataSources(False, *blends)
+
+
+def _read_blend(path: str) -> Blend:
+    """The words of --data-path, in any number of lines."""
+    flag = f"--data-args-path {path}"
+    words = _read(flag, path).split()
+    if not words:
+        raise ConfigError(f"{flag}: the file is empty; write the words of --data-path into it")
+    return parse_blend(f"{flag}:", words)
+
+
+def _read_per_split(path: str) -> list[Blend | None]:
+    flag = f"--per-split-data-args-path {path}"
+    way_out = 'write {"train": ["0.3", "web", "0.7", "code"], "valid": ["web_valid"]}'
+    try:
+        content = json.loads(_read(flag, path))
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{flag}: not JSON ({error}); {way_out}") from None
+    if not isinstance(content, dict) or not content or not content.keys() <= set(SPLITS):
+        raise ConfigError(f"{flag}: not an object whose keys are among {', '.join(SPLITS)}; {way_out}")
+    blends: list[Blend | None] = []
+    for name in SPLITS:
+        words = content.get(name)
+        if words is None:
+            blends.append(None)
+            continue
+        if not isinstance(words, list) or not all(type(word) in (str, int, float) for word in words):
+            raise ConfigError(f"{flag}: {name} is not a list of weights and prefixes; {way_out}")
+        blends.append(parse_blend(f"{flag}: {name}", [str(word) for word in words]) if words else None)
+    return blends
+
+
+def _read(flag: str, path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise ConfigError(f"{flag}: not UTF-8 text; give the file that lists the sources") from None
+    except OSError as error:
+        raise ConfigError(f"{flag}: cannot be read ({error.strerror}); check the path") from None

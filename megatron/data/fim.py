@@ -1,0 +1,191 @@
+"""Fill in the middle: documents cut in three, their middle moved to the end, so that a model learns to insert.
+
+Prefix, middle and suffix (PSM) become `<prefix> prefix <suffix> suffix <middle> middle`, or with the suffix first (SPM)
+`<prefix> <suffix> suffix <middle> prefix middle`. The cuts fall between any two characters; only a token that is cut is
+encoded anew, so put back in order the text is what it was. What a sample becomes depends on the seed and on its number
+alone. Rearranging adds tokens; a sample keeps its length and loses its last ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from megatron.data.blended import TokenDataset
+from megatron.errors import ConfigError
+
+if TYPE_CHECKING:
+    from megatron.config.sections.data import DataConfig
+
+_STREAM = 0xF13  # keeps these draws apart from others that begin with the same seed
+
+
+class TextTokenizer(Protocol):
+    """What is needed of a tokenizer; no text may encode to a special token."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    def token_id(self, token: str) -> int | None: ...
+
+    def tokenize(self, text: str) -> list[int]: ...
+
+    def detokenize(self, ids: Iterable[int]) -> str: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class FillInTheMiddle:
+    """How often, how, and between which tokens."""
+
+    rate: float
+    spm_rate: float
+    prefix: int
+    middle: int
+    suffix: int
+    eod: int
+    fragment: int | None = None  # cuts a document into fragments that are rearranged by themselves
+    fragment_rate: float = 0.0
+    no_prefix: str | None = None
+
+    @classmethod
+    def of(cls, config: DataConfig, tokenizer: TextTokenizer | None) -> FillInTheMiddle:
+        if tokenizer is None:
+            raise ConfigError("--fim-data: cuts text, and this run has no tokenizer of text; give one, or leave it out")
+
+        def token(flag: str, name: str) -> int:
+            number = tokenizer.token_id(name)
+            if number is None:
+                raise ConfigError(
+                    f"{flag} {name}: not in the tokenizer's vocabulary of {tokenizer.vocab_size}; "
+                    f"name a token that is, or use a tokenizer with such tokens"
+                )
+            return number
+
+        split = config.fim_split_sample
+        fim = cls(
+            rate=config.fim_rate,
+            spm_rate=config.fim_spm_rate,
+            prefix=token("--fim-prefix-token", config.fim_prefix_token),
+            middle=token("--fim-middle-token", config.fim_middle_token),
+            suffix=token("--fim-suffix-token", config.fim_suffix_token),
+            eod=token("--fim-eod-token", config.fim_eod_token),
+            fragment=None if split is None else token("--fim-split-sample", split),
+            fragment_rate=config.fim_fragment_rate or 0.0,
+            no_prefix=config.fim_no_prefix,
+        )
+        marks = (fim.prefix, fim.middle, fim.suffix, fim.eod, *([] if fim.fragment is None else [fim.fragment]))
+        if len(set(marks)) < len(marks):
+            raise ConfigError(
+                "--fim-prefix-token and the other --fim-...-token name one token twice; give each its own"
+            )
+        return fim
+
+
+class FIMDataset:
+    """The samples of another dataset, rearranged."""
+
+    def __init__(
+        self, dataset: TokenDataset, fim: FillInTheMiddle, tokenizer: TextTokenizer, *, seed: int, split: int
+    ) -> None:
+        self.dataset, self.fim, self.tokenizer = dataset, fim, tokenizer
+        self.seed, self.split = seed, split
+        self.seq_length = dataset.seq_length
+        self._vocab_size = tokenizer.vocab_size
+        self._lengths = np.full(self._vocab_size, -1, dtype=np.int32)  # characters of each token; -1: not asked yet
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def locate(self, index: int, token: int) -> object:
+        return self.dataset.locate(index, token)
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        tokens = self.dataset[index]
+        if tokens.min() < 0 or tokens.max() >= self._vocab_size:
+            return tokens  # as it lies, so that the loader refuses it by its place
+        # The old generator: its numbers are promised to stay the same in every version of numpy.
+        rng = np.random.RandomState([_STREAM, self.seed, self.split, index & 0xFFFFFFFF, index >> 32])
+        parts = []
+        for document, end in cut_at(tokens, self.fim.eod):
+            parts += [self._document(document, rng), end]
+        return np.concatenate(parts)[: len(tokens)]
+
+    def _document(self, tokens: np.ndarray, rng: np.random.RandomState) -> np.ndarray:
+        fim = self.fim
+        if fim.fragment is None or not (tokens == fim.fragment).any():
+            return self._rearranged(tokens, fim.rate, rng)
+        if rng.random_sample() >= fim.rate:
+            return tokens
+        parts = []
+        for fragment, end in cut_at(tokens, fim.fragment):
+            parts += [self._rearranged(fragment, fim.fragment_rate, rng), end]
+        return np.concatenate(parts)
+
+    def _rearranged(self, tokens: np.ndarray, rate: float, rng: np.random.RandomState) -> np.ndarray:
+        fim = self.fim
+        if not len(tokens) or rng.random_sample() >= rate or self._excepted(tokens):
+            return tokens
+        ends = np.cumsum(self._characters(tokens), dtype=np.int64)
+        cuts = np.sort(rng.randint(0, int(ends[-1]) + 1, size=2)).tolist()
+        prefix, middle, suffix = self._pieces(tokens, ends, cuts)
+        if rng.random_sample() < fim.spm_rate:
+            order = [[fim.prefix, fim.suffix], suffix, [fim.middle], prefix, middle]
+        else:
+            order = [[fim.prefix], prefix, [fim.suffix], suffix, [fim.middle], middle]
+        return np.concatenate([np.asarray(part, dtype=np.int64) for part in order])
+
+    def _excepted(self, tokens: np.ndarray) -> bool:
+        text = self.fim.no_prefix
+        return text is not None and self.tokenizer.detokenize(tokens[: 4 * len(text)].tolist()).startswith(text)
+
+    def _characters(self, tokens: np.ndarray) -> np.ndarray:
+        """Of each token; 0 for one that holds only a part of a character, so that no cut falls inside a character."""
+        lengths = self._lengths[tokens]
+        if (lengths < 0).any():
+            for token in np.unique(tokens[lengths < 0]).tolist():
+                text = self.tokenizer.detokenize([token])
+                self._lengths[token] = 0 if "\ufffd" in text else len(text)
+            lengths = self._lengths[tokens]
+        return lengths
+
+    def _pieces(self, tokens: np.ndarray, ends: np.ndarray, cuts: Sequence[int]) -> list[np.ndarray]:
+        """One piece more than there are cuts; `ends` is where each token ends, in characters."""
+        places = np.searchsorted(ends, cuts, side="right").tolist()  # the token that holds the character after the cut
+        pieces: list[list[np.ndarray | list[int]]] = [[]]
+        done = 0
+        for place in sorted(set(places)):
+            start = int(ends[place - 1]) if place else 0
+            inside = [cut - start for cut, at in zip(cuts, places) if at == place]
+            first, *others = (
+                self._cut_token(int(tokens[place]), inside) if place < len(tokens) else [[]] * (len(inside) + 1)
+            )
+            pieces[-1] += [tokens[done:place], first]
+            pieces += [[ids] for ids in others]
+            done = place + 1
+        pieces[-1].append(tokens[done:])
+        return [np.concatenate([np.asarray(part, dtype=np.int64) for part in piece]) for piece in pieces]
+
+    def _cut_token(self, token: int, cuts: Sequence[int]) -> list[list[int]]:
+        """A token cut after so many characters; before it where its text does not come back as it was."""
+        before: list[list[int]] = [*([] for _ in cuts), [token]]
+        if not any(cuts):
+            return before
+        text, encode = self.tokenizer.detokenize([token]), self.tokenizer.tokenize
+        if encode(text) != [token]:  # a special token, or one that text never becomes
+            return before
+        bounds = [0, *cuts, len(text)]
+        parts = [encode(text[start:stop]) if start < stop else [] for start, stop in pairwise(bounds)]
+        return parts if self.tokenizer.detokenize([i for part in parts for i in part]) == text else before
+
+
+def cut_at(tokens: np.ndarray, mark: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """(what lies before a mark, the mark) one after another, and at last what follows the last mark, with nothing."""
+    start = 0
+    for place in np.flatnonzero(tokens == mark).tolist():
+        yield tokens[start:place], tokens[place : place + 1]
+        start = place + 1
+    yield tokens[start:], tokens[:0]

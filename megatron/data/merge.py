@@ -1,0 +1,197 @@
+"""Many datasets end to end, as one. Streams, so memory is flat; every part is checked against its record on the way."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from megatron.data.builder import DatasetSummary, IndexedDatasetBuilder
+from megatron.data.checksums import BlockChecksums, FileChecksums, damaged_block
+from megatron.data.indexed import IndexedDataset, bin_path
+from megatron.data.parts import Group, partition_of
+from megatron.data.record import DataRecord, make_record, read_record, record_path, write_record
+from megatron.errors import ConfigError, DataError
+
+_NAMED = 3
+
+
+@dataclass(frozen=True)
+class Part:
+    """One input, looked at before anything is written."""
+
+    prefix: str
+    dtype: str
+    tokens: int
+    size: int  # bytes of the .bin
+    legacy: bool
+    record: DataRecord | None
+
+
+@dataclass(frozen=True)
+class Merged:
+    summary: DatasetSummary
+    parts: int
+    notes: tuple[str, ...]
+
+
+Impl = Literal["mmap", "lazy", "cached"]
+
+
+def merge(
+    groups: Sequence[Group],
+    *,
+    overwrite: bool = False,
+    impl: Impl | None = None,
+    on_bytes: Callable[[int, int], None] | None = None,
+) -> list[Merged]:
+    """All outputs get their names when all of them are whole, or none does. `impl` None: as the parts have it.
+
+    `on_bytes` is told how much has been copied, and of how much.
+    """
+    parts = [[look_at(prefix) for prefix in group.prefixes] for group in groups]
+    for members in parts:
+        refuse_differences(members)
+    total, copied = sum(part.size for members in parts for part in members), 0
+
+    def count(data: memoryview) -> None:
+        nonlocal copied
+        copied += len(data)
+        if on_bytes is not None:
+            on_bytes(copied, total)
+
+    with contextlib.ExitStack() as undo:
+        builders = []
+        for group, members in zip(groups, parts, strict=True):
+            builder = IndexedDatasetBuilder(
+                group.output, members[0].dtype, overwrite=overwrite, impl=impl or _impl_of(members)
+            )
+            undo.callback(builder.abort)
+            builders.append(builder)
+        for builder, members in zip(builders, parts, strict=True):
+            for part in members:
+                _append(builder, part, count)
+        return [_finish(builder, members) for builder, members in zip(builders, parts, strict=True)]
+
+
+def look_at(prefix: str) -> Part:
+    data = IndexedDataset(prefix)
+    record = read_record(prefix)
+    if record is not None:
+        _refuse_foreign_record(prefix, record, data)
+    part = Part(prefix, data.dtype.name, data.num_tokens, data.num_tokens * data.dtype.itemsize, data.legacy, record)
+    data.close()
+    return part
+
+
+def _refuse_foreign_record(prefix: str, record: DataRecord, data: IndexedDataset) -> None:
+    path = record_path(prefix)
+    if record.index_fingerprint != data.fingerprint or record.dtype != data.dtype.name:
+        raise DataError(
+            f"{path}: the record is of other .bin/.idx files than those beside it; "
+            "run tools/preprocess_data.py again, or remove the record if the files are right"
+        )
+    named, said = partition_of(prefix), record.extra.get("partition")
+    if (
+        named is not None
+        and isinstance(said, dict)
+        and (said.get("rank"), said.get("world"))
+        != (
+            named.rank,
+            named.world,
+        )
+    ):
+        raise DataError(
+            f"{path}: is partition {said.get('rank')} of {said.get('world')} by its record and {named.rank} of "
+            f"{named.world} by its name; give it its own name back"
+        )
+
+
+def refuse_differences(parts: Sequence[Part]) -> None:
+    """Tokens of another width, of another tokenizer, or marked otherwise cannot lie in one dataset."""
+    first = parts[0]
+    for part in parts:
+        if part.dtype != first.dtype:
+            raise DataError(
+                f"{part.prefix}: token dtype {part.dtype}, but {first.prefix} has {first.dtype}; "
+                "preprocess one of them again with the other's tokenizer, or mix them with --data-path"
+            )
+    recorded = [(part.prefix, part.record) for part in parts if part.record is not None]
+    for prefix, record in recorded:
+        other_prefix, other = recorded[0]
+        if record.tokenizer_fingerprint != other.tokenizer_fingerprint:
+            raise ConfigError(
+                f"{prefix}: made with another tokenizer (vocabulary {record.vocab_size}) than {other_prefix} "
+                f"(vocabulary {other.vocab_size}); preprocess one of them again"
+            )
+        if None not in (record.append_eod, other.append_eod) and record.append_eod != other.append_eod:
+            with_eod, without = (prefix, other_prefix) if record.append_eod else (other_prefix, prefix)
+            raise ConfigError(
+                f"{without}: made without --append-eod and {with_eod} with it; preprocess one of them again "
+                f"(or remove {record_path(without)} to merge them as they are)"
+            )
+
+
+def _impl_of(parts: Sequence[Part]) -> Impl:
+    return "lazy" if all(part.legacy for part in parts) else "mmap"
+
+
+def _append(builder: IndexedDatasetBuilder, part: Part, count: Callable[[memoryview], None]) -> None:
+    known = part.record.bin if part.record is not None else None
+    sums = BlockChecksums(known.block_bytes) if known is not None else None
+
+    def see(data: memoryview) -> None:
+        if sums is not None:
+            sums.update(data)
+        count(data)
+
+    builder.add_dataset(part.prefix, on_block=see)
+    if known is not None and sums is not None:
+        _compare(bin_path(part.prefix), sums, known)
+
+
+def _compare(path: Path, sums: BlockChecksums, known: FileChecksums) -> None:
+    for number, (found, wanted) in enumerate(zip(sums.finish(), known.blocks, strict=False)):
+        if found != wanted:
+            raise damaged_block(path, number, known)
+    if sums.size != known.size:
+        raise DataError(f"{path}: {sums.size} bytes, and {known.size} were written; copy the file again")
+
+
+def _finish(builder: IndexedDatasetBuilder, parts: Sequence[Part]) -> Merged:
+    summary = builder.finalize()
+    missing = [part.prefix for part in parts if part.record is None]
+    records = [part.record for part in parts if part.record is not None]
+    if not missing:
+        write_record(builder.prefix, joined_record(builder.prefix, records, summary.max_id, summary.checksums))
+        return Merged(summary, len(parts), ())
+    more = f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
+    note = f"no record was written: {', '.join(missing[:_NAMED])}{more} came without one (.meta.json)"
+    return Merged(summary, len(parts), (note,))
+
+
+def joined_record(
+    prefix: str, records: Sequence[DataRecord], max_id: int, checksums: FileChecksums | None = None
+) -> DataRecord:
+    """Of parts that one tokenizer made: the sources of all, and what else all agree on."""
+    first = records[0]
+    return make_record(
+        prefix,
+        tokenizer_fingerprint=first.tokenizer_fingerprint,
+        vocab_size=first.vocab_size,
+        eod_id=first.eod_id,
+        max_id=max_id,
+        source=tuple(dict.fromkeys(name for record in records for name in record.source)),
+        extra=_agreed(record.extra for record in records),
+        bin_checksums=checksums,
+    )
+
+
+def _agreed(extras: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """`partition` speaks of a part, never of the whole."""
+    first, *others = list(extras)
+    kept = {name: value for name, value in first.items() if name != "partition"}
+    absent = object()
+    return {name: value for name, value in kept.items() if all(e.get(name, absent) == value for e in others)}

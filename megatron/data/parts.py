@@ -1,0 +1,144 @@
+"""Which datasets a merge takes, in which order, and what each group of them is called."""
+
+from __future__ import annotations
+
+import glob
+import os
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron.data.indexed import bin_path, idx_path
+from megatron.errors import ConfigError
+
+_PART = re.compile(r"(?P<base>.+)_part(?P<rank>\d+)_of_(?P<world>\d+)_(?P<rest>.+)")
+_NAMED = 5
+
+
+@dataclass(frozen=True)
+class Group:
+    """What becomes one output."""
+
+    output: str
+    prefixes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Partition:
+    """What the name of a dataset says: `base_part002_of_004_text_document` is rank 2 of 4."""
+
+    base: str
+    rest: str
+    rank: int
+    world: int
+
+
+def partition_of(prefix: str) -> Partition | None:
+    found = _PART.fullmatch(prefix)
+    if found is None:
+        return None
+    return Partition(found["base"], found["rest"], int(found["rank"]), int(found["world"]))
+
+
+def find_prefixes(inputs: Sequence[str], output: str) -> list[str]:
+    """Prefixes, patterns of them, and folders, each by name. What an earlier merge wrote there is no input."""
+    found: list[str] = []
+    for word in inputs:
+        if Path(word).is_dir():
+            found += [name for name in _pairs_in(Path(word)) if not _is_output(name, output)]
+        elif glob.has_magic(word) and not os.path.lexists(idx_path(word)):
+            found += _matches(word)
+        else:
+            found.append(_without_ending(word))
+    for prefix in found:
+        if found.count(prefix) > 1:
+            raise ConfigError(f"--input: {prefix} is named twice; name it once (weights in --data-path repeat data)")
+    return found
+
+
+def _pairs_in(folder: Path) -> list[str]:
+    names = {str(path.with_suffix("")) for path in folder.iterdir() if path.suffix in (".bin", ".idx")}
+    for name in sorted(names):
+        for path in (bin_path(name), idx_path(name)):
+            if not os.path.lexists(path):
+                raise ConfigError(
+                    f"--input {folder}: {path.name} is missing beside its other half; copy it again, or move the other"
+                )
+    if not names:
+        raise ConfigError(f"--input {folder}: holds no .bin and .idx; give the folder that the datasets lie in")
+    return sorted(names)
+
+
+def _matches(pattern: str) -> list[str]:
+    paths = {_without_ending(path) for path in glob.glob(pattern) if path.endswith((".bin", ".idx"))}
+    paths |= {path.removesuffix(".idx") for path in glob.glob(f"{pattern}.idx")}
+    if not paths:
+        raise ConfigError(f"--input {pattern}: matches no dataset; check the pattern")
+    return sorted(paths)
+
+
+def _without_ending(word: str) -> str:
+    return word.removesuffix(".bin").removesuffix(".idx")
+
+
+def _is_output(prefix: str, output: str) -> bool:
+    """The output itself, or what it is called where several keys are merged."""
+    same_folder = Path(prefix).parent.resolve() == Path(output).parent.resolve()
+    name, own = Path(prefix).name, Path(output).name
+    keyed = name.startswith(f"{own}_") and name.endswith(("_document", "_sentence"))
+    return same_folder and (name == own or (keyed and partition_of(name) is None))
+
+
+def plan_groups(prefixes: Iterable[str], output: str) -> list[Group]:
+    """Partitions are put in order, and only whole sets are taken. Several keys become an output each."""
+    units: dict[tuple[str, str], list[str]] = {}  # a set of partitions, or one other dataset
+    for prefix in prefixes:
+        part = partition_of(prefix)
+        units.setdefault((prefix, "") if part is None else (part.base, part.rest), []).append(prefix)
+    by_key: dict[str, list[str]] = {}
+    for (base, rest), members in units.items():
+        by_key.setdefault(rest, []).extend(_in_order(base, rest, members) if rest else members)
+    if len(by_key) == 1:
+        groups = [Group(output, tuple(members)) for members in by_key.values()]
+    elif "" in by_key:
+        keys = ", ".join(sorted(key for key in by_key if key))
+        raise ConfigError(
+            f"--input: {by_key[''][0]} is no partition, and there are partitions of {keys}; merge them one by one"
+        )
+    else:
+        groups = [Group(f"{output}_{key}", tuple(members)) for key, members in by_key.items()]
+    for group in groups:
+        _refuse_output_as_input(group)
+    return groups
+
+
+def _in_order(base: str, rest: str, members: list[str]) -> list[str]:
+    parts = {prefix: found for prefix in members if (found := partition_of(prefix)) is not None}
+    worlds = sorted({part.world for part in parts.values()})
+    if len(worlds) > 1:
+        raise ConfigError(
+            f"--input: {base}: partitions of {worlds[0]} and of {worlds[1]} lie together; move those of an older run"
+        )
+    by_rank: dict[int, str] = {}
+    for prefix, part in parts.items():
+        if part.rank in by_rank:
+            raise ConfigError(f"--input: {prefix} and {by_rank[part.rank]} are both partition {part.rank}; keep one")
+        by_rank[part.rank] = prefix
+    missing = [str(rank) for rank in range(worlds[0]) if rank not in by_rank]
+    if missing:
+        more = f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
+        raise ConfigError(
+            f"--input: {base}_part..._{rest}: partition {', '.join(missing[:_NAMED])}{more} of {worlds[0]} is missing; "
+            f"run tools/preprocess_data.py with --rank {missing[0]} --world {worlds[0]}"
+        )
+    beyond = [prefix for rank, prefix in by_rank.items() if rank >= worlds[0]]
+    if beyond:
+        raise ConfigError(f"--input: {beyond[0]}: there are {worlds[0]} partitions, numbered from 0; move it away")
+    return [by_rank[rank] for rank in range(worlds[0])]
+
+
+def _refuse_output_as_input(group: Group) -> None:
+    for prefix in group.prefixes:
+        if os.path.realpath(bin_path(prefix)) == os.path.realpath(bin_path(group.output)):
+            raise ConfigError(f"--output-prefix {group.output}: is an input as well; choose another name")

@@ -1,0 +1,133 @@
+"""The sources of a run: each is opened and checked once, whatever splits and mixtures it is in."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from megatron.data.files import allow_open_files, is_mapped
+from megatron.data.indexed import IndexedDataset, idx_path
+from megatron.data.maps import MapPool
+from megatron.data.record import DataRecord, check_record, read_record, record_path
+from megatron.errors import ConfigError
+
+if TYPE_CHECKING:
+    from megatron.config.sections.data import DataConfig
+
+_NAMED = 3  # sources that a note names one by one; of more it names the first
+_MAPPED_AT_ONCE = 512  # .bin files
+_LOOKED_AT = 64  # documents whose last token is looked at
+
+
+@dataclass(frozen=True)
+class Source:
+    data: IndexedDataset
+    index_fingerprint: str
+    record_digest: str
+
+
+class Sources:
+    """`eod_id`, `vocab_size` and `tokenizer_fingerprint` are the run's: data made otherwise is refused."""
+
+    def __init__(
+        self, config: DataConfig, *, vocab_size: int | None, eod_id: int | None, tokenizer_fingerprint: str | None
+    ) -> None:
+        self.config = config
+        self._vocab_size, self._eod_id, self._tokenizer_fingerprint = vocab_size, eod_id, tokenizer_fingerprint
+        self._opened: dict[str, Source] = {}
+        self._pool = MapPool(_MAPPED_AT_ONCE)
+        self._mapped_indices = 0
+        self._borders = border_flag(config)
+        self._unrecorded: list[str] = []
+        self._in_sequences: list[IndexedDataset] = []
+
+    def __len__(self) -> int:
+        return len(self._opened)
+
+    def prepare(self, prefixes: Sequence[str]) -> None:
+        """Room for these sources as well; a blend too large for this process is refused before the first is opened."""
+        new = set(prefixes) - self._opened.keys()
+        self._mapped_indices += sum(is_mapped(idx_path(prefix)) for prefix in new)
+        count = len(self._opened) + len(new)
+        read = min(count, self._pool.limit) if self.config.mmap_bin_files else count
+        allow_open_files(count, read + self._mapped_indices)
+
+    def open(self, prefix: str) -> Source:
+        if prefix not in self._opened:
+            self._opened[prefix] = self._open(prefix)
+        return self._opened[prefix]
+
+    def _open(self, prefix: str) -> Source:
+        data = IndexedDataset(prefix, mmap=self.config.mmap_bin_files, pool=self._pool)
+        fingerprint, content = data.fingerprint, b""
+        record = read_record(prefix)
+        if record is None:
+            self._unrecorded.append(prefix)
+        else:
+            content = record_path(prefix).read_bytes()
+            check_record(
+                record,
+                data,
+                data_fingerprint=fingerprint,
+                tokenizer_fingerprint=self._tokenizer_fingerprint,
+                vocab_size=self._vocab_size,
+                eod_id=self._eod_id,
+            )
+        if self._borders is not None:
+            self._check_borders(data, record, self._borders)
+        if len(data) != data.num_documents:
+            self._in_sequences.append(data)
+        return Source(data, fingerprint, hashlib.sha256(content).hexdigest())
+
+    def _check_borders(self, data: IndexedDataset, record: DataRecord | None, flag: str) -> None:
+        """Where no document ends with the token that marks its end, what was asked for would do nothing."""
+        ends = data.document_indices[1:][np.diff(data.document_indices) > 0]  # one past the last sequence of each
+        ends = ends[data.sequence_lengths[ends - 1] > 0][:_LOOKED_AT].tolist()
+        marked = any(int(data.get(end - 1)[-1]) == self._eod_id for end in ends)
+        if (ends and not marked) or (record is not None and record.extra.get("append_eod") is False):
+            raise ConfigError(
+                f"{flag}: the documents of {data.prefix} do not end with the end-of-document token {self._eod_id}, "
+                f"so nothing marks their borders; preprocess them again with --append-eod, or leave {flag} out"
+            )
+
+    def notes(self) -> list[str]:
+        notes = _listed(self._unrecorded, "no record of its tokenizer; token ids are checked batch by batch")
+        if len(self._in_sequences) <= _NAMED:
+            return notes + [
+                f"{data.prefix}: {data.num_documents} documents of {len(data)} sequences, sampled by sequence"
+                for data in self._in_sequences
+            ]
+        documents = sum(data.num_documents for data in self._in_sequences)
+        sequences = sum(len(data) for data in self._in_sequences)
+        first, count = self._in_sequences[0].prefix, len(self._in_sequences)
+        return [
+            *notes,
+            f"{first} and {count - 1} other sources: {documents} documents of {sequences} sequences, "
+            "sampled by sequence",
+        ]
+
+    def fingerprint(self, mixture: str) -> str:
+        """Of what the files hold, wherever they lie, and of how they are mixed ("" where there is nothing to mix)."""
+        digest = hashlib.sha256()
+        for source in self._opened.values():
+            digest.update(f"{source.index_fingerprint} {source.record_digest}\n".encode())
+        digest.update(mixture.encode())
+        return digest.hexdigest()
+
+
+def _listed(prefixes: list[str], text: str) -> list[str]:
+    if len(prefixes) <= _NAMED:
+        return [f"{prefix}: {text}" for prefix in prefixes]
+    return [f"{prefixes[0]} and {len(prefixes) - 1} other sources: {text}"]
+
+
+def border_flag(config: DataConfig) -> str | None:
+    """The setting that needs documents to end with the end-of-document token, if one is on."""
+    for name in ("reset_attention_mask", "dataloader_inter_document_masking", "reset_position_ids", "eod_mask_loss"):
+        if getattr(config, name):
+            return "--" + name.replace("_", "-")
+    return None

@@ -1,0 +1,208 @@
+"""The work folder of a run, and in it the journal: what is finished, so that it need not be done again.
+
+A line of the journal is one JSON object: a segment's result ("done"), the number of segments at the beginning that
+have been merged ("merged"), or that the outputs are getting their names ("naming"). Nothing in it is believed before
+the bytes it speaks of have been compared with its checksums, so no order of writes has to be forced onto the disk.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO
+
+from megatron.data.builder import open_alone
+from megatron.data.files import storage_error, write_atomically
+from megatron.errors import ConfigError, DataError
+from megatron.preprocess.shard import SegmentResult
+
+
+@dataclass
+class Kept:
+    """What the journal of an earlier run says."""
+
+    results: dict[int, SegmentResult] = field(default_factory=dict)
+    merged: int = 0
+    naming: bool = False
+
+
+def work_folder(prefix: str) -> Path:
+    """No file in it has an ending that --input takes for text."""
+    return Path(f"{prefix}.preprocessing")
+
+
+class WorkFolder:
+    """Locked while it is open. On the way out it stays if it holds something that --resume can use."""
+
+    def __init__(self, prefix: str, *, resume: bool, overwrite: bool) -> None:
+        self.prefix, self.path = prefix, work_folder(prefix)
+        self.complete = False  # nothing is left to keep
+        self.resumable = True
+        self._journal: BinaryIO | None = None
+        self._done = 0
+        self._lock = self._open_locked()
+        try:
+            self.kept = self._read() if (self.path / "settings").exists() else None
+            if self.kept is not None and self.kept.results and not resume and not overwrite:
+                if self._saved_settings().get("resumable", True):
+                    raise ConfigError(
+                        f"--output-prefix {prefix}: {self.path} holds part of an earlier run; give --resume to go on "
+                        "from there, or --overwrite to start afresh"
+                    )
+                overwrite = True  # it read a pipe, which nobody can read again
+            if not resume or self.kept is None:
+                self._clear()
+        except BaseException:
+            self._lock.close()
+            raise
+
+    def _open_locked(self) -> BinaryIO:
+        if not self.path.parent.is_dir():
+            raise ConfigError(
+                f"--output-prefix {self.prefix}: {self.path.parent}: no such directory; create it or choose another"
+            )
+        for _ in range(100):
+            try:
+                self.path.mkdir(exist_ok=True)
+                return open_alone(self.path / "lock")
+            except FileNotFoundError:  # another run has just ended and removed it
+                continue
+            except ConfigError:
+                if (self.path / "lock").exists():
+                    raise ConfigError(
+                        f"--output-prefix {self.prefix}: another process is writing it ({self.path}); wait for it or "
+                        "choose another prefix"
+                    ) from None
+            except OSError as error:
+                raise storage_error(self.path, error) from error
+        raise ConfigError(f"--output-prefix {self.prefix}: another process is writing it; choose another prefix")
+
+    def _saved_settings(self) -> dict[str, Any]:
+        try:
+            content: dict[str, Any] = json.loads((self.path / "settings").read_bytes())
+            return content
+        except (OSError, ValueError) as error:
+            raise DataError(f"{self.path / 'settings'}: cannot be read ({error}); give --overwrite") from None
+
+    def begin(self, deciding: dict[str, Any], *, resumable: bool, overwrite: bool) -> bool:
+        """Start the journal, or go on with it if the same settings decided what is in it. Whether to overwrite: what
+        the interrupted run was told holds for the one that finishes it."""
+        self.resumable = resumable
+        if self.kept is not None:
+            saved = self._saved_settings()
+            _refuse_changes(saved.get("deciding", {}), deciding, self.path)
+            overwrite = overwrite or bool(saved.get("overwrite"))
+        else:
+            settings = {"deciding": deciding, "resumable": resumable, "overwrite": overwrite}
+            write_atomically(self.path / "settings", [json.dumps(settings, indent=1).encode()])
+        try:
+            self._journal = open(self.path / "journal", "ab", buffering=0)  # noqa: SIM115
+            self._journal.truncate(self._whole_bytes)
+        except OSError as error:
+            raise storage_error(self.path / "journal", error) from error
+        return overwrite
+
+    def done(self, result: SegmentResult) -> None:
+        self._write({"done": result.to_json()})
+        self._done += 1
+
+    def merged(self, segments: int) -> None:
+        self._write({"merged": segments})
+
+    def naming(self) -> None:
+        self._write({"naming": True})
+
+    def _write(self, entry: dict[str, Any]) -> None:
+        assert self._journal is not None
+        try:
+            line = json.dumps(entry, separators=(",", ":")).encode() + b"\n"
+            if self._journal.write(line) != len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            raise storage_error(self.path / "journal", error) from error
+
+    def _read(self) -> Kept:
+        """Up to the first line that is not whole."""
+        kept, self._whole_bytes = Kept(), 0
+        try:
+            with open(self.path / "journal", "rb") as stream:
+                for line in stream:
+                    if not line.endswith(b"\n"):
+                        break
+                    entry = json.loads(line)
+                    if "done" in entry:
+                        result = SegmentResult.from_json(entry["done"])
+                        kept.results[result.number] = result
+                    kept.merged = entry.get("merged", kept.merged)
+                    kept.naming = kept.naming or "naming" in entry
+                    self._whole_bytes += len(line)
+        except FileNotFoundError:
+            pass
+        except (ValueError, KeyError, TypeError):
+            pass  # a damaged line: what stands before it is whole
+        return kept
+
+    def _clear(self) -> None:
+        """All but the lock."""
+        self.kept, self._whole_bytes = None, 0
+        try:
+            (self.path / "settings").unlink(missing_ok=True)  # first: without it the rest means nothing
+            for path in self.path.iterdir():
+                if path.name != "lock":
+                    path.unlink()
+        except OSError as error:
+            raise storage_error(self.path, error) from error
+
+    def __enter__(self) -> WorkFolder:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._journal is not None:
+            self._journal.close()
+        if self.complete or not self.keeps_something:
+            shutil.rmtree(self.path, ignore_errors=True)
+        self._lock.close()
+
+    @property
+    def open_files(self) -> list[BinaryIO]:
+        return [self._lock] if self._journal is None else [self._lock, self._journal]
+
+    @property
+    def keeps_something(self) -> bool:
+        """Whether --resume would find something to use."""
+        return self.resumable and bool(self._done or (self.kept is not None and self.kept.results))
+
+
+def _refuse_changes(before: dict[str, Any], now: dict[str, Any], path: Path) -> None:
+    for name in {**before, **now}:
+        old, new = before.get(name), now.get(name)
+        if old == new:
+            continue
+        if name == "inputs":
+            what = "the input files are not the ones (or not as they were) when the kept part was made"
+            changed = _first_difference(old or [], new or [])
+            raise ConfigError(f"--resume: {what}: {changed}; give --overwrite to start afresh")
+        raise ConfigError(
+            f"--resume: {name} was {_shown(old)} when {path} was begun and is {_shown(new)} now; give it as it was, "
+            "or --overwrite to start afresh"
+        )
+
+
+def _first_difference(old: list[str], new: list[str]) -> str:
+    for before, after in zip(old, new, strict=False):
+        if before != after:
+            return after.rpartition(" ")[0].rpartition(" ")[0] or after
+    return f"{len(old)} before, {len(new)} now"
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, bool) or value is None:
+        return "on" if value else "off"
+    return " ".join(map(str, value)) if isinstance(value, list) else f"{value}"

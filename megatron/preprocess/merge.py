@@ -1,0 +1,232 @@
+"""The parent's half of the work: shards to datasets, in the order of the input."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from megatron.data.builder import DatasetSummary
+from megatron.data.files import storage_error
+from megatron.data.indexed import token_dtype
+from megatron.data.record import make_record, write_record
+from megatron.errors import DataError, StorageError
+from megatron.preprocess.encoder import EXAMPLES_SHOWN, remove_files
+from megatron.preprocess.journal import Kept, WorkFolder
+from megatron.preprocess.locate import Lines
+from megatron.preprocess.outputs import Merged, give_names, shard_is_whole, signals_deferred, write_index
+from megatron.preprocess.settings import PreprocessSettings
+from megatron.preprocess.shard import SegmentFailure, SegmentResult
+from megatron.preprocess.sources import Source
+from megatron.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class KeyReport:
+    """What was written for one key."""
+
+    key: str
+    summary: DatasetSummary
+    text_bytes: int
+
+
+@dataclass
+class Report:
+    """What happened, for the summary."""
+
+    keys: list[KeyReport] = field(default_factory=list)
+    documents: int = 0
+    blank_lines: int = 0
+    bad_lines: Counter[str] = field(default_factory=Counter)  # by kind
+    engine: str = ""
+    seconds: float = 0.0
+    megabytes_per_second: float = 0.0
+    kept_segments: int = 0  # of an earlier run
+
+    @property
+    def skipped(self) -> int:
+        return sum(self.bad_lines.values())
+
+
+class Merger:
+    """Takes results in any order, and merges them in order."""
+
+    def __init__(
+        self,
+        settings: PreprocessSettings,
+        folder: WorkFolder,
+        sources: list[Source],
+        tokenizer: Tokenizer,
+        say: Callable[[str], None],
+    ) -> None:
+        self._settings, self._folder, self._tokenizer, self._say = settings, folder, tokenizer, say
+        self._sources = {source.path: source for source in sources}
+        self._files = sources
+        dtype = token_dtype(tokenizer.vocab_size)
+        self._keys = [Merged(folder.path, key, dtype) for key in range(len(settings.json_keys))]
+        self._pending: dict[int, SegmentResult | SegmentFailure] = {}
+        self.next = 0  # segments before this one are merged
+        self.position = 0  # in the input, in bytes on disk
+        self.report = Report()
+        self.lines = Lines()
+
+    def restore(self, kept: Kept | None) -> dict[int, SegmentResult]:
+        """What an earlier run has done, as far as its files still are what it wrote. All else is removed."""
+        usable: dict[int, SegmentResult] = {}
+        try:
+            if kept is not None:
+                self._restore_merged(kept)
+                usable = {
+                    number: result
+                    for number, result in kept.results.items()
+                    if number >= self.next and shard_is_whole(result, self._folder.path)
+                }
+            stems = {result.stem for result in usable.values()}
+            for path in self._folder.path.iterdir():
+                if "-" in path.name and path.name.split(".")[0] not in stems:
+                    path.unlink()
+            for merged in self._keys:
+                merged.open()
+        except OSError as error:
+            raise storage_error(self._folder.path, error) from error
+        done = {number: result for number, result in (kept.results if kept else {}).items() if number < self.next}
+        self.report.kept_segments = self.next + len(usable)
+        self._pending.update(usable)
+        self._merge_pending()
+        return {**done, **usable}
+
+    def _restore_merged(self, kept: Kept) -> None:
+        for number in range(kept.merged):
+            result = kept.results.get(number)
+            if result is None or not all(merged.holds(result) for merged in self._keys):
+                self._say(f"{self._folder.path}: segment {number} is not what was written; it is done again")
+                break
+            for merged in self._keys:
+                merged.take(result)
+            self._account(result)
+            self.next = number + 1
+
+    def add(self, result: SegmentResult | SegmentFailure) -> None:
+        if isinstance(result, SegmentResult):
+            self._folder.done(result)
+        self._pending[result.number] = result
+        self._merge_pending()
+
+    def _merge_pending(self) -> None:
+        while self.next in self._pending:
+            result = self._pending.pop(self.next)
+            if isinstance(result, SegmentFailure):
+                raise result.error(self._located(result))
+            self._merge(result)
+            self._account(result)
+            self.next += 1
+            self._folder.merged(self.next)
+            remove_files(result, self._folder.path, len(self._keys))
+
+    def _located(self, failure: SegmentFailure) -> str:
+        if failure.line is None:
+            return failure.message
+        self.lines.enter(failure.source, failure.start)
+        return f"{self.lines.place(failure.line)}: {failure.message}"
+
+    def _merge(self, result: SegmentResult) -> None:
+        for merged in self._keys:
+            try:
+                whole = merged.append(result)
+            except OSError as error:
+                raise storage_error(merged.path("tokens"), error) from error
+            if not whole:
+                raise StorageError(
+                    f"{result.file(self._folder.path, merged.key, 'tokens')}: does not hold what was written into it; "
+                    "check the disk, and give --resume"
+                )
+
+    def _account(self, result: SegmentResult) -> None:
+        report = self.report
+        self.lines.enter(self._sources[result.source], result.start)
+        shown = report.skipped
+        for line, reason in result.examples:
+            if self._settings.on_error == "stop":  # a part that is kept was made with skip
+                raise DataError(f"{self.lines.place(line)}: {reason}; give --on-error skip to leave it out")
+            if shown < EXAMPLES_SHOWN:
+                self._say(f"skipped {self.lines.place(line)}: {reason}")
+            shown += 1
+        before = report.skipped
+        report.bad_lines.update(result.bad)
+        if before <= EXAMPLES_SHOWN < report.skipped:
+            self._say("further skipped lines are only counted")
+        report.documents += result.documents
+        report.blank_lines += result.blank
+        self.lines.leave(result)
+        self.position = result.position
+
+    def finish(self, deciding: str) -> None:
+        self._check_outcome()
+        try:
+            for merged in self._keys:
+                write_index(merged, self._settings.dataset_impl)
+        except OSError as error:
+            raise storage_error(self._folder.path, error) from error
+        self._folder.naming()
+        with signals_deferred():
+            for merged, key, output in zip(self._keys, self._settings.json_keys, self._settings.outputs, strict=True):
+                give_names(merged, output)
+                self.report.keys.append(self._key_report(merged, key, output))
+                self._write_record(merged, key, output, deciding)
+            self._folder.complete = True
+        self.close()
+
+    def close(self) -> None:
+        for merged in self._keys:
+            merged.close()
+
+    def _check_outcome(self) -> None:
+        report, given = self.report, " ".join(self._settings.inputs)
+        if not report.documents and self._settings.world == 1:
+            seen = f"{report.blank_lines} blank and {report.skipped} bad lines"
+            raise DataError(f"--input {given}: holds no documents ({seen}); nothing was written")
+        fraction = report.skipped / max(report.skipped + report.documents, 1)
+        if fraction > self._settings.max_skip_fraction:
+            raise DataError(
+                f"--max-skip-fraction {self._settings.max_skip_fraction:g}: {report.skipped} of "
+                f"{report.skipped + report.documents} lines were bad ({fraction:.4f}); nothing was written"
+            )
+        for merged, key in zip(self._keys, self._settings.json_keys, strict=True):
+            if not merged.totals.tokens and self._settings.world == 1:
+                raise DataError(f"--json-keys {key}: every document is empty; nothing was written")
+
+    def _key_report(self, merged: Merged, key: str, output: str) -> KeyReport:
+        totals = merged.totals
+        summary = DatasetSummary(
+            prefix=output,
+            dtype=merged.dtype.name,
+            documents=totals.documents,
+            sequences=totals.sequences,
+            tokens=totals.tokens,
+            max_id=totals.max_id,
+            longest_document=totals.longest,
+            empty_documents=totals.empty,
+        )
+        return KeyReport(key, summary, totals.text_bytes)
+
+    def _write_record(self, merged: Merged, key: str, output: str, deciding: str) -> None:
+        settings = self._settings
+        extra = {
+            "tokenizer_type": self._tokenizer.name,
+            "json_key": key,
+            "append_eod": settings.append_eod,
+            "settings": deciding,
+        }
+        if settings.world > 1:
+            extra["partition"] = {"rank": settings.rank, "world": settings.world}
+        record = make_record(
+            output,
+            tokenizer_fingerprint=self._tokenizer.fingerprint,
+            vocab_size=self._tokenizer.vocab_size,
+            eod_id=self._tokenizer.eod_id,
+            max_id=merged.totals.max_id,
+            source=tuple(source.path.rpartition("/")[2] for source in self._files),
+            extra=extra,
+            bin_checksums=merged.checksums.checksums(),
+        )
+        write_record(output, record)

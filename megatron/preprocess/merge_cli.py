@@ -1,0 +1,83 @@
+"""The command line of tools/merge_datasets.py."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
+
+from megatron.config.tool import Parser, run_tool
+from megatron.errors import ConfigError
+
+if TYPE_CHECKING:
+    from megatron.data.merge import Merged
+
+NAME = "merge_datasets.py"
+
+
+def build_parser() -> Parser:
+    parser = Parser(
+        prog=NAME,
+        description="Put datasets end to end: the partitions of one run in their order, or any others by name. "
+        "Partitions of several keys become PATH_KEY_document each.",
+    )
+    parser.add_argument(
+        "--input", nargs="+", required=True, metavar="DIR_OR_PREFIX", help="a folder of datasets, prefixes, patterns"
+    )
+    parser.add_argument("--output-prefix", required=True, metavar="PATH", help="writes PATH.bin, .idx and .meta.json")
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing output")
+    parser.add_argument("--dataset-impl", choices=("lazy", "cached", "mmap"), help="kind of index (that of the inputs)")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return run_tool(NAME, lambda: run(build_parser().parse_known_flags(sys.argv[1:] if argv is None else argv)))
+
+
+def run(arguments: argparse.Namespace) -> None:
+    output = arguments.output_prefix
+    if not output or output.endswith(os.sep) or Path(output).is_dir():
+        raise ConfigError(f"--output-prefix {output}: is a folder; add the name of the dataset")
+    from megatron.data.merge import merge  # numpy, after --help
+    from megatron.data.parts import find_prefixes, plan_groups
+
+    groups = plan_groups(find_prefixes(arguments.input, output), output)
+    progress = ByteProgress("merged")
+    for merged in merge(groups, overwrite=arguments.overwrite, impl=arguments.dataset_impl, on_bytes=progress.show):
+        _print(merged)
+
+
+def _print(merged: Merged) -> None:
+    written = merged.summary
+    print(
+        f"{written.prefix}: {merged.parts} datasets merged, {written.documents} documents, {written.sequences} "
+        f"sequences, {written.tokens} tokens ({written.dtype})"
+    )
+    for note in merged.notes:
+        print(f"{written.prefix}: {note}", file=sys.stderr)
+
+
+class ByteProgress:
+    """A line every few seconds: how much, how fast, how long yet."""
+
+    def __init__(self, verb: str, stream: TextIO | None = None, pause: float = 5.0) -> None:
+        self._verb, self._stream, self._pause = verb, stream or sys.stderr, pause
+        self._started = self._said = time.monotonic()
+
+    def show(self, done: int, total: int) -> None:
+        now = time.monotonic()
+        if now - self._said < self._pause or done >= total:
+            return
+        self._said = now
+        speed = done / (now - self._started)
+        left = round((total - done) / speed) if speed else 0
+        print(
+            f"{self._verb} {done / 1e9:.2f} of {total / 1e9:.2f} GB ({speed / 1e6:.0f} MB/s, "
+            f"{left // 3600}:{left // 60 % 60:02d}:{left % 60:02d} left)",
+            file=self._stream,
+            flush=True,
+        )

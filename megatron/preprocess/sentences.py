@@ -1,0 +1,240 @@
+"""`--split-sentences`: trained Punkt data if NLTK has it, else parameters learned once from the input.
+
+Either is written beside the output before it is used, and what is written is what every partition, every worker and
+every resumed run splits by. Nothing is downloaded, and nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import secrets
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from zipfile import BadZipFile
+
+from megatron.data.files import fsync_directory, storage_error, write_synced
+from megatron.errors import ConfigError, DataError
+from megatron.preprocess.punkt import ALPHA, ELLIPSIS, INITIAL, Boundaries, PunktParameters, tokens, word_type
+
+FORMAT = "megatron sentence parameters"
+VERSION = 1
+LEARN_FROM = 10_000_000  # characters: some ten seconds, and the abbreviations of a language are found in less
+_LEARN_AT_ONCE = 2_000_000  # NLTK holds an object per word of these
+
+
+class SentenceSplitter:
+    """Text to sentences. It may be pickled and forked; each process remembers its own decisions.
+
+    Joined, the sentences hold every character of the text but white space: the white space between two sentences is
+    dropped. With `keep_newlines` it stays with the sentence before it, as in Megatron-LM: only what follows a quote or
+    bracket that closes a sentence, and what ends the text, is dropped. Megatron-LM cuts a text of more than a million
+    characters at each millionth, within a word or not, to bound the time; here time is linear and nothing is cut.
+    """
+
+    def __init__(self, parameters: PunktParameters, *, keep_newlines: bool, fingerprint: str = "") -> None:
+        self.keep_newlines = keep_newlines
+        self.fingerprint = fingerprint  # equal fingerprints split equally
+        self._parameters = parameters
+        self._boundaries = Boundaries(parameters, keep_spaces=keep_newlines)
+
+    def split(self, text: str) -> list[str]:
+        return [piece for piece in self._boundaries.split(text) if not piece.isspace()]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"parameters": self._parameters, "keep_newlines": self.keep_newlines, "fingerprint": self.fingerprint}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        SentenceSplitter.__init__(self, **state)
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """The contents of a parameters file."""
+
+    parameters: PunktParameters
+    language: str
+    source: str  # "trained" or "learned"
+    checksum: str
+
+
+def prepare_splitter(
+    *,
+    language: str,
+    keep_newlines: bool,
+    parameters_file: Path,
+    sample: Callable[[], Iterator[str]],
+    say: Callable[[str], None],
+) -> SentenceSplitter:
+    """`sample` gives texts from all over the input, the same ones to every partition."""
+    if not re.fullmatch(r"[\w-]+", language):
+        raise ConfigError(f"--lang {language}: not the name of a language; use one such as english")
+    if parameters_file.exists():
+        stored = _load(parameters_file, language)
+        say(f"sentences: parameters of {parameters_file} ({stored.source}; delete it to begin anew)")
+    else:
+        parameters, source, note = _find_or_learn(language, sample, say)
+        _write_once(parameters_file, _encode(parameters, language, source))
+        stored = _load(parameters_file, language)  # another partition may have been first: then its file holds
+        say(f"sentences: {note}; kept in {parameters_file}")
+    fingerprint = hashlib.sha256(f"{stored.checksum} {keep_newlines}".encode()).hexdigest()
+    return SentenceSplitter(stored.parameters, keep_newlines=keep_newlines, fingerprint=fingerprint)
+
+
+# ---------------------------------------------------------------- from NLTK
+
+
+def _find_or_learn(
+    language: str, sample: Callable[[], Iterator[str]], say: Callable[[str], None]
+) -> tuple[PunktParameters, str, str]:
+    """(parameters, source, what to say about them)"""
+    try:
+        import nltk.data
+        from nltk.tokenize.punkt import load_punkt_params
+    except ImportError as error:
+        raise ConfigError(f"--split-sentences needs NLTK 3.9.1 or newer ({error}); pip install -U nltk") from error
+    folder = f"tokenizers/punkt_tab/{language}/"
+    try:
+        found = nltk.data.find(folder)
+    except LookupError:
+        say(f"sentences: NLTK has no punkt_tab data for {language}; learning from the input, up to half a minute")
+        parameters, characters = learn(sample())
+        return parameters, "learned", f"learned from {characters / 1e6:.1f} million characters of the input"
+    except (ValueError, OSError, BadZipFile) as error:
+        raise _unreadable(language, folder, error) from error
+    try:
+        return _frozen(load_punkt_params(found)), "trained", f"trained Punkt data of {found}"
+    except (LookupError, ValueError, OSError, TypeError, BadZipFile) as error:
+        raise _unreadable(language, str(found), error) from error
+
+
+def _unreadable(language: str, folder: str, error: Exception) -> DataError:
+    reason = " ".join(str(error).split())[:200]
+    return DataError(
+        f"--lang {language}: NLTK's data in {folder} cannot be read ({reason}); install punkt_tab again or remove it"
+    )
+
+
+def learn(texts: Iterator[str], most: int = LEARN_FROM) -> tuple[PunktParameters, int]:
+    """Parameters and the number of characters that they were learned from. Equal texts give equal parameters."""
+    trainer = _trainer()
+    total, pending, held = 0, [], 0
+    for text in texts:
+        text = text[: most - total]
+        total += len(text)
+        pending.append(text)
+        held += len(text)
+        if held >= _LEARN_AT_ONCE:
+            trainer.train("\n\n".join(pending), finalize=False)
+            pending, held = [], 0
+        if total >= most:
+            break
+    if held:
+        trainer.train("\n\n".join(pending), finalize=False)
+    trainer.finalize_training()
+    return _frozen(trainer.get_params()), total
+
+
+def _trainer() -> Any:
+    """NLTK's trainer, deterministic and without its time limits, which cost half of the time."""
+    from nltk.tokenize.punkt import PunktLanguageVars, PunktToken, PunktTrainer
+
+    class Words(PunktLanguageVars):
+        def word_tokenize(self, s: str) -> list[str]:
+            return tokens(s)
+
+    class Token(PunktToken):
+        __slots__ = ()
+        _RE_ELLIPSIS, _RE_INITIAL, _RE_ALPHA = ELLIPSIS, INITIAL, ALPHA
+
+        def _get_type(self, tok: str) -> str:
+            return word_type(tok)
+
+    class Trainer(PunktTrainer):
+        def _unique_types(self, tokens: Any) -> list[str]:  # NLTK goes through a set: another order in each process
+            return sorted(super()._unique_types(tokens))
+
+    return Trainer(lang_vars=Words(), token_cls=Token)
+
+
+def _frozen(found: Any) -> PunktParameters:
+    collocations = frozenset((first, second) for first, second in found.collocations)
+    contexts = {word: int(bits) for word, bits in found.ortho_context.items() if bits}
+    return PunktParameters(frozenset(found.abbrev_types), collocations, frozenset(found.sent_starters), contexts)
+
+
+# ---------------------------------------------------------------- the parameters file
+
+
+def _encode(parameters: PunktParameters, language: str, source: str) -> bytes:
+    """Sorted throughout: the same parameters are the same bytes."""
+    body = {
+        "abbreviations": sorted(parameters.abbreviations),
+        "collocations": sorted(map(list, parameters.collocations)),
+        "sentence_starters": sorted(parameters.sentence_starters),
+        "contexts": dict(sorted(parameters.contexts.items())),
+    }
+    head = {"format": FORMAT, "version": VERSION, "language": language, "source": source}
+    return json.dumps({**head, "checksum": _checksum({**head, **body}), **body}, indent=0).encode("ascii") + b"\n"
+
+
+def _checksum(content: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode("ascii")).hexdigest()
+
+
+def _write_once(path: Path, content: bytes) -> None:
+    """The file appears whole, and the first of several writers wins."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            write_synced(temporary, [content])
+            _publish(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
+    except OSError as error:
+        raise storage_error(path, error) from error
+
+
+def _publish(temporary: Path, path: Path) -> None:
+    try:
+        os.link(temporary, path)
+    except FileExistsError:
+        return
+    except OSError:  # a file system without links: the last writer wins, and all of them learned the same
+        temporary.replace(path)
+    fsync_directory(path.parent)
+
+
+def _load(path: Path, language: str) -> _Stored:
+    try:
+        stored = _decode(json.loads(path.read_bytes()))
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror}); check its permissions") from error
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise DataError(
+            f"{path}: damaged, or no file of sentence parameters; delete it and what was split with it, then run again"
+        ) from error
+    if stored.language != language:
+        raise ConfigError(
+            f"--lang {language}: {path} is for {stored.language}; give --lang {stored.language}, or delete that file, "
+            "or choose another --output-prefix"
+        )
+    return stored
+
+
+def _decode(content: dict[str, Any]) -> _Stored:
+    checksum = content.pop("checksum")
+    if content["format"] != FORMAT or content["version"] != VERSION or checksum != _checksum(content):
+        raise ValueError("format, version or checksum")
+    parameters = PunktParameters(
+        frozenset(content["abbreviations"]),
+        frozenset((first, second) for first, second in content["collocations"]),
+        frozenset(content["sentence_starters"]),
+        content["contexts"],
+    )
+    return _Stored(parameters, content["language"], content["source"], checksum)

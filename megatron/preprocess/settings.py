@@ -1,0 +1,86 @@
+"""What a run was asked for, and which part of it decides the tokens."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from megatron.preprocess.outputs import output_prefix
+from megatron.preprocess.sources import Source, input_bytes
+from megatron.tokenizer import Tokenizer, TokenizerSettings
+
+_SMALLEST, _LARGEST, _PARTS = 256 << 10, 8 << 20, 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreprocessSettings:
+    inputs: tuple[str, ...]
+    output_prefix: str
+    tokenizer: TokenizerSettings
+    json_keys: tuple[str, ...] = ("text",)
+    append_eod: bool = False
+    split_sentences: bool = False
+    keep_newlines: bool = False
+    language: str = "english"
+    rank: int = 0
+    world: int = 1
+    dataset_impl: Literal["mmap", "lazy", "cached"] = "mmap"
+    workers: int = 1
+    chunk_size: int | None = None  # documents encoded at a time; None: as many as make a batch
+    log_interval: int | None = None  # documents between progress lines; None: 1000, and at most a line a second
+    overwrite: bool = False
+    resume: bool = False
+    on_error: Literal["stop", "skip"] = "stop"
+    max_skip_fraction: float = 1.0
+    segment_bytes: int | None = None  # None: by the size of the input
+
+    @property
+    def prefix(self) -> str:
+        """Of this partition."""
+        if self.world == 1:
+            return self.output_prefix
+        width = max(3, len(str(self.world)))
+        return f"{self.output_prefix}_part{self.rank:0{width}d}_of_{self.world:0{width}d}"
+
+    @property
+    def share(self) -> tuple[int, int]:
+        return self.rank, self.world
+
+    @property
+    def outputs(self) -> list[str]:
+        level = "sentence" if self.split_sentences else "document"
+        return [output_prefix(self.prefix, key, level) for key in self.json_keys]
+
+    @property
+    def parameters_file(self) -> Path:
+        """Of the sentence splitter: one for all partitions."""
+        return Path(f"{self.output_prefix}.sentences.json")
+
+    def segment_size(self, sources: Sequence[Source]) -> int:
+        """Enough segments for many workers, and none so large that a worker's memory would show it."""
+        return self.segment_bytes or min(max(input_bytes(sources) // _PARTS, _SMALLEST), _LARGEST)
+
+    def deciding(self, sources: Sequence[Source], tokenizer: Tokenizer, splitter: Any) -> dict[str, Any]:
+        """All that decides the tokens and their cut into segments, under the names that messages use."""
+        return {
+            "inputs": [source.identity for source in sources],
+            "--json-keys": list(self.json_keys),
+            "--append-eod": self.append_eod,
+            "the tokenizer": f"{tokenizer.name} {tokenizer.fingerprint}",
+            "--split-sentences": self.split_sentences,
+            "--keep-newlines": self.keep_newlines,
+            "--lang": self.language if self.split_sentences else None,
+            "the sentence splitter": getattr(splitter, "fingerprint", None),
+            "--rank": self.rank,
+            "--world": self.world,
+            "the size of a segment": self.segment_size(sources),
+            "the version of the work folder": 1,
+        }
+
+
+def digest_of_settings(deciding: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(deciding, sort_keys=True).encode()).hexdigest()

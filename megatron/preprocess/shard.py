@@ -1,0 +1,151 @@
+"""What a worker hands over: a file or three for each key on the disk, and a few numbers about them."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from megatron.data.files import as_bytes
+from megatron.errors import MegatronError
+from megatron.preprocess.sources import Source
+
+PARTS = ("tokens", "lengths", "counts")  # the tokens; the length of each sequence; the sequences of each document
+
+
+@dataclass(slots=True)
+class Totals:
+    """Of one key."""
+
+    documents: int = 0
+    sequences: int = 0
+    tokens: int = 0
+    text_bytes: int = 0
+    max_id: int = -1
+    longest: int = 0  # document, in tokens
+    empty: int = 0
+
+    def add(self, other: Totals) -> None:
+        self.documents += other.documents
+        self.sequences += other.sequences
+        self.tokens += other.tokens
+        self.text_bytes += other.text_bytes
+        self.max_id = max(self.max_id, other.max_id)
+        self.longest = max(self.longest, other.longest)
+        self.empty += other.empty
+
+
+@dataclass(slots=True)
+class Shard:
+    """Of one key: what is in its files."""
+
+    totals: Totals
+    sizes: list[int]  # of PARTS, in bytes
+    digests: list[str]
+
+
+@dataclass(slots=True)
+class SegmentResult:
+    """A segment that is done. It travels through a pipe and through the journal, so it is small and plain."""
+
+    number: int
+    source: str
+    start: int
+    stop: int
+    position: int
+    stem: str  # of its files in the work folder
+    lines: int = 0
+    size: int = 0
+    documents: int = 0
+    blank: int = 0
+    bad: dict[str, int] = field(default_factory=dict)  # by kind
+    examples: list[tuple[int, str]] = field(default_factory=list)  # the first bad lines, from 0, with the reason
+    shards: list[Shard] = field(default_factory=list)  # one for each key
+
+    def file(self, folder: Path, key: int, part: str) -> Path:
+        return folder / f"{self.stem}.{key}.{part}"
+
+    def to_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, content: dict[str, Any]) -> SegmentResult:
+        shards = [Shard(Totals(**shard["totals"]), shard["sizes"], shard["digests"]) for shard in content["shards"]]
+        examples = [(line, reason) for line, reason in content["examples"]]
+        return cls(**{**content, "shards": shards, "examples": examples})
+
+
+@dataclass(slots=True)
+class SegmentFailure:
+    """Why the run has to end here, as a value."""
+
+    number: int
+    error: type[MegatronError]
+    message: str
+    source: Source
+    start: int
+    line: int | None = None  # in the segment, from 0
+
+
+@dataclass(slots=True)
+class Encoded:
+    """Some documents under one key, end to end."""
+
+    tokens: np.ndarray  # as in the .bin
+    lengths: np.ndarray  # int32, of each sequence
+    counts: np.ndarray  # int32, sequences of each document: 0 for an empty one
+    text_bytes: int
+
+
+class ShardWriter:
+    """The three files of one key; memory is that of the documents at hand."""
+
+    def __init__(self, paths: list[Path]) -> None:
+        self._streams: list[BinaryIO] = []
+        self._hashes = [hashlib.sha256() for _ in PARTS]
+        self._sizes = [0] * len(PARTS)
+        self._totals = Totals()
+        for path in paths:
+            self._streams.append(open(path, "wb", buffering=1 << 18))  # noqa: SIM115
+
+    def add(self, encoded: Encoded) -> None:
+        for number, array in enumerate((encoded.tokens, encoded.lengths, encoded.counts)):
+            view = as_bytes(array)
+            self._streams[number].write(view)
+            self._hashes[number].update(view)
+            self._sizes[number] += len(view)
+        self._totals.add(_totals(encoded))
+
+    def finish(self) -> Shard:
+        for stream in self._streams:
+            stream.close()
+        return Shard(self._totals, self._sizes, [digest.hexdigest() for digest in self._hashes])
+
+    def __enter__(self) -> ShardWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for stream in self._streams:
+            stream.close()
+
+
+def _totals(encoded: Encoded) -> Totals:
+    ends = np.cumsum(encoded.lengths, dtype=np.int64)
+    bounds = np.concatenate([[0], ends])[np.concatenate([[0], np.cumsum(encoded.counts)])]
+    per_document = np.diff(bounds)
+    return Totals(
+        documents=len(encoded.counts),
+        sequences=len(encoded.lengths),
+        tokens=len(encoded.tokens),
+        text_bytes=encoded.text_bytes,
+        max_id=int(encoded.tokens.max(initial=0)) if len(encoded.tokens) else -1,
+        longest=int(per_document.max(initial=0)),
+        empty=int(np.count_nonzero(per_document == 0)),
+    )

@@ -1,0 +1,107 @@
+"""BertWordPieceLowerCase and BertWordPieceCase: BERT's vocab.txt, a piece in each line.
+
+Megatron's rules: words of up to 200 characters, and [BOS] and [EOS] after the vocabulary. There is no end of document.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron.errors import ConfigError
+from megatron.tokenizer.base import Ids, Tokenizer, refuse_surrogates
+from megatron.tokenizer.bpe_files import read_text
+from megatron.tokenizer.export import write_files
+
+SETTING = "--vocab-file"
+NEEDED = ("[UNK]", "[CLS]", "[SEP]", "[PAD]", "[MASK]")
+ADDED = ("[BOS]", "[EOS]")
+LONGEST_WORD = 200
+
+
+class BertWordPieceTokenizer(Tokenizer):
+    def __init__(self, vocab_file: str | Path, *, lower_case: bool) -> None:
+        self.name = "BertWordPieceLowerCase" if lower_case else "BertWordPieceCase"
+        self._vocab_file, self._lower_case = Path(vocab_file), lower_case
+        self._vocab = _read_vocab(self._vocab_file)
+        self._rust = _build(self._vocab, lower_case, self.name)
+
+    @property
+    def vocab_size(self) -> int:
+        return len(self._vocab)
+
+    @property
+    def eod_id(self) -> None:
+        return None
+
+    def token_id(self, token: str) -> int | None:
+        return self._vocab.get(token)
+
+    def _why_no_eod(self) -> str:
+        return "BERT's vocabulary has no end-of-document token; leave out --append-eod, or use another tokenizer"
+
+    @cached_property
+    def fingerprint(self) -> str:
+        content = json.dumps([self.name, LONGEST_WORD, list(self._vocab)], ensure_ascii=True, separators=(",", ":"))
+        return hashlib.sha256(content.encode("ascii")).hexdigest()
+
+    def tokenize(self, text: str) -> list[int]:
+        refuse_surrogates(text)
+        return self._rust.encode(text, add_special_tokens=False).ids
+
+    def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
+        for text in texts:
+            refuse_surrogates(text)
+        encodings = self._rust.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.fromiter(encoding.ids, dtype=np.int32) for encoding in encodings]
+
+    def detokenize(self, ids: Iterable[int]) -> str:
+        return self._rust.decode(list(ids), skip_special_tokens=False)
+
+    def files(self) -> dict[str, Path]:
+        return {"vocab.txt": self._vocab_file}
+
+    def save_pretrained(self, directory: str | Path, *, model_max_length: int | None = None) -> None:
+        roles = {"unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]", "pad_token": "[PAD]"}
+        config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", **roles, "mask_token": "[MASK]"}
+        if model_max_length is not None:
+            config["model_max_length"] = model_max_length
+        texts = {
+            "tokenizer.json": self._rust.to_str(pretty=True) + "\n",
+            "tokenizer_config.json": json.dumps(config, indent=2) + "\n",
+            "vocab.txt": "".join(f"{token}\n" for token in self._vocab),
+        }
+        write_files(Path(directory), texts)
+
+
+def _read_vocab(path: Path) -> dict[str, int]:
+    tokens = [line.strip() for line in read_text(path, SETTING).rstrip("\n").split("\n")]
+    vocab = {token: index for index, token in enumerate(tokens)}
+    if len(vocab) != len(tokens):
+        twice = next(token for index, token in enumerate(tokens) if vocab[token] != index)
+        raise ConfigError(f"{SETTING} {path}: {twice!r} stands there twice; the file is damaged")
+    lacking = [token for token in NEEDED if token not in vocab]
+    if lacking:
+        raise ConfigError(f"{SETTING} {path}: has no {lacking[0]}; give BERT's vocab.txt, a token in each line")
+    for token in ADDED:
+        vocab.setdefault(token, len(vocab))
+    return vocab
+
+
+def _build(vocab: dict[str, int], lower_case: bool, name: str) -> Any:
+    try:
+        from tokenizers import Tokenizer as RustTokenizer
+        from tokenizers import decoders, models, normalizers, pre_tokenizers
+    except ImportError:
+        raise ConfigError(f"--tokenizer-type {name}: needs the package tokenizers: pip install tokenizers") from None
+    rust = RustTokenizer(models.WordPiece(vocab, unk_token="[UNK]", max_input_chars_per_word=LONGEST_WORD))
+    rust.normalizer = normalizers.BertNormalizer(lowercase=lower_case, strip_accents=lower_case)
+    rust.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    rust.decoder = decoders.WordPiece()
+    return rust

@@ -1,0 +1,102 @@
+"""gigatoken as we use it: one document at a time, without special tokens, in bounded memory."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron.tokenizer.base import Ids
+from megatron.tokenizer.fast_kinds import FastKind, NotFastError
+
+INSTALL = "pip install gigatoken"
+# Longer texts are encoded in parts: the working memory is then bounded by the part, not by the document.
+PART_BYTES = 1 << 22
+# In every known pattern a word ends where a space follows something visible.
+WORD_END = re.compile(r"(?<=\S) ")
+# The library remembers every word it has seen. Past this growth of the process it is made anew.
+CACHE_BYTES = 32 << 20
+CHECK_BYTES = 1 << 20
+# Where the size of the process cannot be read.
+REBUILD_BYTES = 1 << 28
+
+
+class EnginePanicError(Exception):
+    """The library gave up on a text; it has been made anew."""
+
+
+class FastEngine:
+    def __init__(self, kind: FastKind) -> None:
+        try:
+            from gigatoken import Tokenizer as GigaTokenizer
+        except ImportError:
+            raise NotFastError(f"the package gigatoken is not installed ({INSTALL}, about 40 times faster)") from None
+        self._load = GigaTokenizer.from_json
+        self._description = json.dumps(kind.description, ensure_ascii=False)
+        self._growth = CACHE_BYTES
+        self._build()
+
+    def _build(self) -> None:
+        try:
+            self._library: Any = self._load(self._description)
+        except Exception as error:  # the library raises the bare class
+            raise NotFastError(f"gigatoken cannot open it ({str(error).splitlines()[0]})") from None
+        self._encode = self._library.encode
+        self._size = resident_bytes()
+        self._since_check = self._since_build = 0
+
+    def encode(self, data: bytes) -> Ids:
+        """Ids of one text, given in UTF-8."""
+        if len(data) > PART_BYTES:
+            parts = split_at_spaces(data.decode("utf-8"), PART_BYTES // 4)
+            return np.concatenate([self._encode_part(part.encode("utf-8")) for part in parts])
+        return self._encode_part(data)
+
+    def _encode_part(self, data: bytes) -> Ids:
+        self._since_check += len(data)
+        if self._since_check > CHECK_BYTES:
+            self._bound_memory()
+        try:
+            return self._encode(data).view(np.int32)
+        except BaseException as error:
+            if type(error).__name__ != "PanicException":  # of the library's own Rust, which has no Python name
+                raise
+            logging.getLogger(__name__).warning("gigatoken gave up on a text (%s); tokenizers takes it", error)
+            self._build()
+            raise EnginePanicError from None
+
+    def _bound_memory(self) -> None:
+        self._since_build += self._since_check
+        self._since_check = 0
+        size = resident_bytes()
+        if size - self._size > self._growth or (not size and self._since_build > REBUILD_BYTES):
+            del self._library, self._encode  # before the next one takes its place
+            self._build()
+            # Where that freed little, something else in this process has grown: it is not asked again so soon.
+            freed = size - self._size
+            self._growth = CACHE_BYTES if freed > CACHE_BYTES // 2 else 2 * self._growth
+
+
+def split_at_spaces(text: str, size: int) -> Iterator[str]:
+    """Parts of about `size` characters whose encodings, joined, are the encoding of the whole text."""
+    start = 0
+    while start < len(text):
+        cut = WORD_END.search(text, start + size)
+        end = cut.start() if cut else len(text)
+        yield text[start:end]
+        start = end
+
+
+def resident_bytes() -> int:
+    """Memory of this process now; 0 where the system does not tell."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+    except (OSError, IndexError, ValueError):
+        return 0
+    return pages * os.sysconf("SC_PAGE_SIZE")

@@ -1,0 +1,155 @@
+"""SentencePieceTokenizer, GPTSentencePieceTokenizer and Llama2Tokenizer: a SentencePiece .model file.
+
+The three differ in what is the end of document, as in Megatron: the first adds <CLS>, <SEP>, <EOD> and <MASK> after
+the model's pieces, the others take the model's own </s>. Llama2Tokenizer alone puts the model's <s> before every text,
+also as in Megatron. Text that looks like a control piece is text.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron.errors import ConfigError, DataError
+from megatron.tokenizer.base import Ids, Tokenizer, refuse_surrogates
+
+ADDED = ("<CLS>", "<SEP>", "<EOD>", "<MASK>")
+
+
+class GPTSentencePieceTokenizer(Tokenizer):
+    name = "GPTSentencePieceTokenizer"
+
+    def __init__(self, tokenizer_model: str | Path) -> None:
+        self._path = Path(tokenizer_model)
+        self._bytes = _read(self._path)
+        self._pieces = _load(self._path, self._bytes, self.name)
+        self._added: dict[str, int] = self._add_tokens()
+
+    def _add_tokens(self) -> dict[str, int]:
+        return {}
+
+    @property
+    def vocab_size(self) -> int:
+        return self._pieces.get_piece_size() + sum(i >= self._pieces.get_piece_size() for i in self._added.values())
+
+    @cached_property
+    def eod_id(self) -> int | None:
+        index = self._pieces.eos_id()
+        return index if index >= 0 else None
+
+    def token_id(self, token: str) -> int | None:
+        if token in self._added:
+            return self._added[token]
+        index = int(self._pieces.piece_to_id(token))  # of what is no piece, the id of the unknown one
+        return index if self._pieces.id_to_piece(index) == token else None
+
+    def _why_no_eod(self) -> str:
+        return f"--tokenizer-model {self._path} was trained without </s> (eos_id -1), which is the end of document"
+
+    @cached_property
+    def fingerprint(self) -> str:
+        return hashlib.sha256(self.name.encode("ascii") + b"\0" + self._bytes).hexdigest()
+
+    def tokenize(self, text: str) -> list[int]:
+        return self.encode_batch([text])[0].tolist()
+
+    def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
+        for text in texts:
+            refuse_surrogates(text)
+        # One thread: a worker is a core, and a process that is forked afterwards has no threads.
+        encoded = self._pieces.encode(list(texts), out_type=int, num_threads=1)
+        arrays = [np.fromiter(ids, dtype=np.int32, count=len(ids)) for ids in encoded]
+        self._refuse_eod(arrays)
+        return arrays
+
+    def _refuse_eod(self, arrays: Sequence[Ids]) -> None:
+        if self._text_can_be_eod and any((ids == self.eod_id).any() for ids in arrays):
+            raise DataError(
+                f"{self.name}: this model takes a text ({self._pieces.id_to_piece(self.eod_id)!r}) for the end of "
+                "document; remove it from the text"
+            )
+
+    @cached_property
+    def _text_can_be_eod(self) -> bool:
+        """A control piece is never found in text; a user's own piece is."""
+        eod = self.eod_id
+        return eod is not None and eod < self._pieces.get_piece_size() and not self._pieces.is_control(eod)
+
+    def detokenize(self, ids: Iterable[int]) -> str:
+        texts: list[str] = []
+        run: list[int] = []
+        special = {index: token for token, index in self._added.items()}
+        for index in ids:
+            if index in special:
+                texts += [self._pieces.decode(run), special[index]]
+                run = []
+            else:
+                run.append(index)
+        return "".join([*texts, self._pieces.decode(run)])
+
+    def files(self) -> dict[str, Path]:
+        return {"tokenizer.model": self._path}
+
+    def save_pretrained(self, directory: str | Path, *, model_max_length: int | None = None) -> None:
+        raise ConfigError(
+            f"{self.name}: transformers opens no SentencePiece model as it is; convert {self._path} to a "
+            "tokenizer.json with transformers, and name that with --tokenizer-type HuggingFaceTokenizer"
+        )
+
+
+class Llama2Tokenizer(GPTSentencePieceTokenizer):
+    """Every text begins with <s>, an empty one too; a model trained without it has none to put there."""
+
+    name = "Llama2Tokenizer"
+
+    def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
+        begin = self._pieces.bos_id()
+        arrays = super().encode_batch(texts)
+        return arrays if begin < 0 else [np.insert(ids, 0, begin) for ids in arrays]
+
+
+class SentencePieceTokenizer(GPTSentencePieceTokenizer):
+    name = "SentencePieceTokenizer"
+
+    def _add_tokens(self) -> dict[str, int]:
+        """Megatron's order: the four, then what the model lacks of padding, begin and end."""
+        known = {self._pieces.id_to_piece(i): i for i in range(self._pieces.get_piece_size())}
+        own = {"<PAD>": self._pieces.pad_id(), "<BOS>": self._pieces.bos_id(), "<EOS>": self._pieces.eos_id()}
+        added: dict[str, int] = {}
+        for token in (*ADDED, *(name for name, index in own.items() if index < 0)):
+            added[token] = known.setdefault(token, len(known))
+        return added
+
+    @cached_property
+    def eod_id(self) -> int | None:
+        return self._added["<EOD>"]
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        raise ConfigError(f"--tokenizer-model {path}: there is no such file; nothing is downloaded") from None
+    except OSError as error:
+        raise ConfigError(f"--tokenizer-model {path}: cannot be read ({error.strerror})") from None
+
+
+def _load(path: Path, content: bytes, name: str) -> Any:
+    try:
+        from sentencepiece import SentencePieceProcessor
+    except ImportError:
+        raise ConfigError(
+            f"--tokenizer-type {name}: needs the package sentencepiece: pip install sentencepiece"
+        ) from None
+    try:
+        return SentencePieceProcessor(model_proto=content)
+    except (RuntimeError, ValueError, OSError):
+        raise ConfigError(
+            f"--tokenizer-model {path}: not a SentencePiece model; give the tokenizer's .model file "
+            "(a tokenizer.json belongs to --tokenizer-type HuggingFaceTokenizer)"
+        ) from None

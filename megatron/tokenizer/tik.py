@@ -1,0 +1,180 @@
+"""TikTokenizer: ranks of byte sequences, encoded by the package tiktoken. Nothing is ever downloaded.
+
+The ranks are Megatron's JSON (a list of rank, token_bytes, token_str) or a .tiktoken file (a line for each rank). The
+special tokens come first, so a token's id is its rank after them; </s> is the end of document.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron.errors import ConfigError, DataError
+from megatron.tokenizer.base import Ids, Tokenizer, refuse_surrogates
+from megatron.tokenizer.bpe_files import read_text
+from megatron.tokenizer.fast_engine import split_at_spaces
+from megatron.tokenizer.fast_kinds import NEMOTRON_SPLIT
+
+SETTING = "--tokenizer-model"
+PATTERNS = {
+    "v1": r"[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+",
+    "v2": NEMOTRON_SPLIT,
+}
+SPECIAL_TOKENS = ("<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>")
+NEEDED = SPECIAL_TOKENS[:3]
+LARGEST_VOCABULARY = 1 << 17  # where --vocab-size is not given: Megatron's
+PART_CHARACTERS = 1 << 16  # the package's pattern engine gives up on long texts
+
+
+class TikTokenizer(Tokenizer):
+    name = "TikTokenizer"
+
+    def __init__(
+        self,
+        tokenizer_model: str | Path,
+        *,
+        pattern: str | None = None,
+        vocab_size: int | None = None,
+        num_special_tokens: int = 1000,
+        special_tokens: Sequence[str] | None = None,
+    ) -> None:
+        self._path = Path(tokenizer_model)
+        self._pattern = _pattern(pattern)
+        self._special = _special_tokens(special_tokens or SPECIAL_TOKENS, num_special_tokens)
+        tokens = _read_tokens(self._path)
+        room = (vocab_size or LARGEST_VOCABULARY) - num_special_tokens
+        if room < 256 or (vocab_size is not None and room > len(tokens)):
+            raise ConfigError(
+                f"--vocab-size {vocab_size}: {num_special_tokens} special tokens and {len(tokens)} of {self._path} "
+                f"make at most {num_special_tokens + len(tokens)}, and at least {num_special_tokens + 256}"
+            )
+        self._tokens = tokens[:room]
+        self._encoding = _encoding(self._pattern, self._tokens, self._special)
+
+    @property
+    def vocab_size(self) -> int:
+        return len(self._special) + len(self._tokens)
+
+    @property
+    def eod_id(self) -> int:
+        return self._special.index("</s>")
+
+    def token_id(self, token: str) -> int | None:
+        return self._special.index(token) if token in self._special else None
+
+    @cached_property
+    def fingerprint(self) -> str:
+        content = hashlib.sha256(json.dumps([self.name, self._pattern, self._special]).encode("ascii"))
+        for token in self._tokens:
+            content.update(len(token).to_bytes(4, "little") + token)
+        return content.hexdigest()
+
+    def tokenize(self, text: str) -> list[int]:
+        return self._encode(text).tolist()
+
+    def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
+        return [self._encode(text) for text in texts]
+
+    def _encode(self, text: str) -> Ids:
+        refuse_surrogates(text)
+        if len(text) <= PART_CHARACTERS:
+            return self._encode_part(text)
+        return np.concatenate([self._encode_part(part) for part in split_at_spaces(text, PART_CHARACTERS)])
+
+    def _encode_part(self, text: str) -> Ids:
+        try:
+            ids = self._encoding.encode_to_numpy(text, allowed_special=set(), disallowed_special=())
+        except BaseException as error:
+            if type(error).__name__ != "PanicException" and not isinstance(error, ValueError):
+                raise
+            raise DataError(
+                f"tiktoken gives up on a text with a word or a run of white space of {len(text)} characters or less, "
+                f"which begins with {text[:40]!r}; cut it, or skip the document"
+            ) from None
+        return ids.astype(np.int32)
+
+    def detokenize(self, ids: Iterable[int]) -> str:
+        return self._encoding.decode(list(ids), errors="replace")
+
+    def files(self) -> dict[str, Path]:
+        return {self._path.name: self._path}
+
+    def save_pretrained(self, directory: str | Path, *, model_max_length: int | None = None) -> None:
+        raise ConfigError(
+            f"{self.name}: transformers opens no tiktoken ranks; convert {self._path} to a tokenizer.json, and name "
+            "that with --tokenizer-type HuggingFaceTokenizer"
+        )
+
+
+def _pattern(name: str | None) -> str:
+    name = name or "v2"
+    if name not in PATTERNS:
+        raise ConfigError(f"--tiktoken-pattern {name}: no such pattern; choose from {', '.join(PATTERNS)}")
+    return PATTERNS[name]
+
+
+def _special_tokens(given: Sequence[str], count: int) -> list[str]:
+    flag = f"--tiktoken-special-tokens {' '.join(given)}"
+    lacking = [token for token in NEEDED if token not in given]
+    if lacking:
+        raise ConfigError(f"{flag}: {lacking[0]} is missing; name {' '.join(NEEDED)} among them")
+    if len(given) > count:
+        raise ConfigError(f"--tiktoken-num-special-tokens {count}: {len(given)} special tokens are named; give more")
+    tokens = [*given, *(f"<SPECIAL_{number}>" for number in range(len(given), count))]
+    if len(set(tokens)) != len(tokens):
+        raise ConfigError(f"{flag}: a token stands there twice; name each once")
+    return tokens
+
+
+def _read_tokens(path: Path) -> list[bytes]:
+    """The byte sequences in order of rank."""
+    content = read_text(path, SETTING)
+    try:
+        tokens = _from_json(content) if content.lstrip().startswith("[") else _from_lines(content)
+    except (ValueError, KeyError, TypeError, binascii.Error) as error:
+        raise ConfigError(
+            f"{SETTING} {path}: not ranks that tiktoken reads ({error}); give Megatron's JSON list of rank, "
+            "token_bytes and token_str, or a .tiktoken file"
+        ) from None
+    single = {token for token in tokens if len(token) == 1}
+    if len(single) != 256 or len(set(tokens)) != len(tokens):
+        problem = (
+            "a token stands there twice" if len(single) == 256 else f"{256 - len(single)} of 256 bytes are missing"
+        )
+        raise ConfigError(f"{SETTING} {path}: {problem}; the file is damaged")
+    return tokens
+
+
+def _from_json(content: str) -> list[bytes]:
+    entries = json.loads(content)
+    if [entry["rank"] for entry in entries] != list(range(len(entries))):
+        raise ValueError("ranks are not 0, 1, 2, ...")
+    return [base64.b64decode(entry["token_bytes"], validate=True) for entry in entries]
+
+
+def _from_lines(content: str) -> list[bytes]:
+    lines = [line.split() for line in content.splitlines() if line.strip()]
+    if not lines or [int(rank) for _, rank in lines] != list(range(len(lines))):
+        raise ValueError("ranks are not 0, 1, 2, ...")
+    return [base64.b64decode(token, validate=True) for token, _ in lines]
+
+
+def _encoding(pattern: str, tokens: list[bytes], special: list[str]) -> Any:
+    try:
+        from tiktoken import Encoding
+    except ImportError:
+        raise ConfigError("--tokenizer-type TikTokenizer: needs the package tiktoken: pip install tiktoken") from None
+    return Encoding(
+        name="megatron",
+        pat_str=pattern,
+        mergeable_ranks={token: len(special) + rank for rank, token in enumerate(tokens)},
+        special_tokens={token: index for index, token in enumerate(special)},
+    )
