@@ -64,7 +64,6 @@ _NEEDS: tuple[tuple[str, Callable[[RunConfig], bool], tuple[str, ...]], ...] = (
             "moe_z_loss_coeff",
             "moe_router_enable_expert_bias",
             "moe_expert_capacity_factor",
-            "moe_token_dispatcher_type",
             "moe_shared_expert_intermediate_size",
         ),
     ),
@@ -173,8 +172,6 @@ def _attention(config: RunConfig) -> Iterator[str]:
 
 
 def _experts(config: RunConfig) -> Iterator[str]:
-    if given(config, "moe_token_dispatcher_type") and config.moe.moe_token_dispatcher_type == "allgather":
-        yield "--moe-token-dispatcher-type allgather: tokens travel by alltoall, which computes the same"
     if config.moe.balances and config.moe.balanced_over == "micro-batch":
         yield (
             f"{spelled(config, 'moe_router_load_balancing_type')}: looks at the tokens of a micro-batch together, so "

@@ -59,6 +59,8 @@ class MoEConfig:
         "How tokens travel to experts on other ranks.",
         choices=("alltoall", "allgather"),
         refused={"flex": "DeepEP is not supported; use alltoall, which computes the same"},
+        status="no-op",
+        note="tokens travel by all-to-all; the other ways compute the same",
     )
     moe_grouped_gemm: bool = flag(
         False,

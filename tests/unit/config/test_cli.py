@@ -33,9 +33,9 @@ def test_the_classic_scripts_run_as_typed(command: str) -> None:
 
 
 @pytest.mark.parametrize("command", WITH_MODEL_PARALLELISM.values(), ids=WITH_MODEL_PARALLELISM)
-def test_model_parallel_scripts_are_refused_in_one_line(command: str) -> None:
-    with pytest.raises(ConfigError, match=r"^--tensor-model-parallel-size \d: not supported yet; leave it at 1"):
-        parse_args(argv(command))
+def test_scripts_with_model_parallelism_run_as_typed(command: str) -> None:
+    parallel = parse_args(argv(command)).parallel
+    assert parallel.tensor_model_parallel_size > 1 and parallel.pipeline_model_parallel_size > 1
 
 
 def test_a_script_of_main_runs_and_says_what_its_flags_mean() -> None:
@@ -128,7 +128,6 @@ def test_named_no_ops_print_their_line(flag: str) -> None:
 @pytest.mark.parametrize(
     "neutral",
     [
-        "--moe-router-topk 2",
         "--zero-stage 0",
         "--zero-stage 0.0",
         "--remote-device none",
