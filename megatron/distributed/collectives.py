@@ -9,10 +9,10 @@ from typing import Any, Literal, TypeVar
 import torch
 import torch.distributed as dist
 
+from megatron.distributed.operations import Operation
 from megatron.distributed.state import Axis
 
 ReduceName = Literal["sum", "max", "min"]
-Pending = dist.Work
 T = TypeVar("T")
 
 # torch 2.13 renamed these and warns of the old names, which older ones alone have.
@@ -22,10 +22,24 @@ _scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scat
 _REDUCE = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
+@dataclass(frozen=True)
+class Pending:
+    """A collective under way."""
+
+    work: dist.Work
+    axis: Axis
+    operation: Operation
+
+    def wait(self) -> None:
+        with self.axis.wait(self.operation):
+            self.work.wait()
+
+
 def all_reduce(tensor: torch.Tensor, axis: Axis, op: ReduceName = "sum") -> torch.Tensor:
     """Reduces `tensor` in place over the axis and returns it."""
     if axis.size > 1:
-        dist.all_reduce(tensor, _REDUCE[op], axis.group)
+        with axis.during("all_reduce", tuple(tensor.shape)):
+            dist.all_reduce(tensor, _REDUCE[op], axis.group)
     return tensor
 
 
@@ -33,13 +47,15 @@ def start_all_reduce(tensor: torch.Tensor, axis: Axis, op: ReduceName = "sum") -
     """Starts the same; the result is there after `wait()` on what it returns (None: nothing to wait for)."""
     if axis.size == 1:
         return None
-    return dist.all_reduce(tensor, _REDUCE[op], axis.group, async_op=True)
+    operation = axis.begin("all_reduce", tuple(tensor.shape))
+    return Pending(dist.all_reduce(tensor, _REDUCE[op], axis.group, async_op=True), axis, operation)
 
 
 def broadcast(tensor: torch.Tensor, axis: Axis, source: int = 0) -> torch.Tensor:
     """Overwrites `tensor` with that of the member at place `source` of the axis, and returns it."""
     if axis.size > 1:
-        dist.broadcast(tensor, axis.ranks[source], axis.group)
+        with axis.during("broadcast", tuple(tensor.shape)):
+            dist.broadcast(tensor, axis.ranks[source], axis.group)
     return tensor
 
 
@@ -48,7 +64,8 @@ def all_gather(tensor: torch.Tensor, axis: Axis) -> list[torch.Tensor]:
     if axis.size == 1:
         return [tensor]
     gathered = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(axis.size)]
-    dist.all_gather(gathered, tensor.contiguous(), axis.group)
+    with axis.during("all_gather", tuple(tensor.shape)):
+        dist.all_gather(gathered, tensor.contiguous(), axis.group)
     return gathered
 
 
@@ -63,7 +80,8 @@ def start_gather_along(tensor: torch.Tensor, axis: Axis, dim: int) -> tuple[Call
     if axis.size == 1:
         return lambda: tensor, None
     flat = tensor.new_empty((axis.size * tensor.shape[0], *tensor.shape[1:]))
-    pending = _gather_flat(flat, tensor.contiguous(), axis.group, async_op=True)
+    operation = axis.begin("all_gather", tuple(tensor.shape))
+    pending = Pending(_gather_flat(flat, tensor.contiguous(), axis.group, async_op=True), axis, operation)
     if dim == 0 or tensor.shape[:dim].numel() == 1:
         shape = list(tensor.shape)
         shape[dim] *= axis.size
@@ -89,8 +107,9 @@ def start_scatter_sum(tensor: torch.Tensor, axis: Axis, dim: int) -> tuple[torch
         shape = list(tensor.shape)
         shape[dim] //= axis.size
         result = tensor.new_empty(shape)
-    pending = _scatter_flat(result.view(-1), tensor.contiguous().view(-1), group=axis.group, async_op=True)
-    return result, pending
+    operation = axis.begin("reduce_scatter", tuple(tensor.shape))
+    work = _scatter_flat(result.view(-1), tensor.contiguous().view(-1), group=axis.group, async_op=True)
+    return result, Pending(work, axis, operation)
 
 
 def _after(pending: Pending, result: Callable[[], torch.Tensor]) -> torch.Tensor:
@@ -104,7 +123,8 @@ def all_to_all(tensor: torch.Tensor, axis: Axis) -> torch.Tensor:
         return tensor
     assert tensor.shape[0] == axis.size, f"{tuple(tensor.shape)} for {axis.size} ranks"
     received = torch.empty_like(tensor, memory_format=torch.contiguous_format)
-    dist.all_to_all_single(received, tensor.contiguous(), group=axis.group)
+    with axis.during("all_to_all"):
+        dist.all_to_all_single(received, tensor.contiguous(), group=axis.group)
     return received
 
 
@@ -113,7 +133,8 @@ def exchange(rows: torch.Tensor, send: Sequence[int], receive: Sequence[int], ax
     if axis.size == 1:
         return rows
     received = rows.new_empty((sum(receive), *rows.shape[1:]))
-    dist.all_to_all_single(received, rows.contiguous(), list(receive), list(send), axis.group)
+    with axis.during("all_to_all"):
+        dist.all_to_all_single(received, rows.contiguous(), list(receive), list(send), axis.group)
     return received
 
 
@@ -141,7 +162,9 @@ def start_shift(tensor: torch.Tensor, axis: Axis) -> Shift:
     following, previous = (axis.ranks[(axis.rank + step) % axis.size] for step in (1, -1))
     sending = dist.P2POp(dist.isend, tensor, following, axis.group)
     receiving = dist.P2POp(dist.irecv, received, previous, axis.group)
-    return Shift(tensor, received, dist.batch_isend_irecv([sending, receiving]))
+    operation = axis.begin("shift", tuple(tensor.shape))
+    works = dist.batch_isend_irecv([sending, receiving])
+    return Shift(tensor, received, [Pending(work, axis, operation) for work in works])
 
 
 def own_piece(tensor: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
@@ -157,7 +180,8 @@ def all_gather_object(value: T, axis: Axis) -> list[T]:
     if axis.size == 1:
         return [value]
     gathered: list[Any] = [None] * axis.size
-    dist.all_gather_object(gathered, value, axis.group)
+    with axis.during("all_gather_object"):
+        dist.all_gather_object(gathered, value, axis.group)
     return gathered
 
 
@@ -166,7 +190,8 @@ def gather_object(value: T, axis: Axis, target: int = 0) -> list[T] | None:
     if axis.size == 1:
         return [value]
     gathered: list[Any] | None = [None] * axis.size if axis.rank == target else None
-    dist.gather_object(value, gathered, axis.ranks[target], axis.group)
+    with axis.during("gather_object"):
+        dist.gather_object(value, gathered, axis.ranks[target], axis.group)
     return gathered
 
 
@@ -174,11 +199,13 @@ def broadcast_object(value: T | None, axis: Axis, source: int = 0) -> T:
     """The Python value of the member at place `source`, on every member."""
     box = [value]
     if axis.size > 1:
-        dist.broadcast_object_list(box, axis.ranks[source], axis.group)
+        with axis.during("broadcast_object"):
+            dist.broadcast_object_list(box, axis.ranks[source], axis.group)
     return box[0]  # type: ignore[return-value]
 
 
 def barrier(axis: Axis) -> None:
     """Returns when every member has called it."""
     if axis.size > 1:
-        dist.barrier(axis.group)
+        with axis.during("barrier"):
+            dist.barrier(axis.group)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 
 import torch.distributed as dist
 
+from megatron.distributed.operations import Operation, Operations
 from megatron.layout import AXES, Layout
 
 GroupMaker = Callable[[str, tuple[int, ...]], dist.ProcessGroup]
@@ -28,6 +30,8 @@ class Axis:
     size: int
     ranks: tuple[int, ...]
     _group: dist.ProcessGroup | weakref.ref[dist.ProcessGroup] | None = field(default=None, repr=False)
+    operations: Operations | None = field(default=None, repr=False, compare=False)
+    """Where it is noted what happens on this axis."""
 
     def __post_init__(self) -> None:
         if self._group is not None and not isinstance(self._group, weakref.ref):
@@ -49,6 +53,20 @@ class Axis:
             raise RuntimeError(f"the process group of the {self.name} axis was destroyed")
         return group
 
+    def begin(self, name: str, shape: tuple[int, ...] | None = None) -> Operation:
+        """Notes a collective of this axis; `shape` where that of all members' tensors is the same."""
+        if self.operations is None:
+            return Operation(name, self.name, self.ranks)
+        return self.operations.began(name, self.name, self.ranks, shape)
+
+    def wait(self, operation: Operation) -> AbstractContextManager[None]:
+        """Around a call that returns when the other members have come."""
+        return nullcontext() if self.operations is None else self.operations.wait(operation)
+
+    def during(self, name: str, shape: tuple[int, ...] | None = None) -> AbstractContextManager[None]:
+        """Around a collective that returns when it is done."""
+        return self.wait(self.begin(name, shape))
+
 
 @dataclass(frozen=True)
 class ParallelState:
@@ -69,6 +87,7 @@ class ParallelState:
     pp_links: tuple[Axis, ...] = ()
     """`pp` four times, each with a process group of its own: for each of two directions, what goes to the next stage
     and what goes back. Only where the backend tells messages apart by nothing but their order (nccl)."""
+    operations: Operations = field(default_factory=Operations, repr=False, compare=False)
 
     @staticmethod
     def build(
@@ -86,7 +105,10 @@ class ParallelState:
         """
         make_group = make_group or partial(_new_group, timeout=timeout)
         made: dict[tuple[int, ...], dist.ProcessGroup] = {}
-        axes = {name: _build_axis(layout, rank, name, make_group, made) for name in AXES}
+        operations = Operations()
+        axes = {
+            name: replace(_build_axis(layout, rank, name, make_group, made), operations=operations) for name in AXES
+        }
         if links is None:
             links = layout.pp > 1 and dist.is_initialized() and dist.get_backend() != "gloo"
         pp_links = _build_links(layout, axes["pp"], timeout) if links else ()

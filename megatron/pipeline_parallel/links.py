@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron.distributed.operations import Operation
 from megatron.distributed.state import Axis
 
 What = Literal["activation", "gradient"]
@@ -74,11 +75,14 @@ class Links:
 
     def take(self, message: Message) -> Tensor:
         tensor, work = self._receiving.pop(message)
-        work.wait()
+        name = f"receive the {message.what} of micro-batch {message.micro_batch} for stage {message.stage}"
+        with self._pp.wait(Operation(name, self._pp.name, self._pp.ranks)):
+            work.wait()
         return tensor
 
     def finish(self) -> None:
         """Waits until everything sent has left."""
         while self._sending:
-            self._sending.popleft()[1].wait()
+            with self._pp.wait(Operation("send what is left", self._pp.name, self._pp.ranks)):
+                self._sending.popleft()[1].wait()
         assert not self._receiving, f"received and never used: {list(self._receiving)}"

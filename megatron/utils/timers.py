@@ -15,13 +15,17 @@ class Timers:
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = {}
+        self.current = ""
+        """The phase that runs now, for a thread that looks on."""
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        start = time.perf_counter()
+        start, outer = time.perf_counter(), self.current
+        self.current = name
         try:
             yield
         finally:
+            self.current = outer
             self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
 
     def elapsed(self) -> dict[str, float]:
