@@ -74,7 +74,7 @@ ADDED = {
     "--start-weight-decay 0.1": ("--start-weight-decay 0.1", "--weight-decay-incr-style"),
     "--optimizer lion": ("--optimizer lion", "use adam or sgd"),
     "--position-embedding-type relative": ("--position-embedding-type relative", "use learned_absolute"),
-    "--tensor-model-parallel-size 2": ("--tensor-model-parallel-size 2: not supported yet", "leave it at 1"),
+    "--sequence-parallel": ("--sequence-parallel", "raise --tensor-model-parallel-size"),
     "--cp-comm-type a2a+p2p": ("--cp-comm-type a2a+p2p", "use a2a where the heads divide"),
     "--use-distributed-optimizer": ("--use-distributed-optimizer: not supported yet", "remove it"),
     "--num-experts 8": ("--num-experts 8: experts have no biases", "--disable-bias-linear"),

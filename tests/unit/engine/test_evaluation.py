@@ -22,7 +22,8 @@ def corpus(tmp_path: Path) -> str:
     random = np.random.RandomState(7)
     builder = IndexedDatasetBuilder(str(tmp_path / "corpus"), np.uint16)
     for _ in range(60):
-        builder.add_document(random.randint(0, 96, size=random.randint(8, 40)).astype(np.uint16), None)
+        ids = random.randint(0, 96, size=random.randint(8, 40))
+        builder.add_document(np.append(ids, 96).astype(np.uint16), None)  # the NullTokenizer's end of document
     builder.finalize()
     return str(tmp_path / "corpus")
 
@@ -130,7 +131,7 @@ def losses_of_one_batch(rank: int, size: int, argv: list[str]) -> list[float]:
     found = []
     for training in (True, False):
         engine.model.train(training)
-        found.append(engine.forward_step(engine.model, batch)[0].item())
+        found.append(engine.passes.forward(batch)[0].item())
     return found
 
 
