@@ -80,7 +80,7 @@ class Origin:
             return
         saved = self.found.manifest
         if "model" in saved.config and "padded_vocab_size" in saved.args:
-            check_architecture(saved.config["model"], config.model, finetune=self.found.release)
+            check_architecture(saved.config, config.model, config.moe, finetune=self.found.release)
 
     def check_settings(self, config: RunConfig) -> list[str]:
         """Refuses a resume that would silently read other samples than the run before; what was accepted is returned
