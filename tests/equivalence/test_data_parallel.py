@@ -96,13 +96,13 @@ def no_reduction(engine: Engine) -> None:
 
 
 def mean_of_means(engine: Engine) -> None:
-    forward = engine.forward_step
+    forward = engine.passes.forward_step
 
     def wrong(model: Any, batch: Any) -> Any:
         total, count = forward(model, batch)
         return total / count * 32, torch.tensor(32.0)
 
-    engine.forward_step = wrong
+    engine.passes.forward_step = wrong
 
 
 def doubled_reduction(engine: Engine) -> None:

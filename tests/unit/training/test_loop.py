@@ -18,14 +18,14 @@ from tests.helpers.runs import flags, make_parts, train_here
 
 def poison(parts: Any, at: int, value: float) -> None:
     """The loss of iteration `at` becomes `value`."""
-    engine, forward = parts.engine, parts.engine.forward_step
+    engine, forward = parts.engine, parts.engine.passes.forward_step
     calls = iter(range(1000))
 
     def wrong(model: Any, batch: Any) -> Any:
         total, count = forward(model, batch)
         return (total * value, count) if next(calls) // 4 + 1 == at else (total, count)
 
-    engine.forward_step = wrong
+    engine.passes.forward_step = wrong
 
 
 def test_exit_interval() -> None:
@@ -120,8 +120,8 @@ def test_a_skipped_step_does_not_move_the_schedule() -> None:
 
 def test_a_batch_without_counted_tokens_is_refused() -> None:
     _, parts = make_parts(flags())
-    forward = parts.engine.forward_step
-    parts.engine.forward_step = lambda model, batch: tuple(0 * x for x in forward(model, batch))  # type: ignore
+    forward = parts.engine.passes.forward_step
+    parts.engine.passes.forward_step = lambda model, batch: tuple(0 * x for x in forward(model, batch))  # type: ignore
     with pytest.raises(DataError, match="every loss mask is zero"), parts:
         parts.trainer.fit()
 

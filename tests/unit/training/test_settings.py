@@ -142,8 +142,8 @@ def test_deterministic_mode(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_manual_garbage_collection(monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], collections: int) -> None:
     _, parts = make_parts(flags(**settings, eval_iters=1, eval_interval=3))
     enabled: list[bool] = []
-    step = parts.engine.forward_step
-    parts.engine.forward_step = lambda *args: (enabled.append(gc.isenabled()), step(*args))[1]
+    step = parts.engine.passes.forward_step
+    parts.engine.passes.forward_step = lambda *args: (enabled.append(gc.isenabled()), step(*args))[1]
     counted: list[int] = []
     monkeypatch.setattr(gc, "collect", lambda *_: counted.append(1))
     with parts:
