@@ -7,7 +7,7 @@ split are then slicing, whatever the parameter is.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import prod
@@ -86,12 +86,20 @@ class ShardSpec:
         return replace(self, ranges=None, replica_axes=(), copies=())
 
     def counted(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """The parts of the stored tensor that no earlier rank holds: over all ranks, every element once."""
+        """The parts of the stored tensor that no earlier rank holds: over all ranks, every element once. Rows that only
+        pad a table are none."""
         if not self.copies:
-            return [tensor]
+            return [self.view(tensor)]
+        return self._parts(tensor, lambda held: without(held, self.copies))
+
+    def copied(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """The others: what an earlier rank holds too."""
+        return self._parts(tensor, lambda held: without(held, tuple(without(held, self.copies)))) if self.copies else []
+
+    def _parts(self, tensor: torch.Tensor, which: Callable[[Range], Iterable[Range]]) -> list[torch.Tensor]:
         view, parts = self.view(tensor), []
         for offset, held in _with_offsets(self.held):
-            for start, stop in without(held, self.copies):
+            for start, stop in which(held):
                 parts.append(_cut(view, self.dim, (offset + start - held[0], offset + stop - held[0])))
         return parts
 

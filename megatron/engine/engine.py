@@ -270,11 +270,23 @@ class Engine(Evaluation):
         ]
         return f" ({'; '.join(parts)})" if parts else ""
 
-    def _nonfinite(self, what: str, where: str = "") -> NonFiniteError:
+    def _first_nonfinite(self) -> str:
+        """What is bad, and where: the parameters of any rank before the gradients of any. Every rank calls it, since
+        the cause may lie where nobody else sees it: on one stage, or in one part of a layer."""
         weights = [name for name, p in self.model.named_parameters() if not torch.isfinite(p).all()]
-        names = weights or self.optimizer.find_nonfinite()
-        kind = "parameters" if weights else "gradients"
-        first = f"; not finite, first in the {kind}: {', '.join(names[:4])}" if names else ""
+        mine = ("parameters", weights) if weights else ("gradients", self.optimizer.find_nonfinite())
+        found = all_gather_object(mine, self.parallel.world)
+        for kind in ("parameters", "gradients"):
+            ranks = {rank: names for rank, (what, names) in enumerate(found) if what == kind and names}
+            if ranks:
+                first, *others = ranks
+                whose = f" of rank {first}" if len(found) > 1 else ""
+                also = f" (and on rank{'s' if others[1:] else ''} {', '.join(map(str, others))})" if others else ""
+                return f"; not finite, first in the {kind}{whose}: {', '.join(ranks[first][:4])}{also}"
+        return ""
+
+    def _nonfinite(self, what: str, where: str = "") -> NonFiniteError:
+        first = self._first_nonfinite()
         return NonFiniteError(
             f"{what}{where}{first}. The update was not made. Resume from the last checkpoint, lower --lr, or use "
             "--no-check-for-nan-in-loss-and-grad to skip such steps"

@@ -50,9 +50,15 @@ def count_zeros(tensors: Iterable[torch.Tensor]) -> float:
     return float(sum(tensor.numel() - int(torch.count_nonzero(tensor)) for tensor in tensors))
 
 
-def global_norm(groups: Mapping[SplitOver, Sequence[torch.Tensor]]) -> float:
-    """The L2 norm over all tensors of the model, each counted once however it is split or copied."""
-    return math.sqrt(add_over_axes({axes: sum_of_squares(tensors) for axes, tensors in groups.items()}, groups))
+def global_norm(
+    groups: Mapping[SplitOver, Sequence[torch.Tensor]], copies: Mapping[SplitOver, Sequence[torch.Tensor]] | None = None
+) -> float:
+    """The L2 norm over all tensors of the model, each counted once however it is split or copied. `copies` add nothing
+    to it; but if one of them is not finite, neither is the norm, and every rank hears of it."""
+    squares = {axes: sum_of_squares(tensors) for axes, tensors in groups.items()}
+    for axes, tensors in (copies or {}).items():
+        squares[axes] += 0.0 * sum_of_squares(tensors)
+    return math.sqrt(add_over_axes(squares, groups))
 
 
 def global_zeros(groups: Mapping[SplitOver, Sequence[torch.Tensor]]) -> int:

@@ -112,7 +112,8 @@ class Optimizer:
         """
         scale = self.scaler.scale
         multiplier = 1.0 / (scale if grad_scale is None else grad_scale)
-        norm = global_norm(self._by_axes(list(self.grads.grads()))) * abs(multiplier)
+        grads = list(self.grads.grads())
+        norm = global_norm(self._by_axes(grads), self._by_axes(grads, counted=False)) * abs(multiplier)
         if not math.isfinite(norm):
             self.skipped_in_a_row += 1
             self.scaler.update(overflow=True)
@@ -192,12 +193,18 @@ class Optimizer:
             params = [self.grads.parameter(name).data for name in self._halves]
             torch._foreach_copy_(params, [self._slots[name].tensor for name in self._halves])
 
-    def _by_axes(self, tensors: list[tuple[str, torch.Tensor]]) -> dict[SplitOver, list[torch.Tensor]]:
+    def _by_axes(
+        self, tensors: list[tuple[str, torch.Tensor]], counted: bool = True
+    ) -> dict[SplitOver, list[torch.Tensor]]:
+        """What counts, or the copies of what another rank counts."""
         groups: dict[SplitOver, list[torch.Tensor]] = {axes: [] for axes in self._norm_axes}
         for name, tensor in tensors:
             spec = self._specs.get(name)
-            counted = [tensor] if spec is None else spec.counted(tensor)
-            groups.setdefault(self._split_over.get(name, ()), []).extend(counted)
+            if spec is None:
+                parts = [tensor] if counted else []
+            else:
+                parts = spec.counted(tensor) if counted else spec.copied(tensor)
+            groups.setdefault(self._split_over.get(name, ()), []).extend(parts)
         return groups
 
 

@@ -91,9 +91,9 @@ def test_norms_over_split_and_copied_tensors() -> None:
 def test_planted_bug_a_copied_tensor_counted_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     by_axes = Optimizer._by_axes
 
-    def everything_is_split(self: Optimizer, tensors: list[tuple[str, torch.Tensor]]) -> object:
+    def everything_is_split(self: Optimizer, tensors: list[tuple[str, torch.Tensor]], counted: bool = True) -> object:
         axes = next(iter(self._split_over.values()))
-        return {axes: [tensor for group in by_axes(self, tensors).values() for tensor in group]}
+        return {axes: [tensor for group in by_axes(self, tensors, counted).values() for tensor in group]}
 
     monkeypatch.setattr(module.Optimizer, "_by_axes", everything_is_split)
     assert run_ranks(4, split_norm)[0][0] != pytest.approx(math.sqrt(66), rel=1e-3)

@@ -307,7 +307,7 @@ def plant_coupled_decay(patch: pytest.MonkeyPatch) -> None:
 
 
 def plant_clipping_by_the_mean(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(module, "global_norm", lambda groups: 0.9 * sum(float(t.norm()) for t in groups[()]))
+    patch.setattr(module, "global_norm", lambda groups, _: 0.9 * sum(float(t.norm()) for t in groups[()]))
 
 
 def plant_stale_learning_rate(patch: pytest.MonkeyPatch) -> None:
