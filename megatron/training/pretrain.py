@@ -59,6 +59,7 @@ def _pretrain(
 ) -> StopReason:
     from megatron.training.assemble import assemble
     from megatron.training.checkpointing import held_save_directory
+    from megatron.training.heart import beating
     from megatron.training.initialize import start
     from megatron.training.plan import render_plan
 
@@ -67,7 +68,11 @@ def _pretrain(
         run.log.info(render_plan(run, model_provider))
         return StopReason("dry_run", "--dry-run")
     with held_save_directory(run) as (history, exit_record):
-        with assemble(run, datasets_provider, model_provider, forward_step, history) as parts:
+        with (
+            beating(run, exit_record) as place,
+            assemble(run, datasets_provider, model_provider, forward_step, history) as parts,
+        ):
+            place.parts = parts
             reason = train_and_evaluate(run, parts)
         exit_record.ended(reason, parts.progress.iteration)
     return reason

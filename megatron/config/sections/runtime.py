@@ -14,6 +14,9 @@ class RuntimeConfig:
         None, "Backend of the collectives. Unset: from the device.", choices=("nccl", "gloo", "hccl", "xccl")
     )
     distributed_timeout_minutes: float = flag(10, "Longest wait in a collective.", above=0.0)
+    heartbeat_timeout_seconds: float = flag(
+        20, "A rank that is not heard of for so long ends the run, which names it; 0: ranks do not look.", at_least=0.0
+    )
     local_rank: int | None = flag(
         None, "Set by torch.distributed.launch; must agree with LOCAL_RANK.", at_least=0, cli_only=True
     )
