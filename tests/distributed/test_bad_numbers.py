@@ -1,5 +1,5 @@
-"""A number that goes bad on one rank alone, in its part of a layer or on its stage: all ranks stop in that step with the
-same words, or all leave the step out and lower the loss scale, and none of them goes on by itself."""
+"""A number that goes bad on one rank alone, in its part of a layer or on its stage: all ranks stop in that step with
+the same words, or all leave the step out and lower the loss scale, and none of them goes on by itself."""
 
 from __future__ import annotations
 
