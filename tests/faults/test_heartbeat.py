@@ -1,0 +1,187 @@
+"""A rank that is killed, stopped or leaves a collective out: the others end in time, and say who, when and in what.
+
+Real processes, started as a launcher without an agent would; each of them has an exit code of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.runs import REPOSITORY, flags, launch
+
+BOUND = 60.0  # seconds for ranks that end within 30 on a quiet machine: 20 until it is noticed, and a few to tell
+
+SCRIPT = f"""
+import os, signal, sys, time
+sys.path.insert(0, {str(REPOSITORY)!r})
+import pretrain_gpt
+from megatron import pretrain
+from megatron.distributed import collectives
+
+how, whom = sys.argv.pop(1), sys.argv.pop(1)
+calls = iter(range(10**9))
+
+def forward_step(model, batch):
+    loss, count = pretrain_gpt.forward_step(model, batch)
+    if next(calls) == 6 and os.environ.get("RANK") == whom:
+        if how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if how == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if how == "slow":
+            time.sleep(8.0)
+        if how == "error":
+            raise ValueError("planted")
+        if how == "skip":
+            original = collectives.start_all_reduce
+            def skipped(tensor, axis, *rest):
+                collectives.start_all_reduce = original
+                return None
+            collectives.start_all_reduce = skipped
+        if how == "elsewhere":  # in another collective than the others
+            collectives.barrier(world)
+    return loss, count
+
+def model_provider(run):
+    global world
+    world = run.parallel.world
+    return pretrain_gpt.model_provider(run)
+
+pretrain(pretrain_gpt.datasets_provider, model_provider, forward_step)
+"""
+
+
+class Ranks:
+    """Processes that a launcher without an agent started."""
+
+    def __init__(self, folder: Path, count: int, how: str, whom: int, argv: list[str]) -> None:
+        script = folder / "pretrain_faulty.py"
+        script.write_text(SCRIPT)
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        self.errors = [folder / f"stderr_{rank}" for rank in range(count)]
+        self.processes = []
+        for rank in range(count):
+            place = {"RANK": rank, "WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            self.processes.append(
+                subprocess.Popen(
+                    [sys.executable, str(script), how, str(whom), *argv],
+                    env={**os.environ, **{key: str(value) for key, value in place.items()}},
+                    stdout=subprocess.DEVNULL,
+                    stderr=self.errors[rank].open("w"),
+                )
+            )
+
+    def codes(self, besides: int | None = None) -> list[int]:
+        deadline = time.monotonic() + 2 * BOUND
+        return [
+            process.wait(max(0.1, deadline - time.monotonic()))
+            for rank, process in enumerate(self.processes)
+            if rank != besides
+        ]
+
+    def said(self) -> list[str]:
+        return [line for path in self.errors for line in path.read_text().splitlines() if line.startswith("error")]
+
+    def end(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.wait()
+
+
+@pytest.fixture
+def started(tmp_path: Path) -> Iterator[list[Ranks]]:
+    running: list[Ranks] = []
+    yield running
+    for ranks in running:
+        ranks.end()
+
+
+def arguments(tmp_path: Path, patience: int = 5, **more: object) -> list[str]:
+    return flags(
+        train_iters=500, save=tmp_path / "ckpt", save_interval=1000, heartbeat_timeout_seconds=patience, **more
+    )
+
+
+@pytest.mark.parametrize("whom", [0, 1])
+@pytest.mark.parametrize(
+    ("how", "words"), [("kill", "ended without a word"), ("stop", "is stopped (SIGSTOP, or a debugger)")]
+)
+def test_a_lost_rank_is_named(how: str, words: str, whom: int, tmp_path: Path, started: list[Ranks]) -> None:
+    """Rank 0 keeps the store through which the ranks talk."""
+    ranks = Ranks(tmp_path, 3, how, whom, arguments(tmp_path, global_batch_size=12))
+    started.append(ranks)
+    assert ranks.codes(besides=whom) == [17, 17]
+    said = ranks.said()
+    assert said, "nobody said anything"
+    for line in said:
+        assert f": rank {whom} (process {ranks.processes[whom].pid} on " in line and words in line, said
+        assert "last seen in step " in line and ("all_reduce" in line or "collective" in line), said
+    if whom != 0:
+        assert len(said) == 1, said
+    record = json.loads((tmp_path / "ckpt" / "exit_reason.json").read_text())
+    assert (record["reason"], record["exit_code"]) == ("PeerLostError", 17) and f"rank {whom} " in record["text"]
+
+
+def test_a_rank_in_another_collective_is_named(tmp_path: Path, started: list[Ranks]) -> None:
+    argv = arguments(tmp_path, tensor_model_parallel_size=2)
+    ranks = Ranks(tmp_path, 4, "elsewhere", 1, argv)
+    started.append(ranks)
+    assert set(ranks.codes()) == {16}
+    (said,) = ranks.said()
+    assert "left a collective out or made one too many" in said and "rank 1" in said and "step 4" in said, said
+    assert "all_reduce" in said and "barrier" in said and " over world" in said
+    assert json.loads((tmp_path / "ckpt" / "exit_reason.json").read_text())["exit_code"] == 16
+
+
+def test_a_rank_that_skips_a_collective_does_not_stay_unnoticed(tmp_path: Path, started: list[Ranks]) -> None:
+    """gloo aborts a process that receives more than it asked for, so one of the two may have no word of its own."""
+    ranks = Ranks(tmp_path, 2, "skip", 1, arguments(tmp_path))
+    started.append(ranks)
+    codes = ranks.codes()
+    assert 0 not in codes and set(codes) <= {16, 17, -6}
+    (said,) = ranks.said()
+    assert "left" in said and "rank " in said and "in step " in said and "all_reduce" in said, said
+
+
+def test_a_slow_rank_that_beats_is_left_alone(tmp_path: Path, started: list[Ranks]) -> None:
+    argv = flags(train_iters=3, heartbeat_timeout_seconds=2)
+    ranks = Ranks(tmp_path, 2, "slow", 1, argv)
+    started.append(ranks)
+    assert ranks.codes() == [0, 0] and not ranks.said()
+
+
+@pytest.mark.parametrize("whom", [0, 1])
+def test_an_error_of_a_ranks_own_stays_the_cause(whom: int, tmp_path: Path, started: list[Ranks]) -> None:
+    ranks = Ranks(tmp_path, 2, "error", whom, arguments(tmp_path))
+    started.append(ranks)
+    codes = ranks.codes()
+    assert codes[whom] == 1 and codes[1 - whom] == 17
+    assert "ValueError: planted" in ranks.errors[whom].read_text()
+    assert not any("without a word" in line for line in ranks.said())
+    assert json.loads((tmp_path / "ckpt" / "exit_reason.json").read_text())["reason"] == "ValueError"
+
+
+@pytest.mark.parametrize("patience", [0, 20])
+def test_a_finished_run_is_not_missed(patience: int) -> None:
+    done = launch(flags(train_iters=2, heartbeat_timeout_seconds=patience), ranks=2)
+    assert done.returncode == 0 and "error" not in done.stderr, done.stderr
+
+
+def test_torchrun_and_a_killed_rank(tmp_path: Path) -> None:
+    """The launcher ends the others at once; whoever is quicker, the run ends and has a record."""
+    script = tmp_path / "pretrain_faulty.py"
+    script.write_text(SCRIPT)
+    started = time.monotonic()
+    done = launch(["kill", "1", *arguments(tmp_path, 20)], ranks=2, script=script, timeout=2 * BOUND)
+    assert done.returncode != 0 and time.monotonic() - started < BOUND
