@@ -2,33 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from megatron.config.batch import data_parallel_size, global_batch_size
 from megatron.config.meaning import spelled
 from megatron.config.run import RunConfig
 from megatron.errors import ConfigError
-
-_LAYOUT = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+from megatron.layout import Layout, nearest_divisors, nearest_multiples
 
 
 def check_world(config: RunConfig, world_size: int) -> None:
     """Layout and batch sizes fit the number of ranks."""
-    model_parallel = 1
-    for name in _LAYOUT:
-        model_parallel *= getattr(config.parallel, name)
-    if world_size % model_parallel:
-        sizes = ", ".join(spelled(config, name) for name in _LAYOUT if getattr(config.parallel, name) > 1)
-        raise ConfigError(
-            f"{sizes}: {world_size} ranks do not divide into groups of {model_parallel}; "
-            f"start a multiple of {model_parallel} ranks, or lower the parallel sizes"
-        )
+    parallel = config.parallel
+    Layout(  # which says what does not fit
+        world_size,
+        tp=parallel.tensor_model_parallel_size,
+        cp=parallel.context_parallel_size,
+        ep=parallel.expert_model_parallel_size,
+        pp=parallel.pipeline_model_parallel_size,
+    )
     dp = data_parallel_size(config, world_size)
     micro = config.training.micro_batch_size
     step = micro * dp
     final = global_batch_size(config, dp)
     if final % step:
+        fitting = f", or --micro-batch-size {_either(nearest_divisors(final // dp, micro))}" if final % dp == 0 else ""
         raise ConfigError(
             f"{spelled(config, 'global_batch_size')} does not divide by {spelled(config, 'micro_batch_size')} x "
-            f"{dp} data-parallel ranks; make it a multiple of {step}, or change --micro-batch-size"
+            f"{dp} data-parallel ranks; use --global-batch-size {_either(nearest_multiples(final, step))} (a multiple "
+            f"of {step}){fitting}"
         )
     _check_interleaved(config, dp)
     ramp = config.training.rampup_batch_size
@@ -37,6 +39,10 @@ def check_world(config: RunConfig, world_size: int) -> None:
             f"{spelled(config, 'rampup_batch_size')}: start and increment do not divide by "
             f"{spelled(config, 'micro_batch_size')} x {dp} data-parallel ranks; make both multiples of {step}"
         )
+
+
+def _either(sizes: Sequence[int]) -> str:
+    return " or ".join(map(str, sizes))
 
 
 def _check_interleaved(config: RunConfig, dp: int) -> None:
@@ -49,8 +55,9 @@ def _check_interleaved(config: RunConfig, dp: int) -> None:
     sizes = [global_batch_size(config, dp), *(ramp[:2] if ramp is not None else ())]
     if any(size % unit for size in sizes):
         named = "rampup_batch_size" if ramp is not None else "global_batch_size"
+        nearest = "" if ramp is not None else f", such as {_either(nearest_multiples(sizes[0], unit))}"
         raise ConfigError(
             f"{spelled(config, named)}: the interleaved schedule takes micro-batches in groups of "
             f"{spelled(config, 'pipeline_model_parallel_size')}; use multiples of {unit} (--micro-batch-size x {dp} "
-            f"data-parallel ranks x {pp}), or leave out --num-layers-per-virtual-pipeline-stage"
+            f"data-parallel ranks x {pp}){nearest}, or leave out --num-layers-per-virtual-pipeline-stage"
         )

@@ -172,7 +172,9 @@ def test_a_checkpoint_that_gave_nothing_leaves_the_requirements() -> None:
 def test_batch_sizes_must_fit_the_ranks() -> None:
     config = parse_args(argv(SMALL, "--global-batch-size 6"))
     check_world(config, 3)
-    with pytest.raises(ConfigError, match=r"--global-batch-size 6 .* 2 data-parallel ranks; make it a multiple of 4"):
+    with pytest.raises(
+        ConfigError, match=r"--global-batch-size 6 .* 2 data-parallel ranks; use --global-batch-size 4 or 8 .*4"
+    ):
         check_world(config, 2)
     ramp = "--rampup-batch-size 2 2 100 --global-batch-size 8"
     config = parse_args(argv(SMALL.replace("--train-iters", "--train-samples"), ramp))

@@ -52,10 +52,20 @@ FIRST, LAST = "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_la
         (
             {PP: 2, VIRTUAL: 1, "num_layers": 4, "micro_batch_size": 2, "global_batch_size": 6},
             2,
-            ["--global-batch-size 6", "--pipeline-model-parallel-size 2", "multiples of 4"],
+            ["--global-batch-size 6", "--pipeline-model-parallel-size 2", "multiples of 4", "such as 4 or 8"],
         ),
-        ({TP: 2}, 3, ["--tensor-model-parallel-size 2", "3 ranks"]),
-        ({TP: 4}, 2, ["--tensor-model-parallel-size 4", "2 ranks"]),
+        ({TP: 2}, 3, ["--tensor-model-parallel-size 2", "3 processes", "start 2 or 4", "1 or 3"]),
+        (
+            {TP: 4},
+            2,
+            ["--tensor-model-parallel-size 4", "2 processes", "start 4", "use --tensor-model-parallel-size 2"],
+        ),
+        ({TP: 2, PP: 2}, 2, ["--tensor-model-parallel-size 2 x --pipeline-model-parallel-size 2 = 4", "start 4"]),
+        (
+            {"global_batch_size": 6, "micro_batch_size": 4},
+            2,
+            ["--global-batch-size 6", "--micro-batch-size 4", "8", "--micro-batch-size 3"],
+        ),
     ],
 )
 def test_sizes_that_do_not_fit(settings: dict[str, Any], ranks: int, words: list[str]) -> None:
