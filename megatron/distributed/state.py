@@ -112,7 +112,7 @@ class ParallelState:
         if links is None:
             links = layout.pp > 1 and dist.is_initialized() and dist.get_backend() != "gloo"
         pp_links = _build_links(layout, axes["pp"], timeout) if links else ()
-        return ParallelState(layout, rank, pp_links=pp_links, operations=operations, **axes)  # type: ignore[arg-type]
+        return ParallelState(layout, rank, pp_links=pp_links, operations=operations, **axes)
 
     @staticmethod
     def plan(layout: Layout, rank: int) -> ParallelState:
