@@ -70,8 +70,7 @@ class Heartbeat:
     def fail(self, text: str) -> None:
         """This rank ends with an error of its own, which it says itself."""
         self._close("failed", text)
-        if self._info.rank == 0 and not self._info.agent_store:
-            time.sleep(2 * _EVERY)  # the store ends with this process: the others shall have read it
+        self._let_others_read()
 
     def explain(self) -> None:
         """A collective failed: ends the process with the cause if one is found; returns if a rank has an error of its
@@ -197,7 +196,13 @@ class Heartbeat:
         error = HangError(f"{text}. {_WAY_OUT}") if kind == "hang" else PeerLostError(f"{text}. {_WAY_OUT}")
         with self._ended:  # never given back: the first thread ends the process
             self._on_end(error, speaks)
+            self._let_others_read()
             os._exit(error.exit_code)
+
+    def _let_others_read(self) -> None:
+        """Where rank 0 keeps the store, the store ends with this process."""
+        if self._info.rank == 0 and not self._info.agent_store:
+            time.sleep(3 * _EVERY)
 
     def _watch_the_store(self) -> None:
         """Without the store nobody can tell anybody: every rank judges its host by itself, and says so."""

@@ -179,9 +179,7 @@ def _layout(config: RunConfig, ranks: int) -> str:
 
 
 def _load_script(path: str | None) -> ModuleType:
-    import megatron
-
-    file = Path(path) if path is not None else Path(megatron.__file__).parent.parent / "pretrain_gpt.py"
+    file = Path(path) if path is not None else Path(__file__).resolve().parents[2] / "pretrain_gpt.py"
     spec = importlib.util.spec_from_file_location("pretrain_script", file)
     if not file.is_file() or spec is None or spec.loader is None:
         raise ConfigError(f"--script {file}: no such Python file; name a pretrain script")
