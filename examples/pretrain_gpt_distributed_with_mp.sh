@@ -1,6 +1,5 @@
 #!/usr/bin/env bash
 # GPT-2 345M, tensor parallel 2 x pipeline parallel 2 x data parallel, with sequence parallelism.
-# This version trains data parallel only and refuses these settings in one line.
 # Further flags, or other values of these: bash examples/pretrain_gpt_distributed_with_mp.sh --train-iters 1000 --log-params-norm
 set -euo pipefail
 . "$(dirname "$0")/launch.sh"

@@ -12,22 +12,22 @@ LATER: dict[str, str] = {
         --moe-shared-expert-overlap --moe-shared-expert-gate --moe-use-legacy-grouped-gemm --moe-layer-recompute
         --moe-extended-tp --moe-use-upcycling --moe-upcycling-granularity= --moe-flex-dispatcher-backend=
         --moe-token-dropping --moe-train-capacity-factor= --overlap-moe-expert-parallel-comm
-        --expert-tensor-parallel-size=1 --delay-wgrad-compute""",
+        --expert-tensor-parallel-size=1 --delay-wgrad-compute
+        --microbatch-group-size-per-virtual-pipeline-stage= --overlap-p2p-communication-warmup-flush
+        --defer-embedding-wgrad-compute --wgrad-deferral-limit=0 --pipeline-model-parallel-comm-backend=""",
     "leave it out; multi-latent attention is not built": """
         --qk-head-dim= --qk-pos-emb-head-dim= --v-head-dim= --rotary-scaling-factor= --mscale= --mscale-all-dim=
         --cache-mla-latents --mla-down-proj-fusion""",
-    "leave it at 1 or out; there is no pipeline": """
-        --num-virtual-stages-per-pipeline-rank= --microbatch-group-size-per-virtual-pipeline-stage=
-        --pipeline-model-parallel-layout=
-        --overlap-p2p-communication --overlap-p2p-communication-warmup-flush
-        --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split
-        --defer-embedding-wgrad-compute --wgrad-deferral-limit=0 --pipeline-model-parallel-comm-backend=
-        --virtual-pipeline-model-parallel-size=1""",
-    "remove it; there is no tensor parallelism": """
+    "use --num-layers-per-virtual-pipeline-stage": """
+        --num-virtual-stages-per-pipeline-rank= --virtual-pipeline-model-parallel-size=1""",
+    "use --decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers": """
+        --pipeline-model-parallel-layout= --account-for-embedding-in-pipeline-split
+        --account-for-loss-in-pipeline-split""",
+    "remove it; tensor-parallel communication here overlaps by itself": """
         --tp-comm-overlap-cfg= --disable-tp-comm-overlap-ag --disable-tp-comm-overlap-rs --tp-comm-overlap-rs-dgrad
         --disable-tp-comm-bulk-dgrad --disable-tp-comm-bulk-wgrad --disable-tp-comm-split-ag
         --disable-tp-comm-split-rs --tp-comm-bootstrap-backend= --tp-comm-atomic-ag --tp-comm-atomic-rs""",
-    "remove it; there is no context parallelism": """
+    "remove it; see --context-parallel-size and --cp-comm-type": """
         --hierarchical-context-parallel-sizes=... --hybrid-context-parallel --max-seqlen-per-dp-cp-rank=""",
     "remove it; data parallelism here reduces whole gradients": """
         --ddp-bucket-size= --ddp-num-buckets= --ddp-pad-buckets-for-high-nccl-busbw
@@ -149,9 +149,16 @@ NO_OPS: dict[str, tuple[str, str]] = {
     "--DDP-impl=": ("there is one data parallelism, which gives the same gradients", "local torch"),
     "--data-impl=": ("data is always read as .bin/.idx", "mmap infer lazy cached"),
     "--mmap-warmup": ("the operating system's page cache does this", ""),
-    "--no-async-tensor-model-parallel-allreduce": ("there is no tensor parallelism, so nothing to overlap", ""),
+    "--no-async-tensor-model-parallel-allreduce": (
+        "tensor-parallel communication always overlaps, which changes no result",
+        "",
+    ),
     "--no-contiguous-buffers-in-local-ddp": ("gradients always live in contiguous buffers", ""),
-    "--no-scatter-gather-tensors-in-pipeline": ("there is no pipeline, so nothing to scatter", ""),
+    "--no-scatter-gather-tensors-in-pipeline": (
+        "between stages travels what --sequence-parallel says: whole, or in pieces",
+        "",
+    ),
+    "--overlap-p2p-communication": ("stages never wait for each other where they need not", ""),
     "--no-pipeline-parallel": ("there is no pipeline unless --pipeline-model-parallel-size asks for one", ""),
     "--deepspeed-activation-checkpointing": ("recomputation has one implementation; see --recompute-granularity", ""),
     "--use-mcore-models": ("there is one model implementation", ""),
@@ -168,9 +175,9 @@ NO_OPS: dict[str, tuple[str, str]] = {
     "--disable-msc": ("there is no multi-storage client", ""),
     "--legacy-tokenizer": ("tokenizers have one implementation, which gives the same ids", ""),
     "--no-barrier-with-level-1-timing": ("timers never wait for other ranks", ""),
-    "--no-align-grad-reduce": ("there is no pipeline whose stages could wait for each other", ""),
-    "--no-align-param-gather": ("there is no pipeline whose stages could wait for each other", ""),
-    "--no-clone-scatter-output-in-embedding": ("the embedding's output is never scattered", ""),
+    "--no-align-grad-reduce": ("gradients are reduced when a stage has them", ""),
+    "--no-align-param-gather": ("parameters are not gathered", ""),
+    "--no-clone-scatter-output-in-embedding": ("memory is not shared with the embedding's output", ""),
     "--disable-gloo-process-groups": ("gloo is only used where the device asks for it", ""),
     "--auto-detect-ckpt-format": ("the format of a checkpoint is always detected", ""),
     "--ckpt-fully-parallel-save": ("only applies to distributed formats; --ckpt-format torch is written", ""),

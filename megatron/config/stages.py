@@ -77,9 +77,10 @@ def _uneven(layers: int, ranks: int, first: int | None, last: int | None, rest: 
     given = [f"{flag} {count}" for flag, count in ((FIRST_FLAG, first), (LAST_FLAG, last)) if count is not None]
     if not given:
         fits = " or ".join(str(n) for n in nearest_divisors(layers, ranks))
+        uneven = f", or give the first or last stage another number of layers with {FIRST_FLAG} or {LAST_FLAG}"
         return (
-            f"{LAYERS_FLAG} {layers} does not divide by {PP_FLAG} {ranks}; use {PP_FLAG} {fits}, or give the first or "
-            f"last stage another number of layers with {FIRST_FLAG} or {LAST_FLAG}"
+            f"{LAYERS_FLAG} {layers} does not divide by {PP_FLAG} {ranks}; use {PP_FLAG} {fits}"
+            f"{uneven if layers > ranks else ''}"
         )
     left = f"{rest} layers for {others} other stages" if others else f"{rest} layers that no stage holds"
     return f"{LAYERS_FLAG} {layers}, {PP_FLAG} {ranks}: {' and '.join(given)} leave {left}; change one of them"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from megatron.config.meaning import given, spelled
 from megatron.config.run import RunConfig
 from megatron.errors import ConfigError
+from megatron.layout import nearest_divisors, nearest_multiples
 
 
 def check_length(config: RunConfig) -> None:
@@ -49,7 +50,9 @@ def check_batch(config: RunConfig) -> None:
     if final is not None and micro and final % micro:
         raise ConfigError(
             f"{spelled(config, 'global_batch_size')} does not divide by {spelled(config, 'micro_batch_size')}; "
-            "make it a multiple of micro-batch size x data-parallel size"
+            f"use --global-batch-size {' or '.join(map(str, nearest_multiples(final, micro)))}, or --micro-batch-size "
+            f"{' or '.join(map(str, nearest_divisors(final, micro)))}; with several data-parallel ranks, a multiple of "
+            "both together"
         )
     if training.rampup_batch_size is None:
         return

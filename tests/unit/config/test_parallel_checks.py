@@ -64,7 +64,17 @@ FIRST, LAST = "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_la
         (
             {"global_batch_size": 6, "micro_batch_size": 4},
             2,
-            ["--global-batch-size 6", "--micro-batch-size 4", "8", "--micro-batch-size 3"],
+            [
+                "--global-batch-size 6",
+                "--micro-batch-size 4",
+                "--global-batch-size 4 or 8",
+                "--micro-batch-size 3 or 6",
+            ],
+        ),
+        (
+            {"global_batch_size": 6, "micro_batch_size": 2},
+            2,
+            ["--global-batch-size 6", "--micro-batch-size 2 x 2", "4 or 8", "--micro-batch-size 1 or 3"],
         ),
     ],
 )
