@@ -162,7 +162,7 @@ class Heartbeat:
             return
         beat = self._read(beat.rank) or beat  # it may have left in between
         if beat.state == "alive" or verdict(beat, silent, process, self._patience):
-            self._announce(f"lost {beat.name} {found}; it was last seen in {beat}")
+            self._announce(f"lost {beat.name} {found}; it was last seen in {beat}{self._here()}")
 
     def _read(self, rank: int) -> Beat | None:
         key = f"rank_{rank}"
@@ -186,6 +186,12 @@ class Heartbeat:
         mine = f"{self._info.rank} {text}"
         told = self._store.compare_set("announced", "", mine).decode()
         self._end(told.partition(" ")[2], speaks=told == mine)
+
+    def _here(self) -> str:
+        """What is seen of another rank may be a second old; this is not."""
+        step, phase = self._where()
+        waiting = self._operations.waiting or self._operations.last
+        return f"; rank {self._info.rank} is at step {step}{f', {phase}' if phase else ''}, {waiting or 'starting'}"
 
     def _look_for_the_announcement(self) -> None:
         if self._store.check(["announced"]):
@@ -216,7 +222,7 @@ class Heartbeat:
                 name = f"the launcher's store at {self._info.master_addr}:{self._info.master_port}"
             else:
                 found = verdict(host, silent, process_state(host, self._host, self._pids), self._patience)
-                name, where = f"{host.name}", f"; it was last seen in {host}"
+                name, where = f"{host.name}", f"; it was last seen in {host}{self._here()}"
             if found is not None:
                 self._end(f"lost {name} {found}{where}", speaks=True)
 
