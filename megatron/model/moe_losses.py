@@ -112,5 +112,8 @@ class _Attached(torch.autograd.Function):
         reports: RouterReports = ctx.reports
         reports.add(ctx.watch, ctx.losses)
         coefficients = reports.coefficients
-        gradients = [torch.ones_like(loss) * reports.scale * coefficients[name] for name, loss in ctx.losses.items()]
+        gradients = [
+            torch.as_tensor(reports.scale * coefficients[name], dtype=loss.dtype, device=loss.device)
+            for name, loss in ctx.losses.items()
+        ]
         return grad, None, None, None, *gradients

@@ -9,13 +9,13 @@ from dataclasses import replace
 from torch import Tensor, nn
 
 from megatron.config.stages import StageLayers
-from megatron.parallelize.table import persistent_buffers
 from megatron.distributed.shard import ShardSpec
 from megatron.distributed.state import Axis
 from megatron.distributed.wgrad_queue import WgradQueue
 from megatron.model.embedding import HeadTable
 from megatron.model.gpt import GPT
 from megatron.model.linear import Linear
+from megatron.parallelize.table import persistent_buffers
 from megatron.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
 TIED_TABLE = "embedding.word_embeddings.weight"

@@ -38,9 +38,7 @@ class Exchange:
         return self.join(parts).contiguous().view(self.parameter.stored_shape)
 
 
-def exchanges(
-    config: ModelConfig, vocab_size: int, style: Style, moe: MoEConfig | None = None
-) -> Iterator[Exchange]:
+def exchanges(config: ModelConfig, vocab_size: int, style: Style, moe: MoEConfig | None = None) -> Iterator[Exchange]:
     """All of them, in the order of the model."""
     make = _gpt2 if style == "gpt2" else _llama
     for parameter in parameters(config, vocab_size, moe):

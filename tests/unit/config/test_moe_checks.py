@@ -41,7 +41,10 @@ EP, TP = "expert_model_parallel_size", "tensor_model_parallel_size"
             {**MOE, "moe_expert_capacity_factor": 1.0, TP: 2, "sequence_parallel": True},
             ["--moe-expert-capacity-factor 1.0", "--sequence-parallel"],
         ),
-        ({**MOE, TP: 2, "moe_ffn_hidden_size": 33}, ["--moe-ffn-hidden-size 33", f"--{TP}".replace("_", "-"), "1 or 3"]),
+        (
+            {**MOE, TP: 2, "moe_ffn_hidden_size": 33},
+            ["--moe-ffn-hidden-size 33", f"--{TP}".replace("_", "-"), "1 or 3"],
+        ),
         ({**MOE, TP: 2, "moe_shared_expert_intermediate_size": 9}, ["--moe-shared-expert-intermediate-size 9"]),
     ],
     ids=lambda value: " ".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else "",

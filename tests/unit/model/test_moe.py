@@ -51,7 +51,10 @@ def test_choice_and_weights_token_by_token(options: dict[str, Any]) -> None:
         made.expert_bias += torch.tensor([0.3, -0.2, 0.0, 0.5, -0.4])
         bias = made.expert_bias.tolist()
     routing, topk = made(x), options.get("moe_router_topk", 2)
-    sigmoid, factor = options.get("moe_router_score_function") == "sigmoid", options.get("moe_router_topk_scaling_factor")
+    sigmoid, factor = (
+        options.get("moe_router_score_function") == "sigmoid",
+        options.get("moe_router_topk_scaling_factor"),
+    )
     for b, t in ((b, t) for b in range(2) for t in range(7)):
         logits = [sum(x[b, t, i].item() * made.weight[e, i].item() for i in range(HIDDEN)) for e in range(EXPERTS)]
         every = sum(math.exp(value) for value in logits)
@@ -85,7 +88,7 @@ def test_capacity_choice_by_choice(policy: str, capacity: int) -> None:
 
 def test_what_is_dropped_is_missing_in_the_sum() -> None:
     shape = config(**LLAMA)
-    make = {"num_experts": 4, "moe_ffn_hidden_size": 16}
+    make: dict[str, Any] = {"num_experts": 4, "moe_ffn_hidden_size": 16}
     models = []
     for factor in (None, 0.5):
         moe = MoEConfig(**make, moe_expert_capacity_factor=factor)
@@ -107,10 +110,12 @@ def test_losses_by_their_definition() -> None:
     scores = torch.rand(3, 7, EXPERTS, dtype=torch.float64).softmax(-1)
     chosen = scores.topk(2, dim=-1).indices
     counts = torch.stack([torch.bincount(row.flatten(), minlength=EXPERTS) for row in chosen])
-    each = [EXPERTS * sum(counts[b, e] / (7 * 2) * scores[b, :, e].mean() for e in range(EXPERTS)) for b in range(3)]
-    assert torch.allclose(balance_loss(scores, counts, 2, 1, "sequence"), torch.stack(each).sum())
-    together = EXPERTS * sum(counts[:, e].sum() / (21 * 2) * scores[:, :, e].mean() for e in range(EXPERTS))
-    assert torch.allclose(balance_loss(scores, counts, 2, 1, "micro-batch"), 3 * together)
+    each, together = 0.0, 0.0
+    for e in range(EXPERTS):
+        each += EXPERTS * sum((counts[b, e] / (7 * 2) * scores[b, :, e].mean()).item() for b in range(3))
+        together += EXPERTS * (counts[:, e].sum() / (21 * 2) * scores[:, :, e].mean()).item()
+    assert balance_loss(scores, counts, 2, 1, "sequence").item() == pytest.approx(each, rel=1e-12)
+    assert balance_loss(scores, counts, 2, 1, "micro-batch").item() == pytest.approx(3 * together, rel=1e-12)
     even = torch.full((1, 5, 5), 0.2, dtype=torch.float64)
     assert balance_loss(even, torch.full((1, 5), 2), 2, 1, "sequence").item() == pytest.approx(1.0)
     logits = torch.randn(3, 7, EXPERTS, dtype=torch.float64)
