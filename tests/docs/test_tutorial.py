@@ -112,12 +112,14 @@ def test_a_typo_in_the_tutorials_command_is_one_line(checkout: Checkout) -> None
     assert "--learning-rte" in done.stdout
 
 
-@pytest.mark.parametrize("launcher", ["pretrain_gpt", "pretrain_gpt_distributed", "codeparrot_small"])
+@pytest.mark.parametrize(
+    "launcher", ["pretrain_gpt", "pretrain_gpt_distributed", "pretrain_gpt_distributed_with_mp", "codeparrot_small"]
+)
 def test_launchers(checkout: Checkout, launcher: str) -> None:
     """Each with its own settings, smaller by what is typed behind its name."""
     script = f"""
         export DATA_PATH=codeparrot_content_document VOCAB_FILE=vocab.json MERGE_FILE=merges.txt
-        export CHECKPOINT_PATH=experiments/{launcher} GPUS_PER_NODE=2 MASTER_PORT=6001
+        export CHECKPOINT_PATH=experiments/{launcher} GPUS_PER_NODE={4 if launcher.endswith("mp") else 2} MASTER_PORT=6001
         bash examples/{launcher}.sh --num-layers 2 --hidden-size 32 --num-attention-heads 4 \\
             --seq-length 32 --max-position-embeddings 32 --micro-batch-size 2 --global-batch-size 8 \\
             --train-iters 4 --lr-decay-iters 4 --save-interval 4 --log-interval 2 --eval-iters 1
@@ -129,10 +131,11 @@ def test_launchers(checkout: Checkout, launcher: str) -> None:
     assert (checkout.root / "experiments" / launcher / "iter_0000004" / "manifest.json").is_file()
 
 
-def test_the_model_parallel_launcher_is_refused_in_one_line(checkout: Checkout) -> None:
-    done = checkout.run("bash examples/pretrain_gpt_distributed_with_mp.sh")
+def test_the_model_parallel_launcher_counts_its_ranks_before_it_starts(checkout: Checkout) -> None:
+    done = checkout.run("GPUS_PER_NODE=2 bash examples/pretrain_gpt_distributed_with_mp.sh")
     assert done.returncode == 2 and len(done.stdout.strip().splitlines()) == 1, done.stdout
-    assert "--tensor-model-parallel-size 2" in done.stdout and "not supported yet" in done.stdout
+    sizes = "--tensor-model-parallel-size 2 x --pipeline-model-parallel-size 2 = 4"
+    assert f"{sizes} does not divide the 2 processes" in done.stdout
 
 
 def test_a_launcher_with_a_mistake_is_one_line(checkout: Checkout) -> None:
