@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from megatron.data.builder import DatasetSummary
 from megatron.data.files import storage_error
@@ -15,7 +16,7 @@ from megatron.preprocess.encoder import EXAMPLES_SHOWN, remove_files
 from megatron.preprocess.journal import Kept, WorkFolder
 from megatron.preprocess.locate import Lines
 from megatron.preprocess.outputs import Merged, give_names, shard_is_whole, signals_deferred, write_index
-from megatron.preprocess.settings import PreprocessSettings
+from megatron.preprocess.settings import PreprocessSettings, digest_of
 from megatron.preprocess.shard import SegmentFailure, SegmentResult
 from megatron.preprocess.sources import Source
 from megatron.tokenizer import Tokenizer
@@ -160,7 +161,7 @@ class Merger:
         self.lines.leave(result)
         self.position = result.position
 
-    def finish(self, deciding: str) -> None:
+    def finish(self, deciding: dict[str, Any]) -> None:
         self._check_outcome()
         try:
             for merged in self._keys:
@@ -209,16 +210,16 @@ class Merger:
         )
         return KeyReport(key, summary, totals.text_bytes)
 
-    def _write_record(self, merged: Merged, key: str, output: str, deciding: str) -> None:
+    def _write_record(self, merged: Merged, key: str, output: str, deciding: dict[str, Any]) -> None:
         settings = self._settings
-        extra = {
+        extra: dict[str, Any] = {
             "tokenizer_type": self._tokenizer.name,
             "json_key": key,
             "append_eod": settings.append_eod,
-            "settings": deciding,
+            "settings": digest_of(deciding),
         }
         if settings.world > 1:
-            extra["partition"] = {"rank": settings.rank, "world": settings.world}
+            extra["partition"] = settings.partition(deciding, self._files)
         record = make_record(
             output,
             tokenizer_fingerprint=self._tokenizer.fingerprint,
