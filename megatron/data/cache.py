@@ -10,9 +10,12 @@ import hashlib
 import io
 import json
 import os
+import re
 import tempfile
+import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,6 +26,8 @@ from megatron.errors import StorageError
 
 FORMAT = 1
 _MAPPED_FROM = 1 << 20  # bytes; smaller arrays are read, for a process may have only so many maps
+_DAY = 24 * 3600.0  # seconds
+_OWN_TEMPORARY = re.compile(r"\.[0-9a-f]{32}-[a-z]+\.(npy|json)\.\d+-[0-9a-f]{8}\.tmp")  # of write_atomically
 Arrays = dict[str, np.ndarray]
 
 
@@ -111,6 +116,17 @@ def _npy(array: np.ndarray) -> Iterator[bytes | memoryview]:
     np.lib.format.write_array_header_2_0(header, np.lib.format.header_data_from_array_1_0(array))
     yield header.getvalue()
     yield as_bytes(array)
+
+
+def remove_leftovers(directory: Path) -> None:
+    """Files that killed builders left half-written. Nobody writes one for a day."""
+    long_ago = time.time() - _DAY
+    for path in directory.glob(".*.tmp"):
+        if not _OWN_TEMPORARY.fullmatch(path.name):
+            continue
+        with suppress(OSError):  # another process removes it, too, or may and we may not
+            if path.stat().st_mtime < long_ago:
+                path.unlink()
 
 
 def cache_directory(asked: str | None, prefix: str) -> Path:
