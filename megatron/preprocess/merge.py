@@ -61,7 +61,7 @@ class Merger:
         say: Callable[[str], None],
     ) -> None:
         self._settings, self._folder, self._tokenizer, self._say = settings, folder, tokenizer, say
-        self._sources = {source.path: source for source in sources}
+        self.sources = {source.path: source for source in sources}
         self._files = sources
         dtype = token_dtype(tokenizer.vocab_size)
         self._keys = [Merged(folder.path, key, dtype) for key in range(len(settings.json_keys))]
@@ -144,7 +144,7 @@ class Merger:
 
     def _account(self, result: SegmentResult) -> None:
         report = self.report
-        self.lines.enter(self._sources[result.source], result.start)
+        self.lines.enter(self.sources[result.source], result.start)
         shown = report.skipped
         for line, reason in result.examples:
             if self._settings.on_error == "stop":  # a part that is kept was made with skip
@@ -184,6 +184,7 @@ class Merger:
     def _check_outcome(self) -> None:
         report, given = self.report, " ".join(self._settings.inputs)
         if not report.documents and self._settings.world == 1:
+            self._folder.resumable = False  # the same input can only come to the same
             seen = f"{report.blank_lines} blank and {report.skipped} bad lines"
             raise DataError(f"--input {given}: holds no documents ({seen}); nothing was written")
         fraction = report.skipped / max(report.skipped + report.documents, 1)
@@ -194,6 +195,7 @@ class Merger:
             )
         for merged, key in zip(self._keys, self._settings.json_keys, strict=True):
             if not merged.totals.tokens and self._settings.world == 1:
+                self._folder.resumable = False
                 raise DataError(f"--json-keys {key}: every document is empty; nothing was written")
 
     def _key_report(self, merged: Merged, key: str, output: str) -> KeyReport:

@@ -12,7 +12,7 @@ from megatron.data.record import read_record
 from megatron.errors import ConfigError, DataError, MegatronError, PeerLostError
 from megatron.preprocess.documents import FAST_JSON_HINT, FAST_LOADS
 from megatron.preprocess.encoder import Advance, EncoderSettings, SegmentEncoder, Splitter
-from megatron.preprocess.journal import WorkFolder, work_folder
+from megatron.preprocess.journal import WorkFolder, is_begun
 from megatron.preprocess.locate import Assigned, assigned
 from megatron.preprocess.merge import Merger, Report
 from megatron.preprocess.outputs import refuse_existing, take_names_back
@@ -49,7 +49,7 @@ def preprocess(settings: PreprocessSettings, say: Say) -> Report:
             f"--resume: {sources[0].path} cannot be read a second time; leave --resume out, or give --overwrite"
         )
     with ended_by_signals(), _saying_what_is_complete() as finished:
-        if not work_folder(settings.prefix).exists() and not settings.overwrite and not settings.resume:
+        if not is_begun(settings.prefix) and not settings.overwrite and not settings.resume:
             refuse_existing(settings.prefix, settings.outputs)  # before there is anything to clean up
         with WorkFolder(settings.prefix, resume=settings.resume, overwrite=settings.overwrite) as folder:
             splitter = prepare_splitter_for(settings, sources, say)
@@ -159,6 +159,7 @@ class _Run:
                 )
 
     def _describe(self, segment: Segment) -> Assigned:
+        self._merger.sources[segment.source.path] = segment.source  # reading a pipe shows whether it holds an array
         kept = assigned(segment)
         self._assigned[segment.number] = kept
         return kept
