@@ -6,15 +6,16 @@ Every rank builds for itself, from files alone; none waits for another.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from megatron.config.blend import SPLITS, Blend, data_sources, parse_split
 from megatron.data.blended import BlendedDataset, TokenDataset, part_samples, shares_of
-from megatron.data.cache import IndexCache, cache_directory
+from megatron.data.cache import IndexCache, cache_directory, remove_leftovers
 from megatron.data.fim import FillInTheMiddle, FIMDataset, TextTokenizer
 from megatron.data.gpt_dataset import GPTDataset
 from megatron.data.index_builders import Builders, epochs_needed
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from megatron.config.sections.data import DataConfig
 
 _CACHED_FROM = 1 << 16  # sequences of all epochs; an index of fewer is built faster than it is found on a disk
+_SAID_EVERY = 10.0  # seconds
 _FEW = 32  # sources; files for each small index of thousands would cost more than all that they save
 
 
@@ -120,11 +122,26 @@ def _mock(
     return Datasets(train, valid, test, table, notes, "mock", full_table=table)
 
 
+class _Progress:
+    """A line every few seconds of long work."""
+
+    def __init__(self, say: Callable[[str], None] | None) -> None:
+        self._say, self._last = say, time.perf_counter()
+
+    def say(self, text: str) -> None:
+        now = time.perf_counter()
+        if self._say is not None and now - self._last >= _SAID_EVERY:
+            self._last = now
+            self._say(f"data: {text} ...")
+
+
 class _Builder:
     def __init__(self, config: DataConfig, sources: Sources, seed: int, builders: Builders) -> None:
         self.config, self.sources, self.seed, self.builders = config, sources, seed, builders
         self.rows: list[Row] = []
         self.notes: list[str] = []
+        self.tidied: set[Path] = set()  # directories of indices
+        self.progress = _Progress(builders.say)
         self.asked = data_sources(config)
         shared = config.data_path or config.data_args_path
         separate = config.train_data_path or config.valid_data_path or config.test_data_path
@@ -140,7 +157,9 @@ class _Builder:
     def build(self, num_samples: Sequence[int | None]) -> Datasets:
         start = time.perf_counter()
         for blend in dict.fromkeys(self.asked.blends):
-            for prefix in self._prefixes(blend):
+            prefixes = self._prefixes(blend)
+            for number, prefix in enumerate(prefixes):
+                self.progress.say(f"{number} of {len(prefixes)} sources opened and checked")
                 self.sources.open(prefix)
         opened = time.perf_counter()
         train, valid, test = (self._split(split, wanted) for split, wanted in enumerate(num_samples))
@@ -170,14 +189,13 @@ class _Builder:
         return blend.prefixes
 
     def _mixture(self) -> str:
-        """What decides the order besides the content: the weights, for each split."""
+        """What decides the order besides the content: the weights, and which split a source is in."""
         lines = []
         for name, blend in zip(SPLITS, self.asked.blends):
-            if blend is not None and blend.weights is not None and len(blend.weights) > 1:
-                weights = " ".join(weight.hex() for weight in blend.weights)
-                lines.append(
-                    f"{name} {' '.join(self.sources.open(p).index_fingerprint for p in blend.prefixes)} {weights}"
-                )
+            if blend is None or self._direct(blend) or (blend.weights is None and self.asked.cut):
+                continue  # said by the content and its order alone
+            weights = " ".join(weight.hex() for weight in blend.weights or ())
+            lines.append(f"{name} {' '.join(self.sources.open(p).index_fingerprint for p in blend.prefixes)} {weights}")
         return "\n".join(lines)
 
     def _split(self, split: int, wanted: int | None) -> TokenDataset | None:
@@ -197,14 +215,16 @@ class _Builder:
             self._empty(name, f"{sum(len(part.data) for part in parts)} sequences, of which it gets none", wanted)
             return None
         self._say_unused(name, [part.data.prefix for part in parts if not part.tokens])
-        direct = len(parts) == 1 and (
-            blend.weights is None or (self.config.split_rule == "main" and not self.asked.cut)
-        )
-        if direct:
+        if self._direct(blend):
             return self._single(name, used[0], wanted)
         if blend.weights is None:
             return self._exhaustive(name, blend.flag, used, wanted)
         return self._weighted(name, blend.flag, used, wanted)
+
+    def _direct(self, blend: Blend) -> bool:
+        """One source with nothing around it. A weight, which changes no share, makes Megatron build it for more."""
+        weighted = blend.weights is not None and (self.config.split_rule != "main" or self.asked.cut)
+        return len(blend.prefixes) == 1 and not weighted
 
     def _say_unused(self, name: str, prefixes: Sequence[str]) -> None:
         if prefixes:
@@ -227,6 +247,13 @@ class _Builder:
         tokens = int(data.sequence_lengths[bounds[0] : bounds[1]].sum(dtype=np.int64))
         return Part(data, source.index_fingerprint, *bounds, weight, tokens)
 
+    def _datasets(self, name: str, parts: Sequence[Part], samples: Sequence[int | None]) -> list[GPTDataset]:
+        built: list[GPTDataset] = []
+        for part, wanted in zip(parts, samples):
+            self.progress.say(f"{name}: indices of {len(built)} of {len(parts)} sources ready")
+            built.append(self._dataset(part, wanted))
+        return built
+
     def _dataset(self, part: Part, samples: int | None) -> GPTDataset:
         epochs = 1 if samples is None else epochs_needed(part.tokens, self.config.seq_length, samples)
         small = epochs * (part.last - part.first) < _CACHED_FROM and epochs * part.tokens < _CACHED_FROM * 16
@@ -248,7 +275,11 @@ class _Builder:
 
     def _cache(self, prefix: str) -> IndexCache:
         asked = self.config.data_cache_path
-        return IndexCache(cache_directory(asked, prefix), required=asked is not None)
+        directory = cache_directory(asked, prefix)
+        if directory not in self.tidied:
+            self.tidied.add(directory)
+            remove_leftovers(directory)
+        return IndexCache(directory, required=asked is not None)
 
     def _single(self, name: str, part: Part, wanted: int | None) -> TokenDataset | None:
         dataset = self._dataset(part, wanted)
@@ -266,7 +297,7 @@ class _Builder:
         rule = self.config.split_rule
         shares = shares_of([part.weight or 0.0 for part in parts], rule)
         built_for = [part_samples(wanted, share, rule) for share in shares]
-        datasets = [self._dataset(part, samples) for part, samples in zip(parts, built_for)]
+        datasets = self._datasets(name, parts, built_for)
         size = sum(built_for)
         if rule == "main":
             size = sum(part_samples(wanted, share, rule, surplus=False) for share in shares)
@@ -274,8 +305,8 @@ class _Builder:
 
     def _exhaustive(self, name: str, flag: str, parts: list[Part], wanted: int | None) -> TokenDataset | None:
         """Bare prefixes: every sample of every source at most once, in proportion to their numbers."""
-        built = [(part, self._dataset(part, None)) for part in parts]
-        kept = [(part, dataset) for part, dataset in built if len(dataset)]
+        datasets = self._datasets(name, parts, [None] * len(parts))
+        kept = [(part, dataset) for part, dataset in zip(parts, datasets) if len(dataset)]
         if not kept:
             self._empty(name, f"no source has the {self.config.seq_length + 1} tokens of one sample", wanted)
             return None

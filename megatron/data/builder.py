@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import os
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -110,12 +111,16 @@ class IndexedDatasetBuilder:
             raise DataError(
                 f"{prefix}: token dtype {other.dtype}, but {self.prefix} is {self.dtype}; rewrite one of them"
             )
-        none = np.empty(0, dtype=np.int32)
-        with open(bin_path(prefix), "rb") as stream:
+        # Hashing lets go of the interpreter's lock: a thread for each of the two, and this one looks and writes.
+        with open(bin_path(prefix), "rb") as stream, ThreadPoolExecutor(2) as hashing:
             for block in iter(lambda: stream.read(_COPY_BYTES), b""):
+                view = memoryview(block)
+                jobs = [hashing.submit(self._checksums.update, view)]
                 if on_block is not None:
-                    on_block(memoryview(block))
-                self._write(self._checked_tokens(np.frombuffer(block, dtype=self.dtype)), none, none)
+                    jobs.append(hashing.submit(on_block, view))
+                self._write_tokens(self._checked_tokens(np.frombuffer(block, dtype=self.dtype)))
+                for job in jobs:
+                    job.result()
         for start in range(0, other.num_documents, _BLOCK):
             bounds = other.document_indices[start : start + _BLOCK + 1]
             lengths = other.sequence_lengths[int(bounds[0]) : int(bounds[-1])]
@@ -149,11 +154,19 @@ class IndexedDatasetBuilder:
         return sizes.astype(np.int32)
 
     def _write(self, ids: np.ndarray, lengths: np.ndarray, counts: np.ndarray) -> None:
+        self._write_tokens(ids)
+        self._checksums.update(as_bytes(ids))
+        try:
+            self._index.add(lengths, counts)
+        except OSError as error:
+            self.abort()
+            raise storage_error(self._partial, error) from error
+
+    def _write_tokens(self, ids: np.ndarray) -> None:
+        """Without their checksums."""
         assert self._stream is not None, "the dataset is finished"
         try:
             self._stream.write(as_bytes(ids))
-            self._checksums.update(as_bytes(ids))
-            self._index.add(lengths, counts)
         except OSError as error:
             self.abort()
             raise storage_error(self._partial, error) from error

@@ -10,10 +10,14 @@ import hashlib
 import io
 import json
 import os
+import re
 import tempfile
+import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
+from tokenize import TokenError
 from typing import Any, Literal
 
 import numpy as np
@@ -23,6 +27,11 @@ from megatron.errors import StorageError
 
 FORMAT = 1
 _MAPPED_FROM = 1 << 20  # bytes; smaller arrays are read, for a process may have only so many maps
+_DAY = 24 * 3600.0  # seconds
+_OWN_TEMPORARY = re.compile(r"\.[0-9a-f]{32}-[a-z]+\.(npy|json)\.\d+-[0-9a-f]{8}\.tmp")  # of write_atomically
+# What numpy raises on damage: a header is parsed as Python, and may ask for any size.
+_LOAD_ERRORS = (OSError, ValueError, EOFError, SyntaxError, TokenError, OverflowError, MemoryError, RecursionError)
+_ATTEMPTS = 3  # at storing what somebody deletes meanwhile
 Arrays = dict[str, np.ndarray]
 
 
@@ -80,17 +89,28 @@ class IndexCache:
         try:
             mode: Literal["r"] | None = "r" if path.stat().st_size > _MAPPED_FROM else None
             array = np.load(path, mmap_mode=mode, allow_pickle=False).view(np.ndarray)
-        except (OSError, ValueError, EOFError, SyntaxError) as error:
+        except _LOAD_ERRORS as error:
             raise _DamagedError(f"{path}: {error}") from None
         if _crc(array) != crc:
             raise _DamagedError(f"{path}: checksum differs")
         return array
 
     def _store(self, key: str, text: str, arrays: Arrays) -> None:
+        for attempt in range(1, _ATTEMPTS + 1):
+            self._make_directory()
+            try:
+                return self._write(key, text, arrays)
+            except StorageError as error:
+                if attempt == _ATTEMPTS or not isinstance(error.__cause__, FileNotFoundError):
+                    raise
+
+    def _make_directory(self) -> None:
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise storage_error(self.directory, error) from error
+
+    def _write(self, key: str, text: str, arrays: Arrays) -> None:
         # Not synced: what a power cut tears, its checksum gives away. Thousands of sources would wait for minutes.
         for name, array in arrays.items():
             write_atomically(self._path(key, f"{name}.npy"), _npy(array), sync=False)
@@ -111,6 +131,17 @@ def _npy(array: np.ndarray) -> Iterator[bytes | memoryview]:
     np.lib.format.write_array_header_2_0(header, np.lib.format.header_data_from_array_1_0(array))
     yield header.getvalue()
     yield as_bytes(array)
+
+
+def remove_leftovers(directory: Path) -> None:
+    """Files that killed builders left half-written. Nobody writes one for a day."""
+    long_ago = time.time() - _DAY
+    for path in directory.glob(".*.tmp"):
+        if not _OWN_TEMPORARY.fullmatch(path.name):
+            continue
+        with suppress(OSError):  # another process removes it, too, or may and we may not
+            if path.stat().st_mtime < long_ago:
+                path.unlink()
 
 
 def cache_directory(asked: str | None, prefix: str) -> Path:

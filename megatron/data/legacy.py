@@ -29,6 +29,7 @@ from megatron.errors import DataError
 
 _HEADER = struct.Struct("<8sQQQQQQ")  # magic, version, dtype code, itemsize, N, S sizes, D
 _INT32_MAX = np.iinfo(np.int32).max
+_INT64_MAX = np.iinfo(np.int64).max
 _BLOCK = 1 << 20  # entries held at a time
 
 
@@ -89,6 +90,9 @@ def read_legacy_index(path: Path, idx_bytes: int, bin_bytes: int) -> Index:
         raise DataError(f"{path}: dim_offsets: items are not all one-dimensional; only token sequences are read")
     if items and (lengths.min() < 0 or lengths.max() > _INT32_MAX):
         raise DataError(f"{path}: sizes: a length is outside 0..{_INT32_MAX}; {AGAIN}")
+    furthest = _INT64_MAX // itemsize  # as bytes it must fit: what overflows may come out right
+    if offsets.min() < 0 or offsets.max() > furthest:
+        raise DataError(f"{path}: data_offsets: an offset is outside 0..{furthest}; {AGAIN}")
     dtype = TOKEN_DTYPES[code]
     short = lengths.astype(np.int32)
     byte_offsets = offsets[:-1] * dtype.itemsize

@@ -54,6 +54,7 @@ def merge(
     parts = [[look_at(prefix) for prefix in group.prefixes] for group in groups]
     for members in parts:
         refuse_differences(members)
+        refuse_other_runs(members)
     total, copied = sum(part.size for members in parts for part in members), 0
 
     def count(data: memoryview) -> None:
@@ -134,6 +135,26 @@ def refuse_differences(parts: Sequence[Part]) -> None:
             )
 
 
+def refuse_other_runs(parts: Sequence[Part]) -> None:
+    """Partitions of one name that are not of one run: of files that came or went in between, or set otherwise."""
+    first_of: dict[tuple[str, str], tuple[str, dict[str, Any]]] = {}
+    for part in parts:
+        named, said = partition_of(part.prefix), part.record.extra.get("partition") if part.record else None
+        if named is None or not isinstance(said, dict):
+            continue
+        first, wanted = first_of.setdefault((named.base, named.rest), (part.prefix, said))
+        if said.get("inputs") != wanted.get("inputs"):
+            raise ConfigError(
+                f"{part.prefix}: made from other --input files (names, sizes or order) than {first}, so documents "
+                "would be missing or doubled; run one of them again on the other's files"
+            )
+        if said.get("settings") != wanted.get("settings"):
+            raise ConfigError(
+                f"{part.prefix}: made with other settings than {first} (--json-keys, --split-sentences, --lang and "
+                "the like); run one of them again with the other's"
+            )
+
+
 def _impl_of(parts: Sequence[Part]) -> Impl:
     return "lazy" if all(part.legacy for part in parts) else "mmap"
 
@@ -183,10 +204,27 @@ def joined_record(
         vocab_size=first.vocab_size,
         eod_id=first.eod_id,
         max_id=max_id,
-        source=tuple(dict.fromkeys(name for record in records for name in record.source)),
-        extra=_agreed(record.extra for record in records),
+        source=_sources(records),
+        extra={**_agreed(record.extra for record in records), **_whole(records)},
         bin_checksums=checksums,
     )
+
+
+def _sources(records: Sequence[DataRecord]) -> tuple[str, ...]:
+    if all(record.source == records[0].source for record in records):
+        return records[0].source  # partitions: each names all files of the run
+    return tuple(dict.fromkeys(name for record in records for name in record.source))
+
+
+def _whole(records: Sequence[DataRecord]) -> dict[str, Any]:
+    """The settings of the run in one piece, if these are its partitions."""
+    said = [record.extra.get("partition") for record in records]
+    parts = [part for part in said if isinstance(part, dict) and part.get("whole")]
+    whole = {part["whole"] for part in parts}
+    places = [(part.get("rank"), part.get("world")) for part in parts]
+    if len(whole) != 1 or places != [(rank, len(records)) for rank in range(len(records))]:
+        return {}
+    return {"settings": whole.pop()}
 
 
 def _agreed(extras: Iterable[dict[str, Any]]) -> dict[str, Any]:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 _NAMED = 3  # sources that a note names one by one; of more it names the first
 _MAPPED_AT_ONCE = 512  # .bin files
 _LOOKED_AT = 64  # documents whose last token is looked at
+_BLOCK = 1 << 16  # documents taken at a time
 
 
 @dataclass(frozen=True)
@@ -85,10 +86,9 @@ class Sources:
 
     def _check_borders(self, data: IndexedDataset, record: DataRecord | None, flag: str) -> None:
         """Where no document ends with the token that marks its end, what was asked for would do nothing."""
-        ends = data.document_indices[1:][np.diff(data.document_indices) > 0]  # one past the last sequence of each
-        ends = ends[data.sequence_lengths[ends - 1] > 0][:_LOOKED_AT].tolist()
-        marked = any(int(data.get(end - 1)[-1]) == self._eod_id for end in ends)
-        if (ends and not marked) or (record is not None and record.extra.get("append_eod") is False):
+        last = _last_sequences(data, _LOOKED_AT)
+        marked = any(int(data.get(sequence)[-1]) == self._eod_id for sequence in last)
+        if (last and not marked) or (record is not None and record.extra.get("append_eod") is False):
             raise ConfigError(
                 f"{flag}: the documents of {data.prefix} do not end with the end-of-document token {self._eod_id}, "
                 f"so nothing marks their borders; preprocess them again with --append-eod, or leave {flag} out"
@@ -117,6 +117,18 @@ class Sources:
             digest.update(f"{source.index_fingerprint} {source.record_digest}\n".encode())
         digest.update(mixture.encode())
         return digest.hexdigest()
+
+
+def _last_sequences(data: IndexedDataset, count: int) -> list[int]:
+    """Of the first `count` documents that end with a token. Of many documents only the beginning is looked at."""
+    found: list[int] = []
+    for start in range(0, data.num_documents, _BLOCK):
+        bounds = data.document_indices[start : start + _BLOCK + 1]
+        last = bounds[1:][np.diff(bounds) > 0] - 1
+        found += last[data.sequence_lengths[last] > 0].tolist()
+        if len(found) >= count:
+            break
+    return found[:count]
 
 
 def _listed(prefixes: list[str], text: str) -> list[str]:

@@ -36,6 +36,17 @@ def work_folder(prefix: str) -> Path:
     return Path(f"{prefix}.preprocessing")
 
 
+def is_begun(prefix: str) -> bool:
+    """Whether a run to this prefix, alive or not, has a work folder."""
+    try:
+        work_folder(prefix).stat()
+    except FileNotFoundError:
+        return False
+    except OSError as error:  # such as a name too long
+        raise ConfigError(f"--output-prefix {prefix}: {error.strerror}; choose another") from None
+    return True
+
+
 class WorkFolder:
     """Locked while it is open. On the way out it stays if it holds something that --resume can use."""
 

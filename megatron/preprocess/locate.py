@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from megatron.errors import MegatronError
 from megatron.preprocess.segments import Segment, count_lines_before
 from megatron.preprocess.shard import SegmentResult
 from megatron.preprocess.sources import Source
@@ -51,6 +52,13 @@ class Lines:
 
     def place_range(self, lost: Assigned, between: list[Assigned], done: int) -> str:
         """The lines of a segment that was lost after `done` of its lines, when those `between` are not finished."""
+        try:
+            return self._place_range(lost, between, done)
+        except (OSError, MegatronError):  # lines cannot be counted in a file that has gone or changed
+            unit = "row groups" if lost.segment.source.kind == "parquet" else "bytes"
+            return f"{lost.segment.source.path}, {unit} {lost.segment.start} to {lost.segment.stop}"
+
+    def _place_range(self, lost: Assigned, between: list[Assigned], done: int) -> str:
         segment = lost.segment
         source = segment.source
         if source.kind == "parquet":

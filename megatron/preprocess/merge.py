@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from megatron.data.builder import DatasetSummary
 from megatron.data.files import storage_error
@@ -15,7 +16,7 @@ from megatron.preprocess.encoder import EXAMPLES_SHOWN, remove_files
 from megatron.preprocess.journal import Kept, WorkFolder
 from megatron.preprocess.locate import Lines
 from megatron.preprocess.outputs import Merged, give_names, shard_is_whole, signals_deferred, write_index
-from megatron.preprocess.settings import PreprocessSettings
+from megatron.preprocess.settings import PreprocessSettings, digest_of
 from megatron.preprocess.shard import SegmentFailure, SegmentResult
 from megatron.preprocess.sources import Source
 from megatron.tokenizer import Tokenizer
@@ -60,7 +61,7 @@ class Merger:
         say: Callable[[str], None],
     ) -> None:
         self._settings, self._folder, self._tokenizer, self._say = settings, folder, tokenizer, say
-        self._sources = {source.path: source for source in sources}
+        self.sources = {source.path: source for source in sources}
         self._files = sources
         dtype = token_dtype(tokenizer.vocab_size)
         self._keys = [Merged(folder.path, key, dtype) for key in range(len(settings.json_keys))]
@@ -143,7 +144,7 @@ class Merger:
 
     def _account(self, result: SegmentResult) -> None:
         report = self.report
-        self.lines.enter(self._sources[result.source], result.start)
+        self.lines.enter(self.sources[result.source], result.start)
         shown = report.skipped
         for line, reason in result.examples:
             if self._settings.on_error == "stop":  # a part that is kept was made with skip
@@ -160,7 +161,7 @@ class Merger:
         self.lines.leave(result)
         self.position = result.position
 
-    def finish(self, deciding: str) -> None:
+    def finish(self, deciding: dict[str, Any]) -> None:
         self._check_outcome()
         try:
             for merged in self._keys:
@@ -183,6 +184,7 @@ class Merger:
     def _check_outcome(self) -> None:
         report, given = self.report, " ".join(self._settings.inputs)
         if not report.documents and self._settings.world == 1:
+            self._folder.resumable = False  # the same input can only come to the same
             seen = f"{report.blank_lines} blank and {report.skipped} bad lines"
             raise DataError(f"--input {given}: holds no documents ({seen}); nothing was written")
         fraction = report.skipped / max(report.skipped + report.documents, 1)
@@ -193,6 +195,7 @@ class Merger:
             )
         for merged, key in zip(self._keys, self._settings.json_keys, strict=True):
             if not merged.totals.tokens and self._settings.world == 1:
+                self._folder.resumable = False
                 raise DataError(f"--json-keys {key}: every document is empty; nothing was written")
 
     def _key_report(self, merged: Merged, key: str, output: str) -> KeyReport:
@@ -209,16 +212,16 @@ class Merger:
         )
         return KeyReport(key, summary, totals.text_bytes)
 
-    def _write_record(self, merged: Merged, key: str, output: str, deciding: str) -> None:
+    def _write_record(self, merged: Merged, key: str, output: str, deciding: dict[str, Any]) -> None:
         settings = self._settings
-        extra = {
+        extra: dict[str, Any] = {
             "tokenizer_type": self._tokenizer.name,
             "json_key": key,
             "append_eod": settings.append_eod,
-            "settings": deciding,
+            "settings": digest_of(deciding),
         }
         if settings.world > 1:
-            extra["partition"] = {"rank": settings.rank, "world": settings.world}
+            extra["partition"] = settings.partition(deciding, self._files)
         record = make_record(
             output,
             tokenizer_fingerprint=self._tokenizer.fingerprint,

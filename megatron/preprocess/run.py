@@ -6,19 +6,20 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from megatron.data.record import read_record
 from megatron.errors import ConfigError, DataError, MegatronError, PeerLostError
 from megatron.preprocess.documents import FAST_JSON_HINT, FAST_LOADS
 from megatron.preprocess.encoder import Advance, EncoderSettings, SegmentEncoder, Splitter
-from megatron.preprocess.journal import WorkFolder, work_folder
+from megatron.preprocess.journal import WorkFolder, is_begun
 from megatron.preprocess.locate import Assigned, assigned
 from megatron.preprocess.merge import Merger, Report
 from megatron.preprocess.outputs import refuse_existing, take_names_back
 from megatron.preprocess.pool import WorkerDiedError, WorkerPool
 from megatron.preprocess.progress import Progress
 from megatron.preprocess.segments import Segment, plan_segments, share_bytes
-from megatron.preprocess.settings import PreprocessSettings, digest_of_settings
+from megatron.preprocess.settings import PreprocessSettings, digest_of
 from megatron.preprocess.shard import SegmentFailure, SegmentResult
 from megatron.preprocess.sources import Source, expand_inputs
 from megatron.tokenizer import Tokenizer, build_tokenizer
@@ -48,13 +49,12 @@ def preprocess(settings: PreprocessSettings, say: Say) -> Report:
             f"--resume: {sources[0].path} cannot be read a second time; leave --resume out, or give --overwrite"
         )
     with ended_by_signals(), _saying_what_is_complete() as finished:
-        splitter = prepare_splitter_for(settings, sources, say)
-        deciding = settings.deciding(sources, tokenizer, splitter)
-        digest = digest_of_settings(deciding)
-        if not work_folder(settings.prefix).exists() and not settings.overwrite and not settings.resume:
+        if not is_begun(settings.prefix) and not settings.overwrite and not settings.resume:
             refuse_existing(settings.prefix, settings.outputs)  # before there is anything to clean up
         with WorkFolder(settings.prefix, resume=settings.resume, overwrite=settings.overwrite) as folder:
-            if settings.resume and not folder.keeps_something and _is_complete(settings, digest):
+            splitter = prepare_splitter_for(settings, sources, say)
+            deciding = settings.deciding(sources, tokenizer, splitter)
+            if settings.resume and not folder.keeps_something and _is_complete(settings, deciding):
                 say(f"--resume: {settings.prefix} is complete; nothing is left to do")
                 return Report()
             overwrite = folder.begin(deciding, resumable=resumable, overwrite=settings.overwrite)
@@ -63,12 +63,13 @@ def preprocess(settings: PreprocessSettings, say: Say) -> Report:
             if not overwrite:
                 refuse_existing(settings.prefix, settings.outputs)
             with _saying_what_is_kept(folder):
-                report = _Run(settings, sources, tokenizer, splitter, folder, say).run(digest)
+                report = _Run(settings, sources, tokenizer, splitter, folder, say).run(deciding)
             finished.append(settings.prefix)
         return report
 
 
-def _is_complete(settings: PreprocessSettings, digest: str) -> bool:
+def _is_complete(settings: PreprocessSettings, deciding: dict[str, Any]) -> bool:
+    digest = digest_of(deciding)
     records = [read_record(output) for output in settings.outputs]
     return all(record is not None and record.extra.get("settings") == digest for record in records)
 
@@ -103,7 +104,7 @@ class _Run:
         self._assigned: dict[int, Assigned] = {}  # what the workers have
         self._lines_done: dict[int, int] = {}  # of each of these segments
 
-    def run(self, digest: str) -> Report:
+    def run(self, deciding: dict[str, Any]) -> Report:
         settings, merger = self._settings, self._merger
         total = share_bytes(self._sources, segment_bytes=self._segment_bytes, share=settings.share)
         with WorkerPool[Segment, SegmentResult | SegmentFailure](
@@ -116,7 +117,7 @@ class _Run:
                 self._encode(pool, done, progress)
                 report = merger.report
                 report.seconds, report.megabytes_per_second = progress.seconds, progress.megabytes_per_second
-        merger.finish(digest)
+        merger.finish(deciding)
         report.engine = self._tokenizer.engine
         return report
 
@@ -158,6 +159,7 @@ class _Run:
                 )
 
     def _describe(self, segment: Segment) -> Assigned:
+        self._merger.sources[segment.source.path] = segment.source  # reading a pipe shows whether it holds an array
         kept = assigned(segment)
         self._assigned[segment.number] = kept
         return kept
@@ -191,6 +193,8 @@ def prepare_splitter_for(settings: PreprocessSettings, sources: list[Source], sa
         parameters_file=settings.parameters_file,
         sample=lambda: texts_of_sample(sources, settings.json_keys),
         say=say,
+        # A new beginning learns anew; one partition must not take from under the others what they split by.
+        anew=settings.overwrite and settings.world == 1,
     )
 
 

@@ -69,16 +69,18 @@ def prepare_splitter(
     parameters_file: Path,
     sample: Callable[[], Iterator[str]],
     say: Callable[[str], None],
+    anew: bool = False,
 ) -> SentenceSplitter:
-    """`sample` gives texts from all over the input, the same ones to every partition."""
+    """`sample` gives texts from all over the input, the same ones to every partition. `anew`: what an earlier run has
+    left is replaced."""
     if not re.fullmatch(r"[\w-]+", language):
         raise ConfigError(f"--lang {language}: not the name of a language; use one such as english")
-    if parameters_file.exists():
+    if parameters_file.exists() and not anew:
         stored = _load(parameters_file, language)
-        say(f"sentences: parameters of {parameters_file} ({stored.source}; delete it to begin anew)")
+        say(f"sentences: parameters of {parameters_file} ({stored.source}; --overwrite, or deleting it, begins anew)")
     else:
         parameters, source, note = _find_or_learn(language, sample, say)
-        _write_once(parameters_file, _encode(parameters, language, source))
+        _write(parameters_file, _encode(parameters, language, source), replace=anew)
         stored = _load(parameters_file, language)  # another partition may have been first: then its file holds
         say(f"sentences: {note}; kept in {parameters_file}")
     fingerprint = hashlib.sha256(f"{stored.checksum} {keep_newlines}".encode()).hexdigest()
@@ -186,14 +188,17 @@ def _checksum(content: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode("ascii")).hexdigest()
 
 
-def _write_once(path: Path, content: bytes) -> None:
-    """The file appears whole, and the first of several writers wins."""
+def _write(path: Path, content: bytes, *, replace: bool) -> None:
+    """The file appears whole. The first of several writers wins, unless it is to be replaced."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             write_synced(temporary, [content])
-            _publish(temporary, path)
+            if replace:
+                temporary.replace(path)
+            else:
+                _publish(temporary, path)
         finally:
             temporary.unlink(missing_ok=True)
     except OSError as error:

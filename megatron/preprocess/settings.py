@@ -81,6 +81,18 @@ class PreprocessSettings:
             "the version of the work folder": 1,
         }
 
+    def partition(self, deciding: dict[str, Any], sources: Sequence[Source]) -> dict[str, Any]:
+        """What the record of a partition says, so that a merge can see that the parts are of one whole."""
+        own = ("--rank", "--world", "inputs")
+        files = [[Path(source.path).name, source.size] for source in sources]
+        return {
+            "rank": self.rank,
+            "world": self.world,
+            "inputs": digest_of({"files": files}),  # they may lie elsewhere on another machine
+            "settings": digest_of({name: value for name, value in deciding.items() if name not in own}),
+            "whole": digest_of({**deciding, "--rank": 0, "--world": 1}),  # "settings" of the run in one piece
+        }
 
-def digest_of_settings(deciding: dict[str, Any]) -> str:
+
+def digest_of(deciding: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(deciding, sort_keys=True).encode()).hexdigest()

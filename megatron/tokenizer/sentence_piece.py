@@ -132,11 +132,14 @@ class SentencePieceTokenizer(GPTSentencePieceTokenizer):
 
 def _read(path: Path) -> bytes:
     try:
-        return path.read_bytes()
+        content = path.read_bytes()
     except FileNotFoundError:
         raise ConfigError(f"--tokenizer-model {path}: there is no such file; nothing is downloaded") from None
     except OSError as error:
         raise ConfigError(f"--tokenizer-model {path}: cannot be read ({error.strerror})") from None
+    if not content:  # which the package would take for a model
+        raise ConfigError(f"--tokenizer-model {path}: is empty; give the tokenizer's .model file")
+    return content
 
 
 def _load(path: Path, content: bytes, name: str) -> Any:

@@ -126,11 +126,27 @@ def test_too_many_skipped_lines_fail(workshop: Workshop) -> None:
 def test_an_input_without_documents_is_refused(workshop: Workshop, content: list[str]) -> None:
     workshop.corpus("in.jsonl", content)
     assert_refused(workshop, workshop.run(*FLAGS), 11, "holds no documents")
+    assert not (workshop.folder / "out.preprocessing").exists()  # going on could only come to the same
 
 
 def test_documents_that_are_all_empty_are_refused(workshop: Workshop) -> None:
     workshop.corpus("in.jsonl", [{"text": ""}, {"text": ""}])
     assert_refused(workshop, workshop.run(*FLAGS), 11, "--json-keys text: every document is empty")
+    assert not (workshop.folder / "out.preprocessing").exists()
+
+
+def test_a_name_too_long_for_the_file_system(workshop: Workshop) -> None:
+    workshop.corpus("in.jsonl", [{"text": "a"}])
+    done = workshop.run("--input", "in.jsonl", "--output-prefix", "n" * 300)
+    assert_refused(workshop, done, 2, "nnn: File name too long; choose another")
+
+
+def test_an_item_of_an_array_that_comes_by_a_pipe_is_named_so(workshop: Workshop) -> None:
+    workshop.corpus("in.jsonl", ['[{"text": "a"}, 3, {"text": "b"}]'])
+    command = workshop.command("--input", "-", "--output-prefix", "out", "--on-error", "skip")
+    with open(workshop.folder / "in.jsonl", "rb") as pipe:
+        done = subprocess.run(command, cwd=workshop.folder, stdin=pipe, capture_output=True, text=True, check=True)
+    assert "skipped standard input, item 2: not a JSON object" in done.stderr
 
 
 def test_a_damaged_gzip_file_is_named(workshop: Workshop) -> None:

@@ -87,7 +87,7 @@ ADDED = {
     "--fp16-lm-cross-entropy": ("--fp16-lm-cross-entropy: not supported", "remove it"),
     "--deepspeed --deepspeed_config ds.json": ("--deepspeed: not supported yet", "leave it out"),
     "--zero-stage 2": ("--zero-stage 2: not supported yet", "leave it out"),
-    "--data-impl lazy": ("--data-impl lazy: not supported", "mmap or infer"),
+    "--data-impl object": ("--data-impl object: not supported", "mmap or infer or lazy or cached"),
     "--retro-project-dir x": ("--retro-project-dir", "remove"),
     "--warmup 100": ("--warmup 100", "--lr-warmup-iters"),
     "--model gpt2-124mb": ("--model gpt2-124mb", "did you mean gpt2-124m?"),

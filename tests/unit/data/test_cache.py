@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
+import shutil
 import signal
 import subprocess
 import sys
@@ -98,6 +99,36 @@ def test_damage_is_said_and_repaired(tmp_path: Path, kind: str) -> None:
     _, built, notes = load(tmp_path)
     assert built and len(notes) == 1 and "built again" in notes[0]
     assert load(tmp_path)[1:] == (False, [])
+
+
+def test_no_damaged_header_is_a_surprise(tmp_path: Path) -> None:
+    """numpy parses it as Python: a bracket that is lost, an escape, a size beyond all memory."""
+    load(tmp_path)
+    npy = next(tmp_path.glob("*-a.npy"))
+    whole = npy.read_bytes()
+    end = whole.index(b"\n")
+    texts = [whole[:at] + mark + whole[at + 1 :] for at in range(6, end) for mark in (b"\n", b"(", b"\xff", b"9")]
+    texts += [whole.replace(b"(1000,)      ", size) for size in (b"(9999999999,)", b"(-1, -1000,) ", b"(10**99, 1,) ")]
+    texts.append(whole.replace(b"(1000,)" + b" " * 22, b"(99999999999999999999999999,)"))
+    for text in texts:
+        npy.write_bytes(text)
+        load(tmp_path)
+
+
+def test_deleted_while_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`rm -r` by hand, in the middle of a start, of a directory that the user named."""
+    real, calls = cache_module.write_atomically, []
+
+    def write(path: Path, chunks: object, *, sync: bool) -> None:
+        calls.append(path)
+        if len(calls) == 2:
+            shutil.rmtree(path.parent)
+        real(path, chunks, sync=sync)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(cache_module, "write_atomically", write)
+    cache = IndexCache(tmp_path / "c", required=True)
+    assert cache.load_or_build(DESCRIPTION, arrays).keys() == arrays().keys()
+    assert len(calls) == 6 and load(tmp_path / "c")[1:] == (False, [])
 
 
 def test_no_pickle_is_ever_opened(tmp_path: Path) -> None:

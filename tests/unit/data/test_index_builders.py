@@ -338,7 +338,8 @@ def test_blend_equals_plain_loops(implementation: str, weights: list[float], siz
 @both
 @settings(max_examples=50, deadline=None)
 @given(weights=weights_lists, size=st.integers(1, 2000))
-def test_blend_counts_are_within_one_of_the_shares(implementation: str, weights: list[float], size: int) -> None:
+def test_blend_counts_stay_near_the_shares(implementation: str, weights: list[float], size: int) -> None:
+    """Megatron's order is not within one sample of them always, so a bound that grows slowly with the sources."""
     datasets, _ = Builders.resolve(implementation).blend(shares(weights), size)  # type: ignore[arg-type]
     counts = np.bincount(datasets, minlength=len(weights))
     assert np.all(np.abs(counts - size * shares(weights)) <= max(1.0, np.log2(len(weights)) + 1))

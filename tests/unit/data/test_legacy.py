@@ -122,3 +122,17 @@ def test_bin_of_the_wrong_size_is_refused(tmp_path: Path, size: int, mmap: bool)
     (tmp_path / "d.bin").write_bytes(((tmp_path / "d.bin").read_bytes() + b"\0\0")[:size])
     with pytest.raises(DataError, match=rf"d\.bin: {size} bytes, .*add up to 22"):
         IndexedDataset(tmp_path / "d", mmap=mmap)
+
+
+@pytest.mark.parametrize("token", [0, 2])
+def test_an_offset_that_overflows_to_the_right_one_is_refused(tmp_path: Path, token: int) -> None:
+    """2**63 more tokens are, in bytes of 64 bits, no more at all."""
+    write(tmp_path / "d", DOCUMENTS, "uint16", "lazy")
+    idx = tmp_path / "d.idx"
+    content = bytearray(idx.read_bytes())
+    items = len([sequence for document in DOCUMENTS for sequence in document])
+    top = 56 + 8 * (items + 1) + 8 * token + 7
+    content[top] ^= 0x80
+    idx.write_bytes(content)
+    with pytest.raises(DataError, match="data_offsets: an offset is outside"):
+        IndexedDataset(tmp_path / "d")

@@ -11,6 +11,7 @@ import pytest
 
 from megatron.config import DataConfig
 from megatron.data.build import Datasets, build_train_valid_test
+from megatron.data.index_builders import Builders
 from megatron.data.indexed import IndexedDatasetBuilder
 from megatron.data.record import make_record, write_record
 from megatron.errors import ConfigError, DataError
@@ -85,6 +86,21 @@ def test_marked_borders(tmp_path: Path, sentences: bool) -> None:
         build([with_ends(tmp_path / "t", 9, sentences)], reset_attention_mask=True)
 
 
+def test_only_the_first_documents_are_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Documents without a last token are passed over, however many they are."""
+    with IndexedDatasetBuilder(tmp_path / "s", "uint16") as builder:
+        for _ in range(50):
+            builder.add_document([], [])
+            builder.add_document([])
+        builder.add_document([5, EOD])
+        for _ in range(5000):
+            builder.add_document([5, 6])
+    monkeypatch.setattr("megatron.data.sources._BLOCK", 7)
+    build([str(tmp_path / "s")], reset_attention_mask=True)
+    monkeypatch.setattr("megatron.data.sources._LOOKED_AT", 1)
+    build([str(tmp_path / "s")], reset_attention_mask=True)
+
+
 def test_a_record_says_whether_ends_were_added(tmp_path: Path) -> None:
     """Without --append-eod an end in the text is an accident."""
     prefix = with_ends(tmp_path / "s", EOD)
@@ -111,7 +127,45 @@ def test_the_fingerprint_is_of_the_weights_too(tmp_path: Path) -> None:
         build(words, samples=20).fingerprint
         for words in (["1", one, "2", two], ["2", one, "1", two], ["1", two, "2", one], [one, two], [one], ["1", one])
     ]
-    assert len(set(prints)) == 5 and prints[4] == prints[5]  # one source with a weight is that source
+    assert len(set(prints)) == 6  # one source with a weight is built for more samples, so maybe for more epochs
+
+
+def test_the_fingerprint_is_of_the_split_of_a_source_too(tmp_path: Path) -> None:
+    """The same files in the same order: only which of them training reads differs."""
+    one, two, three = (write_dataset(tmp_path / name, [[number, 2, 3]] * 50) for number, name in enumerate("abc"))
+    prints = []
+    for train, valid in (((one, two), (three,)), ((one,), (two, three)), ((one, two, three), None)):
+        config = DataConfig(seq_length=8, train_data_path=train, valid_data_path=valid)
+        built = build_train_valid_test(config, num_samples=(10, 5, 0), seed=1, vocab_size=100, eod_id=EOD)
+        prints.append(built.fingerprint)
+    assert len(set(prints)) == 3
+
+
+# What is said and what is swept
+
+
+def test_long_work_says_how_far_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron.data.build._SAID_EVERY", 0.0)
+    words = [word for name in "ab" for word in ("1", write_dataset(tmp_path / name, [[1, 2, 3]] * 50))]
+    said: list[str] = []
+    config = DataConfig(seq_length=8, data_path=tuple(words), split="1,0,0")
+    builders = Builders.resolve(say=said.append)
+    build_train_valid_test(config, num_samples=(10, 0, 0), seed=1, vocab_size=100, eod_id=EOD, builders=builders)
+    assert "data: 1 of 2 sources opened and checked ..." in said
+    assert "data: train: indices of 1 of 2 sources ready ..." in said
+
+
+def test_what_killed_builders_left_is_removed(tmp_path: Path) -> None:
+    prefix, cache = write_dataset(tmp_path / "s", [[1, 2, 3]] * 50), tmp_path / "cache"
+    build([prefix], data_cache_path=str(cache))
+    entry = next(cache.glob("*-order.npy")).name
+    old, young, foreign = f".{entry}.123-0a1b2c3d.tmp", f".{entry}.124-0a1b2c3e.tmp", ".notes.tmp"
+    for name in (old, young, foreign):
+        (cache / name).write_bytes(b"half")
+    for name in (old, foreign):
+        os.utime(cache / name, (0, 0))
+    build([prefix], data_cache_path=str(cache))
+    assert {path.name for path in cache.glob(".*")} == {young, foreign}
 
 
 # Data that is hardly there

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron.errors import DataError
+from megatron.preprocess.locate import Assigned, Lines
 from megatron.preprocess.segments import plan_segments, read_batches
 from megatron.preprocess.sources import Source, expand_inputs
 
@@ -69,3 +70,14 @@ def test_a_file_that_is_written_while_a_worker_reads_it_is_said(tmp_path: Path) 
         file.write(b"!")
     with pytest.raises(DataError, match=r"a: was changed while it was read"):
         list(batches)
+
+
+def test_a_lost_segment_of_a_file_that_has_gone_is_named_by_its_bytes(tmp_path: Path) -> None:
+    path = write(tmp_path / "a", b"{}\n" * 10)
+    source = source_of(path)
+    second = list(plan_segments([source], segment_bytes=9))[1]
+    lines = Lines()
+    lines.enter(source, 0)
+    assert lines.place_range(Assigned(second, None), [], 1) == f"{path}, lines 5 to 6"
+    path.unlink()
+    assert lines.place_range(Assigned(second, None), [], 1) == f"{path}, bytes 9 to 18"

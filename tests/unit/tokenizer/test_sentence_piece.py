@@ -102,6 +102,9 @@ def test_identity_and_files(model: Path, tmp_path: Path) -> None:
 def test_what_cannot_be_opened_is_refused_by_name(model: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--tokenizer-model .*nowhere: there is no such file"):
         build(TYPES[0], tmp_path / "nowhere")
+    (tmp_path / "empty.model").touch()
+    with pytest.raises(ConfigError, match=r"--tokenizer-model .*empty.model: is empty"):
+        build(TYPES[0], tmp_path / "empty.model")
     (tmp_path / "text.model").write_text("{}", encoding="utf-8")
     with pytest.raises(ConfigError, match=r"text.model: not a SentencePiece model"):
         build(TYPES[0], tmp_path / "text.model")
