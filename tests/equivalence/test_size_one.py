@@ -44,7 +44,9 @@ def operations(model: torch.nn.Module, passes: Any, batch: Any) -> list[str]:
     return operations.seen
 
 
-@pytest.mark.parametrize("family", [GPT2, LLAMA, DROPOUT, SELECTIVE, MOE], ids=["gpt2", "llama", "drop", "again", "moe"])
+@pytest.mark.parametrize(
+    "family", [GPT2, LLAMA, DROPOUT, SELECTIVE, MOE], ids=["gpt2", "llama", "drop", "again", "moe"]
+)
 def test_the_operations_are_those_of_the_plain_model(family: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     run, parts = make_parts(flags(**family))
     with parts:
