@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.distributed import rng
 from megatron.distributed.state import ParallelState
@@ -24,27 +24,28 @@ FULL = {"recompute_granularity": "full", "recompute_method": "uniform"}
 SELECTIVE = {"recompute_granularity": "selective"}
 
 
-def masks(rank: int, argv: list[str]) -> dict[str, list[Tensor]]:
-    """What survived, of each dropout of one forward and backward pass, by what is dropped."""
-    torch.set_num_threads(1)
-    seen: dict[str, list[Tensor]] = {"hidden": [], "attention": []}
-    original = F.dropout
+class Masks(TorchDispatchMode):
+    """What each dropout kept, by what is dropped: attention probabilities are square."""
 
-    def watched(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-        result = original(x, p, training, inplace)
-        if training and p > 0:
-            kept = original(torch.ones_like(x), 0.0) * (result != 0)
-            seen["attention" if x.shape[-1] == x.shape[-2] else "hidden"].append(kept.detach())
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: dict[str, list[Tensor]] = {"hidden": [], "attention": []}
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = op(*args, **(kwargs or {}))
+        name = op.name()
+        if name.startswith(("aten::bernoulli", "aten::native_dropout")):
+            mask = result[1] if isinstance(result, tuple) else result
+            self.seen["attention" if mask.shape[-1] == mask.shape[-2] else "hidden"].append(mask != 0)
         return result
 
+
+def masks(rank: int, argv: list[str]) -> dict[str, list[Tensor]]:
+    torch.set_num_threads(1)
     _, parts = make_parts(argv, rank=rank, world_size=2, dtype=torch.float64)
-    torch.nn.functional.dropout = watched
-    try:
-        with parts:
-            parts.trainer._one_iteration()
-    finally:
-        torch.nn.functional.dropout = original
-    return seen
+    with parts, Masks() as masks:
+        parts.trainer._one_iteration()
+    return masks.seen
 
 
 def agreement(sequence_parallel: bool) -> dict[str, list[float]]:
