@@ -196,7 +196,7 @@ class GradBuffers:
         return self._grad_dtype if parameter.dtype in (torch.float16, torch.bfloat16) else parameter.dtype
 
     def _make_buckets(self, bucket_size: int) -> list[_Bucket]:
-        """Cuts the parameters, last first, into buffers of `bucket_size` elements or more of a type, device and axis."""
+        """Cuts the parameters, last first, into buffers of `bucket_size` elements or more, by type, device, axis."""
         assert bucket_size > 0, f"bucket size {bucket_size}"
         buckets: list[_Bucket] = []
         open_buckets: dict[tuple[torch.dtype, torch.device, str], list[_Slot]] = {}

@@ -33,7 +33,8 @@ def choose(config: ModelConfig, moe: MoEConfig | None = None) -> Family:
     nearest = _nearest_with_experts(config) if moe.is_on else _nearest_dense(config)
     raise ConfigError(
         f"{nearest.unsupported(config, moe)}: no Hugging Face model of the GPT-2, Llama, Qwen, Mistral or Mixtral "
-        f"families computes this (nearest: {nearest.architecture}); the checkpoint can be used with tools/generate.py, not exported"
+        f"families computes this (nearest: {nearest.architecture}); the checkpoint can be used with "
+        "tools/generate.py, not exported"
     )
 
 

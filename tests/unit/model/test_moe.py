@@ -112,8 +112,8 @@ def test_losses_by_their_definition() -> None:
     counts = torch.stack([torch.bincount(row.flatten(), minlength=EXPERTS) for row in chosen])
     each, together = 0.0, 0.0
     for e in range(EXPERTS):
-        each += EXPERTS * sum((counts[b, e] / (7 * 2) * scores[b, :, e].mean()).item() for b in range(3))
-        together += EXPERTS * (counts[:, e].sum() / (21 * 2) * scores[:, :, e].mean()).item()
+        each += EXPERTS * sum(counts[b, e].item() / (7 * 2) * scores[b, :, e].mean().item() for b in range(3))
+        together += EXPERTS * counts[:, e].sum().item() / (21 * 2) * scores[:, :, e].mean().item()
     assert balance_loss(scores, counts, 2, 1, "sequence").item() == pytest.approx(each, rel=1e-12)
     assert balance_loss(scores, counts, 2, 1, "micro-batch").item() == pytest.approx(3 * together, rel=1e-12)
     even = torch.full((1, 5, 5), 0.2, dtype=torch.float64)
