@@ -68,7 +68,23 @@ class BatchMaker:
         whole = len(dataset) // self._block * self._block
         if whole < len(dataset):
             rest = self._load(dataset, whole, micro_batch_size=1, rank=0, ranks=1)
+            if self.run.parallel.ep.size > 1:
+                rest = self._filled_up(rest)
             yield from islice(rest, self.run.parallel.dp.rank, None, self.run.parallel.dp.size)
+
+    def _filled_up(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """Ranks that share experts compute equally often: where the samples end, on one of which no token counts."""
+        count = 0
+        for batch in batches:
+            count += 1
+            yield batch
+        for _ in range(-count % self.run.parallel.dp.size):
+            if "loss_mask" not in batch:
+                raise DataError(
+                    "--full-validation with --expert-model-parallel-size: the last samples do not fill a batch, and "
+                    "samples without a loss_mask cannot be filled up; leave --full-validation out"
+                )
+            yield {**batch, "loss_mask": torch.zeros_like(batch["loss_mask"])}
 
     def _usable(self, dataset: Any) -> int:
         return len(dataset) // self.global_batch_size * self.global_batch_size
