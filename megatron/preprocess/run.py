@@ -193,8 +193,9 @@ def prepare_splitter_for(settings: PreprocessSettings, sources: list[Source], sa
         parameters_file=settings.parameters_file,
         sample=lambda: texts_of_sample(sources, settings.json_keys),
         say=say,
-        # A new beginning learns anew; one partition must not take from under the others what they split by.
-        anew=settings.overwrite and settings.world == 1,
+        # A new beginning learns anew, but for what is read only once. And one partition must not take from under the
+        # others what they split by.
+        anew=settings.overwrite and settings.world == 1 and not any(source.kind == "stdin" for source in sources),
     )
 
 

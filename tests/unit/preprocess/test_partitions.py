@@ -11,8 +11,9 @@ from megatron.data.merge import merge
 from megatron.data.parts import find_prefixes, plan_groups
 from megatron.data.record import read_record, record_path
 from megatron.errors import ConfigError
-from megatron.preprocess.run import preprocess
+from megatron.preprocess.run import prepare_splitter_for, preprocess
 from megatron.preprocess.settings import PreprocessSettings
+from megatron.preprocess.sources import STDIN, Source
 from megatron.tokenizer import TokenizerSettings
 
 NULL = TokenizerSettings(tokenizer_type="NullTokenizer", vocab_size=1000)
@@ -121,3 +122,16 @@ def test_overwrite_learns_sentences_anew_and_partitions_never_do(tmp_path: Path)
         assert learned.read_bytes() == first
     run(tmp_path, "part", **given, overwrite=True)
     assert learned.read_bytes() != first
+
+
+def test_a_pipe_is_split_by_what_was_learned_before(tmp_path: Path) -> None:
+    pytest.importorskip("nltk", reason="pip install nltk")
+    corpus(tmp_path)
+    run(tmp_path, "out", split_sentences=True)
+    first = (tmp_path / "out.sentences.json").read_bytes()
+    pipe = Source("standard input", "stdin", 0, STDIN)
+    given = PreprocessSettings(
+        inputs=(STDIN,), output_prefix=str(tmp_path / "out"), tokenizer=NULL, split_sentences=True, overwrite=True
+    )
+    assert prepare_splitter_for(given, [pipe], quiet) is not None
+    assert (tmp_path / "out.sentences.json").read_bytes() == first
