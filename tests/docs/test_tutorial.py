@@ -117,9 +117,10 @@ def test_a_typo_in_the_tutorials_command_is_one_line(checkout: Checkout) -> None
 )
 def test_launchers(checkout: Checkout, launcher: str) -> None:
     """Each with its own settings, smaller by what is typed behind its name."""
+    ranks = 4 if launcher.endswith("mp") else 2
     script = f"""
         export DATA_PATH=codeparrot_content_document VOCAB_FILE=vocab.json MERGE_FILE=merges.txt
-        export CHECKPOINT_PATH=experiments/{launcher} GPUS_PER_NODE={4 if launcher.endswith("mp") else 2} MASTER_PORT=6001
+        export CHECKPOINT_PATH=experiments/{launcher} GPUS_PER_NODE={ranks} MASTER_PORT=6001
         bash examples/{launcher}.sh --num-layers 2 --hidden-size 32 --num-attention-heads 4 \\
             --seq-length 32 --max-position-embeddings 32 --micro-batch-size 2 --global-batch-size 8 \\
             --train-iters 4 --lr-decay-iters 4 --save-interval 4 --log-interval 2 --eval-iters 1
