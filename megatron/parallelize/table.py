@@ -149,7 +149,8 @@ class Cut:
     sequence_parallel: bool
 
     def spec(self, name: str, row: Row) -> ShardSpec:
-        spec = ShardSpec(name=name, logical_shape=row.logical_shape, dim=row.split_dim or 0, fold=row.fold)
+        fold = row.fold if self.tp.size > 1 else 1  # what is whole is seen in its own dimensions
+        spec = ShardSpec(name=name, logical_shape=row.logical_shape, dim=row.split_dim or 0, fold=fold)
         if self.tp.size == 1:
             return spec
         if row.split_dim is None:

@@ -32,7 +32,7 @@ def test_the_values_are_the_draw_and_padding_is_zero(name: str) -> None:
 
 
 def test_a_part_starts_as_its_slice_of_the_whole() -> None:
-    """Step 3's layouts: what a rank holds is drawn with the whole parameter."""
+    """What a rank holds is drawn with the whole parameter."""
     model, config = build("llama")
     name = "layers.1.mlp.dense_h_to_4h.weight"
     whole = gpt_specs(model, config, VOCABULARY)[name]
