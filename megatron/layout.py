@@ -127,7 +127,8 @@ class Layout:
                 fits = " or ".join(str(n) for n in nearest_divisors(self.world_size // others, size))
                 ways.append(f"use {flag} {fits}")
         needs = f"{product} = {self.model_size}" if len(given) > 1 else product
-        return f"{needs} does not divide the {self.world_size} processes that were started; {', or '.join(ways)}"
+        started = "1 process that was" if self.world_size == 1 else f"{self.world_size} processes that were"
+        return f"{needs} does not divide the {started} started; {', or '.join(ways)}"
 
     def _expert_message(self) -> str:
         replicas = self.dp * self.cp

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from megatron.config.stages import StageLayers, split_layers
 from megatron.data_parallel import broadcast_parameters
 from megatron.distributed.shard import ShardSpec
+from megatron.distributed.state import ParallelState
 from megatron.distributed.wgrad_queue import WgradQueue
 from megatron.engine import Batch, ForwardStep, Passes
 from megatron.errors import ConfigError
@@ -28,7 +29,7 @@ from megatron.parallelize.pipeline import (
 from megatron.pipeline_parallel.pipeline import Pipeline
 from megatron.pipeline_parallel.schedules import SCHEDULES
 from megatron.pipeline_parallel.trace import StepTrace
-from megatron.training.initialize import Run
+from megatron.training.initialize import Run, layout_of
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,16 @@ def build_model(run: Run, model_provider: Callable[[Run], nn.Module], forward_st
     whose = " on this rank" if split else ""
     run.log.info(f"number of parameters{whose}: {count} ({run.config.precision.params_dtype})")
     return built
+
+
+def held_parameters(run: Run, model_provider: Callable[[Run], nn.Module], rank: int) -> int:
+    """How many `rank` will hold, padding included. Nothing is allocated, and no other rank is asked."""
+    parallel = ParallelState.plan(layout_of(run.config, run.launch.world_size), rank)
+    planned = replace(run, parallel=parallel, device=torch.device("meta"))
+    model = _in_dtype_and_device(planned, model_provider, planned.device)
+    if isinstance(model, GPT):
+        model = _parallel_gpt(planned, model, lambda *_: (torch.zeros(()), torch.zeros(()))).model
+    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def _in_dtype_and_device(run: Run, model_provider: Callable[[Run], nn.Module], device: torch.device) -> nn.Module:

@@ -12,7 +12,8 @@ from megatron.data.splits import sample_counts
 from megatron.model.flops import flops_per_token
 from megatron.model.gpt import GPT
 from megatron.training.batch_plan import BatchPlan
-from megatron.training.initialize import Run
+from megatron.training.initialize import Run, layout_of
+from megatron.training.model import held_parameters
 from megatron.utils.device import human_bytes
 
 
@@ -22,6 +23,9 @@ def render_plan(run: Run, model_provider: Callable[[Run], nn.Module]) -> str:
     with torch.device("meta"):
         model = model_provider(run)
     parameters = sum(p.numel() for p in model.parameters())
+    stages = layout_of(config, run.launch.world_size).group_of("pp", 0)
+    held = max(held_parameters(run, model_provider, rank) for rank in stages)
+    split = run.parallel.model.size > 1 or run.parallel.ep.size > 1
     tokens = plan.train_samples * config.data.seq_length
     train, valid, test = sample_counts(
         train_iters=plan.total_iterations,
@@ -37,7 +41,10 @@ def render_plan(run: Run, model_provider: Callable[[Run], nn.Module]) -> str:
             if run.has_vocabulary
             else []
         ),
-        ("parameters", f"{parameters} in {config.precision.params_dtype}"),
+        (
+            "parameters",
+            f"{parameters} in {config.precision.params_dtype}{f', at most {held} on a rank' if split else ''}",
+        ),
         (
             "batch",
             f"{plan.final_batch_size} samples = {config.training.micro_batch_size} per micro-batch x {plan.dp} ranks x "
@@ -49,7 +56,7 @@ def render_plan(run: Run, model_provider: Callable[[Run], nn.Module]) -> str:
         *_compute(run, model, tokens),
         (
             "memory per rank",
-            f"{human_bytes(parameters * _bytes_per_parameter(config))} of weights, gradients and optimizer",
+            f"{human_bytes(held * _bytes_per_parameter(config))} of weights, gradients and optimizer",
         ),
     ]
     width = max(len(name) for name, _ in rows)
