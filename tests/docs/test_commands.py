@@ -62,17 +62,18 @@ def test_files_named_in_the_docs_exist() -> None:
     assert not missing, "\n".join(missing)
 
 
-# Flags of the launcher, of pip and of the interpreters that the pages call.
+# Flags of the launchers, of pip and of the interpreters that the pages call.
 FOREIGN = {"--nproc_per_node", "--nnodes", "--node_rank", "--master_addr", "--master_port", "--ntasks-per-node"}
-FOREIGN |= {"--inplace", "--system-site-packages"}
+FOREIGN |= {"--inplace", "--system-site-packages", "--standalone", "--array", "--wrap"}
 FLAG = re.compile(r"(?<![\w-])--[A-Za-z][\w-]*")
 
 
 def known_flags() -> set[str]:
     """Those of training, and those that tools, benchmarks and example scripts spell out in their sources."""
-    sources = [ROOT / "docs" / "flags.md", *(ROOT / "tools").glob("*.py"), *(ROOT / "examples").glob("*.sh")]
-    sources += [*(ROOT / "megatron" / "preprocess").glob("*.py"), *(ROOT / "megatron" / "inference").glob("*.py")]
-    sources += [*(ROOT / "megatron" / "checkpoint").glob("*.py"), *(ROOT / "benchmarks").glob("*.py")]
+    sources = [ROOT / "docs" / "flags.md", *(ROOT / "tools").glob("*.py"), *(ROOT / "examples").glob("*.*")]
+    sources += [*(ROOT / "benchmarks").glob("*.py"), ROOT / "megatron" / "training" / "check_layout.py"]
+    for package in ("preprocess", "inference", "checkpoint", "pipeline_parallel"):
+        sources += (ROOT / "megatron" / package).glob("*.py")
     return {flag for path in sources for flag in FLAG.findall(path.read_text(encoding="utf-8"))}
 
 
