@@ -21,7 +21,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megatron.distributed.launch import usable_cores
 from megatron.errors import ConfigError, MegatronError, PeerLostError
 from megatron.training.process import named
 
@@ -97,7 +96,7 @@ def _cause(failed: dict[int, int], folder: Path) -> MegatronError:
 
 def _rank(rank: int, count: int, body: Callable[[int], None], folder: Path, timeout: timedelta) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its ranks
-    torch.set_num_threads(max(1, usable_cores() // count))
+    torch.set_num_threads(1)  # a forked child must not enter the parent's OpenMP team: it would wait for ever
     try:
         if count > 1:
             store = dist.FileStore(str(folder / "meeting"), count)
