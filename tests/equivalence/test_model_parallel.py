@@ -175,7 +175,7 @@ class Plant:
 PLANTS = [
     *(Plant("all_reduce", "tp", how) for how in ("left out", "doubled", "wrong ranks")),
     *(Plant("start_all_reduce", "tp", how) for how in ("left out", "doubled", "wrong ranks")),
-    *(Plant("start_all_reduce", "dp", how) for how in ("left out", "doubled", "wrong ranks")),
+    *(Plant("start_all_reduce", "dp_cp", how) for how in ("left out", "doubled", "wrong ranks")),
 ]
 SEQUENCE_PLANTS = [
     *(Plant("start_gather_along", "tp", how) for how in ("left out", "wrong ranks")),
