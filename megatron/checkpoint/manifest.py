@@ -61,10 +61,6 @@ class Manifest:
     holds: tuple[str, ...] = ()  # which of optimizer, scheduler, rng it was saved with
     schema: int = SCHEMA
 
-    @property
-    def total_bytes(self) -> int:
-        return sum(record.size for record in self.files.values())
-
 
 def encode(manifest: Manifest) -> bytes:
     body = _plain(manifest)

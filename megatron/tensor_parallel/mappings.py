@@ -6,7 +6,6 @@
 | `summed`          | sum over the ranks            | nothing                       |
 | `gathered`        | pieces of the sequence joined | sum, each keeps its piece     |
 | `scattered`       | sum, each keeps its piece     | pieces of the sequence joined |
-| `gathered_copies` | pieces of the sequence joined | each keeps its piece          |
 
 Activations are [batch, seq, ...]: the sequence is dimension 1.
 """
@@ -43,11 +42,6 @@ def gathered(x: Tensor, axis: Axis) -> Tensor:
 def scattered(x: Tensor, axis: Axis) -> Tensor:
     """Partial results [batch, seq, ...] leave a split layer as their sum's piece [batch, seq / ranks, ...]."""
     return x if axis.size == 1 else _Scattered.apply(x, axis)
-
-
-def gathered_copies(x: Tensor, axis: Axis) -> Tensor:
-    """[batch, seq / ranks, ...] becomes [batch, seq, ...] for a part that every rank computes whole and alike."""
-    return x if axis.size == 1 else _GatheredCopies.apply(x, axis)
 
 
 class _Copied(Function):
@@ -95,15 +89,3 @@ class _Scattered(Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return collectives.gather_along(grad, ctx.axis, SEQUENCE), None
-
-
-class _GatheredCopies(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
-        return collectives.gather_along(x, axis, SEQUENCE)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return collectives.own_piece(grad, ctx.axis, SEQUENCE).contiguous(), None

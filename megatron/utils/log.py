@@ -26,7 +26,3 @@ class RankLog:
     def warn(self, text: str) -> None:
         if self.main:
             print(f"warning: {text}", file=self.stream, flush=True)
-
-    def every_rank(self, text: str) -> None:
-        """For what differs between ranks; the rank is named."""
-        print(f"[rank {self.rank}] {text}", file=self.stream, flush=True)

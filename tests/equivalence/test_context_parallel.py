@@ -6,7 +6,6 @@ Then what could go wrong is done on purpose, and must be seen.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from itertools import count, islice
 from typing import Any
 
@@ -21,7 +20,7 @@ from megatron.distributed.state import Axis
 from megatron.engine import engine as engine_module
 from megatron.training.assemble import Parts
 from tests.helpers.distributed import RankFailed, run_ranks
-from tests.helpers.layouts import Outcome, at_layout, at_layouts, reference, uneven_mask, worst
+from tests.helpers.layouts import at_layout, expected, unequal, uneven_mask, worst
 from tests.helpers.runs import flags, make_parts
 
 EQUAL = 1e-10
@@ -90,21 +89,9 @@ CASES: dict[int, list[tuple[dict[str, Any], dict[str, Any]]]] = {
 }
 
 
-@cache
-def expected(family: tuple[str, ...]) -> Outcome:
-    return reference(family)
-
-
 @pytest.mark.parametrize("ranks", CASES)
 def test_every_layout_is_the_single_process(ranks: int) -> None:
-    cases = CASES[ranks]
-    outcomes = at_layouts(ranks, [flags(**family, **axes) for family, axes in cases])
-    off = {
-        f"{axes}": difference
-        for (family, axes), outcome in zip(cases, outcomes, strict=True)
-        if (difference := worst(outcome, expected(tuple(flags(**family))))) >= EQUAL
-    }
-    assert not off
+    assert not unequal(ranks, CASES[ranks], EQUAL)
 
 
 def evaluate(rank: int, world_size: int, cases: list[list[str]]) -> list[tuple[float, int]]:

@@ -7,7 +7,6 @@ get no token. (What one process computes is held against transformers in test_mo
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import pytest
@@ -18,7 +17,7 @@ from megatron.distributed.state import Axis
 from megatron.model.moe import MoE
 from megatron.training.assemble import Parts
 from tests.helpers.distributed import RankFailed, run_ranks
-from tests.helpers.layouts import Outcome, at_layout, at_layouts, reference, worst
+from tests.helpers.layouts import at_layout, expected, reference, unequal, worst
 from tests.helpers.runs import flags, make_parts
 
 EQUAL = 1e-10
@@ -106,21 +105,9 @@ CASES: dict[int, list[tuple[dict[str, Any], dict[str, Any]]]] = {
 }
 
 
-@cache
-def expected(family: tuple[str, ...]) -> Outcome:
-    return reference(family)
-
-
 @pytest.mark.parametrize("ranks", CASES)
 def test_every_layout_is_the_single_process(ranks: int) -> None:
-    cases = CASES[ranks]
-    outcomes = at_layouts(ranks, [flags(**family, **axes) for family, axes in cases])
-    off = {
-        f"{number}: {axes}": difference
-        for number, ((family, axes), outcome) in enumerate(zip(cases, outcomes, strict=True))
-        if not (difference := worst(outcome, expected(tuple(flags(**family))))) < EQUAL
-    }
-    assert not off
+    assert not unequal(ranks, CASES[ranks], EQUAL)
 
 
 @pytest.mark.parametrize("family", [MIXTRAL, DEEPSEEK, DROPPING], ids=["mixtral", "deepseek", "dropping"])

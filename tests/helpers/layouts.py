@@ -10,7 +10,10 @@ the measure is the tests' own and stricter, and the planted bugs of the tests ju
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from math import inf, isnan
+from typing import Any
 
 import torch
 
@@ -18,9 +21,19 @@ from megatron.errors import ReplicaError
 from megatron.training.assemble import Parts
 from megatron.training.outcome import Outcome, RankOutcome, join, train_outcome, uneven_mask, whole_tensors
 from tests.helpers.distributed import run_ranks
-from tests.helpers.runs import make_parts
+from tests.helpers.runs import flags, make_parts
 
-__all__ = ["Outcome", "at_layout", "at_layouts", "reference", "uneven_mask", "whole_tensors", "worst"]
+__all__ = [
+    "Outcome",
+    "at_layout",
+    "at_layouts",
+    "expected",
+    "reference",
+    "unequal",
+    "uneven_mask",
+    "whole_tensors",
+    "worst",
+]
 
 STEPS = 5
 Change = Callable[[Parts], None]
@@ -54,7 +67,25 @@ def worst(got: Outcome, expected: Outcome) -> float:
         for name, wanted in theirs.items():
             # The key's bias has a gradient that is zero in exact arithmetic: rounding noise is compared absolutely.
             differences.append((ours[name] - wanted).norm().item() / max(wanted.norm().item(), 1e-6))
-    return max(differences)
+    return max(inf if isnan(difference) else difference for difference in differences)  # NaN is never the largest
+
+
+def unequal(
+    ranks: int, cases: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]], tolerance: float
+) -> dict[str, float]:
+    """The layouts, of (family of settings, settings of the layout), that do not train what one process trains."""
+    outcomes = at_layouts(ranks, [flags(**family, **axes) for family, axes in cases])
+    found = {
+        f"{number}: {axes}": worst(outcome, expected(tuple(flags(**family))))
+        for number, ((family, axes), outcome) in enumerate(zip(cases, outcomes, strict=True))
+    }
+    return {layout: difference for layout, difference in found.items() if not difference <= tolerance}
+
+
+@cache
+def expected(argv: tuple[str, ...]) -> Outcome:
+    """`reference`, computed once for each command line."""
+    return reference(argv)
 
 
 def _train(rank: int, world_size: int, argv: list[str], change: Change | None) -> RankOutcome:
