@@ -2,14 +2,40 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 NAME = "megatron.data._helpers"
 
 
+KERNELS = Path("megatron", "ops", "_kernels.so")
+
+
+def kernel_builder() -> ModuleType:
+    """csrc/build.py, which is no part of the package: nothing that runs later may compile."""
+    spec = importlib.util.spec_from_file_location("build_kernels", Path(__file__).parent / "csrc" / "build.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
 class BuildIfPossible(build_ext):
     """One line about what was not built, instead of a failed installation."""
+
+    def run(self) -> None:
+        super().run()
+        builder = kernel_builder()
+        try:
+            builder.build(Path(__file__).parent / KERNELS if self.inplace else Path(self.build_lib) / KERNELS)
+        except builder.BuildError as error:
+            print(f"kernels: not built ({error}); PyTorch's own operations are used, which are slower")
 
     def build_extension(self, ext: Extension) -> None:
         try:
@@ -38,15 +64,13 @@ class BuildIfPossible(build_ext):
         self.extensions = everything
 
     def _was_built(self, ext: Extension) -> bool:
-        from pathlib import Path
-
         return Path(self.build_lib, self.get_ext_filename(self.get_ext_fullname(ext.name))).exists()
 
     def get_outputs(self) -> list[str]:
         """Only what is there: an installer would look in vain for the rest."""
-        from pathlib import Path
-
-        return [path for path in super().get_outputs() if Path(path).exists()]
+        folder = Path(__file__).parent if self.inplace else Path(self.build_lib)
+        kernels = [str(folder / KERNELS), str((folder / KERNELS).with_suffix(".json"))]
+        return [path for path in [*super().get_outputs(), *kernels] if Path(path).exists()]
 
 
 setup(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,9 @@ from torch import Tensor
 
 from megatron.errors import ConfigError
 from megatron.ops import builtin, cpu_attention, ref
+from megatron.ops.library import Library, library
 from megatron.ops.linear_cross_entropy import linear_cross_entropy
+from megatron.ops.native import OPERATIONS
 
 
 @dataclass(frozen=True)
@@ -79,17 +81,37 @@ _NOT_A_MODEL_OP = ("wgrad_accumulation",)
 OPS: tuple[str, ...] = (*_REF, *_NOT_A_MODEL_OP)
 
 
-def resolve(spec: str, device_type: str, *, attention: str = "auto") -> Kernels:
+def resolve(spec: str, device_type: str, *, attention: str = "auto", native: Library | None = None) -> Kernels:
     """`spec` is `--kernels`, `attention` is `--attention-backend` (flash, fused: SDPA; unfused, local: ref)."""
     mode, excluded = _parse(spec)
-    if mode == "native":
-        raise ConfigError("--kernels native: the native kernels are not built yet; use auto or ref")
-    choices = [_choose(op, mode, op in excluded, device_type, attention) for op in OPS]
-    tables = {"ref": _REF, "torch": _TORCH, "cpu": _CPU}
-    functions = {choice.op: tables[choice.backend][choice.op] for choice in choices if choice.op in _REF}
+    native = library() if native is None else native
+    if mode == "native" and (missing := _why_not_native(native, device_type)):
+        raise ConfigError(f"--kernels {spec}: the native kernels are {missing}; or use --kernels auto")
+    choices, functions = [], {}
+    for op in OPS:
+        choice = _choose(op, mode, op in excluded, device_type, attention, native)
+        choices.append(choice)
+        if op in _REF:
+            functions[op] = _function(choice, mode, device_type, native)
     if functions["attention"] is ref.attention:
         functions["attention"] = partial(ref.attention, softmax_op=functions["softmax"])
     return Kernels(**functions, choices=tuple(choices))
+
+
+def _function(choice: Choice, mode: str, device_type: str, native: Library) -> Callable[..., Any]:
+    tables = {"ref": _REF, "torch": _TORCH, "cpu": _CPU}
+    if choice.backend != "native":
+        return tables[choice.backend][choice.op]
+    fallback = {**_REF, **(_CPU if device_type == "cpu" else _TORCH)}[choice.op]
+    return OPERATIONS[choice.op].with_fallback(native.ops, fallback, strict=mode == "native")
+
+
+def _why_not_native(native: Library, device_type: str) -> str | None:
+    if native.missing is not None:
+        return native.missing
+    if device_type == "cuda" and not native.cuda:
+        return "built without CUDA (no nvcc was found)"
+    return None if device_type in ("cpu", "cuda") else f"not made for the device {device_type}"
 
 
 def _parse(spec: str) -> tuple[str, frozenset[str]]:
@@ -106,7 +128,7 @@ def _parse(spec: str) -> tuple[str, frozenset[str]]:
     return mode, frozenset(part[1:] for part in rest)
 
 
-def _choose(op: str, mode: str, excluded: bool, device_type: str, attention: str) -> Choice:
+def _choose(op: str, mode: str, excluded: bool, device_type: str, attention: str, native: Library) -> Choice:
     if excluded:
         return Choice(op, "ref", "left out by --kernels")
     if mode == "ref":
@@ -115,6 +137,19 @@ def _choose(op: str, mode: str, excluded: bool, device_type: str, attention: str
         return Choice(op, "ref", f"--attention-backend {attention}")
     if op == "attention" and attention in ("flash", "fused"):
         return Choice(op, "torch", f"--attention-backend {attention}: PyTorch's scaled_dot_product_attention")
+    why_not = None
+    if op in OPERATIONS:
+        why_not = _why_not_native(native, device_type)
+        unverified = device_type == "cuda" and OPERATIONS[op].source in native.unverified
+        if why_not is None and unverified and mode == "auto":
+            why_not = "not yet verified on a GPU as it is (tools/gpu_check.py)"
+        if why_not is None:
+            return Choice(op, "native", "csrc, NOT verified on a GPU" if unverified else "csrc")
+    choice = _choose_torch(op, device_type)
+    return choice if why_not is None else replace(choice, reason=f"{choice.reason}; native is {why_not}")
+
+
+def _choose_torch(op: str, device_type: str) -> Choice:
     if op == "attention" and device_type == "cpu":
         return Choice(op, "cpu", "products over blocks of queries; PyTorch's own for long sequences and generation")
     if op == "linear_cross_entropy":

@@ -35,7 +35,6 @@ def test_attention_backend_that_is_explicit(backend: str) -> None:
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("native", "not built yet; use auto or ref"),
         ("fast", "'fast' is not one of auto, native, ref"),
         ("auto,rope", "only exclusions such as -rope"),
         ("auto,-ropes", "did you mean -rope"),

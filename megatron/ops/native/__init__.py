@@ -1,0 +1,15 @@
+"""The operations that csrc/ has kernels for: how torch sees them (shapes, gradients) and when they can be used."""
+
+from __future__ import annotations
+
+from megatron.ops.native import activation
+from megatron.ops.native.operation import Operation
+
+_MODULES = (activation,)
+OPERATIONS: dict[str, Operation] = {op.name: op for module in _MODULES for op in module.OPERATIONS}
+
+
+def register(namespace: str) -> None:
+    """Tell torch the shapes and gradients of the operations of a loaded library."""
+    for module in _MODULES:
+        module.register(namespace)
