@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "../common/math.h"
+#include "../common/softmax.h"
 
 namespace mk::cpu::MK_TIER {
 namespace {
@@ -24,9 +25,6 @@ inline float row_max(const T* x, int64_t count) {
   return peak;
 }
 
-// What is subtracted before exp: where all are -inf, their difference would be no number.
-inline float shift_of(float peak) { return peak == -INFINITY ? 0.0f : peak; }
-
 template <class T>
 inline double row_exp_sum(const T* x, float shift, int64_t count) {
   double total = 0.0;
@@ -34,7 +32,7 @@ inline double row_exp_sum(const T* x, float shift, int64_t count) {
     const int64_t end = begin + kChunk < count ? begin + kChunk : count;
     float sum = 0.0f;
 #pragma omp simd reduction(+ : sum)
-    for (int64_t i = begin; i < end; ++i) sum += exp(load(x[i]) - shift);
+    for (int64_t i = begin; i < end; ++i) sum += exp_of_difference(load(x[i]) - shift);
     total += double(sum);
   }
   return total;
@@ -49,10 +47,23 @@ inline double row_exp_into(const T* x, float shift, float* kept, int64_t count) 
     float sum = 0.0f;
 #pragma omp simd reduction(+ : sum)
     for (int64_t i = begin; i < end; ++i) {
-      const float value = exp(load(x[i]) - shift);
+      const float value = exp_of_difference(load(x[i]) - shift);
       kept[i] = value;
       sum += value;
     }
+    total += double(sum);
+  }
+  return total;
+}
+
+template <class T>
+inline double row_dot(const T* x, const T* y, int64_t count) {
+  double total = 0.0;
+  for (int64_t begin = 0; begin < count; begin += kChunk) {
+    const int64_t end = begin + kChunk < count ? begin + kChunk : count;
+    float sum = 0.0f;
+#pragma omp simd reduction(+ : sum)
+    for (int64_t i = begin; i < end; ++i) sum += load(x[i]) * load(y[i]);
     total += double(sum);
   }
   return total;

@@ -48,8 +48,8 @@ void backward_row(const XentBackward& a, int64_t row) {
   const bool here = label >= 0 && label < a.columns;
   const float target = here ? load(x[label]) : 0.0f;  // read before it may be overwritten
 #pragma omp simd
-  for (int64_t i = 0; i < a.columns; ++i) out[i] = store<T>(exp(load(x[i]) - shift) * grad);
-  if (here) out[label] = store<T>((exp(target - shift) - 1.0f) * grad);
+  for (int64_t i = 0; i < a.columns; ++i) out[i] = store<T>(exp_of_difference(load(x[i]) - shift) * grad);
+  if (here) out[label] = store<T>((exp_of_difference(target - shift) - 1.0f) * grad);
   std::memset(static_cast<void*>(out + a.columns), 0, size_t(a.out_width - a.columns) * sizeof(T));
 }
 

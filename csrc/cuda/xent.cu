@@ -1,36 +1,15 @@
 // Cross-entropy, a block of threads per row of logits: maximum and sum in one read, and the gradient in a second read,
-// which finds the row in the L2 cache when both happen at once. Sums are joined in a fixed order: runs are bit-equal.
+// which finds the row in the L2 cache when both happen at once.
 #include "xent.h"
 
 #include "../common/launch.h"
-#include "../common/math.h"
-#include "../common/reduce.h"
 #include "../common/vec.h"
+#include "online.h"
 
 namespace mk::cuda {
 namespace {
 
 constexpr int kThreads = 512;
-
-// Maximum of some logits and the sum of exp(logit - maximum).
-struct Running {
-  float peak = -INFINITY, sum = 0.0f;
-};
-
-// What is subtracted before exp: where all are -inf, their difference would be no number.
-__device__ float shift_of(float peak) { return peak == -INFINITY ? 0.0f : peak; }
-
-template <int kCount>
-__device__ void take(Running& r, const float (&values)[kCount]) {
-  float peak = r.peak;
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) peak = Max::join(peak, values[i]);
-  const float shift = shift_of(peak);
-  float sum = r.sum * exp(r.peak - shift);
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) sum += exp(values[i] - shift);
-  r.peak = peak, r.sum = sum;
-}
 
 // Where a row's 16-byte packs begin: rows of an odd width start anywhere.
 template <class T>
@@ -60,13 +39,6 @@ __device__ Running read_row(const T* row, int64_t columns) {
   return r;
 }
 
-// Every thread gets the whole row's.
-__device__ Running join_block(Running r) {
-  const float peak = reduce_block<Max, kThreads>(r.peak);
-  const float sum = reduce_block<Sum, kThreads>(r.sum * exp(r.peak - shift_of(peak)));
-  return Running{peak, sum};
-}
-
 // In double: the loss is rounded once.
 __device__ double log_sum_exp(Running r) { return double(shift_of(r.peak)) + log(double(r.sum)); }
 
@@ -82,7 +54,7 @@ template <class T>
 __global__ void __launch_bounds__(kThreads) forward_kernel(XentForward a) {
   for (int64_t row = blockIdx.x; row < a.rows; row += gridDim.x) {
     const T* x = static_cast<const T*>(a.logits) + row * a.stride;
-    const Running r = join_block(read_row(x, a.columns));
+    const Running r = join_block<kThreads>(read_row(x, a.columns));
     if (threadIdx.x != 0) continue;
     const float target = target_of(x, a.labels[row], a.first, a.columns, a.vocabulary);
     if (a.peak != nullptr) {
@@ -143,7 +115,7 @@ __global__ void __launch_bounds__(kThreads) in_place_kernel(XentInPlace a) {
     const int64_t label = a.labels[row];
     const float target = target_of(x, label, 0, a.columns, a.columns);
     // Between the target's read and any write lie the barriers of the reduction: it is never read overwritten.
-    const Running r = join_block(read_row(x, a.columns));
+    const Running r = join_block<kThreads>(read_row(x, a.columns));
     write_row(GradientRow<T>{x, x, shift_of(r.peak), 1.0f / r.sum, 1.0f, label}, a.columns, a.width);
     if (threadIdx.x == 0) a.loss[row] = float(log_sum_exp(r) - double(target));
   }

@@ -38,7 +38,7 @@ class Kernels:
     squared_relu: Callable[[Tensor], Tensor]
     rope: Callable[[Tensor, Tensor, Tensor], Tensor]
     bias_dropout_add: Callable[[Tensor, Tensor | None, Tensor, Callable[[Tensor], Tensor]], Tensor]
-    softmax: Callable[[Tensor, Tensor | None, float], Tensor]
+    softmax: Callable[[Tensor, Tensor | None, float, bool], Tensor]
     attention: Callable[..., Tensor]
     cross_entropy: Callable[[Tensor, Tensor], Tensor]
     linear_cross_entropy: Callable[..., Tensor]
