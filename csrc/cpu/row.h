@@ -56,6 +56,14 @@ inline double row_exp_into(const T* x, float shift, float* kept, int64_t count) 
   return total;
 }
 
+// Where one number is inf the sum is too, unless there is a NaN: differences from inf cannot tell.
+template <class T>
+inline double row_sum_with_inf(const T* x, int64_t count) {
+  for (int64_t i = 0; i < count; ++i)
+    if (load(x[i]) != load(x[i])) return NAN;
+  return INFINITY;
+}
+
 template <class T>
 inline double row_dot(const T* x, const T* y, int64_t count) {
   double total = 0.0;

@@ -30,7 +30,7 @@ template <class T>
 void forward_row(const XentForward& a, int64_t row) {
   const T* x = static_cast<const T*>(a.logits) + row * a.stride;
   const float peak = row_max(x, a.columns), target = target_of(x, a.labels[row], a);
-  const double sum = row_exp_sum(x, shift_of(peak), a.columns);
+  const double sum = peak == INFINITY ? row_sum_with_inf(x, a.columns) : row_exp_sum(x, shift_of(peak), a.columns);
   if (a.peak != nullptr) {
     a.peak[row] = peak, a.sum[row] = float(sum), a.target[row] = target;
   } else {
@@ -61,13 +61,14 @@ void in_place_row(const XentInPlace& a, int64_t row, float* kept) {
   const bool known = label >= 0 && label < a.columns;
   const float target = known ? load(x[label]) : NAN;  // read before it is overwritten
   const float peak = row_max(x, a.columns);
+  const double infinite = peak == INFINITY ? row_sum_with_inf(x, a.columns) : 0.0;
   const double sum = row_exp_into(x, shift_of(peak), kept, a.columns);
-  const float factor = float(1.0 / sum);
+  const float factor = infinite == 0.0 ? float(1.0 / sum) : 0.0f;
   const float of_label = known ? kept[label] * factor - 1.0f : NAN;
   row_scale_into(kept, factor, x, a.columns);
   if (known) x[label] = store<T>(of_label);
   std::memset(static_cast<void*>(x + a.columns), 0, size_t(a.width - a.columns) * sizeof(T));
-  a.loss[row] = float(log_sum_exp(peak, sum) - double(target));
+  a.loss[row] = float(log_sum_exp(peak, infinite == 0.0 ? sum : infinite) - double(target));
 }
 
 template <class T>

@@ -39,8 +39,10 @@ __device__ Running read_row(const T* row, int64_t columns) {
   return r;
 }
 
-// In double: the loss is rounded once.
-__device__ double log_sum_exp(Running r) { return double(shift_of(r.peak)) + log(double(r.sum)); }
+// In double: the loss is rounded once. Differences from inf are no numbers, but the sum is inf.
+__device__ double log_sum_exp(Running r) {
+  return r.peak == INFINITY ? double(INFINITY) : double(shift_of(r.peak)) + log(double(r.sum));
+}
 
 // NaN where no rank can hold the label: a wrong label must never look like a loss.
 template <class T>
@@ -116,7 +118,8 @@ __global__ void __launch_bounds__(kThreads) in_place_kernel(XentInPlace a) {
     const float target = target_of(x, label, 0, a.columns, a.columns);
     // Between the target's read and any write lie the barriers of the reduction: it is never read overwritten.
     const Running r = join_block<kThreads>(read_row(x, a.columns));
-    write_row(GradientRow<T>{x, x, shift_of(r.peak), 1.0f / r.sum, 1.0f, label}, a.columns, a.width);
+    const float factor = r.peak == INFINITY ? 0.0f : 1.0f / r.sum;
+    write_row(GradientRow<T>{x, x, shift_of(r.peak), factor, 1.0f, label}, a.columns, a.width);
     if (threadIdx.x == 0) a.loss[row] = float(log_sum_exp(r) - double(target));
   }
 }

@@ -68,7 +68,7 @@ def softmax(scores: Tensor, mask: Tensor | None, scale: float, causal: bool = Fa
     """
     wide = widened(scores) * scale
     if causal:
-        wide = wide.masked_fill(~causal_mask(*scores.shape[-2:], scores.device), float("-inf"))
+        wide = wide.masked_fill(~causal_mask(scores.shape[-2], scores.shape[-1], scores.device), float("-inf"))
     if mask is not None:
         wide = wide.masked_fill(~mask, float("-inf"))
     return torch.softmax(wide, dim=-1).to(scores.dtype)
