@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megatron.errors import ConfigError
 
+_CPUINFO = Path("/proc/cpuinfo")
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4  # malloc.h of glibc
 _TOP_PAD = 256 << 20
 _PROBE_SIZE = 256  # products of this size take the path of the large ones
@@ -69,11 +70,21 @@ def set_fp32_products(choice: str) -> str:
     return "fp32 products: MKL (oneDNN rounds the factors on this processor)"
 
 
-def processor_is_amd(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+def processor_is_amd(cpuinfo: Path = _CPUINFO) -> bool:
+    return "AuthenticAMD" in _words(cpuinfo)
+
+
+def has_bf16_products(cpuinfo: Path = _CPUINFO) -> bool:
+    """Whether the processor multiplies bf16 itself; where the system does not say what it can do, it is believed to."""
+    words = _words(cpuinfo)
+    return not words or not words.isdisjoint(("avx512_bf16", "amx_bf16", "bf16"))
+
+
+def _words(cpuinfo: Path) -> frozenset[str]:
     try:
-        return "AuthenticAMD" in cpuinfo.read_text()
+        return frozenset(cpuinfo.read_text().split())
     except OSError:
-        return False
+        return frozenset()
 
 
 def onednn_is_exact() -> bool:
