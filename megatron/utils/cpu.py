@@ -9,6 +9,7 @@ import platform
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -61,7 +62,7 @@ def set_fp32_products(choice: str) -> str:
     if choice == "auto" and not processor_is_amd():
         return "fp32 products: MKL (oneDNN is known to be faster on AMD's processors only)"
     if onednn_is_exact():
-        torch.backends.mkldnn.matmul.fp32_precision = "bf16"
+        _mkldnn_products().fp32_precision = "bf16"
         return "fp32 products: oneDNN (checked: exact on this processor)"
     if choice == "onednn":
         raise ConfigError(
@@ -107,11 +108,15 @@ def _products() -> tuple[Callable[[Tensor, Tensor], Tensor], ...]:
     )
 
 
+def _mkldnn_products() -> Any:
+    return torch.backends.mkldnn.matmul  # type: ignore[attr-defined]  # made at run time
+
+
 @contextmanager
 def _onednn_products() -> Iterator[None]:
-    before = torch.backends.mkldnn.matmul.fp32_precision
-    torch.backends.mkldnn.matmul.fp32_precision = "bf16"
+    before = _mkldnn_products().fp32_precision
+    _mkldnn_products().fp32_precision = "bf16"
     try:
         yield
     finally:
-        torch.backends.mkldnn.matmul.fp32_precision = before
+        _mkldnn_products().fp32_precision = before
