@@ -5,7 +5,7 @@
 
 LATER: dict[str, str] = {
     "leave it out": """
-        --moe-router-fusion --moe-router-num-groups= --moe-router-group-topk= --moe-router-force-load-balancing
+        --moe-router-fusion --moe-router-force-load-balancing
         --moe-router-padding-for-fp8 --moe-router-padding-for-quantization
         --moe-input-jitter-eps= --moe-per-layer-logging --moe-enable-deepep --moe-deepep-num-sms= --moe-permute-fusion
         --moe-pad-expert-input-to-capacity --moe-apply-probs-on-input

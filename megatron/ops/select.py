@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from megatron.errors import ConfigError
-from megatron.ops import builtin, cpu_attention, ref
+from megatron.ops import builtin, cpu_attention, grouped_linear, ref
 from megatron.ops.linear_cross_entropy import linear_cross_entropy
 
 
@@ -40,6 +40,7 @@ class Kernels:
     attention: Callable[..., Tensor]
     cross_entropy: Callable[[Tensor, Tensor], Tensor]
     linear_cross_entropy: Callable[..., Tensor]
+    grouped_linear: Callable[..., Tensor]
     choices: tuple[Choice, ...] = field(default=(), compare=False)
 
     def table(self) -> str:
@@ -63,6 +64,7 @@ _REF: dict[str, Callable[..., Any]] = {
     "linear_cross_entropy": lambda hidden, weight, labels, vocab_size, workspace=None: ref.linear_cross_entropy(
         hidden, weight, labels, vocab_size
     ),
+    "grouped_linear": grouped_linear.by_loop,
 }
 _TORCH: dict[str, Callable[..., Any]] = {
     "layer_norm": builtin.layer_norm,
@@ -72,6 +74,7 @@ _TORCH: dict[str, Callable[..., Any]] = {
     "attention": builtin.sdpa,
     "cross_entropy": builtin.cross_entropy,
     "linear_cross_entropy": linear_cross_entropy,
+    "grouped_linear": grouped_linear.by_grouped_mm,
 }
 _CPU: dict[str, Callable[..., Any]] = {**_TORCH, "attention": cpu_attention.attention}
 # Fused elsewhere (in the gradient buffers), but named here so that one table shows everything that can be fused.
@@ -119,6 +122,10 @@ def _choose(op: str, mode: str, excluded: bool, device_type: str, attention: str
         return Choice(op, "cpu", "products over blocks of queries; PyTorch's own for long sequences and generation")
     if op == "linear_cross_entropy":
         return Choice(op, "torch", "the logits become their own gradient in place")
+    if op == "grouped_linear":
+        if device_type == "cuda":
+            return Choice(op, "torch", "one product for all experts in bf16; one for each in other types")
+        return Choice(op, "ref", "a product for each expert: PyTorch's grouped one is a loop here, and copies weights")
     if op in _TORCH:
         return Choice(op, "torch", "PyTorch's own fused function")
     return Choice(op, "ref", "no faster implementation is built")

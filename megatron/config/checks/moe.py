@@ -48,6 +48,36 @@ def check_router(config: RunConfig) -> None:
         )
 
 
+def check_groups(config: RunConfig) -> None:
+    """Groups are even, and enough of them are chosen to have a token's experts."""
+    moe = config.moe
+    groups, chosen, experts = moe.moe_router_num_groups, moe.moe_router_group_topk, moe.num_experts
+    if experts is None:
+        return
+    if (groups is None) != (chosen is None):
+        alone, other = ("num_groups", "group_topk") if chosen is None else ("group_topk", "num_groups")
+        raise ConfigError(
+            f"{spelled(config, f'moe_router_{alone}')}: says nothing without --moe-router-{other.replace('_', '-')}; "
+            "give both or neither"
+        )
+    if groups is None or chosen is None:
+        return
+    if experts % groups:
+        fitting = " or ".join(map(str, nearest_divisors(experts, groups)))
+        raise ConfigError(
+            f"{spelled(config, 'num_experts')} does not divide by {spelled(config, 'moe_router_num_groups')}; "
+            f"use --moe-router-num-groups {fitting}"
+        )
+    topk, each = moe.moe_router_topk, experts // groups
+    if chosen > groups or topk % chosen or topk // chosen > each:
+        fitting = " or ".join(str(n) for n in range(1, groups + 1) if topk % n == 0 and topk // n <= each) or "none"
+        raise ConfigError(
+            f"{spelled(config, 'moe_router_group_topk')}: {spelled(config, 'moe_router_topk')} must be as many of each "
+            f"chosen group, out of {groups} groups of {each}; use --moe-router-group-topk {fitting}, or another "
+            "--moe-router-topk"
+        )
+
+
 def check_capacity(config: RunConfig) -> None:
     """What is dropped is decided by looking at a whole sequence."""
     moe, parallel = config.moe, config.parallel
@@ -88,4 +118,4 @@ def check_experts(config: RunConfig) -> None:
             )
 
 
-CHECKS = (check_layers, check_router, check_capacity, check_experts)
+CHECKS = (check_layers, check_router, check_groups, check_capacity, check_experts)
