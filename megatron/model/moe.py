@@ -79,14 +79,13 @@ class Router(nn.Module):
         return F.linear(x.to(dtype), self.weight.to(dtype))
 
     def _weights(self, logits: Tensor, scores: Tensor, experts: Tensor) -> Tensor:
-        if not self._softmax:
-            chosen = scores.gather(-1, experts)
-            if self.config.moe_router_topk > 1:
-                chosen = chosen / (chosen.sum(-1, keepdim=True) + 1e-20)
-            return chosen * (self.config.moe_router_topk_scaling_factor or 1.0)
-        if self.config.moe_router_pre_softmax:
-            return scores.gather(-1, experts)
-        return logits.gather(-1, experts).softmax(-1)  # = the chosen scores over their sum
+        factor = self.config.moe_router_topk_scaling_factor or 1.0
+        if self._softmax and not self.config.moe_router_pre_softmax:
+            return logits.gather(-1, experts).softmax(-1)  # = the chosen scores over their sum
+        chosen = scores.gather(-1, experts)
+        if not self._softmax and self.config.moe_router_topk > 1:
+            chosen = chosen / (chosen.sum(-1, keepdim=True) + 1e-20)
+        return chosen * factor if factor != 1.0 else chosen
 
     def _watched(self, weights: Tensor, logits: Tensor, scores: Tensor, experts: Tensor) -> Tensor:
         """The weights, with the router's own losses behind them."""

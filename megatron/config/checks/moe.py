@@ -36,11 +36,16 @@ def check_router(config: RunConfig) -> None:
             "--moe-router-topk 1: a softmax over the one chosen expert is 1, and the router would learn nothing; "
             "add --moe-router-pre-softmax"
         )
-    for name in ("moe_router_enable_expert_bias", "moe_router_topk_scaling_factor"):
-        if softmax and getattr(moe, name):
-            raise ConfigError(
-                f"{spelled(config, name)}: is for sigmoid scores; add --moe-router-score-function sigmoid"
-            )
+    if softmax and moe.moe_router_enable_expert_bias:
+        raise ConfigError(
+            f"{spelled(config, 'moe_router_enable_expert_bias')}: is for sigmoid scores; "
+            "add --moe-router-score-function sigmoid"
+        )
+    if softmax and moe.moe_router_topk_scaling_factor and not moe.moe_router_pre_softmax:
+        raise ConfigError(
+            f"{spelled(config, 'moe_router_topk_scaling_factor')}: is for weights that are no softmax over the chosen "
+            "experts; add --moe-router-pre-softmax or --moe-router-score-function sigmoid"
+        )
     if not softmax and moe.moe_router_pre_softmax:
         raise ConfigError(
             f"--moe-router-pre-softmax: there is no softmax with {spelled(config, 'moe_router_score_function')}; "

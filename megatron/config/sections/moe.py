@@ -35,7 +35,9 @@ class MoEConfig:
         "score highest together.",
         at_least=1,
     )
-    moe_router_topk_scaling_factor: float | None = flag(None, "Factor on the weights of sigmoid scores.", above=0.0)
+    moe_router_topk_scaling_factor: float | None = flag(
+        None, "Factor on a token's weights; with sigmoid scores, or softmax before the choice.", above=0.0
+    )
     moe_router_dtype: str | None = flag(
         None, "What routers compute in. Unset: logits as the model, scores in fp32.", choices=("fp32", "fp64")
     )

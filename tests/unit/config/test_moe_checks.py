@@ -24,7 +24,10 @@ EP, TP = "expert_model_parallel_size", "tensor_model_parallel_size"
         ({**MOE, "moe_router_topk": 1}, ["--moe-router-topk 1", "--moe-router-pre-softmax"]),
         ({"num_experts": 8}, ["--num-experts 8", "--disable-bias-linear"]),
         ({**MOE, "moe_router_enable_expert_bias": True}, ["--moe-router-enable-expert-bias", "sigmoid"]),
-        ({**MOE, "moe_router_topk_scaling_factor": 2.0}, ["--moe-router-topk-scaling-factor 2.0", "sigmoid"]),
+        (
+            {**MOE, "moe_router_topk_scaling_factor": 2.0},
+            ["--moe-router-topk-scaling-factor 2.0", "sigmoid", "--moe-router-pre-softmax"],
+        ),
         (
             {**MOE, "moe_router_score_function": "sigmoid", "moe_router_pre_softmax": True},
             ["--moe-router-pre-softmax", "--moe-router-score-function sigmoid"],

@@ -37,6 +37,7 @@ def inputs(batch: int = 2, seq: int = 7) -> Tensor:
         {"moe_router_topk": 3},
         {"moe_router_pre_softmax": True},
         {"moe_router_topk": 1, "moe_router_pre_softmax": True},
+        {"moe_router_pre_softmax": True, "moe_router_topk_scaling_factor": 16.0},
         {"moe_router_score_function": "sigmoid"},
         {"moe_router_score_function": "sigmoid", "moe_router_topk": 1, "moe_router_topk_scaling_factor": 2.5},
         {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True},
