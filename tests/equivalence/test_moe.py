@@ -259,6 +259,28 @@ def expert_norms_not_added(parts: Parts) -> None:
     optimizer._split_over = {name: axes[:-1] for name, axes in optimizer._split_over.items()}
 
 
+def queued_gradients_of_an_expert_forgotten(parts: Parts) -> None:
+    for module in experts_of(parts):
+        put, first = module.experts.put_weight_gradient, next(iter(module.experts.parameters()))
+        assert put is not None
+
+        def wrong(weight: Any, product: Any, put: Any = put, first: Any = first) -> None:
+            put(weight, (lambda: torch.zeros_like(weight)) if weight is first else product)
+
+        module.experts.put_weight_gradient = wrong
+
+
+def rows_of_the_next_expert(parts: Parts) -> None:
+    """Every expert works on the rows of the one before it, in the first product."""
+    for module in experts_of(parts):
+        linear = module.experts._linear
+
+        def wrong(rows: Tensor, counts: Any, weights: Any, linear: Any = linear) -> Tensor:
+            return linear(rows, counts, weights[1:] + weights[:1])
+
+        module.experts._linear = wrong  # type: ignore[method-assign]
+
+
 @pytest.mark.parametrize(
     ("ranks", "family", "axes", "plant"),
     [
@@ -267,6 +289,8 @@ def expert_norms_not_added(parts: Parts) -> None:
         (2, MIXTRAL, {EP: 2}, router_losses_counted_by_every_rank),
         (2, MIXTRAL, {EP: 2}, router_losses_left_out),
         (2, MIXTRAL, {EP: 2}, expert_norms_not_added),
+        (2, MIXTRAL, {PP: 2, "pipeline_schedule": "zero-bubble"}, queued_gradients_of_an_expert_forgotten),
+        (2, MIXTRAL, {EP: 2}, rows_of_the_next_expert),
         (2, DEEPSEEK, {EP: 2}, shared_expert_forgotten),
         (2, DEEPSEEK, {EP: 2}, bias_not_stepped),
         (2, DEEPSEEK, {EP: 2}, bias_stepped_by_own_counts),
