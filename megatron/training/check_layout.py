@@ -173,8 +173,8 @@ def _layout(config: RunConfig, ranks: int) -> str:
         "context": parallel.context_parallel_size,
         "expert": parallel.expert_model_parallel_size,
     }
-    model = sizes["tensor"] * sizes["pipeline"] * sizes["context"]
-    shown = [f"{name} {size}" for name, size in {**sizes, "data": ranks // model}.items() if size > 1]
+    sizes["data"] = ranks // parallel.model_parallel_size
+    shown = [f"{name} {size}" for name, size in sizes.items() if size > 1]
     return " x ".join(shown)
 
 
@@ -204,12 +204,12 @@ def _train(
     from megatron.distributed.rng import seed_rank
     from megatron.distributed.state import ParallelState
     from megatron.training.assemble import assemble
-    from megatron.training.initialize import Run, layout_of, tokenizer_of
+    from megatron.training.initialize import Run, tokenizer_of
     from megatron.training.outcome import train_outcome, uneven_mask
     from megatron.training.planted import PLANTS
     from megatron.utils.log import RankLog
 
-    layout = layout_of(config, ranks)
+    layout = config.parallel.layout(ranks)
     seed_rank(config.training.seed, layout.coordinates(rank))
     run = Run(
         config=config,

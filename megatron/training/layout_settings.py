@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from math import lcm
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +33,7 @@ _SHORT, _NARROW_HEAD, _FEW_EXPERTS = 32, 8, 4
 def ranks_of(config: RunConfig, asked: int | None) -> int:
     """The world: as asked, else the smallest that holds the layout, with two data-parallel ranks if they are few (a
     wrong group can look right where there is one other axis)."""
-    parallel = config.parallel
-    model = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size * parallel.context_parallel_size
-    unit = lcm(model, model // parallel.context_parallel_size * parallel.expert_model_parallel_size)
+    unit = config.parallel.fewest_ranks
     if asked is None:
         return unit * 2 if unit * 2 <= _FEW_RANKS else unit
     if asked < 2 or asked % unit:
@@ -47,7 +44,7 @@ def ranks_of(config: RunConfig, asked: int | None) -> int:
 
 def reproducible(config: RunConfig, ranks: int, steps: int, cache: Path) -> RunConfig:
     """What a comparison to rounding needs: no chance, no files of the run, a rate that moves weights at once."""
-    dp = ranks // _model_ranks(config)
+    dp = ranks // config.parallel.model_parallel_size
     training = replace(
         config.training,
         global_batch_size=global_batch_size(config, dp),
@@ -102,7 +99,7 @@ def is_large(config: RunConfig, ranks: int, vocab_size: int) -> bool:
     training = config.training
     tokens = (training.global_batch_size or 0) * config.data.seq_length * (training.train_iters or 0)
     scores = 2 * model.num_layers * model.num_attention_heads * model.head_dim * config.data.seq_length
-    copies = 1 + ranks // _model_ranks(config)
+    copies = 1 + ranks // config.parallel.model_parallel_size
     return parameters * copies > MOST_PARAMETERS or 12 * (parameters + scores) * tokens > MOST_WORK
 
 
@@ -130,11 +127,6 @@ def changes(before: RunConfig, after: RunConfig) -> list[str]:
         for setting in all_settings()
         if before.value(setting) != after.value(setting)
     ]
-
-
-def _model_ranks(config: RunConfig) -> int:
-    parallel = config.parallel
-    return parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size * parallel.context_parallel_size
 
 
 def _short(config: RunConfig) -> int:
@@ -218,7 +210,7 @@ def _small_experts(small: RunConfig, config: RunConfig) -> Any:
 
 
 def _small_batch(config: RunConfig, ranks: int) -> Any:
-    training, dp = config.training, ranks // _model_ranks(config)
+    training, dp = config.training, ranks // config.parallel.model_parallel_size
     assert training.global_batch_size is not None
     micro = min(training.micro_batch_size, 2)
     count = training.global_batch_size // (training.micro_batch_size * dp)
