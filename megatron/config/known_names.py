@@ -12,7 +12,7 @@ LATER: dict[str, str] = {
         --moe-shared-expert-overlap --moe-shared-expert-gate --moe-use-legacy-grouped-gemm --moe-layer-recompute
         --moe-extended-tp --moe-use-upcycling --moe-upcycling-granularity= --moe-flex-dispatcher-backend=
         --moe-token-dropping --moe-train-capacity-factor= --overlap-moe-expert-parallel-comm
-        --expert-tensor-parallel-size=1 --delay-wgrad-compute
+        --delay-wgrad-compute
         --microbatch-group-size-per-virtual-pipeline-stage= --overlap-p2p-communication-warmup-flush
         --defer-embedding-wgrad-compute --wgrad-deferral-limit=0 --pipeline-model-parallel-comm-backend=""",
     "leave it out; multi-latent attention is not built": """

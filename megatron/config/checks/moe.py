@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megatron.config.checks.parallel import nearest_tensor_sizes
 from megatron.config.meaning import spelled
 from megatron.config.run import RunConfig
 from megatron.errors import ConfigError
@@ -116,11 +117,15 @@ def check_experts(config: RunConfig) -> None:
         ("moe_shared_expert_intermediate_size", config.moe.moe_shared_expert_intermediate_size),
     ):
         if experts is not None and size is not None and size % tp:
-            fitting = " or ".join(map(str, nearest_divisors(size, tp)))
             raise ConfigError(
                 f"{spelled(config, name)} does not divide by {spelled(config, 'tensor_model_parallel_size')}; "
-                f"use --tensor-model-parallel-size {fitting}"
+                f"use --tensor-model-parallel-size {nearest_tensor_sizes(config)}"
             )
+    if config.parallel.expert_tensor_parallel_size not in (None, tp):
+        raise ConfigError(
+            f"{spelled(config, 'expert_tensor_parallel_size')}: experts are split as all layers are, over "
+            f"{spelled(config, 'tensor_model_parallel_size')}; leave it out, or make the two equal"
+        )
 
 
 CHECKS = (check_layers, check_router, check_groups, check_capacity, check_experts)

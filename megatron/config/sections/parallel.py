@@ -42,6 +42,13 @@ class ParallelConfig:
         refused={"a2a+p2p": "the two are not combined here; use a2a where the heads divide, else p2p"},
     )
     expert_model_parallel_size: int = flag(1, "Ranks that share the experts.", at_least=1)
+    expert_tensor_parallel_size: int | None = flag(
+        None,
+        "Ranks that each expert is split over.",
+        at_least=1,
+        status="no-op",
+        note="experts are split over the tensor-parallel ranks, as all layers are",
+    )
     check_replicas_every: int | None = flag(
         None,
         "Steps between comparisons, bit for bit, of what several ranks hold a copy of (parameters and the optimizer's "
