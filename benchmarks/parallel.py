@@ -67,7 +67,7 @@ def run(contender: Contender, shape: argparse.Namespace, folder: Path, *, trace:
         command += ["--pipeline-trace", str(folder / "trace")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise SystemExit(f"{contender.name}: {done.stderr[-2000:]}")
+        raise SystemExit(f"{contender.name}: {done.stderr[-6000:]}")
     records = [json.loads(line) for line in metrics.read_text().splitlines()]
     seconds = [record["seconds_per_iteration"] for record in records if record["split"] == "train"]
     return statistics.median(seconds[1:])
@@ -150,7 +150,7 @@ def table(rows: list[dict[str, object]], headings: tuple[str, ...]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     sizes = {"layers": 8, "hidden": 256, "heads": 4, "seq": 128, "vocab": 2048, "micro-batch": 2, "batch": 16}
-    sizes |= {"steps": 4, "rounds": 2, "bubble-hidden": 384, "bubble-seq": 256, "bubble-steps": 9}
+    sizes |= {"steps": 4, "rounds": 2, "bubble-hidden": 448, "bubble-seq": 128, "bubble-steps": 14}
     for name, value in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=value, metavar="N", help=f"({value})")
     parser.add_argument("--only", choices=("layouts", "bubbles"), help="measure one of the two")

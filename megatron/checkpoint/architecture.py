@@ -36,6 +36,8 @@ _MOE_MEANINGS = (
     "moe_router_topk",
     "moe_router_pre_softmax",
     "moe_router_score_function",
+    "moe_router_num_groups",
+    "moe_router_group_topk",
     "moe_router_topk_scaling_factor",
     "moe_router_enable_expert_bias",
     "moe_expert_capacity_factor",

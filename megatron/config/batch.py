@@ -7,9 +7,7 @@ from megatron.config.run import RunConfig
 
 def data_parallel_size(config: RunConfig, world_size: int) -> int:
     """Ranks that hold different samples; `check_world` has made sure that it divides."""
-    parallel = config.parallel
-    model = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size * parallel.context_parallel_size
-    return world_size // model
+    return world_size // config.parallel.model_parallel_size
 
 
 def global_batch_size(config: RunConfig, dp: int) -> int:

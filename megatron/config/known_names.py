@@ -5,14 +5,14 @@
 
 LATER: dict[str, str] = {
     "leave it out": """
-        --moe-router-fusion --moe-router-num-groups= --moe-router-group-topk= --moe-router-force-load-balancing
+        --moe-router-fusion --moe-router-force-load-balancing
         --moe-router-padding-for-fp8 --moe-router-padding-for-quantization
         --moe-input-jitter-eps= --moe-per-layer-logging --moe-enable-deepep --moe-deepep-num-sms= --moe-permute-fusion
-        --moe-pad-expert-input-to-capacity --moe-apply-probs-on-input
+        --moe-apply-probs-on-input
         --moe-shared-expert-overlap --moe-shared-expert-gate --moe-use-legacy-grouped-gemm --moe-layer-recompute
         --moe-extended-tp --moe-use-upcycling --moe-upcycling-granularity= --moe-flex-dispatcher-backend=
         --moe-token-dropping --moe-train-capacity-factor= --overlap-moe-expert-parallel-comm
-        --expert-tensor-parallel-size=1 --delay-wgrad-compute
+        --delay-wgrad-compute
         --microbatch-group-size-per-virtual-pipeline-stage= --overlap-p2p-communication-warmup-flush
         --defer-embedding-wgrad-compute --wgrad-deferral-limit=0 --pipeline-model-parallel-comm-backend=""",
     "leave it out; multi-latent attention is not built": """
@@ -145,6 +145,7 @@ FAMILIES: dict[str, str] = {
 NO_OPS: dict[str, tuple[str, str]] = {
     "--accumulate-allreduce-grads-in-fp32": ("gradients are always accumulated and reduced in fp32", ""),
     "--calculate-per-token-loss": ("the loss is always the mean over the counted tokens of the global batch", ""),
+    "--moe-pad-expert-input-to-capacity": ("an expert multiplies the rows it has; padding them changes no result", ""),
     "--use-cpu-initialization": ("initial weights never depend on the device or the layout", ""),
     "--DDP-impl=": ("there is one data parallelism, which gives the same gradients", "local torch"),
     "--data-impl=": ("data is always read as .bin/.idx", "mmap infer lazy cached"),

@@ -57,6 +57,8 @@ _NEEDS: tuple[tuple[str, Callable[[RunConfig], bool], tuple[str, ...]], ...] = (
             "moe_router_topk",
             "moe_router_pre_softmax",
             "moe_router_score_function",
+            "moe_router_num_groups",
+            "moe_router_group_topk",
             "moe_router_topk_scaling_factor",
             "moe_router_dtype",
             "moe_router_load_balancing_type",

@@ -14,7 +14,7 @@ from megatron.data.files import as_bytes, write_synced
 from megatron.data.index_file import HEADER, MAGIC, VERSION, dtype_code
 from megatron.data.legacy import write_legacy_index
 
-_BLOCK = 1 << 20  # entries held at a time
+_BLOCK = 1 << 17  # entries held at a time, several times over while they are added up
 
 
 class GrowingIndex:

@@ -13,6 +13,7 @@ from megatron.data.files import allow_open_files, is_mapped
 from megatron.data.indexed import IndexedDataset, idx_path
 from megatron.data.maps import MapPool
 from megatron.data.record import DataRecord, check_record, read_record, record_path
+from megatron.data.remote import is_url
 from megatron.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -51,6 +52,12 @@ class Sources:
 
     def prepare(self, prefixes: Sequence[str]) -> None:
         """Room for these sources as well; a blend too large for this process is refused before the first is opened."""
+        for prefix in filter(is_url, prefixes):
+            name = prefix.rstrip("/").rpartition("/")[2]
+            raise ConfigError(
+                f"data path {prefix}: training reads local files; fetch it to each node before (python "
+                f"tools/merge_datasets.py --input {prefix} --output-prefix {name}) and give that prefix"
+            )
         new = set(prefixes) - self._opened.keys()
         self._mapped_indices += sum(is_mapped(idx_path(prefix)) for prefix in new)
         count = len(self._opened) + len(new)

@@ -82,6 +82,19 @@ class Heartbeat:
                 self._judge_all(self._everybody())
             time.sleep(0.2)
 
+    def asked_to_end(self) -> None:
+        """By the launcher, perhaps because a rank of this machine is gone: then ends the process with that."""
+        if self._using.acquire(timeout=1.0):
+            with suppress(RuntimeError):
+                self._look_for_the_announcement()
+                first = self._info.rank - self._info.local_rank
+                for rank in range(first, first + self._info.local_world_size):
+                    beat = self._read(rank) if rank != self._info.rank else None
+                    if beat is not None:
+                        self._judge(beat)
+            self._using.release()
+        self.fail("ended by SIGTERM")
+
     # this rank
 
     def _close(self, state: State, text: str) -> None:

@@ -21,9 +21,9 @@ class MLP(nn.Module):
         self.kernels = kernels
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.dense_4h_to_h(self._activate(self.dense_h_to_4h(x)))  # [batch, seq, hidden]
+        return self.dense_4h_to_h(self.activate(self.dense_h_to_4h(x)))  # [batch, seq, hidden]
 
-    def _activate(self, x: Tensor) -> Tensor:
+    def activate(self, x: Tensor) -> Tensor:
         if self.activation == "swiglu":
             return self.kernels.swiglu(x)  # [batch, seq, 2 * ffn] -> [batch, seq, ffn]
         if self.activation == "squared_relu":

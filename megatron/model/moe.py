@@ -5,8 +5,9 @@
     weights p: softmax over the chosen logits; the chosen s itself (pre-softmax); or sigmoid scores over their sum
     y = sum over the chosen experts of p * expert(x)   + shared expert(x)
 
-Tokens are sorted by expert, so that each expert multiplies one contiguous slice. The dispatcher between sorting and
-experts may be replaced by one that moves tokens to ranks; here it only calls the experts.
+Tokens are sorted by expert, so that each expert multiplies one contiguous slice (`ops/grouped_linear.py`). The
+dispatcher between sorting and experts may be replaced by one that moves tokens to ranks; here it only calls the
+experts.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from megatron.config import ModelConfig, MoEConfig
 from megatron.model.mlp import MLP
 from megatron.model.moe_losses import RouterReports, Watch, balance_loss, z_loss
 from megatron.ops import Kernels
+from megatron.ops.grouped_linear import Put
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,8 @@ class Router(nn.Module):
         logits = self._logits(x)  # [batch, seq, experts]
         scores = logits.softmax(-1) if self._softmax else logits.sigmoid()
         biased = scores.detach() if self.expert_bias is None else scores.detach() + self.expert_bias
-        experts = biased.topk(self.config.moe_router_topk, dim=-1).indices  # [batch, seq, k]
+        choosable = within_groups(biased, self.config)
+        experts = choosable.topk(self.config.moe_router_topk, dim=-1).indices  # [batch, seq, k]
         weights = self._weights(logits, scores, experts)
         if self.training and torch.is_grad_enabled() and self.reports.wanted:
             weights = self._watched(weights, logits, scores, experts)
@@ -76,14 +79,13 @@ class Router(nn.Module):
         return F.linear(x.to(dtype), self.weight.to(dtype))
 
     def _weights(self, logits: Tensor, scores: Tensor, experts: Tensor) -> Tensor:
-        if not self._softmax:
-            chosen = scores.gather(-1, experts)
-            if self.config.moe_router_topk > 1:
-                chosen = chosen / (chosen.sum(-1, keepdim=True) + 1e-20)
-            return chosen * (self.config.moe_router_topk_scaling_factor or 1.0)
-        if self.config.moe_router_pre_softmax:
-            return scores.gather(-1, experts)
-        return logits.gather(-1, experts).softmax(-1)  # = the chosen scores over their sum
+        factor = self.config.moe_router_topk_scaling_factor or 1.0
+        if self._softmax and not self.config.moe_router_pre_softmax:
+            return logits.gather(-1, experts).softmax(-1)  # = the chosen scores over their sum
+        chosen = scores.gather(-1, experts)
+        if not self._softmax and self.config.moe_router_topk > 1:
+            chosen = chosen / (chosen.sum(-1, keepdim=True) + 1e-20)
+        return chosen * factor if factor != 1.0 else chosen
 
     def _watched(self, weights: Tensor, logits: Tensor, scores: Tensor, experts: Tensor) -> Tensor:
         """The weights, with the router's own losses behind them."""
@@ -118,6 +120,19 @@ class Router(nn.Module):
 
 
 @torch.no_grad()
+def within_groups(scores: Tensor, config: MoEConfig) -> Tensor:
+    """The scores [..., experts] with -inf for the experts of the groups that the token may not choose: it may the
+    groups whose best experts have the largest sum, as many experts of each as fall to a group."""
+    groups, chosen = config.moe_router_num_groups, config.moe_router_group_topk
+    if groups is None or chosen is None:
+        return scores
+    grouped = scores.unflatten(-1, (groups, -1))  # [..., groups, experts of each]
+    best = grouped.topk(config.moe_router_topk // chosen, dim=-1).values.sum(-1).topk(chosen, dim=-1).indices
+    closed = torch.ones(grouped.shape[:-1], dtype=torch.bool, device=scores.device).scatter_(-1, best, False)
+    return grouped.masked_fill(closed.unsqueeze(-1), float("-inf")).flatten(-2)
+
+
+@torch.no_grad()
 def within_capacity(experts: Tensor, weights: Tensor, capacity: int, config: MoEConfig) -> Tensor:
     """[batch, seq, k]: which of a sequence's choices an expert takes, at most `capacity` of them: those of the largest
     weights, or the first. Each sequence for itself, so the batch it is in and the layout do not matter."""
@@ -136,16 +151,22 @@ def within_capacity(experts: Tensor, weights: Tensor, capacity: int, config: MoE
 
 
 class Experts(nn.ModuleDict):
-    """The experts that are here, under their number in the whole layer."""
+    """The experts that are here, under their number in the whole layer; their products are taken together."""
 
-    def __init__(self, numbers: Sequence[int], make: Callable[[], nn.Module]) -> None:
+    def __init__(self, numbers: Sequence[int], make: Callable[[], MLP], kernels: Kernels) -> None:
         super().__init__({str(number): make() for number in numbers})
+        self.kernels = kernels
+        self.put_weight_gradient: Put | None = None  # where the weights' gradients are computed later
 
     def forward(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
-        """rows [tokens, hidden], sorted by expert; `counts` says how many each gets. One without any is called too: its
-        gradient is zero then, not missing."""
-        parts = [expert(part) for expert, part in zip(self.values(), rows.split(list(counts)), strict=True)]
-        return torch.cat(parts)
+        """rows [tokens, hidden], sorted by expert; `counts` says how many each gets. The gradient of one without any
+        is zero, not missing."""
+        experts = [expert for expert in self.values() if isinstance(expert, MLP)]
+        inner = self._linear(rows, counts, [expert.dense_h_to_4h.weight for expert in experts])
+        return self._linear(experts[0].activate(inner), counts, [expert.dense_4h_to_h.weight for expert in experts])
+
+    def _linear(self, rows: Tensor, counts: Sequence[int], weights: Sequence[nn.Parameter]) -> Tensor:
+        return self.kernels.grouped_linear(rows, counts, weights, self.put_weight_gradient)
 
 
 class LocalDispatcher(nn.Module):
@@ -166,7 +187,7 @@ class MoE(nn.Module):
         assert moe.num_experts is not None
         width, shared = moe.moe_ffn_hidden_size, moe.moe_shared_expert_intermediate_size
         self.router = Router(config.hidden_size, layer, moe, reports)
-        self.experts = Experts(range(moe.num_experts), lambda: MLP(config, kernels, width))
+        self.experts = Experts(range(moe.num_experts), lambda: MLP(config, kernels, width), kernels)
         self.shared_expert = MLP(config, kernels, shared) if shared is not None else None
         self.dispatcher: nn.Module = LocalDispatcher()
         self.num_experts = moe.num_experts

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from megatron.errors import ConfigError
-from megatron.ops import builtin, cpu_attention, ref
+from megatron.ops import builtin, cpu_attention, grouped_linear, ref
 from megatron.ops.library import Library, library
 from megatron.ops.linear_cross_entropy import VocabularyPart, Workspace, linear_cross_entropy
 from megatron.ops.native import OPERATIONS
@@ -42,6 +42,7 @@ class Kernels:
     attention: Callable[..., Tensor]
     cross_entropy: Callable[[Tensor, Tensor], Tensor]
     linear_cross_entropy: Callable[..., Tensor]
+    grouped_linear: Callable[..., Tensor]
     choices: tuple[Choice, ...] = field(default=(), compare=False)
     note: str | None = field(default=None, compare=False)
 
@@ -78,6 +79,7 @@ _REF: dict[str, Callable[..., Any]] = {
     "attention": ref.attention,
     "cross_entropy": ref.cross_entropy,
     "linear_cross_entropy": _ref_linear_cross_entropy,
+    "grouped_linear": grouped_linear.by_loop,
 }
 _TORCH: dict[str, Callable[..., Any]] = {
     "layer_norm": builtin.layer_norm,
@@ -87,6 +89,7 @@ _TORCH: dict[str, Callable[..., Any]] = {
     "attention": builtin.sdpa,
     "cross_entropy": builtin.cross_entropy,
     "linear_cross_entropy": linear_cross_entropy,
+    "grouped_linear": grouped_linear.by_grouped_mm,
 }
 _CPU: dict[str, Callable[..., Any]] = {**_TORCH, "attention": cpu_attention.attention}
 # Fused elsewhere (in the gradient buffers), but named here so that one table shows everything that can be fused.
@@ -171,6 +174,10 @@ def _choose_torch(op: str, device_type: str) -> Choice:
         return Choice(op, "cpu", "products over blocks of queries; PyTorch's own for long sequences and generation")
     if op == "linear_cross_entropy":
         return Choice(op, "torch", "the logits become their own gradient in place")
+    if op == "grouped_linear":
+        if device_type == "cuda":
+            return Choice(op, "torch", "one product for all experts in bf16; one for each in other types")
+        return Choice(op, "ref", "a product for each expert: PyTorch's grouped one is a loop here, and copies weights")
     if op in _TORCH:
         return Choice(op, "torch", "PyTorch's own fused function")
     return Choice(op, "ref", "no faster implementation is built")

@@ -15,6 +15,8 @@ from megatron.distributed.wgrad_queue import WgradQueue
 from megatron.model.embedding import HeadTable
 from megatron.model.gpt import GPT
 from megatron.model.linear import Linear
+from megatron.model.moe import Experts
+from megatron.parallelize.experts import is_expert
 from megatron.parallelize.table import persistent_buffers
 from megatron.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
@@ -65,10 +67,12 @@ def _part(model: GPT, layers: Sequence[int], *, first: bool, last: bool) -> GPT:
 
 
 def queue_weight_gradients(held: GPT, queue: WgradQueue) -> None:
-    """Every linear layer puts its weight gradient into the queue."""
+    """Every linear layer puts its weight gradient into the queue; so do experts, for all of theirs."""
     single = Axis.single("tp")
     for name, module in list(held.named_modules()):
-        if isinstance(module, Linear):
+        if isinstance(module, Experts):
+            module.put_weight_gradient = queue.put
+        elif isinstance(module, Linear) and not is_expert(name):
             new = ColumnParallelLinear(0, 0, axis=single, bias=False, weight=module.weight)
             new.bias = module.bias
             parent, _, leaf = name.rpartition(".")

@@ -44,11 +44,12 @@ def _draw(argv: Sequence[str]) -> None:
         ranks, micro_batches, chunks = arguments.stages, arguments.micro_batches, arguments.chunks
         spans = _simulated(arguments.schedule, ranks, micro_batches, chunks)
         source = f"simulated, {arguments.schedule}, equal stages"
-    expected = theoretical_bubble(ranks, micro_batches, chunks)
+    queued = any(span.action.kind == "W" for span in spans)
+    expected = theoretical_bubble(ranks, micro_batches, chunks, queued=queued)
     found = bubble(spans, ranks)
     title = (
         f"{source}; {ranks} stages, {micro_batches} micro-batches, {chunks} chunks a rank; bubble {found:.1%} of the "
-        f"work, (p-1)/(m v) is {expected:.1%}"
+        f"work, {'(p-1)/(3 m)' if queued else '(p-1)/(m v)'} is {expected:.1%}"
     )
     try:
         draw_png(spans, ranks, title, arguments.output)

@@ -88,9 +88,10 @@ def bubble(spans: Sequence[Span], ranks: int) -> float:
     return (whole - busy) / busy
 
 
-def theoretical_bubble(ranks: int, micro_batches: int, chunks: int = 1) -> float:
-    """(p - 1) / (m v) for GPipe, 1F1B and the interleaved schedule with equal stages."""
-    return (ranks - 1) / (micro_batches * chunks)
+def theoretical_bubble(ranks: int, micro_batches: int, chunks: int = 1, *, queued: bool = False) -> float:
+    """(p - 1) / (m v) for GPipe, 1F1B and the interleaved schedule with equal stages. `queued`: (p - 1) / (3 m), where
+    the weights' gradients fill the bubble and a micro-batch's three parts take equally long."""
+    return (ranks - 1) / (micro_batches * (3 if queued else chunks))
 
 
 def most_in_flight(actions: Sequence[Action]) -> int:

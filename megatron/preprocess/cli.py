@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron.config.tool import Parser, fraction, integer, run_tool
@@ -20,11 +21,20 @@ NAME = "preprocess_data.py"
 
 def main(argv: Sequence[str] | None = None) -> int:
     def job() -> None:
-        settings = parse(sys.argv[1:] if argv is None else argv)
+        settings, folder = parse(sys.argv[1:] if argv is None else argv)
+        from megatron.data.remote import is_url
         from megatron.preprocess.run import Terminated, preprocess  # numpy and tokenizers, after --help
 
+        def say(line: str) -> None:
+            print(line, file=sys.stderr)
+
         try:
-            report = preprocess(settings, say=lambda line: print(line, file=sys.stderr))
+            if is_url(settings.output_prefix):
+                from megatron.preprocess.to_url import preprocess_to_url
+
+                report = preprocess_to_url(settings, folder, say)
+            else:
+                report = preprocess(settings, say)
         except Terminated as end:
             print(f"{NAME}: ended by signal {end.number}; {end.kept}", file=sys.stderr)
             raise SystemExit(128 + end.number) from None
@@ -46,11 +56,15 @@ def build_parser() -> Parser:
 def _add_data_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--input", nargs="+", required=True, metavar="FILE",
-        help="files, patterns or folders: .jsonl, .json, .gz, .zst, .parquet; - is standard input",
+        help="files, patterns, folders, URLs of them: .jsonl, .json, .gz, .zst, .parquet; - is standard input",
     )  # fmt: skip
     group.add_argument(
         "--output-prefix", required=True, metavar="PATH", help="writes PATH_KEY_document.bin, .idx and .meta.json"
     )
+    group.add_argument(
+        "--work-folder", metavar="DIR",
+        help="with a URL as --output-prefix: where it is written before it is uploaded (NAME-....upload here)",
+    )  # fmt: skip
     group.add_argument("--overwrite", action="store_true", help="replace an existing output, or an interrupted run")
     group.add_argument("--resume", action="store_true", help="go on with an interrupted run: only what is missing")
     group.add_argument(
@@ -126,7 +140,8 @@ def _usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def parse(argv: Sequence[str]) -> PreprocessSettings:
+def parse(argv: Sequence[str]) -> tuple[PreprocessSettings, Path | None]:
+    """And the folder in which what goes to a URL is written."""
     arguments = build_parser().parse_known_flags([_with_dashes(word) for word in argv])
     _check(arguments)
     world = _world(arguments)
@@ -135,7 +150,7 @@ def parse(argv: Sequence[str]) -> PreprocessSettings:
     from megatron.preprocess.settings import PreprocessSettings
     from megatron.tokenizer.build import TokenizerSettings
 
-    return PreprocessSettings(
+    settings = PreprocessSettings(
         inputs=tuple(arguments.input),
         output_prefix=arguments.output_prefix,
         tokenizer=TokenizerSettings(
@@ -165,6 +180,7 @@ def parse(argv: Sequence[str]) -> PreprocessSettings:
         on_error=arguments.on_error,
         max_skip_fraction=arguments.max_skip_fraction,
     )
+    return settings, None if arguments.work_folder is None else Path(arguments.work_folder)
 
 
 def _with_dashes(word: str) -> str:
@@ -207,6 +223,10 @@ def _check(arguments: argparse.Namespace) -> None:
     prefix = arguments.output_prefix
     if not prefix or prefix.endswith(os.sep):
         raise ConfigError(f"--output-prefix {prefix}: is a folder; add the name of the dataset: {prefix}corpus")
+    if arguments.work_folder is not None and "://" not in prefix:
+        raise ConfigError(
+            f"--work-folder {arguments.work_folder}: only used with a URL as --output-prefix; leave it out"
+        )
     if arguments.on_error == "stop" and arguments.max_skip_fraction != 1.0:
         raise ConfigError(f"--max-skip-fraction {arguments.max_skip_fraction:g}: only used with --on-error skip")
     if arguments.resume and arguments.overwrite:

@@ -28,7 +28,7 @@ _TERMINAL = "terminal"
 
 def build_parser() -> Parser:
     parser = Parser(prog=NAME, description="What a .bin/.idx dataset holds, and with --verify whether it is intact.")
-    parser.add_argument("prefixes", nargs="+", metavar="PREFIX", help="a dataset, without .bin or .idx")
+    parser.add_argument("prefixes", nargs="+", metavar="PREFIX", help="a dataset, without .bin or .idx; or its URL")
     parser.add_argument("--verify", action="store_true", help="read every byte: checksums, ids, ends of documents")
     parser.add_argument(
         "--document", type=integer(0), nargs="+", metavar="N", help="show these documents (text, with a tokenizer)"
@@ -39,6 +39,7 @@ def build_parser() -> Parser:
         help="picture of the documents' lengths: in the terminal, or a FILE.svg or FILE.png",
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="one JSON object for each dataset, a line each")
+    parser.add_argument("--work-folder", metavar="DIR", help="where what a URL names lies meanwhile (here)")
     group = parser.add_argument_group("tokenizer")
     group.add_argument("--tokenizer-type", metavar="NAME", help="as in preprocess_data.py")
     group.add_argument("--vocab-file", "--vocab", metavar="FILE", help="vocab.json of GPT2BPETokenizer")
@@ -72,7 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
     code = 0
     for prefix in arguments.prefixes:
         try:
-            facts = inspect(prefix.removesuffix(".idx").removesuffix(".bin"), arguments, tokenizer)
+            facts = _inspect_anywhere(prefix.removesuffix(".idx").removesuffix(".bin"), arguments, tokenizer)
         except MegatronError as error:
             print(f"{NAME}: {error}", file=sys.stderr)
             code = code or error.exit_code
@@ -82,6 +83,21 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.json:
             print(json.dumps(facts, ensure_ascii=False))
     return code
+
+
+def _inspect_anywhere(prefix: str, arguments: argparse.Namespace, tokenizer: Tokenizer | None) -> dict[str, Any]:
+    """What lies behind a URL is fetched first."""
+    from megatron.data.remote import is_url
+
+    if not is_url(prefix):
+        return inspect(prefix, arguments, tokenizer)
+    from megatron.data.remote_pairs import fetch_pair
+    from megatron.preprocess.merge_cli import work_folder
+
+    with work_folder(arguments.work_folder) as folder:
+        if not arguments.json:
+            print(f"{prefix}:")
+        return {**inspect(fetch_pair(prefix, folder), arguments, tokenizer), "prefix": prefix}
 
 
 def _tokenizer(arguments: argparse.Namespace) -> Tokenizer | None:

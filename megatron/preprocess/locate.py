@@ -88,7 +88,7 @@ def _lines_between(source: Source, start: int, stop: int) -> int:
         return 0
     count = 1 if start == 0 else 0
     position, end = max(start - 1, 0), stop - 1
-    with open(source.path, "rb") as stream:
+    with source.open(_BLOCK) as stream:
         stream.seek(position)
         while position < end and (block := stream.read(min(_BLOCK, end - position))):
             count += _count(block)

@@ -22,7 +22,7 @@ from megatron.preprocess.sources import Source
 from megatron.tokenizer import Tokenizer
 
 
-@dataclass(frozen=True)
+@dataclass
 class KeyReport:
     """What was written for one key."""
 

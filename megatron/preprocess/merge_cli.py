@@ -6,8 +6,10 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, TextIO
 
 from megatron.config.tool import Parser, run_tool
@@ -26,9 +28,14 @@ def build_parser() -> Parser:
         "Partitions of several keys become PATH_KEY_document each.",
     )
     parser.add_argument(
-        "--input", nargs="+", required=True, metavar="DIR_OR_PREFIX", help="a folder of datasets, prefixes, patterns"
+        "--input",
+        nargs="+",
+        required=True,
+        metavar="DIR_OR_PREFIX",
+        help="folders of datasets, prefixes, patterns; URLs",
     )
     parser.add_argument("--output-prefix", required=True, metavar="PATH", help="writes PATH.bin, .idx and .meta.json")
+    parser.add_argument("--work-folder", metavar="DIR", help="with URLs: where the data lies meanwhile (here)")
     parser.add_argument("--overwrite", action="store_true", help="replace an existing output")
     parser.add_argument("--dataset-impl", choices=("lazy", "cached", "mmap"), help="kind of index (that of the inputs)")
     return parser
@@ -42,23 +49,58 @@ def run(arguments: argparse.Namespace) -> None:
     output = arguments.output_prefix
     if not output or output.endswith(os.sep) or Path(output).is_dir():
         raise ConfigError(f"--output-prefix {output}: is a folder; add the name of the dataset")
+    from megatron.data.remote import is_url
+
+    if not any(is_url(word) for word in (*arguments.input, output)):
+        if arguments.work_folder is not None:
+            raise ConfigError(f"--work-folder {arguments.work_folder}: only used with URLs; leave it out")
+        for merged in _merge(arguments, arguments.input, output):
+            _print(merged, merged.summary.prefix)
+        return
+    from megatron.data.remote_pairs import beside, fetch_words, put_pair, refuse_existing
+
+    with work_folder(arguments.work_folder) as folder:
+        local = str(folder / output.rpartition("/")[2]) if is_url(output) else output
+        if is_url(output) and not arguments.overwrite:
+            refuse_existing(output, [output])
+        for merged in _merge(arguments, fetch_words(arguments.input, folder), local):
+            place = merged.summary.prefix
+            if is_url(output):
+                place = beside(output, place)
+                if not arguments.overwrite:
+                    refuse_existing(output, [place])  # the name of a key is known only now
+                put_pair(merged.summary.prefix, place)
+            _print(merged, place)
+
+
+@contextmanager
+def work_folder(given: str | None) -> Iterator[Path]:
+    """A folder of our own in the one given (the current one); it goes with whatever is in it."""
+    with ExitStack() as stack:
+        try:
+            folder = stack.enter_context(TemporaryDirectory(prefix="megatron-", suffix=".work", dir=given or "."))
+        except OSError as error:
+            raise ConfigError(f"--work-folder {given or '.'}: cannot be used ({error.strerror})") from None
+        yield Path(folder)
+
+
+def _merge(arguments: argparse.Namespace, inputs: Sequence[str], output: str) -> list[Merged]:
     from megatron.data.merge import merge  # numpy, after --help
     from megatron.data.parts import find_prefixes, plan_groups
 
-    groups = plan_groups(find_prefixes(arguments.input, output), output)
+    groups = plan_groups(find_prefixes(inputs, output), output)
     progress = ByteProgress("merged")
-    for merged in merge(groups, overwrite=arguments.overwrite, impl=arguments.dataset_impl, on_bytes=progress.show):
-        _print(merged)
+    return merge(groups, overwrite=arguments.overwrite, impl=arguments.dataset_impl, on_bytes=progress.show)
 
 
-def _print(merged: Merged) -> None:
+def _print(merged: Merged, prefix: str) -> None:
     written = merged.summary
     print(
-        f"{written.prefix}: {merged.parts} datasets merged, {written.documents} documents, {written.sequences} "
+        f"{prefix}: {merged.parts} datasets merged, {written.documents} documents, {written.sequences} "
         f"sequences, {written.tokens} tokens ({written.dtype})"
     )
     for note in merged.notes:
-        print(f"{written.prefix}: {note}", file=sys.stderr)
+        print(f"{prefix}: {note}", file=sys.stderr)
 
 
 class ByteProgress:

@@ -25,6 +25,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from megatron.errors import ConfigError
 from megatron.preprocess.ahead import ReadAhead
+from megatron.preprocess.generations import Growth, die_with, in_generations
 
 Task = TypeVar("Task")
 Answer = TypeVar("Answer")
@@ -32,7 +33,9 @@ Answer = TypeVar("Answer")
 AHEAD = 2  # tasks handed out ahead of the oldest unanswered one, per worker
 STOP_SECONDS = 2.0
 OUT_OF_MEMORY = 137  # as if the kernel had killed it
-PR_SET_PDEATHSIG = 1
+# A worker that has grown beyond both is replaced by a fresh one.
+ROOM_BYTES = 9 << 20
+GROWTH_BYTES = 3 << 20
 
 
 class WorkerDiedError(Exception):
@@ -88,7 +91,8 @@ class WorkerPool(Generic[Task, Answer]):
         inherited: list[Closable] = []
         if self._forked:
             inherited = [*(worker.connection for worker in self._workers), ours, *self._private]
-        process = self._context.Process(target=_serve, args=(theirs, inherited, handler, os.getpid()), daemon=True)  # type: ignore[attr-defined]
+        arguments = (theirs, inherited, handler, os.getpid(), self._forked)
+        process = self._context.Process(target=_serve, args=arguments, daemon=True)  # type: ignore[attr-defined]
         process.start()
         theirs.close()
         return _Worker(process, ours)
@@ -161,11 +165,21 @@ class WorkerPool(Generic[Task, Answer]):
 
     def kill(self) -> None:
         for worker in self._workers:
-            worker.connection.close()
             worker.process.kill()
         for worker in self._workers:
             worker.process.join()
+            _until_closed(worker.connection)
+            worker.connection.close()
         self._workers = []
+
+
+def _until_closed(connection: Connection) -> None:
+    """Until nobody holds the other end: what works for a process ends just after it."""
+    try:
+        while True:
+            connection.recv_bytes()
+    except (EOFError, OSError):
+        return
 
 
 def _give(worker: _Worker, number: int, task: Any, described: Callable[[Any], Any]) -> None:
@@ -198,16 +212,26 @@ def _serve(
     inherited: Sequence[Closable],
     handler: Callable[[Any, Callable[[Any], None]], Any],
     parent: int,
+    forked: bool,
 ) -> None:
     for other in inherited:
         other.close()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides; a terminal sends Ctrl-C to all
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    _die_with(parent)
+    die_with(parent)
     # One worker is one core. `tokenizers` would start a thread for each core in each worker, has no call to prevent
     # it, and reads this variable; it is set for this process alone.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    if forked:
+        in_generations(lambda: _answer(connection, handler, Growth(ROOM_BYTES, GROWTH_BYTES)))
+    _answer(connection, handler, None)
+
+
+def _answer(
+    connection: Connection, handler: Callable[[Any, Callable[[Any], None]], Any], growth: Growth | None
+) -> bool:
+    """True when this process has grown too large, False when there is nothing more to do."""
     try:
         while True:
             task = connection.recv()
@@ -218,22 +242,13 @@ def _serve(
                 os._exit(OUT_OF_MEMORY)  # at once: whatever else happens here may want memory
             except OSError as error:
                 if error.errno == errno.EPIPE:
-                    return
+                    return False
                 message = ("failure", traceback.format_exc())
             except Exception:
                 message = ("failure", traceback.format_exc())
             del task
             connection.send(message)
+            if growth is not None and growth.too_large():
+                return True
     except (EOFError, OSError):
-        return  # the parent is gone
-
-
-def _die_with(parent: int) -> None:
-    """The kernel ends this process with its parent, even in the middle of a long task (elsewhere: after it)."""
-    if sys.platform != "linux":
-        return
-    import ctypes
-
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it went before we asked
-        os._exit(1)
+        return False  # the parent is gone

@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from megatron.data.record import read_record
@@ -36,7 +37,8 @@ class Terminated(BaseException):
         self.kept = "nothing was written"
 
 
-def preprocess(settings: PreprocessSettings, say: Say) -> Report:
+def preprocess(settings: PreprocessSettings, say: Say, complete: Callable[[str], bool] | None = None) -> Report:
+    """`complete` tells --resume whether all outputs are there, made with the settings of this digest."""
     tokenizer = build_tokenizer(settings.tokenizer)
     if settings.append_eod:
         tokenizer.eod  # noqa: B018  refused by name when the vocabulary has none
@@ -54,7 +56,8 @@ def preprocess(settings: PreprocessSettings, say: Say) -> Report:
         with WorkFolder(settings.prefix, resume=settings.resume, overwrite=settings.overwrite) as folder:
             splitter = prepare_splitter_for(settings, sources, say)
             deciding = settings.deciding(sources, tokenizer, splitter)
-            if settings.resume and not folder.keeps_something and _is_complete(settings, deciding):
+            done = complete or partial(_is_complete, settings)
+            if settings.resume and not folder.keeps_something and done(digest_of(deciding)):
                 say(f"--resume: {settings.prefix} is complete; nothing is left to do")
                 return Report()
             overwrite = folder.begin(deciding, resumable=resumable, overwrite=settings.overwrite)
@@ -68,8 +71,7 @@ def preprocess(settings: PreprocessSettings, say: Say) -> Report:
         return report
 
 
-def _is_complete(settings: PreprocessSettings, deciding: dict[str, Any]) -> bool:
-    digest = digest_of(deciding)
+def _is_complete(settings: PreprocessSettings, digest: str) -> bool:
     records = [read_record(output) for output in settings.outputs]
     return all(record is not None and record.extra.get("settings") == digest for record in records)
 

@@ -135,7 +135,7 @@ def count_lines_before(source: Source, start: int) -> int:
 @contextmanager
 def _opened(source: Source) -> Iterator[BinaryIO]:
     try:
-        with open(source.path, "rb", buffering=1 << 16) as file:
+        with source.open(1 << 16) as file:
             source.refuse_change(file)
             yield file
             source.refuse_change(file)

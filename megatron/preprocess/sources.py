@@ -1,4 +1,4 @@
-"""What --input names, as a list of sources: files, patterns, folders, or standard input."""
+"""What --input names, as a list of sources: files, patterns, folders, URLs of them, or standard input."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
+from megatron.data import remote
 from megatron.errors import ConfigError, DataError
 
 STDIN = "-"
@@ -50,12 +51,23 @@ class Source:
         """What a file was when the run was planned it must be to the end. None: that of this name now."""
         if self.kind == "stdin":
             return
-        status = Path(self.path).stat() if file is None else os.fstat(file.fileno())
-        if not self.identity.endswith(f" {_version(status)}"):
+        if remote.is_url(self.path):
+            there = remote.status_of(self.path)
+            size, version = there.size, _remote_version(there)
+        else:
+            status = Path(self.path).stat() if file is None else os.fstat(file.fileno())
+            size, version = status.st_size, _version(status)
+        if not self.identity.endswith(f" {version}"):
             raise DataError(
-                f"{self.path}: was changed while it was read ({self.size} bytes before, {status.st_size} now); "
+                f"{self.path}: was changed while it was read ({self.size} bytes before, {size} now); "
                 "run again when nobody writes it"
             )
+
+    def open(self, buffering: int) -> BinaryIO:
+        """Not standard input."""
+        if remote.is_url(self.path):
+            return cast(BinaryIO, remote.open_remote(self.path, self.size, buffering))
+        return open(self.path, "rb", buffering=buffering)
 
 
 def expand_inputs(patterns: Sequence[str]) -> list[Source]:
@@ -65,13 +77,13 @@ def expand_inputs(patterns: Sequence[str]) -> list[Source]:
             raise ConfigError(f"--input {' '.join(patterns)}: - is standard input and is given alone; name it once")
         return [_standard_input()]
     sources: list[Source] = []
-    seen: set[tuple[int, int]] = set()
+    seen: set[object] = set()
     for pattern in patterns:
         for path in _files_of(pattern):
-            source, inode = _source(path)
-            if inode in seen:
+            source, file = _remote_source(path) if remote.is_url(path) else _source(path)
+            if file in seen:
                 raise ConfigError(f"--input {path}: given twice, so its documents would count twice; name it once")
-            seen.add(inode)
+            seen.add(file)
             sources.append(source)
     return sources
 
@@ -85,7 +97,14 @@ def _version(status: os.stat_result) -> str:
     return f"{status.st_size} {status.st_mtime_ns}"
 
 
+def _remote_version(status: remote.RemoteStatus) -> str:
+    return f"{status.size} {status.version}"
+
+
 def _files_of(pattern: str) -> Iterator[str]:
+    if remote.is_url(pattern):
+        yield from _remote_files_of(pattern)
+        return
     if not os.path.lexists(pattern) and Path(pattern).name == "**":
         pattern = str(Path(pattern).parent)  # all that lies in it, however deep: the folder itself
     if os.path.lexists(pattern):
@@ -123,6 +142,26 @@ def _files_in(folder: str) -> list[str]:
     return sorted(found)
 
 
+def _remote_files_of(pattern: str) -> list[str]:
+    if remote.has_magic(pattern):
+        found = remote.matches(pattern)
+        if not found:
+            raise ConfigError(f"--input {pattern}: no object matches the pattern; check the address")
+        return found
+    if not remote.is_folder(pattern):
+        return [pattern]
+    names = remote.files_in(pattern)
+    found = [name for name in names if _is_data(name) and not _is_own_record(name, names)]
+    if not found:
+        raise ConfigError(f"--input {pattern}: the folder holds no {', '.join(IN_FOLDERS)} files; check the address")
+    return found
+
+
+def _is_own_record(name: str, names: Sequence[str]) -> bool:
+    """The record of a dataset that an earlier run wrote beside its input."""
+    return name.endswith(_OWN_RECORDS) and name.removesuffix(".meta.json") + ".idx" in names
+
+
 def _raise_unreadable(error: OSError) -> None:
     raise ConfigError(f"--input {error.filename}: may not be read ({error.strerror}); check its permissions") from None
 
@@ -135,16 +174,29 @@ def _is_data(path: str) -> bool:
     return bool(suffixes) and (suffixes[-1] in IN_FOLDERS or (suffixes[0] in IN_FOLDERS and suffixes[-1] in _NOT_READ))
 
 
-def _source(path: str) -> tuple[Source, tuple[int, int]]:
+def _refuse_unread(path: str) -> None:
     for suffix in (suffix.lower() for suffix in Path(path).suffixes[-2:]):
         if suffix in _NOT_READ:
             raise ConfigError(f"--input {path}: {suffix} is not read; unpack it first ({_NOT_READ[suffix]})")
+
+
+def _remote_source(url: str) -> tuple[Source, str]:
+    _refuse_unread(url)
+    status = remote.status_of(url)
+    with remote.open_remote(url, status.size, _SNIFFED_BYTES) as file:
+        kind, array = _look_into(file, url, status.size)
+    return Source(url, kind, status.size, f"{url} {_remote_version(status)}", array), url
+
+
+def _source(path: str) -> tuple[Source, tuple[int, int]]:
+    _refuse_unread(path)
     try:
         status = Path(path).stat()
         if stat.S_ISFIFO(status.st_mode):
             kind, array = "stdin", False
         elif stat.S_ISREG(status.st_mode):
-            kind, array = _look_into(path, status.st_size)
+            with open(path, "rb") as file:
+                kind, array = _look_into(file, path, status.st_size)
         else:
             raise ConfigError(f"--input {path}: neither a file nor a pipe; give files that hold JSON lines")
     except PermissionError:
@@ -166,17 +218,16 @@ def _standard_input() -> Source:
     return Source(STDIN_NAME, "stdin", 0, STDIN)
 
 
-def _look_into(path: str, size: int) -> tuple[str, bool]:
+def _look_into(file: BinaryIO, path: str, size: int) -> tuple[str, bool]:
     """The kind, by the name's ending or else by the first bytes, and whether it holds one JSON array."""
-    with open(path, "rb") as file:
-        head = file.read(_SNIFFED_BYTES)
-        if head and not size:
-            return "stdin", False  # some file systems do not know sizes; it must not pass for empty
-        kind = KINDS.get(Path(path).suffix.lower())
-        if kind is None:
-            kind = next((kind for beginning, kind in _BEGINNINGS.items() if head.startswith(beginning)), "lines")
-        if kind == "lines" and begins_array(_behind_blanks(file, head)):
-            return "array", True
+    head = file.read(_SNIFFED_BYTES)
+    if head and not size:
+        return "stdin", False  # some file systems do not know sizes; it must not pass for empty
+    kind = KINDS.get(Path(path).suffix.lower())
+    if kind is None:
+        kind = next((kind for beginning, kind in _BEGINNINGS.items() if head.startswith(beginning)), "lines")
+    if kind == "lines" and begins_array(_behind_blanks(file, head)):
+        return "array", True
     if kind == "parquet":
         pyarrow_parquet()  # said before anything is read
     if kind in ("gzip", "zstd") and not size:

@@ -171,7 +171,7 @@ def _open(source: Source) -> Any:
     if source.identity == STDIN:
         # Unbuffered: the buffer has a lock, and Python aborts at its exit while a thread that waits for input holds it.
         return nullcontext(getattr(sys.stdin.buffer, "raw", sys.stdin.buffer))
-    return open(source.path, "rb", buffering=0 if source.kind == "stdin" else _READ_BYTES)
+    return source.open(0 if source.kind == "stdin" else _READ_BYTES)
 
 
 class _ChunkFile(io.RawIOBase):

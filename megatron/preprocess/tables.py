@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron.data import remote
 from megatron.errors import ConfigError, DataError
 from megatron.preprocess.documents import BadLine, Batch, LineError, Texts, missing_key, texts_of
 from megatron.preprocess.sources import Source, pyarrow_parquet
@@ -26,8 +27,11 @@ def _opened(source: Source) -> Iterator[Any]:
     try:
         # Without these two a whole row group would be held, however large.
         source.refuse_change()
-        with parquet.ParquetFile(source.path, pre_buffer=False, buffer_size=_BUFFER_BYTES) as file:
-            yield file
+        with source.open(_BUFFER_BYTES) as raw:
+            # A plain file's own reader is faster than one through Python.
+            opened = raw if remote.is_url(source.path) else source.path
+            with parquet.ParquetFile(opened, pre_buffer=False, buffer_size=_BUFFER_BYTES) as file:
+                yield file
         source.refuse_change()
     except PermissionError:
         raise ConfigError(f"--input {source.path}: may not be read; check its permissions") from None

@@ -27,10 +27,30 @@ from megatron.tensor_parallel.mappings import SEQUENCE
 Put = Callable[[Callable[[], Tensor]], None]
 
 
-class ColumnParallelLinear(nn.Module):
+class _ParallelLinear(nn.Module):
+    """What both kinds have: a part of the weight, the axis that the parts are on, and a plain product where that is
+    one rank."""
+
+    def __init__(self, weight: nn.Parameter, *, axis: Axis, bias: bool, sequence_parallel: bool) -> None:
+        super().__init__()
+        self.axis, self.sequence_parallel = axis, sequence_parallel
+        self.weight = weight
+        self.bias = nn.Parameter(torch.empty(weight.shape[0])) if bias else None
+        self.wgrad_queue: WgradQueue | None = None  # where the weight's gradient is computed later
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.axis.size == 1 and self.wgrad_queue is None:
+            return F.linear(x, self.weight, self.bias)
+        return self.product(x)
+
+    def product(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+class ColumnParallelLinear(_ParallelLinear):
     """Holds rows of the weight, so a part of the output features; the bias is split with them.
 
-    `weight` and `bias` may be given (this rank's part); otherwise they are made, and left for the initialisation.
+    `weight` may be given (this rank's part); otherwise it is made, and left for the initialisation.
     """
 
     def __init__(
@@ -44,17 +64,11 @@ class ColumnParallelLinear(nn.Module):
         weight: nn.Parameter | None = None,
     ) -> None:
         """`out_features` is that of the whole layer, unless `weight` is given."""
-        super().__init__()
-        self.axis, self.sequence_parallel = axis, sequence_parallel
         if weight is None:
             weight = nn.Parameter(torch.empty(_share(out_features, axis, "output"), in_features))
-        self.weight = weight
-        self.bias = nn.Parameter(torch.empty(weight.shape[0])) if bias else None
-        self.wgrad_queue: WgradQueue | None = None  # where the weight's gradient is computed later
+        super().__init__(weight, axis=axis, bias=bias, sequence_parallel=sequence_parallel)
 
-    def forward(self, x: Tensor) -> Tensor:
-        if self.axis.size == 1 and self.wgrad_queue is None:
-            return F.linear(x, self.weight, self.bias)
+    def product(self, x: Tensor) -> Tensor:
         return _linear(x, self.weight, self.bias, self.axis, self.sequence_parallel, self.wgrad_queue)
 
     def extra_repr(self) -> str:
@@ -62,7 +76,7 @@ class ColumnParallelLinear(nn.Module):
         return f"{columns}, {rows} of {self.axis.size} parts, bias={self.bias is not None}"
 
 
-class RowParallelLinear(nn.Module):
+class RowParallelLinear(_ParallelLinear):
     """Holds columns of the weight: takes a part of the input features; the bias is whole, and added to the sum."""
 
     def __init__(
@@ -76,17 +90,11 @@ class RowParallelLinear(nn.Module):
         weight: nn.Parameter | None = None,
     ) -> None:
         """`in_features` is that of the whole layer, unless `weight` is given."""
-        super().__init__()
-        self.axis, self.sequence_parallel = axis, sequence_parallel
         if weight is None:
             weight = nn.Parameter(torch.empty(out_features, _share(in_features, axis, "input")))
-        self.weight = weight
-        self.bias = nn.Parameter(torch.empty(weight.shape[0])) if bias else None
-        self.wgrad_queue: WgradQueue | None = None
+        super().__init__(weight, axis=axis, bias=bias, sequence_parallel=sequence_parallel)
 
-    def forward(self, x: Tensor) -> Tensor:
-        if self.axis.size == 1 and self.wgrad_queue is None:
-            return F.linear(x, self.weight, self.bias)
+    def product(self, x: Tensor) -> Tensor:
         if self.wgrad_queue is None:
             parts = F.linear(x, self.weight)  # [batch, seq, out_features], to be summed
         else:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +12,11 @@ import numpy as np
 
 from megatron.tokenizer.base import Ids
 from megatron.tokenizer.fast_kinds import FastKind, NotFastError
+from megatron.tokenizer.parts import split_at_words
 
 INSTALL = "pip install gigatoken"
 # Longer texts are encoded in parts: the working memory is then bounded by the part, not by the document.
 PART_BYTES = 1 << 22
-# In every known pattern a word ends where a space follows something visible.
-WORD_END = re.compile(r"(?<=\S) ")
 # The library remembers every word it has seen. Past this growth of the process it is made anew.
 CACHE_BYTES = 32 << 20
 CHECK_BYTES = 1 << 20
@@ -54,7 +51,7 @@ class FastEngine:
     def encode(self, data: bytes) -> Ids:
         """Ids of one text, given in UTF-8."""
         if len(data) > PART_BYTES:
-            parts = split_at_spaces(data.decode("utf-8"), PART_BYTES // 4)
+            parts = split_at_words(data.decode("utf-8"), PART_BYTES // 4)
             return np.concatenate([self._encode_part(part.encode("utf-8")) for part in parts])
         return self._encode_part(data)
 
@@ -63,7 +60,7 @@ class FastEngine:
         if self._since_check > CHECK_BYTES:
             self._bound_memory()
         try:
-            return self._encode(data).view(np.int32)
+            return self._encode(data).astype(np.int32)  # its own arrays hold four times their room, or 4 KB more
         except BaseException as error:
             if type(error).__name__ != "PanicException":  # of the library's own Rust, which has no Python name
                 raise
@@ -81,16 +78,6 @@ class FastEngine:
             # Where that freed little, something else in this process has grown: it is not asked again so soon.
             freed = size - self._size
             self._growth = CACHE_BYTES if freed > CACHE_BYTES // 2 else 2 * self._growth
-
-
-def split_at_spaces(text: str, size: int) -> Iterator[str]:
-    """Parts of about `size` characters whose encodings, joined, are the encoding of the whole text."""
-    start = 0
-    while start < len(text):
-        cut = WORD_END.search(text, start + size)
-        end = cut.start() if cut else len(text)
-        yield text[start:end]
-        start = end
 
 
 def resident_bytes() -> int:

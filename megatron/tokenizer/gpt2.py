@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-import re
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -17,13 +16,12 @@ from megatron.tokenizer.bpe_files import BPE, Merge, read_bpe
 from megatron.tokenizer.export import tokenizer_json, write_gpt2_folder
 from megatron.tokenizer.fast import Encoder, build_guarded
 from megatron.tokenizer.guard import GuardedEncoder
+from megatron.tokenizer.parts import WORD_OR_LINE_END, split_at_words
 
 Engine = Literal["auto", "tokenizers", "python"]
 
 # Longer texts are encoded in parts: the working memory is then bounded by the part, not by the document.
 PART_CHARACTERS = 1 << 20
-# No word of GPT-2's pattern crosses from a visible character to a space, and none looks past that point.
-_WORD_END = re.compile(r"(?<=\S)[ \n]")
 
 
 class _Encoder(Protocol):
@@ -105,24 +103,14 @@ class GPT2BPETokenizer(Tokenizer):
     def _encode_exactly(self, text: str) -> Ids:
         if len(text) <= PART_CHARACTERS:
             return np.array(self._encoder.encode(text), dtype=np.int32)
-        parts = [np.array(self._encoder.encode(part), dtype=np.int32) for part in split_at_words(text, PART_CHARACTERS)]
-        return np.concatenate(parts)
+        parts = split_at_words(text, PART_CHARACTERS, WORD_OR_LINE_END)
+        return np.concatenate([np.array(self._encoder.encode(part), dtype=np.int32) for part in parts])
 
     def files(self) -> dict[str, Path]:
         return {"vocab.json": self._vocab_file, "merges.txt": self._merge_file}
 
     def save_pretrained(self, directory: str | Path, *, model_max_length: int | None = None) -> None:
         write_gpt2_folder(Path(directory), self._bpe, model_max_length)
-
-
-def split_at_words(text: str, size: int) -> Iterable[str]:
-    """Parts of about `size` characters whose encodings, joined, are the encoding of the whole text."""
-    start = 0
-    while start < len(text):
-        cut = _WORD_END.search(text, start + size)
-        end = cut.start() if cut else len(text)
-        yield text[start:end]
-        start = end
 
 
 def _build_encoder(bpe: BPE, engine: Engine, announce: bool) -> _Encoder:

@@ -16,7 +16,8 @@ import numpy as np
 
 from megatron.tokenizer.base import EncoderDifference, Ids, refuse_surrogates
 from megatron.tokenizer.doubtful import DoubtfulTexts
-from megatron.tokenizer.fast_engine import WORD_END, EnginePanicError, split_at_spaces
+from megatron.tokenizer.fast_engine import EnginePanicError
+from megatron.tokenizer.parts import WORD_END, split_at_words
 
 ExactEncoder = Callable[[str], Ids]
 
@@ -68,7 +69,7 @@ class GuardedEncoder:
         """The exact encoder for the parts that need it, the fast one for the rest of a long text."""
         if len(text) <= PIECE or self._doubtful.holds_token(text):
             return self._exact(text)
-        parts = list(split_at_spaces(text, PIECE))
+        parts = list(split_at_words(text, PIECE))
         encoded = [part.encode("utf-8") for part in parts]
         doubtful = self._doubtful.find(parts, encoded)
         try:

@@ -20,8 +20,8 @@ import numpy as np
 from megatron.errors import ConfigError, DataError
 from megatron.tokenizer.base import Ids, Tokenizer, refuse_surrogates
 from megatron.tokenizer.bpe_files import read_text
-from megatron.tokenizer.fast_engine import split_at_spaces
 from megatron.tokenizer.fast_kinds import NEMOTRON_SPLIT
+from megatron.tokenizer.parts import split_at_words
 
 SETTING = "--tokenizer-model"
 PATTERNS = {
@@ -87,7 +87,7 @@ class TikTokenizer(Tokenizer):
         refuse_surrogates(text)
         if len(text) <= PART_CHARACTERS:
             return self._encode_part(text)
-        return np.concatenate([self._encode_part(part) for part in split_at_spaces(text, PART_CHARACTERS)])
+        return np.concatenate([self._encode_part(part) for part in split_at_words(text, PART_CHARACTERS)])
 
     def _encode_part(self, text: str) -> Ids:
         try:

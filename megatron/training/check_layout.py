@@ -8,7 +8,7 @@ import io
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from types import ModuleType
@@ -19,7 +19,6 @@ from megatron.errors import ConfigError, ReplicaError
 
 if TYPE_CHECKING:  # `--help` loads no torch
     from megatron.config import RunConfig
-    from megatron.ops.select import Kernels
     from megatron.training.outcome import Difference, Outcome
 
 NAME = "check_layout.py"
@@ -158,6 +157,7 @@ def _prepare(options: argparse.Namespace, argv: list[str], folder: Path) -> Layo
     ]
     if options.plant:
         introduction.append(f"planted on purpose: {options.plant}")
+    config = _with_kernels_of_a_cpu(config, introduction)
     if is_large(config, ranks, vocab_size) and not options.full:
         small = shrink(config, ranks)
         introduction.append(f"shrunk to be quick (--full runs it as it is): {', '.join(changes(config, small))}")
@@ -173,8 +173,8 @@ def _layout(config: RunConfig, ranks: int) -> str:
         "context": parallel.context_parallel_size,
         "expert": parallel.expert_model_parallel_size,
     }
-    model = sizes["tensor"] * sizes["pipeline"] * sizes["context"]
-    shown = [f"{name} {size}" for name, size in {**sizes, "data": ranks // model}.items() if size > 1]
+    sizes["data"] = ranks // parallel.model_parallel_size
+    shown = [f"{name} {size}" for name, size in sizes.items() if size > 1]
     return " x ".join(shown)
 
 
@@ -203,13 +203,14 @@ def _train(
     from megatron.distributed.launch import LaunchInfo
     from megatron.distributed.rng import seed_rank
     from megatron.distributed.state import ParallelState
+    from megatron.ops.select import resolve
     from megatron.training.assemble import assemble
-    from megatron.training.initialize import Run, layout_of, tokenizer_of
+    from megatron.training.initialize import Run, tokenizer_of
     from megatron.training.outcome import train_outcome, uneven_mask
     from megatron.training.planted import PLANTS
     from megatron.utils.log import RankLog
 
-    layout = layout_of(config, ranks)
+    layout = config.parallel.layout(ranks)
     seed_rank(config.training.seed, layout.coordinates(rank))
     run = Run(
         config=config,
@@ -217,7 +218,7 @@ def _train(
         device=torch.device("cpu"),
         dtype=torch.float64,
         parallel=ParallelState.build(layout, rank, timedelta(minutes=30)),
-        kernels=_kernels(config),
+        kernels=resolve(config.kernels.spec, "cpu", attention=config.kernels.attention),
         tokenizer=tokenizer_of(config, required=False),
         log=RankLog(rank, io.StringIO()),
         run_id="check",
@@ -228,11 +229,14 @@ def _train(
         train_outcome(parts, steps, uneven_mask).save(folder / f"outcome_{rank}.pt")
 
 
-def _kernels(config: RunConfig) -> Kernels:
-    """Those of the run, where a CPU has them."""
+def _with_kernels_of_a_cpu(config: RunConfig, introduction: list[str]) -> RunConfig:
+    """Those of the run; where a CPU has them not, its own, which is said."""
+    from megatron.config import KernelsConfig
     from megatron.ops.select import resolve
 
     try:
-        return resolve(config.kernels.spec, "cpu", attention=config.kernels.attention)
-    except ConfigError:
-        return resolve("auto", "cpu")
+        resolve(config.kernels.spec, "cpu", attention=config.kernels.attention)
+    except ConfigError as error:
+        introduction.append(f"the kernels are not those of the run but --kernels auto: {error}")
+        return replace(config, kernels=KernelsConfig())
+    return config

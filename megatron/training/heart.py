@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 from megatron.distributed.heartbeat import Heartbeat
+from megatron.distributed.last_words import last_words
 from megatron.errors import MegatronError, PeerLostError
 from megatron.training.assemble import Parts
 from megatron.training.exit_reason import ExitRecord
@@ -45,12 +46,15 @@ def beating(run: Run, record: ExitRecord) -> Iterator[Place]:
 
     heart = Heartbeat(run.launch, run.parallel.operations, place, end, patience=patience)
     heart.start()
-    try:
-        yield place
-    except BaseException as error:
-        told = named(error) if isinstance(error, Exception) else error
-        if isinstance(told, PeerLostError):
-            heart.explain()
-        heart.fail(f"{type(told).__name__}: {told}".splitlines()[0])
-        raise
-    heart.leave()
+    # With --exit-signal-handler SIGTERM is a wish to stop at the end of the step, and the heart goes on beating.
+    last = nullcontext() if run.config.training.exit_signal_handler else last_words(heart.asked_to_end)
+    with last:
+        try:
+            yield place
+        except BaseException as error:
+            told = named(error) if isinstance(error, Exception) else error
+            if isinstance(told, PeerLostError):
+                heart.explain()
+            heart.fail(f"{type(told).__name__}: {told}".splitlines()[0])
+            raise
+        heart.leave()

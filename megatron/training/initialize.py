@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
 import torch
@@ -78,7 +78,7 @@ def initialize(argv: Sequence[str] | None = None, *, needs_data: bool = True) ->
 def start(config: RunConfig, *, needs_data: bool = True) -> Run:
     """The run of these settings; its ranks are connected and its random streams seeded."""
     started = time.monotonic()
-    launch = LaunchInfo.detect(config.runtime.local_rank)
+    launch = _planned(config, LaunchInfo.detect(config.runtime.local_rank))
     check_world(config, launch.world_size)
     log = RankLog(launch.rank)
     for notice in config.notices:
@@ -88,7 +88,7 @@ def start(config: RunConfig, *, needs_data: bool = True) -> Run:
     threads = _prepare_cpu(config, launch, device, log)
     kernels = resolve(config.kernels.spec, device.type, attention=config.kernels.attention)
     tokenizer = tokenizer_of(config, required=needs_data)
-    layout = layout_of(config, launch.world_size)
+    layout = config.parallel.layout(launch.world_size)
     _say_slow_choices(config, device, log)
     parallel = (
         ParallelState.plan(layout, launch.rank)
@@ -98,8 +98,9 @@ def start(config: RunConfig, *, needs_data: bool = True) -> Run:
     seed_rank(config.training.seed, layout.coordinates(launch.rank))
     if config.training.deterministic_mode:
         torch.use_deterministic_algorithms(True)
+    verb = "planned for" if config.runtime.dry_run else "running on"
     log.info(
-        f"running on {launch.world_size} x {device.type} with {threads} CPU threads each, backend {backend}, "
+        f"{verb} {launch.world_size} x {device.type} with {threads} CPU threads each, backend {backend}, "
         f"data parallel {parallel.dp.size}"
     )
     log.info(kernels.table())
@@ -132,6 +133,18 @@ def _prepare_cpu(config: RunConfig, launch: LaunchInfo, device: torch.device, lo
     return set_threads(launch, cpu.cpu_threads)
 
 
+def _planned(config: RunConfig, launch: LaunchInfo) -> LaunchInfo:
+    """--dry-run in one process plans for many: none of them has to meet another."""
+    runtime, alone = config.runtime, launch.launcher == "python"
+    if runtime.dry_run_ranks is not None and not (runtime.dry_run and alone):
+        raise ConfigError(
+            f"--dry-run-ranks {runtime.dry_run_ranks}: is for one process with --dry-run, without a launcher; remove it"
+        )
+    if not (runtime.dry_run and alone):
+        return launch
+    return replace(launch, world_size=runtime.dry_run_ranks or config.parallel.fewest_ranks)
+
+
 def _connect(
     config: RunConfig, launch: LaunchInfo, layout: Layout, backend: str, device: torch.device
 ) -> ParallelState:
@@ -139,17 +152,6 @@ def _connect(
     timeout = timedelta(minutes=config.runtime.distributed_timeout_minutes)
     init_process_group(launch, backend, timeout, device)
     return ParallelState.build(layout, launch.rank, timeout)
-
-
-def layout_of(config: RunConfig, world_size: int) -> Layout:
-    parallel = config.parallel
-    return Layout(
-        world_size,
-        tp=parallel.tensor_model_parallel_size,
-        cp=parallel.context_parallel_size,
-        ep=parallel.expert_model_parallel_size,
-        pp=parallel.pipeline_model_parallel_size,
-    )
 
 
 def tokenizer_of(config: RunConfig, *, required: bool = True) -> Tokenizer | None:

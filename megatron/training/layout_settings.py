@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from math import lcm
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from megatron.config import (
 )
 from megatron.config.meaning import spelled
 from megatron.config.run import all_settings
+from megatron.config.stages import split_layers
 from megatron.errors import ConfigError
 from megatron.layout import nearest_multiples
 
@@ -34,9 +34,7 @@ _SHORT, _NARROW_HEAD, _FEW_EXPERTS = 32, 8, 4
 def ranks_of(config: RunConfig, asked: int | None) -> int:
     """The world: as asked, else the smallest that holds the layout, with two data-parallel ranks if they are few (a
     wrong group can look right where there is one other axis)."""
-    parallel = config.parallel
-    model = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size * parallel.context_parallel_size
-    unit = lcm(model, model // parallel.context_parallel_size * parallel.expert_model_parallel_size)
+    unit = config.parallel.fewest_ranks
     if asked is None:
         return unit * 2 if unit * 2 <= _FEW_RANKS else unit
     if asked < 2 or asked % unit:
@@ -47,7 +45,7 @@ def ranks_of(config: RunConfig, asked: int | None) -> int:
 
 def reproducible(config: RunConfig, ranks: int, steps: int, cache: Path) -> RunConfig:
     """What a comparison to rounding needs: no chance, no files of the run, a rate that moves weights at once."""
-    dp = ranks // _model_ranks(config)
+    dp = ranks // config.parallel.model_parallel_size
     training = replace(
         config.training,
         global_batch_size=global_batch_size(config, dp),
@@ -102,7 +100,7 @@ def is_large(config: RunConfig, ranks: int, vocab_size: int) -> bool:
     training = config.training
     tokens = (training.global_batch_size or 0) * config.data.seq_length * (training.train_iters or 0)
     scores = 2 * model.num_layers * model.num_attention_heads * model.head_dim * config.data.seq_length
-    copies = 1 + ranks // _model_ranks(config)
+    copies = 1 + ranks // config.parallel.model_parallel_size
     return parameters * copies > MOST_PARAMETERS or 12 * (parameters + scores) * tokens > MOST_WORK
 
 
@@ -111,7 +109,8 @@ def shrink(config: RunConfig, ranks: int) -> RunConfig:
     vocabulary and the data stay."""
     seq_length = _short(config)
     small = replace(config, data=replace(config.data, seq_length=seq_length))
-    small = replace(small, model=_small_model(config, seq_length), parallel=_small_stages(config))
+    layers, cut = _few_layers(config)
+    small = replace(small, model=_small_model(config, layers, seq_length), parallel=cut)
     small = replace(small, moe=_small_experts(small, config), training=_small_batch(config, ranks))
     if config.recompute.recompute_num_layers > 1:
         small = replace(small, recompute=replace(config.recompute, recompute_num_layers=1))
@@ -132,17 +131,12 @@ def changes(before: RunConfig, after: RunConfig) -> list[str]:
     ]
 
 
-def _model_ranks(config: RunConfig) -> int:
-    parallel = config.parallel
-    return parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size * parallel.context_parallel_size
-
-
 def _short(config: RunConfig) -> int:
     unit = 2 * config.parallel.context_parallel_size * config.parallel.tensor_model_parallel_size
     return min(config.data.seq_length, unit * -(-_SHORT // unit))
 
 
-def _small_model(config: RunConfig, seq_length: int) -> Any:
+def _small_model(config: RunConfig, layers: int, seq_length: int) -> Any:
     model, tp = config.model, config.parallel.tensor_model_parallel_size
     groups, heads = _few_heads(config)
     head = min(model.head_dim, _NARROW_HEAD if model.rotary_percent == 1.0 else 2 * _NARROW_HEAD)
@@ -151,7 +145,7 @@ def _small_model(config: RunConfig, seq_length: int) -> Any:
     window = model.window_size and tuple(min(size, seq_length // 4) if size > 0 else size for size in model.window_size)
     return replace(
         model,
-        num_layers=_few_layers(config),
+        num_layers=layers,
         num_attention_heads=heads,
         num_query_groups=groups if model.num_query_groups is not None else None,
         hidden_size=hidden,
@@ -177,25 +171,24 @@ def _few_heads(config: RunConfig) -> tuple[int, int]:
     return (few, few * fitting[0]) if fitting else (groups, model.num_attention_heads)
 
 
-def _few_layers(config: RunConfig) -> int:
-    model, parallel = config.model, config.parallel
-    pp, layers = parallel.pipeline_model_parallel_size, model.num_layers
+def _few_layers(config: RunConfig) -> tuple[int, ParallelConfig]:
+    """Layers, and how they are cut. An uneven cut stays one: a stage that had more layers than another still has."""
+    parallel, layers = config.parallel, config.model.num_layers
+    pp, per_chunk = parallel.pipeline_model_parallel_size, parallel.num_layers_per_virtual_pipeline_stage
     if config.moe.is_on and not config.moe.moe_layer_freq.strip().isdigit():
-        return layers  # a list of its layers
-    if parallel.num_layers_per_virtual_pipeline_stage is not None:
-        return pp * min(2, layers // (pp * parallel.num_layers_per_virtual_pipeline_stage))
+        return layers, parallel  # a list of its layers
+    if per_chunk is not None:
+        return pp * min(2, layers // (pp * per_chunk)), replace(parallel, num_layers_per_virtual_pipeline_stage=1)
     first, last = parallel.decoder_first_pipeline_num_layers, parallel.decoder_last_pipeline_num_layers
-    if pp > 1 and (first is not None or last is not None):
-        return layers  # an uneven cut is what is to be seen
-    return pp * min(2, layers // pp)
-
-
-def _small_stages(config: RunConfig) -> ParallelConfig:
-    if config.parallel.num_layers_per_virtual_pipeline_stage is None:
-        return config.parallel
-    if config.moe.is_on and not config.moe.moe_layer_freq.strip().isdigit():
-        return config.parallel
-    return replace(config.parallel, num_layers_per_virtual_pipeline_stage=1)
+    counts = [len(stage) for stage in split_layers(layers, pp, first=first, last=last).stages]
+    sizes = sorted(set(counts))
+    few = {count: place + 1 for place, count in enumerate(sizes)} if sizes[1:] else {sizes[0]: min(2, sizes[0])}
+    cut = replace(
+        parallel,
+        decoder_first_pipeline_num_layers=None if first is None else few[counts[0]],
+        decoder_last_pipeline_num_layers=None if last is None else few[counts[-1]],
+    )
+    return sum(few[count] for count in counts), cut
 
 
 def _small_experts(small: RunConfig, config: RunConfig) -> Any:
@@ -218,7 +211,7 @@ def _small_experts(small: RunConfig, config: RunConfig) -> Any:
 
 
 def _small_batch(config: RunConfig, ranks: int) -> Any:
-    training, dp = config.training, ranks // _model_ranks(config)
+    training, dp = config.training, ranks // config.parallel.model_parallel_size
     assert training.global_batch_size is not None
     micro = min(training.micro_batch_size, 2)
     count = training.global_batch_size // (training.micro_batch_size * dp)

@@ -29,7 +29,7 @@ from megatron.parallelize.pipeline import (
 from megatron.pipeline_parallel.pipeline import Pipeline
 from megatron.pipeline_parallel.schedules import SCHEDULES
 from megatron.pipeline_parallel.trace import StepTrace
-from megatron.training.initialize import Run, layout_of
+from megatron.training.initialize import Run
 
 
 @dataclass(frozen=True)
@@ -50,13 +50,8 @@ def build_model(run: Run, model_provider: Callable[[Run], nn.Module], forward_st
     if isinstance(model, GPT):
         built = _parallel_gpt(run, model, forward_step)
         _initialise(run, built)
-    elif split or run.parallel.cp.size > 1:
-        raise ConfigError(
-            "--tensor-model-parallel-size, --pipeline-model-parallel-size and --context-parallel-size split our GPT "
-            f"alone, and the model provider gave a {type(model).__name__}; use data parallelism, or split it with the "
-            "layers of megatron.tensor_parallel"
-        )
     else:
+        _check_foreign(run, model)
         built = BuiltModel(model, foreign_specs(model))
         broadcast_parameters(model.named_parameters(), run.parallel.dp)
         broadcast_parameters(model.named_buffers(), run.parallel.dp)
@@ -68,12 +63,23 @@ def build_model(run: Run, model_provider: Callable[[Run], nn.Module], forward_st
 
 def held_parameters(run: Run, model_provider: Callable[[Run], nn.Module], rank: int) -> int:
     """How many `rank` will hold, padding included. Nothing is allocated, and no other rank is asked."""
-    parallel = ParallelState.plan(layout_of(run.config, run.launch.world_size), rank)
+    parallel = ParallelState.plan(run.config.parallel.layout(run.launch.world_size), rank)
     planned = replace(run, parallel=parallel, device=torch.device("meta"))
     model = _in_dtype_and_device(planned, model_provider, planned.device)
     if isinstance(model, GPT):
         model = _parallel_gpt(planned, model, lambda *_: (torch.zeros(()), torch.zeros(()))).model
+    else:
+        _check_foreign(run, model)
     return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _check_foreign(run: Run, model: nn.Module) -> None:
+    if run.config.parallel.model_parallel_size > 1 or run.config.parallel.expert_model_parallel_size > 1:
+        raise ConfigError(
+            "--tensor-model-parallel-size, --pipeline-model-parallel-size, --context-parallel-size and "
+            f"--expert-model-parallel-size split our GPT alone, and the model provider gave a {type(model).__name__}; "
+            "use data parallelism, or split it with the layers of megatron.tensor_parallel"
+        )
 
 
 def _in_dtype_and_device(run: Run, model_provider: Callable[[Run], nn.Module], device: torch.device) -> nn.Module:

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
 
 from megatron.config import RunConfig
 from megatron.data.splits import sample_counts
+from megatron.layout import Layout
 from megatron.model.flops import flops_per_token
 from megatron.model.gpt import GPT
 from megatron.training.batch_plan import BatchPlan
-from megatron.training.initialize import Run, layout_of
-from megatron.training.model import held_parameters
+from megatron.training.initialize import Run
+from megatron.training.model import held_parameters, stage_layers
 from megatron.utils.device import human_bytes
+
+_SHOWN = 4
+"""Groups, and ranks of one, that are listed one by one."""
 
 
 def render_plan(run: Run, model_provider: Callable[[Run], nn.Module]) -> str:
@@ -23,9 +27,10 @@ def render_plan(run: Run, model_provider: Callable[[Run], nn.Module]) -> str:
     with torch.device("meta"):
         model = model_provider(run)
     parameters = sum(p.numel() for p in model.parameters())
-    stages = layout_of(config, run.launch.world_size).group_of("pp", 0)
-    held = max(held_parameters(run, model_provider, rank) for rank in stages)
-    split = run.parallel.model.size > 1 or run.parallel.ep.size > 1
+    layout = config.parallel.layout(run.launch.world_size)
+    by_stage = [held_parameters(run, model_provider, rank) for rank in layout.group_of("pp", 0)]
+    held = max(by_stage)
+    split = layout.size("model") > 1 or layout.ep > 1
     tokens = plan.train_samples * config.data.seq_length
     train, valid, test = sample_counts(
         train_iters=plan.total_iterations,
@@ -36,6 +41,8 @@ def render_plan(run: Run, model_provider: Callable[[Run], nn.Module]) -> str:
     )
     rows = [
         ("ranks", f"{run.launch.world_size} (data parallel {plan.dp})"),
+        *_groups(layout),
+        *(_stages(run, layout, by_stage) if layout.pp > 1 else []),
         *(
             [("vocabulary", f"{run.vocab_size}, padded to {run.padded_vocab_size} in memory")]
             if run.has_vocabulary
@@ -61,6 +68,37 @@ def render_plan(run: Run, model_provider: Callable[[Run], nn.Module]) -> str:
     ]
     width = max(len(name) for name, _ in rows)
     return "\n".join(["dry run: all settings are valid", *(f"  {name:<{width}}  {text}" for name, text in rows)])
+
+
+def _groups(layout: Layout) -> list[tuple[str, str]]:
+    """Who talks to whom, of every axis that has more than one rank."""
+    names = {"tp": "tensor", "cp": "context", "ep": "expert", "dp": "data", "pp": "pipeline"}
+    return [(f"{name} groups", _listed(layout.groups(axis))) for axis, name in names.items() if layout.size(axis) > 1]
+
+
+def _listed(groups: Sequence[Sequence[int]]) -> str:
+    """All of a few groups, or the first and the last."""
+    shown = [_ranks(group) for group in groups]
+    return " | ".join(shown if len(shown) <= _SHOWN else [*shown[:2], "...", shown[-1]])
+
+
+def _ranks(group: Sequence[int]) -> str:
+    """0-7, or 0 8 16 24."""
+    if len(group) > 1 and group[-1] - group[0] == len(group) - 1:
+        return f"{group[0]}-{group[-1]}"
+    return " ".join(map(str, group if len(group) <= _SHOWN else [*group[:2], "...", group[-1]]))
+
+
+def _stages(run: Run, layout: Layout, parameters: Sequence[int]) -> list[tuple[str, str]]:
+    """Which ranks hold which layers, and how many parameters each of them."""
+    layers, rows = stage_layers(run), []
+    for stage, count in enumerate(parameters):
+        runs = [_ranks(part) for part in layers.of_rank(stage)]
+        ranks = [rank for rank in range(layout.world_size) if layout.coordinates(rank).pp == stage]
+        ends = [name for name, here in (("embedding", stage == 0), ("head", stage == layout.pp - 1)) if here]
+        text = f"ranks {_ranks(ranks)}: layers {', '.join([*runs, *ends])}; {count} parameters on each"
+        rows.append((f"stage {stage}", text))
+    return rows
 
 
 def _compute(run: Run, model: nn.Module, tokens: int) -> list[tuple[str, str]]:

@@ -10,6 +10,8 @@ import pytest
 
 from megatron.config import RunConfig, check, check_world, parse_args
 from megatron.errors import ConfigError
+from megatron.ops import resolve
+from megatron.ops.select import Kernels
 from megatron.training.check_layout import PLANTED, main
 from megatron.training.layout_settings import changes, is_large, ranks_of, reproducible, shrink
 from megatron.training.planted import PLANTS
@@ -210,6 +212,43 @@ def test_a_large_configuration_is_shrunk_to_the_same_structure(case: str) -> Non
     for size in ("tensor", "pipeline", "expert"):
         name = f"{size}_model_parallel_size"
         assert getattr(small.parallel, name) == getattr(config.parallel, name)
+
+
+@pytest.mark.parametrize(
+    ("cut", "layers", "first", "last"),
+    [
+        ("4 --decoder-first-pipeline-num-layers 20 --decoder-last-pipeline-num-layers 4", 8, 3, 1),
+        ("4 --decoder-first-pipeline-num-layers 6", 7, 1, None),
+        ("4 --decoder-last-pipeline-num-layers 12", 8, None, 2),
+        ("2 --decoder-first-pipeline-num-layers 30", 3, 2, None),
+        ("4", 8, None, None),
+    ],
+)
+def test_uneven_stages_are_shrunk_and_stay_uneven(cut: str, layers: int, first: int | None, last: int | None) -> None:
+    config, ranks = prepared(
+        f"--num-layers 48 --hidden-size 1024 --num-attention-heads 16 --seq-length 512 --max-position-embeddings 512 "
+        f"--train-iters 9 --pipeline-model-parallel-size {cut}"
+    )
+    small = shrink(config, ranks)
+    assert small.model.num_layers == layers, changes(config, small)
+    assert small.parallel.decoder_first_pipeline_num_layers == first
+    assert small.parallel.decoder_last_pipeline_num_layers == last
+
+
+def test_kernels_that_a_cpu_has_not_are_replaced_and_that_is_said(
+    monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    def of_an_accelerator(spec: str, *_: object, **__: object) -> Kernels:
+        if spec != "auto":
+            raise ConfigError(f"--kernels {spec}: is for a GPU")
+        return resolve("auto", "cpu")
+
+    monkeypatch.setattr("megatron.ops.select.resolve", of_an_accelerator)
+    assert check_layout("--steps", "1", kernels="native", micro_batch_size=4) == 0
+    said = capsys.readouterr().out
+    assert "the kernels are not those of the run but --kernels auto: --kernels native: is for a GPU" in said
+    assert check_layout("--steps", "1", micro_batch_size=4) == 0
+    assert "the kernels" not in capsys.readouterr().out
 
 
 def test_a_small_configuration_is_not_shrunk() -> None:

@@ -130,6 +130,12 @@ def test_a_wrong_config_json_is_seen(tmp_path: Path, key: str, value: Any) -> No
     ("shape", "experts", "named"),
     [
         (SHAPE, {"moe_router_score_function": "sigmoid"}, "--moe-router-score-function sigmoid"),
+        (
+            QWEN,
+            {"moe_router_pre_softmax": True, "moe_router_topk_scaling_factor": 2.0},
+            "--moe-router-topk-scaling-factor",
+        ),
+        (SHAPE, {"moe_router_num_groups": 2, "moe_router_group_topk": 1}, "--moe-router-num-groups 2"),
         (SHAPE, {"moe_shared_expert_intermediate_size": 8}, "--moe-shared-expert-intermediate-size"),
         (SHAPE, {"moe_expert_capacity_factor": 1.0}, "--moe-expert-capacity-factor"),
         (SHAPE, {"moe_router_pre_softmax": True}, "--moe-router-pre-softmax"),

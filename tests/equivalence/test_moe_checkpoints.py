@@ -79,6 +79,7 @@ def test_resume_and_reading(ranks: int, family: dict[str, Any], axes: dict[str, 
     [
         ({"moe_router_topk": 1, "moe_router_pre_softmax": True}, "--moe-router-topk"),
         ({"moe_expert_capacity_factor": 1.0}, "--moe-expert-capacity-factor"),
+        ({"moe_router_num_groups": 2, "moe_router_group_topk": 1}, "--moe-router-num-groups"),
         ({"num_experts": 6}, "--num-experts"),
         ({"num_experts": None}, "--num-experts"),
         ({"moe_ffn_hidden_size": 32}, "--moe-ffn-hidden-size"),

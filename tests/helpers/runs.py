@@ -22,7 +22,7 @@ from megatron.distributed.rng import seed_rank
 from megatron.distributed.state import ParallelState
 from megatron.ops import resolve
 from megatron.training.assemble import Parts, assemble
-from megatron.training.initialize import Run, layout_of, tokenizer_of
+from megatron.training.initialize import Run, tokenizer_of
 from megatron.utils.log import RankLog
 
 REPOSITORY = Path(__file__).parents[2]
@@ -71,7 +71,7 @@ def pretrain_gpt() -> ModuleType:
 
 def make_run(config: RunConfig, *, rank: int = 0, world_size: int = 1, dtype: torch.dtype | None = None) -> Run:
     """What `start` makes, in a process group that the test owns; `dtype` float64 is for tests alone."""
-    layout = layout_of(config, world_size)
+    layout = config.parallel.layout(world_size)
     seed_rank(config.training.seed, layout.coordinates(rank))
     return Run(
         config=config,

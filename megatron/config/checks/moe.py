@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megatron.config.checks.parallel import nearest_tensor_sizes
 from megatron.config.meaning import spelled
 from megatron.config.run import RunConfig
 from megatron.errors import ConfigError
@@ -36,15 +37,50 @@ def check_router(config: RunConfig) -> None:
             "--moe-router-topk 1: a softmax over the one chosen expert is 1, and the router would learn nothing; "
             "add --moe-router-pre-softmax"
         )
-    for name in ("moe_router_enable_expert_bias", "moe_router_topk_scaling_factor"):
-        if softmax and getattr(moe, name):
-            raise ConfigError(
-                f"{spelled(config, name)}: is for sigmoid scores; add --moe-router-score-function sigmoid"
-            )
+    if softmax and moe.moe_router_enable_expert_bias:
+        raise ConfigError(
+            f"{spelled(config, 'moe_router_enable_expert_bias')}: is for sigmoid scores; "
+            "add --moe-router-score-function sigmoid"
+        )
+    if softmax and moe.moe_router_topk_scaling_factor and not moe.moe_router_pre_softmax:
+        raise ConfigError(
+            f"{spelled(config, 'moe_router_topk_scaling_factor')}: is for weights that are no softmax over the chosen "
+            "experts; add --moe-router-pre-softmax or --moe-router-score-function sigmoid"
+        )
     if not softmax and moe.moe_router_pre_softmax:
         raise ConfigError(
             f"--moe-router-pre-softmax: there is no softmax with {spelled(config, 'moe_router_score_function')}; "
             "keep one of them"
+        )
+
+
+def check_groups(config: RunConfig) -> None:
+    """Groups are even, and enough of them are chosen to have a token's experts."""
+    moe = config.moe
+    groups, chosen, experts = moe.moe_router_num_groups, moe.moe_router_group_topk, moe.num_experts
+    if experts is None:
+        return
+    if (groups is None) != (chosen is None):
+        alone, other = ("num_groups", "group_topk") if chosen is None else ("group_topk", "num_groups")
+        raise ConfigError(
+            f"{spelled(config, f'moe_router_{alone}')}: says nothing without --moe-router-{other.replace('_', '-')}; "
+            "give both or neither"
+        )
+    if groups is None or chosen is None:
+        return
+    if experts % groups:
+        fitting = " or ".join(map(str, nearest_divisors(experts, groups)))
+        raise ConfigError(
+            f"{spelled(config, 'num_experts')} does not divide by {spelled(config, 'moe_router_num_groups')}; "
+            f"use --moe-router-num-groups {fitting}"
+        )
+    topk, each = moe.moe_router_topk, experts // groups
+    if chosen > groups or topk % chosen or topk // chosen > each:
+        fitting = " or ".join(str(n) for n in range(1, groups + 1) if topk % n == 0 and topk // n <= each) or "none"
+        raise ConfigError(
+            f"{spelled(config, 'moe_router_group_topk')}: {spelled(config, 'moe_router_topk')} must be as many of each "
+            f"chosen group, out of {groups} groups of {each}; use --moe-router-group-topk {fitting}, or another "
+            "--moe-router-topk"
         )
 
 
@@ -81,11 +117,15 @@ def check_experts(config: RunConfig) -> None:
         ("moe_shared_expert_intermediate_size", config.moe.moe_shared_expert_intermediate_size),
     ):
         if experts is not None and size is not None and size % tp:
-            fitting = " or ".join(map(str, nearest_divisors(size, tp)))
             raise ConfigError(
                 f"{spelled(config, name)} does not divide by {spelled(config, 'tensor_model_parallel_size')}; "
-                f"use --tensor-model-parallel-size {fitting}"
+                f"use --tensor-model-parallel-size {nearest_tensor_sizes(config)}"
             )
+    if config.parallel.expert_tensor_parallel_size not in (None, tp):
+        raise ConfigError(
+            f"{spelled(config, 'expert_tensor_parallel_size')}: experts are split as all layers are, over "
+            f"{spelled(config, 'tensor_model_parallel_size')}; leave it out, or make the two equal"
+        )
 
 
-CHECKS = (check_layers, check_router, check_capacity, check_experts)
+CHECKS = (check_layers, check_router, check_groups, check_capacity, check_experts)

@@ -71,12 +71,9 @@ def check_tensor(config: RunConfig) -> None:
     _check_divides(config, "ffn_hidden_size", model.ffn_size)
     groups = model.query_groups
     if groups % tp and tp % groups:
-        fitting = [
-            n for n in range(1, model.num_attention_heads + 1) if _holds_groups(n, model.num_attention_heads, groups)
-        ]
         raise ConfigError(
             f"{spelled(config, 'num_query_groups')}: {spelled(config, 'tensor_model_parallel_size')} neither divides "
-            f"them nor is a multiple of them; use --tensor-model-parallel-size {_nearest(fitting, tp)}"
+            f"them nor is a multiple of them; use --tensor-model-parallel-size {nearest_tensor_sizes(config)}"
         )
     shared = parallel.context_parallel_size > 1  # and then checked together with that
     if parallel.sequence_parallel and not shared and config.data.seq_length % tp:
@@ -90,19 +87,24 @@ def check_tensor(config: RunConfig) -> None:
 def _check_divides(config: RunConfig, setting: str, size: int) -> None:
     tp = config.parallel.tensor_model_parallel_size
     if size % tp:
-        fitting = " or ".join(map(str, nearest_divisors(size, tp)))
         raise ConfigError(
             f"{spelled(config, setting)} does not divide by {spelled(config, 'tensor_model_parallel_size')}; "
-            f"use --tensor-model-parallel-size {fitting}"
+            f"use --tensor-model-parallel-size {nearest_tensor_sizes(config)}"
         )
 
 
-def _holds_groups(tp: int, heads: int, groups: int) -> bool:
-    return heads % tp == 0 and (groups % tp == 0 or tp % groups == 0)
-
-
-def _nearest(fitting: list[int], size: int) -> str:
-    below, above = [n for n in fitting if n < size], [n for n in fitting if n > size]
+def nearest_tensor_sizes(config: RunConfig) -> str:
+    """The sizes on both sides of the given one that hold everything that tensor parallelism splits."""
+    model, moe, tp = config.model, config.moe, config.parallel.tensor_model_parallel_size
+    heads, groups = model.num_attention_heads, model.query_groups
+    of_experts = (moe.moe_ffn_hidden_size, moe.moe_shared_expert_intermediate_size) if moe.is_on else ()
+    widths = [model.ffn_size, *filter(None, of_experts)]
+    fitting = [
+        n
+        for n in range(1, (heads or max(widths)) + 1)
+        if all(size % n == 0 for size in (heads, *widths)) and (groups % n == 0 or n % groups == 0)
+    ]
+    below, above = [n for n in fitting if n < tp], [n for n in fitting if n > tp]
     return " or ".join(map(str, (*below[-1:], *above[:1])))
 
 

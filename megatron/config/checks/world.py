@@ -8,19 +8,12 @@ from megatron.config.batch import data_parallel_size, global_batch_size
 from megatron.config.meaning import spelled
 from megatron.config.run import RunConfig
 from megatron.errors import ConfigError
-from megatron.layout import Layout, nearest_divisors, nearest_multiples
+from megatron.layout import nearest_divisors, nearest_multiples
 
 
 def check_world(config: RunConfig, world_size: int) -> None:
     """Layout and batch sizes fit the number of ranks."""
-    parallel = config.parallel
-    Layout(  # which says what does not fit
-        world_size,
-        tp=parallel.tensor_model_parallel_size,
-        cp=parallel.context_parallel_size,
-        ep=parallel.expert_model_parallel_size,
-        pp=parallel.pipeline_model_parallel_size,
-    )
+    config.parallel.layout(world_size)  # which says what does not fit
     dp = data_parallel_size(config, world_size)
     micro = config.training.micro_batch_size
     step = micro * dp

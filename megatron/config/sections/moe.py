@@ -26,7 +26,18 @@ class MoEConfig:
     moe_router_score_function: str = flag(
         "softmax", "How a router's logits become scores.", choices=("softmax", "sigmoid")
     )
-    moe_router_topk_scaling_factor: float | None = flag(None, "Factor on the weights of sigmoid scores.", above=0.0)
+    moe_router_num_groups: int | None = flag(
+        None, "Groups of experts; a token goes to experts of --moe-router-group-topk of them only.", at_least=1
+    )
+    moe_router_group_topk: int | None = flag(
+        None,
+        "Groups that a token's experts may be in: those whose best experts (--moe-router-topk over this many of each) "
+        "score highest together.",
+        at_least=1,
+    )
+    moe_router_topk_scaling_factor: float | None = flag(
+        None, "Factor on a token's weights; with sigmoid scores, or softmax before the choice.", above=0.0
+    )
     moe_router_dtype: str | None = flag(
         None, "What routers compute in. Unset: logits as the model, scores in fp32.", choices=("fp32", "fp64")
     )
@@ -60,13 +71,15 @@ class MoEConfig:
         choices=("alltoall", "allgather"),
         refused={"flex": "DeepEP is not supported; use alltoall, which computes the same"},
         status="no-op",
-        note="tokens travel by all-to-all; the other ways compute the same",
+        note="tokens travel by all-to-all, each to the ranks of its experts alone; to gather all of them everywhere "
+        "computes the same and sends more",
     )
     moe_grouped_gemm: bool = flag(
         False,
-        "One grouped product for all experts of a rank.",
+        "One grouped product for all experts of a rank. The results are equal with and without.",
         status="no-op",
-        note="tokens are always sorted by expert, and multiplied in contiguous slices",
+        note="taken wherever the device has one (grouped_linear in the table of kernels); "
+        "--kernels auto,-grouped_linear multiplies expert after expert",
     )
     moe_shared_expert_intermediate_size: int | None = flag(
         None, "Width of the expert that every token goes to.", at_least=1

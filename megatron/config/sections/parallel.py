@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import lcm
 
 from megatron.config.flag import flag
+from megatron.layout import Layout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +42,13 @@ class ParallelConfig:
         refused={"a2a+p2p": "the two are not combined here; use a2a where the heads divide, else p2p"},
     )
     expert_model_parallel_size: int = flag(1, "Ranks that share the experts.", at_least=1)
+    expert_tensor_parallel_size: int | None = flag(
+        None,
+        "Ranks that each expert is split over.",
+        at_least=1,
+        status="no-op",
+        note="experts are split over the tensor-parallel ranks, as all layers are",
+    )
     check_replicas_every: int | None = flag(
         None,
         "Steps between comparisons, bit for bit, of what several ranks hold a copy of (parameters and the optimizer's "
@@ -75,6 +84,28 @@ class ParallelConfig:
     optimizer_offload_fraction: float = flag(
         1.0, "Share of the optimizer state to offload.", status="later", note="leave it out"
     )
+
+    @property
+    def model_parallel_size(self) -> int:
+        """Ranks that together hold and compute one replica; expert parallelism takes none of its own."""
+        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
+
+    @property
+    def fewest_ranks(self) -> int:
+        """The smallest world that holds the layout: experts are shared by ranks that the other axes leave, or by those
+        that share sequences."""
+        model, cp = self.model_parallel_size, self.context_parallel_size
+        return lcm(model, model // cp * self.expert_model_parallel_size)
+
+    def layout(self, world_size: int) -> Layout:
+        """Which rank belongs to which group; sizes that do not fit are refused."""
+        return Layout(
+            world_size,
+            tp=self.tensor_model_parallel_size,
+            cp=self.context_parallel_size,
+            ep=self.expert_model_parallel_size,
+            pp=self.pipeline_model_parallel_size,
+        )
 
     @property
     def cp_attention(self) -> str:

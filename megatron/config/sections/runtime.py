@@ -22,4 +22,12 @@ class RuntimeConfig:
     )
     config: str | None = flag(None, "YAML file of settings; flags override it.", cli_only=True)
     print_config: bool = flag(False, "Print every value with its origin.", cli_only=True)
-    dry_run: bool = flag(False, "Check everything, print the plan and exit.", cli_only=True)
+    dry_run: bool = flag(
+        False, "Check everything, print the plan and exit; one process can plan for many.", cli_only=True
+    )
+    dry_run_ranks: int | None = flag(
+        None,
+        "Processes to plan for. Unset: those that were started, or of one alone the fewest that hold its layout.",
+        at_least=1,
+        cli_only=True,
+    )

@@ -24,10 +24,27 @@ EP, TP = "expert_model_parallel_size", "tensor_model_parallel_size"
         ({**MOE, "moe_router_topk": 1}, ["--moe-router-topk 1", "--moe-router-pre-softmax"]),
         ({"num_experts": 8}, ["--num-experts 8", "--disable-bias-linear"]),
         ({**MOE, "moe_router_enable_expert_bias": True}, ["--moe-router-enable-expert-bias", "sigmoid"]),
-        ({**MOE, "moe_router_topk_scaling_factor": 2.0}, ["--moe-router-topk-scaling-factor 2.0", "sigmoid"]),
+        (
+            {**MOE, "moe_router_topk_scaling_factor": 2.0},
+            ["--moe-router-topk-scaling-factor 2.0", "sigmoid", "--moe-router-pre-softmax"],
+        ),
         (
             {**MOE, "moe_router_score_function": "sigmoid", "moe_router_pre_softmax": True},
             ["--moe-router-pre-softmax", "--moe-router-score-function sigmoid"],
+        ),
+        ({**MOE, "moe_router_num_groups": 4}, ["--moe-router-num-groups 4", "--moe-router-group-topk", "both"]),
+        ({**MOE, "moe_router_group_topk": 1}, ["--moe-router-group-topk 1", "--moe-router-num-groups"]),
+        (
+            {**MOE, "moe_router_num_groups": 3, "moe_router_group_topk": 1},
+            ["--num-experts 8", "--moe-router-num-groups 3", "2 or 4"],
+        ),
+        (
+            {**MOE, "moe_router_topk": 4, "moe_router_num_groups": 4, "moe_router_group_topk": 1},
+            ["--moe-router-group-topk 1", "--moe-router-topk 4", "4 groups of 2", "use --moe-router-group-topk 2 or 4"],
+        ),
+        (
+            {**MOE, "moe_router_topk": 3, "moe_router_num_groups": 4, "moe_router_group_topk": 2},
+            ["--moe-router-group-topk 2", "--moe-router-topk 3", "use --moe-router-group-topk 3"],
         ),
         ({**MOE, "moe_layer_freq": "([0]*1+[1]*2)"}, ["--moe-layer-freq", "3 entries", "--num-layers 2"]),
         ({**MOE, "moe_layer_freq": "[0]*2"}, ["--moe-layer-freq", "no layer has experts"]),
@@ -95,7 +112,8 @@ def test_a_loss_that_moves_with_the_micro_batch_is_said() -> None:
 def test_the_other_dispatcher_is_said_to_be_the_same() -> None:
     lines = parse_args(flags(**MOE, openai_gelu=True, moe_token_dispatcher_type="allgather")).notices
     assert lines == (
-        "--moe-token-dispatcher-type allgather: tokens travel by all-to-all; the other ways compute the same",
+        "--moe-token-dispatcher-type allgather: tokens travel by all-to-all, each to the ranks of its experts alone; "
+        "to gather all of them everywhere computes the same and sends more",
     )
 
 

@@ -20,7 +20,6 @@ FIRST, LAST = "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_la
     ("settings", "ranks", "words"),
     [
         ({TP: 3}, 3, ["--num-attention-heads 4", "--tensor-model-parallel-size 3", "2 or 4"]),
-        ({TP: 4, "ffn_hidden_size": 90}, 4, ["--ffn-hidden-size 90", "--tensor-model-parallel-size 4", "3 or 5"]),
         (
             {TP: 4, "hidden_size": 48, "num_attention_heads": 12, "num_query_groups": 6, "group_query_attention": True},
             4,
@@ -47,6 +46,20 @@ FIRST, LAST = "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_la
             {PP: 2, "pipeline_schedule": "interleaved"},
             2,
             ["--pipeline-schedule interleaved", "--num-layers-per-virtual"],
+        ),
+        (
+            {TP: 4, "ffn_hidden_size": 90, "num_attention_heads": 4},
+            4,
+            [
+                "--ffn-hidden-size 90",
+                "--tensor-model-parallel-size 4",
+                "use --tensor-model-parallel-size 2",
+            ],  # not 3 or 5, which divide 90 but no heads
+        ),
+        (
+            {TP: 2, "expert_tensor_parallel_size": 1, "num_experts": 4, "disable_bias_linear": True},
+            2,
+            ["--expert-tensor-parallel-size 1", "--tensor-model-parallel-size 2", "make the two equal"],
         ),
         ({"pipeline_schedule": "gpipe"}, 1, ["--pipeline-schedule gpipe", "--pipeline-model-parallel-size 1"]),
         (

@@ -197,3 +197,9 @@ def test_nothing_at_all(tmp_path: Path) -> None:
         build([write_dataset(tmp_path / "s", [[]])])
     with pytest.raises(ConfigError, match=r"nowhere\.idx does not exist"):
         build([str(tmp_path / "nowhere")])
+
+
+def test_a_url_is_refused_with_the_command_that_fetches_it(tmp_path: Path) -> None:
+    local = write_dataset(tmp_path / "a", [[1, 2, 3]])
+    with pytest.raises(ConfigError, match=r"s3://b/web: .*merge_datasets.py --input s3://b/web --output-prefix web\)"):
+        build(["1", local, "1", "s3://b/web"])

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron.config import MoEConfig, RecomputeConfig
 from megatron.model import GPT
-from megatron.model.moe import MoE, Router, within_capacity
+from megatron.model.moe import MoE, Router, within_capacity, within_groups
 from megatron.model.moe_losses import RouterReports, balance_loss, z_loss
 from megatron.ops import resolve
 from tests.unit.model.helpers import LLAMA, build, config, tokens
@@ -37,6 +37,7 @@ def inputs(batch: int = 2, seq: int = 7) -> Tensor:
         {"moe_router_topk": 3},
         {"moe_router_pre_softmax": True},
         {"moe_router_topk": 1, "moe_router_pre_softmax": True},
+        {"moe_router_pre_softmax": True, "moe_router_topk_scaling_factor": 16.0},
         {"moe_router_score_function": "sigmoid"},
         {"moe_router_score_function": "sigmoid", "moe_router_topk": 1, "moe_router_topk_scaling_factor": 2.5},
         {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True},
@@ -66,6 +67,70 @@ def test_choice_and_weights_token_by_token(options: dict[str, Any]) -> None:
         got = dict(zip(routing.experts[b, t].tolist(), routing.weights[b, t].tolist(), strict=True))
         assert got.keys() == wanted.keys()
         assert all(abs(got[e] - wanted[e]) < 1e-12 for e in wanted)
+
+
+def grouped_router(**options: Any) -> Router:
+    settings = MoEConfig(
+        num_experts=12,
+        moe_router_topk=4,
+        moe_router_num_groups=4,
+        moe_router_group_topk=2,
+        moe_router_score_function="sigmoid",
+        moe_router_enable_expert_bias=True,
+        moe_router_topk_scaling_factor=2.5,
+        **options,
+    )
+    made = Router(HIDDEN, 0, settings, RouterReports(settings, 1))
+    torch.nn.init.normal_(made.weight, generator=torch.Generator().manual_seed(6))
+    assert made.expert_bias is not None
+    made.expert_bias.copy_(0.3 * torch.randn(12, generator=torch.Generator().manual_seed(7)))
+    return made
+
+
+def differs_from_deepseek(ours: Router) -> bool:
+    """Whether choices or weights are others than those of transformers' router, on many tokens."""
+    modeling = pytest.importorskip("transformers.models.deepseek_v3.modeling_deepseek_v3")
+    shape = {"hidden_size": HIDDEN, "n_routed_experts": 12, "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2}
+    shape |= {"routed_scaling_factor": 2.5, "norm_topk_prob": True}
+    theirs = modeling.DeepseekV3TopkRouter(modeling.DeepseekV3Config(**shape))
+    theirs.load_state_dict({"weight": ours.weight.data, "e_score_correction_bias": ours.expert_bias})
+    x = torch.randn(3, 50, HIDDEN, generator=torch.Generator().manual_seed(8))
+    with torch.no_grad():
+        _, weights, experts = theirs(x)
+        routing = ours(x)
+    wanted, found = (torch.zeros(150, 12) for _ in range(2))
+    wanted.scatter_(1, experts, weights)
+    found.scatter_(1, routing.experts.view(150, 4), routing.weights.view(150, 4))
+    return not torch.allclose(found, wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_experts_of_a_few_groups_as_in_deepseek() -> None:
+    assert not differs_from_deepseek(grouped_router())
+
+
+def no_groups(scores: Tensor, config: MoEConfig) -> Tensor:
+    return scores
+
+
+def the_best_expert_alone(scores: Tensor, config: MoEConfig) -> Tensor:
+    """Groups chosen by their largest score."""
+    grouped = scores.unflatten(-1, (4, 3))
+    open_groups = torch.zeros(grouped.shape[:-1]).scatter_(-1, grouped.amax(-1).topk(2, dim=-1).indices, 1)
+    return grouped.masked_fill(open_groups.unsqueeze(-1) == 0, float("-inf")).flatten(-2)
+
+
+def without_the_bias(scores: Tensor, config: MoEConfig) -> Tensor:
+    """Groups that would be chosen if the bias moved the choice of experts alone."""
+    made = grouped_router()
+    assert made.expert_bias is not None
+    closed = within_groups(scores - made.expert_bias, config).isinf()
+    return scores.masked_fill(closed, float("-inf"))
+
+
+@pytest.mark.parametrize("wrong", [no_groups, the_best_expert_alone, without_the_bias])
+def test_a_wrong_choice_of_groups_is_seen(wrong: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron.model.moe.within_groups", wrong)
+    assert differs_from_deepseek(grouped_router())
 
 
 @pytest.mark.parametrize("policy", ["probs", "position"])

@@ -23,6 +23,11 @@ def test_simulated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert image.width > 1000 and len(image.getcolors(1 << 16) or ()) > 6
 
 
+def test_zero_bubble_stands_beside_its_own_theory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--schedule", "zero-bubble", "--output", str(tmp_path / "pipeline.png")]) == 0
+    assert "bubble 12.5% of the work, (p-1)/(3 m) is 12.5%" in capsys.readouterr().out
+
+
 def run(rank: int, argv: list[str]) -> bool:
     torch.set_num_threads(1)
     _, parts = make_parts(argv, rank=rank, world_size=2)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import io
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from megatron.errors import ConfigError
 from megatron.preprocess import outputs, pool
 from megatron.preprocess.pool import WorkerDiedError, WorkerPool
 from megatron.preprocess.progress import Progress, duration
+from megatron.tokenizer.fast_engine import resident_bytes
 
 # ---------------------------------------------------------------- pool
 
@@ -114,6 +117,56 @@ def test_a_worker_out_of_memory_counts_as_dead() -> None:
 def test_our_own_fault_in_a_worker_shows_its_traceback() -> None:
     with pytest.raises(AssertionError, match="ValueError: seven"), WorkerPool[int, int](fail_at_seven, 2) as workers:
         answers_of(workers, iter(range(100)))
+
+
+class Leak:
+    """Keeps a megabyte of each task, and answers with the process and its memory."""
+
+    def __init__(self) -> None:
+        self.kept: list[bytes] = []
+
+    def __call__(self, task: int, note: Note) -> tuple[int, int]:
+        self.kept.append(os.urandom(1 << 20))
+        return os.getpid(), resident_bytes()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="workers are forked on Linux only")
+@pytest.mark.parametrize("replaced", [True, False])
+def test_a_worker_that_leaks_is_replaced(replaced: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not replaced:  # the planted fault: the memory is seen to grow
+        monkeypatch.setattr(pool, "GROWTH_BYTES", 1 << 40)
+    with WorkerPool[int, tuple[int, int]](Leak(), 1) as workers:
+        answers = list(workers.map(iter(range(60)), described=str, noted=lambda note: None))
+    sizes = [size for _, size in answers]
+    grown = max(sizes) - sizes[0]
+    assert len(answers) == 60
+    assert (len({process for process, _ in answers}) > 3) == replaced
+    assert grown < 20 << 20 if replaced else grown > 50 << 20
+
+
+def answer_with_process(task: int, note: Note) -> int:
+    return os.getpid()
+
+
+def wait_until_gone(process: int) -> None:
+    deadline = time.monotonic() + 30
+    stat = Path(f"/proc/{process}/stat")
+    while stat.exists() and ") Z" not in stat.read_text():  # ended, and not yet asked for its exit code
+        assert time.monotonic() < deadline, "it is still there"
+        time.sleep(0.01)
+
+
+def test_who_works_for_a_worker_ends_with_it_and_it_with_him() -> None:
+    with WorkerPool[int, int](answer_with_process, 1) as workers:
+        (working,) = answers_of(workers, iter([1]))  # type: ignore[arg-type]
+        (waiting,) = workers.process_ids
+        workers.kill()
+        wait_until_gone(working)
+    with pytest.raises(WorkerDiedError) as death, WorkerPool[int, int](answer_with_process, 1) as workers:
+        for working in workers.map(iter(range(9)), described=str, noted=lambda note: None):
+            os.kill(working, signal.SIGTERM)
+    assert death.value.exit_code == -signal.SIGTERM
+    assert (working == waiting) == (sys.platform != "linux")
 
 
 def test_workers_that_cannot_be_started_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import gzip
 import json
+import random
+import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +19,17 @@ from megatron.data.checksums import verify_blocks
 from megatron.data.indexed import IndexedDataset, IndexedDatasetBuilder
 from megatron.data.record import read_record
 from megatron.errors import ConfigError, DataError, PeerLostError
+from megatron.preprocess import pool
+from megatron.preprocess.encoder import EncoderSettings, SegmentEncoder
 from megatron.preprocess.run import preprocess
+from megatron.preprocess.segments import Segment, plan_segments
 from megatron.preprocess.settings import PreprocessSettings
+from megatron.preprocess.shard import SegmentResult
+from megatron.preprocess.sources import expand_inputs
 from megatron.tokenizer import EncoderDifference, TokenizerSettings
 from megatron.tokenizer.null import NullTokenizer
 from tests.unit.preprocess.support import ROOT, expected_files
+from tests.unit.tokenizer.support import write_small_bpe
 
 NULL = TokenizerSettings(tokenizer_type="NullTokenizer", vocab_size=1000)
 
@@ -274,3 +282,44 @@ def peak_kilobytes(folder: Path, documents: int) -> int:
 def test_the_memory_of_a_worker_does_not_grow_with_the_documents(tmp_path: Path) -> None:
     few, many = peak_kilobytes(tmp_path, 10_000), peak_kilobytes(tmp_path, 300_000)
     assert many < 1.1 * few, (few, many)
+
+
+class Watched:
+    """A worker's handler that answers with the peak of its process."""
+
+    def __init__(self, encoder: SegmentEncoder) -> None:
+        self._encoder = encoder
+
+    def __call__(self, segment: Segment, advance: Callable[[Any], None]) -> int:
+        result = self._encoder(segment, advance)
+        assert isinstance(result, SegmentResult) and result.documents
+        peak = re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())
+        assert peak is not None
+        return int(peak[1]) << 10
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="no /proc tells the memory of a process")
+@pytest.mark.parametrize("replaced", [True, False])
+def test_new_words_without_end_do_not_fill_a_worker(
+    tmp_path: Path, replaced: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The fast encoder keeps each word it meets; every word of this input is a new one."""
+    pytest.importorskip("gigatoken")
+    if not replaced:  # the planted fault
+        monkeypatch.setattr(pool, "GROWTH_BYTES", 1 << 40)
+    write_small_bpe(tmp_path)
+    chance = random.Random(1)
+    with open(tmp_path / "words.jsonl", "w") as stream:
+        for _ in range(20_000):
+            words = ("".join(chance.choices("abcdefghijklmnop", k=10)) for _ in range(30))
+            stream.write(json.dumps({"text": " ".join(words)}) + "\n")
+    files = TokenizerSettings(vocab_file=str(tmp_path / "vocab.json"), merge_file=str(tmp_path / "merges.txt"))
+    encoder = SegmentEncoder(
+        EncoderSettings(tokenizer=files, keys=("text",), append_eod=True, folder=tmp_path, run="x")
+    )
+    segments = plan_segments(expand_inputs([str(tmp_path / "words.jsonl")]), segment_bytes=1 << 19)
+    with pool.WorkerPool[Segment, int](Watched(encoder), 1) as workers:
+        peaks = list(workers.map(segments, described=lambda segment: segment.number, noted=lambda note: None))
+    grown = max(peaks) - peaks[0]
+    assert len(peaks) > 10
+    assert grown < 16 << 20 if replaced else grown > 24 << 20

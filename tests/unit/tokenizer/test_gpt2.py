@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from megatron.errors import ConfigError, DataError
 from megatron.tokenizer import gpt2, python_bpe
 from megatron.tokenizer.byte_alphabet import BYTE_OF_CHARACTER, CHARACTER_OF_BYTE
-from megatron.tokenizer.gpt2 import GPT2BPETokenizer, split_at_words
+from megatron.tokenizer.gpt2 import GPT2BPETokenizer
+from megatron.tokenizer.parts import WORD_OR_LINE_END, split_at_words
 from tests.unit.tokenizer.support import NASTY, SAMPLES, small_bpe, write_small_bpe
 
 
@@ -118,7 +119,7 @@ def test_text_that_looks_like_a_special_token_is_text(fast: GPT2BPETokenizer, tw
 @settings(max_examples=200, deadline=None)
 @given(text=TEXTS, size=st.integers(1, 20))
 def test_parts_encode_to_the_whole(fast: GPT2BPETokenizer, text: str, size: int) -> None:
-    parts = list(split_at_words(text, size))
+    parts = list(split_at_words(text, size, WORD_OR_LINE_END))
     assert "".join(parts) == text
     assert [i for part in parts for i in fast.tokenize(part)] == fast.tokenize(text)
 

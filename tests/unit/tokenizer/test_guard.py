@@ -18,9 +18,10 @@ from megatron.errors import ConfigError, DataError
 from megatron.tokenizer import EncoderDifference, TokenizerSettings, build_tokenizer, fast, fast_engine, guard
 from megatron.tokenizer.base import Ids
 from megatron.tokenizer.doubtful import DoubtfulTexts
-from megatron.tokenizer.fast_engine import FastEngine, split_at_spaces
+from megatron.tokenizer.fast_engine import FastEngine
 from megatron.tokenizer.gpt2 import GPT2BPETokenizer
 from megatron.tokenizer.guard import GuardedEncoder
+from megatron.tokenizer.parts import split_at_words
 from tests.unit.tokenizer.support import NASTY, SAMPLES, write_small_bpe
 
 YOUNG = "\ua7d2"  # a letter since Unicode 17: to one table a letter, to the other none
@@ -53,8 +54,8 @@ class Wrong:
 
     def encode(self, data: bytes) -> Ids:
         text = data.decode()
-        parts = [np.array(self._exact.tokenize(part), dtype=np.int32) for part in split_at_spaces(text, 1)]
-        for part, ids in zip(split_at_spaces(text, 1), parts, strict=True):
+        parts = [np.array(self._exact.tokenize(part), dtype=np.int32) for part in split_at_words(text, 1)]
+        for part, ids in zip(split_at_words(text, 1), parts, strict=True):
             if self._bad in part:
                 ids[-1] += 1
         return np.concatenate([np.zeros(0, dtype=np.int32), *parts])

@@ -1,0 +1,77 @@
+"""Datasets behind URLs: fetched to a folder to be read, and put there when they are whole."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from megatron.data import remote
+from megatron.errors import ConfigError
+
+_HALVES = (".bin", ".idx")
+_RECORD = ".meta.json"
+
+
+def fetch_words(words: Iterable[str], folder: Path) -> list[str]:
+    """Each URL (a prefix, a pattern of them, a folder) replaced by the local prefixes of what it names."""
+    local = []
+    for word in words:
+        local += [fetch_pair(prefix, folder) for prefix in _prefixes_of(word)] if remote.is_url(word) else [word]
+    return local
+
+
+def fetch_pair(prefix: str, folder: Path) -> str:
+    """Both halves and the record, if it has one. What lay together lies together again; returns the local prefix."""
+    parent, _, name = prefix.rpartition("/")
+    place = folder / hashlib.sha256(parent.encode()).hexdigest()[:8]
+    place.mkdir(parents=True, exist_ok=True)
+    for ending in _HALVES:
+        remote.download(prefix + ending, place / (name + ending))
+    if remote.exists(prefix + _RECORD):
+        remote.download(prefix + _RECORD, place / (name + _RECORD))
+    return str(place / name)
+
+
+def _prefixes_of(word: str) -> list[str]:
+    if remote.has_magic(word):
+        names = remote.matches(word) + (remote.matches(f"{word}.idx") if not word.endswith(_HALVES) else [])
+        way_out = "check the pattern"
+    elif remote.is_folder(word):
+        base = word.rstrip("/")
+        names = [name for name in remote.files_in(word) if name.rpartition("/")[0] == base]
+        way_out = "give the folder that the datasets lie in"
+    else:
+        return [without_ending(word)]
+    found = {without_ending(name) for name in names if name.endswith(_HALVES)}
+    if not found:
+        raise ConfigError(f"--input {word}: holds no .bin and .idx; {way_out}")
+    return sorted(found)
+
+
+def without_ending(word: str) -> str:
+    return word.removesuffix(".bin").removesuffix(".idx")
+
+
+def refuse_existing(prefix: str, outputs: Sequence[str]) -> None:
+    """`outputs` are URLs without ending."""
+    for output in outputs:
+        for ending in _HALVES:
+            if remote.exists(output + ending):
+                raise ConfigError(f"--output-prefix {prefix}: {output}{ending} exists; give --overwrite to replace it")
+
+
+def beside(prefix: str, local: str) -> str:
+    """The URL of a local output: its name, where the prefix lies."""
+    return f"{prefix.rpartition('/')[0]}/{Path(local).name}"
+
+
+def put_pair(local: str, url: str) -> None:
+    """The record last, and an old one first away: whoever sees a record sees its data. Then the local files go."""
+    for ending in (_RECORD, ".idx"):
+        remote.remove(url + ending)
+    endings = [ending for ending in (*_HALVES, _RECORD) if Path(local + ending).exists()]
+    for ending in endings:
+        remote.upload(Path(local + ending), url + ending)
+    for ending in endings:
+        Path(local + ending).unlink()

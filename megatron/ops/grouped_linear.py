@@ -1,0 +1,139 @@
+"""Linear layers of several groups of rows, the groups lying one after another: what the experts of a rank compute.
+
+    y[rows of group g] = x[rows of group g] @ weights[g].T          x [rows, in], weights[g] [out, in], y [rows, out]
+    dx[rows of g]      = dy[rows of g] @ weights[g]
+    dweights[g]        = dy[rows of g].T @ x[rows of g]             zero for a group without rows
+
+One product for each group, written where it belongs, is the fallback and the oracle. On a CUDA device the products of
+bf16 are one kernel (`F.grouped_mm`), which pays for many small groups. On a CPU that function is a loop itself, over a
+copy of all the weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+Put = Callable[[nn.Parameter, Callable[[], Tensor]], None]
+"""Takes a product that is a weight's gradient, to compute it later (`WgradQueue.put`)."""
+
+
+class Loop:
+    """A product for each group."""
+
+    @staticmethod
+    def forward(x: Tensor, counts: Sequence[int], weights: Sequence[Tensor]) -> Tensor:
+        y = x.new_empty(x.shape[0], weights[0].shape[0])
+        for rows, result, weight in zip(x.split(counts), y.split(counts), weights, strict=True):
+            torch.mm(rows, weight.t(), out=result)
+        return y
+
+    @staticmethod
+    def input_gradient(dy: Tensor, counts: Sequence[int], weights: Sequence[Tensor]) -> Tensor:
+        return Loop.forward(dy, counts, [weight.t() for weight in weights])
+
+    @staticmethod
+    def weight_gradients(dy: Tensor, x: Tensor, counts: Sequence[int]) -> Sequence[Tensor]:
+        return [_product(part, rows) for part, rows in zip(dy.split(counts), x.split(counts), strict=True)]
+
+
+class Grouped:
+    """All groups in one product."""
+
+    @staticmethod
+    def forward(x: Tensor, counts: Sequence[int], weights: Sequence[Tensor]) -> Tensor:
+        return F.grouped_mm(x, _stacked(weights).transpose(1, 2), offs=_ends(counts, x))
+
+    @staticmethod
+    def input_gradient(dy: Tensor, counts: Sequence[int], weights: Sequence[Tensor]) -> Tensor:
+        return F.grouped_mm(dy, _stacked(weights), offs=_ends(counts, dy))
+
+    @staticmethod
+    def weight_gradients(dy: Tensor, x: Tensor, counts: Sequence[int]) -> Sequence[Tensor]:
+        gradients = F.grouped_mm(dy.t(), x, offs=_ends(counts, x))  # [groups, out, in]
+        for group, count in enumerate(counts):
+            if not count:  # a product over no rows need not be written by every kernel
+                gradients[group].zero_()
+        return gradients.unbind()
+
+
+def by_loop(x: Tensor, counts: Sequence[int], weights: Sequence[nn.Parameter], put: Put | None = None) -> Tensor:
+    return _grouped_linear(Loop, x, counts, weights, put)
+
+
+def by_grouped_mm(x: Tensor, counts: Sequence[int], weights: Sequence[nn.Parameter], put: Put | None = None) -> Tensor:
+    return _grouped_linear(Grouped if _fits(x, weights) else Loop, x, counts, weights, put)
+
+
+def _fits(x: Tensor, weights: Sequence[Tensor]) -> bool:
+    """The kernel takes rows of whole 16 bytes of bf16."""
+    return x.is_cuda and x.dtype == torch.bfloat16 and all(size % 8 == 0 for size in weights[0].shape)
+
+
+def _grouped_linear(
+    how: type[Loop] | type[Grouped], x: Tensor, counts: Sequence[int], weights: Sequence[nn.Parameter], put: Put | None
+) -> Tensor:
+    if put is None:
+        return _GroupedLinear.apply(how, None, list(counts), x, *weights)
+    assert x.requires_grad or not torch.is_grad_enabled(), "without a gradient of its input backward passes a layer by"
+    # Detached, so that backward does not announce gradients that the queue will bring.
+    puts = [partial(put, weight) for weight in weights]
+    return _GroupedLinear.apply(how, puts, list(counts), x, *(weight.detach() for weight in weights))
+
+
+class _GroupedLinear(Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        how: type[Loop] | type[Grouped],
+        puts: Sequence[Callable[[Callable[[], Tensor]], None]] | None,
+        counts: list[int],
+        x: Tensor,
+        *weights: Tensor,
+    ) -> Tensor:
+        ctx.how, ctx.puts, ctx.counts = how, puts, counts
+        ctx.save_for_backward(x, *weights)
+        return how.forward(x, counts, weights)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, *weights = ctx.saved_tensors
+        dy, counts = dy.contiguous(), ctx.counts
+        dx = ctx.how.input_gradient(dy, counts, weights) if ctx.needs_input_grad[3] else None
+        gradients: Sequence[Tensor | None] = [None] * len(weights)
+        if ctx.puts is not None:
+            for put, part, rows in zip(ctx.puts, dy.split(counts), x.split(counts), strict=True):
+                put(partial(_product, part, rows))
+        elif any(ctx.needs_input_grad[4:]):
+            gradients = ctx.how.weight_gradients(dy, x, counts)
+        return None, None, None, dx, *gradients
+
+
+def _product(dy: Tensor, x: Tensor) -> Tensor:
+    return dy.t() @ x
+
+
+def _ends(counts: Sequence[int], like: Tensor) -> Tensor:
+    return torch.tensor(counts, device=like.device).cumsum(0, dtype=torch.int32)
+
+
+def _stacked(weights: Sequence[Tensor]) -> Tensor:
+    """[groups, out, in]: without a copy where the weights lie one after another."""
+    first, size = weights[0], weights[0].numel()
+    base = first.untyped_storage().data_ptr()
+    if all(
+        weight.untyped_storage().data_ptr() == base
+        and weight.storage_offset() == first.storage_offset() + group * size
+        and weight.is_contiguous()
+        for group, weight in enumerate(weights)
+    ):
+        return first.as_strided((len(weights), *first.shape), (size, *first.stride()))
+    return torch.stack(list(weights))

@@ -1,0 +1,84 @@
+"""A run whose --output-prefix is a URL: written in a local folder, where it can be resumed, and uploaded at the end."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+
+from megatron.data import remote
+from megatron.data.record import read_record, record_path
+from megatron.data.remote_pairs import beside, put_pair, refuse_existing
+from megatron.errors import StorageError
+from megatron.preprocess.merge import Report
+from megatron.preprocess.run import preprocess
+from megatron.preprocess.settings import PreprocessSettings
+
+Say = Callable[[str], None]
+
+
+def default_folder(url: str) -> Path:
+    """In the current folder, and the same for the same URL, so that --resume finds it."""
+    return Path(f"{url.rpartition('/')[2]}-{hashlib.sha256(url.encode()).hexdigest()[:8]}.upload")
+
+
+def preprocess_to_url(settings: PreprocessSettings, folder: Path | None, say: Say) -> Report:
+    url = settings.output_prefix
+    folder = folder or default_folder(url)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StorageError(f"--work-folder {folder}: cannot be made ({error.strerror}); give another") from None
+    local = dataclasses.replace(settings, output_prefix=str(folder / url.rpartition("/")[2]))
+    outputs = {output: beside(url, output) for output in local.outputs}
+    if not settings.overwrite and not settings.resume:
+        refuse_existing(url, list(outputs.values()))
+    parameters = f"{url}.sentences.json"
+    _fetch_parameters(local, parameters)
+
+    def complete(digest: str) -> bool:
+        if all(_is_of(output, digest) for output in outputs):
+            return True  # not uploaded yet
+        if all(_is_there(output, place, digest) for output, place in outputs.items()):
+            return True
+        refuse_existing(url, list(outputs.values()))
+        return False
+
+    report = preprocess(local, say, complete)
+    if local.parameters_file.exists() and (settings.overwrite or not remote.exists(parameters)):
+        remote.upload(local.parameters_file, parameters)
+    for output, place in outputs.items():
+        if record_path(output).exists():
+            say(f"uploading {place}")
+            put_pair(output, place)
+    for key in report.keys:
+        key.summary = dataclasses.replace(key.summary, prefix=outputs[key.summary.prefix])
+    local.parameters_file.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # it is used by other partitions as well, or is the user's own
+        folder.rmdir()
+    return report
+
+
+def _fetch_parameters(local: PreprocessSettings, url: str) -> None:
+    """Of the sentence splitter: what one partition has learned is for all."""
+    anew = local.overwrite and local.world == 1
+    if local.split_sentences and not anew and not local.parameters_file.exists() and remote.exists(url):
+        remote.download(url, local.parameters_file)
+
+
+def _is_of(output: str, digest: str) -> bool:
+    record = read_record(output)
+    return record is not None and record.extra.get("settings") == digest
+
+
+def _is_there(output: str, url: str, digest: str) -> bool:
+    if not remote.exists(f"{url}.meta.json"):
+        return False
+    path = record_path(output)
+    remote.download(f"{url}.meta.json", path)
+    try:
+        return _is_of(output, digest)
+    finally:
+        path.unlink()

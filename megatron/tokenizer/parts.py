@@ -1,0 +1,21 @@
+"""Long texts cut where a word ends, so that the encodings of the parts, joined, are the encoding of the whole."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+# In every known pattern a word ends where a space follows something visible.
+WORD_END = re.compile(r"(?<=\S) ")
+# No word of GPT-2's pattern crosses from a visible character to a line end either, and none looks past that point.
+WORD_OR_LINE_END = re.compile(r"(?<=\S)[ \n]")
+
+
+def split_at_words(text: str, size: int, end: re.Pattern[str] = WORD_END) -> Iterator[str]:
+    """Parts of about `size` characters."""
+    start = 0
+    while start < len(text):
+        cut = end.search(text, start + size)
+        stop = cut.start() if cut else len(text)
+        yield text[start:stop]
+        start = stop

@@ -1,0 +1,160 @@
+"""The experts' products: against each expert's own product in fp64, whatever the experts' shares; planted bugs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.distributed.wgrad_queue import WgradQueue
+from megatron.ops import grouped_linear, resolve
+from megatron.ops.grouped_linear import Grouped, Loop, by_grouped_mm, by_loop
+
+IN, OUT = 16, 24
+SHARES = {
+    "uneven": [3, 11, 1, 5],
+    "some without rows": [0, 7, 0, 0],
+    "the first and the last without": [0, 4, 9, 0],
+    "no rows at all": [0, 0, 0, 0],
+    "one expert": [6],
+}
+
+
+def given(counts: Sequence[int], dtype: torch.dtype) -> tuple[Tensor, list[nn.Parameter], Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    x = torch.randn(sum(counts), IN, dtype=torch.float64, generator=generator)
+    weights = [torch.randn(OUT, IN, dtype=torch.float64, generator=generator) for _ in counts]
+    dy = torch.randn(sum(counts), OUT, dtype=torch.float64, generator=generator)
+    return x.to(dtype).requires_grad_(), [nn.Parameter(weight.to(dtype)) for weight in weights], dy.to(dtype)
+
+
+def expert_by_expert(counts: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
+    """[y, dx, dweights...] by their definition, in fp64 on what the operation is given."""
+    x, weights, dy = (value.detach().double() if isinstance(value, Tensor) else value for value in given(counts, dtype))
+    y, dx, gradients, start = torch.zeros_like(dy), torch.zeros_like(x), [], 0
+    for weight, count in zip(weights, counts, strict=True):
+        wide, gradient = weight.detach().double(), torch.zeros(OUT, IN, dtype=torch.float64)
+        for row in range(start, start + count):
+            y[row], dx[row] = wide @ x[row], wide.t() @ dy[row]
+            gradient += torch.outer(dy[row], x[row])
+        gradients.append(gradient)
+        start += count
+    return [y, dx, *gradients]
+
+
+def computed(op: Callable[..., Tensor], counts: Sequence[int], dtype: torch.dtype, **options: Any) -> list[Tensor]:
+    x, weights, dy = given(counts, dtype)
+    y = op(x, counts, weights, **options)
+    y.backward(dy)
+    assert x.grad is not None
+    gradients = [weight.grad for weight in weights if weight.grad is not None]
+    return [y.detach(), x.grad, *gradients]
+
+
+def difference(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> float:
+    """Relative to the largest entry of each."""
+    pairs = [(a.double(), b) for a, b in zip(found, wanted, strict=True) if b.numel()]
+    return max((((a - b).abs().max() / b.abs().max().clamp_min(1.0)).item() for a, b in pairs), default=0.0)
+
+
+def grouped(x: Tensor, counts: Sequence[int], weights: Sequence[nn.Parameter]) -> Tensor:
+    """The way of a CUDA device, by the same function of PyTorch on this one."""
+    return grouped_linear._grouped_linear(Grouped, x, counts, weights, None)
+
+
+@pytest.mark.parametrize("counts", SHARES.values(), ids=SHARES)
+def test_every_expert_has_its_own_product(counts: list[int]) -> None:
+    assert difference(computed(by_loop, counts, torch.float64), expert_by_expert(counts, torch.float64)) < 1e-13
+
+
+@pytest.mark.parametrize(("dtype", "allowed"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize("counts", SHARES.values(), ids=SHARES)
+def test_the_grouped_product_is_the_same(counts: list[int], dtype: torch.dtype, allowed: float) -> None:
+    """Allowed is the rounding of the dtype; a row of a wrong expert would be off by a hundred times of it."""
+    wanted = expert_by_expert(counts, dtype)
+    assert difference(computed(grouped, counts, dtype), wanted) < allowed
+    assert difference(computed(by_loop, counts, dtype), wanted) < allowed
+
+
+def test_what_the_kernel_does_not_take_goes_through_the_loop() -> None:
+    assert difference(computed(by_grouped_mm, [3, 2], torch.float64), expert_by_expert([3, 2], torch.float64)) < 1e-13
+
+
+def test_gradients_that_wait_in_a_queue() -> None:
+    """None before its turn, all after it, and two passes add up."""
+    counts, queue = [2, 0, 5], WgradQueue()
+    x, weights, dy = given(counts, torch.float64)
+    for _ in range(2):
+        by_loop(x, counts, weights, queue.put).backward(dy)
+        queue.end_of_pass()
+    assert all(weight.grad is None for weight in weights)
+    queue.run()
+    queue.run()
+    wanted = expert_by_expert(counts, torch.float64)[2:]
+    found = [weight.grad for weight in weights if weight.grad is not None]
+    assert queue.empty and difference(found, [2 * gradient for gradient in wanted]) < 1e-13
+
+
+def test_weights_side_by_side_are_not_copied() -> None:
+    whole = torch.randn(3, 4, 5)
+    assert grouped_linear._stacked(whole.unbind()).data_ptr() == whole.data_ptr()
+    for apart in ([whole[0], whole[2], whole[1]], [part.clone() for part in whole]):
+        stacked = grouped_linear._stacked(apart)
+        assert torch.equal(stacked, torch.stack(apart)) and stacked.data_ptr() != whole.data_ptr()
+
+
+def test_it_is_a_row_of_the_table() -> None:
+    assert resolve("auto", "cuda").grouped_linear is by_grouped_mm
+    for spec, device in (("auto", "cpu"), ("auto,-grouped_linear", "cuda"), ("ref", "cuda")):
+        kernels = resolve(spec, device)
+        assert kernels.grouped_linear is by_loop
+        assert any(line.startswith("grouped_linear  ") for line in kernels.table().splitlines())
+
+
+# ---- planted bugs ----------------------------------------------------------------------------------------------------
+
+
+def shifted(counts: Sequence[int]) -> list[int]:
+    """As if a row of the largest group were the next one's."""
+    wrong = list(counts)
+    largest = wrong.index(max(wrong))
+    wrong[largest] -= 1
+    wrong[(largest + 1) % len(wrong)] += 1
+    return wrong
+
+
+@pytest.mark.parametrize("which", ["forward", "input_gradient", "weight_gradients"])
+def test_a_row_of_the_next_group_is_seen(which: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = getattr(Loop, which)
+
+    def wrong(first: Tensor, *rest: Any) -> Any:
+        place = next(i for i, value in enumerate(rest) if isinstance(value, list) and isinstance(value[0], int))
+        return right(first, *(shifted(value) if i == place else value for i, value in enumerate(rest)))
+
+    monkeypatch.setattr(Loop, which, staticmethod(wrong))
+    counts = SHARES["uneven"]
+    found = computed(lambda x, n, w: grouped_linear._grouped_linear(Loop, x, n, w, None), counts, torch.float64)
+    assert difference(found, expert_by_expert(counts, torch.float64)) > 1e-2
+
+
+def test_a_gradient_nobody_wrote_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that leaves the gradients of experts without rows as memory was."""
+    right = F.grouped_mm
+
+    def unwritten(a: Tensor, b: Tensor, *, offs: Tensor) -> Tensor:
+        result = right(a, b, offs=offs)
+        if result.ndim == 3:
+            result[offs.diff(prepend=offs.new_zeros(1)) == 0] = float("nan")
+        return result
+
+    monkeypatch.setattr(F, "grouped_mm", unwritten)
+    counts = SHARES["some without rows"]
+    assert difference(computed(grouped, counts, torch.float32), expert_by_expert(counts, torch.float32)) < 1e-5
+    monkeypatch.setattr(Tensor, "zero_", lambda self: self)
+    x, weights, dy = given(counts, torch.float32)
+    grouped(x, counts, weights).backward(dy)
+    assert weights[0].grad is not None and weights[0].grad.isnan().all()
