@@ -27,7 +27,21 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Te
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     wide = widened(x)  # [..., hidden]
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return normed.to(x.dtype) * weight  # rounded before the gain, as transformers does
+    return (normed.to(x.dtype) * weight).to(x.dtype)  # rounded before the gain, as transformers does
+
+
+def add_layer_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
+    """(layer_norm(x + residual), x + residual)."""
+    total = residual + x
+    return layer_norm(total, weight, bias, eps), total
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(rms_norm(x + residual), x + residual)."""
+    total = residual + x
+    return rms_norm(total, weight, eps), total
 
 
 def gelu(x: Tensor, tanh: bool) -> Tensor:

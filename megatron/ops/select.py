@@ -33,6 +33,8 @@ class Kernels:
 
     layer_norm: Callable[[Tensor, Tensor, Tensor | None, float], Tensor]
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
+    add_layer_norm: Callable[[Tensor, Tensor, Tensor, Tensor | None, float], tuple[Tensor, Tensor]]
+    add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
     gelu: Callable[[Tensor, bool], Tensor]
     swiglu: Callable[[Tensor], Tensor]
     squared_relu: Callable[[Tensor], Tensor]
@@ -54,6 +56,8 @@ class Kernels:
 _REF: dict[str, Callable[..., Any]] = {
     "layer_norm": ref.layer_norm,
     "rms_norm": ref.rms_norm,
+    "add_layer_norm": ref.add_layer_norm,
+    "add_rms_norm": ref.add_rms_norm,
     "gelu": ref.gelu,
     "swiglu": ref.swiglu,
     "squared_relu": ref.squared_relu,
@@ -69,6 +73,8 @@ _REF: dict[str, Callable[..., Any]] = {
 _TORCH: dict[str, Callable[..., Any]] = {
     "layer_norm": builtin.layer_norm,
     "rms_norm": builtin.rms_norm,
+    "add_layer_norm": builtin.add_layer_norm,
+    "add_rms_norm": builtin.add_rms_norm,
     "gelu": builtin.gelu,
     "swiglu": builtin.swiglu,
     "attention": builtin.sdpa,
