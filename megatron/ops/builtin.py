@@ -32,9 +32,18 @@ def gelu(x: Tensor, tanh: bool) -> Tensor:
     return F.gelu(x, approximate="tanh" if tanh else "none")
 
 
+def bias_gelu(x: Tensor, bias: Tensor, tanh: bool) -> Tensor:
+    return gelu((x + bias).to(x.dtype), tanh)
+
+
 def swiglu(x: Tensor) -> Tensor:
     gate, up = x.chunk(2, dim=-1)  # [..., ffn] each
     return F.silu(gate) * up
+
+
+def geglu(x: Tensor, tanh: bool) -> Tensor:
+    gate, up = x.chunk(2, dim=-1)  # [..., ffn] each
+    return gelu(gate, tanh) * up
 
 
 def sdpa(

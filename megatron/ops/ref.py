@@ -52,9 +52,18 @@ def gelu(x: Tensor, tanh: bool) -> Tensor:
     return (0.5 * wide * (1.0 + torch.erf(wide / math.sqrt(2.0)))).to(x.dtype)
 
 
+def bias_gelu(x: Tensor, bias: Tensor, tanh: bool) -> Tensor:
+    return gelu((x + bias).to(x.dtype), tanh)
+
+
 def swiglu(x: Tensor) -> Tensor:
     gate, up = x.chunk(2, dim=-1)  # [..., ffn] each
     return (widened(gate) * torch.sigmoid(widened(gate))).to(x.dtype) * up
+
+
+def geglu(x: Tensor, tanh: bool) -> Tensor:
+    gate, up = x.chunk(2, dim=-1)  # [..., ffn] each
+    return gelu(gate, tanh) * up
 
 
 def squared_relu(x: Tensor) -> Tensor:

@@ -36,7 +36,9 @@ class Kernels:
     add_layer_norm: Callable[[Tensor, Tensor, Tensor, Tensor | None, float], tuple[Tensor, Tensor]]
     add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
     gelu: Callable[[Tensor, bool], Tensor]
+    bias_gelu: Callable[[Tensor, Tensor, bool], Tensor]
     swiglu: Callable[[Tensor], Tensor]
+    geglu: Callable[[Tensor, bool], Tensor]
     squared_relu: Callable[[Tensor], Tensor]
     rope: Callable[[Tensor, Tensor, Tensor], Tensor]
     bias_dropout_add: Callable[[Tensor, Tensor | None, Tensor, Callable[[Tensor], Tensor]], Tensor]
@@ -59,7 +61,9 @@ _REF: dict[str, Callable[..., Any]] = {
     "add_layer_norm": ref.add_layer_norm,
     "add_rms_norm": ref.add_rms_norm,
     "gelu": ref.gelu,
+    "bias_gelu": ref.bias_gelu,
     "swiglu": ref.swiglu,
+    "geglu": ref.geglu,
     "squared_relu": ref.squared_relu,
     "rope": ref.rope,
     "bias_dropout_add": ref.bias_dropout_add,
@@ -76,7 +80,9 @@ _TORCH: dict[str, Callable[..., Any]] = {
     "add_layer_norm": builtin.add_layer_norm,
     "add_rms_norm": builtin.add_rms_norm,
     "gelu": builtin.gelu,
+    "bias_gelu": builtin.bias_gelu,
     "swiglu": builtin.swiglu,
+    "geglu": builtin.geglu,
     "attention": builtin.sdpa,
     "cross_entropy": builtin.cross_entropy,
     "linear_cross_entropy": linear_cross_entropy,
