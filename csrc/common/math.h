@@ -11,7 +11,13 @@
 namespace mk {
 
 // a * b + c with one rounding.
-MK_HD float fused(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+MK_HD float fused(float a, float b, float c) {
+#if defined(__CUDACC__)
+  return fmaf(a, b, c);
+#else
+  return __builtin_fmaf(a, b, c);
+#endif
+}
 
 // Within 1.5 ulp, also below the smallest normal number; exp(-inf) is 0, exp(inf) is inf, NaN stays NaN.
 MK_HD float exp(float x) {

@@ -51,7 +51,7 @@ __global__ void __launch_bounds__(kThreads) rope_kernel(Rope a) {
 }
 
 template <class T>
-bool packs_fit(const Rope& a) {
+bool in_packs(const Rope& a) {
   constexpr int64_t kPack = Pack<T>::size;
   const bool strides = a.batch_stride % kPack == 0 && a.seq_stride % kPack == 0 && a.head_stride % kPack == 0;
   return strides && a.half % kPack == 0 && packs_fit<T>(a.head_dim, a.x, a.cos, a.sin, a.out);
@@ -69,7 +69,7 @@ void launch(const Rope& a, void* stream) {
 int rope(const Rope& a, void* stream) {
   if (a.batch * a.seq * a.heads * a.head_dim == 0) return 0;
   MK_FOR_DTYPE(a.dtype, T, {
-    if (packs_fit<T>(a))
+    if (in_packs<T>(a))
       launch<T, true>(a, stream);
     else
       launch<T, false>(a, stream);

@@ -77,7 +77,8 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """
     half = cos.shape[-1]
     first, second = x[..., :half], x[..., half : 2 * half]
-    return torch.cat((first * cos - second * sin, second * cos + first * sin, x[..., 2 * half :]), dim=-1)
+    turned = torch.cat((first * cos - second * sin, second * cos + first * sin, x[..., 2 * half :]), dim=-1)
+    return turned.to(x.dtype)  # angles may be wider
 
 
 def bias_dropout_add(x: Tensor, bias: Tensor | None, residual: Tensor, dropout: Callable[[Tensor], Tensor]) -> Tensor:
