@@ -47,12 +47,14 @@ class Kernels:
     cross_entropy: Callable[[Tensor, Tensor], Tensor]
     linear_cross_entropy: Callable[..., Tensor]
     choices: tuple[Choice, ...] = field(default=(), compare=False)
+    note: str | None = field(default=None, compare=False)
 
     def table(self) -> str:
-        """One line per operation: name, backend, reason."""
+        """One line per operation: name, backend, reason; then, if there is one, what holds for all of them."""
         rows = [("op", "backend", "reason"), *((c.op, c.backend, c.reason) for c in self.choices)]
         op_width, backend_width = (max(len(row[column]) for row in rows) for column in (0, 1))
-        return "\n".join(f"{op:<{op_width}}  {backend:<{backend_width}}  {why}" for op, backend, why in rows)
+        lines = [f"{op:<{op_width}}  {backend:<{backend_width}}  {why}" for op, backend, why in rows]
+        return "\n".join(lines if self.note is None else [*lines, self.note])
 
 
 _REF: dict[str, Callable[..., Any]] = {
@@ -97,8 +99,9 @@ def resolve(spec: str, device_type: str, *, attention: str = "auto", native: Lib
     """`spec` is `--kernels`, `attention` is `--attention-backend` (flash, fused: SDPA; unfused, local: ref)."""
     mode, excluded = _parse(spec)
     native = library() if native is None else native
-    if mode == "native" and (missing := _why_not_native(native, device_type)):
-        raise ConfigError(f"--kernels {spec}: the native kernels are {missing}; or use --kernels auto")
+    why_not = _why_not_native(native, device_type)
+    if mode == "native" and why_not is not None:
+        raise ConfigError(f"--kernels {spec}: the native kernels are {why_not}; or use --kernels auto")
     choices, functions = [], {}
     for op in OPS:
         choice = _choose(op, mode, op in excluded, device_type, attention, native)
@@ -107,7 +110,8 @@ def resolve(spec: str, device_type: str, *, attention: str = "auto", native: Lib
             functions[op] = _function(choice, mode, device_type, native)
     if functions["attention"] is ref.attention:
         functions["attention"] = partial(ref.attention, softmax_op=functions["softmax"])
-    return Kernels(**functions, choices=tuple(choices))
+    note = None if native.missing is None or mode == "ref" else f"the native kernels are {native.missing}"
+    return Kernels(**functions, choices=tuple(choices), note=note)
 
 
 def _function(choice: Choice, mode: str, device_type: str, native: Library) -> Callable[..., Any]:
@@ -121,8 +125,8 @@ def _function(choice: Choice, mode: str, device_type: str, native: Library) -> C
 def _why_not_native(native: Library, device_type: str) -> str | None:
     if native.missing is not None:
         return native.missing
-    if device_type == "cuda" and not native.cuda:
-        return "built without CUDA (no nvcc was found)"
+    if device_type == "cuda" and native.without_cuda is not None:
+        return f"built without CUDA ({native.without_cuda})"
     return None if device_type in ("cpu", "cuda") else f"not made for the device {device_type}"
 
 
@@ -158,7 +162,9 @@ def _choose(op: str, mode: str, excluded: bool, device_type: str, attention: str
         if why_not is None:
             return Choice(op, "native", "csrc, NOT verified on a GPU" if unverified else "csrc")
     choice = _choose_torch(op, device_type)
-    return choice if why_not is None else replace(choice, reason=f"{choice.reason}; native is {why_not}")
+    if why_not is None or native.missing is not None:  # said once, under the table
+        return choice
+    return replace(choice, reason=f"{choice.reason}; native is {why_not}")
 
 
 def _choose_torch(op: str, device_type: str) -> Choice:
