@@ -1,6 +1,7 @@
 // RMSNorm and LayerNorm, a row at a time: memory is read and written once, all further passes find the row in the cache.
 #include "norm.h"
 
+#include <algorithm>
 #include <cmath>
 
 #include "rows.h"
@@ -50,45 +51,59 @@ void forward_row(const NormForward& a, const T* x, const float* weight, const fl
   }
 }
 
-// With n = (x - mean) * rstd, h = grad * weight, c the mean of h * n and b that of h (0 without centring):
+// With n = (x - mean) * rstd, h = grad * weight, b the mean of h (0 without centring) and c that of h * n:
 // grad_x = (h - n * c - b) * rstd, and the weight and the bias receive grad * n and grad.
-template <class T, bool kBias>
+struct Means {
+  float b, c;
+};
+
+template <bool kCentred, class T>
+Means means_of_row(const T* __restrict grad, const T* __restrict x, const float* __restrict weight, float mean,
+                   float rstd, int64_t width) {
+  float b = 0.0f, c = 0.0f;
+#pragma omp simd reduction(+ : b, c)
+  for (int64_t i = 0; i < width; ++i) {
+    const float h = load(grad[i]) * weight[i];
+    if constexpr (kCentred) b += h;
+    c += h * (load(x[i]) - mean);
+  }
+  return {b / float(width), c * rstd / float(width)};
+}
+
+template <bool kBias, bool kSum, class T>
 void backward_row(const T* __restrict grad, const T* __restrict grad_sum, const T* __restrict x,
-                  const float* __restrict weight, float mean, float rstd, float b, float c, T* __restrict grad_x,
+                  const float* __restrict weight, float mean, float rstd, Means means, T* __restrict grad_x,
                   float* __restrict for_weight, float* __restrict for_bias, int64_t width) {
-  const auto element = [&](int64_t i, float beside) {
+#pragma omp simd
+  for (int64_t i = 0; i < width; ++i) {
     const float g = load(grad[i]), n = (load(x[i]) - mean) * rstd;
     for_weight[i] += g * n;
     if constexpr (kBias) for_bias[i] += g;
-    grad_x[i] = store<T>((g * weight[i] - n * c - b) * rstd + beside);
-  };
-  if (grad_sum == nullptr) {
-#pragma omp simd
-    for (int64_t i = 0; i < width; ++i) element(i, 0.0f);
-  } else {
-#pragma omp simd
-    for (int64_t i = 0; i < width; ++i) element(i, load(grad_sum[i]));
+    float result = (g * weight[i] - n * means.c - means.b) * rstd;
+    if constexpr (kSum) result += load(grad_sum[i]);
+    grad_x[i] = store<T>(result);
+  }
+}
+
+template <bool kCentred, bool kBias, bool kSum, class T>
+void backward_part(const NormBackward& a, const float* weight, int64_t begin, int64_t end, float* partial) {
+  for (int64_t row = begin; row < end; ++row) {
+    const int64_t at = row * a.width;
+    const T *grad = static_cast<const T*>(a.grad) + at, *x = static_cast<const T*>(a.x) + at;
+    const T* grad_sum = kSum ? static_cast<const T*>(a.grad_sum) + at : nullptr;
+    const float mean = kCentred ? a.mean[row] : 0.0f, rstd = a.rstd[row];
+    const Means means = means_of_row<kCentred>(grad, x, weight, mean, rstd, a.width);
+    backward_row<kBias, kSum>(grad, grad_sum, x, weight, mean, rstd, means, static_cast<T*>(a.grad_x) + at, partial,
+                              partial + a.width, a.width);
   }
 }
 
 template <class T>
-void backward_part(const NormBackward& a, const float* weight, int64_t begin, int64_t end, float* partial) {
-  const T* grad_sums = static_cast<const T*>(a.grad_sum);
-  for (int64_t row = begin; row < end; ++row) {
-    const int64_t at = row * a.width;
-    const T *grad = static_cast<const T*>(a.grad) + at, *x = static_cast<const T*>(a.x) + at;
-    const T* grad_sum = grad_sums == nullptr ? nullptr : grad_sums + at;
-    T* grad_x = static_cast<T*>(a.grad_x) + at;
-    const float rstd = a.rstd[row], mean = a.mean == nullptr ? 0.0f : a.mean[row], count = float(a.width);
-    const float c =
-        sum_of(a.width, [=](int64_t i) { return load(grad[i]) * weight[i] * (load(x[i]) - mean); }) * rstd / count;
-    const float b =
-        a.mean == nullptr ? 0.0f : sum_of(a.width, [=](int64_t i) { return load(grad[i]) * weight[i]; }) / count;
-    if (a.grad_bias == nullptr)
-      backward_row<T, false>(grad, grad_sum, x, weight, mean, rstd, b, c, grad_x, partial, nullptr, a.width);
-    else
-      backward_row<T, true>(grad, grad_sum, x, weight, mean, rstd, b, c, grad_x, partial, partial + a.width, a.width);
-  }
+auto backward_for(const NormBackward& a) {
+  const bool sum = a.grad_sum != nullptr;
+  if (a.mean == nullptr) return sum ? backward_part<false, false, true, T> : backward_part<false, false, false, T>;
+  if (a.grad_bias == nullptr) return sum ? backward_part<true, false, true, T> : backward_part<true, false, false, T>;
+  return sum ? backward_part<true, true, true, T> : backward_part<true, true, false, T>;
 }
 
 }  // namespace
@@ -115,12 +130,13 @@ void norm_backward(const NormBackward& a) {
   const RowParts parts = row_parts_of_cpu(a.rows);
   const int64_t stride = a.grad_bias == nullptr ? a.width : 2 * a.width;
   MK_FOR_DTYPE(a.dtype, T, {
+    const auto backward = backward_for<T>(a);
     const std::vector<float> weight = widened(a.weight, a.width, a.weight_dtype);
     parallel_for(parts.count, 1, [&](int64_t begin, int64_t end) {
       for (int64_t part = begin; part < end; ++part) {
         float* partial = a.partial + part * stride;
         std::fill(partial, partial + stride, 0.0f);
-        backward_part<T>(a, weight.data(), parts.begin(part), parts.end(part, a.rows), partial);
+        backward(a, weight.data(), parts.begin(part), parts.end(part, a.rows), partial);
       }
     });
   })

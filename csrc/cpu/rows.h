@@ -27,20 +27,13 @@ inline std::vector<float> widened(const void* values, int64_t count, DType dtype
   return result;
 }
 
-// The sum of term(0) ... term(count - 1), in four streams that do not wait for each other.
+// The sum of term(0) ... term(count - 1). One running vector: cut by hand into several it becomes twice as slow.
 template <class Term>
 inline float sum_of(int64_t count, const Term& term) {
-  const int64_t quarter = count / 4;
-  float a = 0.0f, b = 0.0f, c = 0.0f, d = 0.0f, rest = 0.0f;
-#pragma omp simd reduction(+ : a, b, c, d)
-  for (int64_t i = 0; i < quarter; ++i) {
-    a += term(i);
-    b += term(i + quarter);
-    c += term(i + 2 * quarter);
-    d += term(i + 3 * quarter);
-  }
-  for (int64_t i = 4 * quarter; i < count; ++i) rest += term(i);
-  return ((a + b) + (c + d)) + rest;
+  float sum = 0.0f;
+#pragma omp simd reduction(+ : sum)
+  for (int64_t i = 0; i < count; ++i) sum += term(i);
+  return sum;
 }
 
 // out[i] is the sum over parts of partial[part * stride + i].

@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron.errors import ConfigError
 from megatron.ops import builtin, cpu_attention, ref
 from megatron.ops.library import Library, library
-from megatron.ops.linear_cross_entropy import linear_cross_entropy
+from megatron.ops.linear_cross_entropy import VocabularyPart, Workspace, linear_cross_entropy
 from megatron.ops.native import OPERATIONS
 
 
@@ -42,7 +42,7 @@ class Kernels:
     squared_relu: Callable[[Tensor], Tensor]
     rope: Callable[[Tensor, Tensor, Tensor], Tensor]
     bias_dropout_add: Callable[[Tensor, Tensor | None, Tensor, Callable[[Tensor], Tensor]], Tensor]
-    softmax: Callable[[Tensor, Tensor | None, float], Tensor]
+    softmax: Callable[[Tensor, Tensor | None, float, bool], Tensor]
     attention: Callable[..., Tensor]
     cross_entropy: Callable[[Tensor, Tensor], Tensor]
     linear_cross_entropy: Callable[..., Tensor]
@@ -55,6 +55,19 @@ class Kernels:
         op_width, backend_width = (max(len(row[column]) for row in rows) for column in (0, 1))
         lines = [f"{op:<{op_width}}  {backend:<{backend_width}}  {why}" for op, backend, why in rows]
         return "\n".join(lines if self.note is None else [*lines, self.note])
+
+
+def _ref_linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    vocab_size: int,
+    workspace: Workspace | None = None,
+    part: VocabularyPart | None = None,
+) -> Tensor:
+    if part is None:
+        return ref.linear_cross_entropy(hidden, weight, labels, vocab_size)
+    return linear_cross_entropy(hidden, weight, labels, vocab_size, workspace, part)  # ranks know no plainer formula
 
 
 _REF: dict[str, Callable[..., Any]] = {
@@ -72,9 +85,7 @@ _REF: dict[str, Callable[..., Any]] = {
     "softmax": ref.softmax,
     "attention": ref.attention,
     "cross_entropy": ref.cross_entropy,
-    "linear_cross_entropy": lambda hidden, weight, labels, vocab_size, workspace=None: ref.linear_cross_entropy(
-        hidden, weight, labels, vocab_size
-    ),
+    "linear_cross_entropy": _ref_linear_cross_entropy,
 }
 _TORCH: dict[str, Callable[..., Any]] = {
     "layer_norm": builtin.layer_norm,
