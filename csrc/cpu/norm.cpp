@@ -19,7 +19,7 @@ void add_row(const T* __restrict x, const T* __restrict residual, T* __restrict 
 template <class T>
 void scale_row(const T* __restrict x, const float* __restrict weight, float rstd, T* __restrict out, int64_t width) {
 #pragma omp simd
-  for (int64_t i = 0; i < width; ++i) out[i] = store<T>(load(store<T>(load(x[i]) * rstd)) * weight[i]);
+  for (int64_t i = 0; i < width; ++i) out[i] = store<T>(rounded<T>(load(x[i]) * rstd) * weight[i]);
 }
 
 template <class T>

@@ -54,7 +54,7 @@ __device__ void write_row(const NormForward& a, const T* x, float mean, float rs
     for (int i = 0; i < kStep; ++i) {
       const float normed = (v[i] - mean) * rstd;
       // RMSNorm is rounded before the gain, as the plain formula does.
-      v[i] = (a.mean == nullptr ? load(store<T>(normed)) : normed) * weight[i] + bias[i];
+      v[i] = (a.mean == nullptr ? rounded<T>(normed) : normed) * weight[i] + bias[i];
     }
     store_step(out + at, v);
   }
