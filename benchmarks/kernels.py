@@ -49,6 +49,7 @@ class Case:
     inputs: Callable[[torch.dtype, str], tuple[Any, ...]]
     moved: Callable[[tuple[Any, ...]], int]  # bytes that must be read and written
     differentiable: bool = True
+    constants: tuple[int, ...] = ()  # positions of the arguments that have no gradient
 
 
 def keep_freed_memory() -> None:
@@ -66,7 +67,76 @@ def randn(*shape: int, dtype: torch.dtype, device: str) -> Tensor:
     return torch.randn(shape, device=device).to(dtype)
 
 
+def angles(seq: int, half: int, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]:
+    """[1, seq, 1, half], as a model hands them to its layers."""
+    angle = torch.arange(seq, device=device)[:, None] * 10000 ** -torch.linspace(0, 1, half, device=device)
+    return angle.cos().to(dtype)[None, :, None], angle.sin().to(dtype)[None, :, None]
+
+
+def norm_inputs(summed: bool, bias: bool) -> Callable[[torch.dtype, str], tuple[Any, ...]]:
+    def inputs(dtype: torch.dtype, device: str) -> tuple[Any, ...]:
+        wide = [randn(4096, 768, dtype=dtype, device=device) for _ in range(1 + summed)]
+        return *wide, *(randn(768, dtype=dtype, device=device) for _ in range(1 + bias)), 1e-5
+
+    return inputs
+
+
+def norm_case(op: str, *, summed: bool = False, bias: bool = False) -> Case:
+    # Forward x -> out, backward x, grad -> grad_x; a sum adds the residual, itself, and its gradient.
+    passes = 8 if summed else 5
+    return Case(
+        op=op,
+        shape="4096 x 768",
+        ours=OPERATIONS[op].make,
+        eager=getattr(builtin, op),
+        formula=getattr(ref, op),
+        inputs=norm_inputs(summed, bias),
+        moved=lambda args: size(args[0]) * passes,
+    )
+
+
+def gelu_case(op: str, name: str, tanh: bool, *tensors: tuple[int, ...], passes: float = 5) -> Case:
+    return Case(
+        op=op,
+        shape=f"4096 x {name}, {'tanh' if tanh else 'erf'}",
+        ours=OPERATIONS[op].make,
+        eager=getattr(builtin, op),
+        formula=getattr(ref, op),
+        inputs=lambda dtype, device: (*(randn(*shape, dtype=dtype, device=device) for shape in tensors), tanh),
+        moved=lambda args: int(size(args[0]) * passes),
+    )
+
+
 CASES: tuple[Case, ...] = (
+    norm_case("rms_norm"),
+    norm_case("layer_norm", bias=True),
+    norm_case("add_rms_norm", summed=True),
+    norm_case("add_layer_norm", summed=True, bias=True),
+    Case(
+        op="rope",
+        shape="4 x 1024 x 12 x 64",
+        ours=OPERATIONS["rope"].make,
+        eager=ref.rope,
+        formula=ref.rope,
+        inputs=lambda dtype, device: (
+            randn(4, 1024, 12, 64, dtype=dtype, device=device),
+            *angles(1024, 32, dtype, device),
+        ),
+        moved=lambda args: size(args[0]) * 4,
+        constants=(1, 2),
+    ),
+    *(gelu_case("gelu", "3072", tanh, (4096, 3072)) for tanh in (True, False)),
+    *(gelu_case("bias_gelu", "3072", tanh, (4096, 3072), (3072,)) for tanh in (True, False)),
+    *(gelu_case("geglu", "2*2048", tanh, (4096, 4096), passes=4) for tanh in (True, False)),
+    Case(
+        op="squared_relu",
+        shape="4096 x 3072",
+        ours=OPERATIONS["squared_relu"].make,
+        eager=ref.squared_relu,
+        formula=ref.squared_relu,
+        inputs=lambda dtype, device: (randn(4096, 3072, dtype=dtype, device=device),),
+        moved=lambda args: size(args[0]) * 5,
+    ),
     Case(
         op="swiglu",
         shape="4096 x 2*2048",
@@ -79,12 +149,13 @@ CASES: tuple[Case, ...] = (
 )
 
 
-def step_of(function: Callable[..., Any], args: Sequence[Any], differentiable: bool) -> Callable[[], None]:
+def step_of(function: Callable[..., Any], args: Sequence[Any], case: Case) -> Callable[[], None]:
     """One forward and backward pass; gradients are returned, not accumulated."""
-    if not differentiable:
+    if not case.differentiable:
         return lambda: function(*args)
-    leaves = [arg.detach().clone().requires_grad_() if _floating(arg) else arg for arg in args]
-    wanted = [leaf for leaf in leaves if _floating(leaf)]
+    chosen = [i for i, arg in enumerate(args) if _floating(arg) and i not in case.constants]
+    leaves = [arg.detach().clone().requires_grad_() if i in chosen else arg for i, arg in enumerate(args)]
+    wanted = [leaves[i] for i in chosen]
     with torch.no_grad():
         upstreams = [torch.randn_like(output) for output in flat_tensors(function(*args))]
 
@@ -103,9 +174,9 @@ def contenders(case: Case, dtype: torch.dtype, device: str, only: Sequence[str])
     source = torch.randn(case.moved(args) // 8, device=device)
     target = torch.empty_like(source)
     makers: dict[str, Callable[[], Callable[[], Any]]] = {
-        "ours": lambda: step_of(case.ours(library().ops), args, case.differentiable),
-        "eager": lambda: step_of(case.eager, args, case.differentiable),
-        "compile": lambda: step_of(torch.compile(case.formula), args, case.differentiable),
+        "ours": lambda: step_of(case.ours(library().ops), args, case),
+        "eager": lambda: step_of(case.eager, args, case),
+        "compile": lambda: step_of(torch.compile(case.formula), args, case),
         "floor": lambda: lambda: target.copy_(source),
     }
     return {name: makers[name]() for name in CONTENDERS if name in only}

@@ -33,8 +33,12 @@ class Kernels:
 
     layer_norm: Callable[[Tensor, Tensor, Tensor | None, float], Tensor]
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
+    add_layer_norm: Callable[[Tensor, Tensor, Tensor, Tensor | None, float], tuple[Tensor, Tensor]]
+    add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
     gelu: Callable[[Tensor, bool], Tensor]
+    bias_gelu: Callable[[Tensor, Tensor, bool], Tensor]
     swiglu: Callable[[Tensor], Tensor]
+    geglu: Callable[[Tensor, bool], Tensor]
     squared_relu: Callable[[Tensor], Tensor]
     rope: Callable[[Tensor, Tensor, Tensor], Tensor]
     bias_dropout_add: Callable[[Tensor, Tensor | None, Tensor, Callable[[Tensor], Tensor]], Tensor]
@@ -70,8 +74,12 @@ def _ref_linear_cross_entropy(
 _REF: dict[str, Callable[..., Any]] = {
     "layer_norm": ref.layer_norm,
     "rms_norm": ref.rms_norm,
+    "add_layer_norm": ref.add_layer_norm,
+    "add_rms_norm": ref.add_rms_norm,
     "gelu": ref.gelu,
+    "bias_gelu": ref.bias_gelu,
     "swiglu": ref.swiglu,
+    "geglu": ref.geglu,
     "squared_relu": ref.squared_relu,
     "rope": ref.rope,
     "bias_dropout_add": ref.bias_dropout_add,
@@ -84,8 +92,12 @@ _REF: dict[str, Callable[..., Any]] = {
 _TORCH: dict[str, Callable[..., Any]] = {
     "layer_norm": builtin.layer_norm,
     "rms_norm": builtin.rms_norm,
+    "add_layer_norm": builtin.add_layer_norm,
+    "add_rms_norm": builtin.add_rms_norm,
     "gelu": builtin.gelu,
+    "bias_gelu": builtin.bias_gelu,
     "swiglu": builtin.swiglu,
+    "geglu": builtin.geglu,
     "attention": builtin.sdpa,
     "cross_entropy": builtin.cross_entropy,
     "linear_cross_entropy": linear_cross_entropy,
