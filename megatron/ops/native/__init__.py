@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from megatron.ops.native import activation
+from megatron.ops.native import activation, optim
 from megatron.ops.native.operation import Operation
 
-_MODULES = (activation,)
+_MODULES = (activation, optim)
 OPERATIONS: dict[str, Operation] = {op.name: op for module in _MODULES for op in module.OPERATIONS}
 
 
