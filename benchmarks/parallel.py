@@ -1,11 +1,16 @@
 """Steps of the same model in parallel layouts and in one process with as many threads, and a pipeline's bubble.
 
     python benchmarks/parallel.py                  # two ranks of one thread each against one process of two
-    python benchmarks/parallel.py --rounds 5 --json result.json
+    python benchmarks/parallel.py --only bubbles --bubble-steps 14
+    python benchmarks/parallel.py --hidden 512 --heads 8 --seq 256 --vocab 8192 --rounds 3 --steps 5 --json result.json
 
 Every contender is a whole run of pretrain_gpt.py as a user starts it; the median of its steps after the first counts.
-The contenders take turns, and a ratio is the median over rounds of times taken within the same round. The bubble is
-that of the last step's own times (--pipeline-trace), with stages of equal cost, beside (p - 1) / (m v) of the work.
+The contenders take turns, and a ratio is the median over rounds of times taken within the same round.
+
+The bubble is idle time over working time of both ranks, from the first pass that begins to the last that ends, by the
+run's own times (--pipeline-trace): the median of the steps after the first two. The stages are of equal cost: with a
+vocabulary of 64, embedding and head weigh nothing. Beside it stands (p - 1) / (m v); for zero-bubble, whose bubble
+depends on what its passes cost, that of the simulated schedule with the medians of the run's own F, B and W.
 """
 
 from __future__ import annotations
@@ -16,13 +21,16 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.pipeline_parallel.simulate import bubble, theoretical_bubble
-from megatron.pipeline_parallel.trace import read_trace
+from megatron.pipeline_parallel.schedules import SCHEDULES, Kind
+from megatron.pipeline_parallel.simulate import bubble, simulate, theoretical_bubble
+from megatron.pipeline_parallel.trace import Trace, read_steps
 
 ROOT = Path(__file__).resolve().parent.parent
 PP, VIRTUAL = "--pipeline-model-parallel-size", "--num-layers-per-virtual-pipeline-stage"
@@ -80,8 +88,9 @@ def measure_layouts(shape: argparse.Namespace, folder: Path) -> list[dict[str, o
     times: dict[str, list[float]] = {contender.name: [] for contender in LAYOUTS}
     for round_number in range(shape.rounds):
         for contender in LAYOUTS:
-            times[contender.name].append(run(contender, shape, folder))
-        print(f"round {round_number + 1} of {shape.rounds}", file=sys.stderr, flush=True)
+            seconds = run(contender, shape, folder)
+            times[contender.name].append(seconds)
+            say(f"round {round_number + 1} of {shape.rounds}: {contender.name}, {1e3 * seconds:.0f} ms/step")
     alone = times[LAYOUTS[0].name]
     return [
         {
@@ -94,24 +103,40 @@ def measure_layouts(shape: argparse.Namespace, folder: Path) -> list[dict[str, o
 
 
 def measure_bubbles(shape: argparse.Namespace, folder: Path) -> list[dict[str, object]]:
-    """Stages of equal cost: a vocabulary so small that embedding and head weigh nothing."""
-    equal = argparse.Namespace(**{**vars(shape), "vocab": 64})
-    virtual = max(1, shape.layers // 4)
+    equal = {"vocab": 64, "hidden": shape.bubble_hidden, "seq": shape.bubble_seq, "steps": shape.bubble_steps}
+    equal |= {"heads": shape.bubble_hidden // 64, "micro_batch": 1, "batch": 8}
+    one_thread_each = argparse.Namespace(**{**vars(shape), **equal})
     schedules = (
-        (Contender("1f1b", 2, (PP, "2")), 1),
-        (Contender("gpipe", 2, (PP, "2", "--pipeline-schedule", "gpipe")), 1),
-        (Contender("interleaved, 2 chunks", 2, (PP, "2", VIRTUAL, str(virtual))), 2),
-        (Contender("zero-bubble", 2, (PP, "2", "--pipeline-schedule", "zero-bubble")), 1),
+        ("1f1b", Contender("1f1b", 2, (PP, "2"))),
+        ("gpipe", Contender("gpipe", 2, (PP, "2", "--pipeline-schedule", "gpipe"))),
+        ("interleaved", Contender("interleaved, 2 chunks", 2, (PP, "2", VIRTUAL, str(max(1, shape.layers // 4))))),
+        ("zero-bubble", Contender("zero-bubble", 2, (PP, "2", "--pipeline-schedule", "zero-bubble"))),
     )
     rows: list[dict[str, object]] = []
-    for contender, chunks in schedules:
-        found = []
-        for _ in range(shape.rounds):
-            run(contender, equal, folder, trace=True)
-            found.append(bubble(read_trace(folder / "trace").spans, 2))
-        theory = theoretical_bubble(2, shape.batch // shape.micro_batch, chunks)
-        rows.append({"schedule": contender.name, "bubble": statistics.median(found), "theory": theory})
+    for schedule, contender in schedules:
+        run(contender, one_thread_each, folder, trace=True)
+        steps = read_steps(folder / "trace")[2:]
+        found = statistics.median(bubble(step.spans, step.ranks) for step in steps)
+        theory = expected_bubble(schedule, steps)
+        rows.append({"schedule": contender.name, "bubble": found, "theory": theory, "ratio": found / theory})
+        say(f"bubble of {contender.name}: {found:.4f}, theory {theory:.4f}")
     return rows
+
+
+def expected_bubble(schedule: str, steps: Sequence[Trace]) -> float:
+    ranks, micro_batches, chunks = steps[0].ranks, steps[0].micro_batches, steps[0].chunks
+    if schedule != "zero-bubble":
+        return theoretical_bubble(ranks, micro_batches, chunks)
+    spans = [span for step in steps for span in step.spans]
+    costs: dict[Kind, float] = {
+        kind: statistics.median(span.end - span.start for span in spans if span.action.kind == kind)
+        for kind in ("F", "B", "W")
+    }
+    return bubble(simulate(SCHEDULES[schedule], ranks, micro_batches, chunks, costs=costs), ranks)
+
+
+def say(what: str) -> None:
+    print(f"{time.strftime('%H:%M:%S')} {what}", file=sys.stderr, flush=True)
 
 
 def table(rows: list[dict[str, object]], headings: tuple[str, ...]) -> str:
@@ -124,20 +149,20 @@ def table(rows: list[dict[str, object]], headings: tuple[str, ...]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, value in (("layers", 8), ("hidden", 512), ("heads", 8), ("seq", 256), ("vocab", 8192)):
-        parser.add_argument(f"--{name}", type=int, default=value)
-    parser.add_argument("--micro-batch", type=int, default=2)
-    parser.add_argument("--batch", type=int, default=16)
-    parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--json", metavar="FILE")
+    sizes = {"layers": 8, "hidden": 256, "heads": 4, "seq": 128, "vocab": 2048, "micro-batch": 2, "batch": 16}
+    sizes |= {"steps": 4, "rounds": 2, "bubble-hidden": 384, "bubble-seq": 256, "bubble-steps": 9}
+    for name, value in sizes.items():
+        parser.add_argument(f"--{name}", type=int, default=value, metavar="N", help=f"({value})")
+    parser.add_argument("--only", choices=("layouts", "bubbles"), help="measure one of the two")
+    parser.add_argument("--json", metavar="FILE", help="write the results there, too")
     shape = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        layouts = measure_layouts(shape, Path(folder))
-        bubbles = measure_bubbles(shape, Path(folder))
-    print(table(layouts, ("layout", "ms/step", "of one process")))
-    print()
-    print(table(bubbles, ("schedule, PP2", "bubble", "(p-1)/(m v)")))
+        layouts = measure_layouts(shape, Path(folder)) if shape.only != "bubbles" else []
+        bubbles = measure_bubbles(shape, Path(folder)) if shape.only != "layouts" else []
+    if layouts:
+        print(table(layouts, ("layout", "ms/step", "of one process")), end="\n\n")
+    if bubbles:
+        print(table(bubbles, ("schedule, PP2", "bubble", "theory", "ratio")))
     if shape.json:
         content = {"shape": vars(shape), "layouts": layouts, "bubbles": bubbles}
         Path(shape.json).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")

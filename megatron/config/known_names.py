@@ -51,9 +51,9 @@ LATER: dict[str, str] = {
         --softmax-type=vanilla --check-for-large-grads --log-energy --log-progress --logging-level=
         --log-max-attention-logit --qk-clip --qk-clip-alpha= --qk-clip-threshold= --log-device-memory-used
         --straggler-ctrlr-port= --straggler-minmax-count= --disable-straggler-on-startup --error-injection-rate=0
-        --error-injection-type= --result-rejected-tracker-filename= --profile-step-start= --profile-step-end=
-        --profile-ranks=... --use-pytorch-profiler --record-memory-history --memory-snapshot-path=
-        --pytorch-profiler-collect-shapes --pytorch-profiler-collect-callstack --nvtx-ranges
+        --error-injection-type= --result-rejected-tracker-filename= 
+        
+        --nvtx-ranges
         --check-weight-hash-across-dp-replicas-interval= --train-sync-interval= --empty-unused-memory-level=0
         --decrease-batch-size-if-needed --step-batch-size-schedule= --phase-transition-iterations=
         --distributed-timeout-seconds-after-init= --high-priority-stream-groups=...

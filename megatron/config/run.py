@@ -20,6 +20,7 @@ from megatron.config.sections import (
     OptimizerConfig,
     ParallelConfig,
     PrecisionConfig,
+    ProfileConfig,
     RecomputeConfig,
     RuntimeConfig,
     ScheduleConfig,
@@ -43,6 +44,7 @@ SECTIONS: Mapping[str, type] = MappingProxyType(
         "checkpoint": CheckpointConfig,
         "logging": LoggingConfig,
         "evaluation": EvaluationConfig,
+        "profile": ProfileConfig,
         "runtime": RuntimeConfig,
     }
 )
@@ -64,6 +66,7 @@ class RunConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
 
     # How the values came about; no part of the configuration's meaning, and never saved.

@@ -1,9 +1,10 @@
-"""When each pass of one step ran on each rank: written by the ranks, read to be drawn."""
+"""When each pass of the last steps ran on each rank: written by the ranks, read to be drawn or measured."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -12,23 +13,32 @@ from megatron.errors import ConfigError, DataError
 from megatron.pipeline_parallel.schedules import Action
 from megatron.pipeline_parallel.simulate import Span
 
+_KEPT = 16
+"""Steps: enough for a median, and a long run's trace stays small."""
+
+Passes = list[tuple[Action, float, float]]
+
 
 @dataclass
 class StepTrace:
-    """The passes of one rank's last step. A start is when the pass had what it waited for."""
+    """The passes of one rank's last steps. A start is when the pass had what it waited for."""
 
     place: int = 0
     ranks: int = 1
     micro_batches: int = 0
     chunks: int = 1
-    passes: list[tuple[Action, float, float]] = field(default_factory=list)
+    steps: deque[Passes] = field(default_factory=lambda: deque(maxlen=_KEPT))
 
     def restart(self, pp: Axis, micro_batches: int, chunks: int) -> None:
-        self.place, self.ranks, self.micro_batches, self.chunks = pp.rank, pp.size, micro_batches, chunks
-        self.passes.clear()
+        """A step begins; those of another shape are forgotten."""
+        shape = (pp.rank, pp.size, micro_batches, chunks)
+        if shape != (self.place, self.ranks, self.micro_batches, self.chunks):
+            self.place, self.ranks, self.micro_batches, self.chunks = shape
+            self.steps.clear()
+        self.steps.append([])
 
     def note(self, action: Action, start: float, end: float) -> None:
-        self.passes.append((action, start, end))
+        self.steps[-1].append((action, start, end))
 
     def save(self, directory: Path, rank: int) -> None:
         """One file a rank. Clocks of one machine agree; those of several may not."""
@@ -38,7 +48,7 @@ class StepTrace:
             "ranks": self.ranks,
             "micro_batches": self.micro_batches,
             "chunks": self.chunks,
-            "passes": [[a.kind, a.chunk, a.micro_batch, start, end] for a, start, end in self.passes],
+            "steps": [[[a.kind, a.chunk, a.micro_batch, start, end] for a, start, end in step] for step in self.steps],
         }
         (directory / f"rank{rank:05d}.json").write_text(json.dumps(content) + "\n", encoding="utf-8")
 
@@ -54,7 +64,12 @@ class Trace:
 
 
 def read_trace(directory: Path) -> Trace:
-    """The first pipeline found in a directory that a run wrote (others are copies of it: other data, other slices)."""
+    """The last step of the first pipeline found in a directory that a run wrote."""
+    return read_steps(directory)[-1]
+
+
+def read_steps(directory: Path) -> list[Trace]:
+    """The last steps, in their order, of the first pipeline found (others are copies of it: other data or slices)."""
     files = sorted(directory.glob("rank*.json"))
     if not files:
         raise ConfigError(f"--trace {directory}: no rank*.json there; give a directory that --pipeline-trace wrote")
@@ -68,9 +83,15 @@ def read_trace(directory: Path) -> Trace:
     first = found[min(found)]
     if sorted(found) != list(range(first["ranks"])):
         raise DataError(f"--trace {directory}: stages {sorted(found)} of {first['ranks']} are there; run again")
-    spans = [span for place in sorted(found) for span in _spans(place, found[place]["passes"])]
+    return [_trace(found, step) for step in range(len(first["steps"]))]
+
+
+def _trace(found: Mapping[int, dict], step: int) -> Trace:
+    """One step of all ranks."""
+    spans = [span for place in sorted(found) for span in _spans(place, found[place]["steps"][step])]
     start = min((span.start for span in spans), default=0.0)
     moved = tuple(Span(s.rank, s.action, s.start - start, s.end - start) for s in spans)
+    first = found[min(found)]
     return Trace(moved, first["ranks"], first["micro_batches"], first["chunks"])
 
 

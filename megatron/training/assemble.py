@@ -31,6 +31,7 @@ from megatron.training.hooks import Hook, build_hooks, writing
 from megatron.training.initialize import Run
 from megatron.training.model import BuiltModel, build_model
 from megatron.training.origin import Origin, find_origin
+from megatron.training.profiling import build_profiling
 from megatron.training.progress import Progress
 from megatron.training.replica_check import ReplicaCheck
 from megatron.training.stopping import StopConditions
@@ -240,6 +241,7 @@ def _trainer(
         stop=StopConditions(run.config.training, run.parallel.world, run.device, run.started),
         hooks=hooks,
         log=run.log,
+        profiling=build_profiling(run.config.profile, run.launch.rank, run.device, progress.iteration, run.log),
     )
 
 

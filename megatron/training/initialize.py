@@ -21,6 +21,7 @@ from megatron.layout import Layout, padded_vocab_size
 from megatron.ops.select import Kernels, resolve
 from megatron.tokenizer import Tokenizer, build_tokenizer
 from megatron.training.settings import read_settings
+from megatron.utils.heap import keep_freed_memory
 from megatron.utils.log import RankLog
 
 
@@ -88,6 +89,8 @@ def start(config: RunConfig, *, needs_data: bool = True) -> Run:
     layout = layout_of(config, launch.world_size)
     _say_slow_choices(config, device, log)
     threads = pin_threads(launch)
+    if device.type == "cpu":
+        keep_freed_memory()
     parallel = (
         ParallelState.plan(layout, launch.rank)
         if config.runtime.dry_run

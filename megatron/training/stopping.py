@@ -36,7 +36,7 @@ class StopConditions:
         """`started` (of time.monotonic): the duration of a job counts from its start, not from its first step."""
         self._config, self._world, self._device = config, world, device
         self._started = time.monotonic() if started is None else started
-        self._signals = SignalFlag((signal.SIGTERM,)) if config.exit_signal_handler else None
+        self._signals = SignalFlag((signal.SIGTERM, signal.SIGUSR1)) if config.exit_signal_handler else None
 
     def reason(self, iteration: int) -> StopReason | None:
         config = self._config
@@ -44,23 +44,24 @@ class StopConditions:
             return StopReason("exit_interval", f"--exit-interval {config.exit_interval}")
         signalled, timed_out = self._agree()
         if signalled:
-            return StopReason("signal", "SIGTERM")
+            return StopReason("signal", signal.Signals(signalled).name)
         if timed_out:
             return StopReason("exit_duration", f"--exit-duration-in-mins {config.exit_duration_in_mins}")
         return None
 
-    def _agree(self) -> tuple[bool, bool]:
+    def _agree(self) -> tuple[int, bool]:
+        """The number of a signal that some rank received, and whether the time of some rank is over."""
         minutes = self._config.exit_duration_in_mins
         if self._signals is None and minutes is None:
-            return False, False
+            return 0, False
         mine = [
-            float(self._signals is not None and self._signals.received != 0),
+            float(self._signals.received) if self._signals is not None else 0.0,
             float(minutes is not None and time.monotonic() - self._started > minutes * 60),
         ]
         flags = torch.tensor(mine, device=self._device)
         all_reduce(flags, self._world, op="max")
         signalled, timed_out = flags.tolist()
-        return bool(signalled), bool(timed_out)
+        return int(signalled), bool(timed_out)
 
     def close(self) -> None:
         if self._signals is not None:

@@ -17,6 +17,7 @@ from megatron.training.batch_plan import BatchPlan
 from megatron.training.exit_reason import StopReason
 from megatron.training.hooks import Hook
 from megatron.training.metrics import EvalRecord, TrainRecord
+from megatron.training.profiling import Profiling, no_profiling
 from megatron.training.progress import Progress
 from megatron.training.stopping import StopConditions
 from megatron.training.throughput import Throughput
@@ -55,12 +56,13 @@ class Trainer:
         hooks: Sequence[Hook],
         log: RankLog,
         check_replicas: Callable[[int], None] | None = None,
+        profiling: Profiling = no_profiling,
     ) -> None:
         self.config, self.engine, self.schedule, self.batch_plan = config, engine, schedule, batch_plan
         self.train_batches, self.progress, self.throughput = train_batches, progress, throughput
         self.evaluator, self.saver, self.stop, self.hooks, self.log = evaluator, saver, stop, hooks, log
         self.timers = engine.timers
-        self.check_replicas = check_replicas
+        self.check_replicas, self.profiling = check_replicas, profiling
         self.total_iterations = progress.iteration + batch_plan.iterations_left(
             progress.iteration, progress.consumed_train_samples
         )
@@ -75,7 +77,9 @@ class Trainer:
     def _fit(self) -> StopReason:
         while not self.finished:
             self._collect_garbage_on_schedule()
-            self._report(self._one_iteration())
+            with self.profiling(self.progress.iteration + 1):
+                result = self._one_iteration()
+            self._report(result)
             if self.check_replicas is not None and self._due(self.config.parallel.check_replicas_every):
                 self.check_replicas(self.progress.iteration)
             if self._due(self.config.evaluation.eval_interval):

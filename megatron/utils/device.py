@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 import sys
+from pathlib import Path
 
 import torch
 
@@ -29,6 +30,19 @@ def accelerator_memory(device: torch.device) -> dict[str, int]:
         "reserved": torch.cuda.memory_reserved(device),
         "max_reserved": torch.cuda.max_memory_reserved(device),
     }
+
+
+def record_memory_history(device: torch.device) -> None:
+    """From now on every allocation is remembered, with the lines of Python that asked for it (CUDA only)."""
+    if device.type == "cuda":
+        torch.cuda.memory._record_memory_history(max_entries=100_000)
+
+
+def end_memory_history(device: torch.device, path: Path) -> None:
+    """Write what was remembered, for pytorch.org/memory_viz, and forget it."""
+    if device.type == "cuda":
+        torch.cuda.memory._dump_snapshot(str(path))
+        torch.cuda.memory._record_memory_history(enabled=None)
 
 
 def human_bytes(count: float) -> str:

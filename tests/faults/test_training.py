@@ -99,12 +99,28 @@ def test_print_config_is_printed_once() -> None:
     assert done.stdout.count("\nnum_layers ") == 1
 
 
-def test_a_signal_to_one_rank_stops_all_at_one_step_and_the_run_goes_on(tmp_path: Path) -> None:
-    """SIGTERM to a worker; with dropout, the resumed run is bit for bit the run that was not stopped."""
+PIPELINE = {"pipeline_model_parallel_size": 2, "num_layers": 4}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "axes", "to", "number"),
+    [
+        (2, {}, "worker 1", signal.SIGTERM),
+        (4, PIPELINE, "worker 2", signal.SIGUSR1),
+        (4, PIPELINE, "launcher", signal.SIGTERM),
+    ],
+    ids=["one of two", "one of pp2 x dp2", "torchrun of pp2 x dp2"],
+)
+def test_a_signal_stops_all_ranks_at_one_step_and_the_run_goes_on(
+    ranks: int, axes: dict[str, Any], to: str, number: signal.Signals, tmp_path: Path
+) -> None:
+    """With dropout, the resumed run is bit for bit the run that was not stopped. torchrun passes SIGTERM on to all of
+    its workers, and reports a failure whatever they return."""
     save, whole, pieces = tmp_path / "ckpt", tmp_path / "whole.jsonl", tmp_path / "pieces.jsonl"
-    argv = flags(train_iters=None, train_samples=8 * 400, exit_signal_handler=True, save=save, save_interval=10**6)
+    settings = {**axes, "train_iters": None, "train_samples": 8 * 400}
+    argv = flags(**settings, exit_signal_handler=True, save=save, save_interval=10**6)
     process = subprocess.Popen(
-        [*launch_command(REPOSITORY / "pretrain_gpt.py", 2), *argv, "--metrics-jsonl", str(pieces)],
+        [*launch_command(REPOSITORY / "pretrain_gpt.py", ranks), *argv, "--metrics-jsonl", str(pieces)],
         cwd=REPOSITORY,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -113,17 +129,18 @@ def test_a_signal_to_one_rank_stops_all_at_one_step_and_the_run_goes_on(tmp_path
     assert process.stdout is not None
     for line in process.stdout:
         if " iteration        3/" in line:
-            os.kill(_workers_of(process.pid)[1], signal.SIGTERM)
+            workers = _workers_of(process.pid)
+            os.kill(process.pid if to == "launcher" else workers[int(to.split()[1])], number)
             break
     out = process.stdout.read()
-    assert process.wait(BOUND) == 0, out
+    assert process.wait(BOUND) == (1 if to == "launcher" else 0), out
     record = json.loads((save / "exit_reason.json").read_text())
-    assert record["reason"] == "signal" and 3 <= record["iteration"] < 400
-    stop = record["iteration"] + 3
-    again = flags(train_iters=None, train_samples=8 * 400, exit_interval=stop)
-    assert launch([*again, "--metrics-jsonl", str(whole)], ranks=2).returncode == 0
+    assert (record["reason"], record["text"]) == ("signal", number.name) and 3 <= record["iteration"] < 400
+    assert [path.name for path in save.glob("iter_*")] == [f"iter_{record['iteration']:07d}"]
+    again = flags(**settings, exit_interval=record["iteration"] + 3)
+    assert launch([*again, "--metrics-jsonl", str(whole)], ranks=ranks).returncode == 0
     resumed = [*again, "--load", str(save), "--metrics-jsonl", str(pieces)]
-    assert launch(resumed, ranks=2).returncode == 0
+    assert launch(resumed, ranks=ranks).returncode == 0
     assert [same_numbers(r) for r in read_metrics(pieces)] == [same_numbers(r) for r in read_metrics(whole)]
 
 

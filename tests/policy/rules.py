@@ -25,7 +25,8 @@ LEVELS = {
     **dict.fromkeys(["training", "inference"], 6),
 }
 ABOVE_THE_PACKAGE = {"tools", "tests", "benchmarks", "examples", "pretrain_gpt"}
-ENVIRONMENT_READER = "megatron/distributed/launch.py"
+# The launcher's variables, and which compiler builds the kernels.
+ENVIRONMENT_READERS = ("megatron/distributed/launch.py", "csrc/build.py")
 # A closed list: libraries that listen to nothing but a variable, set for one child process. Nothing of ours reads it.
 ENVIRONMENT_WRITERS = {"megatron/preprocess/pool.py": "TOKENIZERS_PARALLELISM"}
 PICKLES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "shelve", "marshal", "joblib"}
@@ -122,7 +123,7 @@ def global_statements(source: str, path: str) -> list[str]:
 
 
 def environment_reads(source: str, path: str) -> list[str]:
-    if path == ENVIRONMENT_READER:
+    if path in ENVIRONMENT_READERS:
         return []
     found = []
     tree = ast.parse(source)

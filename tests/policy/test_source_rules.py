@@ -98,7 +98,7 @@ def test_the_rule_finds_a_planted_violation(rule: Rule, path: str, source: str) 
 ALLOWED: list[tuple[Rule, str, str]] = [
     (rules.upward_imports, "megatron/model/gpt.py", "from megatron.ops import Kernels\nfrom .block import Block"),
     (rules.upward_imports, "megatron/layout.py", "from megatron.errors import ConfigError"),
-    (rules.environment_reads, rules.ENVIRONMENT_READER, "import os\nrank = os.environ['RANK']"),
+    (rules.environment_reads, rules.ENVIRONMENT_READERS[0], "import os\nrank = os.environ['RANK']"),
     (
         rules.environment_reads,
         "megatron/preprocess/pool.py",

@@ -140,4 +140,20 @@ def check_weight_decay(config: RunConfig) -> None:
         raise ConfigError(f"{spelled(config, 'weight_decay')} and {style} exclude each other; remove --weight-decay")
 
 
-CHECKS = (check_length, check_units, check_batch, check_learning_rate, check_warmup, check_weight_decay)
+def check_profile(config: RunConfig) -> None:
+    profile = config.profile
+    if profile.profile and profile.profile_step_end <= profile.profile_step_start:
+        raise ConfigError(
+            f"{spelled(config, 'profile_step_end')} is not after {spelled(config, 'profile_step_start')}; the "
+            "iterations after the start are traced, up to and including the end"
+        )
+    if profile.memory_snapshot_path is not None and not profile.record_memory_history:
+        raise ConfigError(
+            f"{spelled(config, 'memory_snapshot_path')}: a snapshot is of the allocations that were recorded; add "
+            "--profile --record-memory-history"
+        )
+    if profile.record_memory_history and not profile.profile:
+        raise ConfigError("--record-memory-history: allocations are recorded while steps are traced; add --profile")
+
+
+CHECKS = (check_profile, check_length, check_units, check_batch, check_learning_rate, check_warmup, check_weight_decay)

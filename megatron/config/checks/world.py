@@ -33,6 +33,11 @@ def check_world(config: RunConfig, world_size: int) -> None:
             f"of {step}){fitting}"
         )
     _check_interleaved(config, dp)
+    absent = [rank for rank in config.profile.profile_ranks if not 0 <= rank < world_size]
+    if config.profile.profile and absent:
+        raise ConfigError(
+            f"{spelled(config, 'profile_ranks')}: there is no rank {absent[0]}; the ranks are 0 to {world_size - 1}"
+        )
     ramp = config.training.rampup_batch_size
     if ramp is not None and (ramp[0] % step or (final > ramp[0] and ramp[1] % step)):
         raise ConfigError(

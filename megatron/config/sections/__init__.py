@@ -12,6 +12,7 @@ from megatron.config.sections.moe import MoEConfig
 from megatron.config.sections.optimizer import OptimizerConfig, ScheduleConfig
 from megatron.config.sections.parallel import ParallelConfig
 from megatron.config.sections.precision import PrecisionConfig, RecomputeConfig
+from megatron.config.sections.profile import ProfileConfig
 from megatron.config.sections.runtime import RuntimeConfig
 from megatron.config.sections.training import TrainingConfig
 
@@ -26,6 +27,7 @@ __all__ = [
     "OptimizerConfig",
     "ParallelConfig",
     "PrecisionConfig",
+    "ProfileConfig",
     "RecomputeConfig",
     "RuntimeConfig",
     "ScheduleConfig",

@@ -41,7 +41,6 @@ class LoggingConfig:
     wandb_save_dir: str | None = flag(None, "Directory for Weights & Biases files.")
     wandb_entity: str | None = flag(None, "Weights & Biases entity.")
     log_straggler: bool = flag(False, "Report slow ranks.", status="later", note="remove it")
-    profile: bool = flag(False, "Profile a window of steps.", status="later", note="remove it")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,7 +27,7 @@ class ParallelConfig:
     decoder_first_pipeline_num_layers: int | None = flag(None, "Layers of the first stage.", at_least=1)
     decoder_last_pipeline_num_layers: int | None = flag(None, "Layers of the last stage.", at_least=1)
     pipeline_trace: str | None = flag(
-        None, "Directory where each rank leaves when its passes of the last step ran, for tools/draw_pipeline.py."
+        None, "Directory where each rank leaves when its passes of the last steps ran, for tools/draw_pipeline.py."
     )
     sequence_parallel: bool = flag(False, "Split norms and dropout over the tensor-parallel ranks.")
     context_parallel_size: int = flag(1, "Ranks that share each sequence.", at_least=1)

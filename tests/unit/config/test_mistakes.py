@@ -48,6 +48,12 @@ ADDED = {
     "--lr-decay-style WSD --lr-wsd-decay-iters 101": ("--lr-wsd-decay-iters 101", "shorten it"),
     "--global-batch-size 5": ("--global-batch-size 5", "multiple of"),
     "--rampup-batch-size 2 2 10 --global-batch-size 8": ("--rampup-batch-size 2 2 10", "--train-samples"),
+    "--profile --profile-step-end 10": (
+        "--profile-step-end 10 is not after --profile-step-start 10",
+        "after the start",
+    ),
+    "--record-memory-history": ("--record-memory-history", "add --profile"),
+    "--profile --memory-snapshot-path m.pickle": ("--memory-snapshot-path m.pickle", "--record-memory-history"),
     "--save out": ("--save out", "--save-interval"),
     "--ckpt-step 5": ("--ckpt-step 5", "--load"),
     "--finetune": ("--finetune", "--load"),
@@ -181,6 +187,13 @@ def test_batch_sizes_must_fit_the_ranks() -> None:
     check_world(config, 1)
     with pytest.raises(ConfigError, match=r"--rampup-batch-size 2 2 100.* multiples of 4"):
         check_world(config, 2)
+
+
+def test_profiled_ranks_must_exist() -> None:
+    config = parse_args(argv(SMALL, "--profile --profile-ranks 0 1"))
+    check_world(config, 2)
+    with pytest.raises(ConfigError, match=r"--profile-ranks 0 1: there is no rank 1; the ranks are 0 to 0"):
+        check_world(config, 1)
 
 
 def test_files_must_exist(tmp_path_factory: pytest.TempPathFactory) -> None:

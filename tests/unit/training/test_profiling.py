@@ -1,0 +1,167 @@
+"""`--profile`: the trace of a real run is summed up right, and so are traces of an accelerator made by hand."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.config.sections import ProfileConfig
+from megatron.errors import DataError
+from megatron.training.profile_cli import main
+from megatron.training.profiling import StepProfiler, build_profiling, no_profiling
+from megatron.training.trace_summary import CATEGORIES, Event, Summary, read_trace, summarise
+from megatron.utils.log import RankLog
+
+CPU = torch.device("cpu")
+THREAD, OTHER, STREAM, STREAM2 = (1, 1), (1, 2), (0, 7), (0, 20)
+
+
+def op(name: str, start: float, end: float, thread: Any = THREAD, kind: str = "cpu_op") -> Event:
+    return Event(name, kind, start, end, thread)
+
+
+def step(start: float, end: float, number: int = 1) -> Event:
+    return op(f"step {number}", start, end, kind="user_annotation")
+
+
+def micro(summary: Summary) -> dict[str, float]:
+    """Microseconds per step of the categories that have any."""
+    return {name: round(1e6 * s, 6) for name, s in summary.seconds.items() if s > 0}
+
+
+def test_a_moment_on_the_cpu_belongs_to_the_innermost_operation() -> None:
+    events = [
+        step(0, 100),
+        op("aten::linear", 10, 40),
+        op("aten::mm", 20, 35),
+        op("aten::copy_", 36, 38),
+        op("_BlockedAttention", 50, 70),
+        op("aten::bmm", 52, 60),
+        op("optimizer", 80, 95, kind="user_annotation"),
+        op("aten::mm", 82, 84),
+    ]
+    found = summarise(events)
+    assert micro(found) == {"GEMM": 28, "elementwise": 2, "attention": 20, "optimizer": 15, "idle": 35}
+    assert sum(found.seconds.values()) == pytest.approx(found.wall) and found.wall == pytest.approx(100e-6)
+
+
+def test_waiting_for_a_collective_is_communication_and_what_runs_beside_it_is_not() -> None:
+    events = [
+        step(0, 100),
+        op("c10d::allreduce_", 10, 15),
+        op("gloo:all_reduce", 15, 60, OTHER),
+        op("aten::mm", 20, 40),
+    ]
+    assert micro(summarise(events)) == {"communication": 5 + 5 + 20, "GEMM": 20, "idle": 50}
+
+
+def test_steps_are_averaged_and_what_lies_between_them_is_idle() -> None:
+    events = [step(0, 40, 3), op("aten::mm", 0, 30), step(50, 100, 4), op("aten::mm", 60, 90)]
+    found = summarise(events)
+    assert (found.steps, micro(found)) == (2, {"GEMM": 30, "idle": 20})
+    assert [(o.name, o.calls, round(1e6 * o.seconds)) for o in found.slowest] == [("aten::mm", 1, 30)]
+
+
+def test_an_accelerator_is_judged_by_its_kernels() -> None:
+    def kernel(name: str, start: float, end: float, stream: Any = STREAM) -> Event:
+        return op(name, start, end, stream, "kernel")
+
+    events = [
+        step(0, 50),
+        op("aten::mm", 5, 45),  # the CPU only hands it over
+        kernel("nvjet_tst_128x256_64x4", 10, 40),
+        kernel("flash_fwd_kernel", 40, 50),
+        kernel("elementwise_kernel", 45, 55, STREAM2),  # 5 of it beside the attention
+        kernel("ncclDevKernel_AllReduce_Sum_bf16", 30, 70, STREAM2),  # 25 of it beside work
+        op("optimizer", 70, 90, STREAM, "gpu_user_annotation"),
+        kernel("vectorized_elementwise_kernel", 72, 88),
+        op("Memcpy DtoH", 90, 100, STREAM, "gpu_memcpy"),
+    ]
+    found = summarise(events)
+    assert found.wall == pytest.approx(100e-6)
+    assert micro(found) == {
+        "GEMM": 30, "attention": 10, "elementwise": 5 + 10, "communication": 15, "optimizer": 16, "idle": 14,
+    }  # fmt: skip
+    assert found.hidden == pytest.approx(25e-6)
+    assert "hidden communication" in found.table()
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b"[1]", b'{"traceEvents": [{"ph": "X"}]}', b"\x1f\x8b broken"])
+def test_what_is_no_trace_is_refused_by_name(tmp_path: Path, content: bytes) -> None:
+    for name, data in (("t.json", content), ("t.json.gz", gzip.compress(content)), ("u.json.gz", content)):
+        (tmp_path / name).write_bytes(data)
+        with pytest.raises(DataError, match=rf"{name}: (is no trace|cannot be read)"):
+            read_trace(tmp_path / name)
+
+
+def test_a_trace_without_a_step_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"no whole step.*--profile"):
+        summarise([op("aten::mm", 0, 1)])
+
+
+def run(profiler: Any, iterations: range) -> None:
+    x = torch.randn(64, 64)
+    for iteration in iterations:
+        with profiler(iteration):
+            torch.softmax(x @ x, -1)
+
+
+def test_the_window_is_traced_and_nothing_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = ProfileConfig(profile=True, profile_step_start=2, profile_step_end=4, profile_dir=str(tmp_path / "p"))
+    run(StepProfiler(config, 3, CPU), range(1, 8))
+    assert [path.name for path in (tmp_path / "p").iterdir()] == ["rank3-iterations3-4.pt.trace.json.gz"]
+    assert "2 steps of" in capsys.readouterr().out
+    assert main([str(tmp_path / "p"), "--top", "2"]) == 0
+    text = capsys.readouterr().out
+    assert "GEMM" in text and all(category in text for category in CATEGORIES)
+
+
+def test_a_step_that_fails_leaves_its_trace(tmp_path: Path) -> None:
+    config = ProfileConfig(profile=True, profile_step_start=0, profile_step_end=9, profile_dir=str(tmp_path))
+    profiler = StepProfiler(config, 0, CPU)
+    run(profiler, range(1, 3))
+    with pytest.raises(RuntimeError, match="out of memory"), profiler(3):
+        raise RuntimeError("out of memory")
+    assert [path.name for path in tmp_path.iterdir()] == ["rank0-iterations1-3.pt.trace.json.gz"]
+
+
+def test_ranks_that_are_not_named_and_windows_that_are_past(capsys: pytest.CaptureFixture[str]) -> None:
+    config = ProfileConfig(profile=True, profile_ranks=(1,))
+    assert build_profiling(config, 0, CPU, 0, RankLog(0)) is no_profiling
+    assert build_profiling(ProfileConfig(), 0, CPU, 0, RankLog(0)) is no_profiling
+    assert build_profiling(config, 1, CPU, 0, RankLog(1)) is not no_profiling
+    build_profiling(config, 0, CPU, 12, RankLog(0))
+    assert "nothing is traced" in capsys.readouterr().out
+
+
+def test_a_folder_without_traces_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(tmp_path)]) == 2
+    assert "train with --profile first" in capsys.readouterr().err
+
+
+def test_a_real_run(tmp_path: Path) -> None:
+    """Memory is recorded too; most of a step is products, and all of it adds up."""
+    root = Path(__file__).resolve().parents[3]
+    flags = (
+        "--num-layers 2 --hidden-size 128 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 "
+        "--micro-batch-size 4 --train-iters 4 --lr 1e-3 --mock-data --vocab-size 1000 --eval-iters 0 --profile "
+        "--profile-step-start 1 --profile-step-end 3 --record-memory-history --pytorch-profiler-collect-shapes"
+    )
+    command = [sys.executable, str(root / "pretrain_gpt.py"), *flags.split()]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    path = tmp_path / "profile" / "rank0-iterations2-3.pt.trace.json.gz"
+    found = summarise(read_trace(path))
+    assert found.steps == 2 and sum(found.seconds.values()) == pytest.approx(found.wall)
+    for category in ("GEMM", "attention", "elementwise", "optimizer"):
+        assert found.seconds[category] > 0, category
+    raw = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+    assert any(event["name"] == "[memory]" for event in raw)
+    assert any("Input Dims" in event.get("args", {}) for event in raw)

@@ -1,0 +1,11 @@
+"""Where a traced training step went; see `--help`."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs from a checkout that is not installed
+
+if __name__ == "__main__":
+    from megatron.config.tool import start
+
+    sys.exit(start("megatron.training.profile_cli"))
