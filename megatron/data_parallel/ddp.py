@@ -72,11 +72,14 @@ class GradBuffers:
         grad_dtype: torch.dtype | None = None,
         bucket_size: int = DEFAULT_BUCKET_SIZE,
         overlap: bool = False,
+        flat: bool = False,
     ) -> None:
         """`axes`: for parameters whose gradients are summed over other ranks than `dp`, such as experts. `grad_dtype`:
-        what half parameters' gradients are added up in (fp32); others keep their own type."""
+        what half parameters' gradients are added up in (fp32); others keep their own type. `flat`: every gradient has a
+        place in a buffer, also where backward's own tensor would do."""
         self.dp = dp
         self.overlap = overlap and dp.size > 1
+        self.flat = flat
         self._axes = dict(axes or {})
         self._grad_dtype = grad_dtype or torch.float32
         self._slots: dict[str, _Slot] = {}
@@ -121,6 +124,10 @@ class GradBuffers:
         """All gradients by name."""
         return ((name, self.grad(name)) for name in self._slots)
 
+    def flat_buffers(self) -> Iterator[tuple[list[str], torch.Tensor]]:
+        """Each buffer with the names of the parameters whose gradients lie in it, one after the other."""
+        return (([slot.name for slot in bucket.slots], bucket.buffer) for bucket in self._buckets)
+
     def zero(self) -> None:
         """Begins a step. No memory is touched: the first gradient overwrites what is in the buffer."""
         for slot in self._slots.values():
@@ -162,14 +169,13 @@ class GradBuffers:
                 bucket.pending = None
 
     @torch.no_grad()
-    def multiply(self, factor: float) -> None:
-        """Multiplies every gradient by `factor`."""
+    def multiply(self, factor: torch.Tensor) -> None:
+        """Multiplies every gradient by `factor`, a single number."""
         for bucket in self._buckets:
             bucket.buffer.mul_(factor)
-        loose = [slot.parameter.grad for slot in self._slots.values() if slot.view is None]
-        present = [grad for grad in loose if grad is not None]
-        if present:
-            torch._foreach_mul_(present, factor)
+        for slot in self._slots.values():
+            if slot.view is None and slot.parameter.grad is not None:
+                slot.parameter.grad.mul_(factor)
 
     def close(self) -> None:
         """Takes the hooks off the parameters again."""
@@ -202,7 +208,7 @@ class GradBuffers:
         open_buckets: dict[tuple[torch.dtype, torch.device, str], list[_Slot]] = {}
         for slot in reversed(self._slots.values()):
             dtype = self._dtype_for(slot.parameter)
-            if slot.axis.size == 1 and dtype == slot.parameter.dtype:
+            if slot.axis.size == 1 and dtype == slot.parameter.dtype and not self.flat:
                 continue
             members = open_buckets.setdefault((dtype, slot.parameter.device, slot.axis.name), [])
             members.append(slot)

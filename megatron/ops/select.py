@@ -42,6 +42,9 @@ class Kernels:
     attention: Callable[..., Tensor]
     cross_entropy: Callable[[Tensor, Tensor], Tensor]
     linear_cross_entropy: Callable[..., Tensor]
+    # For the optimizer; None leaves it to torch's own functions. See megatron/ops/native/optim.py.
+    adamw: Callable[..., None] | None = None
+    grad_norm: Callable[[Tensor], Tensor] | None = None
     choices: tuple[Choice, ...] = field(default=(), compare=False)
 
     def table(self) -> str:
@@ -77,7 +80,7 @@ _TORCH: dict[str, Callable[..., Any]] = {
 }
 _CPU: dict[str, Callable[..., Any]] = {**_TORCH, "attention": cpu_attention.attention}
 # Fused elsewhere (in the gradient buffers), but named here so that one table shows everything that can be fused.
-_NOT_A_MODEL_OP = ("wgrad_accumulation",)
+_NOT_A_MODEL_OP = ("wgrad_accumulation", "adamw", "grad_norm")
 OPS: tuple[str, ...] = (*_REF, *_NOT_A_MODEL_OP)
 
 
@@ -93,6 +96,8 @@ def resolve(spec: str, device_type: str, *, attention: str = "auto", native: Lib
         choices.append(choice)
         if op in _REF:
             functions[op] = _function(choice, mode, device_type, native)
+        elif choice.backend == "native":
+            functions[op] = OPERATIONS[op].make(native.ops)
     if functions["attention"] is ref.attention:
         functions["attention"] = partial(ref.attention, softmax_op=functions["softmax"])
     return Kernels(**functions, choices=tuple(choices))
@@ -154,6 +159,8 @@ def _choose_torch(op: str, device_type: str) -> Choice:
         return Choice(op, "cpu", "products over blocks of queries; PyTorch's own for long sequences and generation")
     if op == "linear_cross_entropy":
         return Choice(op, "torch", "the logits become their own gradient in place")
+    if op in ("adamw", "grad_norm"):
+        return Choice(op, "torch", "PyTorch's own functions, a tensor at a time")
     if op in _TORCH:
         return Choice(op, "torch", "PyTorch's own fused function")
     return Choice(op, "ref", "no faster implementation is built")

@@ -176,6 +176,7 @@ def _build_engine(
         run.parallel.dp_cp,
         axes=dict.fromkeys(experts, run.parallel.expert_dp),
         overlap=config.parallel.overlap_grad_reduce,
+        flat=run.kernels.adamw is not None,
     )
     if built.wgrad_queue is not None:
         built.wgrad_queue.ready = grads.add
@@ -198,6 +199,8 @@ def _build_engine(
             split_over=dict.fromkeys(specs, dense) | dict.fromkeys(experts, shared),
             norm_axes=(dense, shared),
             specs=specs,
+            kernels=run.kernels,
+            asynchronous=run.device.type == "cuda",
         ),
         run.parallel,
         device=run.device,
