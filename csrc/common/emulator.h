@@ -1,19 +1,21 @@
-// CUDA kernels on a CPU: every thread of a block is a fiber, __syncthreads and the shuffles are barriers between
-// fibers. Slow, exact, and stricter than a GPU: shared memory starts as NaN, out-of-order schedules are tried, and
-// the C++ sanitizers see every access. It finds wrong indices, missing barriers and misaligned packs; it cannot find
-// every race, and it knows no tensor cores.
+// CUDA kernels on a CPU: every thread of a block is a fiber, __syncthreads and the warp functions are barriers between
+// fibers. Exact, and stricter than a GPU: shared memory starts as NaN, what a lane may not read is NaN, several
+// orders of threads and blocks are tried, and the C++ sanitizer sees every access. It finds wrong indices, missing
+// barriers and misaligned packs; it cannot find every race, and it knows no tensor cores.
 #pragma once
 
-#include <ucontext.h>
-
-#include <cmath>
+#include <csetjmp>
 #include <cstdint>
-#include <cstdlib>
 #include <cstring>
 #include <functional>
 #include <memory>
-#include <utility>
+#include <mutex>
+#include <stdexcept>
+#include <string>
+#include <ucontext.h>
 #include <vector>
+
+#include <math.h>
 
 #define __global__ static
 #define __device__ inline
@@ -30,169 +32,239 @@ namespace mk::emulator {
 
 constexpr size_t kStack = 64 << 10;
 constexpr int kWarp = 32;
+constexpr uint64_t kPoison = ~uint64_t(0);  // NaN in every floating-point type, -1 in integers
+
+// What a thread waits for.
+enum class Wait { nothing, warp, block, done };
 
 struct Fiber {
-  ucontext_t context;
   std::unique_ptr<char[]> stack;
+  ucontext_t start;   // for its first step
+  jmp_buf context;    // for all others: no system call in a switch
+  bool started = false;
   dim3 thread;
-  bool done = false;
-  bool waiting = false;        // at a barrier of the whole block
-  bool warp_waiting = false;   // at a barrier of its warp
-  uint64_t exchanged = 0;      // what it offers to its warp
-  uint64_t received = 0;
+  Wait wait = Wait::done;
+  unsigned mask = 0;                         // of the lanes that meet at a barrier of the warp
+  uint64_t offered[2] = {kPoison, kPoison};  // to the warp, by turns: who is ahead overwrites nothing that is unread
+  unsigned exchanges = 0;
 };
 
-struct Block {
-  std::vector<Fiber> fibers;
-  ucontext_t scheduler;
+// One for the process, kept from launch to launch: making fibers is what costs.
+struct Machine {
+  std::mutex launching;
+  std::vector<std::unique_ptr<Fiber>> fibers;
+  jmp_buf scheduler;
   std::function<void()> body;
-  int current = 0;
+  const char* kernel = "";
+  int current = 0, threads = 0;
   dim3 grid, index, size;
-  int epoch = 0;  // a new one for every block: static shared memory is poisoned again
+  long epoch = 0;  // a new one for every block: shared memory is poisoned again
+  int order = 0;   // 0: threads and blocks in order, 1: in reverse, 2: odd ones first
 };
 
-inline Block*& running() {
-  static thread_local Block* block = nullptr;
-  return block;
+inline Machine& machine() {
+  static Machine only;
+  return only;
 }
 
-// 0: threads in order, 1: in reverse, 2: odd ones first. The answer must not depend on it.
-inline int order() {
-  const char* chosen = std::getenv("MK_EMULATOR_ORDER");
-  return chosen == nullptr ? 0 : std::atoi(chosen);
+inline Fiber& current() { return *machine().fibers[machine().current]; }
+
+// ---------------------------------------------------------------- switching
+
+inline void yield(Wait wait) {
+  Fiber& fiber = current();
+  fiber.wait = wait;
+  if (_setjmp(fiber.context) == 0) _longjmp(machine().scheduler, 1);
 }
 
-inline void yield_to_scheduler() {
-  Block* block = running();
-  Fiber& fiber = block->fibers[block->current];
-  swapcontext(&fiber.context, &block->scheduler);
-}
-
+// A fiber never ends: with its next block it begins again here.
 inline void enter() {
-  Block* block = running();
-  block->body();
-  block->fibers[block->current].done = true;
-  yield_to_scheduler();
-}
-
-inline void barrier() {
-  Block* block = running();
-  block->fibers[block->current].waiting = true;
-  yield_to_scheduler();
-}
-
-inline void warp_barrier() {
-  Block* block = running();
-  block->fibers[block->current].warp_waiting = true;
-  yield_to_scheduler();
-}
-
-inline int lane() { return running()->current % kWarp; }
-
-template <class T>
-T exchange(T value, int source_lane) {
-  static_assert(sizeof(T) <= 8);
-  Block* block = running();
-  Fiber& mine = block->fibers[block->current];
-  std::memcpy(&mine.exchanged, &value, sizeof value);
-  warp_barrier();
-  const int warp = block->current / kWarp, source = warp * kWarp + source_lane;
-  T result = value;
-  if (source_lane >= 0 && source_lane < kWarp && source < int(block->fibers.size()))
-    std::memcpy(&result, &block->fibers[source].exchanged, sizeof result);
-  warp_barrier();
-  return result;
-}
-
-inline std::vector<int> schedule(int count) {
-  std::vector<int> result;
-  const int kind = order();
-  for (int i = 0; i < count; ++i) result.push_back(kind == 1 ? count - 1 - i : i);
-  if (kind == 2) {
-    result.clear();
-    for (int first : {1, 0})
-      for (int i = first; i < count; i += 2) result.push_back(i);
-  }
-  return result;
-}
-
-// True when every live fiber of [begin, end) stands at the barrier.
-template <class Waits>
-bool all_wait(const Block& block, int begin, int end, Waits waits) {
-  bool any = false;
-  for (int i = begin; i < end; ++i) {
-    if (block.fibers[i].done) continue;
-    if (!waits(block.fibers[i])) return false;
-    any = true;
-  }
-  return any;
-}
-
-inline void run_block(Block& block, const std::vector<int>& order) {
-  const int count = int(block.fibers.size());
   for (;;) {
-    bool alive = false, moved = false;
-    for (int i : order) {
-      Fiber& fiber = block.fibers[i];
-      if (fiber.done) continue;
-      alive = true;
-      if (fiber.waiting || fiber.warp_waiting) continue;
-      block.current = i;
-      moved = true;
-      swapcontext(&block.scheduler, &fiber.context);
-    }
-    if (!alive) return;
-    for (int begin = 0; begin < count; begin += kWarp) {
-      const int end = begin + kWarp < count ? begin + kWarp : count;
-      if (all_wait(block, begin, end, [](const Fiber& f) { return f.warp_waiting; })) {
-        for (int i = begin; i < end; ++i) block.fibers[i].warp_waiting = false;
-        moved = true;
-      }
-    }
-    if (all_wait(block, 0, count, [](const Fiber& f) { return f.waiting; })) {
-      for (Fiber& fiber : block.fibers) fiber.waiting = false;
-      moved = true;
-    }
-    if (!moved) std::abort();  // some threads wait at a barrier that the others have passed or never reach
+    machine().body();
+    yield(Wait::done);
   }
 }
 
-template <class Kernel>
-void run_grid(dim3 grid, dim3 size, const Kernel& kernel) {
-  const int count = int(size.x * size.y * size.z);
-  const std::vector<int> order = schedule(count);
-  static int epochs = 0;
-  for (unsigned z = 0; z < grid.z; ++z)
-    for (unsigned y = 0; y < grid.y; ++y)
-      for (unsigned x = 0; x < grid.x; ++x) {
-        Block block;
-        block.grid = grid, block.index = dim3(x, y, z), block.size = size, block.body = kernel;
-        block.epoch = ++epochs;
-        block.fibers = std::vector<Fiber>(count);
-        running() = &block;
-        for (int i = 0; i < count; ++i) {
-          Fiber& fiber = block.fibers[i];
-          fiber.thread = dim3(i % size.x, i / size.x % size.y, i / (size.x * size.y));
-          fiber.stack = std::make_unique<char[]>(kStack);
-          getcontext(&fiber.context);
-          fiber.context.uc_stack.ss_sp = fiber.stack.get();
-          fiber.context.uc_stack.ss_size = kStack;
-          fiber.context.uc_link = nullptr;
-          makecontext(&fiber.context, enter, 0);
-        }
-        run_block(block, order);
-        running() = nullptr;
-      }
+inline void resume(int index) {
+  machine().current = index;
+  Fiber& fiber = current();
+  if (_setjmp(machine().scheduler) != 0) return;
+  if (fiber.started) _longjmp(fiber.context, 1);
+  fiber.started = true;
+  setcontext(&fiber.start);
+}
+
+inline std::unique_ptr<Fiber> new_fiber() {
+  auto fiber = std::make_unique<Fiber>();
+  fiber->stack.reset(new char[kStack]);
+  getcontext(&fiber->start);
+  fiber->start.uc_stack.ss_sp = fiber->stack.get();
+  fiber->start.uc_stack.ss_size = kStack;
+  fiber->start.uc_link = nullptr;
+  makecontext(&fiber->start, enter, 0);
+  return fiber;
+}
+
+// ---------------------------------------------------------------- what a thread may call
+
+inline int lane() { return machine().current % kWarp; }
+
+inline void warp_barrier(unsigned mask) {
+  current().mask = mask;
+  yield(Wait::warp);
+}
+
+inline void offer(uint64_t value, unsigned mask) {
+  Fiber& mine = current();
+  mine.offered[mine.exchanges++ % 2] = value;
+  warp_barrier(mask);
+}
+
+// What a lane offered last; poison if it has ended, is not named in the mask or does not exist: CUDA leaves it undefined.
+inline uint64_t offered_by(int source, unsigned mask) {
+  const Machine& m = machine();
+  const int index = m.current / kWarp * kWarp + source;
+  if (index >= m.threads || !(mask >> source & 1u) || m.fibers[index]->wait == Wait::done) return kPoison;
+  return m.fibers[index]->offered[(m.fibers[m.current]->exchanges - 1) % 2];
+}
+
+// Lanes beyond the warp give the caller its own value back, as in CUDA.
+template <class T>
+T exchange(unsigned mask, T value, int source) {
+  static_assert(sizeof(T) <= 8);
+  uint64_t bits = 0;
+  std::memcpy(&bits, &value, sizeof value);
+  offer(bits, mask);
+  if (source < 0 || source >= kWarp) return value;
+  bits = offered_by(source, mask);
+  std::memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+inline unsigned ballot(unsigned mask, bool vote) {
+  offer(vote, mask);
+  unsigned votes = 0;
+  for (int i = 0; i < kWarp; ++i) votes |= unsigned(offered_by(i, mask) == 1) << i;
+  return votes;
+}
+
+// ---------------------------------------------------------------- scheduling
+
+inline std::vector<int> in_order(int count) {
+  std::vector<int> result;
+  const int kind = machine().order;
+  if (kind != 2) {
+    for (int i = 0; i < count; ++i) result.push_back(kind == 1 ? count - 1 - i : i);
+    return result;
+  }
+  for (int first : {1, 0})
+    for (int i = first; i < count; i += 2) result.push_back(i);
+  return result;
+}
+
+// Lets go the lanes of a warp that have all met; true if there were any.
+inline bool release_warp(int begin, int end) {
+  const auto& fibers = machine().fibers;
+  bool released = false;
+  for (int i = begin; i < end; ++i) {
+    if (fibers[i]->wait != Wait::warp) continue;
+    const unsigned mask = fibers[i]->mask;
+    bool all = true;
+    for (int j = begin; j < end; ++j) {
+      const bool named = mask >> (j - begin) & 1u, here = fibers[j]->wait == Wait::warp && fibers[j]->mask == mask;
+      all &= !named || here || fibers[j]->wait == Wait::done;
+    }
+    if (!all) continue;
+    for (int j = begin; j < end; ++j)
+      if (fibers[j]->wait == Wait::warp && fibers[j]->mask == mask) fibers[j]->wait = Wait::nothing;
+    released = true;
+  }
+  return released;
+}
+
+// As far as the warp can get without the others: the order that finds missing barriers best.
+inline void run_warp(int begin, const std::vector<int>& lanes) {
+  const int end = begin + int(lanes.size());
+  do {
+    for (int lane : lanes)
+      if (machine().fibers[begin + lane]->wait == Wait::nothing) resume(begin + lane);
+  } while (release_warp(begin, end));
+}
+
+[[noreturn]] inline void report_deadlock() {
+  Machine& m = machine();
+  int at[4] = {};
+  for (int i = 0; i < m.threads; ++i) ++at[int(m.fibers[i]->wait)];
+  m.fibers.clear();  // they stand in the middle of a kernel that will not go on
+  throw std::runtime_error(std::string(m.kernel) + ": deadlock in block (" + std::to_string(m.index.x) + ", " +
+                           std::to_string(m.index.y) + ", " + std::to_string(m.index.z) + "): of " +
+                           std::to_string(m.threads) + " threads " + std::to_string(at[int(Wait::block)]) +
+                           " wait for the block, " + std::to_string(at[int(Wait::warp)]) + " for their warp, " +
+                           std::to_string(at[int(Wait::done)]) + " have ended");
+}
+
+// True while there are threads to run; they stand at the same barrier, or else it is a deadlock.
+inline bool release_block() {
+  const Machine& m = machine();
+  int waiting = 0, done = 0;
+  for (int i = 0; i < m.threads; ++i) {
+    waiting += m.fibers[i]->wait == Wait::block;
+    done += m.fibers[i]->wait == Wait::done;
+  }
+  if (waiting + done != m.threads) report_deadlock();
+  for (int i = 0; i < m.threads; ++i)
+    if (m.fibers[i]->wait == Wait::block) m.fibers[i]->wait = Wait::nothing;
+  return waiting > 0;
+}
+
+struct Warp {
+  int begin;
+  std::vector<int> lanes;
+};
+
+inline std::vector<Warp> warps_of(int threads) {
+  std::vector<Warp> result;
+  for (int warp : in_order((threads + kWarp - 1) / kWarp)) {
+    const int begin = warp * kWarp;
+    result.push_back({begin, in_order(threads - begin < kWarp ? threads - begin : kWarp)});
+  }
+  return result;
+}
+
+inline void run_block(dim3 index, const std::vector<Warp>& warps) {
+  Machine& m = machine();
+  m.index = index;
+  ++m.epoch;
+  for (int i = 0; i < m.threads; ++i) m.fibers[i]->wait = Wait::nothing;
+  do {
+    for (const Warp& warp : warps) run_warp(warp.begin, warp.lanes);
+  } while (release_block());
+}
+
+inline void run_grid(const char* kernel, dim3 grid, dim3 size, std::function<void()> body) {
+  Machine& m = machine();
+  const std::lock_guard<std::mutex> alone(m.launching);
+  m.kernel = kernel, m.grid = grid, m.size = size, m.body = std::move(body);
+  m.threads = int(size.x * size.y * size.z);
+  if (m.threads < 1 || m.threads > 1024 || grid.y > 65535 || grid.z > 65535 || grid.x * grid.y * grid.z == 0)
+    throw std::runtime_error(std::string(kernel) + ": a GPU refuses this grid or block");
+  while (int(m.fibers.size()) < m.threads) m.fibers.push_back(new_fiber());
+  for (int i = 0; i < m.threads; ++i)
+    m.fibers[i]->thread = dim3(i % size.x, i / size.x % size.y, i / (size.x * size.y));
+  const std::vector<Warp> warps = warps_of(m.threads);
+  for (int z : in_order(int(grid.z)))
+    for (int y : in_order(int(grid.y)))
+      for (int x : in_order(int(grid.x))) run_block(dim3(x, y, z), warps);
 }
 
 // Static shared memory: one for the block that runs, filled with NaN when a block first comes to it.
 template <class T>
 struct Shared {
   T value;
-  int epoch = -1;
+  long epoch = -1;
   T& get() {
-    if (epoch != running()->epoch) {
-      epoch = running()->epoch;
+    if (epoch != machine().epoch) {
+      epoch = machine().epoch;
       std::memset(static_cast<void*>(&value), 0xff, sizeof value);
     }
     return value;
@@ -201,45 +273,84 @@ struct Shared {
 
 template <class Kernel>
 struct Launch {
+  const char* name;
   Kernel kernel;
   dim3 grid, block;
   template <class... Args>
   void operator()(Args... args) const {
-    run_grid(grid, block, [=, this] { kernel(args...); });
+    run_grid(name, grid, block, [=, this] { kernel(args...); });
   }
 };
 
 template <class Kernel>
-Launch<Kernel> launch(Kernel kernel, dim3 grid, dim3 block) {
-  return {kernel, grid, block};
+Launch<Kernel> launch(const char* name, Kernel kernel, dim3 grid, dim3 block) {
+  return {name, kernel, grid, block};
 }
 
 }  // namespace mk::emulator
 
-#define threadIdx (::mk::emulator::running()->fibers[::mk::emulator::running()->current].thread)
-#define blockIdx (::mk::emulator::running()->index)
-#define blockDim (::mk::emulator::running()->size)
-#define gridDim (::mk::emulator::running()->grid)
-
-inline void __syncthreads() { ::mk::emulator::barrier(); }
-inline void __syncwarp(unsigned = ~0u) { ::mk::emulator::warp_barrier(); }
-
-template <class T>
-T __shfl_xor_sync(unsigned, T value, int mask) {
-  return ::mk::emulator::exchange(value, ::mk::emulator::lane() ^ mask);
-}
-template <class T>
-T __shfl_down_sync(unsigned, T value, int delta) {
-  return ::mk::emulator::exchange(value, ::mk::emulator::lane() + delta);
-}
-template <class T>
-T __shfl_sync(unsigned, T value, int source) {
-  return ::mk::emulator::exchange(value, source);
+// For whoever loaded the library: see Machine::order.
+extern "C" __attribute__((visibility("default"), used)) inline void mk_emulator_order(int order) {
+  ::mk::emulator::machine().order = order;
 }
 
-inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }
+// The sanitizer ends the process in a way that Python's faulthandler sees, which names the test.
+extern "C" __attribute__((visibility("default"), used)) inline const char* __ubsan_default_options() {
+  return "abort_on_error=1:print_stacktrace=1";
+}
 
-#define MK_LAUNCH(kernel, grid, block, stream) ::mk::emulator::launch(kernel, grid, block)
+#define threadIdx (::mk::emulator::current().thread)
+#define blockIdx (::mk::emulator::machine().index)
+#define blockDim (::mk::emulator::machine().size)
+#define gridDim (::mk::emulator::machine().grid)
+
+inline void __syncthreads() { ::mk::emulator::yield(::mk::emulator::Wait::block); }
+inline void __syncwarp(unsigned mask = ~0u) { ::mk::emulator::warp_barrier(mask); }
+inline void __threadfence() {}
+
+template <class T>
+T __shfl_sync(unsigned mask, T value, int source) {
+  return ::mk::emulator::exchange(mask, value, source & 31);
+}
+template <class T>
+T __shfl_xor_sync(unsigned mask, T value, int lanes) {
+  return ::mk::emulator::exchange(mask, value, ::mk::emulator::lane() ^ lanes);
+}
+template <class T>
+T __shfl_down_sync(unsigned mask, T value, unsigned delta) {
+  return ::mk::emulator::exchange(mask, value, ::mk::emulator::lane() + int(delta));
+}
+template <class T>
+T __shfl_up_sync(unsigned mask, T value, unsigned delta) {
+  return ::mk::emulator::exchange(mask, value, ::mk::emulator::lane() - int(delta));
+}
+inline unsigned __ballot_sync(unsigned mask, int vote) { return ::mk::emulator::ballot(mask, vote != 0); }
+inline int __any_sync(unsigned mask, int vote) { return ::mk::emulator::ballot(mask, vote != 0) != 0; }
+inline int __all_sync(unsigned mask, int vote) { return ::mk::emulator::ballot(mask, vote == 0) == 0; }
+inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
+
+// Threads run one at a time: what is atomic needs nothing more.
+template <class T>
+T atomicAdd(T* address, T value) {
+  const T before = *address;
+  *address = before + value;
+  return before;
+}
+template <class T>
+T atomicMax(T* address, T value) {
+  const T before = *address;
+  if (value > before) *address = value;
+  return before;
+}
+
+template <class T>
+T __ldg(const T* address) {
+  return *address;
+}
+
+inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
+
+#define MK_LAUNCH(kernel, grid, block, stream) ::mk::emulator::launch(#kernel, kernel, grid, block)
 #define MK_SHARED(T, name, count)                          \
   static ::mk::emulator::Shared<T[count]> name##_of_block; \
   T(&name)[count] = name##_of_block.get()

@@ -25,7 +25,7 @@ void swiglu_row_backward(const T* __restrict gate, const T* __restrict up, const
     const float g = load(gate[i]), upstream = load(grad[i]);
     const float s = sigmoid(g);
     grad_gate[i] = store<T>(upstream * load(up[i]) * (s * (1.0f + g * (1.0f - s))));
-    grad_up[i] = store<T>(upstream * g * s);
+    grad_up[i] = store<T>(upstream * (g * s));  // s is 0 where upstream * g would overflow
   }
 }
 

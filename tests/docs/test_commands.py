@@ -71,8 +71,8 @@ FLAG = re.compile(r"(?<![\w-])--[A-Za-z][\w-]*")
 def known_flags() -> set[str]:
     """Those of training, and those that tools, benchmarks and example scripts spell out in their sources."""
     sources = [ROOT / "docs" / "flags.md", *(ROOT / "tools").glob("*.py"), *(ROOT / "examples").glob("*.*")]
-    sources += [*(ROOT / "benchmarks").glob("*.py"), ROOT / "megatron" / "training" / "check_layout.py"]
-    for package in ("preprocess", "inference", "checkpoint", "pipeline_parallel"):
+    sources += [*(ROOT / "benchmarks").glob("*.py"), *(ROOT / "csrc").glob("*.py")]
+    for package in ("preprocess", "inference", "checkpoint", "pipeline_parallel", "training"):
         sources += (ROOT / "megatron" / package).glob("*.py")
     return {flag for path in sources for flag in FLAG.findall(path.read_text(encoding="utf-8"))}
 

@@ -1,0 +1,131 @@
+"""Whole training steps on one GPU, as a user starts them, beside the bars that this project set itself.
+
+    python benchmarks/gpu_steps.py                       # every size, bf16, dropout 0, no recompute
+    python benchmarks/gpu_steps.py --sizes 124M 345M --flags="--cuda-graphs"
+    python benchmarks/gpu_steps.py --sizes tiny --device cpu --iters 10 --warm-up 4   # to see that it runs
+
+Each size is a run of pretrain_gpt.py on mock data: optimizer, loader and copies to the device included. Iterations are
+timed in blocks, the clock read once a block after the device has finished; the first ones are warm-up. Model FLOPs are
+Megatron's (attention's full square, padded vocabulary), over 989 TFLOP/s: a bf16 H100 or H200 without sparsity.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+PEAK = 989.4e12
+BLOCK = 5  # iterations between two readings of the clock
+
+
+@dataclass(frozen=True)
+class Size:
+    name: str
+    layers: int
+    hidden: int
+    heads: int
+    seq: int
+    micro_batch: int
+    vocab: int
+    floor: float | None = None  # of 989 TFLOP/s, what must be reached; `aim` is what we would like
+    aim: float | None = None
+    published: str = ""  # what a tutorial reports, and its tokens/s for one GPU
+    published_tokens: float | None = None
+
+
+SIZES = (
+    Size("124M", 12, 768, 12, 1024, 64, 50304, 0.38, 0.42),
+    Size("345M", 24, 1024, 16, 1024, 32, 50304, 0.42, 0.47, "8 x A100: 29.4 samples/s each", 29.4 * 1024),
+    Size("1.3B", 24, 2048, 16, 2048, 8, 50304, 0.50, 0.57),
+    Size("2.7B", 32, 2560, 32, 2048, 8, 50304, 0.50, 0.57),
+    Size("110M", 12, 768, 12, 1024, 12, 32768, None, None, "8 x A100: 85k tokens/s each", 85_000),
+    Size("tiny", 2, 64, 4, 64, 2, 1000),
+)
+NAMED = {size.name: size for size in SIZES}
+
+
+def command(size: Size, device: str, iters: int, metrics: Path, extra: list[str]) -> list[str]:
+    flags: dict[str, Any] = {
+        "--num-layers": size.layers, "--hidden-size": size.hidden, "--num-attention-heads": size.heads,
+        "--seq-length": size.seq, "--max-position-embeddings": size.seq, "--vocab-size": size.vocab,
+        "--micro-batch-size": size.micro_batch, "--train-iters": iters, "--lr": 1e-4, "--eval-iters": 0,
+        "--attention-dropout": 0, "--hidden-dropout": 0, "--log-interval": BLOCK, "--device": device,
+        "--metrics-jsonl": metrics,
+    }  # fmt: skip
+    words = [str(word) for pair in flags.items() for word in pair]
+    return [sys.executable, str(ROOT / "pretrain_gpt.py"), *words, "--bf16", "--mock-data", *extra]
+
+
+def measure(size: Size, device: str, iters: int, warm_up: int, extra: list[str]) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        metrics = Path(folder) / "metrics.jsonl"
+        done = subprocess.run(
+            command(size, device, iters, metrics, extra), capture_output=True, text=True, check=False
+        )  # fmt: skip
+        if done.returncode:
+            return {"size": size.name, "failed": (done.stderr.strip().splitlines() or ["no message"])[-1]}
+        records = [json.loads(line) for line in metrics.read_text().splitlines()]
+    blocks = [r for r in records if r["split"] == "train" and r["iteration"] > warm_up]
+    if not blocks:
+        raise SystemExit(f"--iters {iters}: nothing is left to measure after --warm-up {warm_up}")
+    seconds = statistics.median(r["seconds_per_iteration"] for r in blocks)
+    tflops = statistics.median(r["tflops_per_device"] for r in blocks)
+    return {
+        "size": size.name,
+        "blocks": len(blocks),
+        "ms": 1e3 * seconds,
+        "tokens_per_second": size.micro_batch * size.seq / seconds,
+        "samples_per_second": size.micro_batch / seconds,
+        "tflops": tflops,
+        "utilisation": tflops * 1e12 / PEAK,
+        "waited_for_data_ms": 1e3 * statistics.median(r["data_wait_seconds"] for r in blocks),
+        "loss": blocks[-1]["lm_loss"],
+    }
+
+
+def line(size: Size, result: dict[str, Any]) -> str:
+    if "failed" in result:
+        return f"{size.name:<6} {result['failed']}"
+    share = result["utilisation"]
+    verdict = ""
+    if size.floor is not None and size.aim is not None:
+        reached = "aim reached" if share >= size.aim else ("reached" if share >= size.floor else "MISSED")
+        verdict = f"bar {size.floor:.0%}, aim {size.aim:.0%}: {reached}"
+    elif size.published_tokens is not None:
+        verdict = f"{result['tokens_per_second'] / size.published_tokens:.2f}x of {size.published}"
+    return (
+        f"{size.name:<6} {result['ms']:>9.1f} ms {result['tokens_per_second']:>10.0f} tokens/s "
+        f"{result['samples_per_second']:>8.1f} samples/s {result['tflops']:>7.1f} TFLOP/s {share:>6.1%}  {verdict}"
+    ).rstrip()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", nargs="+", choices=NAMED, default=[s.name for s in SIZES if s.name != "tiny"])
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--iters", type=int, default=40)
+    parser.add_argument("--warm-up", type=int, default=15, help="iterations that do not count")
+    parser.add_argument("--flags", default="", help='more flags for pretrain_gpt.py, as in --flags="--cuda-graphs"')
+    parser.add_argument("--json", type=Path, help="also write the results here")
+    args = parser.parse_args()
+    results = []
+    for name in args.sizes:
+        results.append(measure(NAMED[name], args.device, args.iters, args.warm_up, shlex.split(args.flags)))
+        print(line(NAMED[name], results[-1]), flush=True)
+    if args.json is not None:
+        args.json.write_text(json.dumps({"flags": args.flags, "device": args.device, "results": results}, indent=1))
+    if any("failed" in result for result in results):
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,176 @@
+"""Every kernel of csrc/ beside PyTorch's own functions, torch.compile, and the time to copy the bytes it must move.
+
+    python benchmarks/kernels.py                                  # every operation, fp32 and bf16, one thread
+    python benchmarks/kernels.py --op swiglu --dtype bf16 --threads 2 --rounds 50
+    python benchmarks/kernels.py --device cuda --json result.json
+
+A case is a forward pass and, where there is one, its backward pass. The contenders take turns within every round; times
+are the median over rounds, of this process's CPU time with one thread (other processes do not count) and of the clock
+otherwise. The floor copies as many bytes as the operation must read and write. Freed memory is kept by the process, as
+in training: a page that is new costs more than the arithmetic on it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from megatron.ops import builtin, ref
+from megatron.ops.library import library
+from megatron.ops.native import OPERATIONS
+from megatron.ops.proof import flat_tensors
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+CONTENDERS = ("ours", "eager", "compile", "floor")
+
+
+@dataclass(frozen=True)
+class Case:
+    """`ours` is given torch.ops.<namespace>; `eager` is PyTorch's best; `formula` is what torch.compile is given."""
+
+    op: str
+    shape: str
+    ours: Callable[[Any], Callable[..., Any]]
+    eager: Callable[..., Any]
+    formula: Callable[..., Any]
+    inputs: Callable[[torch.dtype, str], tuple[Any, ...]]
+    moved: Callable[[tuple[Any, ...]], int]  # bytes that must be read and written
+    differentiable: bool = True
+
+
+def keep_freed_memory() -> None:
+    """glibc's mallopt: no mapping of its own for a large tensor, nothing given back."""
+    mallopt = ctypes.CDLL(None).mallopt
+    for parameter, value in ((-4, 0), (-1, 2**31 - 1), (-2, 256 << 20)):
+        mallopt(parameter, value)
+
+
+def size(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def randn(*shape: int, dtype: torch.dtype, device: str) -> Tensor:
+    return torch.randn(shape, device=device).to(dtype)
+
+
+CASES: tuple[Case, ...] = (
+    Case(
+        op="swiglu",
+        shape="4096 x 2*2048",
+        ours=OPERATIONS["swiglu"].make,
+        eager=builtin.swiglu,
+        formula=ref.swiglu,
+        inputs=lambda dtype, device: (randn(4096, 4096, dtype=dtype, device=device),),
+        moved=lambda args: size(args[0]) * 8 // 2,  # forward 1 + 1/2, backward 1 + 1/2 + 1
+    ),
+)
+
+
+def step_of(function: Callable[..., Any], args: Sequence[Any], differentiable: bool) -> Callable[[], None]:
+    """One forward and backward pass; gradients are returned, not accumulated."""
+    if not differentiable:
+        return lambda: function(*args)
+    leaves = [arg.detach().clone().requires_grad_() if _floating(arg) else arg for arg in args]
+    wanted = [leaf for leaf in leaves if _floating(leaf)]
+    with torch.no_grad():
+        upstreams = [torch.randn_like(output) for output in flat_tensors(function(*args))]
+
+    def step() -> None:
+        torch.autograd.grad(flat_tensors(function(*leaves)), wanted, upstreams)
+
+    return step
+
+
+def _floating(arg: Any) -> bool:
+    return isinstance(arg, Tensor) and arg.is_floating_point()
+
+
+def contenders(case: Case, dtype: torch.dtype, device: str, only: Sequence[str]) -> dict[str, Callable[[], None]]:
+    args = case.inputs(dtype, device)
+    source = torch.randn(case.moved(args) // 8, device=device)
+    target = torch.empty_like(source)
+    makers: dict[str, Callable[[], Callable[[], Any]]] = {
+        "ours": lambda: step_of(case.ours(library().ops), args, case.differentiable),
+        "eager": lambda: step_of(case.eager, args, case.differentiable),
+        "compile": lambda: step_of(torch.compile(case.formula), args, case.differentiable),
+        "floor": lambda: lambda: target.copy_(source),
+    }
+    return {name: makers[name]() for name in CONTENDERS if name in only}
+
+
+def seconds_of(step: Callable[[], None], device: str, clock: Callable[[], float]) -> float:
+    if device == "cpu":
+        start = clock()
+        step()
+        return clock() - start
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda.synchronize()
+    begin.record()
+    step()
+    end.record()
+    torch.cuda.synchronize()
+    return begin.elapsed_time(end) / 1e3
+
+
+def measure(case: Case, dtype: str, args: argparse.Namespace) -> dict[str, Any]:
+    clock = time.process_time if args.threads == 1 else time.perf_counter
+    steps = contenders(case, DTYPES[dtype], args.device, args.only)
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for turn in range(args.warmup + args.rounds):
+        for name, step in steps.items():
+            seconds = seconds_of(step, args.device, clock)
+            if turn >= args.warmup:
+                times[name].append(seconds)
+    milliseconds = {name: 1e3 * statistics.median(values) for name, values in times.items()}
+    return {"op": case.op, "shape": case.shape, "dtype": dtype, "ms": milliseconds}
+
+
+def line(result: dict[str, Any]) -> str:
+    times: dict[str, float] = result["ms"]
+    parts = [f"{result['op']:<20} {result['shape']:<24} {result['dtype']:<5}"]
+    parts += [f"{name} {value:8.3f} ms" for name, value in times.items()]
+    if "ours" in times:
+        parts += [f"{value / times['ours']:5.2f}x {name}" for name, value in times.items() if name != "ours"]
+    return "  ".join(parts)
+
+
+def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--op", nargs="+", choices=sorted({case.op for case in CASES}), help="only these")
+    parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=["fp32", "bf16"])
+    parser.add_argument("--only", nargs="+", choices=CONTENDERS, default=list(CONTENDERS), help="only these contenders")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--warmup", type=int, default=3)
+    parser.add_argument("--json", type=Path, help="also write the results here")
+    args = parser.parse_args(arguments)
+    if library().missing is not None:
+        parser.error(f"the kernels are {library().missing}")
+    keep_freed_memory()
+    torch.set_num_threads(args.threads)
+    results = []
+    for case in CASES:
+        for dtype in args.dtype if args.op is None or case.op in args.op else ():
+            results.append(measure(case, dtype, args))
+            print(line(results[-1]), flush=True)
+    if args.json is not None:
+        args.json.write_text(json.dumps({"torch": torch.__version__, "results": results}, indent=1) + "\n")
+    return results
+
+
+if __name__ == "__main__":
+    main()

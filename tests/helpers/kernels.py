@@ -1,0 +1,83 @@
+"""The backends that run kernels on this machine: C++ on the CPU, CUDA in the emulator, CUDA on a GPU."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.ops import native
+from megatron.ops.library import library
+from tests.policy.rules import ROOT
+
+EMULATED = ROOT / "build" / "emulated"
+ORDERS = {"in order": 0, "in reverse": 1, "odd ones first": 2}
+
+
+@dataclass(frozen=True)
+class Backend:
+    name: str
+    device: str
+    ops: Any  # torch.ops.<namespace>
+    namespace: str
+
+
+@cache
+def builder() -> ModuleType:
+    """csrc/build.py as a module."""
+    spec = importlib.util.spec_from_file_location("build_kernels", ROOT / "csrc" / "build.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@cache
+def emulated_library() -> Path:
+    """Built when a test first asks for it; the second time only what has changed."""
+    path = EMULATED / "_kernels.so"
+    builder().build(path, emulated=True)
+    return path
+
+
+@cache
+def backend(name: str) -> Backend:
+    """`cpu`, `emulated` or `cuda`; a test of one that this machine does not have is skipped with the reason."""
+    if name == "emulated":
+        try:
+            path = emulated_library()
+        except builder().BuildError as error:
+            pytest.skip(f"the emulator cannot be built: {error}")
+        torch.ops.load_library(path)
+        native.register("megatron_emulated")
+        return Backend(name, "cpu", torch.ops.megatron_emulated, "megatron_emulated")
+    if (missing := library().missing) is not None:
+        pytest.skip(f"the kernels are {missing}")
+    if name == "cuda" and not (torch.cuda.is_available() and library().cuda):
+        pytest.skip("no GPU here, or the kernels were built without CUDA")
+    return Backend(name, name, library().ops, "megatron_native")
+
+
+BACKENDS = ("cpu", "emulated", "cuda")
+
+
+@contextmanager
+def emulator_order(name: str) -> Iterator[None]:
+    """Runs the emulator's threads and blocks in one of ORDERS."""
+    choose = ctypes.CDLL(str(emulated_library())).mk_emulator_order
+    choose(ORDERS[name])
+    try:
+        yield
+    finally:
+        choose(0)

@@ -1,0 +1,52 @@
+"""The benchmark of whole steps on a GPU, on the smallest shape and a CPU: it runs, and its arithmetic is right."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+SCRIPT = Path(__file__).resolve().parents[3] / "benchmarks" / "gpu_steps.py"
+
+
+@pytest.fixture(scope="module")
+def steps() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("gpu_steps", SCRIPT)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_it_runs_on_a_cpu(tmp_path: Path) -> None:
+    flags = ["--sizes", "tiny", "--device", "cpu", "--iters", "10", "--warm-up", "5", "--json", "out.json"]
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), *flags], cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stderr + done.stdout
+    (result,) = json.loads((tmp_path / "out.json").read_text())["results"]
+    assert result["blocks"] == 1
+    assert result["tokens_per_second"] == pytest.approx(2 * 64 / (result["ms"] / 1e3))
+    assert result["utilisation"] == pytest.approx(result["tflops"] / 989.4)
+
+
+def test_a_run_that_fails_is_told_and_fails_the_benchmark(tmp_path: Path) -> None:
+    flags = ["--sizes", "tiny", "--device", "cpu", "--iters", "10", "--flags=--fp16 --loss-scale -1"]
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), *flags], cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 1 and "tiny   error: " in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("share", "verdict"), [(0.30, "MISSED"), (0.39, "bar 38%, aim 42%: reached"), (0.43, "aim reached")]
+)
+def test_a_size_is_held_against_its_bar(steps: ModuleType, share: float, verdict: str) -> None:
+    result = {"ms": 1.0, "tokens_per_second": 1.0, "samples_per_second": 1.0, "tflops": 1.0, "utilisation": share}
+    assert steps.line(steps.NAMED["124M"], result).endswith(verdict)

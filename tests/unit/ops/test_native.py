@@ -1,0 +1,132 @@
+"""Every kernel of csrc/ on every backend that this machine has, against fp64; and how torch sees the operations."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron.errors import ConfigError
+from megatron.ops import ref, resolve
+from megatron.ops.native import OPERATIONS
+from megatron.ops.proof import SUBJECTS, Draw, Subject, check
+from tests.helpers.kernels import BACKENDS, ORDERS, Backend, backend, emulator_order
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def draw(dtype: torch.dtype = torch.float32, seed: int = 1) -> Draw:
+    return Draw(dtype, torch.Generator().manual_seed(seed))
+
+
+def problems(subject: Subject, where: Backend, dtype: torch.dtype) -> list[str]:
+    findings = ((call, finding) for call in subject.calls(draw(dtype))
+                for finding in check(subject, call, where.ops, where.device))  # fmt: skip
+    return [f"{call.name}: {finding.tensor}: {finding.wrong}" for call, finding in findings if finding.wrong]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("op", SUBJECTS)
+def test_kernel_against_fp64(op: str, name: str, dtype: torch.dtype) -> None:
+    subject = SUBJECTS[op]
+    if dtype in subject.dtypes:
+        assert problems(subject, backend(name), dtype) == []
+
+
+@pytest.mark.parametrize("order", list(ORDERS)[1:])
+@pytest.mark.parametrize("op", SUBJECTS)
+def test_the_order_of_threads_and_blocks_does_not_matter(op: str, order: str) -> None:
+    where = backend("emulated")
+    with emulator_order(order):
+        assert problems(SUBJECTS[op], where, SUBJECTS[op].dtypes[-1]) == []
+
+
+@pytest.mark.parametrize("op", SUBJECTS)
+def test_two_threads_give_what_one_gives(op: str) -> None:
+    where, subject, results = backend("cpu"), SUBJECTS[op], []
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            with Recorder(where.namespace) as recorder:
+                assert problems(subject, where, subject.dtypes[0]) == []
+            results.append(recorder.results)
+    finally:
+        torch.set_num_threads(before)
+    one, two = results
+    assert len(one) == len(two) > 0
+    assert all(torch.equal(a.nan_to_num(1e9), b.nan_to_num(1e9)) for a, b in zip(one, two))
+
+
+class Recorder(TorchDispatchMode):
+    """Notes the first call of every operation of a namespace, and all their results."""
+
+    def __init__(self, namespace: str) -> None:
+        super().__init__()
+        self.namespace = namespace
+        self.calls: dict[Any, tuple[tuple[Any, ...], dict[str, Any]]] = {}
+        self.results: list[torch.Tensor] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.namespace == self.namespace:
+            copies = tuple(arg.detach().clone() if isinstance(arg, torch.Tensor) else arg for arg in args)
+            if not any(isinstance(arg, torch.Tensor) and arg.numel() == 0 for arg in args):
+                self.calls.setdefault(func, (copies, dict(kwargs or {})))
+            parts = result if isinstance(result, tuple | list) else [result]
+            self.results += [part.clone() for part in parts if isinstance(part, torch.Tensor)]
+        return result
+
+
+def registered(namespace: str) -> set[str]:
+    names = torch._C._dispatch_get_all_op_names()
+    return {name.split("::")[1] for name in names if name.startswith(f"{namespace}::")}
+
+
+def test_opcheck_of_every_operation() -> None:
+    """Schema, fake tensors, autograd and functionalisation are right for whatever the library registers."""
+    where = backend("cpu")
+    with Recorder(where.namespace) as recorder:
+        for subject in SUBJECTS.values():
+            for call in subject.calls(draw(subject.dtypes[0])):
+                check(subject, call, where.ops, where.device)
+    assert {op.name().split("::")[1].split(".")[0] for op in recorder.calls} == registered(where.namespace)
+    for op, (args, named) in recorder.calls.items():
+        if torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "Autograd"):
+            args = tuple(arg.requires_grad_() if isinstance(arg, torch.Tensor) and arg.is_floating_point() else arg
+                         for arg in args)  # fmt: skip
+        torch.library.opcheck(op, args, named)
+
+
+def test_an_operation_inside_a_compiled_graph() -> None:
+    where = backend("cpu")
+    x = torch.randn(4, 64, requires_grad=True)
+    compiled = torch.compile(lambda value: where.ops.swiglu_forward(value) * 2, fullgraph=True)
+    (gradient,) = torch.autograd.grad(compiled(x).sum(), x)
+    (expected,) = torch.autograd.grad((ref.swiglu(x) * 2).sum(), x)
+    torch.testing.assert_close(gradient, expected)
+
+
+def test_strict_refuses_what_the_kernel_cannot_take() -> None:
+    call = OPERATIONS["swiglu"].with_fallback(backend("cpu").ops, ref.swiglu, strict=True)
+    with pytest.raises(ConfigError, match=r"--kernels native: swiglu cannot take float64 \(2, 4\): .* --kernels auto"):
+        call(torch.ones(2, 4, dtype=torch.float64))
+
+
+def test_the_fallback_runs_and_is_said_once() -> None:
+    call = OPERATIONS["swiglu"].with_fallback(backend("cpu").ops, ref.swiglu, strict=False)
+    x = torch.randn(2, 4, dtype=torch.float64)
+    with pytest.warns(UserWarning, match="swiglu: the native kernel cannot take float64"):
+        assert torch.equal(call(x), ref.swiglu(x))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        call(x)
+
+
+def test_the_table_names_the_kernels() -> None:
+    backend("cpu")
+    assert any(line.split()[:3] == ["swiglu", "native", "csrc"] for line in resolve("auto", "cpu").table().splitlines())
