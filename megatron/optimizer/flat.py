@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron.data_parallel import GradBuffers
+from megatron.ops.native.optim import joined, split
 from megatron.optimizer.decision import Decision
 from megatron.optimizer.inner import GroupRule, OptimizerState
 
@@ -149,8 +150,7 @@ class FlatAdam:
     def _masters(self, run: _Run) -> Tensor:
         if not self._kept_as_remainders(run):
             return run.weights
-        high = run.weights.view(torch.int16).to(torch.int32) << 16
-        return (high + run.beside.to(torch.int32)).view(torch.float32)
+        return joined(run.weights, run.beside)
 
     def _set_masters(self, run: _Run, masters: Tensor) -> None:
         """Also sets the model's own weights: the masters, rounded."""
@@ -158,7 +158,5 @@ class FlatAdam:
             run.weights.copy_(masters)
             run.beside.copy_(masters)
             return
-        bits = masters.contiguous().view(torch.int32)
-        low = bits.to(torch.int16)  # the lower half; the upper one is rounded so that their sum is exact
-        run.beside.copy_(low)
-        run.weights.view(torch.int16).copy_(((bits - low.to(torch.int32)) >> 16).to(torch.int16))
+        for kept, new in zip((run.weights, run.beside), split(masters), strict=True):
+            kept.copy_(new)

@@ -67,7 +67,7 @@ class FlatSquareSum:
 
     def __call__(self, tensors: Sequence[Tensor]) -> Tensor:
         wide = [tensor for tensor in tensors if tensor.dtype == torch.float64]
-        narrow = [tensor for tensor in tensors if tensor.dtype != torch.float64 and tensor.numel()]
+        narrow = [tensor for tensor in tensors if tensor.dtype != torch.float64]
         sums = [self._kernel(flat) for flat in side_by_side(narrow)]
         if wide or not sums:
             sums.append(sum_of_wide_squares(wide).to(sums[0].device if sums else _device_of(tensors)))
@@ -78,7 +78,8 @@ def side_by_side(tensors: Sequence[Tensor]) -> list[Tensor]:
     """The same elements in as few flat tensors as possible, without a copy where a tensor is contiguous."""
     runs: list[tuple[Tensor, int, int]] = []  # first tensor, where its run begins and ends in the storage
     copies: list[Tensor] = []
-    for tensor in sorted(tensors, key=lambda t: (t.untyped_storage().data_ptr(), int(t.storage_offset()))):
+    filled = [tensor for tensor in tensors if tensor.numel()]
+    for tensor in sorted(filled, key=lambda t: (t.untyped_storage().data_ptr(), int(t.storage_offset()))):
         start = int(tensor.storage_offset())
         if not tensor.is_contiguous():
             copies.append(tensor.reshape(-1))

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+import torch
 from torch import nn
 
 from megatron.checkpoint import RunHistory
@@ -200,7 +201,7 @@ def _build_engine(
             norm_axes=(dense, shared),
             specs=specs,
             kernels=run.kernels,
-            asynchronous=run.device.type == "cuda",
+            asynchronous=runs_ahead(run.device),
         ),
         run.parallel,
         device=run.device,
@@ -211,6 +212,11 @@ def _build_engine(
         routers=_router_steps(run, model),
     )
     return engine, schedule
+
+
+def runs_ahead(device: torch.device) -> bool:
+    """Whether steps are handed over while earlier ones are still computed, and nothing waits for their numbers."""
+    return device.type == "cuda"
 
 
 def _norm_axes(run: Run) -> tuple[tuple[Axis, ...], tuple[Axis, ...]]:

@@ -28,6 +28,18 @@ def register(namespace: str) -> None:
         return x.new_empty((), dtype=torch.float64)
 
 
+def joined(high: Tensor, low: Tensor) -> Tensor:
+    """The fp32 numbers of which `high` (bf16) has the upper bits and `low` (int16) what is missing."""
+    return ((high.view(torch.int16).to(torch.int32) << 16) + low.to(torch.int32)).view(torch.float32)
+
+
+def split(weights: Tensor) -> tuple[Tensor, Tensor]:
+    """The nearest bf16 numbers (of two as near, the larger in magnitude) and what is missing to fp32."""
+    bits = weights.contiguous().view(torch.int32)
+    low = bits.to(torch.int16)  # the lower half, as a signed number
+    return ((bits - low.to(torch.int32)) >> 16).to(torch.int16).view(torch.bfloat16), low
+
+
 def _adamw(ops: Any) -> Callable[..., None]:
     """(weights, copy or remainder, exp_avg, exp_avg_sq, grad, ends, rates, control, beta1, beta2, eps)"""
 

@@ -78,6 +78,7 @@ class Recorder(TorchDispatchMode):
             if not any(isinstance(arg, torch.Tensor) and arg.numel() == 0 for arg in args):
                 self.calls.setdefault(func, (copies, dict(kwargs or {})))
             parts = result if isinstance(result, tuple | list) else [result]
+            parts = args if result is None else parts  # an operation whose results are what it changed
             self.results += [part.clone() for part in parts if isinstance(part, torch.Tensor)]
         return result
 
