@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from megatron.errors import ConfigError
-from megatron.ops import builtin, cpu_attention, ref
+from megatron.ops import builtin, cpu_attention, ref, wgrad
 from megatron.ops.library import Library, library
 from megatron.ops.linear_cross_entropy import linear_cross_entropy
 from megatron.ops.native import OPERATIONS
@@ -45,6 +45,8 @@ class Kernels:
     # For the optimizer; None leaves it to torch's own functions. See megatron/ops/native/optim.py.
     adamw: Callable[..., None] | None = None
     grad_norm: Callable[[Tensor], Tensor] | None = None
+    # For data parallelism's buffers; None leaves weight gradients to backward. See megatron/ops/wgrad.py.
+    wgrad_accumulation: wgrad.Accumulate | None = None
     choices: tuple[Choice, ...] = field(default=(), compare=False)
 
     def table(self) -> str:
@@ -98,6 +100,8 @@ def resolve(spec: str, device_type: str, *, attention: str = "auto", native: Lib
             functions[op] = _function(choice, mode, device_type, native)
         elif choice.backend == "native":
             functions[op] = OPERATIONS[op].make(native.ops)
+        elif op == "wgrad_accumulation" and choice.backend == "torch":
+            functions[op] = wgrad.accumulate
     if functions["attention"] is ref.attention:
         functions["attention"] = partial(ref.attention, softmax_op=functions["softmax"])
     return Kernels(**functions, choices=tuple(choices))
@@ -159,6 +163,8 @@ def _choose_torch(op: str, device_type: str) -> Choice:
         return Choice(op, "cpu", "products over blocks of queries; PyTorch's own for long sequences and generation")
     if op == "linear_cross_entropy":
         return Choice(op, "torch", "the logits become their own gradient in place")
+    if op == "wgrad_accumulation":
+        return Choice(op, "torch", wgrad.explanation(device_type))
     if op in ("adamw", "grad_norm"):
         return Choice(op, "torch", "PyTorch's own functions, a tensor at a time")
     if op in _TORCH:

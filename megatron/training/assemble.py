@@ -23,6 +23,7 @@ from megatron.model.gpt import GPT
 from megatron.optimizer import Schedule, build_optimizer, build_schedule
 from megatron.parallelize import ReplicaSums, persistent_buffers
 from megatron.parallelize.experts import is_expert
+from megatron.parallelize.wgrads import send_weight_gradients
 from megatron.pipeline_parallel.pipeline import Pipeline
 from megatron.training.batch_plan import BatchPlan
 from megatron.training.batches import BatchMaker, Provided, as_datasets
@@ -177,10 +178,13 @@ def _build_engine(
         run.parallel.dp_cp,
         axes=dict.fromkeys(experts, run.parallel.expert_dp),
         overlap=config.parallel.overlap_grad_reduce,
-        flat=run.kernels.adamw is not None,
+        flat=run.kernels.adamw is not None or run.kernels.wgrad_accumulation is not None,
+        accumulate=run.kernels.wgrad_accumulation,
     )
     if built.wgrad_queue is not None:
-        built.wgrad_queue.ready = grads.add
+        built.wgrad_queue.then = grads
+    elif run.kernels.wgrad_accumulation is not None and isinstance(model, GPT):
+        send_weight_gradients(model, grads)
     dense, shared = _norm_axes(run)
     schedule = build_schedule(
         config.schedule,
