@@ -11,8 +11,6 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 NAME = "megatron.data._helpers"
-
-
 KERNELS = Path("megatron", "ops", "_kernels.so")
 
 
@@ -33,8 +31,8 @@ class BuildIfPossible(build_ext):
         super().run()
         builder = kernel_builder()
         try:
-            builder.build(Path(__file__).parent / KERNELS if self.inplace else Path(self.build_lib) / KERNELS)
-        except builder.BuildError as error:
+            print(builder.summary(builder.build(self._folder() / KERNELS)))
+        except (builder.BuildError, OSError) as error:  # a full disk is no reason either to have no package
             print(f"kernels: not built ({error}); PyTorch's own operations are used, which are slower")
 
     def build_extension(self, ext: Extension) -> None:
@@ -68,9 +66,12 @@ class BuildIfPossible(build_ext):
 
     def get_outputs(self) -> list[str]:
         """Only what is there: an installer would look in vain for the rest."""
-        folder = Path(__file__).parent if self.inplace else Path(self.build_lib)
-        kernels = [str(folder / KERNELS), str((folder / KERNELS).with_suffix(".json"))]
-        return [path for path in [*super().get_outputs(), *kernels] if Path(path).exists()]
+        kernels = self._folder() / KERNELS
+        built = [*super().get_outputs(), str(kernels), str(kernels.with_suffix(".json"))]
+        return [path for path in built if Path(path).exists()]
+
+    def _folder(self) -> Path:
+        return Path(__file__).parent if self.inplace else Path(self.build_lib)
 
 
 setup(

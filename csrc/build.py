@@ -4,7 +4,9 @@
     python csrc/build.py --emulated DIR    # DIR/_kernels.so: the CUDA kernels, run on the CPU by common/emulator.h
 
 setup.py calls it; nothing else ever compiles. Objects are kept under build/kernels by the hash of all that made them,
-so an unchanged file is never compiled twice and two builds at once do not disturb each other. Standard library only.
+so an unchanged file is never compiled twice. One build at a time holds a lock, which the system takes back however the
+holder ends. Where CUDA does not compile, the CPU kernels are built all the same. CXX and CUDA_HOME choose compilers.
+Standard library only.
 """
 
 from __future__ import annotations
@@ -17,10 +19,13 @@ import importlib.util
 import json
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,11 +39,16 @@ COMMON_FLAGS = (
     "-fPIC",
     "-fvisibility=hidden",
     "-fno-strict-aliasing",
-    f"-ffile-prefix-map={CSRC.parent}=.",
 )
+# Wherever the checkout lies, the object is the same one: no part of what it is known by.
+PREFIX_MAP = f"-ffile-prefix-map={CSRC.parent}=."
 CPU_FLAGS = ("-fopenmp-simd", "-fno-math-errno", "-fno-trapping-math", "-Wall")
 TIERS = {"v3": ("-march=x86-64-v3",), "v4": ("-march=x86-64-v4", "-mprefer-vector-width=512")}
 GPU_FLAGS = ("-gencode=arch=compute_90,code=sm_90", "-gencode=arch=compute_90,code=compute_90")
+CUDA_HOME = "/usr/local/cuda"
+PARTS, SUFFIXES = ("common", "cpu", "cuda", "torch"), (".h", ".cpp", ".cu")
+UNUSED_DAYS = 14  # after which an object is deleted
+LOCK_SECONDS = 900.0
 SANITIZERS = ("-fsanitize=undefined", "-fno-sanitize-recover=all", "-g", "-O1")
 
 
@@ -46,14 +56,25 @@ class BuildError(Exception):
     """Why nothing was built, in one line."""
 
 
+class CudaError(BuildError):
+    """Why the CUDA part was not built, in one line."""
+
+
+@dataclass(frozen=True)
+class Cuda:
+    nvcc: str
+    libraries: Path
+
+
 @dataclass(frozen=True)
 class Unit:
     source: Path
     command: tuple[str, ...]  # without input and output
+    failure: type[BuildError] = BuildError
 
-    def object(self, compilers: str) -> Path:
+    def object(self, cache: Path, compilers: str) -> Path:
         key = hashlib.sha256("\0".join((compilers, *self.command, source_hash(self.source))).encode())
-        return CACHE / f"{self.source.stem}-{key.hexdigest()[:24]}.o"
+        return cache / f"{self.source.stem}-{key.hexdigest()[:24]}.o"
 
 
 def source_hash(source: Path) -> str:
@@ -74,6 +95,11 @@ def source_hash(source: Path) -> str:
     return digest.hexdigest()
 
 
+def sources() -> list[Path]:
+    """Everything that the shared object is made from; data/ is another extension."""
+    return sorted(path for part in PARTS for path in (CSRC / part).iterdir() if path.suffix in SUFFIXES)
+
+
 def torch_headers() -> Path:
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
@@ -84,109 +110,200 @@ def torch_headers() -> Path:
     return folder
 
 
-def compiler() -> str:
-    for name in (os.environ.get("CXX"), "g++", "clang++", "c++"):
-        if name and shutil.which(name):
-            return name
+def compiler() -> tuple[str, ...]:
+    chosen = shlex.split(os.environ.get("CXX", ""))
+    if chosen and not shutil.which(chosen[0]):
+        raise BuildError(f"CXX={' '.join(chosen)}: no such program")
+    for command in (chosen, ["g++"], ["clang++"], ["c++"]):
+        if command and shutil.which(command[0]):
+            return tuple(command)
     raise BuildError("no C++ compiler (g++) on the PATH")
 
 
-def nvcc() -> str | None:
-    home = os.environ.get("CUDA_HOME", "/usr/local/cuda")
-    return shutil.which("nvcc") or shutil.which(str(Path(home) / "bin" / "nvcc"))
+def find_cuda() -> Cuda:
+    """CUDA_HOME's nvcc, else the PATH's, else the usual place's."""
+    home = os.environ.get("CUDA_HOME")
+    found = shutil.which("nvcc", path=str(Path(home or CUDA_HOME) / "bin"))
+    if home is None:
+        found = shutil.which("nvcc") or found
+    if found is None:
+        raise CudaError(f"CUDA_HOME={home} has no bin/nvcc" if home else "no nvcc was found")
+    roots = [Path(found).resolve().parent.parent, Path(home or CUDA_HOME)]  # the nvcc of the PATH may be a wrapper
+    folders = [root / name for root in roots for name in ("lib64", "lib", f"targets/{platform.machine()}-linux/lib")]
+    libraries = next((folder for folder in folders if (folder / "libcudart_static.a").is_file()), None)
+    if libraries is None:
+        raise CudaError(f"no libcudart_static.a belongs to {found}")
+    return Cuda(found, libraries)
 
 
-def units(cxx: str, cuda: str | None, emulated: bool) -> list[Unit]:
-    torch_flags = ("-isystem", str(torch_headers()), f"-DTORCH_TARGET_VERSION={TORCH_TARGET}")
-    cuda_flag = ("-DMK_HAS_CUDA",) if cuda else ()
-    emulation = ("-DMK_EMULATED", *SANITIZERS) if emulated else ()
-    result = [
-        Unit(source, (cxx, *COMMON_FLAGS, "-Wall", *torch_flags, *cuda_flag, *emulation))
-        for source in sorted((CSRC / "torch").glob("*.cpp"))
-    ]
-    gpu_sources = sorted((CSRC / "cuda").glob("*.cu"))
-    if emulated:
-        return result + [
-            Unit(source, (cxx, *COMMON_FLAGS, *emulation, "-Wno-unknown-pragmas", "-x", "c++"))
-            for source in gpu_sources
-        ]
+def torch_units(cxx: Sequence[str], *, cuda: bool, emulated: bool) -> list[Unit]:
+    flags = ["-Wall", "-isystem", str(torch_headers()), f"-DTORCH_TARGET_VERSION={TORCH_TARGET}"]
+    flags += ["-DMK_HAS_CUDA"] * cuda + ["-DMK_EMULATED", *SANITIZERS] * emulated
+    return [Unit(source, (*cxx, *COMMON_FLAGS, *flags)) for source in sorted((CSRC / "torch").glob("*.cpp"))]
+
+
+def cpu_units(cxx: Sequence[str]) -> list[Unit]:
     tiers = TIERS if platform.machine() in ("x86_64", "AMD64") else {"base": ()}
-    result += [
-        Unit(source, (cxx, *COMMON_FLAGS, *CPU_FLAGS, *flags, f"-DMK_TIER={tier}"))
+    return [
+        Unit(source, (*cxx, *COMMON_FLAGS, *CPU_FLAGS, *flags, f"-DMK_TIER={tier}"))
         for source in sorted((CSRC / "cpu").glob("*.cpp"))
         for tier, flags in tiers.items()
     ]
-    if cuda:
-        flags = ("-std=c++20", "-O3", "-Xcompiler", "-fPIC,-fvisibility=hidden", *GPU_FLAGS)
-        result += [Unit(source, (cuda, *flags)) for source in gpu_sources]
-    return result
 
 
-def run(command: Sequence[str]) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+def cuda_units(command: Sequence[str], failure: type[BuildError]) -> list[Unit]:
+    return [Unit(source, tuple(command), failure) for source in sorted((CSRC / "cuda").glob("*.cu"))]
+
+
+def nvcc_command(cuda: Cuda) -> tuple[str, ...]:
+    return (cuda.nvcc, "-std=c++20", "-O3", "-Xcompiler", "-fPIC,-fvisibility=hidden", *GPU_FLAGS)
+
+
+def emulated_command(cxx: Sequence[str]) -> tuple[str, ...]:
+    return (*cxx, *COMMON_FLAGS, "-DMK_EMULATED", *SANITIZERS, "-Wno-unknown-pragmas", "-x", "c++")
+
+
+def run(command: Sequence[str], failure: type[BuildError] = BuildError) -> None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except OSError as error:
+        raise failure(f"{command[0]} does not run ({error.strerror})") from error
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
-        raise BuildError(f"{Path(command[0]).name}: {lines[0].strip() if lines else 'failed'}")
+        reason = lines[0].strip().replace(f"{CSRC.parent}/", "") if lines else f"ended with code {done.returncode}"
+        raise failure(f"{Path(command[0]).name}: {reason}")
 
 
-def compile_unit(unit: Unit, compilers: str) -> Path:
-    target = unit.object(compilers)
-    if not target.exists():
-        temporary = target.with_suffix(f".{os.getpid()}.tmp.o")
-        try:
-            run((*unit.command, "-c", str(unit.source), "-o", str(temporary)))
-            temporary.replace(target)
-        finally:
-            temporary.unlink(missing_ok=True)
+def compile_unit(unit: Unit, cache: Path, compilers: str) -> Path:
+    target = unit.object(cache, compilers)
+    if target.exists():
+        target.touch()  # still in use
+        return target
+    temporary = target.with_suffix(f".{os.getpid()}.tmp.o")
+    prefix_map = ("-Xcompiler", PREFIX_MAP) if unit.failure is CudaError else (PREFIX_MAP,)
+    try:
+        run((*unit.command, *prefix_map, "-c", str(unit.source), "-o", str(temporary)), unit.failure)
+        temporary.replace(target)
+    finally:
+        temporary.unlink(missing_ok=True)
     return target
 
 
-def link(cxx: str, objects: Sequence[Path], output: Path, cuda: str | None, emulated: bool) -> None:
-    # By name only: the torch that loads us is already there, wherever it is installed.
-    flags = ["-shared", "-Wl,-z,relro,-z,now", f"-L{torch_headers().parent / 'lib'}", "-ltorch_cpu"]
-    if emulated:
-        flags.append("-fsanitize=undefined")
-    elif cuda:
-        library = Path(cuda).resolve().parent.parent / "lib64"
-        if not library.is_dir():
-            library = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "lib64"
-        flags += [f"-L{library}", "-lcudart_static", "-ldl", "-lrt", "-lpthread"]
+def link(cxx: Sequence[str], objects: Sequence[Path], output: Path, flags: Sequence[str]) -> None:
+    # torch by name only: the one that loads us is already there, wherever it is installed.
+    command = [*cxx, *map(str, objects), "-shared", "-Wl,-z,relro,-z,now"]
+    command += [f"-L{torch_headers().parent / 'lib'}", "-ltorch_cpu", *flags]
     temporary = output.with_suffix(f".{os.getpid()}.tmp")
     try:
-        run((cxx, *map(str, objects), *flags, "-o", str(temporary)))
+        run((*command, "-o", str(temporary)))
         temporary.replace(output)
     finally:
         temporary.unlink(missing_ok=True)
 
 
-def build(output: Path = OUTPUT, *, emulated: bool = False, cuda: str | None = None) -> dict[str, object]:
-    """Writes `output` and, beside it, a .json that says what is in it; returns the latter."""
-    cxx = compiler()
-    if not emulated:
-        cuda = cuda or nvcc()
-    compilers = "\0".join(
-        subprocess.run([name, "--version"], capture_output=True, text=True, check=False).stdout
-        for name in (cxx, cuda)
-        if name
-    )
-    CACHE.mkdir(parents=True, exist_ok=True)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    with open(CACHE / "lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # given back by the system when the holder ends, however it ends
-        with concurrent.futures.ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-            everything = units(cxx, cuda, emulated)
-            objects = list(pool.map(lambda unit: compile_unit(unit, compilers), everything))
-        link(cxx, objects, output, cuda, emulated)
-    record = {
+@contextmanager
+def alone(cache: Path, seconds: float) -> Iterator[None]:
+    """One build at a time in a cache. The lock goes with the process that holds it, so it is never stale."""
+    cache.mkdir(parents=True, exist_ok=True)
+    deadline = time.monotonic() + seconds
+    with open(cache / "lock", "a+") as lock:
+        said = False
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                lock.seek(0)
+                holder = lock.read().strip() or "unknown"
+            if time.monotonic() > deadline:
+                raise BuildError(f"process {holder} has been building in {cache} for more than {seconds:.0f} s")
+            if not said:
+                print(f"kernels: waiting for process {holder}, which builds them too", flush=True)
+                said = True
+            time.sleep(0.2)
+        lock.truncate(0)
+        lock.write(str(os.getpid()))
+        lock.flush()
+        yield
+
+
+def clean(cache: Path, output: Path) -> None:
+    """What builds that were killed have left (nobody else builds now), and objects that nobody has used for long."""
+    oldest = time.time() - UNUSED_DAYS * 86400
+    for path in (*cache.glob("*.tmp*"), *output.parent.glob(f"{output.stem}.*.tmp")):
+        path.unlink(missing_ok=True)
+    for path in cache.glob("*.o"):
+        if path.stat().st_mtime < oldest:
+            path.unlink(missing_ok=True)
+
+
+def version_of(command: Sequence[str]) -> str:
+    try:
+        return subprocess.run([*command, "--version"], capture_output=True, text=True, check=False).stdout
+    except OSError as error:
+        raise BuildError(f"{command[0]} does not run ({error.strerror})") from error
+
+
+def compile_and_link(cxx: Sequence[str], cuda: Cuda | None, output: Path, cache: Path, *, emulated: bool) -> None:
+    units = torch_units(cxx, cuda=cuda is not None, emulated=emulated)
+    flags: list[str] = []
+    if emulated:
+        units += cuda_units(emulated_command(cxx), BuildError)
+        flags = ["-fsanitize=undefined"]
+    else:
+        units += cpu_units(cxx)
+    if cuda is not None:
+        units += cuda_units(nvcc_command(cuda), CudaError)
+        flags = [f"-L{cuda.libraries}", "-lcudart_static", "-ldl", "-lrt", "-lpthread"]
+    compilers = "\0".join(version_of(command) for command in ([cxx, [cuda.nvcc]] if cuda else [cxx]))
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+        jobs = [pool.submit(compile_unit, unit, cache, compilers) for unit in units]
+        try:
+            objects = [job.result() for job in jobs]
+        except BuildError:
+            pool.shutdown(cancel_futures=True)
+            raise
+    link(cxx, objects, output, flags)
+
+
+def write_record(output: Path, without_cuda: str | None) -> dict[str, object]:
+    record: dict[str, object] = {
         "sha256": hashlib.sha256(output.read_bytes()).hexdigest(),
-        "cuda": cuda is not None and not emulated,
+        "without_cuda": without_cuda,
+        "sources": {str(path.relative_to(CSRC)): hashlib.sha256(path.read_bytes()).hexdigest() for path in sources()},
         "cuda_sources": {path.stem: source_hash(path) for path in sorted((CSRC / "cuda").glob("*.cu"))},
     }
     beside = output.with_suffix(".json")
     temporary = beside.with_suffix(f".{os.getpid()}.tmp")
-    temporary.write_text(json.dumps(record, indent=1) + "\n")
-    temporary.replace(beside)
+    try:
+        temporary.write_text(json.dumps(record, indent=1) + "\n")
+        temporary.replace(beside)
+    finally:
+        temporary.unlink(missing_ok=True)
     return record
+
+
+def build(
+    output: Path = OUTPUT, *, emulated: bool = False, cache: Path = CACHE, lock_seconds: float = LOCK_SECONDS
+) -> dict[str, object]:
+    """Writes `output` and, beside it, a .json that says what is in it; returns the latter."""
+    cxx = compiler()
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with alone(cache, lock_seconds):
+        clean(cache, output)
+        try:
+            cuda = None if emulated else find_cuda()
+            compile_and_link(cxx, cuda, output, cache, emulated=emulated)
+            return write_record(output, "the emulator takes its place" if emulated else None)
+        except CudaError as error:
+            compile_and_link(cxx, None, output, cache, emulated=False)
+            return write_record(output, str(error))
+
+
+def summary(record: dict[str, object]) -> str:
+    """The one line about what was built."""
+    reason = record["without_cuda"]
+    return "kernels: built, with CUDA" if reason is None else f"kernels: built for the CPU, without CUDA ({reason})"
 
 
 def main() -> int:
@@ -199,7 +316,7 @@ def main() -> int:
     except BuildError as error:
         print(f"kernels: not built ({error})", file=sys.stderr)
         return 1
-    print(f"kernels: built {output}{' with CUDA' if record['cuda'] else ''}")
+    print(f"{summary(record)}: {output}")
     return 0
 
 

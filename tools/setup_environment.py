@@ -238,24 +238,32 @@ def compiler() -> str | None:
 
 
 def build_helpers(venv: Path, marker: dict) -> str:
-    """Builds the C++ data helpers in place; returns what they were built from ('' = not built)."""
+    """Builds the C++ data helpers and the kernels in place; returns what they were built from ('' = not all built)."""
     sources = sorted(path for path in (ROOT / "csrc").rglob("*") if path.is_file())
     if not (ROOT / "setup.py").is_file() or not sources:
         return ""
     digest = hashlib.sha256(sys.version.encode())
     for path in [ROOT / "setup.py", *sources]:
         digest.update(path.read_bytes())
-    if marker.get("helpers") == digest.hexdigest() and any((ROOT / "megatron").rglob("*.so")):
+    if marker.get("helpers") == digest.hexdigest() and compiled_parts():
         return digest.hexdigest()
     if compiler() is None:
-        say("C++ helpers: no compiler here, the numpy versions are used (the same results)")
+        say("C++ parts: no compiler here, numpy and PyTorch's own operations are used (slower)")
         return ""
-    command = [str(venv / "bin" / "python"), "setup.py", "build_ext", "--inplace"]
-    if not run_logged(command, venv / "setup.log", r"$^"):
-        say(f"C++ helpers: not built, the numpy versions are used (the same results); see {venv / 'setup.log'}")
+    say("building the C++ parts (the first time takes a minute)")
+    command = [str(venv / "bin" / "python"), "-u", "setup.py", "build_ext", "--inplace"]
+    if not run_logged(command, venv / "setup.log", r"kernels:|megatron\.data\._helpers:"):
+        say(f"C++ parts: not built, numpy and PyTorch's own operations are used; see {venv / 'setup.log'}")
         return ""
-    say("C++ helpers: built")
+    if not compiled_parts():
+        return ""
+    say("C++ parts: built")
     return digest.hexdigest()
+
+
+def compiled_parts() -> bool:
+    helpers, kernels = (ROOT / "megatron" / "data").glob("_helpers*.so"), ROOT / "megatron" / "ops" / "_kernels.so"
+    return any(helpers) and kernels.is_file()
 
 
 def right_interpreter(venv: Path, marker: dict) -> None:

@@ -120,12 +120,15 @@ inline void offer(uint64_t value, unsigned mask) {
   warp_barrier(mask);
 }
 
-// What a lane offered last; poison if it has ended, is not named in the mask or does not exist: CUDA leaves it undefined.
+// What a lane offered in this exchange; poison if it had ended before, is not named in the mask or does not exist: CUDA
+// leaves it undefined. (One that has ended since did take part.)
 inline uint64_t offered_by(int source, unsigned mask) {
   const Machine& m = machine();
   const int index = m.current / kWarp * kWarp + source;
-  if (index >= m.threads || !(mask >> source & 1u) || m.fibers[index]->wait == Wait::done) return kPoison;
-  return m.fibers[index]->offered[(m.fibers[m.current]->exchanges - 1) % 2];
+  if (index >= m.threads || !(mask >> source & 1u)) return kPoison;
+  const Fiber &other = *m.fibers[index], &mine = *m.fibers[m.current];
+  if (other.wait == Wait::done && other.exchanges < mine.exchanges) return kPoison;
+  return other.offered[(mine.exchanges - 1) % 2];
 }
 
 // Lanes beyond the warp give the caller its own value back, as in CUDA.
@@ -235,7 +238,7 @@ inline void run_block(dim3 index, const std::vector<Warp>& warps) {
   Machine& m = machine();
   m.index = index;
   ++m.epoch;
-  for (int i = 0; i < m.threads; ++i) m.fibers[i]->wait = Wait::nothing;
+  for (int i = 0; i < m.threads; ++i) m.fibers[i]->wait = Wait::nothing, m.fibers[i]->exchanges = 0;
   do {
     for (const Warp& warp : warps) run_warp(warp.begin, warp.lanes);
   } while (release_block());

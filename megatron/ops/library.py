@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import json
 from collections.abc import Mapping
@@ -16,20 +17,35 @@ FOLDER = Path(__file__).resolve().parent
 PATH = FOLDER / "_kernels.so"
 VERIFIED = FOLDER / "gpu_verified.json"
 NAMESPACE = "megatron_native"
-BUILD = "python setup.py build_ext --inplace"
+SOURCES = FOLDER.parents[1] / "csrc"
+PARTS = ("common", "cpu", "cuda", "torch")
+# Installed away from its sources, the package can only be installed again.
+BUILD = (
+    "python setup.py build_ext --inplace" if SOURCES.is_dir() else "pip install --no-build-isolation, in its sources"
+)
 
 
 @dataclass(frozen=True)
 class Library:
-    """`missing` says why nothing was loaded; `unverified` names the CUDA sources that no GPU has checked like this."""
+    """Why nothing was loaded, or why no CUDA; `unverified`: the CUDA sources that no GPU has checked as they are."""
 
     missing: str | None = None
-    cuda: bool = False
+    without_cuda: str | None = None
     unverified: frozenset[str] = field(default=frozenset())
 
     @property
     def ops(self) -> Any:
         return getattr(torch.ops, NAMESPACE)
+
+
+@dataclass(frozen=True)
+class _Record:
+    """What csrc/build.py wrote beside the shared object."""
+
+    sha256: str
+    without_cuda: str | None
+    sources: Mapping[str, str]
+    cuda_sources: Mapping[str, str]
 
 
 @cache
@@ -38,35 +54,55 @@ def library() -> Library:
     return load(PATH)
 
 
-def load(path: Path) -> Library:
-    record = path.with_suffix(".json")
+def load(path: Path, sources: Path = SOURCES) -> Library:
     if not path.is_file():
         return Library(f"not built: {BUILD}")
     try:
-        built = json.loads(record.read_text(encoding="utf-8"))
-        expected = built["sha256"]
-        sources: Mapping[str, str] = built["cuda_sources"]
-    except (OSError, ValueError, KeyError):
-        return Library(f"{record.name} beside it is missing or damaged; build again: {BUILD}")
-    # A truncated object would not fail to load: it would kill the process when a missing page is touched.
-    if hashlib.sha256(path.read_bytes()).hexdigest() != expected:
-        return Library(f"{path.name} is not what was built (truncated or replaced); build again: {BUILD}")
-    try:
-        torch.ops.load_library(path)
-    except OSError as error:
-        reason = str(error.__cause__ or error).splitlines()[0]
-        return Library(f"torch {torch.__version__} cannot load it ({reason}); build again: {BUILD}")
+        built = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
+        record = _Record(built["sha256"], built["without_cuda"], dict(built["sources"]), dict(built["cuda_sources"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return Library(f"not usable: {path.with_suffix('.json').name} is missing or damaged; build again: {BUILD}")
+    if (reason := _why_unusable(path, record, sources)) is not None:
+        return Library(f"{reason}; build again: {BUILD}")
     from megatron.ops import native
 
     native.register(NAMESPACE)
     verified = _verified_sources()
-    unverified = frozenset(name for name, digest in sources.items() if verified.get(name) != digest)
-    return Library(None, bool(built.get("cuda")), unverified)
+    unverified = frozenset(name for name, digest in record.cuda_sources.items() if verified.get(name) != digest)
+    return Library(None, record.without_cuda, unverified)
+
+
+def _why_unusable(path: Path, record: _Record, sources: Path) -> str | None:
+    """Loads it, if it can be."""
+    # A truncated object would not fail to load: it would kill the process when a missing page is touched.
+    if _digest(path) != record.sha256:
+        return f"not usable: {path.name} is not what was built (truncated or replaced)"
+    if sources.is_dir() and _hashes(sources) != record.sources:
+        return f"older than {sources.name}/"
+    try:
+        tier = ctypes.CDLL(str(path)).mk_cpu_tier()
+        torch.ops.load_library(path)
+    except (OSError, AttributeError) as error:
+        reason = str(error.__cause__ or error).splitlines()[0]
+        return f"not usable: torch {torch.__version__} cannot load them ({reason})"
+    return (
+        None if tier > 0 else "not usable: this CPU has none of the instruction sets they are built for (AVX2 or more)"
+    )
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _hashes(sources: Path) -> dict[str, str]:
+    """As csrc/build.py records them. They are compared where the sources are, so that a build is never a stale one."""
+    files = (path for part in PARTS for path in (sources / part).glob("*") if path.suffix in (".h", ".cpp", ".cu"))
+    return {path.relative_to(sources).as_posix(): _digest(path) for path in files}
 
 
 def _verified_sources() -> Mapping[str, str]:
     """Source name -> hash of what tools/gpu_check.py last found right on a GPU."""
     try:
         return dict(json.loads(VERIFIED.read_text(encoding="utf-8"))["sources"])
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError, TypeError):
         return {}

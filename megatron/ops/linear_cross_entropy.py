@@ -1,19 +1,22 @@
 """Head projection and cross-entropy in one differentiable step: the logits exist once and become their own gradient.
 
 Composing F.linear and F.cross_entropy allocates [tokens, vocabulary] four times and walks it about a dozen times. Here
-the forward pass turns each block of logits, while it is in cache, into softmax - onehot in place; the backward pass is
-two matrix products. The gradient that arrives per token scales the small operand, so it may be anything.
+the forward pass turns the logits into softmax - onehot in place; the backward pass is two matrix products. The
+gradient that arrives per token scales the small operand, so it may be anything. Where the vocabulary is split over
+ranks, three numbers per token travel: the largest logit, and with it the sum of exponentials and the label's logit.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron.ops.ref import widened
+from megatron.ops.logits import LogitsMath, TorchLogits, block_rows
 
 
 class Workspace:
@@ -44,110 +47,114 @@ class Workspace:
         return Workspace, ()
 
 
+@dataclass(frozen=True)
+class VocabularyPart:
+    """A vocabulary split over ranks: `weight` holds the rows from `first` on."""
+
+    first: int
+    reduce: Callable[[Tensor, Literal["max", "sum"]], None]  # in place, over the ranks
+
+
 def linear_cross_entropy(
-    hidden: Tensor, weight: Tensor, labels: Tensor, vocab_size: int, workspace: Workspace | None = None
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    vocab_size: int,
+    workspace: Workspace | None = None,
+    part: VocabularyPart | None = None,
+    math: LogitsMath = TorchLogits(),  # noqa: B008 (it holds nothing)
 ) -> Tensor:
-    """See `ref.linear_cross_entropy`. A `workspace` allows one backward pass per forward: it takes the buffer."""
+    """See `ref.linear_cross_entropy`. A `workspace` allows one backward pass per forward: it takes the buffer; so does
+    a `part`, whose loss is the same on every rank."""
     if not (torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)):
-        return _loss_only(hidden, weight[:vocab_size], labels)
-    return _LinearCrossEntropy.apply(hidden, weight, labels, vocab_size, workspace)
+        return _loss_only(hidden, weight, labels, vocab_size, part, math)
+    return _LinearCrossEntropy.apply(hidden, weight, labels, vocab_size, workspace, part, math)
 
 
-def _block_rows(columns: int, device: torch.device) -> int:
-    """Rows per block: on a CPU its fp32 copies should stay in the cache; elsewhere it should fill the device."""
-    elements = (1 << 20) if device.type == "cpu" else (1 << 26)
-    return max(1, elements // columns)
+def _held(weight: Tensor, vocab_size: int, part: VocabularyPart | None) -> tuple[int, int]:
+    """(first entry of the vocabulary, how many) among the rows of `weight`: what is left is padding."""
+    first = 0 if part is None else part.first
+    return first, min(max(vocab_size - first, 0), weight.shape[0])
 
 
-def _loss_only(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+def _loss_only(
+    hidden: Tensor, weight: Tensor, labels: Tensor, vocab_size: int, part: VocabularyPart | None, math: LogitsMath
+) -> Tensor:
     """No gradient will be asked for: the logits of a few hundred tokens at a time are enough."""
-    rows = max(256, _block_rows(weight.shape[0], hidden.device))
-    losses = [
-        _losses((part @ weight.t()), part_labels)
-        for part, part_labels in zip(hidden.split(rows), labels.split(rows), strict=True)
+    first, held = _held(weight, vocab_size, part)
+    rows = max(256, block_rows(held, hidden.device))
+    statistics = [
+        math.statistics(piece @ weight[:held].t(), piece_labels, first, held, vocab_size)
+        for piece, piece_labels in zip(hidden.split(rows), labels.split(rows), strict=True)
     ]
-    return torch.cat(losses)
+    return _joined(torch.cat(statistics, dim=1), part)[0]
 
 
-def _losses(logits: Tensor, labels: Tensor) -> Tensor:
-    target = logits.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
-    return torch.logsumexp(widened(logits), dim=-1) - widened(target)
-
-
-def _to_softmax_gradient(logits: Tensor, labels: Tensor, vocab_size: int) -> Tensor:
-    """Overwrite logits [tokens, padded vocabulary] with softmax - onehot, and return the loss of every token."""
-    wide_dtype = torch.promote_types(logits.dtype, torch.float32)
-    losses = torch.empty(logits.shape[0], dtype=wide_dtype, device=logits.device)
-    rows = _block_rows(vocab_size, logits.device)
-    shape = (min(rows, logits.shape[0]), vocab_size)
-    result = torch.empty(shape, dtype=wide_dtype, device=logits.device)
-    copied = torch.empty(shape, dtype=wide_dtype, device=logits.device) if logits.dtype != wide_dtype else None
-    logits[:, vocab_size:].zero_()  # padding has no meaning, hence no gradient
-    for start in range(0, logits.shape[0], rows):
-        block = logits[start : start + rows, :vocab_size]
-        index = labels[start : start + rows].unsqueeze(-1)
-        scores = block if copied is None else copied[: block.shape[0]].copy_(block)
-        target, peak = scores.gather(-1, index), scores.amax(-1, keepdim=True)
-        probability = torch.softmax(scores, -1, out=result[: block.shape[0]])
-        # log-sum-exp from the largest probability, exp(peak - logsumexp), which is never small
-        loss = peak - probability.amax(-1, keepdim=True).log() - target
-        losses[start : start + rows] = loss.squeeze(-1)
-        probability.scatter_add_(-1, index, torch.full_like(target, -1.0))
-        block.copy_(probability)
-    return losses
-
-
-def _scaled_gradient(logits: Tensor, labels: Tensor, losses: Tensor, grad: Tensor, vocab_size: int) -> None:
-    """Overwrite logits with (softmax - onehot) * grad, all of it in fp32 before it is rounded."""
-    rows = _block_rows(vocab_size, logits.device)
-    logits[:, vocab_size:].zero_()
-    for start in range(0, logits.shape[0], rows):
-        part = slice(start, start + rows)
-        block, index = logits[part, :vocab_size], labels[part].unsqueeze(-1)
-        wide = widened(block)
-        log_sum_exp = losses[part].unsqueeze(-1) + wide.gather(-1, index)
-        probability = wide.sub(log_sum_exp).exp_()
-        probability.scatter_add_(-1, index, torch.full_like(log_sum_exp, -1.0))
-        block.copy_(probability.mul_(grad[part].unsqueeze(-1)))
+def _joined(statistics: Tensor, part: VocabularyPart | None) -> tuple[Tensor, Tensor]:
+    """Loss and log-sum-exp of every token, over all ranks."""
+    peak, total, target = statistics
+    if part is not None:
+        highest = peak.clone()
+        part.reduce(highest, "max")
+        sums = torch.stack((total * torch.exp(peak - highest), target))
+        part.reduce(sums, "sum")
+        peak, (total, target) = highest, sums
+    log_sum = total.log()
+    return log_sum - (target - peak), log_sum + peak
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, vocab_size: int, workspace: Workspace | None
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        vocab_size: int,
+        workspace: Workspace | None,
+        part: VocabularyPart | None,
+        math: LogitsMath,
     ) -> Tensor:
+        first, held = _held(weight, vocab_size, part)
         # A CPU multiplies odd sizes as fast as even ones; a GPU wants the padding.
-        used = weight[:vocab_size] if weight.device.type == "cpu" else weight
+        used = weight[:held] if weight.device.type == "cpu" else weight
         shape = (hidden.shape[0], used.shape[0])  # [tokens, vocabulary]
         logits = hidden.new_empty(shape) if workspace is None else workspace.take(shape, hidden)
         torch.mm(hidden, used.t(), out=logits)
-        # fp16 cannot hold softmax - onehot before the loss scale is in it: there it waits for the backward pass.
-        late = logits.dtype == torch.float16
-        losses = _losses(logits[:, :vocab_size], labels) if late else _to_softmax_gradient(logits, labels, vocab_size)
-        ctx.save_for_backward(hidden, weight, labels, losses if late else None)
-        ctx.logits, ctx.vocab_size, ctx.workspace, ctx.late = logits, vocab_size, workspace, late
+        log_sum_exp = None
+        # The gradient waits for the backward pass where other ranks' logits belong to it, and in fp16, which cannot
+        # hold softmax - onehot before the loss scale is in it.
+        if part is not None or logits.dtype == torch.float16:
+            losses, log_sum_exp = _joined(math.statistics(logits, labels, first, held, vocab_size), part)
+        else:
+            losses = math.in_place_(logits, labels, held)
+        ctx.save_for_backward(hidden, weight, labels, log_sum_exp)
+        ctx.logits, ctx.columns, ctx.workspace, ctx.math = logits, (first, held), workspace, math
         return losses
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         assert ctx.logits is not None, "linear_cross_entropy keeps its gradient for one backward pass only"
-        hidden, weight, labels, losses = ctx.saved_tensors
+        hidden, weight, labels, log_sum_exp = ctx.saved_tensors
         logits, workspace = ctx.logits, ctx.workspace
-        if ctx.late or workspace is not None:
+        if log_sum_exp is not None or workspace is not None:
             ctx.logits = None
         used = weight[: logits.shape[1]]
-        scale = grad.unsqueeze(-1)  # [tokens, 1]
-        if ctx.late:
-            _scaled_gradient(logits, labels, losses, grad, ctx.vocab_size)
-            scale = torch.ones_like(scale)
+        scaled = hidden
+        if log_sum_exp is not None:
+            ctx.math.gradient_(logits, labels, log_sum_exp, grad.contiguous(), *ctx.columns)
+        else:
+            scaled = (hidden * grad.unsqueeze(-1)).to(hidden.dtype)
         grad_hidden = grad_weight = None
         if ctx.needs_input_grad[0]:
-            grad_hidden = ((logits @ used) * scale).to(hidden.dtype)
+            grad_hidden = logits @ used
+            if log_sum_exp is None:
+                grad_hidden = (grad_hidden * grad.unsqueeze(-1)).to(hidden.dtype)
         if ctx.needs_input_grad[1]:
             grad_weight = torch.empty_like(weight)
-            torch.mm(logits.t(), (hidden * scale).to(hidden.dtype), out=grad_weight[: logits.shape[1]])
+            torch.mm(logits.t(), scaled, out=grad_weight[: logits.shape[1]])
             grad_weight[logits.shape[1] :].zero_()
         if workspace is not None:
             workspace.give_back(logits)
-        return grad_hidden, grad_weight, None, None, None
+        return grad_hidden, grad_weight, None, None, None, None, None

@@ -61,9 +61,14 @@ def bias_dropout_add(x: Tensor, bias: Tensor | None, residual: Tensor, dropout: 
     return residual + dropout(x if bias is None else x + bias)
 
 
-def softmax(scores: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """Softmax of scale * scores over the positions where `mask` is true; scores [..., queries, keys]."""
+def softmax(scores: Tensor, mask: Tensor | None, scale: float, causal: bool = False) -> Tensor:
+    """Softmax of scale * scores over the positions where `mask` is true; scores [..., queries, keys].
+
+    `causal` hides what `causal_mask` hides besides.
+    """
     wide = widened(scores) * scale
+    if causal:
+        wide = wide.masked_fill(~causal_mask(scores.shape[-2], scores.shape[-1], scores.device), float("-inf"))
     if mask is not None:
         wide = wide.masked_fill(~mask, float("-inf"))
     return torch.softmax(wide, dim=-1).to(scores.dtype)
@@ -84,7 +89,7 @@ def attention(
     scale: float,
     dropout_p: float = 0.0,
     layer_scaling: int = 1,
-    softmax_op: Callable[[Tensor, Tensor | None, float], Tensor] = softmax,
+    softmax_op: Callable[[Tensor, Tensor | None, float, bool], Tensor] = softmax,
 ) -> Tensor:
     """query [batch, heads, queries, d], key and value [batch, groups, keys, d] -> [batch, heads, queries, d].
 
@@ -94,11 +99,8 @@ def attention(
     repeat = query.shape[1] // key.shape[1]
     if repeat > 1:
         key, value = key.repeat_interleave(repeat, dim=1), value.repeat_interleave(repeat, dim=1)
-    if causal:
-        triangle = causal_mask(query.shape[-2], key.shape[-2], query.device)
-        mask = triangle if mask is None else mask & triangle
     scores = (query * (scale / layer_scaling)) @ key.transpose(-1, -2)  # [batch, heads, queries, keys]
-    probabilities = softmax_op(scores, mask, float(layer_scaling))
+    probabilities = softmax_op(scores, mask, float(layer_scaling), causal)
     return torch.dropout(probabilities, dropout_p, dropout_p > 0.0) @ value
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron.errors import ConfigError
 from megatron.ops import builtin, cpu_attention, ref, wgrad
 from megatron.ops.library import Library, library
-from megatron.ops.linear_cross_entropy import linear_cross_entropy
+from megatron.ops.linear_cross_entropy import VocabularyPart, Workspace, linear_cross_entropy
 from megatron.ops.native import OPERATIONS
 
 
@@ -38,7 +38,7 @@ class Kernels:
     squared_relu: Callable[[Tensor], Tensor]
     rope: Callable[[Tensor, Tensor, Tensor], Tensor]
     bias_dropout_add: Callable[[Tensor, Tensor | None, Tensor, Callable[[Tensor], Tensor]], Tensor]
-    softmax: Callable[[Tensor, Tensor | None, float], Tensor]
+    softmax: Callable[[Tensor, Tensor | None, float, bool], Tensor]
     attention: Callable[..., Tensor]
     cross_entropy: Callable[[Tensor, Tensor], Tensor]
     linear_cross_entropy: Callable[..., Tensor]
@@ -48,12 +48,27 @@ class Kernels:
     # For data parallelism's buffers; None leaves weight gradients to backward. See megatron/ops/wgrad.py.
     wgrad_accumulation: wgrad.Accumulate | None = None
     choices: tuple[Choice, ...] = field(default=(), compare=False)
+    note: str | None = field(default=None, compare=False)
 
     def table(self) -> str:
-        """One line per operation: name, backend, reason."""
+        """One line per operation: name, backend, reason; then, if there is one, what holds for all of them."""
         rows = [("op", "backend", "reason"), *((c.op, c.backend, c.reason) for c in self.choices)]
         op_width, backend_width = (max(len(row[column]) for row in rows) for column in (0, 1))
-        return "\n".join(f"{op:<{op_width}}  {backend:<{backend_width}}  {why}" for op, backend, why in rows)
+        lines = [f"{op:<{op_width}}  {backend:<{backend_width}}  {why}" for op, backend, why in rows]
+        return "\n".join(lines if self.note is None else [*lines, self.note])
+
+
+def _ref_linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    vocab_size: int,
+    workspace: Workspace | None = None,
+    part: VocabularyPart | None = None,
+) -> Tensor:
+    if part is None:
+        return ref.linear_cross_entropy(hidden, weight, labels, vocab_size)
+    return linear_cross_entropy(hidden, weight, labels, vocab_size, workspace, part)  # ranks know no plainer formula
 
 
 _REF: dict[str, Callable[..., Any]] = {
@@ -67,9 +82,7 @@ _REF: dict[str, Callable[..., Any]] = {
     "softmax": ref.softmax,
     "attention": ref.attention,
     "cross_entropy": ref.cross_entropy,
-    "linear_cross_entropy": lambda hidden, weight, labels, vocab_size, workspace=None: ref.linear_cross_entropy(
-        hidden, weight, labels, vocab_size
-    ),
+    "linear_cross_entropy": _ref_linear_cross_entropy,
 }
 _TORCH: dict[str, Callable[..., Any]] = {
     "layer_norm": builtin.layer_norm,
@@ -90,8 +103,9 @@ def resolve(spec: str, device_type: str, *, attention: str = "auto", native: Lib
     """`spec` is `--kernels`, `attention` is `--attention-backend` (flash, fused: SDPA; unfused, local: ref)."""
     mode, excluded = _parse(spec)
     native = library() if native is None else native
-    if mode == "native" and (missing := _why_not_native(native, device_type)):
-        raise ConfigError(f"--kernels {spec}: the native kernels are {missing}; or use --kernels auto")
+    why_not = _why_not_native(native, device_type)
+    if mode == "native" and why_not is not None:
+        raise ConfigError(f"--kernels {spec}: the native kernels are {why_not}; or use --kernels auto")
     choices, functions = [], {}
     for op in OPS:
         choice = _choose(op, mode, op in excluded, device_type, attention, native)
@@ -104,7 +118,8 @@ def resolve(spec: str, device_type: str, *, attention: str = "auto", native: Lib
             functions[op] = wgrad.accumulate
     if functions["attention"] is ref.attention:
         functions["attention"] = partial(ref.attention, softmax_op=functions["softmax"])
-    return Kernels(**functions, choices=tuple(choices))
+    note = None if native.missing is None or mode == "ref" else f"the native kernels are {native.missing}"
+    return Kernels(**functions, choices=tuple(choices), note=note)
 
 
 def _function(choice: Choice, mode: str, device_type: str, native: Library) -> Callable[..., Any]:
@@ -118,8 +133,8 @@ def _function(choice: Choice, mode: str, device_type: str, native: Library) -> C
 def _why_not_native(native: Library, device_type: str) -> str | None:
     if native.missing is not None:
         return native.missing
-    if device_type == "cuda" and not native.cuda:
-        return "built without CUDA (no nvcc was found)"
+    if device_type == "cuda" and native.without_cuda is not None:
+        return f"built without CUDA ({native.without_cuda})"
     return None if device_type in ("cpu", "cuda") else f"not made for the device {device_type}"
 
 
@@ -155,7 +170,9 @@ def _choose(op: str, mode: str, excluded: bool, device_type: str, attention: str
         if why_not is None:
             return Choice(op, "native", "csrc, NOT verified on a GPU" if unverified else "csrc")
     choice = _choose_torch(op, device_type)
-    return choice if why_not is None else replace(choice, reason=f"{choice.reason}; native is {why_not}")
+    if why_not is None or native.missing is not None:  # said once, under the table
+        return choice
+    return replace(choice, reason=f"{choice.reason}; native is {why_not}")
 
 
 def _choose_torch(op: str, device_type: str) -> Choice:

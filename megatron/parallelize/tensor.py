@@ -47,7 +47,9 @@ def split_tensors(
             parent, _, leaf = name.rpartition(".")
             setattr(model.get_submodule(parent), leaf, new)
     if model.head_and_loss is not None:
-        head = VocabParallelHead(model.vocab_size, axis=tp, sequence_parallel=sequence_parallel)
+        head = VocabParallelHead(
+            model.vocab_size, model.head_and_loss.kernels, axis=tp, sequence_parallel=sequence_parallel
+        )
         model.head_and_loss = head  # type: ignore[assignment]
     _split_heads(model, tp)
     _split_dropout(model, SplitRandom(tp, device), sequence_parallel)

@@ -49,8 +49,8 @@ def copy_checkout(target: Path) -> Checkout:
         copy = target / path.relative_to(ROOT)
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(path, copy)
-    for path in (ROOT / "megatron").rglob(
-        "*.so"
-    ):  # built helpers are not tracked, but they are part of a set-up checkout
-        shutil.copy2(path, target / path.relative_to(ROOT))
+    # What is built is not tracked, but it is part of a set-up checkout.
+    for path in [*(ROOT / "megatron").rglob("*.so"), ROOT / "megatron" / "ops" / "_kernels.json"]:
+        if path.is_file():
+            shutil.copy2(path, target / path.relative_to(ROOT))
     return Checkout(target)

@@ -64,7 +64,7 @@ def backend(name: str) -> Backend:
         return Backend(name, "cpu", torch.ops.megatron_emulated, "megatron_emulated")
     if (missing := library().missing) is not None:
         pytest.skip(f"the kernels are {missing}")
-    if name == "cuda" and not (torch.cuda.is_available() and library().cuda):
+    if name == "cuda" and not (torch.cuda.is_available() and library().without_cuda is None):
         pytest.skip("no GPU here, or the kernels were built without CUDA")
     return Backend(name, name, library().ops, "megatron_native")
 

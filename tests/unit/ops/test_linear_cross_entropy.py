@@ -8,8 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.ops import linear_cross_entropy as module
-from megatron.ops import ref
+from megatron.ops import logits, ref
 from megatron.ops.linear_cross_entropy import Workspace, linear_cross_entropy
 
 
@@ -29,7 +28,7 @@ def gradients(function, x: Tensor, weight: Tensor, labels: Tensor, vocab: int, u
 
 @pytest.mark.parametrize(("tokens", "vocab", "rows"), [(7, 11, 11), (1, 2, 2), (13, 50, 64), (33, 257, 384), (5, 1, 4)])
 def test_equals_the_formula_in_fp64(tokens: int, vocab: int, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_block_rows", lambda columns, device: 4)  # several blocks, the last one short
+    monkeypatch.setattr(logits, "block_rows", lambda columns, device: 4)  # several blocks, the last one short
     x, weight, labels = inputs(tokens, 6, vocab, rows, torch.float64)
     upstream = torch.randn(tokens, dtype=torch.float64)
     upstream[::3] = 0.0  # masked tokens

@@ -77,8 +77,7 @@ class Recorder(TorchDispatchMode):
             copies = tuple(arg.detach().clone() if isinstance(arg, torch.Tensor) else arg for arg in args)
             if not any(isinstance(arg, torch.Tensor) and arg.numel() == 0 for arg in args):
                 self.calls.setdefault(func, (copies, dict(kwargs or {})))
-            parts = result if isinstance(result, tuple | list) else [result]
-            parts = args if result is None else parts  # an operation whose results are what it changed
+            parts = (*(result if isinstance(result, tuple | list) else [result]), *args)  # some write their arguments
             self.results += [part.clone() for part in parts if isinstance(part, torch.Tensor)]
         return result
 

@@ -1,0 +1,110 @@
+// Cross-entropy, a row of logits at a time: a row fits the cache, so only its first read comes from memory.
+#include "xent.h"
+
+#include <cmath>
+#include <memory>
+
+#include "../common/math.h"
+#include "parallel.h"
+#include "row.h"
+
+namespace mk::cpu::MK_TIER {
+namespace {
+
+constexpr int64_t kGrain = 1 << 15;  // logits that are worth waking a thread for
+
+int64_t rows_worth_a_thread(int64_t columns) { return columns >= kGrain ? 1 : kGrain / (columns > 0 ? columns : 1); }
+
+// NaN where no rank can hold the label: a wrong label must never look like a loss.
+template <class T>
+float target_of(const T* row, int64_t label, const XentForward& a) {
+  if (label < 0 || label >= a.vocabulary) return NAN;
+  const int64_t local = label - a.first;
+  return local >= 0 && local < a.columns ? load(row[local]) : 0.0f;
+}
+
+// In double: the loss is rounded once.
+double log_sum_exp(float peak, double sum) { return double(shift_of(peak)) + std::log(sum); }
+
+template <class T>
+void forward_row(const XentForward& a, int64_t row) {
+  const T* x = static_cast<const T*>(a.logits) + row * a.stride;
+  const float peak = row_max(x, a.columns), target = target_of(x, a.labels[row], a);
+  const double sum = peak == INFINITY ? row_sum_with_inf(x, a.columns) : row_exp_sum(x, shift_of(peak), a.columns);
+  if (a.peak != nullptr) {
+    a.peak[row] = peak, a.sum[row] = float(sum), a.target[row] = target;
+  } else {
+    const double total = log_sum_exp(peak, sum);
+    a.loss[row] = float(total - double(target)), a.log_sum_exp[row] = float(total);
+  }
+}
+
+template <class T>
+void backward_row(const XentBackward& a, int64_t row) {
+  const T* x = static_cast<const T*>(a.logits) + row * a.stride;
+  T* out = static_cast<T*>(a.out) + row * a.out_stride;
+  const float shift = a.log_sum_exp[row], grad = a.grad[row];
+  const int64_t label = a.labels[row] - a.first;
+  const bool here = label >= 0 && label < a.columns;
+  const float target = here ? load(x[label]) : 0.0f;  // read before it may be overwritten
+#pragma omp simd
+  for (int64_t i = 0; i < a.columns; ++i) out[i] = store<T>(exp_of_difference(load(x[i]) - shift) * grad);
+  if (here) out[label] = store<T>((exp_of_difference(target - shift) - 1.0f) * grad);
+  std::memset(static_cast<void*>(out + a.columns), 0, size_t(a.out_width - a.columns) * sizeof(T));
+}
+
+// `kept` holds the exponentials between the two passes; for fp32 that is the row itself.
+template <class T>
+void in_place_row(const XentInPlace& a, int64_t row, float* kept) {
+  T* x = static_cast<T*>(a.logits) + row * a.stride;
+  const int64_t label = a.labels[row];
+  const bool known = label >= 0 && label < a.columns;
+  const float target = known ? load(x[label]) : NAN;  // read before it is overwritten
+  const float peak = row_max(x, a.columns);
+  const double infinite = peak == INFINITY ? row_sum_with_inf(x, a.columns) : 0.0;
+  const double sum = row_exp_into(x, shift_of(peak), kept, a.columns);
+  const float factor = infinite == 0.0 ? float(1.0 / sum) : 0.0f;
+  const float of_label = known ? kept[label] * factor - 1.0f : NAN;
+  row_scale_into(kept, factor, x, a.columns);
+  if (known) x[label] = store<T>(of_label);
+  std::memset(static_cast<void*>(x + a.columns), 0, size_t(a.width - a.columns) * sizeof(T));
+  a.loss[row] = float(log_sum_exp(peak, infinite == 0.0 ? sum : infinite) - double(target));
+}
+
+template <class T>
+void in_place_rows(const XentInPlace& a, int64_t begin, int64_t end) {
+  constexpr bool kWide = sizeof(T) == sizeof(float);
+  const std::unique_ptr<float[]> scratch(kWide ? nullptr : new float[size_t(a.columns)]);
+  for (int64_t row = begin; row < end; ++row) {
+    float* kept = scratch.get();
+    if constexpr (kWide) kept = static_cast<float*>(a.logits) + row * a.stride;
+    in_place_row<T>(a, row, kept);
+  }
+}
+
+}  // namespace
+
+void xent_forward(const XentForward& a) {
+  MK_FOR_DTYPE(a.dtype, T, {
+    parallel_for(a.rows, rows_worth_a_thread(a.columns), [&](int64_t begin, int64_t end) {
+      for (int64_t row = begin; row < end; ++row) forward_row<T>(a, row);
+    });
+  })
+}
+
+void xent_backward(const XentBackward& a) {
+  MK_FOR_DTYPE(a.dtype, T, {
+    parallel_for(a.rows, rows_worth_a_thread(a.columns), [&](int64_t begin, int64_t end) {
+      for (int64_t row = begin; row < end; ++row) backward_row<T>(a, row);
+    });
+  })
+}
+
+void xent_in_place(const XentInPlace& a) {
+  MK_FOR_DTYPE(a.dtype, T, {
+    parallel_for(a.rows, rows_worth_a_thread(a.columns),
+                 [&](int64_t begin, int64_t end) { in_place_rows<T>(a, begin, end); });
+  })
+}
+
+}  // namespace mk::cpu::MK_TIER

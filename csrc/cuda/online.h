@@ -1,0 +1,35 @@
+// Maximum and sum of exponentials of a row in one read, by the threads of a block.
+#pragma once
+
+#include "../common/math.h"
+#include "../common/reduce.h"
+#include "../common/softmax.h"
+
+namespace mk::cuda {
+
+// Maximum of some numbers and the sum of exp(number - maximum).
+struct Running {
+  float peak = -INFINITY, sum = 0.0f;
+};
+
+template <int kCount>
+__device__ void take(Running& r, const float (&values)[kCount]) {
+  float peak = r.peak;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) peak = Max::join(peak, values[i]);
+  const float shift = shift_of(peak);
+  float sum = r.sum * exp(r.peak - shift);
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) sum += exp(values[i] - shift);
+  r.peak = peak, r.sum = sum;
+}
+
+// Every thread gets that of the whole row. Joined in a fixed order: runs are bit-equal.
+template <int kThreads>
+__device__ Running join_block(Running r) {
+  const float peak = reduce_block<Max, kThreads>(r.peak);
+  const float sum = reduce_block<Sum, kThreads>(r.sum * exp(r.peak - shift_of(peak)));
+  return Running{peak, sum};
+}
+
+}  // namespace mk::cuda

@@ -1,0 +1,62 @@
+"""Scaled, masked softmax through csrc/: the probabilities are what the backward pass keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.ops.native.operation import Operation
+
+
+def register(namespace: str) -> None:
+    ops = getattr(torch.ops, namespace)
+
+    @torch.library.register_fake(f"{namespace}::softmax_forward")
+    def _(scores: Tensor, mask: Tensor | None, diagonal: int, scale: float) -> Tensor:
+        return torch.empty_like(scores)
+
+    @torch.library.register_fake(f"{namespace}::softmax_forward_")
+    def _(scores: Tensor, mask: Tensor | None, diagonal: int, scale: float) -> None:
+        return None
+
+    @torch.library.register_fake(f"{namespace}::softmax_backward")
+    def _(grad: Tensor, out: Tensor, diagonal: int, scale: float) -> Tensor:
+        return torch.empty_like(grad)
+
+    @torch.library.register_fake(f"{namespace}::softmax_backward_")
+    def _(grad: Tensor, out: Tensor, diagonal: int, scale: float) -> None:
+        return None
+
+    def save(ctx: Any, inputs: tuple[Tensor, Tensor | None, int, float], output: Tensor) -> None:
+        ctx.save_for_backward(output)
+        ctx.diagonal, ctx.scale = inputs[2:]
+
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        (out,) = ctx.saved_tensors
+        return ops.softmax_backward(grad.contiguous(), out, ctx.diagonal, ctx.scale), None, None, None
+
+    torch.library.register_autograd(f"{namespace}::softmax_forward", backward, setup_context=save)
+
+
+def _softmax(ops: Any) -> Callable[..., Tensor]:
+    def softmax(scores: Tensor, mask: Tensor | None, scale: float, causal: bool = False) -> Tensor:
+        queries, keys = scores.shape[-2:]
+        four = _four_dimensions(scores).contiguous()
+        if mask is not None:
+            mask = _four_dimensions(mask if scores.dim() <= 4 else mask.expand(scores.shape))
+            mask = mask.expand(*mask.shape[:3], keys)
+            mask = mask if mask.stride(3) == 1 else mask.contiguous()
+        return ops.softmax_forward(four, mask, keys - queries if causal else keys, scale).view(scores.shape)
+
+    return softmax
+
+
+def _four_dimensions(x: Tensor) -> Tensor:
+    """Leading dimensions of one are added, or the first ones folded."""
+    return x.flatten(0, -4) if x.dim() > 4 else x[(None,) * (4 - x.dim())]
+
+
+OPERATIONS = (Operation("softmax", "softmax", _softmax),)

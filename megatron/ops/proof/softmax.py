@@ -1,0 +1,118 @@
+"""Scaled, masked softmax: the oracle is the plain formula. Its gradient is taken from the probabilities in their own
+dtype: they are what the product with the values keeps as well."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from megatron.ops import ref
+from megatron.ops.native import OPERATIONS
+from megatron.ops.proof.subject import Call, Draw, Subject
+
+SHAPES = ((1, 1, 1, 1), (2, 3, 5, 7), (1, 2, 33, 33), (2, 1, 3, 1000), (1, 1, 2, 4097), (3, 2, 16, 64))
+
+
+class Oracle(Function):
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor, mask: Tensor | None, scale: float, causal: bool) -> Tensor:
+        out = ref.softmax(scores, mask, scale, causal)
+        ctx.save_for_backward(out)
+        ctx.scale = scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        out, upstream = (ref.widened(tensor) for tensor in (*ctx.saved_tensors, grad))
+        wide = ctx.scale * out * (upstream - (out * upstream).sum(-1, keepdim=True))
+        return wide.to(grad.dtype), None, None, None
+
+
+def oracle(scores: Tensor, mask: Tensor | None, scale: float, causal: bool = False) -> Tensor:
+    return Oracle.apply(scores, mask, scale, causal)
+
+
+def calls(draw: Draw) -> Iterator[Call]:
+    yield Call("no rows", (draw(0, 2, 3, 4), None, 1.0))
+    for shape in SHAPES:
+        for causal in (False, True):
+            yield Call(f"{shape} {causal}", (draw(*shape), None, 0.7, causal))
+    yield from masked_calls(draw)
+    yield Call("two dimensions", (draw(9, 9), None, 1.0, True))
+    yield Call("five dimensions", (draw(2, 1, 2, 3, 8), draw.integers(2, 2, 1, 1, 3, 8) == 0, 1.0))
+    yield Call("not contiguous", (draw(2, 3, 20, 6).transpose(2, 3), None, 2.0))
+    yield Call("wide range", (draw(1, 1, 6, 300, spread=90.0), None, 1.0), grads=())  # a probability of 1 has none
+    yield Call("inf and nan", (draw.with_specials(1, 2, 9, 65), None, 0.5))
+    nothing = torch.ones(4, 10, dtype=torch.bool)
+    nothing[1] = False
+    yield Call("a query that sees nothing", (draw(1, 2, 4, 10), nothing, 1.0), grads=())
+    yield Call("more queries than keys", (draw(1, 1, 6, 4), None, 1.0, True), grads=())
+
+
+def masked_calls(draw: Draw) -> Iterator[Call]:
+    visible = torch.eye(37, dtype=torch.bool)  # every query sees something
+    for shape in ((37, 37), (1, 1, 37, 37), (2, 1, 37, 37), (1, 3, 37, 37), (2, 3, 37, 37)):
+        mask = (draw.integers(3, *shape) == 0) | visible
+        yield Call(f"mask {shape}", (draw(2, 3, 37, 37), mask, 1.3))
+        yield Call(f"mask {shape}, causal", (draw(2, 3, 37, 37), mask, 1.3, True))
+    padding = torch.arange(37) < torch.tensor([[20], [37]])
+    yield Call("padding", (draw(2, 3, 5, 37), padding[:, None, None, :], 1.0))
+    yield Call("mask by columns", (draw(2, 3, 37, 37), ((draw.integers(3, 37, 37) == 0) | visible).t(), 1.0))
+    yield Call("one value a query", (draw(2, 1, 4, 6), torch.ones(4, 1, dtype=torch.bool), 1.0))
+
+
+def in_place(ops: Any) -> Callable[..., Tensor]:
+    class InPlace(Function):
+        @staticmethod
+        def forward(ctx: Any, scores: Tensor, mask: Tensor | None, scale: float, diagonal: int) -> Tensor:
+            out = scores.clone()
+            ops.softmax_forward_(out, mask, diagonal, scale)
+            ctx.save_for_backward(out)
+            ctx.scale, ctx.diagonal = scale, diagonal
+            return out
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+            grad = grad.clone()
+            ops.softmax_backward_(grad, *ctx.saved_tensors, ctx.diagonal, ctx.scale)
+            return grad, None, None, None
+
+    return InPlace.apply
+
+
+def in_place_oracle(scores: Tensor, mask: Tensor | None, scale: float, diagonal: int) -> Tensor:
+    visible = torch.ones(scores.shape[-2:], dtype=torch.bool).tril(diagonal)
+    return oracle(scores, visible if mask is None else mask & visible, scale)
+
+
+def in_place_calls(draw: Draw) -> Iterator[Call]:
+    mask = (draw.integers(3, 1, 3, 8, 20) == 0) | torch.eye(8, 20, dtype=torch.bool)
+    for diagonal in (0, 5, 11, 12, 20):
+        yield Call(f"diagonal {diagonal}", (draw(2, 3, 8, 20), None, 0.3, diagonal))
+        yield Call(f"diagonal {diagonal} and a mask", (draw(2, 3, 8, 20), mask, 0.3, diagonal))
+
+
+LIMITS = {torch.float32: 1e-5}  # of a gradient whose numbers cancel
+
+SUBJECTS = (
+    Subject(
+        name="softmax",
+        source="softmax",
+        kernel=OPERATIONS["softmax"].make,
+        oracle=oracle,
+        calls=calls,
+        limits=LIMITS,
+    ),
+    Subject(
+        name="softmax_in_place",
+        source="softmax",
+        kernel=in_place,
+        oracle=in_place_oracle,
+        calls=in_place_calls,
+        limits=LIMITS,
+    ),
+)

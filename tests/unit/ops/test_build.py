@@ -1,0 +1,225 @@
+"""csrc/build.py and setup.py with compilers that only pretend: what is built, said, locked, kept and cleaned up."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from tests.policy.rules import ROOT
+
+# Writes the file it is asked for and notes what it was given; fails, or takes its time, for the files it is told to.
+COMPILER = """
+import pathlib, sys, time
+here, arguments = pathlib.Path(__file__).parent, sys.argv[1:]
+if "--version" in arguments:
+    sys.exit(print("pretended compiler 1.0"))
+source = next((a for a in arguments if a.endswith((".cpp", ".cu"))), "link")
+with open(here / "log", "a") as log:
+    log.write(pathlib.Path(source).name + "\\n")
+if (here / "slow").exists():
+    time.sleep(float((here / "slow").read_text()))
+if "#error" in (pathlib.Path(source).read_text() if source != "link" else ""):
+    sys.exit(f"{source}:1: error: planted")
+pathlib.Path(arguments[arguments.index("-o") + 1]).write_text(" ".join(arguments))
+"""
+
+
+class Sandbox:
+    """A checkout of what building needs, with a C++ compiler and an nvcc that pretend."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.tools = folder / "checkout", folder / "tools"
+        for name in ("setup.py", "pyproject.toml", "README.md", "MANIFEST.in"):
+            (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, self.folder / name)
+        shutil.copytree(ROOT / "csrc", self.folder / "csrc")
+        for name in ("__init__.py", "ops/__init__.py", "data/__init__.py"):
+            (self.folder / "megatron" / name).parent.mkdir(parents=True, exist_ok=True)
+            (self.folder / "megatron" / name).touch()
+        for name in ("tools/cxx", "tools/cuda/bin/nvcc"):
+            program = folder / name
+            program.parent.mkdir(parents=True, exist_ok=True)
+            program.write_text(f"#!{sys.executable}\n{COMPILER}")
+            program.chmod(0o755)
+        (self.tools / "cuda" / "lib64").mkdir()
+        (self.tools / "cuda" / "lib64" / "libcudart_static.a").touch()
+
+    def start(self, *command: str, **environment: str) -> subprocess.Popen[str]:
+        settings = {"CXX": str(self.tools / "cxx"), "CUDA_HOME": str(self.tools / "cuda"), **environment}
+        return subprocess.Popen(
+            [sys.executable, *command], cwd=self.folder, text=True, env=os.environ | settings,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+
+    def run(self, *command: str, **environment: str) -> str:
+        process = self.start(*(command or ("csrc/build.py",)), **environment)
+        return process.communicate(timeout=120)[0]
+
+    def compiled(self) -> list[str]:
+        """The files compiled since this was last asked for."""
+        logs = [self.tools / "log", self.tools / "cuda" / "bin" / "log"]
+        names = [name for log in logs if log.exists() for name in log.read_text().split()]
+        for log in logs:
+            log.unlink(missing_ok=True)
+        return sorted(set(names))
+
+    @property
+    def library(self) -> Path:
+        return self.folder / "megatron" / "ops" / "_kernels.so"
+
+    def record(self) -> dict[str, object]:
+        return json.loads(self.library.with_suffix(".json").read_text())
+
+
+@pytest.fixture
+def sandbox(tmp_path: Path) -> Sandbox:
+    return Sandbox(tmp_path)
+
+
+def test_only_what_changed_is_compiled_again(sandbox: Sandbox) -> None:
+    assert sandbox.run().startswith("kernels: built, with CUDA: ")
+    everything = {
+        path.name for part in ("cpu", "cuda", "torch") for path in (sandbox.folder / "csrc" / part).glob("*.c*")
+    }
+    assert set(sandbox.compiled()) == everything | {"link"}
+    sandbox.run()
+    assert sandbox.compiled() == ["link"]
+    header = sandbox.folder / "csrc" / "cuda" / "activation.h"
+    header.write_text(header.read_text() + "// changed\n")
+    sandbox.run()
+    assert sandbox.compiled() == ["activation.cpp", "activation.cu", "link"]
+
+
+def test_a_cuda_file_that_does_not_compile_costs_only_cuda(sandbox: Sandbox) -> None:
+    source = sandbox.folder / "csrc" / "cuda" / "activation.cu"
+    source.write_text("#error planted\n")
+    said = sandbox.run()
+    assert said.startswith("kernels: built for the CPU, without CUDA (nvcc: csrc/cuda/activation.cu:1: error: planted)")
+    assert "-DMK_HAS_CUDA" not in sandbox.library.read_text() and sandbox.library.is_file()
+    assert "error: planted" in str(sandbox.record()["without_cuda"])
+
+
+def test_cuda_home_is_honoured(sandbox: Sandbox) -> None:
+    assert "without CUDA (CUDA_HOME=/nowhere has no bin/nvcc)" in sandbox.run(CUDA_HOME="/nowhere")
+    (sandbox.tools / "cuda" / "lib64" / "libcudart_static.a").unlink()
+    assert "without CUDA (no libcudart_static.a belongs to " in sandbox.run()
+
+
+@pytest.mark.parametrize(
+    ("cxx", "reason"),
+    [
+        ("no-such-compiler", "CXX=no-such-compiler: no such program"),
+        ("false", "false: ended with code 1"),
+    ],
+)
+def test_a_compiler_that_does_not_work(sandbox: Sandbox, cxx: str, reason: str) -> None:
+    assert sandbox.run(CXX=cxx) == f"kernels: not built ({reason})\n"
+    assert not sandbox.library.exists()
+
+
+def test_without_any_compiler(sandbox: Sandbox) -> None:
+    assert sandbox.run(CXX="", PATH="/nowhere") == "kernels: not built (no C++ compiler (g++) on the PATH)\n"
+
+
+def test_without_torch(sandbox: Sandbox) -> None:
+    said = sandbox.run("-S", "csrc/build.py")
+    assert said == "kernels: not built (torch is not installed where this is built (pip needs --no-build-isolation))\n"
+
+
+def test_cxx_may_be_a_command_with_arguments(sandbox: Sandbox) -> None:
+    assert sandbox.run(CXX=f"{sys.executable} {sandbox.tools / 'cxx'}").startswith("kernels: built, with CUDA")
+
+
+# ---------------------------------------------------------------- more than one, and less than one
+
+
+def test_two_builds_at_once_share_the_work(sandbox: Sandbox) -> None:
+    (sandbox.tools / "slow").write_text("0.3")
+    both = [sandbox.start("csrc/build.py") for _ in range(2)]
+    said = [process.communicate(timeout=120)[0] for process in both]
+    assert [process.returncode for process in both] == [0, 0], said
+    assert sum("kernels: waiting for process" in text for text in said) == 1
+    assert len((sandbox.tools / "cuda" / "bin" / "log").read_text().split()) == len(
+        list((sandbox.folder / "csrc" / "cuda").glob("*.cu"))
+    )
+
+
+def wait_for(path: Path) -> None:
+    deadline = time.monotonic() + 60
+    while not path.exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert path.exists()
+
+
+def test_a_build_that_hangs_is_named_and_one_that_was_killed_hurts_nobody(sandbox: Sandbox) -> None:
+    (sandbox.tools / "slow").write_text("2")
+    first = sandbox.start("csrc/build.py")
+    wait_for(sandbox.tools / "log")
+    code = "import sys; sys.path.insert(0, 'csrc'); import build; build.build(lock_seconds=0.5)"
+    said = sandbox.run("-c", code)
+    assert f"BuildError: process {first.pid} has been building in" in said
+    first.send_signal(signal.SIGKILL)
+    first.wait()
+    cache = sandbox.folder / "build" / "kernels"
+    halves = [cache / "activation-0.77.tmp.o", sandbox.library.with_name("_kernels.77.tmp")]
+    for half in halves:
+        half.write_text("half")
+    (sandbox.tools / "slow").unlink()
+    assert sandbox.run().startswith("kernels: built, with CUDA")
+    assert not any(half.exists() for half in halves)
+
+
+def test_objects_that_nobody_uses_are_deleted(sandbox: Sandbox) -> None:
+    sandbox.run()
+    old = sandbox.folder / "build" / "kernels" / "gone-0123.o"
+    old.touch()
+    os.utime(old, (0, 0))
+    sandbox.run()
+    assert not old.exists() and list(old.parent.glob("*.o"))
+
+
+# ---------------------------------------------------------------- setup.py
+
+
+def test_in_place(sandbox: Sandbox) -> None:
+    said = sandbox.run("setup.py", "-q", "build_ext", "--inplace")
+    assert "kernels: built, with CUDA\n" in said
+    assert sandbox.library.is_file() and sandbox.record()["without_cuda"] is None
+
+
+def test_in_place_without_a_compiler(sandbox: Sandbox) -> None:
+    said = sandbox.run("setup.py", "-q", "build_ext", "--inplace", CC="no-such-compiler", CXX="no-such-compiler")
+    lines = [line for line in said.splitlines() if "not built" in line]
+    assert [line.split(":")[0] for line in lines] == ["megatron.data._helpers", "kernels"]
+    assert lines[1].endswith("PyTorch's own operations are used, which are slower")
+
+
+BUILT = {"megatron/ops/_kernels.so", "megatron/ops/_kernels.json"}
+
+
+@pytest.mark.parametrize("hook", ["build_wheel", "build_editable"])
+def test_what_pip_installs(sandbox: Sandbox, hook: str) -> None:
+    """pip calls these hooks; an editable installation finds the files where they were built."""
+    said = sandbox.run("-c", f"from setuptools import build_meta; build_meta.{hook}('out')")
+    (wheel,) = (sandbox.folder / "out").glob("*.whl")
+    if hook == "build_editable":
+        assert sandbox.library.is_file() and sandbox.library.with_suffix(".json").is_file(), said
+    else:
+        assert set(zipfile.ZipFile(wheel).namelist()) >= BUILT, said
+        assert not sandbox.library.exists()
+
+
+def test_the_source_distribution_holds_the_sources(sandbox: Sandbox) -> None:
+    sandbox.run("-c", "from setuptools import build_meta; build_meta.build_sdist('out')")
+    (archive,) = (sandbox.folder / "out").glob("*.tar.gz")
+    listed = subprocess.run(["tar", "tzf", str(archive)], capture_output=True, text=True, check=True).stdout
+    assert all(f"/csrc/{name}" in listed for name in ("build.py", "common/emulator.h", "cuda/activation.cu"))
