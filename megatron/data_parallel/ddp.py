@@ -145,6 +145,16 @@ class GradBuffers:
         self._next_bucket = 0
 
     @torch.no_grad()
+    def fill_with_zeros(self) -> None:
+        """After `zero()`, for gradients that are only ever added: every buffer counts as filled."""
+        for bucket in self._buckets:
+            bucket.buffer.zero_()
+        for slot in self._slots.values():
+            assert slot.view is not None, f"the gradient of {slot.name} has no place in a buffer"
+            slot.filled = True
+            slot.parameter.grad = slot.view if slot.parameter.dtype == slot.view.dtype else None
+
+    @torch.no_grad()
     def put(self, parameter: nn.Parameter, grad: torch.Tensor, x: torch.Tensor) -> None:
         """A gradient arrives as the factors of a product, outside of backward: it is grad.t() @ x."""
         slot = self._slot_of.get(id(parameter))

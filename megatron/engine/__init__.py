@@ -7,9 +7,11 @@ from megatron.engine.engine import (
     EvaluationResult,
     ForwardStep,
     Passes,
+    SinglePass,
     StartedStep,
     StepResult,
 )
+from megatron.engine.graphs import GraphedPasses
 from megatron.engine.routers import RouterSteps
 
 __all__ = [
@@ -18,8 +20,10 @@ __all__ = [
     "Evaluation",
     "EvaluationResult",
     "ForwardStep",
+    "GraphedPasses",
     "Passes",
     "RouterSteps",
+    "SinglePass",
     "StartedStep",
     "StepResult",
 ]

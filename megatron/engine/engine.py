@@ -26,6 +26,7 @@ from megatron.distributed.state import ParallelState
 from megatron.engine.routers import RouterSteps
 from megatron.errors import DataError, NonFiniteError
 from megatron.optimizer import REPORT_SIZE, DynamicLossScaler, Optimizer
+from megatron.utils.cuda import CopyStream
 from megatron.utils.timers import Timers
 from megatron.utils.to_host import ToHost
 
@@ -131,6 +132,7 @@ class Evaluation:
         """`passes`: a pipeline, where the model is cut into stages; `model` is what this rank holds."""
         self.model, self.parallel, self.device = model, parallel, device
         self.passes: Passes = passes or SinglePass(model, forward_step)
+        self._copies = CopyStream(device) if device.type == "cuda" else None
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch]) -> EvaluationResult:
@@ -159,9 +161,12 @@ class Evaluation:
 
     def _to_device(self, batch: Batch) -> Batch:
         """This rank's part of the sequences, where it computes."""
+        mine = slice_batch(batch, self.parallel.cp)
+        if self._copies is not None:
+            return self._copies(mine)
         return {
             key: value.to(self.device, non_blocking=True) if isinstance(value, Tensor) else value
-            for key, value in slice_batch(batch, self.parallel.cp).items()
+            for key, value in mine.items()
         }
 
 

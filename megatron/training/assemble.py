@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -17,7 +18,8 @@ from megatron.data.build import Datasets
 from megatron.data.splits import sample_counts
 from megatron.data_parallel import GradBuffers
 from megatron.distributed.state import Axis
-from megatron.engine import Engine, Evaluation, ForwardStep, RouterSteps
+from megatron.engine import Engine, Evaluation, ForwardStep, GraphedPasses, RouterSteps, SinglePass
+from megatron.errors import ConfigError
 from megatron.model.flops import flops_per_token, peak_flops
 from megatron.model.gpt import GPT
 from megatron.optimizer import Schedule, build_optimizer, build_schedule
@@ -39,6 +41,7 @@ from megatron.training.replica_check import ReplicaCheck
 from megatron.training.stopping import StopConditions
 from megatron.training.throughput import Throughput
 from megatron.training.trainer import Trainer
+from megatron.utils.cuda import CudaGraph
 from megatron.utils.device import device_name
 
 NumSamples = tuple[int, int | None, int]
@@ -178,7 +181,7 @@ def _build_engine(
         run.parallel.dp_cp,
         axes=dict.fromkeys(experts, run.parallel.expert_dp),
         overlap=config.parallel.overlap_grad_reduce,
-        flat=run.kernels.adamw is not None or run.kernels.wgrad_accumulation is not None,
+        flat=config.kernels.cuda_graphs or any((run.kernels.adamw, run.kernels.wgrad_accumulation)),
         accumulate=run.kernels.wgrad_accumulation,
     )
     if built.wgrad_queue is not None:
@@ -212,10 +215,20 @@ def _build_engine(
         stop_on_nonfinite=config.training.check_for_nan_in_loss_and_grad,
         buffers=persistent_buffers(model),
         sum_replicas=ReplicaSums(specs, run.parallel),
-        passes=built.passes,
+        passes=_graphed(run, model, forward_step, grads) if config.kernels.cuda_graphs else built.passes,
         routers=_router_steps(run, model),
     )
     return engine, schedule
+
+
+def _graphed(run: Run, model: nn.Module, forward_step: ForwardStep, grads: GradBuffers) -> GraphedPasses:
+    if run.device.type != "cuda":
+        raise ConfigError(f"--cuda-graphs: needs a CUDA device, and this run is on {run.device.type}; leave it out")
+    if not isinstance(model, GPT):
+        raise ConfigError(
+            f"--cuda-graphs: records our GPT alone, and the model provider gave a {type(model).__name__}; leave it out"
+        )
+    return GraphedPasses(SinglePass(model, forward_step), grads, partial(CudaGraph, run.device))
 
 
 def runs_ahead(device: torch.device) -> bool:

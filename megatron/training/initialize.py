@@ -21,6 +21,7 @@ from megatron.layout import Layout, padded_vocab_size
 from megatron.ops.select import Kernels, resolve
 from megatron.tokenizer import Tokenizer, build_tokenizer
 from megatron.training.settings import read_settings
+from megatron.utils.cuda import grow_segments
 from megatron.utils.heap import keep_freed_memory
 from megatron.utils.log import RankLog
 
@@ -84,6 +85,8 @@ def start(config: RunConfig, *, needs_data: bool = True) -> Run:
         log.info(notice)
     device = resolve_device(config.runtime.device, launch.local_rank)
     backend = resolve_backend(config.runtime.distributed_backend, device)
+    if device.type == "cuda":
+        grow_segments()
     kernels = resolve(config.kernels.spec, device.type, attention=config.kernels.attention)
     tokenizer = tokenizer_of(config, required=needs_data)
     layout = layout_of(config, launch.world_size)
