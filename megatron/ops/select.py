@@ -184,6 +184,8 @@ def _choose_torch(op: str, device_type: str) -> Choice:
         return Choice(op, "torch", wgrad.explanation(device_type))
     if op in ("adamw", "grad_norm"):
         return Choice(op, "torch", "PyTorch's own functions, a tensor at a time")
+    if op == "attention" and device_type == "cuda":
+        return Choice(op, "torch", "PyTorch's scaled_dot_product_attention: cuDNN, then flash, then the others")
     if op in _TORCH:
         return Choice(op, "torch", "PyTorch's own fused function")
     return Choice(op, "ref", "no faster implementation is built")

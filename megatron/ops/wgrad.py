@@ -39,7 +39,7 @@ def accumulate(into: Tensor, grad: Tensor, x: Tensor, add: bool) -> bool:
 def widens(device_type: str) -> bool:
     """Whether this torch multiplies bf16 into fp32, and adds to what is there: found by small products whose results
     are known. The CPU's would first make fp32 copies of both factors: slower than a bf16 product added afterwards."""
-    if device_type != "cuda":
+    if device_type != "cuda" or not torch.cuda.is_available():
         return False
     grad = torch.arange(256, device=device_type).view(16, 16).remainder(7).to(torch.bfloat16)
     x = torch.arange(512, device=device_type).view(16, 32).remainder(5).to(torch.bfloat16)
