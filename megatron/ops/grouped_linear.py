@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-Put = Callable[[nn.Parameter, Callable[[], Tensor]], None]
-"""Takes a product that is a weight's gradient, to compute it later (`WgradQueue.put`)."""
+Put = Callable[[nn.Parameter, Tensor, Tensor], None]
+"""Takes the factors dy, x of the product dy.T @ x that is a weight's gradient (`Wgrads.put`)."""
 
 
 class Loop:
@@ -93,7 +93,7 @@ class _GroupedLinear(Function):
     def forward(
         ctx: Any,
         how: type[Loop] | type[Grouped],
-        puts: Sequence[Callable[[Callable[[], Tensor]], None]] | None,
+        puts: Sequence[Callable[[Tensor, Tensor], None]] | None,
         counts: list[int],
         x: Tensor,
         *weights: Tensor,
@@ -111,7 +111,7 @@ class _GroupedLinear(Function):
         gradients: Sequence[Tensor | None] = [None] * len(weights)
         if ctx.puts is not None:
             for put, part, rows in zip(ctx.puts, dy.split(counts), x.split(counts), strict=True):
-                put(partial(_product, part, rows))
+                put(part, rows)
         elif any(ctx.needs_input_grad[4:]):
             gradients = ctx.how.weight_gradients(dy, x, counts)
         return None, None, None, dx, *gradients

@@ -264,8 +264,8 @@ def queued_gradients_of_an_expert_forgotten(parts: Parts) -> None:
         put, first = module.experts.put_weight_gradient, next(iter(module.experts.parameters()))
         assert put is not None
 
-        def wrong(weight: Any, product: Any, put: Any = put, first: Any = first) -> None:
-            put(weight, (lambda: torch.zeros_like(weight)) if weight is first else product)
+        def wrong(weight: Any, dy: Any, x: Any, put: Any = put, first: Any = first) -> None:
+            put(weight, torch.zeros_like(dy) if weight is first else dy, x)
 
         module.experts.put_weight_gradient = wrong
 
