@@ -39,6 +39,7 @@ def sends_products(wgrads: Wgrads | None, x: Tensor, weight: nn.Parameter) -> Ty
         wgrads is not None
         and x.requires_grad
         and weight.requires_grad
+        and not weight._backward_hooks  # somebody wants to see the gradient
         and torch.is_grad_enabled()
         and not torch.compiler.is_compiling()
     )

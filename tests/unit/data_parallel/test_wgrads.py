@@ -155,6 +155,17 @@ def test_a_compiled_or_frozen_layer_is_left_to_backward() -> None:
     assert type(net.twice(torch.randn(2, 8)).grad_fn).__name__ != "_LinearBackward", "its input has no gradient"
 
 
+def test_a_hook_on_a_weight_still_sees_its_gradient() -> None:
+    net, grads = make(torch.float64)
+    plain = sums(torch.float64, micro_batches=1)
+    net.first.weight.register_hook(lambda grad: 2 * grad)
+    grads.zero()
+    backward(net, 10)
+    grads.reduce()
+    torch.testing.assert_close(grads.grad("first.weight"), 2 * plain["first.weight"])
+    torch.testing.assert_close(grads.grad("column.weight"), plain["column.weight"])
+
+
 def with_overlap(rank: int, size: int, products: bool) -> tuple[list[float], list[Tensor]]:
     torch.set_num_threads(1)
     spec = "auto,-adamw,-grad_norm" + ("" if products else ",-wgrad_accumulation")
