@@ -11,6 +11,7 @@ import errno
 import json
 import os
 import shutil
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -20,6 +21,8 @@ from megatron.data.builder import open_alone
 from megatron.data.files import storage_error, write_atomically
 from megatron.errors import ConfigError, DataError
 from megatron.preprocess.shard import SegmentResult
+
+_LOCK_SECONDS = 2.0  # a worker just forked of a run just killed may hold the lock until it has had its first turn
 
 
 @dataclass
@@ -77,21 +80,23 @@ class WorkFolder:
             raise ConfigError(
                 f"--output-prefix {self.prefix}: {self.path.parent}: no such directory; create it or choose another"
             )
-        for _ in range(100):
+        patience = time.monotonic() + _LOCK_SECONDS
+        while True:
             try:
                 self.path.mkdir(exist_ok=True)
                 return open_alone(self.path / "lock")
-            except FileNotFoundError:  # another run has just ended and removed it
-                continue
+            except FileNotFoundError as error:  # another run has just ended and removed it
+                if time.monotonic() > patience:
+                    raise storage_error(self.path, error) from error
             except ConfigError:
-                if (self.path / "lock").exists():
+                if time.monotonic() > patience:
                     raise ConfigError(
                         f"--output-prefix {self.prefix}: another process is writing it ({self.path}); wait for it or "
                         "choose another prefix"
                     ) from None
+                time.sleep(0.02)
             except OSError as error:
                 raise storage_error(self.path, error) from error
-        raise ConfigError(f"--output-prefix {self.prefix}: another process is writing it; choose another prefix")
 
     def _saved_settings(self) -> dict[str, Any]:
         try:

@@ -3,6 +3,7 @@ ranks share experts all compute equally often, and the sample that fills up coun
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from megatron.training.batches import BatchMaker
@@ -29,3 +30,12 @@ def test_experts_of_other_ranks() -> None:
     assert tokens == SAMPLES * 16
     for ours, count in run_ranks(2, validated, 2, [*argv, "--expert-model-parallel-size", "2"], timeout=40):
         assert abs(ours - loss) < 1e-10 * loss and count == tokens
+
+
+@pytest.mark.parametrize("axis", ["context", "tensor_model", "pipeline_model"])
+def test_samples_that_fill_no_batch_are_read_by_one_replica(axis: str) -> None:
+    """The ranks of a replica read the same sample, whichever they share it over."""
+    argv = flags(hidden_dropout=0, attention_dropout=0)
+    loss, tokens = validated(0, 1, argv)
+    for ours, count in run_ranks(4, validated, 4, [*argv, f"--{axis.replace('_', '-')}-parallel-size", "2"]):
+        assert abs(ours - loss) < 1e-10 * loss and count == tokens == SAMPLES * 16

@@ -60,7 +60,7 @@ EP, TP = "expert_model_parallel_size", "tensor_model_parallel_size"
         ),
         (
             {**MOE, TP: 2, "moe_ffn_hidden_size": 33},
-            ["--moe-ffn-hidden-size 33", f"--{TP}".replace("_", "-"), "1 or 3"],
+            ["--moe-ffn-hidden-size 33", f"--{TP}".replace("_", "-"), "use --tensor-model-parallel-size 1"],
         ),
         ({**MOE, TP: 2, "moe_shared_expert_intermediate_size": 9}, ["--moe-shared-expert-intermediate-size 9"]),
     ],

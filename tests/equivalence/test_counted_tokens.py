@@ -1,0 +1,58 @@
+"""The gradient is that of the sum over the counted tokens divided by their number: beside autograd's own, in fp64.
+
+The other tests compare layouts with one process of the same code, so an error in what the sum is divided by would be on
+both sides.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.engine import Engine
+from tests.helpers.layouts import uneven_mask
+from tests.helpers.runs import flags, make_parts
+
+SETTINGS: dict[str, Any] = {"attention_dropout": 0, "hidden_dropout": 0, "clip_grad": 0, "optimizer": "sgd"}
+
+
+def gradients(engine_step: bool) -> tuple[float, dict[str, Tensor]]:
+    """The loss and the gradients of the first step: the engine's, or autograd's of the mean written down."""
+    _, parts = make_parts(flags(**SETTINGS), dtype=torch.float64)
+    engine, trainer = parts.trainer.engine, parts.trainer
+    batches = [uneven_mask(batch) for _, batch in zip(range(4), trainer.train_batches)]
+    if engine_step:
+        result = engine.train_step(batches, batch_size=8, tokens_per_sample=16, lr=0.0, weight_decay=0.0)
+        return result.lm_loss, {name: grad.clone() for name, grad in engine.grads.grads()}
+    tokens, labels, mask = (torch.cat([batch[key] for batch in batches]) for key in ("tokens", "labels", "loss_mask"))
+    assert 0 < mask.sum() < mask.numel()
+    losses = engine.model(tokens, labels=labels)
+    loss = (losses * mask).sum() / mask.sum()
+    parameters = dict(engine.model.named_parameters())
+    found = torch.autograd.grad(loss, list(parameters.values()))
+    return loss.item(), dict(zip(parameters, found, strict=True))
+
+
+def difference() -> float:
+    (loss, ours), (expected, theirs) = gradients(True), gradients(False)
+    assert ours.keys() == theirs.keys()
+    apart = [((ours[name] - grad).norm() / grad.norm().clamp_min(1e-6)).item() for name, grad in theirs.items()]
+    return max(abs(loss / expected - 1), *apart)
+
+
+def test_the_mean_over_the_counted_tokens() -> None:
+    assert difference() < 1e-12
+
+
+def test_dividing_by_all_tokens_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    mean = Engine._global_mean
+
+    def over_all(self: Engine, totals: Tensor) -> tuple[float, int]:
+        loss, _ = mean(self, totals)
+        return loss, 8 * 16
+
+    monkeypatch.setattr(Engine, "_global_mean", over_all)
+    assert difference() > 1e-2
