@@ -4,20 +4,27 @@
     python benchmarks/train_step.py --dtype bf16 --json result.json
 
 A step is zero the gradients, forward, loss, backward, clip to 1.0, AdamW, without dropout. Ours goes through the real
-model, gradient buffers and optimizer: in bf16 it keeps fp32 masters and fp32 gradients, the peers are bf16 throughout.
-The contenders take turns, one step each per round, and every ratio is the median over rounds of times taken within
-the same round: machines drift, ratios do not.
+model, gradient buffers, optimizer and CPU settings: in bf16 it keeps fp32 masters and fp32 gradients, the peers are
+bf16 throughout. The peers run as their users run them; the floor is taken with each library that multiplies in full
+precision, and the faster one counts.
+
+Every contender lives in a process of its own, for the allocator and the library of products are settings of a process.
+They take turns, one step each per round, and every ratio is the median over rounds of times taken within the same
+round: machines drift, ratios do not.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +40,8 @@ from megatron.distributed.state import Axis
 from megatron.model import GPT, initialise
 from megatron.ops import resolve
 from megatron.optimizer import build_optimizer
+from megatron.utils.cpu import set_allocator, set_fp32_products
+from megatron.utils.device import peak_resident_bytes
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
@@ -48,6 +57,17 @@ class Shape:
     seq: int
     vocab: int
     batch: int
+
+
+@dataclass(frozen=True)
+class Task:
+    """What every contender is given."""
+
+    shape: Shape
+    dtype: torch.dtype
+    threads: int
+    clock: str
+    kernels: str
 
 
 def ours_step(shape: Shape, dtype: torch.dtype, tokens: Tensor, labels: Tensor, kernels: str) -> Step:
@@ -188,45 +208,138 @@ def floor_step(shape: Shape, dtype: torch.dtype) -> Step:
     return step
 
 
-def measure(
-    contenders: dict[str, Step], rounds: int, warmup: int, clock: Callable[[], float]
-) -> dict[str, list[float]]:
-    for _ in range(warmup):
-        for step in contenders.values():
-            step()
-    times: dict[str, list[float]] = {name: [] for name in contenders}
-    for number in range(rounds):
-        names = list(contenders)
-        for name in names[number % len(names) :] + names[: number % len(names)]:  # nobody always follows the same one
-            start = clock()
-            contenders[name]()
-            times[name].append(clock() - start)
-    return times
+def plain_step(shape: Shape, dtype: torch.dtype, tokens: Tensor, labels: Tensor, *, compiled: bool) -> Step:
+    model: Any = PlainGPT(shape).to(dtype)
+    return peer_step(torch.compile(model) if compiled else model, lambda model: model(tokens, labels))
 
 
-def report(times: dict[str, list[float]], tokens: int) -> dict[str, float]:
+@dataclass(frozen=True)
+class Contender:
+    """How a step is made, and the settings of its process: those of a run, or torch's own."""
+
+    make: Callable[[Task, Tensor, Tensor], Step | None]
+    allocator: str = "system"
+    products: str = "mkl"
+    counts: str = ""  # as a peer or as the floor; else it is only shown
+
+
+def _ours(task: Task, tokens: Tensor, labels: Tensor) -> Step:
+    return ours_step(task.shape, task.dtype, tokens, labels, task.kernels)
+
+
+def _transformers(task: Task, tokens: Tensor, labels: Tensor) -> Step | None:
+    return transformers_step(task.shape, task.dtype, tokens, labels)
+
+
+def _plain(task: Task, tokens: Tensor, labels: Tensor) -> Step:
+    return plain_step(task.shape, task.dtype, tokens, labels, compiled=False)
+
+
+def _compiled(task: Task, tokens: Tensor, labels: Tensor) -> Step:
+    return plain_step(task.shape, task.dtype, tokens, labels, compiled=True)
+
+
+def _floor(task: Task, tokens: Tensor, labels: Tensor) -> Step:
+    return floor_step(task.shape, task.dtype)
+
+
+CONTENDERS = {
+    "ours": Contender(_ours, "auto", "auto"),
+    "transformers": Contender(_transformers, counts="peer"),
+    "plain": Contender(_plain, counts="peer"),
+    "compiled": Contender(_compiled, counts="peer"),
+    "floor": Contender(_floor, counts="floor"),
+    "floor-auto": Contender(_floor, "auto", "auto", counts="floor"),
+    # Of the settings, what each is worth: not run unless named.
+    "ours-system": Contender(_ours, "system", "auto"),
+    "ours-mkl": Contender(_ours, "auto", "mkl"),
+    "plain-auto": Contender(_plain, "auto", "auto"),
+}
+USUAL = ("ours", "transformers", "plain", "compiled", "floor", "floor-auto")
+
+
+def serve(name: str, task: Task, link: Connection) -> None:
+    """A contender's process: answers every message with the time of one step and the peak memory so far."""
+    contender = CONTENDERS[name]
+    set_allocator(contender.allocator)
+    set_fp32_products(contender.products)
+    torch.set_num_threads(task.threads)
+    torch.manual_seed(0)
+    size = (task.shape.batch, task.shape.seq)
+    tokens, labels = torch.randint(task.shape.vocab, size), torch.randint(task.shape.vocab, size)
+    step, clock = contender.make(task, tokens, labels), CLOCKS[task.clock]
+    link.send(step is not None)
+    while step is not None and link.recv():
+        start = clock()
+        step()
+        link.send((clock() - start, peak_resident_bytes()))
+
+
+class Runner:
+    """The processes of the contenders that are installed."""
+
+    def __init__(self, names: list[str], task: Task) -> None:
+        self.links: dict[str, Connection] = {}
+        self.peaks: dict[str, int] = {}
+        self._processes: list[BaseProcess] = []
+        context = multiprocessing.get_context("spawn")
+        for name in names:
+            here, there = context.Pipe()
+            process = context.Process(target=serve, args=(name, task, there), daemon=True)
+            process.start()
+            there.close()  # so that a contender that dies is an error here, not a wait
+            self._processes.append(process)
+            if here.recv():
+                self.links[name] = here
+            else:
+                print(f"{name}: not installed, left out")
+
+    def step(self, name: str) -> float:
+        self.links[name].send(True)
+        seconds, self.peaks[name] = self.links[name].recv()
+        return float(seconds)
+
+    def measure(self, rounds: int, warmup: int) -> dict[str, list[float]]:
+        times: dict[str, list[float]] = {name: [] for name in self.links}
+        for number in range(-warmup, rounds):
+            names = list(self.links)
+            for name in names[number % len(names) :] + names[: number % len(names)]:  # nobody always follows the same
+                seconds = self.step(name)
+                if number >= 0:
+                    times[name].append(seconds)
+        return times
+
+    def close(self) -> None:
+        for link in self.links.values():
+            link.send(False)
+        for process in self._processes:
+            process.join()
+
+
+def report(times: dict[str, list[float]], peaks: dict[str, int], tokens: int) -> dict[str, float]:
     """Print medians and ratios; return the ratios of our speed to theirs."""
-    print(f"{'':<14} {'ms/step':>9} {'tokens/s':>9}   our speed / theirs")
+    print(f"{'':<14} {'ms/step':>9} {'tokens/s':>9} {'peak MiB':>9}   our speed / theirs")
     ratios = {}
     for name, samples in times.items():
         median = statistics.median(samples)
         ratios[name] = statistics.median(theirs / ours for theirs, ours in zip(samples, times["ours"], strict=True))
-        print(f"{name:<14} {median * 1e3:>9.1f} {tokens / median:>9.0f}   {ratios[name]:.3f}")
-    peers = [name for name in times if name not in ("ours", "floor")]
-    if peers:
-        fastest = min(peers, key=lambda name: ratios[name])
-        print(f"against the faster peer ({fastest}): {ratios[fastest]:.3f}")
+        print(f"{name:<14} {median * 1e3:>9.1f} {tokens / median:>9.0f} {peaks[name] >> 20:>9}   {ratios[name]:.3f}")
+    for kind in ("peer", "floor"):
+        named = [name for name in times if CONTENDERS[name].counts == kind]
+        if named:
+            fastest = min(named, key=lambda name: ratios[name])
+            print(f"against the fastest {kind} ({fastest}): {ratios[fastest]:.3f}")
     return ratios
 
 
-def main() -> None:
+def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtype", choices=DTYPES, default="fp32")
     parser.add_argument("--steps", type=int, default=11, help="measured rounds")
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument(
-        "--clock", choices=CLOCKS, default="wall", help="cpu: of this process; for a busy machine, 1 thread"
+        "--clock", choices=CLOCKS, default="wall", help="cpu: of the contender's process; for a busy machine, 1 thread"
     )
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--hidden", type=int, default=384)
@@ -235,35 +348,22 @@ def main() -> None:
     parser.add_argument("--vocab", type=int, default=50304)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--kernels", default="auto", help="as pretrain_gpt.py's --kernels")
-    parser.add_argument("--only", nargs="+", help="contenders to run: ours, transformers, plain, floor")
+    parser.add_argument("--only", nargs="+", choices=CONTENDERS, default=USUAL, help="contenders to run, besides ours")
     parser.add_argument("--json", type=Path, help="also write times and ratios here")
-    args = parser.parse_args()
+    return parser.parse_args()
 
-    torch.set_num_threads(args.threads)
-    torch.manual_seed(0)
+
+def main() -> None:
+    args = parse()
     shape = Shape(args.layers, args.hidden, args.heads, args.seq, args.vocab, args.batch)
-    dtype = DTYPES[args.dtype]
-    tokens = torch.randint(shape.vocab, (shape.batch, shape.seq))
-    labels = torch.randint(shape.vocab, (shape.batch, shape.seq))
-    makers: dict[str, Callable[[], Step | None]] = {
-        "ours": lambda: ours_step(shape, dtype, tokens, labels, args.kernels),
-        "transformers": lambda: transformers_step(shape, dtype, tokens, labels),
-        "plain": lambda: peer_step(PlainGPT(shape).to(dtype), lambda model: model(tokens, labels)),
-        "floor": lambda: floor_step(shape, dtype),
-    }
-    contenders = {}
-    for name, make in makers.items():
-        if name == "ours" or args.only is None or name in args.only:
-            step = make()
-            if step is None:
-                print(f"{name}: not installed, left out")
-            else:
-                contenders[name] = step
+    task = Task(shape, DTYPES[args.dtype], args.threads, args.clock, args.kernels)
     print(f"{shape}, {args.dtype}, {args.threads} threads, {args.clock} clock, torch {torch.__version__}")
-    times = measure(contenders, args.steps, args.warmup, CLOCKS[args.clock])
-    ratios = report(times, shape.batch * shape.seq)
+    runner = Runner(list(dict.fromkeys(["ours", *args.only])), task)
+    times = runner.measure(args.steps, args.warmup)
+    runner.close()
+    ratios = report(times, runner.peaks, shape.batch * shape.seq)
     if args.json is not None:
-        result = {"shape": vars(shape), "dtype": args.dtype, "seconds": times, "our_speed_over_theirs": ratios}
+        result = {"shape": asdict(shape), "dtype": args.dtype, "seconds": times, "our_speed_over_theirs": ratios}
         args.json.write_text(json.dumps(result, indent=1))
 
 

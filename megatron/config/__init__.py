@@ -17,6 +17,7 @@ from megatron.config.cli import parse_args
 from megatron.config.run import RunConfig, build
 from megatron.config.sections import (
     CheckpointConfig,
+    CpuConfig,
     DataConfig,
     EvaluationConfig,
     KernelsConfig,
@@ -37,6 +38,7 @@ from megatron.config.serialize import adopt_checkpoint_args, describe, from_dict
 
 __all__ = [
     "CheckpointConfig",
+    "CpuConfig",
     "DataConfig",
     "EvaluationConfig",
     "KernelsConfig",

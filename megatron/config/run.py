@@ -11,6 +11,7 @@ from typing import Any
 from megatron.config.flag import Setting, settings_of
 from megatron.config.sections import (
     CheckpointConfig,
+    CpuConfig,
     DataConfig,
     EvaluationConfig,
     KernelsConfig,
@@ -39,6 +40,7 @@ SECTIONS: Mapping[str, type] = MappingProxyType(
         "precision": PrecisionConfig,
         "recompute": RecomputeConfig,
         "kernels": KernelsConfig,
+        "cpu": CpuConfig,
         "data": DataConfig,
         "tokenizer": TokenizerConfig,
         "checkpoint": CheckpointConfig,
@@ -61,6 +63,7 @@ class RunConfig:
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
     kernels: KernelsConfig = field(default_factory=KernelsConfig)
+    cpu: CpuConfig = field(default_factory=CpuConfig)
     data: DataConfig = field(default_factory=DataConfig)
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

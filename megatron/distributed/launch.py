@@ -14,7 +14,6 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -134,34 +133,6 @@ def _check(info: LaunchInfo) -> None:
         raise ConfigError(
             f"LOCAL_RANK={info.local_rank} is outside LOCAL_WORLD_SIZE={info.local_world_size}; start with torchrun"
         )
-
-
-def threads_per_process(info: LaunchInfo, setting: int | None = None, cores: int | None = None) -> int:
-    """CPU threads for this process: the setting, else the machine's usable cores shared by its ranks."""
-    if setting is not None:
-        if setting < 1:
-            raise ConfigError(f"number of threads {setting}: must be at least 1")
-        return setting
-    return max(1, (usable_cores() if cores is None else cores) // info.local_world_size)
-
-
-def pin_threads(info: LaunchInfo, setting: int | None = None) -> int:
-    """Sets torch's thread count, whatever the launcher exported: one and two threads give different bits."""
-    threads = threads_per_process(info, setting)
-    torch.set_num_threads(threads)
-    return threads
-
-
-def usable_cores() -> int:
-    """Cores that this process may run on: its affinity, and the quota of its container."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        if quota != "max":
-            cores = min(cores, max(1, int(quota) // int(period)))
-    except (OSError, ValueError):  # no control group of that kind
-        pass
-    return cores
 
 
 def init_process_group(info: LaunchInfo, backend: str, timeout: timedelta, device: torch.device | None = None) -> None:

@@ -12,8 +12,9 @@ import torch
 
 from megatron.config import RunConfig, check_world
 from megatron.distributed.collectives import broadcast_object
+from megatron.distributed.cores import pin, set_threads
 from megatron.distributed.device import resolve_backend, resolve_device
-from megatron.distributed.launch import LaunchInfo, die_with_parent, init_process_group, pin_threads
+from megatron.distributed.launch import LaunchInfo, die_with_parent, init_process_group
 from megatron.distributed.rng import seed_rank
 from megatron.distributed.state import ParallelState
 from megatron.errors import ConfigError
@@ -21,7 +22,7 @@ from megatron.layout import Layout, padded_vocab_size
 from megatron.ops.select import Kernels, resolve
 from megatron.tokenizer import Tokenizer, build_tokenizer
 from megatron.training.settings import read_settings
-from megatron.utils.heap import keep_freed_memory
+from megatron.utils.cpu import has_bf16_products, set_allocator, set_fp32_products
 from megatron.utils.log import RankLog
 
 
@@ -84,13 +85,11 @@ def start(config: RunConfig, *, needs_data: bool = True) -> Run:
         log.info(notice)
     device = resolve_device(config.runtime.device, launch.local_rank)
     backend = resolve_backend(config.runtime.distributed_backend, device)
+    threads = _prepare_cpu(config, launch, device, log)
     kernels = resolve(config.kernels.spec, device.type, attention=config.kernels.attention)
     tokenizer = tokenizer_of(config, required=needs_data)
     layout = layout_of(config, launch.world_size)
     _say_slow_choices(config, device, log)
-    threads = pin_threads(launch)
-    if device.type == "cpu":
-        keep_freed_memory()
     parallel = (
         ParallelState.plan(layout, launch.rank)
         if config.runtime.dry_run
@@ -116,6 +115,21 @@ def start(config: RunConfig, *, needs_data: bool = True) -> Run:
         run_id="dry-run" if config.runtime.dry_run else broadcast_object(uuid.uuid4().hex[:12], parallel.world),
         started=started,
     )
+
+
+def _prepare_cpu(config: RunConfig, launch: LaunchInfo, device: torch.device, log: RankLog) -> int:
+    """The settings of the whole process, before it has anything large. Returns the number of threads.
+
+    Where an accelerator computes, only what was asked for is changed.
+    """
+    cpu, computes = config.cpu, device.type == "cpu"
+    if computes or cpu.cpu_allocator != "auto":
+        log.info(set_allocator(cpu.cpu_allocator))
+    if computes or cpu.fp32_products != "auto":
+        log.info(set_fp32_products(cpu.fp32_products))
+    if cpu.cpu_pinning:
+        log.info(f"each rank stays on its own cores; rank 0 on {', '.join(map(str, sorted(pin(launch))))}")
+    return set_threads(launch, cpu.cpu_threads)
 
 
 def _connect(
@@ -162,5 +176,9 @@ def _check_vocab_size(given: int, tokenizer: Tokenizer) -> None:
 
 
 def _say_slow_choices(config: RunConfig, device: torch.device, log: RankLog) -> None:
-    if config.precision.fp16 and device.type == "cpu":
+    if device.type != "cpu":
+        return
+    if config.precision.fp16:
         log.warn("--fp16 on a CPU computes correctly but slowly; --bf16 is the fast choice here")
+    if config.precision.bf16 and not has_bf16_products():
+        log.warn("--bf16: this processor has no instructions for it; training is correct, and fp32 may be faster")

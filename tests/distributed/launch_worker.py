@@ -14,7 +14,8 @@ from pathlib import Path
 import torch
 
 from megatron.distributed import collectives
-from megatron.distributed.launch import LaunchInfo, die_with_parent, init_process_group, pin_threads, shutdown
+from megatron.distributed.cores import set_threads
+from megatron.distributed.launch import LaunchInfo, die_with_parent, init_process_group, shutdown
 from megatron.distributed.state import ParallelState
 from megatron.errors import MegatronError
 from megatron.layout import Layout
@@ -32,7 +33,7 @@ def main() -> None:
     if args.sleep:
         args.sleep.write_text(str(os.getpid()))
         time.sleep(120)
-    threads = pin_threads(info)
+    threads = set_threads(info)
     timeout = timedelta(seconds=args.timeout)
     init_process_group(info, "gloo", timeout)
     state = ParallelState.build(Layout(info.world_size), info.rank, timeout)

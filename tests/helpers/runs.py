@@ -104,7 +104,7 @@ def train_here(argv: Sequence[str]) -> dict[str, Any]:
 
 def pretrain_here(argv: Sequence[str]) -> int:
     """`pretrain_gpt.py` in this process, from its command line to its exit code."""
-    script, threads = pretrain_gpt(), torch.get_num_threads()
+    script, threads, products = pretrain_gpt(), torch.get_num_threads(), torch.backends.mkldnn.matmul.fp32_precision
     try:
         megatron.pretrain(script.datasets_provider, script.model_provider, script.forward_step, argv)
         return 0
@@ -112,6 +112,7 @@ def pretrain_here(argv: Sequence[str]) -> int:
         return int(error.code or 0)
     finally:
         torch.set_num_threads(threads)
+        torch.backends.mkldnn.matmul.fp32_precision = products
 
 
 class Recorder:

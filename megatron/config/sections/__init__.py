@@ -4,6 +4,7 @@ Field name = Megatron-LM's flag with underscores; `--no-X` and `--disable-X` swi
 """
 
 from megatron.config.sections.checkpoint import CheckpointConfig
+from megatron.config.sections.cpu import CpuConfig
 from megatron.config.sections.data import DataConfig, TokenizerConfig
 from megatron.config.sections.kernels import KernelsConfig
 from megatron.config.sections.logging import EvaluationConfig, LoggingConfig
@@ -18,6 +19,7 @@ from megatron.config.sections.training import TrainingConfig
 
 __all__ = [
     "CheckpointConfig",
+    "CpuConfig",
     "DataConfig",
     "EvaluationConfig",
     "KernelsConfig",

@@ -11,7 +11,7 @@ import torch
 from megatron.distributed import device as device_module
 from megatron.distributed import launch
 from megatron.distributed.device import group_backend, resolve_backend, resolve_device
-from megatron.distributed.launch import LaunchInfo, first_host, threads_per_process
+from megatron.distributed.launch import LaunchInfo, first_host
 from megatron.errors import ConfigError
 
 TORCHRUN = {
@@ -102,34 +102,6 @@ def test_refusals(env: dict[str, str], local_rank: int | None, words: list[str])
     with pytest.raises(ConfigError) as error:
         LaunchInfo.detect(local_rank, env)
     assert all(word in str(error.value) for word in words), error.value
-
-
-def info_of(local_world_size: int) -> LaunchInfo:
-    return LaunchInfo(world_size=local_world_size, local_world_size=local_world_size)
-
-
-def test_threads_are_shared_by_the_ranks_of_a_machine() -> None:
-    assert [threads_per_process(info_of(n), cores=8) for n in (1, 2, 3, 8, 16)] == [8, 4, 2, 1, 1]
-    assert threads_per_process(info_of(4), setting=3, cores=8) == 3
-    with pytest.raises(ConfigError, match="threads 0"):
-        threads_per_process(info_of(1), setting=0)
-
-
-def test_the_same_setting_pins_the_same_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = torch.get_num_threads()
-    try:
-        for ranks in (1, 2):
-            assert launch.pin_threads(info_of(ranks), setting=2) == 2
-            assert torch.get_num_threads() == 2
-    finally:
-        torch.set_num_threads(before)
-
-
-def test_a_containers_quota_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)), raising=False)
-    for text, cores in (("200000 100000", 2), ("50000 100000", 1), ("max 100000", 64), ("nonsense", 64)):
-        monkeypatch.setattr(launch.Path, "read_text", lambda self, text=text: text)
-        assert launch.usable_cores() == cores
 
 
 def test_the_parent_guard_is_for_supervised_ranks_only() -> None:

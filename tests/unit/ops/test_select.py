@@ -8,7 +8,6 @@ from megatron.errors import ConfigError
 from megatron.ops import OPS, builtin, ref, resolve
 from megatron.ops.library import Library
 
-
 NOT_BUILT = Library("not built: python setup.py build_ext --inplace")
 
 

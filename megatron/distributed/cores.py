@@ -1,0 +1,80 @@
+"""Which of the machine's cores a rank computes on."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+
+from megatron.distributed.launch import LaunchInfo
+from megatron.errors import ConfigError
+
+_CPUS = Path("/sys/devices/system/cpu")
+_QUOTA = Path("/sys/fs/cgroup/cpu.max")
+_TASKS = Path("/proc/self/task")
+
+Core = frozenset[int]
+"""The numbers under which the system runs threads on one physical core; two where it has simultaneous threads."""
+
+
+def usable_cores(cpus: Path = _CPUS) -> list[Core]:
+    """The physical cores of this process's affinity, in their order."""
+    if not hasattr(os, "sched_getaffinity"):
+        return [frozenset({number}) for number in range(os.cpu_count() or 1)]
+    allowed = os.sched_getaffinity(0)
+    cores = {_siblings(cpus, number) & allowed or frozenset({number}) for number in allowed}
+    return sorted(cores, key=min)
+
+
+def _siblings(cpus: Path, number: int) -> Core:
+    """From a list such as "0-1" or "0,64"."""
+    try:
+        text = (cpus / f"cpu{number}/topology/thread_siblings_list").read_text()
+        ranges = [part.split("-") for part in text.strip().split(",")]
+        return frozenset(n for bounds in ranges for n in range(int(bounds[0]), int(bounds[-1]) + 1))
+    except (OSError, ValueError):  # not told
+        return frozenset({number})
+
+
+def quota_cores(cores: int, quota_file: Path = _QUOTA) -> int:
+    """At most as many as the container is given time for."""
+    try:
+        quota, period = quota_file.read_text().split()
+        return cores if quota == "max" else min(cores, max(1, int(quota) // int(period)))
+    except (OSError, ValueError):  # no control group of that kind
+        return cores
+
+
+def threads_per_process(info: LaunchInfo, setting: int | None = None, cores: int | None = None) -> int:
+    """CPU threads for this process: the setting, else the machine's usable cores shared by its ranks."""
+    if setting is not None:
+        if setting < 1:
+            raise ConfigError(f"--cpu-threads {setting}: must be at least 1")
+        return setting
+    return max(1, (quota_cores(len(usable_cores())) if cores is None else cores) // info.local_world_size)
+
+
+def set_threads(info: LaunchInfo, setting: int | None = None) -> int:
+    """Sets torch's thread count, whatever the launcher exported: one and two threads give different bits."""
+    threads = threads_per_process(info, setting)
+    torch.set_num_threads(threads)
+    return threads
+
+
+def pin(info: LaunchInfo, cores: list[Core] | None = None) -> Core:
+    """Keeps this process, and the threads it will start, on its share of the machine's cores."""
+    if not hasattr(os, "sched_setaffinity"):
+        raise ConfigError("--cpu-pinning: this system does not let a process choose its cores; leave it out")
+    cores = usable_cores() if cores is None else cores
+    share = len(cores) // info.local_world_size
+    if share == 0:
+        raise ConfigError(
+            f"--cpu-pinning: {info.local_world_size} ranks cannot have one of {len(cores)} cores each; leave it out"
+        )
+    mine: Core = frozenset().union(*cores[info.local_rank * share : (info.local_rank + 1) * share])
+    for task in _TASKS.iterdir() if _TASKS.is_dir() else ():  # a thread inherits only from the one that started it
+        with suppress(ProcessLookupError):
+            os.sched_setaffinity(int(task.name), mine)
+    return mine

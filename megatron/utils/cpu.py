@@ -1,0 +1,122 @@
+"""What a process sets once, at its start, so that a CPU computes as fast as it can. The results stay those of full
+precision; docs/design/018-cpu-settings.md says why these settings are the process's and not an object's.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.errors import ConfigError
+
+_CPUINFO = Path("/proc/cpuinfo")
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4  # malloc.h of glibc
+_TOP_PAD = 256 << 20
+_PROBE_SIZE = 256  # products of this size take the path of the large ones
+_NARROW = 1 + 2**-12  # one bit more than bf16 and TF32 hold
+
+
+def set_allocator(choice: str) -> str:
+    """`keep`: memory that was freed stays with the process for the next tensor. Returns a line for the log.
+
+    The C library gives every tensor of 32 MiB and more back to the system and gets fresh pages for the next one, which
+    the system has to clear and map one by one. Call this before there are large tensors.
+    """
+    if choice == "system":
+        return "CPU memory: large tensors go back to the system when they are freed (--cpu-allocator system)"
+    if platform.libc_ver()[0] != "glibc":
+        if choice == "keep":
+            raise ConfigError("--cpu-allocator keep: needs glibc, which this system does not use; use auto or system")
+        return "CPU memory: as the C library does it, for it is not glibc"
+    libc = ctypes.CDLL(None)
+    kept = all(
+        (
+            libc.mallopt(_M_MMAP_MAX, 0),
+            libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1),
+            libc.mallopt(_M_TOP_PAD, _TOP_PAD),
+        )
+    )
+    assert kept, "glibc refused a value that it documents"
+    return "CPU memory: kept for the next tensor when freed; --cpu-allocator system gives it back, and is slower"
+
+
+def set_fp32_products(choice: str) -> str:
+    """Which library multiplies fp32 matrices: `mkl`, `onednn`, or `auto`. Returns a line for the log.
+
+    PyTorch hands fp32 products to oneDNN only where it may round their factors to bf16. oneDNN does that on processors
+    with AMX; on others it computes in full precision, and on AMD's faster than MKL. So it is asked, and checked.
+    """
+    if not torch.backends.mkldnn.is_available():
+        if choice == "onednn":
+            raise ConfigError("--fp32-products onednn: this build of torch has no oneDNN; use auto or mkl")
+        return "fp32 products: torch's own, which was built without oneDNN"
+    if choice == "mkl":
+        return "fp32 products: MKL (--fp32-products mkl)"
+    if choice == "auto" and not processor_is_amd():
+        return "fp32 products: MKL (oneDNN is known to be faster on AMD's processors only)"
+    if onednn_is_exact():
+        _mkldnn_products().fp32_precision = "bf16"
+        return "fp32 products: oneDNN (checked: exact on this processor)"
+    if choice == "onednn":
+        raise ConfigError(
+            "--fp32-products onednn: rounds the factors to bf16 on this processor; use auto or mkl, or train in --bf16"
+        )
+    return "fp32 products: MKL (oneDNN rounds the factors on this processor)"
+
+
+def processor_is_amd(cpuinfo: Path = _CPUINFO) -> bool:
+    return "AuthenticAMD" in _words(cpuinfo)
+
+
+def has_bf16_products(cpuinfo: Path = _CPUINFO) -> bool:
+    """Whether the processor multiplies bf16 itself; where the system does not say what it can do, it is believed to."""
+    words = _words(cpuinfo)
+    return not words or not words.isdisjoint(("avx512_bf16", "amx_bf16", "bf16"))
+
+
+def _words(cpuinfo: Path) -> frozenset[str]:
+    try:
+        return frozenset(cpuinfo.read_text().split())
+    except OSError:
+        return frozenset()
+
+
+def onednn_is_exact() -> bool:
+    """Whether fp32 products through oneDNN keep a bit that bf16 and TF32 would lose, in both factors."""
+    one = torch.eye(_PROBE_SIZE)
+    fine = torch.full((_PROBE_SIZE, _PROBE_SIZE), _NARROW)
+    with _onednn_products():
+        return all(torch.equal(product(*pair), fine) for product in _products() for pair in ((fine, one), (one, fine)))
+
+
+def _products() -> tuple[Callable[[Tensor, Tensor], Tensor], ...]:
+    """Every way in which a model multiplies."""
+    zero = torch.zeros(_PROBE_SIZE)
+    return (
+        torch.mm,
+        lambda a, b: torch.mm(a.t(), b),
+        lambda a, b: torch.bmm(a.expand(2, -1, -1), b.expand(2, -1, -1))[1],
+        lambda a, b: torch.addmm(zero, a, b),
+        lambda a, b: torch.nn.functional.linear(a, b),
+    )
+
+
+def _mkldnn_products() -> Any:
+    return torch.backends.mkldnn.matmul  # type: ignore[attr-defined]  # made at run time
+
+
+@contextmanager
+def _onednn_products() -> Iterator[None]:
+    before = _mkldnn_products().fp32_precision
+    _mkldnn_products().fp32_precision = "bf16"
+    try:
+        yield
+    finally:
+        _mkldnn_products().fp32_precision = before

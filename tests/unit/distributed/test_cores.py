@@ -1,0 +1,97 @@
+"""Cores and threads of the ranks of one machine."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.distributed import cores
+from megatron.distributed.launch import LaunchInfo
+from megatron.errors import ConfigError
+
+
+def info_of(local_world_size: int, local_rank: int = 0) -> LaunchInfo:
+    return LaunchInfo(world_size=local_world_size, local_world_size=local_world_size, local_rank=local_rank)
+
+
+def test_threads_are_shared_by_the_ranks_of_a_machine() -> None:
+    assert [cores.threads_per_process(info_of(n), cores=8) for n in (1, 2, 3, 8, 16)] == [8, 4, 2, 1, 1]
+    assert cores.threads_per_process(info_of(4), setting=3, cores=8) == 3
+    with pytest.raises(ConfigError, match="--cpu-threads 0"):
+        cores.threads_per_process(info_of(1), setting=0)
+
+
+def test_the_same_setting_gives_the_same_threads() -> None:
+    before = torch.get_num_threads()
+    try:
+        for ranks in (1, 2):
+            assert cores.set_threads(info_of(ranks), setting=2) == 2
+            assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_containers_quota_counts(tmp_path: Path) -> None:
+    told = tmp_path / "cpu.max"
+    for text, expected in (("200000 100000", 2), ("50000 100000", 1), ("max 100000", 64), ("nonsense", 64)):
+        told.write_text(text)
+        assert cores.quota_cores(64, told) == expected
+    assert cores.quota_cores(64, tmp_path / "none") == 64
+
+
+@pytest.mark.parametrize(
+    ("siblings", "allowed", "expected"),
+    [
+        (["0,2", "1,3", "0,2", "1,3"], {0, 1, 2, 3}, [{0, 2}, {1, 3}]),
+        (["0-1", "0-1", "2-3", "2-3"], {0, 1, 2}, [{0, 1}, {2}]),
+        (["0", "1"], {1}, [{1}]),
+        ([], {0, 5}, [{0}, {5}]),  # a system that does not tell
+    ],
+)
+def test_two_threads_of_one_core_are_one_core(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, siblings: list[str], allowed: set[int], expected: list[set[int]]
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: allowed, raising=False)
+    for number, text in enumerate(siblings):
+        folder = tmp_path / f"cpu{number}/topology"
+        folder.mkdir(parents=True)
+        (folder / "thread_siblings_list").write_text(text + "\n")
+    assert cores.usable_cores(tmp_path) == expected
+
+
+def test_ranks_are_pinned_to_cores_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[set[int]] = []
+    monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cpus: asked.append(set(cpus)), raising=False)
+    machine = [frozenset({n, n + 5}) for n in range(5)]
+    shares = [cores.pin(info_of(2, rank), machine) for rank in range(2)]
+    assert shares == [{0, 5, 1, 6}, {2, 7, 3, 8}]
+    assert asked and all(cpus in shares for cpus in asked)
+
+
+def test_more_ranks_than_cores_cannot_be_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="--cpu-pinning: 3 ranks cannot have one of 2 cores each"):
+        cores.pin(info_of(3), [frozenset({0}), frozenset({1})])
+    monkeypatch.delattr(os, "sched_setaffinity")
+    with pytest.raises(ConfigError, match="--cpu-pinning: this system does not let"):
+        cores.pin(info_of(1))
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system has no affinity")
+def test_threads_that_are_there_already_are_pinned_too() -> None:
+    program = """
+import os, threading, time
+from megatron.distributed.cores import pin, usable_cores
+from megatron.distributed.launch import LaunchInfo
+stop = threading.Event()
+threading.Thread(target=stop.wait, daemon=True).start()
+mine = pin(LaunchInfo(), usable_cores()[:1])
+print(all(os.sched_getaffinity(int(task)) == mine for task in os.listdir("/proc/self/task")))
+stop.set()
+"""
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "True"

@@ -1,0 +1,71 @@
+"""What a run sets for its CPU, and what it leaves alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from megatron.config import parse_args
+from megatron.distributed.launch import LaunchInfo
+from megatron.errors import ConfigError
+from megatron.training import initialize
+from megatron.utils.log import RankLog
+
+MODEL = "--num-layers 1 --hidden-size 8 --num-attention-heads 2 --seq-length 8 --max-position-embeddings 8"
+RUN = f"{MODEL} --micro-batch-size 1 --mock-data --vocab-size 16 --train-iters 1 --lr 1e-3"
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """What the process was asked to set; nothing is set."""
+    calls: list[str] = []
+    for name in ("set_allocator", "set_fp32_products"):
+        monkeypatch.setattr(initialize, name, lambda choice, name=name: calls.append(f"{name} {choice}") or name)
+    monkeypatch.setattr(initialize, "pin", lambda launch: calls.append("pin") or frozenset({0, 1}))
+    threads = torch.get_num_threads()
+    yield calls
+    torch.set_num_threads(threads)
+
+
+def prepare(flags: str, device: str) -> int:
+    config = parse_args([*RUN.split(), *flags.split()])
+    return initialize._prepare_cpu(config, LaunchInfo(), torch.device(device), RankLog())
+
+
+def test_on_a_cpu_every_setting_is_made_and_said(asked: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert prepare("--cpu-threads 1 --cpu-pinning", "cpu") == torch.get_num_threads() == 1
+    assert asked == ["set_allocator auto", "set_fp32_products auto", "pin"]
+    assert capsys.readouterr().out.splitlines() == [
+        "set_allocator",
+        "set_fp32_products",
+        "each rank stays on its own cores; rank 0 on 0, 1",
+    ]
+
+
+def test_beside_an_accelerator_only_what_was_asked_for(asked: list[str]) -> None:
+    prepare("", "meta")
+    assert asked == []
+    prepare("--cpu-allocator keep --fp32-products mkl", "meta")
+    assert asked == ["set_allocator keep", "set_fp32_products mkl"]
+
+
+def test_the_settings_come_before_anything_large(monkeypatch: pytest.MonkeyPatch, asked: list[str]) -> None:
+    def tokenizer_of(*_: object, **__: object) -> None:
+        assert asked, "the tokenizer was built before the allocator was set"
+        raise ConfigError("far enough")
+
+    monkeypatch.setattr(initialize, "tokenizer_of", tokenizer_of)
+    with pytest.raises(ConfigError, match="far enough"):
+        initialize.start(parse_args(RUN.split()))
+
+
+def test_bf16_without_instructions_for_it_is_said(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = parse_args([*RUN.split(), "--bf16"])
+    for has, device, expected in ((True, "cpu", 0), (False, "cpu", 1), (False, "meta", 0)):
+        monkeypatch.setattr(initialize, "has_bf16_products", lambda has=has: has)
+        initialize._say_slow_choices(config, torch.device(device), RankLog())
+        assert capsys.readouterr().out.count("warning: --bf16: this processor has no instructions for it") == expected

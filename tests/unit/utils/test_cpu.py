@@ -1,0 +1,109 @@
+"""The settings of a CPU's process: what they promise, and when they are left alone."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.errors import ConfigError
+from megatron.utils import cpu
+
+PASSES = """
+import resource, sys, torch
+from megatron.utils.cpu import set_allocator
+print(set_allocator(sys.argv[1]), file=sys.stderr)
+for _ in range(4):  # until the heap has found its shape
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    large, small = torch.ones(40 << 20), [torch.ones(25_000) for _ in range(1000)]
+    del large, small
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+def faults_of_last_pass(choice: str) -> int:
+    """In a process of its own: the setting is the whole process's."""
+    command = [sys.executable, "-c", PASSES, choice]
+    return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+
+
+def test_kept_memory_is_there_for_the_next_tensor() -> None:
+    kept, given_back = faults_of_last_pass("keep"), faults_of_last_pass("system")
+    assert kept < 1000 < 20_000 < given_back  # 160 and 100 MB are 65 000 pages
+
+
+def test_keep_is_refused_without_glibc_and_auto_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu.platform, "libc_ver", lambda: ("", ""))
+    with pytest.raises(ConfigError, match="--cpu-allocator keep: needs glibc"):
+        cpu.set_allocator("keep")
+    assert "not glibc" in cpu.set_allocator("auto")
+
+
+@pytest.fixture
+def products() -> Iterator[None]:
+    before = torch.backends.mkldnn.matmul.fp32_precision
+    yield
+    torch.backends.mkldnn.matmul.fp32_precision = before
+
+
+def rounding(product: Callable[..., torch.Tensor], second: bool) -> Callable[..., torch.Tensor]:
+    """What a processor with AMX would do, to one factor."""
+
+    def narrow(x: torch.Tensor, wanted: bool) -> torch.Tensor:
+        return x.bfloat16().float() if wanted else x
+
+    return lambda a, b: product(narrow(a, not second), narrow(b, second))
+
+
+@pytest.mark.usefixtures("products")
+def test_onednn_is_taken_where_it_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "processor_is_amd", lambda: True)
+    line = cpu.set_fp32_products("auto")
+    assert cpu.onednn_is_exact() == ("oneDNN (checked" in line)
+    a, b = torch.randn(300, 500, generator=torch.Generator().manual_seed(1)), torch.randn(500, 700)
+    exact = a.double() @ b.double()
+    assert (torch.linalg.norm(a @ b - exact) / torch.linalg.norm(exact)).item() < 1e-6
+
+
+@pytest.mark.usefixtures("products")
+@pytest.mark.parametrize("index", range(5))
+def test_one_rounding_product_is_enough_to_stay_away(monkeypatch: pytest.MonkeyPatch, index: int) -> None:
+    """The planted bug: any one of the products, in any one of its factors."""
+    monkeypatch.setattr(cpu, "processor_is_amd", lambda: True)
+    real = cpu._products()
+    assert len(real) == 5
+    for swapped in (False, True):
+        found = (*real[:index], rounding(real[index], swapped), *real[index + 1 :])
+        monkeypatch.setattr(cpu, "_products", lambda found=found: found)
+        before = torch.backends.mkldnn.matmul.fp32_precision
+        assert not cpu.onednn_is_exact()
+        assert "MKL (oneDNN rounds" in cpu.set_fp32_products("auto")
+        with pytest.raises(ConfigError, match="--fp32-products onednn: rounds the factors"):
+            cpu.set_fp32_products("onednn")
+        assert torch.backends.mkldnn.matmul.fp32_precision == before, "the probe left its setting behind"
+
+
+@pytest.mark.usefixtures("products")
+def test_mkl_stays_where_it_is_asked_for_or_known_to_be_fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = torch.backends.mkldnn.matmul.fp32_precision
+    assert "MKL (--fp32-products mkl)" in cpu.set_fp32_products("mkl")
+    monkeypatch.setattr(cpu, "processor_is_amd", lambda: False)
+    assert "AMD's processors only" in cpu.set_fp32_products("auto")
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    assert "without oneDNN" in cpu.set_fp32_products("auto")
+    with pytest.raises(ConfigError, match="no oneDNN; use auto or mkl"):
+        cpu.set_fp32_products("onednn")
+    assert torch.backends.mkldnn.matmul.fp32_precision == before
+
+
+def test_the_processor_is_what_the_system_says(tmp_path: Path) -> None:
+    told = tmp_path / "cpuinfo"
+    told.write_text("vendor_id\t: AuthenticAMD\nflags\t\t: fpu avx512f avx512_bf16\n")
+    assert cpu.processor_is_amd(told) and cpu.has_bf16_products(told)
+    told.write_text("vendor_id\t: GenuineIntel\nflags\t\t: fpu avx2\n")
+    assert not cpu.processor_is_amd(told) and not cpu.has_bf16_products(told)
+    assert not cpu.processor_is_amd(tmp_path / "none") and cpu.has_bf16_products(tmp_path / "none")
