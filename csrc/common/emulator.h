@@ -44,9 +44,10 @@ struct Fiber {
   bool started = false;
   dim3 thread;
   Wait wait = Wait::done;
-  unsigned mask = 0;                         // of the lanes that meet at a barrier of the warp
-  uint64_t offered[2] = {kPoison, kPoison};  // to the warp, by turns: who is ahead overwrites nothing that is unread
-  unsigned exchanges = 0;
+  unsigned mask = 0;               // of the lanes that meet at a barrier of the warp
+  uint64_t offered = kPoison;      // to the lanes it will meet
+  uint64_t published = kPoison;    // to the lanes it met last, which may not all have read it yet
+  long meeting = -1;
 };
 
 // One for the process, kept from launch to launch: making fibers is what costs.
@@ -59,6 +60,7 @@ struct Machine {
   int current = 0, threads = 0;
   dim3 grid, index, size;
   long epoch = 0;  // a new one for every block: shared memory is poisoned again
+  long meetings = 0;
   int order = 0;   // 0: threads and blocks in order, 1: in reverse, 2: odd ones first
 };
 
@@ -115,20 +117,16 @@ inline void warp_barrier(unsigned mask) {
 }
 
 inline void offer(uint64_t value, unsigned mask) {
-  Fiber& mine = current();
-  mine.offered[mine.exchanges++ % 2] = value;
+  current().offered = value;
   warp_barrier(mask);
 }
 
-// What a lane offered in this exchange; poison if it had ended before, is not named in the mask or does not exist: CUDA
-// leaves it undefined. (One that has ended since did take part.)
-inline uint64_t offered_by(int source, unsigned mask) {
+// What a lane of this meeting offered; poison from one that was not there (ended, not in the mask): CUDA leaves it open.
+inline uint64_t offered_by(int source) {
   const Machine& m = machine();
   const int index = m.current / kWarp * kWarp + source;
-  if (index >= m.threads || !(mask >> source & 1u)) return kPoison;
-  const Fiber &other = *m.fibers[index], &mine = *m.fibers[m.current];
-  if (other.wait == Wait::done && other.exchanges < mine.exchanges) return kPoison;
-  return other.offered[(mine.exchanges - 1) % 2];
+  if (index >= m.threads || m.fibers[index]->meeting != m.fibers[m.current]->meeting) return kPoison;
+  return m.fibers[index]->published;
 }
 
 // Lanes beyond the warp give the caller its own value back, as in CUDA.
@@ -139,7 +137,7 @@ T exchange(unsigned mask, T value, int source) {
   std::memcpy(&bits, &value, sizeof value);
   offer(bits, mask);
   if (source < 0 || source >= kWarp) return value;
-  bits = offered_by(source, mask);
+  bits = offered_by(source);
   std::memcpy(&value, &bits, sizeof value);
   return value;
 }
@@ -147,7 +145,7 @@ T exchange(unsigned mask, T value, int source) {
 inline unsigned ballot(unsigned mask, bool vote) {
   offer(vote, mask);
   unsigned votes = 0;
-  for (int i = 0; i < kWarp; ++i) votes |= unsigned(offered_by(i, mask) == 1) << i;
+  for (int i = 0; i < kWarp; ++i) votes |= unsigned(offered_by(i) == 1) << i;
   return votes;
 }
 
@@ -167,7 +165,8 @@ inline std::vector<int> in_order(int count) {
 
 // Lets go the lanes of a warp that have all met; true if there were any.
 inline bool release_warp(int begin, int end) {
-  const auto& fibers = machine().fibers;
+  Machine& m = machine();
+  const auto& fibers = m.fibers;
   bool released = false;
   for (int i = begin; i < end; ++i) {
     if (fibers[i]->wait != Wait::warp) continue;
@@ -178,8 +177,13 @@ inline bool release_warp(int begin, int end) {
       all &= !named || here || fibers[j]->wait == Wait::done;
     }
     if (!all) continue;
-    for (int j = begin; j < end; ++j)
-      if (fibers[j]->wait == Wait::warp && fibers[j]->mask == mask) fibers[j]->wait = Wait::nothing;
+    ++m.meetings;
+    for (int j = begin; j < end; ++j) {
+      if (fibers[j]->wait != Wait::warp || fibers[j]->mask != mask) continue;
+      fibers[j]->wait = Wait::nothing;
+      fibers[j]->published = fibers[j]->offered;
+      fibers[j]->meeting = m.meetings;
+    }
     released = true;
   }
   return released;
@@ -238,7 +242,7 @@ inline void run_block(dim3 index, const std::vector<Warp>& warps) {
   Machine& m = machine();
   m.index = index;
   ++m.epoch;
-  for (int i = 0; i < m.threads; ++i) m.fibers[i]->wait = Wait::nothing, m.fibers[i]->exchanges = 0;
+  for (int i = 0; i < m.threads; ++i) m.fibers[i]->wait = Wait::nothing;
   do {
     for (const Warp& warp : warps) run_warp(warp.begin, warp.lanes);
   } while (release_block());

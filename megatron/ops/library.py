@@ -103,6 +103,7 @@ def _hashes(sources: Path) -> dict[str, str]:
 def _verified_sources() -> Mapping[str, str]:
     """Source name -> hash of what tools/gpu_check.py last found right on a GPU."""
     try:
-        return dict(json.loads(VERIFIED.read_text(encoding="utf-8"))["sources"])
+        record = json.loads(VERIFIED.read_text(encoding="utf-8"))
+        return dict(record["sources"]) if record["device_type"] == "cuda" else {}
     except (OSError, ValueError, KeyError, TypeError):
         return {}

@@ -126,5 +126,6 @@ SUBJECTS = (
         oracle=ref.linear_cross_entropy,
         calls=linear_calls,
         limits={torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3},  # its logits are rounded
+        as_near_as_ref=2.5,  # few labels: one gradient that is rounded otherwise is seen in all of the weight's
     ),
 )

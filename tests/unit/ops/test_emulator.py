@@ -1,0 +1,231 @@
+"""The emulator itself: what a GPU does it does, what a GPU leaves undefined it poisons, what hangs it names.
+
+And planted mistakes: copies of our kernels with a wrong constant, an index off by one, a missing barrier or a pack that
+is not aligned must fail the same comparison that the real ones pass.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.helpers.kernels import ORDERS, builder
+from tests.policy.rules import ROOT
+
+HEADERS = """
+#include "csrc/common/launch.h"
+#include "csrc/common/reduce.h"
+#include "csrc/common/vec.h"
+namespace {
+"""
+
+
+def program(folder: Path, kernel: str, grid: str, block: str, root: Path = ROOT) -> ctypes.CDLL:
+    """run(x, out, n) launches `kernel`; it gives back what went wrong, or nothing."""
+    source = folder / "kernel.cpp"
+    source.write_text(f"""{HEADERS}{kernel}}}
+extern "C" const char* run(const float* x, float* out, int n) {{
+  static std::string said;
+  said.clear();
+  try {{
+    MK_LAUNCH(planted, dim3({grid}), dim3({block}), nullptr)(x, out, n);
+  }} catch (const std::exception& error) {{
+    said = error.what();
+  }}
+  return said.c_str();
+}}
+""")
+    path = folder / "kernel.so"
+    command = [*builder().emulated_command(builder().compiler()), "-fvisibility=default", f"-I{root}"]
+    subprocess.run([*command, "-shared", str(source), "-o", str(path)], check=True)
+    library = ctypes.CDLL(str(path))
+    library.run.restype = ctypes.c_char_p
+    library.run.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int]
+    return library
+
+
+def launch(library: ctypes.CDLL, x: torch.Tensor, outputs: int, order: int = 0) -> tuple[torch.Tensor, str]:
+    out = torch.full((outputs,), math.nan)
+    library.mk_emulator_order(order)
+    return out, library.run(x.data_ptr(), out.data_ptr(), len(x)).decode()
+
+
+SUM = """
+__global__ void planted(const float* x, float* out, int n) {
+  float mine = 0.0f;
+  for (int i = threadIdx.x; i < n; i += blockDim.x) mine += x[i];
+  const float total = mk::reduce_block<mk::Sum, 128>(mine);
+  const float squares = mk::reduce_block<mk::Sum, 128>(mine * mine);
+  const float largest = mk::reduce_block<mk::Max, 128>(mine);
+  if (threadIdx.x == 0) out[blockIdx.x] = blockIdx.x == 0 ? total : (blockIdx.x == 1 ? squares : largest);
+}
+"""
+
+
+def expected(x: torch.Tensor) -> torch.Tensor:
+    of_threads = torch.cat((x, torch.zeros(24))).view(8, 128).double().sum(0)
+    return torch.stack((of_threads.sum(), of_threads.square().sum(), of_threads.max())).float()
+
+
+def test_block_reductions_in_every_order(tmp_path: Path) -> None:
+    library = program(tmp_path, SUM, "3", "128")
+    x = torch.randn(1000)
+    results = [launch(library, x, 3, order) for order in ORDERS.values()]
+    assert {said for _, said in results} == {""}
+    assert all(torch.equal(out, results[0][0]) for out, _ in results)
+    torch.testing.assert_close(results[0][0], expected(x))
+
+
+WARP = """
+__global__ void planted(const float* x, float* out, int n) {
+  const int lane = threadIdx.x;
+  out[lane] = __shfl_down_sync(~0u, x[lane], 1);
+  out[32 + lane] = __shfl_up_sync(~0u, x[lane], 1);
+  out[64 + lane] = __shfl_sync(~0u, x[lane], 5);
+  out[96 + lane] = float(__popc(__ballot_sync(~0u, x[lane] > 0.0f)));
+  out[128 + lane] = float(__any_sync(~0u, lane == 7)) + 2.0f * float(__all_sync(~0u, lane < 32));
+  if (lane < 16) out[160 + lane] = __shfl_xor_sync(0xffffu, x[lane], 8);
+  if (lane == 0) out[176] = 0.0f;
+  __syncthreads();
+  atomicAdd(&out[176], __ldg(&x[lane]) * 0.0f + 1.0f);
+}
+"""
+
+
+def test_warp_functions(tmp_path: Path) -> None:
+    x = torch.randn(32)
+    library = program(tmp_path, WARP, "1", "32")
+    for order in ORDERS.values():
+        out, said = launch(library, x, 177, order)
+        assert said == ""
+        assert torch.equal(out[:32], torch.cat((x[1:], x[31:])))
+        assert torch.equal(out[32:64], torch.cat((x[:1], x[:31])))
+        assert torch.equal(out[64:96], x[5].expand(32))
+        assert torch.equal(out[96:128], (x > 0).sum().float().expand(32))
+        assert torch.equal(out[128:160], torch.full((32,), 3.0))
+        assert torch.equal(out[160:176], torch.cat((x[8:16], x[:8])))
+        assert out[176] == 32
+
+
+def test_what_a_lane_that_has_ended_offers_is_poison(tmp_path: Path) -> None:
+    kernel = """
+__global__ void planted(const float* x, float* out, int n) {
+  if (threadIdx.x >= 20) return;
+  out[threadIdx.x] = __shfl_xor_sync(~0u, x[threadIdx.x], 16);
+}
+"""
+    out, said = launch(program(tmp_path, kernel, "1", "32"), torch.ones(32), 20)
+    assert said == "" and torch.equal(out.isnan(), (torch.arange(20) >= 4) & (torch.arange(20) < 16))
+
+
+def test_shared_memory_starts_as_nan_in_every_block(tmp_path: Path) -> None:
+    kernel = """
+__global__ void planted(const float* x, float* out, int n) {
+  MK_SHARED(float, kept, 4);
+  if (threadIdx.x < 3) kept[threadIdx.x] = 1.0f;
+  __syncthreads();
+  out[blockIdx.x * 4 + threadIdx.x] = kept[threadIdx.x];
+}
+"""
+    out, _ = launch(program(tmp_path, kernel, "3", "4"), torch.ones(1), 12)
+    assert torch.equal(out.view(3, 4).isnan(), torch.tensor([False, False, False, True]).expand(3, 4))
+
+
+def test_a_deadlock_names_the_kernel_and_the_next_launch_works(tmp_path: Path) -> None:
+    kernel = """
+__global__ void planted(const float* x, float* out, int n) {
+  if (n == 1 && threadIdx.x < 32) __syncthreads();
+  if (n == 1 && threadIdx.x == 50) __syncthreads();  // its warp waits for it in the shuffle
+  if (n == 1 && threadIdx.x >= 32) __shfl_xor_sync(~0u, 1.0f, 1);
+  out[threadIdx.x] = 1.0f;
+}
+"""
+    library = program(tmp_path, kernel, "1", "64")
+    _, said = launch(library, torch.ones(1), 64)
+    assert said.startswith("planted: deadlock in block (0, 0, 0): of 64 threads") and "31 for their warp" in said
+    out, said = launch(library, torch.ones(2), 64)
+    assert said == "" and torch.equal(out, torch.ones(64))
+
+
+def test_a_grid_that_a_gpu_refuses(tmp_path: Path) -> None:
+    _, said = launch(program(tmp_path, SUM, "1, 70000", "128"), torch.ones(4), 1)
+    assert said == "planted: a GPU refuses this grid or block"
+
+
+# ---------------------------------------------------------------- planted mistakes
+
+
+def planted_checkout(folder: Path, file: str, old: str, new: str, occurrence: int = 0) -> Path:
+    """csrc/ with one text replaced; its objects come from the checkout's own cache."""
+    shutil.copytree(ROOT / "csrc", folder / "csrc")
+    (folder / "build").symlink_to(ROOT / "build")
+    text = (folder / "csrc" / file).read_text()
+    parts = text.split(old)
+    assert len(parts) > occurrence + 1, f"{file} no longer has {old!r}"
+    before, after = old.join(parts[: occurrence + 1]), old.join(parts[occurrence + 1 :])
+    (folder / "csrc" / file).write_text(before + new + after)
+    return folder
+
+
+@pytest.mark.parametrize("occurrence", [0, 1])
+def test_a_missing_barrier_is_seen_in_some_order(tmp_path: Path, occurrence: int) -> None:
+    root = planted_checkout(tmp_path, "common/reduce.h", "__syncthreads();", ";", occurrence)
+    library = program(tmp_path, SUM, "3", "128", root)
+    x = torch.randn(1000)
+    results = [launch(library, x, 3, order) for order in ORDERS.values()]
+    assert not all(torch.allclose(out, expected(x), rtol=1e-4) for out, _ in results)
+
+
+FUZZ = """
+import sys
+import torch
+from megatron.ops import native
+from megatron.ops.proof import SUBJECTS, Draw, check
+torch.ops.load_library(sys.argv[1])
+native.register("megatron_emulated")
+subject = SUBJECTS[sys.argv[2]]
+for dtype in subject.dtypes[:2]:
+    for call in subject.calls(Draw(dtype, torch.Generator().manual_seed(1))):
+        for finding in check(subject, call, torch.ops.megatron_emulated, "cpu"):
+            if finding.wrong:
+                sys.exit(f"{call.name}: {finding.tensor}: {finding.wrong}")
+"""
+
+
+@dataclass(frozen=True)
+class Mistake:
+    file: str
+    old: str
+    new: str
+    op: str
+    seen: str  # in what the comparison says
+
+
+MISTAKES = {
+    "a wrong constant": Mistake("common/math.h", "s * (1.0f + x * (1.0f - s))", "s * (1.0f + x * (0.999f - s))",
+                                "swiglu", "gradient of argument 0: error"),
+    "an end that comes too soon": Mistake("cuda/activation.cu", "if (at >= a.width) return;",
+                                          "if (at + kStep >= a.width) return;", "swiglu", "output 0: at"),
+    "a pack that is not aligned": Mistake("cuda/activation.cu", "width % Pack<T>::size == 0", "width >= Pack<T>::size",
+                                          "swiglu", "misaligned address"),
+    "a grid that is too large": Mistake("cuda/activation.cu", "unsigned(rows < 65535 ? rows : 65535)", "unsigned(rows)",
+                                        "swiglu", "a GPU refuses this grid"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_planted_mistake_fails_the_comparison(tmp_path: Path, name: str) -> None:
+    mistake = MISTAKES[name]
+    root = planted_checkout(tmp_path, mistake.file, mistake.old, mistake.new)
+    subprocess.run([sys.executable, "csrc/build.py", "--emulated", "out"], cwd=root, check=True, capture_output=True)
+    command = [sys.executable, "-c", FUZZ, str(root / "out" / "_kernels.so"), mistake.op]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode != 0 and mistake.seen in done.stderr, done.stderr

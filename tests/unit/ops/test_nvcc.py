@@ -1,0 +1,95 @@
+"""What nvcc makes of every .cu file, without a GPU: no spills, no stack, 16 bytes an access where packs are used."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.kernels import builder
+from tests.policy.rules import ROOT
+
+SOURCES = sorted((ROOT / "csrc" / "cuda").glob("*.cu"))
+USAGE = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
+ACCESS = re.compile(r"\b(ld|st)\.global\S*?\.v([248])\.[a-z](\d+)")
+ENTRY = re.compile(r"\.entry\s+(\w+)\(.*?\n\}", re.DOTALL)
+
+
+def compiled(source: Path, folder: Path) -> tuple[str, str]:
+    """What the assembler says, and the PTX."""
+    try:
+        cuda = builder().find_cuda()
+    except builder().CudaError as error:
+        pytest.skip(f"{error}: CUDA files are not compiled here")
+    command = [*builder().nvcc_command(cuda), "-Xptxas", "-v", "--keep", "--keep-dir", str(folder)]
+    done = subprocess.run(
+        [*command, "-c", str(source), "-o", str(folder / "out.o")], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    (ptx,) = folder.glob("*.ptx")
+    return done.stderr, ptx.read_text()
+
+
+@cache
+def output_of(source: Path, folder: Path) -> tuple[str, str]:
+    return compiled(source, folder)
+
+
+@pytest.fixture(params=SOURCES, ids=lambda source: source.stem)
+def output(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, str]:
+    folder = tmp_path_factory.getbasetemp() / f"nvcc-{request.param.stem}"
+    folder.mkdir(exist_ok=True)
+    return request.param, *output_of(request.param, folder)
+
+
+def usage_problems(said: str) -> list[str]:
+    functions = re.split(r"Function properties for ", said)[1:]
+    found = [(text.split()[0], USAGE.search(text)) for text in functions]
+    return [name for name, numbers in found if numbers is None or numbers.groups() != ("0", "0", "0")]
+
+
+def narrow_kernels(ptx: str, kind: str) -> list[str]:
+    """Kernels made for packs (a template argument that is true: `...Lb1E...`) without one 16-byte load or store."""
+    entries = [(found.group(1), found.group()) for found in ENTRY.finditer(ptx)]
+    packed = [(name, body) for name, body in entries if "Lb1E" in name]
+    return [name for name, body in packed if not wide(body, kind)]
+
+
+def wide(body: str, kind: str) -> bool:
+    return any(op == kind and int(count) * int(bits) == 128 for op, count, bits in ACCESS.findall(body))
+
+
+def test_no_kernel_spills_or_uses_the_stack(output: tuple[Path, str, str]) -> None:
+    _, said, _ = output
+    assert said.count("Function properties for") > 0
+    assert usage_problems(said) == []
+
+
+def test_packs_are_one_access(output: tuple[Path, str, str]) -> None:
+    source, _, ptx = output
+    text = source.read_text()
+    if "load_pack(" in text:
+        assert wide(ptx, "ld")
+        assert narrow_kernels(ptx, "ld") == []
+    if "store_pack(" in text:
+        assert wide(ptx, "st")
+
+
+def test_a_spill_and_a_narrow_access_are_seen(tmp_path: Path) -> None:
+    """Planted: an array indexed at run time lives on the stack, and members are stored one by one."""
+    source = tmp_path / "planted.cu"
+    source.write_text("""
+template <bool kPacked>
+__global__ void planted_kernel(const float* x, float* out, int n) {
+  float kept[64];
+  for (int i = 0; i < 64; ++i) kept[i] = x[i * n];
+  for (int i = 0; i < 64; ++i) out[i] = kept[(i * n) % 64];
+}
+template __global__ void planted_kernel<true>(const float*, float*, int);
+""")
+    said, ptx = compiled(source, tmp_path)
+    assert len(usage_problems(said)) == 1
+    assert len(narrow_kernels(ptx, "ld")) == len(narrow_kernels(ptx, "st")) == 1

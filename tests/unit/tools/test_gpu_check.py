@@ -1,0 +1,121 @@
+"""tools/gpu_check.py without a GPU: its functions on the CPU kernels, and on the CUDA kernels in the emulator."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from megatron.ops import library as library_module
+from megatron.ops.proof import SUBJECTS
+from tests.helpers.kernels import backend
+from tests.policy.rules import ROOT
+
+
+@pytest.fixture(scope="module")
+def tool() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("gpu_check", ROOT / "tools" / "gpu_check.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_operation_is_judged_on_fresh_inputs(tool: ModuleType) -> None:
+    """As on a GPU, where `where` is the same library on another device."""
+    emulated, cpu, said = backend("emulated"), backend("cpu"), []
+    verdicts = tool.judge_all(7, (emulated.ops, "cpu"), cpu.ops, said.append, largest=tool.SMALL)
+    assert [verdict.wrong for verdict in verdicts if verdict.wrong] == []
+    assert {verdict.op for verdict in verdicts} == set(SUBJECTS)
+    assert all(verdict.tensors > 0 and verdict.error_of_twin > 0 for verdict in verdicts)
+    assert all("right" in line for line in said) and len(said) == len(verdicts)
+
+
+def test_what_is_wrong_is_left_out_of_the_record(tool: ModuleType) -> None:
+    where, subject = (backend("cpu").ops, "cpu"), SUBJECTS["swiglu"]
+    scaled = replace(subject, kernel=lambda ops: lambda x: 1.01 * subject.kernel(ops)(x))
+    wrong = tool.judge(scaled, torch.float32, 1, where, None)
+    assert "is allowed" in wrong.wrong[0]
+
+    def refuses(x: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("swiglu: CUDA error 700\nand a second line")
+
+    failing = tool.judge(replace(subject, kernel=lambda ops: refuses), torch.float32, 1, where, None)
+    assert failing.wrong[0].endswith("swiglu: CUDA error 700")
+    right = tool.judge(subject, torch.float32, 1, where, None)
+    built = {"activation": "a", "norm": "b"}
+    assert tool.verified_sources([right], built, {}) == {"activation": "a"}
+    assert tool.verified_sources([right, wrong], built, {}) == {}
+    assert tool.verified_sources([right], built, {"memcheck": "Invalid __global__ read"}) == {}
+    assert tool.verified_sources([right], built, {"memcheck": "not run: ..."}) == {"activation": "a"}
+
+
+def test_a_result_that_changes_from_run_to_run_is_wrong(tool: ModuleType) -> None:
+    subject, runs = SUBJECTS["swiglu"], []
+
+    def restless(x: torch.Tensor) -> torch.Tensor:
+        runs.append(x)
+        return subject.kernel(backend("cpu").ops)(x) * (1 + 2e-7 * len(runs))
+
+    verdict = tool.judge(replace(subject, kernel=lambda ops: restless), torch.float32, 1, (None, "cpu"), None)
+    assert any("a second run gave other bits" in text for text in verdict.wrong)
+
+
+def test_the_sanitizers(tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert set(tool.sanitize(1).values()) == {"not run: compute-sanitizer is not installed"}
+    program = tmp_path / "compute-sanitizer"
+    program.write_text('#!/bin/sh\n[ "$2" = racecheck ] || exit 0\necho "a hazard"\nexit 9\n')
+    program.chmod(0o755)
+    assert tool.sanitize(1) == {"memcheck": "clean", "racecheck": "a hazard", "synccheck": "clean"}
+
+
+def test_the_whole_command_on_a_cpu(tool: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    backend("cpu")
+    record = tmp_path / "record.json"
+    assert tool.main(["--device", "cpu", "--out", str(record), "--rounds", "0", "--seed", "3"]) == 0
+    written = json.loads(record.read_text())
+    assert written["device_type"] == "cpu" and written["seed"] == 3 and written["environment"]["torch"]
+    assert set(written["sources"]) == {path.stem for path in (ROOT / "csrc" / "cuda").glob("*.cu")}
+    assert "verified; not: none" in capsys.readouterr().out
+
+
+def test_every_cuda_source_has_something_that_checks_it() -> None:
+    assert {subject.source for subject in SUBJECTS.values()} == {p.stem for p in (ROOT / "csrc" / "cuda").glob("*.cu")}
+
+
+def test_only_a_record_of_a_gpu_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    record = tmp_path / "gpu_verified.json"
+    monkeypatch.setattr(library_module, "VERIFIED", record)
+    for device, expected in (("cpu", {}), ("cuda", {"activation": "a"})):
+        record.write_text(json.dumps({"device_type": device, "sources": {"activation": "a"}}))
+        assert library_module._verified_sources() == expected
+    for damaged in ("", "[]", '{"device_type": "cuda", "sources": 3}'):
+        record.write_text(damaged)
+        assert library_module._verified_sources() == {}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"), [([], "torch sees no GPU here"), (["--device", "cpu"], "name the file for the record")]
+)
+def test_refusals(tool: ModuleType, arguments: list[str], reason: str, capsys: pytest.CaptureFixture[str]) -> None:
+    if not arguments and torch.cuda.is_available():
+        pytest.skip("there is a GPU here")
+    with pytest.raises(SystemExit):
+        tool.main(arguments)
+    assert reason in capsys.readouterr().err
+
+
+def test_kernels_that_do_not_load_are_built(tool: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    reasons, commands = ["not built", None], []
+    monkeypatch.setattr(tool, "why_not", lambda device: reasons.pop(0))
+    monkeypatch.setattr(tool, "output_of", lambda *command: commands.append(command) or "kernels: built")
+    assert tool.make_ready("cuda") is None
+    assert commands == [(sys.executable, "setup.py", "-q", "build_ext", "--inplace")]
