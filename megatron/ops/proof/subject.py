@@ -97,8 +97,8 @@ def check(subject: Subject, call: Call, ops: Any, device: str) -> list[Finding]:
     limits = [max(subject.limits.get(each, LIMITS[each]) for each in (dtype, tensor.dtype)) for tensor in plain]
     names = _names(len(upstreams), call)
     return [
-        _compare(*parts, limit, subject.as_near_as_ref)
-        for *parts, limit in zip(names, first, second, exact, plain, limits)
+        _compare(name, ours, again, wide, rough, limit, subject.as_near_as_ref)
+        for name, ours, again, wide, rough, limit in zip(names, first, second, exact, plain, limits)
     ]
 
 
