@@ -130,7 +130,7 @@ def test_a_file_given_twice_is_refused(tmp_path: Path) -> None:
 def test_permissions_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tests may run as root, whom no permission stops: the refusal is played."""
 
-    def deny(path: str, size: int) -> None:
+    def deny(file: object, path: str, size: int) -> None:
         raise PermissionError(13, "Permission denied", path)
 
     path = write(tmp_path / "a.jsonl")
