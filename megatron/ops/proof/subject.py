@@ -96,10 +96,8 @@ def check(subject: Subject, call: Call, ops: Any, device: str) -> list[Finding]:
     # A tensor may be coarser than the call: gradients of parameters in half precision.
     limits = [max(subject.limits.get(each, LIMITS[each]) for each in (dtype, tensor.dtype)) for tensor in plain]
     names = _names(len(upstreams), call)
-    return [
-        _compare(*parts, limit, subject.as_near_as_ref)
-        for *parts, limit in zip(names, first, second, exact, plain, limits)
-    ]
+    results = zip(names, first, second, exact, plain, limits)
+    return [_compare(*parts, subject.as_near_as_ref) for parts in results]
 
 
 def _names(outputs: int, call: Call) -> list[str]:
