@@ -65,10 +65,15 @@ MK_HD float exp_of_difference(float x) {
 #endif
 }
 
-// The smaller of sigmoid(x) and sigmoid(-x) keeps its relative accuracy down to the smallest numbers.
-MK_HD float sigmoid(float x) {
-  const float small = exp(x < 0.0f ? x : -x);
-  return (x < 0.0f ? small : 1.0f) / (1.0f + small);
+struct Logistic {
+  float value, slope;
+};
+
+// The logistic function and its derivative without differences of nearly equal numbers: relative accuracy everywhere,
+// except that what is smaller than exp(-87) is 0.
+MK_HD Logistic logistic(float x) {
+  const float small = exp_of_difference(x < 0.0f ? x : -x), part = 1.0f / (1.0f + small);
+  return {(x < 0.0f ? small : 1.0f) * part, small * part * part};
 }
 
 struct Normal {
@@ -94,7 +99,7 @@ MK_HD Normal normal(float x) {
   p = p * s + 7.358878856e-1f;
   // What a * a loses in rounding would be multiplied by a * a / 2 in the exponential.
   const float square = a * a, lost = fused(a, a, -square);
-  const float e = exp(-0.5f * square) * (1.0f - 0.5f * lost);
+  const float e = exp_of_difference(-0.5f * square) * (1.0f - 0.5f * lost);
   const float tail = e * (t * p);
   return {x < 0.0f ? tail : 1.0f - tail, e * 0.3989422804f};
 }
@@ -105,25 +110,25 @@ struct Graph {
 };
 
 struct Silu {
-  MK_HD static float value(float x) { return x * sigmoid(x); }
+  MK_HD static float value(float x) { return x * logistic(x).value; }
   MK_HD static Graph graph(float x) {
-    const float s = sigmoid(x);
-    return {x * s, s * (1.0f + x * (1.0f - s))};
+    const Logistic gate = logistic(x);
+    return {x * gate.value, gate.value + x * gate.slope};
   }
 };
 
-// (1 + tanh(u)) / 2 is sigmoid(2 u), which has no difference of nearly equal numbers.
+// (1 + tanh(u)) / 2 is the logistic function of 2 u, which has no difference of nearly equal numbers.
 struct GeluTanh {
   static constexpr float kTwice = 1.5957691216f;  // 2 sqrt(2 / pi)
   static constexpr float kCubic = 0.044715f;
 
-  MK_HD static float gate(float x) { return sigmoid(kTwice * (x + kCubic * (x * x * x))); }
-  MK_HD static float value(float x) { return x * gate(x); }
+  MK_HD static Logistic gate(float x) { return logistic(kTwice * (x + kCubic * (x * x * x))); }
+  MK_HD static float value(float x) { return x * gate(x).value; }
   MK_HD static Graph graph(float x) {
     const float above = x < -50.0f ? -50.0f : x, bounded = above > 50.0f ? 50.0f : above;
     const float inner = kTwice * (1.0f + 3.0f * kCubic * (bounded * bounded));  // of no weight beyond 50
-    const float s = gate(x);
-    return {x * s, s + x * (s * (1.0f - s)) * inner};
+    const Logistic g = gate(x);
+    return {x * g.value, g.value + x * g.slope * inner};
   }
 };
 

@@ -183,7 +183,8 @@ def _choose(op: str, mode: str, excluded: bool, device_type: str, attention: str
         if why_not is None and unverified and mode == "auto":
             why_not = "not yet verified on a GPU as it is (tools/gpu_check.py)"
         if why_not is None:
-            return Choice(op, "native", "csrc, NOT verified on a GPU" if unverified else "csrc")
+            verified = ", NOT verified on a GPU" if unverified else ""
+            return Choice(op, "native", f"csrc{verified}{OPERATIONS[op].note}")
     choice = _choose_torch(op, device_type)
     if why_not is None or native.missing is not None:  # said once, under the table
         return choice

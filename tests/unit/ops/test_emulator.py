@@ -190,11 +190,11 @@ import torch
 from megatron.ops import native
 from megatron.ops.proof import SUBJECTS, Draw, check
 torch.ops.load_library(sys.argv[1])
-native.register("megatron_emulated")
-subject = SUBJECTS[sys.argv[2]]
+native.register(sys.argv[3])
+ops, subject = getattr(torch.ops, sys.argv[3]), SUBJECTS[sys.argv[2]]
 for dtype in subject.dtypes[:2]:
     for call in subject.calls(Draw(dtype, torch.Generator().manual_seed(1))):
-        for finding in check(subject, call, torch.ops.megatron_emulated, "cpu"):
+        for finding in check(subject, call, ops, "cpu"):
             if finding.wrong:
                 sys.exit(f"{call.name}: {finding.tensor}: {finding.wrong}")
 """
@@ -210,14 +210,36 @@ class Mistake:
 
 
 MISTAKES = {
-    "a wrong constant": Mistake("common/math.h", "s * (1.0f + x * (1.0f - s))", "s * (1.0f + x * (0.999f - s))",
+    "a wrong constant": Mistake("common/math.h", "gate.value + x * gate.slope", "gate.value + 0.999f * x * gate.slope",
                                 "swiglu", "gradient of argument 0: error"),
+    "a wrong coefficient": Mistake("common/math.h", "2.658403343e-1f", "2.658603343e-1f", "gelu", "output 0: error"),
     "an end that comes too soon": Mistake("cuda/activation.cu", "if (at >= a.width) return;",
-                                          "if (at + kStep >= a.width) return;", "swiglu", "output 0: at"),
-    "a pack that is not aligned": Mistake("cuda/activation.cu", "width % Pack<T>::size == 0", "width >= Pack<T>::size",
+                                          "if (at + kStep >= a.width) return;", "squared_relu", "output 0: at"),
+    "a pack that is not aligned": Mistake("cuda/steps.h", "width % Pack<T>::size == 0", "width >= Pack<T>::size",
                                           "swiglu", "misaligned address"),
     "a grid that is too large": Mistake("cuda/activation.cu", "unsigned(rows < 65535 ? rows : 65535)", "unsigned(rows)",
                                         "swiglu", "a GPU refuses this grid"),
+    "a bias that remembers one row": Mistake("cuda/activation.cu", "sum[i] += grad[i]", "sum[i] = grad[i]",
+                                             "bias_gelu", "gradient of argument 1: error"),
+    "no eps": Mistake("cuda/norm.cu", "squares / float(a.width) + a.eps", "squares / float(a.width)", "rms_norm",
+                      ": error"),
+    "a dropped gradient of the sum": Mistake("cuda/norm.cu", "if (a.grad_sum != nullptr)", "if (false)",
+                                             "add_rms_norm", "gradient of argument 0: error"),
+    "a part that lacks a row": Mistake("common/columns.h", "(part + 1) * rows_each;", "(part + 1) * rows_each - 1;",
+                                       "layer_norm", "gradient of argument 0: at"),
+    "a turn the wrong way": Mistake("cuda/rope.cu", "before * cos[i] - second", "before * cos[i] + second", "rope",
+                                    "output 0: error"),
+    "a gradient that turns on": Mistake("cuda/rope.cu", "sin[i] * a.direction", "sin[i]", "rope",
+                                        "gradient of argument 0: error"),
+    "no eps on the CPU": Mistake("cpu/norm.cpp", "squares / count + a.eps", "squares / count", "rms_norm",
+                                 ": error"),
+    "a dropped gradient of the sum on the CPU": Mistake("cpu/norm.cpp", "result += load(grad_sum[i])", "result += 0.0f",
+                                                        "add_layer_norm", "gradient of argument 0: error"),
+    "a turn the wrong way on the CPU": Mistake("cpu/rope.cpp", "a * cos[i] - b", "a * cos[i] + b", "rope",
+                                               "output 0: error"),
+    "a bias that remembers one row on the CPU": Mistake("cpu/activation.cpp", "for_bias[i] += result",
+                                                        "for_bias[i] = result", "bias_gelu",
+                                                        "gradient of argument 1: error"),
 }  # fmt: skip
 
 
@@ -225,7 +247,10 @@ MISTAKES = {
 def test_a_planted_mistake_fails_the_comparison(tmp_path: Path, name: str) -> None:
     mistake = MISTAKES[name]
     root = planted_checkout(tmp_path, mistake.file, mistake.old, mistake.new)
-    subprocess.run([sys.executable, "csrc/build.py", "--emulated", "out"], cwd=root, check=True, capture_output=True)
-    command = [sys.executable, "-c", FUZZ, str(root / "out" / "_kernels.so"), mistake.op]
+    emulated = not mistake.file.startswith("cpu/")
+    arguments, folder = (["--emulated", "out"], "out") if emulated else ([], "megatron/ops")
+    subprocess.run([sys.executable, "csrc/build.py", *arguments], cwd=root, check=True, capture_output=True)
+    namespace = "megatron_emulated" if emulated else "megatron_native"
+    command = [sys.executable, "-c", FUZZ, str(root / folder / "_kernels.so"), mistake.op, namespace]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode != 0 and mistake.seen in done.stderr, done.stderr
