@@ -218,6 +218,12 @@ MISTAKES = {
                                           "swiglu", "misaligned address"),
     "a grid that is too large": Mistake("cuda/activation.cu", "unsigned(rows < 65535 ? rows : 65535)", "unsigned(rows)",
                                         "swiglu", "a GPU refuses this grid"),
+    "a segment that ends too late": Mistake("cuda/optim.cu", "if (at + i >= a.segments.ends[segment])",
+                                            "if (at + i > a.segments.ends[segment])", "adamw", "output 0: error"),
+    "a step that is made all the same": Mistake("cuda/optim.cu", "if (control.applied == 0.0f) return;", ";", "adamw",
+                                                "left out: output 0"),
+    "a sum without its barrier": Mistake("cuda/optim.cu", "__syncthreads();\n  double sum", "double sum", "grad_norm",
+                                         "output 0"),
 }  # fmt: skip
 
 
