@@ -240,6 +240,12 @@ MISTAKES = {
     "a bias that remembers one row on the CPU": Mistake("cpu/activation.cpp", "for_bias[i] += result",
                                                         "for_bias[i] = result", "bias_gelu",
                                                         "gradient of argument 1: error"),
+    "a segment that ends too late": Mistake("cuda/optim.cu", "if (at + i >= a.segments.ends[segment])",
+                                            "if (at + i > a.segments.ends[segment])", "adamw", "output 0: error"),
+    "a step that is made all the same": Mistake("cuda/optim.cu", "if (control.applied == 0.0f) return;", ";", "adamw",
+                                                "left out: output 0"),
+    "a sum without its barrier": Mistake("cuda/optim.cu", "__syncthreads();\n  double sum", "double sum", "grad_norm",
+                                         "output 0"),
 }  # fmt: skip
 
 
