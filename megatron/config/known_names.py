@@ -136,7 +136,7 @@ FAMILIES: dict[str, str] = {
     "--muon-": "Muon is not supported yet; use --optimizer adam",
     "--fp8-": "fp8 is not supported yet; use --bf16",
     "--fp4-": "fp4 is not supported; use --bf16",
-    "--cuda-graph-": "CUDA graphs are not supported yet; leave the flag out",
+    "--cuda-graph-": "use --cuda-graphs, which records whole passes",
     "--hybrid-": "only GPT-style decoders are trained here; remove the --hybrid-* flags",
     "--megatron-fsdp-": "Megatron-FSDP is not supported; remove the --megatron-fsdp-* flags",
 }

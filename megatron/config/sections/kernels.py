@@ -23,6 +23,11 @@ class KernelsConfig:
         "auto", "Which core attention runs.", choices=("auto", "flash", "fused", "unfused", "local")
     )
 
+    cuda_graphs: bool = flag(
+        False,
+        "CUDA: record forward and backward of a micro-batch once and replay them (one rank per model, no experts).",
+    )
+
     @property
     def spec(self) -> str:
         """`--kernels` with the operations that the `--no-*-fusion` switches leave out."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from megatron.ops.native import activation, cross_entropy, softmax
+from megatron.ops.native import activation, cross_entropy, optim, softmax
 from megatron.ops.native.operation import Operation
 
-_MODULES = (activation, cross_entropy, softmax)
+_MODULES = (activation, cross_entropy, optim, softmax)
 OPERATIONS: dict[str, Operation] = {op.name: op for module in _MODULES for op in module.OPERATIONS}
 
 
