@@ -97,7 +97,7 @@ def check(subject: Subject, call: Call, ops: Any, device: str) -> list[Finding]:
     limits = [max(subject.limits.get(each, LIMITS[each]) for each in (dtype, tensor.dtype)) for tensor in plain]
     names = _names(len(upstreams), call)
     results = zip(names, first, second, exact, plain, limits)
-    return [_compare(*parts, subject.as_near_as_ref) for parts in results]
+    return [_compare(*parts, as_near=subject.as_near_as_ref) for parts in results]
 
 
 def _names(outputs: int, call: Call) -> list[str]:
