@@ -40,6 +40,7 @@ from megatron.distributed.state import Axis
 from megatron.model import GPT, initialise
 from megatron.ops import resolve
 from megatron.optimizer import build_optimizer
+from megatron.parallelize.wgrads import send_weight_gradients
 from megatron.utils.cpu import set_allocator, set_fp32_products
 from megatron.utils.device import peak_resident_bytes
 
@@ -79,12 +80,16 @@ def ours_step(shape: Shape, dtype: torch.dtype, tokens: Tensor, labels: Tensor, 
         attention_dropout=0.0,
         hidden_dropout=0.0,
     )
-    model = GPT(config, vocab_size=shape.vocab, kernels=resolve(kernels, "cpu"))
+    ops = resolve(kernels, "cpu")
+    model = GPT(config, vocab_size=shape.vocab, kernels=ops)
     initialise(model, config, 1, shape.vocab)
     model.to(dtype).train()
-    grads = GradBuffers(model.named_parameters(), Axis.single("dp"))
+    flat = any((ops.adamw, ops.wgrad_accumulation))
+    grads = GradBuffers(model.named_parameters(), Axis.single("dp"), flat=flat, accumulate=ops.wgrad_accumulation)
+    if ops.wgrad_accumulation is not None:
+        send_weight_gradients(model, grads)
     settings = OptimizerConfig(clip_grad=CLIP, adam_beta1=BETAS[0], adam_beta2=BETAS[1])
-    optimizer = build_optimizer(grads, settings, PrecisionConfig(bf16=dtype == torch.bfloat16))
+    optimizer = build_optimizer(grads, settings, PrecisionConfig(bf16=dtype == torch.bfloat16), kernels=ops)
 
     def step() -> float:
         grads.zero()

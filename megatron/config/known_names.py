@@ -66,7 +66,7 @@ LATER: dict[str, str] = {
         --ckpt-convert-save= --load-main-params-from-ckpt
         --muon-no-split-qkv --muon-use-nesterov --muon-scale-mode= --muon-fp32-matmul-prec= --muon-num-ns-steps=
         --muon-tp-mode= --muon-extra-scale-factor= --cuda-graph-impl=none --cuda-graph-scope=
-        --cuda-graph-warmup-steps= --enable-cuda-graph --external-cuda-graph --compile --compile-dtypes
+        --cuda-graph-warmup-steps= --enable-cuda-graph --external-cuda-graph --compile-dtypes
         --save-on-signal --spiky-loss-factor= --wandb-resume= --calc-ft-timeouts --use-mup --mtp-use-repeated-layer
         --attention-output-gate --cross-entropy-fusion-impl=native --embedding-weights-in-fp32""",
 }
@@ -136,7 +136,7 @@ FAMILIES: dict[str, str] = {
     "--muon-": "Muon is not supported yet; use --optimizer adam",
     "--fp8-": "fp8 is not supported yet; use --bf16",
     "--fp4-": "fp4 is not supported; use --bf16",
-    "--cuda-graph-": "CUDA graphs are not supported yet; leave the flag out",
+    "--cuda-graph-": "use --cuda-graphs, which records whole passes",
     "--hybrid-": "only GPT-style decoders are trained here; remove the --hybrid-* flags",
     "--megatron-fsdp-": "Megatron-FSDP is not supported; remove the --megatron-fsdp-* flags",
 }

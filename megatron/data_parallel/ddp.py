@@ -25,6 +25,8 @@ from torch import nn
 
 from megatron.distributed import collectives
 from megatron.distributed.state import Axis
+from megatron.distributed.wgrad_queue import AddToParameter
+from megatron.ops.wgrad import Accumulate
 
 DEFAULT_BUCKET_SIZE = 40_000_000
 """Elements of a bucket: few messages without overlap, and small enough that the first starts early with it."""
@@ -72,11 +74,16 @@ class GradBuffers:
         grad_dtype: torch.dtype | None = None,
         bucket_size: int = DEFAULT_BUCKET_SIZE,
         overlap: bool = False,
+        flat: bool = False,
+        accumulate: Accumulate | None = None,
     ) -> None:
         """`axes`: for parameters whose gradients are summed over other ranks than `dp`, such as experts. `grad_dtype`:
-        what half parameters' gradients are added up in (fp32); others keep their own type."""
+        what half parameters' gradients are added up in (fp32); others keep their own type. `flat`: every gradient has a
+        place in a buffer, also where backward's own tensor would do. `accumulate`: multiplies into a buffer."""
         self.dp = dp
         self.overlap = overlap and dp.size > 1
+        self.flat = flat
+        self._accumulate = accumulate
         self._axes = dict(axes or {})
         self._grad_dtype = grad_dtype or torch.float32
         self._slots: dict[str, _Slot] = {}
@@ -121,6 +128,10 @@ class GradBuffers:
         """All gradients by name."""
         return ((name, self.grad(name)) for name in self._slots)
 
+    def flat_buffers(self) -> Iterator[tuple[list[str], torch.Tensor]]:
+        """Each buffer with the names of the parameters whose gradients lie in it, one after the other."""
+        return (([slot.name for slot in bucket.slots], bucket.buffer) for bucket in self._buckets)
+
     def zero(self) -> None:
         """Begins a step. No memory is touched: the first gradient overwrites what is in the buffer."""
         for slot in self._slots.values():
@@ -134,15 +145,29 @@ class GradBuffers:
         self._next_bucket = 0
 
     @torch.no_grad()
-    def add(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
-        """A gradient that was computed outside backward arrives."""
-        if parameter.grad is None:
-            parameter.grad = gradient
-        else:
-            parameter.grad += gradient
+    def fill_with_zeros(self) -> None:
+        """After `zero()`, for gradients that are only ever added: every buffer counts as filled."""
+        for bucket in self._buckets:
+            bucket.buffer.zero_()
+        for slot in self._slots.values():
+            assert slot.view is not None, f"the gradient of {slot.name} has no place in a buffer"
+            slot.filled = True
+            slot.parameter.grad = slot.view if slot.parameter.dtype == slot.view.dtype else None
+
+    @torch.no_grad()
+    def put(self, parameter: nn.Parameter, grad: torch.Tensor, x: torch.Tensor) -> None:
+        """A gradient arrives as the factors of a product, outside of backward: it is grad.t() @ x."""
         slot = self._slot_of.get(id(parameter))
-        if slot is not None and slot.view is not None:
-            self._on_gradient(slot, parameter)
+        view = None if slot is None else slot.view
+        if slot is None or view is None:
+            AddToParameter().put(parameter, grad, x)
+            return
+        self._check_open(slot)
+        if self._accumulate is None or not self._accumulate(view, grad, x, slot.filled):
+            self._take(slot, view, grad.t() @ x)
+        if parameter.dtype == view.dtype:
+            parameter.grad = view
+        self._arrived(slot)
 
     def arm(self) -> None:
         """Announces the last backward of the step: from here on a complete bucket may be reduced."""
@@ -162,14 +187,13 @@ class GradBuffers:
                 bucket.pending = None
 
     @torch.no_grad()
-    def multiply(self, factor: float) -> None:
-        """Multiplies every gradient by `factor`."""
+    def multiply(self, factor: torch.Tensor) -> None:
+        """Multiplies every gradient by `factor`, a single number."""
         for bucket in self._buckets:
             bucket.buffer.mul_(factor)
-        loose = [slot.parameter.grad for slot in self._slots.values() if slot.view is None]
-        present = [grad for grad in loose if grad is not None]
-        if present:
-            torch._foreach_mul_(present, factor)
+        for slot in self._slots.values():
+            if slot.view is None and slot.parameter.grad is not None:
+                slot.parameter.grad.mul_(factor)
 
     def close(self) -> None:
         """Takes the hooks off the parameters again."""
@@ -202,7 +226,7 @@ class GradBuffers:
         open_buckets: dict[tuple[torch.dtype, torch.device, str], list[_Slot]] = {}
         for slot in reversed(self._slots.values()):
             dtype = self._dtype_for(slot.parameter)
-            if slot.axis.size == 1 and dtype == slot.parameter.dtype:
+            if slot.axis.size == 1 and dtype == slot.parameter.dtype and not self.flat:
                 continue
             members = open_buckets.setdefault((dtype, slot.parameter.device, slot.axis.name), [])
             members.append(slot)
@@ -219,12 +243,7 @@ class GradBuffers:
         """Runs after backward has added to `parameter.grad`: moves it into the buffer."""
         grad, view = parameter.grad, slot.view
         assert grad is not None and view is not None
-        bucket = self._buckets[slot.bucket]
-        if bucket.launched or self._reduced:
-            raise RuntimeError(
-                f"a gradient of {slot.name} arrived after its sum over the ranks had begun: call zero() at the start "
-                "of a step, arm() only before its last backward, and reduce() after it"
-            )
+        self._check_open(slot)
         if grad.is_sparse:
             grad = grad.to_dense()
         if parameter.dtype == view.dtype:
@@ -232,14 +251,28 @@ class GradBuffers:
                 view.copy_(grad)
             parameter.grad = view
         else:
-            if slot.filled:
-                self._add_widened(view, grad)
-            else:
-                view.copy_(grad)
+            self._take(slot, view, grad)
             parameter.grad = None
+        self._arrived(slot)
+
+    def _check_open(self, slot: _Slot) -> None:
+        if self._buckets[slot.bucket].launched or self._reduced:
+            raise RuntimeError(
+                f"a gradient of {slot.name} arrived after its sum over the ranks had begun: call zero() at the start "
+                "of a step, arm() only before its last backward, and reduce() after it"
+            )
+
+    def _take(self, slot: _Slot, view: torch.Tensor, grad: torch.Tensor) -> None:
+        """Into the buffer, in its type."""
+        if slot.filled:
+            self._add_widened(view, grad)
+        else:
+            view.copy_(grad)
+
+    def _arrived(self, slot: _Slot) -> None:
         slot.filled = True
         if self._armed and self.overlap:
-            bucket.arrived.add(slot.name)
+            self._buckets[slot.bucket].arrived.add(slot.name)
             while self._next_bucket < len(self._buckets) and self._complete(self._buckets[self._next_bucket]):
                 self._launch_next()
 

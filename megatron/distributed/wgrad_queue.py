@@ -3,24 +3,37 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 
 from torch import Tensor, nn
 
-Pending = tuple[nn.Parameter, Callable[[], Tensor]]
+from megatron.ops.wgrad import Wgrads
+
+Product = tuple[nn.Parameter, Tensor, Tensor]
+"""(parameter, grad, x): the gradient of the parameter is grad.t() @ x of grad [tokens, out] and x [tokens, in]."""
+
+
+class AddToParameter:
+    """The gradient goes where backward would have put it."""
+
+    def put(self, parameter: nn.Parameter, grad: Tensor, x: Tensor) -> None:
+        gradient = grad.t() @ x
+        if parameter.grad is None:
+            parameter.grad = gradient
+        else:
+            parameter.grad += gradient
 
 
 class WgradQueue:
-    """Layers put the product that gives a weight's gradient here instead of computing it; `run` computes those of the
-    oldest backward pass and hands each to `ready` (data parallelism's buffers, or the parameter itself)."""
+    """Keeps the products of every backward pass; `run` hands those of the oldest one to `then` (data parallelism's
+    buffers, or the parameters themselves)."""
 
     def __init__(self) -> None:
-        self.ready: Callable[[nn.Parameter, Tensor], None] = add_to_parameter
-        self._open: list[Pending] = []
-        self._passes: deque[list[Pending]] = deque()
+        self.then: Wgrads = AddToParameter()
+        self._open: list[Product] = []
+        self._passes: deque[list[Product]] = deque()
 
-    def put(self, parameter: nn.Parameter, gradient: Callable[[], Tensor]) -> None:
-        self._open.append((parameter, gradient))
+    def put(self, parameter: nn.Parameter, grad: Tensor, x: Tensor) -> None:
+        self._open.append((parameter, grad, x))
 
     def end_of_pass(self) -> None:
         """What was put since the last call belongs to one backward pass."""
@@ -29,16 +42,9 @@ class WgradQueue:
 
     def run(self) -> None:
         """The weight gradients of the oldest backward pass, last layer first."""
-        for parameter, gradient in self._passes.popleft():
-            self.ready(parameter, gradient())
+        for product in self._passes.popleft():
+            self.then.put(*product)
 
     @property
     def empty(self) -> bool:
         return not self._open and not self._passes
-
-
-def add_to_parameter(parameter: nn.Parameter, gradient: Tensor) -> None:
-    if parameter.grad is None:
-        parameter.grad = gradient
-    else:
-        parameter.grad += gradient

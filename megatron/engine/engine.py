@@ -3,6 +3,10 @@
 The loss is the sum over tokens divided by the global number of counted tokens, so it moves neither with the
 micro-batch size nor with the number of ranks. That number is known only when the whole batch has been seen; the graph
 divides by the count that is expected (so fp16 does not overflow) and the gradients are corrected once at the end.
+
+Nothing inside a step reads a number back from the device. `start_step` hands a step over; its outcome is copied to the
+host while the device goes on, and read by `finish`: at once by `train_step`, on an accelerator after the next step's
+passes have been handed over, so that the device always has work.
 """
 
 from __future__ import annotations
@@ -21,8 +25,10 @@ from megatron.distributed.collectives import all_gather_object, all_reduce
 from megatron.distributed.state import ParallelState
 from megatron.engine.routers import RouterSteps
 from megatron.errors import DataError, NonFiniteError
-from megatron.optimizer import DynamicLossScaler, Optimizer
+from megatron.optimizer import REPORT_SIZE, DynamicLossScaler, Optimizer
+from megatron.utils.cuda import CopyStream
 from megatron.utils.timers import Timers
+from megatron.utils.to_host import ToHost
 
 Batch = Mapping[str, Any]
 
@@ -57,6 +63,22 @@ class EvaluationResult:
     counted_tokens: int
 
 
+@dataclass(frozen=True)
+class StartedStep:
+    """A step that was handed over, and what is needed to finish it."""
+
+    outcome: ToHost
+    """[loss, counted tokens, zeros, the optimizer's report, losses of routers]"""
+    batch_size: int
+    learning_rate: float
+    weight_decay: float
+    counts_zeros: bool
+    router_names: Sequence[str]
+    micro_batches: Sequence[Batch]
+    losses: Sequence[Tensor]
+    """Summed, of each micro-batch."""
+
+
 class Passes(Protocol):
     """How batches go through the model. What a rank without the loss (a pipeline's earlier stages) returns is empty."""
 
@@ -65,7 +87,7 @@ class Passes(Protocol):
         ...
 
     def forward_backward(
-        self, batches: Sequence[Batch], factor: float, arm: Callable[[], None]
+        self, batches: Sequence[Batch], factor: float | Tensor, arm: Callable[[], None]
     ) -> list[tuple[Tensor, Tensor]]:
         """The same of every batch, and the gradients of the losses' sum times `factor`. `arm` is called when only the
         last batch's gradients are still to come."""
@@ -83,7 +105,7 @@ class SinglePass:
         return loss_sum, torch.as_tensor(count, device=loss_sum.device)
 
     def forward_backward(
-        self, batches: Sequence[Batch], factor: float, arm: Callable[[], None]
+        self, batches: Sequence[Batch], factor: float | Tensor, arm: Callable[[], None]
     ) -> list[tuple[Tensor, Tensor]]:
         results = []
         for index, batch in enumerate(batches):
@@ -110,6 +132,7 @@ class Evaluation:
         """`passes`: a pipeline, where the model is cut into stages; `model` is what this rank holds."""
         self.model, self.parallel, self.device = model, parallel, device
         self.passes: Passes = passes or SinglePass(model, forward_step)
+        self._copies = CopyStream(device) if device.type == "cuda" else None
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch]) -> EvaluationResult:
@@ -121,8 +144,9 @@ class Evaluation:
             result = self.passes.forward(self._to_device(batch))
             totals += self._totals([result] if result is not None else [])
         self.model.train(was_training)
-        loss, counted = self._global_mean(totals)
-        return EvaluationResult(loss, counted)
+        loss, counted = self._sum_over_ranks(totals).tolist()
+        _check_counted(counted)
+        return EvaluationResult(loss / counted, int(counted))
 
     def _totals(self, results: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
         """[summed loss, counted tokens] of this rank's batches."""
@@ -131,22 +155,18 @@ class Evaluation:
             totals += torch.stack([loss_sum.double(), count.double()])
         return totals
 
-    def _global_mean(self, totals: Tensor) -> tuple[float, int]:
+    def _sum_over_ranks(self, totals: Tensor) -> Tensor:
         all_reduce(totals, self.parallel.dp_cp)
-        all_reduce(totals, self.parallel.pp)  # only the last stage has any
-        loss_sum, counted = totals.tolist()
-        if counted == 0:
-            raise DataError(
-                "no token of this global batch counts towards the loss: every loss mask is zero; "
-                "check --eod-mask-loss and the data"
-            )
-        return loss_sum / counted, int(counted)
+        return all_reduce(totals, self.parallel.pp)  # only the last stage has any
 
     def _to_device(self, batch: Batch) -> Batch:
         """This rank's part of the sequences, where it computes."""
+        mine = slice_batch(batch, self.parallel.cp)
+        if self._copies is not None:
+            return self._copies(mine)
         return {
             key: value.to(self.device, non_blocking=True) if isinstance(value, Tensor) else value
-            for key, value in slice_batch(batch, self.parallel.cp).items()
+            for key, value in mine.items()
         }
 
 
@@ -180,6 +200,11 @@ class Engine(Evaluation):
         self.routers = routers
         self.timers = timers or Timers()
 
+    @property
+    def asynchronous(self) -> bool:
+        """Whether a step should be finished only when the next one's passes have been handed over."""
+        return self.optimizer.asynchronous
+
     def train_step(
         self,
         micro_batches: Sequence[Batch],
@@ -191,42 +216,80 @@ class Engine(Evaluation):
         count_zeros: bool = False,
     ) -> StepResult:
         """Forward and backward over this rank's micro-batches of one global batch, reduction, update."""
+        started = self.start_step(
+            micro_batches,
+            batch_size=batch_size,
+            tokens_per_sample=tokens_per_sample,
+            rates=lambda: (lr, weight_decay),
+            count_zeros=count_zeros,
+        )
+        return self.finish(started)
+
+    def start_step(
+        self,
+        micro_batches: Sequence[Batch],
+        *,
+        batch_size: int,
+        tokens_per_sample: int,
+        rates: Callable[[], tuple[float, float]],
+        count_zeros: bool = False,
+    ) -> StartedStep:
+        """Hands over everything of `train_step`. `rates` gives learning rate and weight decay when the passes have been
+        handed over: the moment to finish the step before, on whose outcome they may depend."""
         expected_tokens = batch_size * tokens_per_sample
-        loss_scale = self.optimizer.loss_scale
+        loss_scale = self.optimizer.next_loss_scale
+        factor = loss_scale / expected_tokens
+        if isinstance(factor, Tensor):
+            factor = factor.float()  # as a plain number would be: wider than the loss, it would widen that
         with self.timers("forward-backward"):
-            losses, totals = self._forward_backward(micro_batches, loss_scale / expected_tokens, batch_size)
+            losses, totals = self._forward_backward(micro_batches, factor, batch_size)
         with self.timers("all-grads-sync"):
             self.grads.reduce()
             if self.sum_replicas is not None:
                 self.sum_replicas(self.grads)
-            loss, counted = self._global_mean(totals)
-        if not math.isfinite(loss) and self._bad_numbers_stop:
-            raise self._nonfinite(f"the loss is {loss}", self._bad_samples(micro_batches, losses))
+            loss_sum, counted = self._sum_over_ranks(totals).unbind()
+        lr, weight_decay = rates()
+        loss = loss_sum / counted
         with self.timers("optimizer"):
-            zeros = self.optimizer.count_zeros() if count_zeros else None
-            update = self.optimizer.step(lr, weight_decay, loss_scale * counted / expected_tokens)
-        if update.skipped:
-            self._check_skipped(loss_scale, update.skipped_in_a_row)
-        router_losses = {}
+            zeros = self.optimizer.count_zeros() if count_zeros else torch.zeros_like(loss)
+            finite = torch.isfinite(loss) if self._bad_numbers_stop else None
+            scale = loss_scale * counted / expected_tokens
+            update = self.optimizer.start_step(lr, weight_decay, scale, finite)
+        names: Sequence[str] = ()
+        router_losses = totals[:0]
         if self.routers is not None:
-            router_losses = self.routers.end(batch_size=batch_size, updated=not update.skipped)
+            names, router_losses = self.routers.end(batch_size=batch_size, updated=update[1])
         # Every rank saw other samples; the first rank's account of them is everybody's, and the checkpoint's.
         broadcast_parameters(self.buffers.items(), self.parallel.dp_cp)
+        numbers = torch.stack([loss, counted, zeros.to(loss.dtype)])
+        outcome = ToHost(torch.cat([numbers, update.to(loss.dtype), router_losses.to(loss.dtype)]))
+        return StartedStep(outcome, batch_size, lr, weight_decay, count_zeros, names, micro_batches, losses)
+
+    def finish(self, step: StartedStep) -> StepResult:
+        """What it did, once the device has done it; an error if its numbers are bad. Steps are finished in their
+        order, each before the next one's update is started."""
+        loss, counted, zeros, *others = step.outcome.values()
+        _check_counted(counted)
+        if not math.isfinite(loss) and self._bad_numbers_stop:
+            raise self._nonfinite(f"the loss is {loss}", self._bad_samples(step.micro_batches, step.losses))
+        update = self.optimizer.settle(others[:REPORT_SIZE])
+        if update.skipped:
+            self._check_skipped(update.loss_scale, update.skipped_in_a_row)
         return StepResult(
             lm_loss=loss,
-            counted_tokens=counted,
-            batch_size=batch_size,
-            learning_rate=lr,
-            weight_decay=weight_decay,
-            loss_scale=loss_scale,
+            counted_tokens=int(counted),
+            batch_size=step.batch_size,
+            learning_rate=step.learning_rate,
+            weight_decay=step.weight_decay,
+            loss_scale=update.loss_scale,
             grad_norm=update.grad_norm,
             skipped=update.skipped,
-            num_zeros=zeros,
-            router_losses=router_losses,
+            num_zeros=round(zeros) if step.counts_zeros else None,
+            router_losses=dict(zip(step.router_names, others[REPORT_SIZE:], strict=True)),
         )
 
     def _forward_backward(
-        self, micro_batches: Sequence[Batch], factor: float, batch_size: int
+        self, micro_batches: Sequence[Batch], factor: float | Tensor, batch_size: int
     ) -> tuple[list[Tensor], Tensor]:
         """Gradients of the summed loss times `factor`; returns the micro-batches' summed losses, and this rank's sum
         of them with its counted tokens."""
@@ -290,4 +353,12 @@ class Engine(Evaluation):
         return NonFiniteError(
             f"{what}{where}{first}. The update was not made. Resume from the last checkpoint, lower --lr, or use "
             "--no-check-for-nan-in-loss-and-grad to skip such steps"
+        )
+
+
+def _check_counted(counted: float) -> None:
+    if counted == 0:
+        raise DataError(
+            "no token of this global batch counts towards the loss: every loss mask is zero; "
+            "check --eod-mask-loss and the data"
         )

@@ -25,7 +25,7 @@ class RouterSteps:
         self._layers = reports.config.expert_layers(reports.num_layers)
 
     @torch.no_grad()
-    def begin(self, batches: Sequence[Mapping[str, Any]], *, batch_size: int, factor: float) -> None:
+    def begin(self, batches: Sequence[Mapping[str, Any]], *, batch_size: int, factor: float | Tensor) -> None:
         """Before the first pass. `factor` is what the sum of the tokens' losses is multiplied by.
 
         In the end the gradients are divided by it and by the number of counted tokens, which is right for tokens'
@@ -41,12 +41,12 @@ class RouterSteps:
         self.reports.begin(scale)
 
     @torch.no_grad()
-    def end(self, *, batch_size: int, updated: bool) -> dict[str, float]:
-        """After the update (or without one, if it was left out): steps the routers' biases, and returns the means of
-        their losses over sequences and layers. A collective of all ranks."""
+    def end(self, *, batch_size: int, updated: Tensor) -> tuple[Sequence[str], Tensor]:
+        """After the update (`updated` is 0 if it was left out): steps the routers' biases, and returns the names of
+        their losses and the means over sequences and layers. A collective of all ranks."""
         config = self.reports.config
         if not self.reports.wanted:
-            return {}
+            return (), torch.zeros(0, dtype=torch.float64, device=self.device)
         names = [name for name, coefficient in self.reports.coefficients.items() if coefficient > 0.0]
         losses = torch.zeros(len(names), dtype=torch.float64, device=self.device)
         for place, name in enumerate(names):
@@ -57,15 +57,14 @@ class RouterSteps:
             counts[self._layers.index(layer)] = seen
         everybody = all_reduce(torch.cat([losses, counts.flatten()]), self.parallel.world) / self._copies
         losses, counts = everybody[: len(names)], everybody[len(names) :].view_as(counts)
-        if updated:
-            self._step_biases(counts)
-        means = losses / (batch_size * len(self._layers))
-        return dict(zip(names, means.tolist(), strict=True))
+        self._step_biases(counts, updated)
+        return names, losses / (batch_size * len(self._layers))
 
-    def _step_biases(self, counts: Tensor) -> None:
+    def _step_biases(self, counts: Tensor, updated: Tensor) -> None:
         """An expert that got more than its share becomes less likely to be chosen, by one step."""
         for router in self.routers:
             if router.expert_bias is not None:
                 seen = counts[self._layers.index(router.layer)]
                 step = self.reports.config.moe_router_bias_update_rate
-                router.expert_bias += step * (seen.mean() - seen).sign().to(router.expert_bias.dtype)
+                direction = (seen.mean() - seen).sign() * updated
+                router.expert_bias += step * direction.to(router.expert_bias.dtype)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 
 from megatron.config import ModelConfig
+from megatron.ops.ref import widened
 
 # (x, probability, training) -> x with dropout; parallel layouts pass their own, which draws from another stream.
 Dropout = Callable[[Tensor, float, bool], Tensor]
@@ -38,13 +42,46 @@ class Embedding(nn.Module):
         self.hidden_dropout = config.hidden_dropout
         self.fp32_residual = config.fp32_residual_connection
 
-    def forward(self, tokens: Tensor, position_ids: Tensor) -> Tensor:
-        hidden = self.word_embeddings(tokens)  # [batch, seq, hidden]
+    def forward(self, tokens: Tensor, position_ids: Tensor, words: Tensor | None = None) -> Tensor:
+        """`words`: the tokens' rows of the table, where they were looked up already."""
+        hidden = self.word_embeddings(tokens) if words is None else words  # [batch, seq, hidden]
         if self.position_embeddings is not None:
             hidden = hidden + self.position_embeddings(position_ids)
         if self.fp32_residual:
             hidden = hidden.float() if hidden.dtype != torch.float64 else hidden
         return self.dropout(hidden, self.hidden_dropout, self.training)
+
+
+def look_up_and_share(table: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """F.embedding(ids, table), and the table for a tied head, whose gradients then are one tensor from the start.
+
+    Composed, backward would make a gradient of the table's size for the rows alone, nearly all of it zero, and add up
+    the two. The head must hand back a gradient that nobody else holds: the rows are added to it in place.
+    """
+    rows, shared = _LookUpAndShare.apply(table, ids)
+    return rows, shared
+
+
+class _LookUpAndShare(Function):
+    @staticmethod
+    def forward(ctx: Any, table: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(ids)
+        ctx.shape = table.shape
+        ctx.set_materialize_grads(False)
+        return F.embedding(ids, table), table.view_as(table)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_rows: Tensor | None, grad_table: Tensor | None) -> tuple[Tensor | None, None]:
+        if grad_rows is None:
+            return grad_table, None
+        if grad_table is None:
+            grad_table = grad_rows.new_zeros(ctx.shape)
+        (ids,) = ctx.saved_tensors
+        used, place = ids.reshape(-1).unique(return_inverse=True)
+        sums = widened(grad_table[used])  # [distinct ids, width]: rounded once, however often an id occurs
+        sums.index_add_(0, place, widened(grad_rows.reshape(-1, ctx.shape[1])))
+        return grad_table.index_copy_(0, used, sums.to(grad_table.dtype)), None
 
 
 class HeadTable(nn.Module):

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from megatron.config import ModelConfig, MoEConfig, RecomputeConfig
 from megatron.model.attention import AttentionContext, KVCache, SequenceView
 from megatron.model.block import Block
-from megatron.model.embedding import Dropout, Embedding, Table
+from megatron.model.embedding import Dropout, Embedding, Table, look_up_and_share
 from megatron.model.loss import HeadAndLoss
 from megatron.model.moe_losses import RouterReports
 from megatron.model.norm import Norm
@@ -85,18 +85,22 @@ class GPT(nn.Module):
         of the model that is not the last, its hidden states [batch, seq, hidden].
         """
         past, seq = self.sequence.past(cache), tokens.shape[1]
+        words = shared = None
         if position_ids is None:
             position_ids = self.sequence.positions(seq, past, tokens.device).unsqueeze(0)  # [1, seq]
         if hidden is None:
             assert self.embedding is not None, "a part without the embedding needs the hidden states of the one before"
-            hidden = self.embedding(tokens, position_ids)
+            if labels is not None:
+                words, shared = self._look_up(tokens)
+            hidden = self.embedding(tokens, position_ids, words)
         context = self._context(position_ids, document_ids, seq, cache)
         hidden = self._run_layers(hidden, context)
         if cache is not None:
             cache.length += seq
         if self.final_layernorm is None or self.head_and_loss is None:
             return hidden
-        return self.head_and_loss(self.final_layernorm(hidden), self.head_weight, labels)
+        weight = self.head_weight if shared is None else shared
+        return self.head_and_loss(self.final_layernorm(hidden), weight, labels)
 
     @property
     def head_weight(self) -> Tensor:
@@ -105,6 +109,15 @@ class GPT(nn.Module):
             return self.output_layer.weight
         assert self.embedding is not None
         return self.embedding.word_embeddings.weight
+
+    def _look_up(self, tokens: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """The tokens' rows, and the table for the head, where one tensor can be the gradient of both. On a CPU: an
+        accelerator would have to wait for the number of distinct tokens."""
+        table = self.embedding.word_embeddings if self.embedding is not None else None
+        alone = self.head_and_loss is None or self.output_layer is not None
+        if alone or not isinstance(table, Table) or tokens.device.type != "cpu" or not table.weight.requires_grad:
+            return None, None
+        return look_up_and_share(table.weight, tokens)
 
     def make_cache(self, batch: int, max_length: int) -> KVCache:
         """An empty cache for generation with this model, in its dtype and on its device."""

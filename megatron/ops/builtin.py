@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.ops import ref
+from megatron.ops.sdpa_order import preferred
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
@@ -61,16 +62,17 @@ def sdpa(
     if causal and (mask is not None or query.shape[-2] != key.shape[-2]):
         triangle = ref.causal_mask(query.shape[-2], key.shape[-2], query.device)
         mask, causal = triangle if mask is None else mask & triangle, False
-    return F.scaled_dot_product_attention(
-        query,
-        key,
-        value,
-        attn_mask=mask,
-        dropout_p=dropout_p,
-        is_causal=causal,
-        scale=scale,
-        enable_gqa=query.shape[1] != key.shape[1],
-    )
+    with preferred(query.device.type):
+        return F.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask=mask,
+            dropout_p=dropout_p,
+            is_causal=causal,
+            scale=scale,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
 
 
 def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:

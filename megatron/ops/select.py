@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from megatron.errors import ConfigError
-from megatron.ops import builtin, cpu_attention, ref
+from megatron.ops import builtin, cpu_attention, ref, wgrad
 from megatron.ops.library import Library, library
 from megatron.ops.linear_cross_entropy import VocabularyPart, Workspace, linear_cross_entropy
 from megatron.ops.native import OPERATIONS
@@ -46,6 +46,11 @@ class Kernels:
     attention: Callable[..., Tensor]
     cross_entropy: Callable[[Tensor, Tensor], Tensor]
     linear_cross_entropy: Callable[..., Tensor]
+    # For the optimizer; None leaves it to torch's own functions. See megatron/ops/native/optim.py.
+    adamw: Callable[..., None] | None = None
+    grad_norm: Callable[[Tensor], Tensor] | None = None
+    # For data parallelism's buffers; None leaves weight gradients to backward. See megatron/ops/wgrad.py.
+    wgrad_accumulation: wgrad.Accumulate | None = None
     choices: tuple[Choice, ...] = field(default=(), compare=False)
     note: str | None = field(default=None, compare=False)
 
@@ -102,7 +107,7 @@ _TORCH: dict[str, Callable[..., Any]] = {
 }
 _CPU: dict[str, Callable[..., Any]] = {**_TORCH, "attention": cpu_attention.attention}
 # Fused elsewhere (in the gradient buffers), but named here so that one table shows everything that can be fused.
-_NOT_A_MODEL_OP = ("wgrad_accumulation",)
+_NOT_A_MODEL_OP = ("wgrad_accumulation", "adamw", "grad_norm")
 OPS: tuple[str, ...] = (*_REF, *_NOT_A_MODEL_OP)
 
 
@@ -119,6 +124,10 @@ def resolve(spec: str, device_type: str, *, attention: str = "auto", native: Lib
         choices.append(choice)
         if op in _REF:
             functions[op] = _function(choice, mode, device_type, native)
+        elif choice.backend == "native":
+            functions[op] = OPERATIONS[op].make(native.ops)
+        elif op == "wgrad_accumulation" and choice.backend == "torch":
+            functions[op] = wgrad.accumulate
     if functions["attention"] is ref.attention:
         functions["attention"] = partial(ref.attention, softmax_op=functions["softmax"])
     note = None if native.missing is None or mode == "ref" else f"the native kernels are {native.missing}"
@@ -184,6 +193,12 @@ def _choose_torch(op: str, device_type: str) -> Choice:
         return Choice(op, "cpu", "products over blocks of queries; PyTorch's own for long sequences and generation")
     if op == "linear_cross_entropy":
         return Choice(op, "torch", "the logits become their own gradient in place")
+    if op == "wgrad_accumulation":
+        return Choice(op, "torch", wgrad.explanation(device_type))
+    if op in ("adamw", "grad_norm"):
+        return Choice(op, "torch", "PyTorch's own functions, a tensor at a time")
+    if op == "attention" and device_type == "cuda":
+        return Choice(op, "torch", "PyTorch's scaled_dot_product_attention: cuDNN, then flash, then the others")
     if op in _TORCH:
         return Choice(op, "torch", "PyTorch's own fused function")
     return Choice(op, "ref", "no faster implementation is built")

@@ -10,12 +10,15 @@ from megatron.config.sections.optimizer import OptimizerConfig
 from megatron.config.sections.precision import PrecisionConfig
 from megatron.data_parallel import GradBuffers
 from megatron.distributed.shard import ShardSpec
+from megatron.ops import Kernels
+from megatron.optimizer.inner import GroupRule
 from megatron.optimizer.loss_scaler import ConstantLossScaler, DynamicLossScaler, LossScaler, build_loss_scaler
 from megatron.optimizer.lr_schedule import Curves, Schedule, build_schedule
 from megatron.optimizer.norms import SplitOver
-from megatron.optimizer.optimizer import GroupRule, Optimizer, StepInfo, megatron_rule
+from megatron.optimizer.optimizer import REPORT_SIZE, Optimizer, StepInfo, megatron_rule
 
 __all__ = [
+    "REPORT_SIZE",
     "ConstantLossScaler",
     "Curves",
     "DynamicLossScaler",
@@ -40,6 +43,8 @@ def build_optimizer(
     split_over: Mapping[str, SplitOver] | None = None,
     norm_axes: Sequence[SplitOver] = (),
     specs: Mapping[str, ShardSpec] | None = None,
+    kernels: Kernels | None = None,
+    asynchronous: bool = False,
 ) -> Optimizer:
     """The optimizer of the parameters in `grads`."""
     return Optimizer(
@@ -50,4 +55,6 @@ def build_optimizer(
         split_over=split_over,
         norm_axes=norm_axes,
         specs=specs,
+        kernels=kernels,
+        asynchronous=asynchronous,
     )

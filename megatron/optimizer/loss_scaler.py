@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
+from torch import Tensor
+
 from megatron.config.sections.precision import PrecisionConfig
 from megatron.errors import ConfigError
 
@@ -89,6 +92,37 @@ class DynamicLossScaler:
         self.scale = float(state["scale"])
         self.growth_tracker = int(state["growth_tracker"])
         self.hysteresis_tracker = int(state["hysteresis_tracker"])
+
+
+class ScaleOnDevice:
+    """What `scaler` will be when it has been told of all steps so far: the same numbers, kept by the device."""
+
+    def __init__(self, scaler: DynamicLossScaler, device: torch.device) -> None:
+        self._scaler = scaler
+        self.scale = torch.zeros((), dtype=torch.float64 if device.type in ("cpu", "cuda") else torch.float32).to(
+            device
+        )
+        self._growth, self._hysteresis = torch.zeros_like(self.scale), torch.zeros_like(self.scale)
+        self.follow()
+
+    def follow(self) -> None:
+        """After the scaler was loaded."""
+        self.scale.fill_(self._scaler.scale)
+        self._growth.fill_(self._scaler.growth_tracker)
+        self._hysteresis.fill_(self._scaler.hysteresis_tracker)
+
+    def update(self, overflow: Tensor) -> None:
+        """`DynamicLossScaler.update`, both ways of it computed and one taken."""
+        scaler, zero = self._scaler, torch.zeros_like(self.scale)
+        left = (self._hysteresis - 1).clamp(min=0)
+        lowered = torch.where(left == 0, (self.scale / 2).clamp(min=scaler.min_scale), self.scale)
+        grown = self._growth + 1 == scaler.window
+        raised = torch.where(grown, self.scale * 2, self.scale)
+        refilled = torch.where(grown, torch.full_like(zero, scaler.hysteresis), self._hysteresis)
+        counted = torch.where(grown, zero, self._growth + 1)
+        self.scale.copy_(torch.where(overflow, lowered, raised))
+        self._hysteresis.copy_(torch.where(overflow, left, refilled))
+        self._growth.copy_(torch.where(overflow, zero, counted))
 
 
 def build_loss_scaler(precision: PrecisionConfig) -> LossScaler:

@@ -4,38 +4,37 @@
     info = optimizer.step(lr, weight_decay)
 
 Half-precision parameters have fp32 masters, which the update works on; parameters in fp32 or fp64 are their own.
+
+`asynchronous`: no number of a step is read while it runs. `start_step` hands the work over and returns what the step
+did as a tensor; when its values have reached the host, `settle` takes note of them. The next step may have been started
+by then up to its update, so whatever of the loss scale a backward pass needs lies on the device too.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from megatron.config.sections.optimizer import OptimizerConfig
 from megatron.data_parallel import GradBuffers
 from megatron.distributed.shard import ShardSpec
-from megatron.errors import CheckpointError
-from megatron.optimizer.inner import Slot, build_rule
-from megatron.optimizer.loss_scaler import ConstantLossScaler, DynamicLossScaler, LossScaler
-from megatron.optimizer.norms import SplitOver, global_norm, global_zeros
+from megatron.errors import CheckpointError, ConfigError
+from megatron.ops import Kernels
+from megatron.optimizer.decision import decide
+from megatron.optimizer.flat import FlatAdam
+from megatron.optimizer.inner import GroupRule, OptimizerState, TorchUpdate, Update, build_rule, check_betas
+from megatron.optimizer.loss_scaler import ConstantLossScaler, DynamicLossScaler, LossScaler, ScaleOnDevice
+from megatron.optimizer.norms import SplitOver, SquareSum, global_norm, global_zeros, square_sum_for
 
 ExtraState = dict[str, Any]
 """step, skipped_in_a_row, loss_scaler: plain numbers."""
 
-_CLIP_EPSILON = 1e-6  # as in torch and Megatron: the clipped norm is a hair below the limit
-
-
-@dataclass(frozen=True)
-class GroupRule:
-    """How a parameter's rates relate to those of the schedule."""
-
-    wd_mult: float = 1.0
-    lr_mult: float = 1.0
+REPORT_SIZE = 3
+"""Numbers that a step reports."""
 
 
 def megatron_rule(name: str, parameter: nn.Parameter) -> GroupRule:
@@ -70,63 +69,77 @@ class Optimizer:
         split_over: Mapping[str, SplitOver] | None = None,
         norm_axes: Sequence[SplitOver] = (),
         specs: Mapping[str, ShardSpec] | None = None,
+        kernels: Kernels | None = None,
+        asynchronous: bool = False,
     ) -> None:
-        """`split_over`: for parameters of which this rank holds a part, the axes to add norms over, and `norm_axes`
+        """`rule` groups the parameters. `split_over`: the axes a parameter is split over, () if not named; `norm_axes`:
         all that occur on any rank, since all ranks must add over the same; `specs` say what of a part another rank
-        holds too."""
+        holds too. `kernels`: whether AdamW and the norm run through csrc; without them, torch's own do."""
         self.grads = grads
         self.scaler: LossScaler = scaler or ConstantLossScaler()
         self.skipped_in_a_row = 0
+        self.asynchronous = asynchronous
         self._clip_grad = config.clip_grad
         self._norm_axes = tuple(norm_axes)
         self._split_over, self._specs = dict(split_over or {}), dict(specs or {})
-        masters = {name: _master(grads.parameter(name)) for name in grads.names}
-        self._halves = [name for name, master in masters.items() if master is not grads.parameter(name)]
-        for name, master in masters.items():
-            dtype = grads.grad_dtype(name)
-            assert dtype == master.dtype, f"the gradient of {name} is {dtype}, its master {master.dtype}"
-        device = next((master.device for master in masters.values()), torch.device("cpu"))
-        self._update_rule = build_rule(config, device)
-        self._slots: dict[str, Slot] = {name: self._update_rule.slot(master) for name, master in masters.items()}
-        self._groups: dict[GroupRule, list[str]] = {}
-        for name in masters:
-            self._groups.setdefault(rule(name, grads.parameter(name)), []).append(name)
+        self._device = next((grads.parameter(name).device for name in grads.names), torch.device("cpu"))
+        rules = {name: rule(name, grads.parameter(name)) for name in grads.names}
+        self._update = build_update(grads, config, rules, kernels, self._device, asynchronous)
+        self._square_sum: SquareSum = square_sum_for(kernels, asynchronous)
+        self._scale_on_device: ScaleOnDevice | None = None
+        if asynchronous and isinstance(self.scaler, DynamicLossScaler):
+            self._scale_on_device = ScaleOnDevice(self.scaler, self._device)
         self._steps = 0
 
     @property
     def loss_scale(self) -> float:
-        """What the loss is multiplied by before backward."""
+        """What the loss is multiplied by before backward, as far as the host knows."""
         return self.scaler.scale
+
+    @property
+    def next_loss_scale(self) -> float | Tensor:
+        """What the next loss is multiplied by: of a step that has not been settled, the device alone knows it."""
+        return self.scaler.scale if self._scale_on_device is None else self._scale_on_device.scale.clone()
 
     @property
     def static_scale(self) -> bool:
         """Whether a gradient that is not finite is an error, not a loss scale on its way down."""
         return not isinstance(self.scaler, DynamicLossScaler)
 
-    @torch.no_grad()
     def step(self, lr: float, weight_decay: float, grad_scale: float | None = None) -> StepInfo:
         """Updates the parameters from the reduced gradients, unless one of these is not finite.
 
         `grad_scale`: the gradients in the buffers are the true ones times this. Unset: the loss scale; with it, also
-        what else the loss was divided by too little. Afterwards the buffers hold the gradients that were applied.
+        what else the loss was divided by too little.
         """
-        scale = self.scaler.scale
-        multiplier = 1.0 / (scale if grad_scale is None else grad_scale)
+        return self.settle(self.start_step(lr, weight_decay, grad_scale).tolist())
+
+    @torch.no_grad()
+    def start_step(
+        self,
+        lr: float,
+        weight_decay: float,
+        grad_scale: float | Tensor | None = None,
+        finite: Tensor | None = None,
+    ) -> Tensor:
+        """`step`, whose outcome stays on the device. `finite`: what else must hold for the update to be made."""
         grads = list(self.grads.grads())
-        norm = global_norm(self._by_axes(grads), self._by_axes(grads, counted=False)) * abs(multiplier)
-        if not math.isfinite(norm):
-            self.skipped_in_a_row += 1
-            self.scaler.update(overflow=True)
-            return StepInfo(norm, True, scale, skipped_in_a_row=self.skipped_in_a_row)
-        clipped = 0.0 < self._clip_grad < norm + _CLIP_EPSILON
-        if clipped:
-            multiplier *= self._clip_grad / (norm + _CLIP_EPSILON)
-        if multiplier != 1.0:
-            self.grads.multiply(multiplier)
-        self._update(lr, weight_decay)
-        self.skipped_in_a_row = 0
-        self.scaler.update(overflow=False)
-        return StepInfo(norm, False, scale, clipped)
+        copies = self._by_axes(grads, counted=False)
+        norm = global_norm(self._by_axes(grads), copies, square_sum=self._square_sum)
+        decision = decide(norm, self.next_loss_scale if grad_scale is None else grad_scale, self._clip_grad, finite)
+        self._update.step(decision, lr, weight_decay)
+        if self._scale_on_device is not None:
+            self._scale_on_device.update(decision.applied == 0)
+        return decision.report()
+
+    def settle(self, report: Sequence[float]) -> StepInfo:
+        """Takes note of what the oldest step did that has not been settled."""
+        norm, applied, clipped = report
+        scale, skipped = self.scaler.scale, not applied
+        self.scaler.update(overflow=skipped)
+        self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
+        self._steps += not skipped
+        return StepInfo(norm, skipped, scale, bool(clipped), self.skipped_in_a_row)
 
     def find_nonfinite(self, limit: int = 5) -> list[str]:
         """The first parameters whose gradient on this rank is not finite, in the model's order."""
@@ -136,20 +149,20 @@ class Optimizer:
                 found.append(name)
         return found
 
-    def count_zeros(self) -> int:
+    def count_zeros(self) -> Tensor:
         """Elements of the reduced gradients that are exactly zero, over the whole model."""
         return global_zeros(self._by_axes(list(self.grads.grads())))
 
+    @torch.no_grad()
     def params_norm(self) -> float:
         """Global L2 norm of the parameters (the masters where there are some)."""
-        return global_norm(self._by_axes([(name, slot.tensor) for name, slot in self._slots.items()]))
+        state = self.state()
+        weights = [(name, state[name].get("master", self.grads.parameter(name))) for name in state]
+        return global_norm(self._by_axes(weights), square_sum=self._square_sum).item()
 
-    def state(self) -> dict[str, dict[str, torch.Tensor]]:
-        """Per parameter name: its moments, and `master` for half-precision parameters. The live tensors, no copies."""
-        states = {name: dict(slot.state) for name, slot in self._slots.items()}
-        for name in self._halves:
-            states[name]["master"] = self._slots[name].tensor
-        return states
+    def state(self) -> OptimizerState:
+        """Per parameter name: its moments, and `master` for half-precision parameters."""
+        return self._update.state()
 
     def extra_state(self) -> ExtraState:
         """The rest of the state: plain numbers, the same on every rank."""
@@ -165,33 +178,16 @@ class Optimizer:
             _check_same(f"optimizer state of {name}", set(tensors), set(state[name]))
             for key, tensor in tensors.items():
                 _check_tensor(f"{key} of {name}", tensor, state[name][key])
-        for name, tensors in own.items():
-            for key, tensor in tensors.items():
-                tensor.copy_(state[name][key])
         self._steps = int(extra["step"])
-        for slot in self._slots.values():
-            slot.step.fill_(self._steps)
+        self._update.load(state, self._steps)
         self.skipped_in_a_row = int(extra["skipped_in_a_row"])
         self.scaler.load_state(extra["loss_scaler"])
-        self._copy_back()
+        if self._scale_on_device is not None:
+            self._scale_on_device.follow()
 
-    @torch.no_grad()
     def refresh_masters(self) -> None:
         """After weights were loaded without the optimizer's state."""
-        for name in self._halves:
-            self._slots[name].tensor.copy_(self.grads.parameter(name))
-
-    def _update(self, lr: float, weight_decay: float) -> None:
-        for rule, names in self._groups.items():
-            slots, grads = [self._slots[name] for name in names], [self.grads.grad(name) for name in names]
-            self._update_rule.update(slots, grads, lr * rule.lr_mult, weight_decay * rule.wd_mult)
-        self._steps += 1
-        self._copy_back()
-
-    def _copy_back(self) -> None:
-        if self._halves:
-            params = [self.grads.parameter(name).data for name in self._halves]
-            torch._foreach_copy_(params, [self._slots[name].tensor for name in self._halves])
+        self._update.refresh_masters()
 
     def _by_axes(
         self, tensors: list[tuple[str, torch.Tensor]], counted: bool = True
@@ -208,10 +204,27 @@ class Optimizer:
         return groups
 
 
-def _master(parameter: nn.Parameter) -> torch.Tensor:
-    if parameter.dtype in (torch.float16, torch.bfloat16):
-        return parameter.detach().float().clone(memory_format=torch.contiguous_format)
-    return parameter
+def build_update(
+    grads: GradBuffers,
+    config: OptimizerConfig,
+    rules: Mapping[str, GroupRule],
+    kernels: Kernels | None,
+    device: torch.device,
+    asynchronous: bool,
+) -> Update:
+    """Flat where there is a kernel for it and the gradients lie in buffers; else torch's rule, a tensor at a time."""
+    kernel = kernels.adamw if kernels is not None else None
+    dtypes = {grads.grad_dtype(name) for name in grads.names}
+    if config.optimizer == "adam" and kernel is not None and grads.flat and dtypes <= {torch.float32}:
+        check_betas(config)
+        betas = config.adam_beta1, config.adam_beta2
+        return FlatAdam(grads, rules, betas, config.adam_eps, kernel, remainders=config.store_param_remainders)
+    if config.store_param_remainders:
+        raise ConfigError(
+            "--store-param-remainders: only the native AdamW can work without fp32 masters, and it does not run here; "
+            "leave it out, or see the row adamw of the table of kernels"
+        )
+    return TorchUpdate(grads, rules, build_rule(config, device), asynchronous=asynchronous)
 
 
 def _check_same(what: str, here: set[str], saved: set[str]) -> None:

@@ -75,7 +75,7 @@ def queue_weight_gradients(held: GPT, queue: WgradQueue) -> None:
             setattr(held.get_submodule(parent), leaf, new)
     for module in held.modules():
         if isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
-            module.wgrad_queue = queue
+            module.wgrads = queue
 
 
 def hidden_step(stage: nn.Module, batch: Mapping[str, Tensor], hidden: Tensor | None) -> Tensor:

@@ -58,7 +58,7 @@ class Pipeline:
         return len(self.stages) * self.pp.size - 1
 
     def forward_backward(
-        self, batches: Sequence[Batch], factor: float, arm: Callable[[], None]
+        self, batches: Sequence[Batch], factor: float | Tensor, arm: Callable[[], None]
     ) -> list[tuple[Tensor, Tensor]]:
         """Gradients of the summed loss times `factor`. On the rank of the last stage (loss sum, count) of every
         micro-batch, elsewhere nothing. `arm` is called when only the last micro-batch's gradients are still to come."""
@@ -97,7 +97,7 @@ class Pipeline:
 class _Step:
     """The state of one step: what was kept for the backward passes that are still to come."""
 
-    def __init__(self, pipeline: Pipeline, batches: Sequence[Batch], factor: float) -> None:
+    def __init__(self, pipeline: Pipeline, batches: Sequence[Batch], factor: float | Tensor) -> None:
         self.p, self.batches, self.factor = pipeline, batches, factor
         self.kept: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}  # (chunk, micro-batch): input, output
         self.results: list[tuple[Tensor, Tensor]] = []

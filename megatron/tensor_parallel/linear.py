@@ -8,7 +8,6 @@ With `sequence_parallel`, x and y are this rank's piece [batch, seq / ranks, wid
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -20,11 +19,10 @@ from torch.autograd.function import once_differentiable
 
 from megatron.distributed import collectives
 from megatron.distributed.state import Axis
-from megatron.distributed.wgrad_queue import WgradQueue
+from megatron.model.linear import Put, flat, sends_products
+from megatron.ops.wgrad import Wgrads
 from megatron.tensor_parallel import mappings
 from megatron.tensor_parallel.mappings import SEQUENCE
-
-Put = Callable[[Callable[[], Tensor]], None]
 
 
 class ColumnParallelLinear(nn.Module):
@@ -50,12 +48,12 @@ class ColumnParallelLinear(nn.Module):
             weight = nn.Parameter(torch.empty(_share(out_features, axis, "output"), in_features))
         self.weight = weight
         self.bias = nn.Parameter(torch.empty(weight.shape[0])) if bias else None
-        self.wgrad_queue: WgradQueue | None = None  # where the weight's gradient is computed later
+        self.wgrads: Wgrads | None = None  # who takes the weight's gradient as a product
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.axis.size == 1 and self.wgrad_queue is None:
+        if self.axis.size == 1 and self.wgrads is None:
             return F.linear(x, self.weight, self.bias)
-        return _linear(x, self.weight, self.bias, self.axis, self.sequence_parallel, self.wgrad_queue)
+        return _linear(x, self.weight, self.bias, self.axis, self.sequence_parallel, self.wgrads)
 
     def extra_repr(self) -> str:
         rows, columns = self.weight.shape
@@ -82,15 +80,15 @@ class RowParallelLinear(nn.Module):
             weight = nn.Parameter(torch.empty(out_features, _share(in_features, axis, "input")))
         self.weight = weight
         self.bias = nn.Parameter(torch.empty(weight.shape[0])) if bias else None
-        self.wgrad_queue: WgradQueue | None = None
+        self.wgrads: Wgrads | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.axis.size == 1 and self.wgrad_queue is None:
+        if self.axis.size == 1 and self.wgrads is None:
             return F.linear(x, self.weight, self.bias)
-        if self.wgrad_queue is None:
+        if self.wgrads is None:
             parts = F.linear(x, self.weight)  # [batch, seq, out_features], to be summed
         else:
-            parts = _linear(x, self.weight, None, Axis.single("tp"), False, self.wgrad_queue)
+            parts = _linear(x, self.weight, None, Axis.single("tp"), False, self.wgrads)
         y = (mappings.scattered if self.sequence_parallel else mappings.summed)(parts, self.axis)
         return y if self.bias is None else y + self.bias
 
@@ -111,18 +109,17 @@ def _linear(
     bias: Tensor | None,
     axis: Axis,
     sequence_parallel: bool,
-    queue: WgradQueue | None,
+    wgrads: Wgrads | None,
 ) -> Tensor:
-    if queue is None or not weight.requires_grad:
+    if not sends_products(wgrads, x, weight):
         return _Linear.apply(x, weight, bias, axis, sequence_parallel, None)
-    assert x.requires_grad or not torch.is_grad_enabled(), "without a gradient of its input backward passes a layer by"
-    # Detached, so that backward does not announce a gradient that the queue will bring.
-    return _Linear.apply(x, weight.detach(), bias, axis, sequence_parallel, partial(queue.put, weight))
+    # Detached, so that backward does not announce a gradient that another brings.
+    return _Linear.apply(x, weight.detach(), bias, axis, sequence_parallel, partial(wgrads.put, weight))
 
 
 class _Linear(Function):
     """The gradient of the input is on its way to the other ranks while the gradient of the weight is computed, unless
-    `put` takes that product to be computed later."""
+    `put` takes the factors of that product."""
 
     @staticmethod
     def forward(
@@ -135,13 +132,14 @@ class _Linear(Function):
         put: Put | None,
     ) -> Tensor:
         ctx.save_for_backward(x, weight)  # of a split sequence only the piece is kept
-        ctx.axis, ctx.sequence_parallel, ctx.has_bias, ctx.put = axis, sequence_parallel, bias is not None, put
+        ctx.axis, ctx.sequence_parallel, ctx.has_bias = axis, sequence_parallel, bias is not None
+        ctx.put = put
         whole = collectives.gather_along(x, axis, SEQUENCE) if sequence_parallel else x
         return F.linear(whole, weight, bias)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         axis: Axis = ctx.axis
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
@@ -160,21 +158,11 @@ class _Linear(Function):
             arriving.wait()
         grad_weight = None
         if needs_weight:
-            product = partial(_weight_gradient, grad, whole())
             if ctx.put is None:
-                grad_weight = product()
+                grad_weight = flat(grad).t() @ flat(whole())
             else:
-                ctx.put(product)
+                ctx.put(flat(grad), flat(whole()))
         grad_bias = flat(grad).sum(0) if ctx.has_bias and needs_bias else None
         if leaving is not None:
             leaving.wait()
         return grad_x, grad_weight, grad_bias, None, None, None
-
-
-def _weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
-    return flat(grad).t() @ flat(x)
-
-
-def flat(x: Tensor) -> Tensor:
-    """[..., features] -> [tokens, features]."""
-    return x.reshape(-1, x.shape[-1])

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
+import torch
 from torch import nn
 
 from megatron.checkpoint import RunHistory
@@ -16,12 +18,14 @@ from megatron.data.build import Datasets
 from megatron.data.splits import sample_counts
 from megatron.data_parallel import GradBuffers
 from megatron.distributed.state import Axis
-from megatron.engine import Engine, Evaluation, ForwardStep, RouterSteps
+from megatron.engine import Engine, Evaluation, ForwardStep, GraphedPasses, RouterSteps, SinglePass
+from megatron.errors import ConfigError
 from megatron.model.flops import flops_per_token, peak_flops
 from megatron.model.gpt import GPT
 from megatron.optimizer import Schedule, build_optimizer, build_schedule
 from megatron.parallelize import ReplicaSums, persistent_buffers
 from megatron.parallelize.experts import is_expert
+from megatron.parallelize.wgrads import send_weight_gradients
 from megatron.pipeline_parallel.pipeline import Pipeline
 from megatron.training.batch_plan import BatchPlan
 from megatron.training.batches import BatchMaker, Provided, as_datasets
@@ -37,6 +41,7 @@ from megatron.training.replica_check import ReplicaCheck
 from megatron.training.stopping import StopConditions
 from megatron.training.throughput import Throughput
 from megatron.training.trainer import Trainer
+from megatron.utils.cuda import CudaGraph
 from megatron.utils.device import device_name
 
 NumSamples = tuple[int, int | None, int]
@@ -176,9 +181,13 @@ def _build_engine(
         run.parallel.dp_cp,
         axes=dict.fromkeys(experts, run.parallel.expert_dp),
         overlap=config.parallel.overlap_grad_reduce,
+        flat=config.kernels.cuda_graphs or any((run.kernels.adamw, run.kernels.wgrad_accumulation)),
+        accumulate=run.kernels.wgrad_accumulation,
     )
     if built.wgrad_queue is not None:
-        built.wgrad_queue.ready = grads.add
+        built.wgrad_queue.then = grads
+    elif run.kernels.wgrad_accumulation is not None and isinstance(model, GPT):
+        send_weight_gradients(model, grads)
     dense, shared = _norm_axes(run)
     schedule = build_schedule(
         config.schedule,
@@ -198,16 +207,33 @@ def _build_engine(
             split_over=dict.fromkeys(specs, dense) | dict.fromkeys(experts, shared),
             norm_axes=(dense, shared),
             specs=specs,
+            kernels=run.kernels,
+            asynchronous=runs_ahead(run.device),
         ),
         run.parallel,
         device=run.device,
         stop_on_nonfinite=config.training.check_for_nan_in_loss_and_grad,
         buffers=persistent_buffers(model),
         sum_replicas=ReplicaSums(specs, run.parallel),
-        passes=built.passes,
+        passes=_graphed(run, model, forward_step, grads) if config.kernels.cuda_graphs else built.passes,
         routers=_router_steps(run, model),
     )
     return engine, schedule
+
+
+def _graphed(run: Run, model: nn.Module, forward_step: ForwardStep, grads: GradBuffers) -> GraphedPasses:
+    if run.device.type != "cuda":
+        raise ConfigError(f"--cuda-graphs: needs a CUDA device, and this run is on {run.device.type}; leave it out")
+    if not isinstance(model, GPT):
+        raise ConfigError(
+            f"--cuda-graphs: records our GPT alone, and the model provider gave a {type(model).__name__}; leave it out"
+        )
+    return GraphedPasses(SinglePass(model, forward_step), grads, partial(CudaGraph, run.device))
+
+
+def runs_ahead(device: torch.device) -> bool:
+    """Whether steps are handed over while earlier ones are still computed, and nothing waits for their numbers."""
+    return device.type == "cuda"
 
 
 def _norm_axes(run: Run) -> tuple[tuple[Axis, ...], tuple[Axis, ...]]:

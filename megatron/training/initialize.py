@@ -23,6 +23,7 @@ from megatron.ops.select import Kernels, resolve
 from megatron.tokenizer import Tokenizer, build_tokenizer
 from megatron.training.settings import read_settings
 from megatron.utils.cpu import has_bf16_products, set_allocator, set_fp32_products
+from megatron.utils.cuda import grow_segments
 from megatron.utils.log import RankLog
 
 
@@ -86,6 +87,8 @@ def start(config: RunConfig, *, needs_data: bool = True) -> Run:
     device = resolve_device(config.runtime.device, launch.local_rank)
     backend = resolve_backend(config.runtime.distributed_backend, device)
     threads = _prepare_cpu(config, launch, device, log)
+    if device.type == "cuda":
+        grow_segments()
     kernels = resolve(config.kernels.spec, device.type, attention=config.kernels.attention)
     tokenizer = tokenizer_of(config, required=needs_data)
     layout = layout_of(config, launch.world_size)

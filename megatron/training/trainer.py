@@ -1,4 +1,7 @@
-"""The training loop. It reads top to bottom; whatever is optional is a hook."""
+"""The training loop. It reads top to bottom; whatever is optional is a hook.
+
+On an accelerator an iteration is settled (its outcome read, counted and reported) while the next one is computed.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,12 @@ import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Protocol
 
 from megatron.config import RunConfig
 from megatron.distributed.collectives import all_gather_object
-from megatron.engine import Batch, Engine, StepResult
+from megatron.engine import Batch, Engine, StartedStep, StepResult
 from megatron.errors import DataError, NonFiniteError
 from megatron.optimizer import Schedule
 from megatron.training.batch_plan import BatchPlan
@@ -37,6 +41,18 @@ class Evaluator(Protocol):
     def valid(self, progress: Progress, where: str) -> EvalRecord | None: ...
 
     def test(self, progress: Progress, where: str) -> EvalRecord | None: ...
+
+
+@dataclass(frozen=True)
+class Iteration:
+    """One that was handed over."""
+
+    step: StartedStep
+    number: int
+    consumed_train_samples: int
+    batch_size: int
+    started: float
+    times: dict[str, float]
 
 
 class Trainer:
@@ -66,7 +82,8 @@ class Trainer:
         self.total_iterations = progress.iteration + batch_plan.iterations_left(
             progress.iteration, progress.consumed_train_samples
         )
-        self._started = time.perf_counter()
+        self._under_way: Iteration | None = None
+        self._settled = time.perf_counter()
         self._since_log: list[tuple[float, int, float, float]] = []  # loss, samples, seconds, of these for data
 
     def fit(self) -> StopReason:
@@ -78,17 +95,21 @@ class Trainer:
         while not self.finished:
             self._collect_garbage_on_schedule()
             with self.profiling(self.progress.iteration + 1):
-                result = self._one_iteration()
-            self._report(result)
+                self._one_iteration()
             if self.check_replicas is not None and self._due(self.config.parallel.check_replicas_every):
+                self._settle()
                 self.check_replicas(self.progress.iteration)
             if self._due(self.config.evaluation.eval_interval):
+                self._settle()
                 self._evaluate()
             reason = self.stop.reason(self.progress.iteration)
             if self.saver and (reason or self.finished or self._due(self.config.checkpoint.save_interval)):
+                self._settle()
                 self.saver.save(self.progress)
             if reason and not self.finished:
+                self._settle()
                 return reason
+        self._settle()
         return StopReason("done", "all iterations are done")
 
     @property
@@ -98,8 +119,8 @@ class Trainer:
     # one iteration
 
     def _one_iteration(self) -> StepResult | None:
-        """One global batch; None when the user asked to pass over this iteration's data."""
-        self._started = time.perf_counter()
+        """One global batch; None when the user asked to pass over this iteration's data, or on an accelerator."""
+        started = time.perf_counter()
         self.timers.reset()
         progress = self.progress
         batch_size = self.batch_plan.batch_size(progress.consumed_train_samples)
@@ -108,30 +129,45 @@ class Trainer:
         progress.iteration += 1
         progress.consumed_train_samples += batch_size
         if progress.iteration in (self.config.training.iterations_to_skip or ()):
+            self._settle()
             progress.skipped_iterations += 1
             self.log.info(f" iteration {progress.iteration}: data consumed without a step (--iterations-to-skip)")
             return None
-        result = self._step(micro_batches, batch_size)
-        if result.skipped:
-            progress.skipped_iterations += 1
-        else:
-            progress.schedule_samples += batch_size
-        if not result.finite:
-            progress.nan_iterations += 1
-        return result
+        step = self.engine.start_step(
+            micro_batches,
+            batch_size=batch_size,
+            tokens_per_sample=self.config.data.seq_length,
+            rates=self._rates,
+            count_zeros=self.config.logging.log_num_zeros_in_grad,
+        )
+        self._under_way = Iteration(
+            step, progress.iteration, progress.consumed_train_samples, batch_size, started, self.timers.elapsed()
+        )
+        return None if self.engine.asynchronous else self._settle()
 
-    def _step(self, micro_batches: list[Batch], batch_size: int) -> StepResult:
+    def _rates(self) -> tuple[float, float]:
+        """Learning rate and weight decay of the step that is being started."""
+        self._settle()  # one that was skipped does not move the schedules
+        samples = self.progress.schedule_samples
+        return self.schedule.lr(samples), self.schedule.weight_decay(samples)
+
+    def _settle(self) -> StepResult | None:
+        """Counts and reports the iteration under way, if there is one, as soon as its outcome is here."""
+        iteration, self._under_way = self._under_way, None
+        if iteration is None:
+            return None
         try:
-            return self.engine.train_step(
-                micro_batches,
-                batch_size=batch_size,
-                tokens_per_sample=self.config.data.seq_length,
-                lr=self.schedule.lr(self.progress.schedule_samples),
-                weight_decay=self.schedule.weight_decay(self.progress.schedule_samples),
-                count_zeros=self.config.logging.log_num_zeros_in_grad,
-            )
+            result = self.engine.finish(iteration.step)
         except NonFiniteError as error:
-            raise NonFiniteError(f"iteration {self.progress.iteration}: {error}") from error
+            raise NonFiniteError(f"iteration {iteration.number}: {error}") from error
+        if result.skipped:
+            self.progress.skipped_iterations += 1
+        else:
+            self.progress.schedule_samples += result.batch_size
+        if not result.finite:
+            self.progress.nan_iterations += 1
+        self._report(result, iteration)
+        return result
 
     def _next_batches(self, count: int) -> list[Batch]:
         batches = [batch for _, batch in zip(range(count), self.train_batches)]
@@ -150,43 +186,44 @@ class Trainer:
 
     # reporting
 
-    def _report(self, result: StepResult | None) -> None:
-        if result is None:
-            return
-        seconds, waited = time.perf_counter() - self._started, self.timers.elapsed()["batch-generator"]
-        self._since_log.append((result.lm_loss, result.batch_size, seconds, waited))
+    def _report(self, result: StepResult, iteration: Iteration) -> None:
+        now = time.perf_counter()
+        seconds, self._settled = now - max(iteration.started, self._settled), now
+        self._since_log.append((result.lm_loss, result.batch_size, seconds, iteration.times["batch-generator"]))
         logging = self.config.logging
-        is_due = self._due(logging.log_interval)
-        for_tensorboard = logging.tensorboard_dir is not None and self._due(logging.tensorboard_log_interval)
+        is_due = iteration.number % logging.log_interval == 0
+        for_tensorboard = (
+            logging.tensorboard_dir is not None and iteration.number % logging.tensorboard_log_interval == 0
+        )
         if not is_due and not for_tensorboard:  # decided alike on every rank: norms are collectives
             return
-        record = self._record(result)
+        record = self._record(result, iteration)
         for hook in self.hooks:
-            hook.on_step(record, self.timers.elapsed())
+            hook.on_step(record, iteration.times)
         if is_due:
             for hook in self.hooks:
                 hook.on_log(record)
             self.log.info(record.line())
-            self._report_times()
+            self._report_times(iteration.times)
             self._since_log.clear()
             self.progress.skipped_iterations = self.progress.nan_iterations = 0
 
-    def _report_times(self) -> None:
-        """This iteration's parts, over all ranks; a collective, so only when asked for."""
+    def _report_times(self, mine: dict[str, float]) -> None:
+        """An iteration's parts, over all ranks; a collective, so only when asked for."""
         logging = self.config.logging
         if logging.timing_log_level > 0:
-            times = all_gather_object(self.timers.elapsed(), self.engine.parallel.world)
+            times = all_gather_object(mine, self.engine.parallel.world)
             self.log.info(render_times(times, logging.timing_log_option))
 
-    def _record(self, result: StepResult) -> TrainRecord:
+    def _record(self, result: StepResult, iteration: Iteration) -> TrainRecord:
         progress = self.progress
         losses, samples, seconds, waited = zip(*self._since_log, strict=True)
         rates = self.throughput.rates(sum(samples), sum(seconds))
-        samples_left = self.batch_plan.samples_left(progress.iteration, progress.consumed_train_samples)
+        samples_left = self.batch_plan.samples_left(iteration.number, iteration.consumed_train_samples)
         return TrainRecord(
-            iteration=progress.iteration,
+            iteration=iteration.number,
             total_iterations=self.total_iterations,
-            consumed_train_samples=progress.consumed_train_samples,
+            consumed_train_samples=iteration.consumed_train_samples,
             learning_rate=result.learning_rate,
             weight_decay=result.weight_decay,
             global_batch_size=result.batch_size,

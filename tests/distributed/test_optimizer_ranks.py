@@ -75,7 +75,7 @@ def split_norm(rank: int) -> tuple[float, int, float]:
     grads.grad("split").copy_(full.chunk(2)[state.tp.rank] / 2)  # two data-parallel ranks add up to `full`
     grads.grad("whole").copy_(torch.tensor([3.0, 0.0]) / 2)
     grads.reduce()
-    zeros = optimizer.count_zeros()
+    zeros = optimizer.count_zeros().item()
     return optimizer.step(0.1, 0.0).grad_norm, zeros, optimizer.params_norm()
 
 

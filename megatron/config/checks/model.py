@@ -159,7 +159,27 @@ def check_kernels(config: RunConfig) -> None:
         )
 
 
+def check_cuda_graphs(config: RunConfig) -> None:
+    """What Python, or the host's knowledge of a number, decides within a pass cannot be replayed."""
+    parallel, recompute = config.parallel, config.recompute
+    if not config.kernels.cuda_graphs:
+        return
+    obstacles = {
+        "tensor_model_parallel_size": (parallel.tensor_model_parallel_size > 1, "ranks talk within a pass"),
+        "pipeline_model_parallel_size": (parallel.pipeline_model_parallel_size > 1, "ranks talk within a pass"),
+        "context_parallel_size": (parallel.context_parallel_size > 1, "ranks talk within a pass"),
+        "num_experts": (config.moe.num_experts is not None, "the host cuts the tokens by what each expert got"),
+        "overlap_grad_reduce": (parallel.overlap_grad_reduce, "reductions are started from within a pass"),
+        "recompute_granularity": (recompute.full or recompute.selective, "it reads the random state within a pass"),
+    }
+    for name, (given_, why) in obstacles.items():
+        if given_:
+            setting = "recomputation" if name == "recompute_granularity" else spelled(config, name)
+            raise ConfigError(f"--cuda-graphs: cannot record a pass with {setting}: {why}; leave one of the two out")
+
+
 CHECKS = (
+    check_cuda_graphs,
     check_heads,
     check_positions,
     check_rope,

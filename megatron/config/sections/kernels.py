@@ -10,6 +10,10 @@ from megatron.config.flag import flag
 @dataclass(frozen=True, kw_only=True)
 class KernelsConfig:
     kernels: str = flag("auto", "auto, native or ref, and operations to leave out: auto,-rope,-layer_norm.")
+    compile: bool = flag(
+        False,
+        "Give every transformer layer to torch.compile: a minute at the start, then elementwise operations are fused.",
+    )
     masked_softmax_fusion: bool = flag(True, "Short for -softmax in --kernels.", off="--no-masked-softmax-fusion")
     bias_swiglu_fusion: bool = flag(True, "Short for -swiglu in --kernels.", off="--no-bias-swiglu-fusion")
     bias_dropout_fusion: bool = flag(True, "Short for -bias_dropout_add in --kernels.", off="--no-bias-dropout-fusion")
@@ -21,6 +25,11 @@ class KernelsConfig:
     use_flash_attn: bool = flag(False, "Short for --attention-backend flash.")
     attention_backend: str = flag(
         "auto", "Which core attention runs.", choices=("auto", "flash", "fused", "unfused", "local")
+    )
+
+    cuda_graphs: bool = flag(
+        False,
+        "CUDA: record forward and backward of a micro-batch once and replay them (one rank per model, no experts).",
     )
 
     @property

@@ -31,6 +31,11 @@ class OptimizerConfig:
     adam_beta1: float = flag(0.9, "Adam's first beta.", at_least=0.0, below=1.0)
     adam_beta2: float = flag(0.999, "Adam's second beta.", at_least=0.0, below=1.0)
     adam_eps: float = flag(1e-8, "Adam's epsilon.", above=0.0)
+    store_param_remainders: bool = flag(
+        False,
+        "Of each bf16 weight keep the 16 bits that it lacks instead of an fp32 copy: the same training, but that a "
+        "weight halfway between two bf16 numbers is rounded away from zero. Needs the native adamw of --kernels.",
+    )
     sgd_momentum: float = flag(0.9, "Momentum of SGD.", at_least=0.0, below=1.0)
     muon_momentum: float = flag(0.9, "Momentum of Muon.", status="later", note="leave it out")
 

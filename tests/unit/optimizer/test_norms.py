@@ -15,24 +15,24 @@ def test_norm_is_torchs(shapes: list[tuple[int, ...]]) -> None:
     torch.manual_seed(0)
     tensors = [torch.randn(shape, dtype=torch.float64) for shape in shapes]
     wanted = torch.cat([tensor.flatten() for tensor in tensors]).norm().item()
-    assert global_norm({(): tensors}) == pytest.approx(wanted, rel=1e-14)
+    assert global_norm({(): tensors}).item() == pytest.approx(wanted, rel=1e-14)
 
 
 def test_a_large_fp32_tensor_loses_nothing() -> None:
     torch.manual_seed(0)
     tensor = torch.randn(10_000_000) + 1.0
     wanted = tensor.double().norm().item()
-    assert global_norm({(): [tensor]}) == pytest.approx(wanted, rel=1e-7)
+    assert global_norm({(): [tensor]}).item() == pytest.approx(wanted, rel=1e-7)
 
 
 def test_the_norm_does_not_depend_on_the_order_of_parameters() -> None:
     tensors = [torch.randn(n) for n in (5000, 3, 70, 9000)]
-    assert global_norm({(): tensors}) == pytest.approx(global_norm({(): tensors[::-1]}), rel=1e-15)
+    assert global_norm({(): tensors}).item() == pytest.approx(global_norm({(): tensors[::-1]}).item(), rel=1e-15)
 
 
 def test_non_contiguous_tensors() -> None:
     tensor = torch.randn(70, 80).t()
-    assert global_norm({(): [tensor]}) == pytest.approx(tensor.double().norm().item(), rel=1e-7)
+    assert global_norm({(): [tensor]}).item() == pytest.approx(tensor.double().norm().item(), rel=1e-7)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
@@ -45,11 +45,11 @@ def test_one_bad_element_is_seen(bad: float, place: int) -> None:
 
 def test_a_sum_that_overflows_fp32_is_not_a_bad_element() -> None:
     tensors = [torch.full((5000,), 3e30)]
-    assert sum_of_squares(tensors) == pytest.approx(5000 * 9e60, rel=1e-6)
+    assert sum_of_squares(tensors).item() == pytest.approx(5000 * 9e60, rel=1e-6)
 
 
 def test_nothing_has_norm_zero() -> None:
-    assert global_norm({}) == 0.0 and global_norm({(): []}) == 0.0 and row_norms(torch.zeros(0)) == []
+    assert global_norm({}).item() == 0.0 and global_norm({(): []}).item() == 0.0 and row_norms(torch.zeros(0)) == []
 
 
 def test_zeros() -> None:

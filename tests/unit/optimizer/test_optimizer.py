@@ -307,12 +307,14 @@ def plant_coupled_decay(patch: pytest.MonkeyPatch) -> None:
 
 
 def plant_clipping_by_the_mean(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(module, "global_norm", lambda groups, _: 0.9 * sum(float(t.norm()) for t in groups[()]))
+    patch.setattr(
+        module, "global_norm", lambda groups, *_, **__: 0.9 * torch.stack([t.norm() for t in groups[()]]).sum()
+    )
 
 
 def plant_stale_learning_rate(patch: pytest.MonkeyPatch) -> None:
-    update = Optimizer._update
-    patch.setattr(Optimizer, "_update", lambda self, lr, wd: update(self, STEPS[0][0], wd))
+    step = inner_module.TorchUpdate.step
+    patch.setattr(inner_module.TorchUpdate, "step", lambda self, d, lr, wd: step(self, d, STEPS[0][0], wd))
 
 
 @pytest.mark.parametrize(

@@ -90,14 +90,13 @@ def test_retention_keeps_the_multiples_and_the_newest(tmp_path: Path) -> None:
 
 def spy_rates(parts: Any) -> list[float]:
     rates: list[float] = []
-    rule = parts.engine.optimizer._update_rule
+    step = parts.engine.optimizer._update.step
 
-    class Spy:
-        def update(self, slots: Any, grads: Any, lr: float, weight_decay: float) -> None:
-            rates.append(lr)
-            rule.update(slots, grads, lr, weight_decay)
+    def spy(decision: Any, lr: float, weight_decay: float) -> None:
+        rates.append(lr)
+        step(decision, lr, weight_decay)
 
-    parts.engine.optimizer._update_rule = Spy()
+    parts.engine.optimizer._update.step = spy
     return rates
 
 

@@ -1,0 +1,99 @@
+"""`--cuda-graphs`: forward and backward of a micro-batch are recorded once and replayed, without Python in between.
+
+A recording knows addresses, not values. So a micro-batch and the factor on its loss are copied into tensors of the
+recording, its results are copied out of them before the next replay, and every replay adds to the gradient buffers,
+which begin each step full of zeros: what Python would decide per micro-batch (is it the first?) is decided beforehand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from megatron.data_parallel import GradBuffers
+from megatron.engine.engine import Batch, SinglePass
+from megatron.errors import ConfigError
+
+T = TypeVar("T")
+Signature = tuple[tuple[str, Any, Any], ...]
+
+_MOST = 4
+"""Shapes that are recorded; each holds the memory of a whole pass."""
+
+
+class Graph(Protocol):
+    """megatron.utils.cuda.CudaGraph, or what stands in for it on a CPU."""
+
+    def warm_up(self, work: Callable[[], object]) -> None: ...
+
+    def capture(self, work: Callable[[], T]) -> T: ...
+
+    def replay(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class _Recording:
+    graph: Graph
+    inputs: dict[str, Tensor]
+    factor: Tensor
+    loss_sum: Tensor
+    count: Tensor
+
+    def run(self, batch: Batch, factor: float | Tensor) -> tuple[Tensor, Tensor]:
+        for name, place in self.inputs.items():
+            place.copy_(batch[name])
+        self.factor.fill_(factor) if isinstance(factor, float) else self.factor.copy_(factor)
+        self.graph.replay()
+        return self.loss_sum.clone(), self.count.clone()
+
+
+class GraphedPasses:
+    """`SinglePass`, replayed; evaluation is left to it."""
+
+    def __init__(self, plain: SinglePass, grads: GradBuffers, make_graph: Callable[[], Graph]) -> None:
+        assert grads.flat, "a gradient that is somewhere else in every step cannot be recorded"
+        self._plain, self._grads, self._make_graph = plain, grads, make_graph
+        self._recordings: dict[Signature, _Recording] = {}
+
+    def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        return self._plain.forward(batch)
+
+    def forward_backward(
+        self, batches: Sequence[Batch], factor: float | Tensor, arm: Callable[[], None]
+    ) -> list[tuple[Tensor, Tensor]]:
+        """`arm` is never called: no reduction begins while gradients are still replayed."""
+        for batch in batches:
+            if _signature(batch) not in self._recordings:
+                self._recordings[_signature(batch)] = self._record(batch)
+        self._grads.fill_with_zeros()  # also of what warming up left there
+        return [self._recordings[_signature(batch)].run(batch, factor) for batch in batches]
+
+    def _record(self, batch: Batch) -> _Recording:
+        if len(self._recordings) == _MOST:
+            shapes = ", ".join(f"{name} {list(shape)}" for name, shape, _ in _signature(batch))
+            raise ConfigError(
+                f"--cuda-graphs: a fifth shape of micro-batches ({shapes}), and each that is recorded holds the memory "
+                "of a whole pass; leave --cuda-graphs out"
+            )
+        inputs = {name: value.clone() for name, value in batch.items() if isinstance(value, Tensor)}
+        device = next(iter(inputs.values())).device
+        factor = torch.ones((), dtype=torch.float32, device=device)
+
+        def work() -> tuple[Tensor, Tensor]:
+            loss_sum, count = self._plain.forward(inputs)
+            (loss_sum * factor.to(loss_sum.dtype)).backward()
+            return loss_sum.detach(), count.detach()
+
+        self._grads.fill_with_zeros()
+        graph = self._make_graph()
+        graph.warm_up(work)
+        loss_sum, count = graph.capture(work)
+        return _Recording(graph, inputs, factor, loss_sum, count)
+
+
+def _signature(batch: Batch) -> Signature:
+    return tuple((name, tuple(v.shape), v.dtype) for name, v in sorted(batch.items()) if isinstance(v, Tensor))

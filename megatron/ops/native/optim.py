@@ -1,0 +1,59 @@
+"""The optimizer's kernels: AdamW over flat buffers, and the sum of squares that clipping needs.
+
+They are no operations of a model: `megatron/optimizer` calls them with its own buffers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.ops.native.operation import Operation
+
+
+def register(namespace: str) -> None:
+    @torch.library.register_fake(f"{namespace}::adamw_")
+    def _(*args: Any) -> None:
+        return None
+
+    @torch.library.register_fake(f"{namespace}::adamw_remainder_")
+    def _(*args: Any) -> None:
+        return None
+
+    @torch.library.register_fake(f"{namespace}::square_sum")
+    def _(x: Tensor) -> Tensor:
+        return x.new_empty((), dtype=torch.float64)
+
+
+def joined(high: Tensor, low: Tensor) -> Tensor:
+    """The fp32 numbers of which `high` (bf16) has the upper bits and `low` (int16) what is missing."""
+    return ((high.view(torch.int16).to(torch.int32) << 16) + low.to(torch.int32)).view(torch.float32)
+
+
+def split(weights: Tensor) -> tuple[Tensor, Tensor]:
+    """The nearest bf16 numbers (of two as near, the larger in magnitude) and what is missing to fp32."""
+    bits = weights.contiguous().view(torch.int32)
+    low = bits.to(torch.int16)  # the lower half, as a signed number
+    return ((bits - low.to(torch.int32)) >> 16).to(torch.int16).view(torch.bfloat16), low
+
+
+def _adamw(ops: Any) -> Callable[..., None]:
+    """(weights, copy or remainder, exp_avg, exp_avg_sq, grad, ends, rates, control, beta1, beta2, eps)"""
+
+    def step(weights: Tensor, beside: Tensor, *args: Any) -> None:
+        (ops.adamw_remainder_ if weights.dtype == torch.bfloat16 else ops.adamw_)(weights, beside, *args)
+
+    return step
+
+
+def _grad_norm(ops: Any) -> Callable[[Tensor], Tensor]:
+    return lambda flat: ops.square_sum(flat)
+
+
+OPERATIONS = (
+    Operation("adamw", "optim", _adamw, left_to_compiler=False),
+    Operation("grad_norm", "optim", _grad_norm, left_to_compiler=False),
+)

@@ -1,0 +1,117 @@
+"""The optimizer's kernels: AdamW written out in fp64, and the plain sum of squares."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.ops.native.optim import joined, split
+from megatron.ops.proof.subject import Call, Draw, Subject
+
+BETAS, EPS = (0.9, 0.999), 1e-8
+HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def adamw(
+    weights: Tensor, m: Tensor, v: Tensor, grad: Tensor, ends: Tensor, rates: Tensor, control: Tensor, _: str
+) -> Any:
+    """Weights, moments, and that the model's copy is the rounding of the weights."""
+    applied, factor, lr, decay, correction1, correction2_root = control
+    if applied == 0:
+        return weights, m, v, torch.ones_like(weights)
+    lr_mult, wd_mult = rates.repeat_interleave(ends.diff(prepend=ends.new_zeros(1)), dim=0).unbind(1)
+    g, rate = grad.to(weights.dtype) * factor, lr * lr_mult
+    m2, v2 = BETAS[0] * m + (1 - BETAS[0]) * g, BETAS[1] * v + (1 - BETAS[1]) * g * g
+    step = (rate / correction1) * (m2 / (v2.sqrt() / correction2_root + EPS))
+    new = weights - (rate * (decay * wd_mult) * weights + step)
+    return new, m2, v2, torch.ones_like(weights)
+
+
+def kernel(ops: Any) -> Callable[..., Any]:
+    def call(
+        weights: Tensor, m: Tensor, v: Tensor, grad: Tensor, ends: Tensor, rates: Tensor, control: Tensor, kept: str
+    ) -> Any:
+        weights, m, v = weights.clone(), m.clone(), v.clone()
+        rest = m, v, grad, ends, rates, control, *BETAS, EPS
+        if kept == "remainder":
+            high, low = split(weights)
+            ops.adamw_remainder_(high, low, *rest)
+            return joined(high, low), m, v, torch.ones_like(m)
+        copy = weights.to(HALVES[kept]) if kept in HALVES else weights.new_empty(0)
+        ops.adamw_(weights, copy, *rest)
+        right = copy == weights.to(copy.dtype) if kept in HALVES else torch.ones_like(weights)
+        return weights, m, v, (right | weights.isnan() if kept in HALVES else right).float()
+
+    return call
+
+
+def calls(draw: Draw) -> Iterator[Call]:
+    for kept in ("in place", "bf16", "fp16", "remainder"):
+        for sizes in ([1], [7], [3, 1, 1000, 5], [4096, 1, 2999, 128]):
+            yield Call(f"{kept}, {sizes}", (*_tensors(draw, sizes, draw(sum(sizes))), _control(), kept), ())
+        yield Call(f"{kept}, left out", (*_tensors(draw, [70, 9], draw(79)), _control(applied=0.0), kept), ())
+        yield Call(f"{kept}, inf and nan", (*_tensors(draw, [70, 9], _not_finite(draw, 79)), _control(), kept), ())
+    odd = [tensor[1:] for tensor in _tensors(draw, [7001], draw(7001))[:4]]  # aligned to no pack
+    ends, rates = _segments([2000, 5000])
+    yield Call("not aligned", (*odd, ends, rates, _control(), "in place"), ())
+
+
+def _tensors(draw: Draw, sizes: list[int], grad: Tensor) -> tuple[Tensor, ...]:
+    count = sum(sizes)
+    moments = draw(count, dtype=torch.float32) * 0.1, draw(count, dtype=torch.float32).square() * 0.1
+    return draw(count, spread=0.02, dtype=torch.float32), *moments, grad, *_segments(sizes)
+
+
+def _not_finite(draw: Draw, count: int) -> Tensor:
+    """Without the largest numbers, whose squares fp64 alone has."""
+    grad = draw(count)
+    grad[3:40:9] = torch.tensor([math.inf, -math.inf, math.nan, 0.0, -0.0])
+    return grad
+
+
+def _segments(sizes: list[int]) -> tuple[Tensor, Tensor]:
+    rates = [[1.0 + place % 2, float(place % 3 != 1)] for place in range(len(sizes))]
+    return torch.tensor(sizes).cumsum(0), torch.tensor(rates)
+
+
+def _control(applied: float = 1.0) -> Tensor:
+    return torch.tensor([applied, 0.37, 1e-3, 0.1, 1 - BETAS[0] ** 3, (1 - BETAS[1] ** 3) ** 0.5])
+
+
+def square_sum(x: Tensor) -> Tensor:
+    return x.double().square().sum()
+
+
+def square_sum_calls(draw: Draw) -> Iterator[Call]:
+    for count in (0, 1, 7, 1000, 50257):
+        yield Call(f"{count}", (draw(count),), ())
+    yield Call("not aligned", (draw(5001)[1:],), ())
+    yield Call("wide range", (draw(3000, spread=30.0),), ())
+    yield Call("inf and nan", (draw.with_specials(500),), ())
+    if draw.dtype == torch.float32:
+        yield Call("more than one part", (draw(140_001),), ())
+        yield Call("squares beyond fp32", (draw(300, spread=1e30),), ())
+
+
+SUBJECTS = (
+    Subject(
+        name="adamw",
+        source="optim",
+        kernel=kernel,
+        oracle=adamw,
+        calls=calls,
+        dtypes=(torch.float32, torch.bfloat16),  # of the gradients
+    ),
+    Subject(
+        name="grad_norm",
+        source="optim",
+        kernel=lambda ops: ops.square_sum,
+        oracle=square_sum,
+        calls=square_sum_calls,
+        limits=dict.fromkeys((torch.float32, torch.bfloat16, torch.float16), 1e-13),
+    ),
+)

@@ -1,0 +1,218 @@
+"""Recorded passes without a GPU: a stand-in that replays by calling, on the same addresses, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.data_parallel import GradBuffers
+from megatron.engine import GraphedPasses
+from megatron.engine import graphs as module
+from megatron.errors import ConfigError
+from megatron.training import assemble as assemble_module
+from tests.helpers.kernels import backend
+from tests.helpers.runs import flags, make_parts
+
+
+class ReplayedByCalling:
+    """Like a recording: capturing leaves nothing but memory, whose contents only a replay makes right; a replay writes
+    to the tensors that capturing returned, and what Python notes down meanwhile is forgotten."""
+
+    made: list[ReplayedByCalling]
+
+    def __init__(self, grads: GradBuffers) -> None:
+        self.grads, self.replays = grads, 0
+
+    def warm_up(self, work: Callable[[], object]) -> None:
+        state = torch.get_rng_state()
+        work()
+        torch.set_rng_state(state)
+
+    def capture(self, work: Callable[[], Any]) -> Any:
+        state = torch.get_rng_state()
+        self.work, self.outputs = work, tuple(torch.full_like(output, float("nan")) if output.is_floating_point() else
+                                              torch.full_like(output, -1) for output in work())  # fmt: skip
+        torch.set_rng_state(state)
+        return self.outputs
+
+    def replay(self) -> None:
+        self.replays += 1
+        filled = {name: slot.filled for name, slot in self.grads._slots.items()}
+        for place, result in zip(self.outputs, self.work(), strict=True):
+            place.copy_(result)
+        for name, slot in self.grads._slots.items():
+            slot.filled = filled[name]
+
+
+def run(argv: list[str], *, graphed: bool) -> tuple[list[Any], dict[str, Tensor], list[ReplayedByCalling]]:
+    backend("cpu")
+    _, parts = make_parts(argv)
+    engine, graphs = parts.trainer.engine, list[ReplayedByCalling]()
+
+    def make_graph() -> ReplayedByCalling:
+        graphs.append(ReplayedByCalling(engine.grads))
+        return graphs[-1]
+
+    if graphed:
+        engine.passes = GraphedPasses(engine.passes, engine.grads, make_graph)  # type: ignore[arg-type]
+    with parts:
+        results = []
+        while not parts.trainer.finished:
+            results.append(parts.trainer._one_iteration())
+    weights = {name: p.detach().clone() for name, p in engine.model.named_parameters()}
+    return results, weights, graphs
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "bf16": {"bf16": True},
+    "fp16, overflows": {"fp16": True, "initial_loss_scale": 2.0**20},
+    "no dropout, untied": {
+        "attention_dropout": 0, "hidden_dropout": 0, "untie_embeddings_and_output_weights": True, "seed": 7,
+    },
+    "torch's update": {"kernels": "auto,-adamw,-grad_norm"},
+    "documents": {
+        "reset_attention_mask": True, "reset_position_ids": True, "eod_mask_loss": True,
+        "tokenizer_type": "NullTokenizer", "vocab_size": 96,
+    },
+    "a growing batch": {
+        "rampup_batch_size": [4, 2, 16], "train_iters": None, "train_samples": 48, "lr_decay_style": "constant",
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_replayed_passes_train_the_same_model(name: str) -> None:
+    """Losses, norms and weights, bit for bit, dropout included."""
+    argv = flags(**CASES[name])
+    expected, wanted, _ = run(argv, graphed=False)
+    results, weights, graphs = run(argv, graphed=True)
+    assert repr(results) == repr(expected)
+    assert all(torch.equal(weights[name], wanted[name]) for name in wanted)
+    assert len(graphs) == 1 and graphs[0].replays == sum(result.batch_size for result in results) // 2
+
+
+def test_a_new_shape_is_recorded_too_and_a_fifth_is_refused() -> None:
+    backend("cpu")
+    _, parts = make_parts(flags(micro_batch_size=1, attention_dropout=0, hidden_dropout=0))
+    engine, made = parts.trainer.engine, list[ReplayedByCalling]()
+
+    def make_graph() -> ReplayedByCalling:
+        made.append(ReplayedByCalling(engine.grads))
+        return made[-1]
+
+    plain = engine.passes
+    graphed = GraphedPasses(plain, engine.grads, make_graph)  # type: ignore[arg-type]
+    batch = next(iter(parts.trainer.train_batches))
+
+    def gradients(passes: Any, batches: list[Any]) -> list[Tensor]:
+        engine.grads.zero()
+        passes.forward_backward(batches, 0.5, lambda: None)
+        engine.grads.reduce()
+        return [grad.clone() for _, grad in engine.grads.grads()]
+
+    shapes = [
+        {key: value[:, :length] if value.dim() > 1 else value for key, value in batch.items()}
+        for length in (16, 8, 4, 2)
+    ]
+    for batches in (shapes[:1], shapes[:2], shapes[::-1]):
+        for ours, theirs in zip(gradients(graphed, batches), gradients(plain, batches), strict=True):
+            assert torch.equal(ours, theirs), "what recording a later shape computed is in no gradient"
+    assert len(made) == 4
+    fifth = {key: value[:, :3] if value.dim() > 1 else value for key, value in batch.items()}
+    with pytest.raises(ConfigError, match=r"--cuda-graphs: a fifth shape of micro-batches \(labels \[1, 3\]"):
+        gradients(graphed, [fifth])
+
+
+# what is refused
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"tensor_model_parallel_size": 2}, "--tensor-model-parallel-size 2: ranks talk"),
+        ({"pipeline_model_parallel_size": 2}, "--pipeline-model-parallel-size 2: ranks talk"),
+        ({"context_parallel_size": 2}, "--context-parallel-size 2: ranks talk"),
+        ({"num_experts": 4, "disable_bias_linear": True}, "--num-experts 4: the host cuts"),
+        ({"overlap_grad_reduce": True}, "--overlap-grad-reduce: reductions are started"),
+        ({"recompute_activations": True}, "recomputation: it reads the random state"),
+    ],
+)
+def test_what_cannot_be_recorded_is_refused_by_name(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(
+        ConfigError, match=rf"--cuda-graphs: cannot record a pass with {words}.*leave one of the two out"
+    ):
+        make_parts(flags(cuda_graphs=True, **settings))
+
+
+def test_it_needs_a_cuda_device() -> None:
+    with pytest.raises(ConfigError, match="--cuda-graphs: needs a CUDA device, and this run is on cpu; leave it out"):
+        make_parts(flags(cuda_graphs=True))
+
+
+def test_other_models_are_refused() -> None:
+    run, parts = make_parts(flags())
+    there = replace(run, device=torch.device("cuda"))
+    with pytest.raises(ConfigError, match="--cuda-graphs: records our GPT alone, and the model provider gave a Linear"):
+        assemble_module._graphed(there, torch.nn.Linear(1, 1), lambda *_: None, parts.trainer.engine.grads)  # type: ignore
+
+
+# mistakes that must be seen
+
+
+def plant_inputs_not_copied(patch: pytest.MonkeyPatch) -> None:
+    """Every replay sees the micro-batch of the recording."""
+    right = module._Recording.run
+
+    def wrong(self: Any, batch: Any, factor: Any) -> Any:
+        return right(self, self.inputs, factor)
+
+    patch.setattr(module._Recording, "run", wrong)
+
+
+def plant_factor_not_copied(patch: pytest.MonkeyPatch) -> None:
+    right = module._Recording.run
+    patch.setattr(module._Recording, "run", lambda self, batch, factor: right(self, batch, self.factor.clone()))
+
+
+def plant_results_not_copied(patch: pytest.MonkeyPatch) -> None:
+    """All micro-batches report the last one's loss."""
+
+    def wrong(self: Any, batch: Any, factor: Any) -> Any:
+        for name, place in self.inputs.items():
+            place.copy_(batch[name])
+        self.factor.fill_(factor)
+        self.graph.replay()
+        return self.loss_sum, self.count
+
+    patch.setattr(module._Recording, "run", wrong)
+
+
+def plant_buffers_not_zeroed(patch: pytest.MonkeyPatch) -> None:
+    """Gradients of the step before, and of warming up, are still there."""
+
+    def wrong(self: GradBuffers) -> None:
+        for slot in self._slots.values():
+            slot.filled = True
+            assert slot.view is not None
+            slot.parameter.grad = slot.view
+
+    patch.setattr(GradBuffers, "fill_with_zeros", wrong)
+
+
+PLANTS = [plant_inputs_not_copied, plant_factor_not_copied, plant_results_not_copied, plant_buffers_not_zeroed]
+
+
+@pytest.mark.parametrize("plant", PLANTS)
+def test_planted_bugs_are_seen(plant: Callable[[pytest.MonkeyPatch], None]) -> None:
+    argv = flags(train_iters=3)
+    expected, _, _ = run(argv, graphed=False)
+    with pytest.MonkeyPatch.context() as patch:
+        plant(patch)
+        results, _, _ = run(argv, graphed=True)
+    assert repr(results) != repr(expected)

@@ -1,0 +1,283 @@
+"""AdamW over flat buffers: against torch's own, against the update it stands in for, and what a checkpoint sees."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megatron.config.sections.optimizer import OptimizerConfig
+from megatron.config.sections.precision import PrecisionConfig
+from megatron.data_parallel import GradBuffers
+from megatron.distributed.state import Axis
+from megatron.errors import ConfigError
+from megatron.ops import Kernels, resolve
+from megatron.ops.native import OPERATIONS
+from megatron.ops.native.optim import joined, split
+from megatron.optimizer import Optimizer, build_optimizer
+from megatron.optimizer.flat import FlatAdam
+from megatron.optimizer.inner import TorchUpdate
+from megatron.optimizer.norms import FlatSquareSum, side_by_side
+from tests.helpers.kernels import backend
+
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+SIZES = [3, 50257, 1, 4096, 5]
+STEPS = 6
+
+
+@pytest.fixture
+def kernels() -> Kernels:
+    ops = backend("cpu").ops
+    made = {name: OPERATIONS[name].make(ops) for name in ("adamw", "grad_norm")}
+    return replace(resolve("ref", "cpu"), **made)
+
+
+def make_model(dtype: torch.dtype) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Embedding(11, 8), nn.Linear(8, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 11)).to(
+        dtype
+    )
+
+
+def make(model: nn.Module, kernels: Kernels | None, *, asynchronous: bool = False, **settings: Any) -> Optimizer:
+    precision = {
+        key: settings.pop(key) for key in ("fp16", "initial_loss_scale", "loss_scale_window") if key in settings
+    }
+    grads = GradBuffers(model.named_parameters(), Axis.single("dp"), flat=kernels is not None)
+    config, numbers = OptimizerConfig(**settings), PrecisionConfig(**precision)
+    return build_optimizer(grads, config, numbers, kernels=kernels, asynchronous=asynchronous)
+
+
+def backward(model: nn.Module, optimizer: Optimizer, step: int) -> None:
+    tokens = torch.randint(11, (6,), generator=torch.Generator().manual_seed(step))
+    optimizer.grads.zero()
+    (5 * nn.functional.cross_entropy(model(tokens).float(), tokens) * optimizer.loss_scale).backward()
+    optimizer.grads.reduce()
+
+
+def train(model: nn.Module, optimizer: Optimizer, steps: range = range(STEPS)) -> list[Any]:
+    infos = []
+    for step in steps:
+        backward(model, optimizer, step)
+        infos.append(optimizer.step(1e-2 / (1 + step), 0.1))
+    return infos
+
+
+def relative(ours: Tensor, theirs: Tensor) -> float:
+    return ((ours.double() - theirs.double()).norm() / theirs.double().norm()).item()
+
+
+class Bare:
+    """The kernel on one flat buffer of parameters beside torch's AdamW on each of them."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        torch.manual_seed(1)
+        self.weights = torch.randn(sum(SIZES)) * 0.02
+        self.m, self.v = torch.zeros(2, sum(SIZES)).unbind()
+        self.copy = torch.empty(sum(SIZES), dtype=BF16)
+        self.ends, self.rates = torch.tensor(SIZES).cumsum(0), torch.tensor([[1.0, n % 2] for n in range(len(SIZES))])
+        self.theirs = [nn.Parameter(part.to(dtype, copy=True)) for part in self.weights.split(SIZES)]
+        groups = [{"params": [p], "weight_decay": 0.1 * (n % 2)} for n, p in enumerate(self.theirs)]
+        self.rule = torch.optim.AdamW(groups, lr=1e-3, foreach=False, fused=False)
+
+    def step(self, number: int, ops: Any) -> None:
+        grad = torch.randn(sum(SIZES))
+        corrections = [1 - 0.9**number, math.sqrt(1 - 0.999**number)]
+        control = torch.tensor([1.0, 1.0, 1e-3, 0.1, *corrections])
+        rest = grad, self.ends, self.rates, control, 0.9, 0.999, 1e-8
+        ops.adamw_(self.weights, self.copy, self.m, self.v, *rest)
+        for p, part in zip(self.theirs, grad.split(SIZES), strict=True):
+            p.grad = part.to(p.dtype)
+        self.rule.step()
+
+    @property
+    def flat(self) -> Tensor:
+        return torch.cat([p.detach() for p in self.theirs])
+
+
+@pytest.mark.parametrize("dtype", [FP32, torch.float64])
+def test_against_torchs_adamw(dtype: torch.dtype) -> None:
+    ops = backend("cpu").ops
+    both = Bare(dtype)
+    for number in range(1, 101):
+        before = both.weights.clone()
+        both.step(number, ops)
+        if number == 1:
+            # Beside a weight no larger than the step (1e-3), the step's own roundings would count.
+            size = torch.maximum(torch.maximum(before.abs(), both.weights.abs()), torch.tensor(2e-3))
+            ulp = torch.nextafter(size, torch.tensor(math.inf)) - size
+            off = ((both.weights.double() - both.flat.double()).abs() / ulp).max()
+            assert off <= (2 if dtype == torch.float64 else 4), "torch's fp32 update rounds a weight twice"
+        assert torch.equal(both.copy, both.weights.to(BF16))
+    # torch's own fp32 update is 1.6e-6 from its fp64 one by then: it rounds 1 - lr * weight_decay first.
+    assert relative(both.weights, both.flat) < (1e-6 if dtype == torch.float64 else 3e-6)
+
+
+@pytest.mark.parametrize("settings", [{}, {"clip_grad": 0.3, "adam_beta2": 0.95}, {"clip_grad": 0.0}])
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+def test_the_optimizer_takes_the_same_steps_as_with_torchs(
+    kernels: Kernels, dtype: torch.dtype, settings: dict[str, Any]
+) -> None:
+    ours, theirs = make_model(dtype), make_model(dtype)
+    flat, plain = make(ours, kernels, **settings), make(theirs, None, **settings)
+    assert isinstance(flat._update, FlatAdam) and isinstance(plain._update, TorchUpdate)
+    for mine, his in zip(train(ours, flat), train(theirs, plain), strict=True):
+        assert mine.grad_norm == pytest.approx(his.grad_norm, rel=1e-5 if dtype == FP32 else 1e-2)
+        assert mine.clipped == his.clipped
+    for name, p in ours.named_parameters():
+        gate = 1e-5 if dtype == FP32 else 1e-2
+        assert relative(p.detach(), theirs.get_parameter(name).detach()) < gate, name
+        if dtype == BF16:
+            assert torch.equal(p, flat.state()[name]["master"].to(BF16))
+
+
+def test_one_step_from_the_same_gradients(kernels: Kernels) -> None:
+    """Of bf16 models only the first gradients are the same, bit for bit."""
+    ours, theirs = make_model(BF16), make_model(BF16)
+    flat, plain = make(ours, kernels), make(theirs, None)
+    train(ours, flat, range(1)), train(theirs, plain, range(1))
+    for name in plain.state():
+        assert relative(flat.state()[name]["master"], plain.state()[name]["master"]) < 3e-7, name
+
+
+@pytest.mark.parametrize("remainders", [False, True])
+@pytest.mark.parametrize("dtype", [FP32, BF16, FP16])
+def test_resume_is_bit_equal(kernels: Kernels, dtype: torch.dtype, remainders: bool) -> None:
+    settings: dict[str, Any] = {"store_param_remainders": remainders}
+    if dtype == FP16:
+        settings |= {"fp16": True, "initial_loss_scale": 2.0**18}
+    model = make_model(dtype)
+    optimizer = make(model, kernels, **settings)
+    train(model, optimizer)
+    state, extra = copy.deepcopy(optimizer.state()), copy.deepcopy(optimizer.extra_state())
+    weights = copy.deepcopy(model.state_dict())
+    wanted = train(model, optimizer, range(STEPS, 2 * STEPS))
+    resumed = make_model(dtype)
+    again = make(resumed, kernels, **settings)
+    resumed.load_state_dict(weights)
+    again.load_state(state, extra)
+    assert train(resumed, again, range(STEPS, 2 * STEPS)) == wanted
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), resumed.parameters(), strict=True))
+    assert again.extra_state() == optimizer.extra_state()
+
+
+def test_a_checkpoint_of_one_update_is_one_of_the_other(kernels: Kernels) -> None:
+    """The same names, shapes and types, so a run may change --kernels; and the masters decide over the weights."""
+    models = [make_model(BF16) for _ in range(3)]
+    flat, plain = make(models[0], kernels), make(models[1], None)
+    packed = make(models[2], kernels, store_param_remainders=True)
+    train(models[0], flat)
+    for other in (plain, packed):
+        other.load_state(flat.state(), flat.extra_state())
+        for name, kinds in flat.state().items():
+            assert list(other.state()) == list(flat.state())
+            for kind, tensor in kinds.items():
+                assert torch.equal(other.state()[name][kind], tensor) and other.state()[name][kind].dtype == FP32
+    assert all(torch.equal(a, b) for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True))
+
+
+def test_remainders_train_what_masters_do(kernels: Kernels) -> None:
+    """Bit for bit, as long as no weight lies halfway between two bf16 numbers."""
+    models = [make_model(BF16), make_model(BF16)]
+    optimizers = [make(models[0], kernels), make(models[1], kernels, store_param_remainders=True)]
+    assert train(models[0], optimizers[0]) == train(models[1], optimizers[1])
+    for name, kinds in optimizers[0].state().items():
+        for kind, tensor in kinds.items():
+            assert torch.equal(tensor, optimizers[1].state()[name][kind]), f"{name} {kind}"
+
+
+def test_a_weight_and_its_remainder_are_the_master_exactly() -> None:
+    bits = torch.randint(-(2**31), 2**31 - 1, (100_000,)).to(torch.int32)
+    ties = (torch.arange(-500, 500, dtype=torch.int32) << 16) | 0x8000
+    masters = torch.cat([bits, ties]).view(FP32)
+    masters = masters[masters.isfinite()]
+    high, low = split(masters)
+    assert torch.equal(joined(high, low).view(torch.int32), masters.view(torch.int32))
+    rounded = masters.to(BF16)
+    other = high != rounded
+    assert torch.equal(other, other & (low == -0x8000)), "other than torch rounds only where a number is halfway"
+    assert other.any() and (high[other].abs() >= rounded[other].abs()).all()
+
+
+def test_remainders_are_refused_where_nothing_can_keep_them() -> None:
+    with pytest.raises(ConfigError, match="--store-param-remainders: only the native AdamW"):
+        make(make_model(BF16), None, store_param_remainders=True)
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_bad_gradient_moves_nothing(kernels: Kernels, dtype: torch.dtype, asynchronous: bool) -> None:
+    model = make_model(dtype)
+    optimizer = make(model, kernels, asynchronous=asynchronous)
+    train(model, optimizer, range(2))
+    before = copy.deepcopy((optimizer.state(), model.state_dict()))
+    backward(model, optimizer, 2)
+    optimizer.grads.grad("1.weight")[3, 4] = math.nan
+    info = optimizer.step(1e-2, 0.1)
+    assert info.skipped and optimizer.find_nonfinite() == ["1.weight"] and optimizer.extra_state()["step"] == 2
+    for name, kinds in before[0].items():
+        assert all(torch.equal(tensor, optimizer.state()[name][kind]) for kind, tensor in kinds.items())
+    assert all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in before[1].items())
+
+
+def test_parameters_of_several_types_share_a_bucket(kernels: Kernels) -> None:
+    """The fp32 parts of a bf16 model have no masters; each run of one type is a launch of its own."""
+    ours, theirs = make_model(BF16), make_model(BF16)
+    for model in (ours, theirs):
+        model[3].float()
+        model[3].register_forward_pre_hook(lambda module, args: (args[0].float(),))
+        model[3].register_forward_hook(lambda module, args, out: out.to(BF16))
+    flat, plain = make(ours, kernels), make(theirs, None)
+    train(ours, flat, range(1)), train(theirs, plain, range(1))
+    assert {name: set(kinds) for name, kinds in flat.state().items()} == {
+        name: set(kinds) for name, kinds in plain.state().items()
+    }
+    for name, p in ours.named_parameters():
+        assert relative(p.detach(), theirs.get_parameter(name).detach()) < 1e-3, name
+
+
+def test_neighbours_become_one_and_the_sum_is_right(kernels: Kernels) -> None:
+    buffer = torch.randn(1000)
+    parts = [*buffer.split([100, 0, 300, 600])]
+    assert [flat.data_ptr() for flat in side_by_side(parts[::-1])] == [buffer.data_ptr()]
+    assert sorted(flat.numel() for flat in side_by_side([parts[0], parts[3], torch.randn(7)])) == [7, 100, 600]
+    mixed = [*parts, torch.randn(30, 20).t(), torch.randn(5, dtype=torch.float64), torch.randn(9).to(BF16)]
+    wanted = sum(part.double().square().sum().item() for part in mixed)
+    assert kernels.grad_norm is not None
+    total = FlatSquareSum(kernels.grad_norm)
+    assert total(mixed).item() == pytest.approx(wanted, rel=1e-13)
+    assert total([]).item() == 0.0 and total([torch.zeros(0)]).item() == 0.0
+
+
+@pytest.fixture(params=["no correction", "decay everywhere", "a stale copy", "the factor is left out"])
+def plant(request: pytest.FixtureRequest) -> Iterator[Callable[..., None]]:
+    """An AdamW kernel with a mistake."""
+    ops = backend("cpu").ops
+
+    def wrong(weights: Tensor, beside: Tensor, *rest: Any) -> None:
+        m, v, grad, ends, rates, control, *numbers = rest
+        control, rates = control.clone(), rates.clone()
+        if request.param == "no correction":
+            control[4:] = 1.0
+        elif request.param == "decay everywhere":
+            rates[:] = 1.0
+        elif request.param == "the factor is left out":
+            control[1] = 1.0
+        beside = beside.clone() if request.param == "a stale copy" else beside
+        ops.adamw_(weights, beside, m, v, grad, ends, rates, control, *numbers)
+
+    yield wrong
+
+
+def test_planted_bugs_are_seen(kernels: Kernels, plant: Callable[..., None]) -> None:
+    ours, theirs = make_model(BF16), make_model(BF16)
+    train(ours, make(ours, replace(kernels, adamw=plant), clip_grad=0.1), range(2))
+    train(theirs, make(theirs, None, clip_grad=0.1), range(2))
+    off = max(relative(p.detach(), theirs.get_parameter(name).detach()) for name, p in ours.named_parameters())
+    assert off > 1e-3
