@@ -20,6 +20,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +29,10 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.ops import builtin, ref
+from megatron.ops import builtin, cpu_attention, ref
 from megatron.ops.library import library
 from megatron.ops.native import OPERATIONS
+from megatron.ops.native.softmax import NativeScores
 from megatron.ops.proof import flat_tensors
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -107,6 +109,14 @@ def gelu_case(op: str, name: str, tanh: bool, *tensors: tuple[int, ...], passes:
     )
 
 
+CAUSAL: dict[str, Any] = {"mask": None, "causal": True, "scale": 0.125}
+
+
+def attention_inputs(batch: int, heads: int, seq: int, dtype: torch.dtype, device: str) -> tuple[Tensor, ...]:
+    """Queries, keys and values as they come from a projection: heads side by side in a token."""
+    return tuple(randn(batch, seq, heads, 64, dtype=dtype, device=device).transpose(1, 2) for _ in range(3))
+
+
 CASES: tuple[Case, ...] = (
     norm_case("rms_norm"),
     norm_case("layer_norm", bias=True),
@@ -145,6 +155,39 @@ CASES: tuple[Case, ...] = (
         formula=ref.swiglu,
         inputs=lambda dtype, device: (randn(4096, 4096, dtype=dtype, device=device),),
         moved=lambda args: size(args[0]) * 8 // 2,  # forward 1 + 1/2, backward 1 + 1/2 + 1
+    ),
+    Case(
+        op="cross_entropy",
+        shape="1024 x 32768",
+        ours=OPERATIONS["cross_entropy"].make,
+        eager=builtin.cross_entropy,
+        formula=ref.cross_entropy,
+        inputs=lambda dtype, device: (
+            randn(1024, 32768, dtype=dtype, device=device),
+            torch.randint(32768, (1024,), device=device),
+        ),
+        moved=lambda args: size(args[0]) * 3,  # forward 1, backward 1 + 1
+    ),
+    Case(
+        op="softmax",
+        shape="48 x 256 x 1024, causal",
+        ours=lambda ops: partial(OPERATIONS["softmax"].make(ops), mask=None, scale=0.125, causal=True),
+        eager=partial(ref.softmax, mask=None, scale=0.125, causal=True),
+        formula=partial(ref.softmax, mask=None, scale=0.125, causal=True),
+        inputs=lambda dtype, device: (randn(4, 12, 256, 1024, dtype=dtype, device=device),),
+        moved=lambda args: size(args[0]) * 5,  # forward 1 + 1, backward 2 + 1
+    ),
+    *(
+        Case(
+            op="attention",
+            shape=f"{batch}, {heads}, {seq}, 64, causal",
+            ours=lambda ops: partial(cpu_attention.attention, math=NativeScores(ops), **CAUSAL),
+            eager=partial(builtin.sdpa, **CAUSAL),
+            formula=partial(builtin.sdpa, **CAUSAL),
+            inputs=partial(attention_inputs, batch, heads, seq),
+            moved=lambda args: size(args[0]) * 11,  # forward 3 + 1, backward 4 + 3
+        )
+        for batch, heads, seq in ((8, 6, 256), (8, 8, 512), (4, 12, 1024), (2, 8, 2048))
     ),
 )
 

@@ -18,6 +18,7 @@ from megatron.ops import builtin, cpu_attention, ref, wgrad
 from megatron.ops.library import Library, library
 from megatron.ops.linear_cross_entropy import VocabularyPart, Workspace, linear_cross_entropy
 from megatron.ops.native import OPERATIONS
+from megatron.ops.native.softmax import NativeScores
 
 
 @dataclass(frozen=True)
@@ -130,6 +131,9 @@ def resolve(spec: str, device_type: str, *, attention: str = "auto", native: Lib
             functions[op] = wgrad.accumulate
     if functions["attention"] is ref.attention:
         functions["attention"] = partial(ref.attention, softmax_op=functions["softmax"])
+    backends = {choice.op: choice.backend for choice in choices}
+    if (backends["attention"], backends["softmax"]) == ("cpu", "native"):
+        functions["attention"] = partial(cpu_attention.attention, math=NativeScores(native.ops))
     note = None if native.missing is None or mode == "ref" else f"the native kernels are {native.missing}"
     return Kernels(**functions, choices=tuple(choices), note=note)
 
