@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.adamw import adamw
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -190,6 +191,74 @@ CASES: tuple[Case, ...] = (
         for batch, heads, seq in ((8, 6, 256), (8, 8, 512), (4, 12, 1024), (2, 8, 2048))
     ),
 )
+
+
+NUMBERS = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "lr": 1e-4, "weight_decay": 0.1}
+
+
+def adamw_inputs(dtype: torch.dtype, device: str) -> tuple[Any, ...]:
+    """50 million weights, their bf16 copy, moments, and gradients of `dtype` that are to be unscaled."""
+    count = 50_000_000
+    weights = randn(count, dtype=torch.float32, device=device) * 0.02
+    moments = torch.zeros(2, count, device=device).unbind()
+    return weights, weights.to(torch.bfloat16), *moments, randn(count, dtype=dtype, device=device)
+
+
+def our_adamw(ops: Any) -> Callable[..., Any]:
+    made: dict[str, Tensor] = {}
+
+    def step(weights: Tensor, copy: Tensor, m: Tensor, v: Tensor, grad: Tensor) -> None:
+        if not made:
+            made["ends"] = (torch.arange(1, 101) * (grad.numel() // 100)).to(grad.device)
+            made["rates"] = torch.ones(100, 2, device=grad.device)
+            made["control"] = torch.tensor([1.0, 0.5, NUMBERS["lr"], NUMBERS["weight_decay"], 0.1, 0.03]).to(
+                grad.device
+            )
+        numbers = NUMBERS["beta1"], NUMBERS["beta2"], NUMBERS["eps"]
+        ops.adamw_(weights, copy, m, v, grad, made["ends"], made["rates"], made["control"], *numbers)
+
+    return step
+
+
+def torchs_adamw(weights: Tensor, copy: Tensor, m: Tensor, v: Tensor, grad: Tensor) -> None:
+    """Unscale, PyTorch's fused step, write the copy."""
+    wide = grad.float().mul_(1.0)
+    step = torch.ones((), device=grad.device)
+    adamw([weights], [wide], [m], [v], [], [step], fused=True, foreach=False, amsgrad=False, maximize=False, **NUMBERS)
+    copy.copy_(weights)
+
+
+def adamw_formula(weights: Tensor, copy: Tensor, m: Tensor, v: Tensor, grad: Tensor) -> None:
+    g = grad.float() * 0.5
+    m.lerp_(g, 0.1)
+    v.mul_(0.999).addcmul_(g, g, value=0.001)
+    weights.mul_(1 - 1e-5).addcdiv_(m, v.sqrt().div_(0.03).add_(1e-8), value=-1e-3)
+    copy.copy_(weights)
+
+
+OPTIMIZER_CASES = (
+    Case(
+        op="adamw",
+        shape="50M",
+        ours=our_adamw,
+        eager=torchs_adamw,
+        formula=adamw_formula,
+        inputs=adamw_inputs,
+        moved=lambda args: args[0].numel() * (8 + 16 + 2 + args[4].element_size()),
+        differentiable=False,
+    ),
+    Case(
+        op="grad_norm",
+        shape="50M",
+        ours=lambda ops: ops.square_sum,
+        eager=lambda x: torch.linalg.vector_norm(x.view(-1, 4000), dim=1).double().square().sum(),
+        formula=lambda x: x.view(-1, 4000).float().square().sum(1).double().sum(),
+        inputs=lambda dtype, device: (randn(50_000_000, dtype=dtype, device=device),),
+        moved=lambda args: size(args[0]),
+        differentiable=False,
+    ),
+)
+CASES += OPTIMIZER_CASES
 
 
 def step_of(function: Callable[..., Any], args: Sequence[Any], case: Case) -> Callable[[], None]:
