@@ -20,17 +20,20 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.adamw import adamw
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.ops import builtin, ref
+from megatron.ops import builtin, cpu_attention, ref
 from megatron.ops.library import library
 from megatron.ops.native import OPERATIONS
+from megatron.ops.native.softmax import NativeScores
 from megatron.ops.proof import flat_tensors
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -107,6 +110,14 @@ def gelu_case(op: str, name: str, tanh: bool, *tensors: tuple[int, ...], passes:
     )
 
 
+CAUSAL: dict[str, Any] = {"mask": None, "causal": True, "scale": 0.125}
+
+
+def attention_inputs(batch: int, heads: int, seq: int, dtype: torch.dtype, device: str) -> tuple[Tensor, ...]:
+    """Queries, keys and values as they come from a projection: heads side by side in a token."""
+    return tuple(randn(batch, seq, heads, 64, dtype=dtype, device=device).transpose(1, 2) for _ in range(3))
+
+
 CASES: tuple[Case, ...] = (
     norm_case("rms_norm"),
     norm_case("layer_norm", bias=True),
@@ -146,7 +157,108 @@ CASES: tuple[Case, ...] = (
         inputs=lambda dtype, device: (randn(4096, 4096, dtype=dtype, device=device),),
         moved=lambda args: size(args[0]) * 8 // 2,  # forward 1 + 1/2, backward 1 + 1/2 + 1
     ),
+    Case(
+        op="cross_entropy",
+        shape="1024 x 32768",
+        ours=OPERATIONS["cross_entropy"].make,
+        eager=builtin.cross_entropy,
+        formula=ref.cross_entropy,
+        inputs=lambda dtype, device: (
+            randn(1024, 32768, dtype=dtype, device=device),
+            torch.randint(32768, (1024,), device=device),
+        ),
+        moved=lambda args: size(args[0]) * 3,  # forward 1, backward 1 + 1
+    ),
+    Case(
+        op="softmax",
+        shape="48 x 256 x 1024, causal",
+        ours=lambda ops: partial(OPERATIONS["softmax"].make(ops), mask=None, scale=0.125, causal=True),
+        eager=partial(ref.softmax, mask=None, scale=0.125, causal=True),
+        formula=partial(ref.softmax, mask=None, scale=0.125, causal=True),
+        inputs=lambda dtype, device: (randn(4, 12, 256, 1024, dtype=dtype, device=device),),
+        moved=lambda args: size(args[0]) * 5,  # forward 1 + 1, backward 2 + 1
+    ),
+    *(
+        Case(
+            op="attention",
+            shape=f"{batch}, {heads}, {seq}, 64, causal",
+            ours=lambda ops: partial(cpu_attention.attention, math=NativeScores(ops), **CAUSAL),
+            eager=partial(builtin.sdpa, **CAUSAL),
+            formula=partial(builtin.sdpa, **CAUSAL),
+            inputs=partial(attention_inputs, batch, heads, seq),
+            moved=lambda args: size(args[0]) * 11,  # forward 3 + 1, backward 4 + 3
+        )
+        for batch, heads, seq in ((8, 6, 256), (8, 8, 512), (4, 12, 1024), (2, 8, 2048))
+    ),
 )
+
+
+NUMBERS = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "lr": 1e-4, "weight_decay": 0.1}
+
+
+def adamw_inputs(dtype: torch.dtype, device: str) -> tuple[Any, ...]:
+    """50 million weights, their bf16 copy, moments, and gradients of `dtype` that are to be unscaled."""
+    count = 50_000_000
+    weights = randn(count, dtype=torch.float32, device=device) * 0.02
+    moments = torch.zeros(2, count, device=device).unbind()
+    return weights, weights.to(torch.bfloat16), *moments, randn(count, dtype=dtype, device=device)
+
+
+def our_adamw(ops: Any) -> Callable[..., Any]:
+    made: dict[str, Tensor] = {}
+
+    def step(weights: Tensor, copy: Tensor, m: Tensor, v: Tensor, grad: Tensor) -> None:
+        if not made:
+            made["ends"] = (torch.arange(1, 101) * (grad.numel() // 100)).to(grad.device)
+            made["rates"] = torch.ones(100, 2, device=grad.device)
+            made["control"] = torch.tensor([1.0, 0.5, NUMBERS["lr"], NUMBERS["weight_decay"], 0.1, 0.03]).to(
+                grad.device
+            )
+        numbers = NUMBERS["beta1"], NUMBERS["beta2"], NUMBERS["eps"]
+        ops.adamw_(weights, copy, m, v, grad, made["ends"], made["rates"], made["control"], *numbers)
+
+    return step
+
+
+def torchs_adamw(weights: Tensor, copy: Tensor, m: Tensor, v: Tensor, grad: Tensor) -> None:
+    """Unscale, PyTorch's fused step, write the copy."""
+    wide = grad.float().mul_(1.0)
+    step = torch.ones((), device=grad.device)
+    adamw([weights], [wide], [m], [v], [], [step], fused=True, foreach=False, amsgrad=False, maximize=False, **NUMBERS)
+    copy.copy_(weights)
+
+
+def adamw_formula(weights: Tensor, copy: Tensor, m: Tensor, v: Tensor, grad: Tensor) -> None:
+    g = grad.float() * 0.5
+    m.lerp_(g, 0.1)
+    v.mul_(0.999).addcmul_(g, g, value=0.001)
+    weights.mul_(1 - 1e-5).addcdiv_(m, v.sqrt().div_(0.03).add_(1e-8), value=-1e-3)
+    copy.copy_(weights)
+
+
+OPTIMIZER_CASES = (
+    Case(
+        op="adamw",
+        shape="50M",
+        ours=our_adamw,
+        eager=torchs_adamw,
+        formula=adamw_formula,
+        inputs=adamw_inputs,
+        moved=lambda args: args[0].numel() * (8 + 16 + 2 + args[4].element_size()),
+        differentiable=False,
+    ),
+    Case(
+        op="grad_norm",
+        shape="50M",
+        ours=lambda ops: ops.square_sum,
+        eager=lambda x: torch.linalg.vector_norm(x.view(-1, 4000), dim=1).double().square().sum(),
+        formula=lambda x: x.view(-1, 4000).float().square().sum(1).double().sum(),
+        inputs=lambda dtype, device: (randn(50_000_000, dtype=dtype, device=device),),
+        moved=lambda args: size(args[0]),
+        differentiable=False,
+    ),
+)
+CASES += OPTIMIZER_CASES
 
 
 def step_of(function: Callable[..., Any], args: Sequence[Any], case: Case) -> Callable[[], None]:

@@ -64,9 +64,9 @@ def test_dense_fp32_within_a_millionth(name: str) -> None:
 
 
 def test_far_below_zero_the_relative_accuracy_stays() -> None:
-    """Where 1 + erf and 1 + tanh have lost every digit, down to the smallest normal number."""
+    """Where 1 + erf and 1 + tanh have lost every digit, down to where exp(-87) is cut off."""
     ops = backend("cpu").ops
-    for name, lowest, limit in (("gelu_erf", -13.0, 2e-6), ("gelu_tanh", -10.0, 2e-5), ("silu", -87.0, 2e-5)):
+    for name, lowest, limit in (("gelu_erf", -13.0, 2e-6), ("gelu_tanh", -9.9, 2e-5), ("silu", -87.0, 2e-5)):
         x = torch.linspace(lowest, -1.0, 1_000_000)
         ours, exact = FUNCTIONS[name]
         want = exact(x.double())
@@ -82,7 +82,7 @@ def test_every_bf16(name: str) -> None:
     got, want = ours(backend("cpu").ops, x), exact(x.double())
     finite = (want.abs() < 3e38) & (want.abs() > SMALLEST)
     distance = (got[finite].double() - want[finite]).abs() / want[finite].abs()
-    usable = x[finite].double() > -12  # further down see the test in fp32
+    usable = x[finite].double() > -9.9  # further down see the test in fp32
     assert float(distance[usable].max()) <= 2**-8 * 1.01
     assert torch.equal(got[x.isnan()].isnan(), x[x.isnan()].isnan())
     assert bool((got[x == math.inf] == math.inf).all())
