@@ -20,17 +20,20 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.adamw import adamw
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.ops import builtin, ref
+from megatron.ops import builtin, cpu_attention, ref
 from megatron.ops.library import library
 from megatron.ops.native import OPERATIONS
+from megatron.ops.native.softmax import NativeScores
 from megatron.ops.proof import flat_tensors
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -49,6 +52,7 @@ class Case:
     inputs: Callable[[torch.dtype, str], tuple[Any, ...]]
     moved: Callable[[tuple[Any, ...]], int]  # bytes that must be read and written
     differentiable: bool = True
+    constants: tuple[int, ...] = ()  # positions of the arguments that have no gradient
 
 
 def keep_freed_memory() -> None:
@@ -66,7 +70,84 @@ def randn(*shape: int, dtype: torch.dtype, device: str) -> Tensor:
     return torch.randn(shape, device=device).to(dtype)
 
 
+def angles(seq: int, half: int, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]:
+    """[1, seq, 1, half], as a model hands them to its layers."""
+    angle = torch.arange(seq, device=device)[:, None] * 10000 ** -torch.linspace(0, 1, half, device=device)
+    return angle.cos().to(dtype)[None, :, None], angle.sin().to(dtype)[None, :, None]
+
+
+def norm_inputs(summed: bool, bias: bool) -> Callable[[torch.dtype, str], tuple[Any, ...]]:
+    def inputs(dtype: torch.dtype, device: str) -> tuple[Any, ...]:
+        wide = [randn(4096, 768, dtype=dtype, device=device) for _ in range(1 + summed)]
+        return *wide, *(randn(768, dtype=dtype, device=device) for _ in range(1 + bias)), 1e-5
+
+    return inputs
+
+
+def norm_case(op: str, *, summed: bool = False, bias: bool = False) -> Case:
+    # Forward x -> out, backward x, grad -> grad_x; a sum adds the residual, itself, and its gradient.
+    passes = 8 if summed else 5
+    return Case(
+        op=op,
+        shape="4096 x 768",
+        ours=OPERATIONS[op].make,
+        eager=getattr(builtin, op),
+        formula=getattr(ref, op),
+        inputs=norm_inputs(summed, bias),
+        moved=lambda args: size(args[0]) * passes,
+    )
+
+
+def gelu_case(op: str, name: str, tanh: bool, *tensors: tuple[int, ...], passes: float = 5) -> Case:
+    return Case(
+        op=op,
+        shape=f"4096 x {name}, {'tanh' if tanh else 'erf'}",
+        ours=OPERATIONS[op].make,
+        eager=getattr(builtin, op),
+        formula=getattr(ref, op),
+        inputs=lambda dtype, device: (*(randn(*shape, dtype=dtype, device=device) for shape in tensors), tanh),
+        moved=lambda args: int(size(args[0]) * passes),
+    )
+
+
+CAUSAL: dict[str, Any] = {"mask": None, "causal": True, "scale": 0.125}
+
+
+def attention_inputs(batch: int, heads: int, seq: int, dtype: torch.dtype, device: str) -> tuple[Tensor, ...]:
+    """Queries, keys and values as they come from a projection: heads side by side in a token."""
+    return tuple(randn(batch, seq, heads, 64, dtype=dtype, device=device).transpose(1, 2) for _ in range(3))
+
+
 CASES: tuple[Case, ...] = (
+    norm_case("rms_norm"),
+    norm_case("layer_norm", bias=True),
+    norm_case("add_rms_norm", summed=True),
+    norm_case("add_layer_norm", summed=True, bias=True),
+    Case(
+        op="rope",
+        shape="4 x 1024 x 12 x 64",
+        ours=OPERATIONS["rope"].make,
+        eager=ref.rope,
+        formula=ref.rope,
+        inputs=lambda dtype, device: (
+            randn(4, 1024, 12, 64, dtype=dtype, device=device),
+            *angles(1024, 32, dtype, device),
+        ),
+        moved=lambda args: size(args[0]) * 4,
+        constants=(1, 2),
+    ),
+    *(gelu_case("gelu", "3072", tanh, (4096, 3072)) for tanh in (True, False)),
+    *(gelu_case("bias_gelu", "3072", tanh, (4096, 3072), (3072,)) for tanh in (True, False)),
+    *(gelu_case("geglu", "2*2048", tanh, (4096, 4096), passes=4) for tanh in (True, False)),
+    Case(
+        op="squared_relu",
+        shape="4096 x 3072",
+        ours=OPERATIONS["squared_relu"].make,
+        eager=ref.squared_relu,
+        formula=ref.squared_relu,
+        inputs=lambda dtype, device: (randn(4096, 3072, dtype=dtype, device=device),),
+        moved=lambda args: size(args[0]) * 5,
+    ),
     Case(
         op="swiglu",
         shape="4096 x 2*2048",
@@ -76,15 +157,117 @@ CASES: tuple[Case, ...] = (
         inputs=lambda dtype, device: (randn(4096, 4096, dtype=dtype, device=device),),
         moved=lambda args: size(args[0]) * 8 // 2,  # forward 1 + 1/2, backward 1 + 1/2 + 1
     ),
+    Case(
+        op="cross_entropy",
+        shape="1024 x 32768",
+        ours=OPERATIONS["cross_entropy"].make,
+        eager=builtin.cross_entropy,
+        formula=ref.cross_entropy,
+        inputs=lambda dtype, device: (
+            randn(1024, 32768, dtype=dtype, device=device),
+            torch.randint(32768, (1024,), device=device),
+        ),
+        moved=lambda args: size(args[0]) * 3,  # forward 1, backward 1 + 1
+    ),
+    Case(
+        op="softmax",
+        shape="48 x 256 x 1024, causal",
+        ours=lambda ops: partial(OPERATIONS["softmax"].make(ops), mask=None, scale=0.125, causal=True),
+        eager=partial(ref.softmax, mask=None, scale=0.125, causal=True),
+        formula=partial(ref.softmax, mask=None, scale=0.125, causal=True),
+        inputs=lambda dtype, device: (randn(4, 12, 256, 1024, dtype=dtype, device=device),),
+        moved=lambda args: size(args[0]) * 5,  # forward 1 + 1, backward 2 + 1
+    ),
+    *(
+        Case(
+            op="attention",
+            shape=f"{batch}, {heads}, {seq}, 64, causal",
+            ours=lambda ops: partial(cpu_attention.attention, math=NativeScores(ops), **CAUSAL),
+            eager=partial(builtin.sdpa, **CAUSAL),
+            formula=partial(builtin.sdpa, **CAUSAL),
+            inputs=partial(attention_inputs, batch, heads, seq),
+            moved=lambda args: size(args[0]) * 11,  # forward 3 + 1, backward 4 + 3
+        )
+        for batch, heads, seq in ((8, 6, 256), (8, 8, 512), (4, 12, 1024), (2, 8, 2048))
+    ),
 )
 
 
-def step_of(function: Callable[..., Any], args: Sequence[Any], differentiable: bool) -> Callable[[], None]:
+NUMBERS = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "lr": 1e-4, "weight_decay": 0.1}
+
+
+def adamw_inputs(dtype: torch.dtype, device: str) -> tuple[Any, ...]:
+    """50 million weights, their bf16 copy, moments, and gradients of `dtype` that are to be unscaled."""
+    count = 50_000_000
+    weights = randn(count, dtype=torch.float32, device=device) * 0.02
+    moments = torch.zeros(2, count, device=device).unbind()
+    return weights, weights.to(torch.bfloat16), *moments, randn(count, dtype=dtype, device=device)
+
+
+def our_adamw(ops: Any) -> Callable[..., Any]:
+    made: dict[str, Tensor] = {}
+
+    def step(weights: Tensor, copy: Tensor, m: Tensor, v: Tensor, grad: Tensor) -> None:
+        if not made:
+            made["ends"] = (torch.arange(1, 101) * (grad.numel() // 100)).to(grad.device)
+            made["rates"] = torch.ones(100, 2, device=grad.device)
+            made["control"] = torch.tensor([1.0, 0.5, NUMBERS["lr"], NUMBERS["weight_decay"], 0.1, 0.03]).to(
+                grad.device
+            )
+        numbers = NUMBERS["beta1"], NUMBERS["beta2"], NUMBERS["eps"]
+        ops.adamw_(weights, copy, m, v, grad, made["ends"], made["rates"], made["control"], *numbers)
+
+    return step
+
+
+def torchs_adamw(weights: Tensor, copy: Tensor, m: Tensor, v: Tensor, grad: Tensor) -> None:
+    """Unscale, PyTorch's fused step, write the copy."""
+    wide = grad.float().mul_(1.0)
+    step = torch.ones((), device=grad.device)
+    adamw([weights], [wide], [m], [v], [], [step], fused=True, foreach=False, amsgrad=False, maximize=False, **NUMBERS)
+    copy.copy_(weights)
+
+
+def adamw_formula(weights: Tensor, copy: Tensor, m: Tensor, v: Tensor, grad: Tensor) -> None:
+    g = grad.float() * 0.5
+    m.lerp_(g, 0.1)
+    v.mul_(0.999).addcmul_(g, g, value=0.001)
+    weights.mul_(1 - 1e-5).addcdiv_(m, v.sqrt().div_(0.03).add_(1e-8), value=-1e-3)
+    copy.copy_(weights)
+
+
+OPTIMIZER_CASES = (
+    Case(
+        op="adamw",
+        shape="50M",
+        ours=our_adamw,
+        eager=torchs_adamw,
+        formula=adamw_formula,
+        inputs=adamw_inputs,
+        moved=lambda args: args[0].numel() * (8 + 16 + 2 + args[4].element_size()),
+        differentiable=False,
+    ),
+    Case(
+        op="grad_norm",
+        shape="50M",
+        ours=lambda ops: ops.square_sum,
+        eager=lambda x: torch.linalg.vector_norm(x.view(-1, 4000), dim=1).double().square().sum(),
+        formula=lambda x: x.view(-1, 4000).float().square().sum(1).double().sum(),
+        inputs=lambda dtype, device: (randn(50_000_000, dtype=dtype, device=device),),
+        moved=lambda args: size(args[0]),
+        differentiable=False,
+    ),
+)
+CASES += OPTIMIZER_CASES
+
+
+def step_of(function: Callable[..., Any], args: Sequence[Any], case: Case) -> Callable[[], None]:
     """One forward and backward pass; gradients are returned, not accumulated."""
-    if not differentiable:
+    if not case.differentiable:
         return lambda: function(*args)
-    leaves = [arg.detach().clone().requires_grad_() if _floating(arg) else arg for arg in args]
-    wanted = [leaf for leaf in leaves if _floating(leaf)]
+    chosen = [i for i, arg in enumerate(args) if _floating(arg) and i not in case.constants]
+    leaves = [arg.detach().clone().requires_grad_() if i in chosen else arg for i, arg in enumerate(args)]
+    wanted = [leaves[i] for i in chosen]
     with torch.no_grad():
         upstreams = [torch.randn_like(output) for output in flat_tensors(function(*args))]
 
@@ -103,9 +286,9 @@ def contenders(case: Case, dtype: torch.dtype, device: str, only: Sequence[str])
     source = torch.randn(case.moved(args) // 8, device=device)
     target = torch.empty_like(source)
     makers: dict[str, Callable[[], Callable[[], Any]]] = {
-        "ours": lambda: step_of(case.ours(library().ops), args, case.differentiable),
-        "eager": lambda: step_of(case.eager, args, case.differentiable),
-        "compile": lambda: step_of(torch.compile(case.formula), args, case.differentiable),
+        "ours": lambda: step_of(case.ours(library().ops), args, case),
+        "eager": lambda: step_of(case.eager, args, case),
+        "compile": lambda: step_of(torch.compile(case.formula), args, case),
         "floor": lambda: lambda: target.copy_(source),
     }
     return {name: makers[name]() for name in CONTENDERS if name in only}

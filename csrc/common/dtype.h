@@ -74,6 +74,20 @@ MK_HD f16 store<f16>(float x) {
   return f16{uint16_t(sign | (magnitude >= 0x477ff000u ? large : finite))};
 }
 
+// A number as the type T would keep it.
+template <class T>
+MK_HD float rounded(float x) {
+  return load(store<T>(x));
+}
+
+// The same without narrowing on the way, which costs vectors more than the rounding.
+template <>
+MK_HD float rounded<bf16>(float x) {
+  const uint32_t bits = bits_of(x);
+  const float result = from_bits((bits + 0x7fffu + ((bits >> 16) & 1u)) & 0xffff0000u);
+  return x != x ? x : result;
+}
+
 }  // namespace mk
 
 // MK_FOR_DTYPE(dtype, T, { ... }) runs the block with T as the storage type.

@@ -4,7 +4,9 @@
 
 namespace mk::cuda {
 
-int swiglu_forward(const SwigluForward& args, void* stream);
-int swiglu_backward(const SwigluBackward& args, void* stream);
+int activation_forward(const ActivationForward& args, void* stream);
+int activation_backward(const ActivationBackward& args, void* stream);
+int gated_forward(const GatedForward& args, void* stream);
+int gated_backward(const GatedBackward& args, void* stream);
 
 }  // namespace mk::cuda

@@ -18,14 +18,33 @@ struct alignas(sizeof(T) * kCount) Numbers {
   T at[kCount];
 };
 
+template <int kCount>
+using Count = std::integral_constant<int, kCount>;
+
 template <int kCount, class T>
-__device__ Numbers<T, kCount> read(const T* from) {
+__device__ Numbers<T, kCount> load_pack(const T* from, Count<kCount>) {
   return *reinterpret_cast<const Numbers<T, kCount>*>(from);
 }
 
+// One access: an assignment nvcc takes apart into members.
 template <int kCount, class T>
-__device__ void write(T* to, const Numbers<T, kCount>& numbers) {
+__device__ void store_pack(T* to, const Numbers<T, kCount>& numbers) {
+#if defined(__CUDA_ARCH__)
+  constexpr int kBytes = int(sizeof numbers);
+  if constexpr (kBytes == 16) {
+    uint4 words;
+    memcpy(&words, &numbers, sizeof words);
+    __stwb(reinterpret_cast<uint4*>(to), words);
+  } else if constexpr (kBytes == 8) {
+    uint2 words;
+    memcpy(&words, &numbers, sizeof words);
+    __stwb(reinterpret_cast<uint2*>(to), words);
+  } else {
+    *reinterpret_cast<Numbers<T, kCount>*>(to) = numbers;
+  }
+#else
   *reinterpret_cast<Numbers<T, kCount>*>(to) = numbers;
+#endif
 }
 
 // The first segment that ends after `at`.
@@ -46,17 +65,18 @@ __device__ void adamw_pack(const AdamW& a, const StepControl& control, int64_t a
   using Copy = std::conditional_t<kKept == Weights::f16_copy, f16, bf16>;
   Copy* copy = static_cast<Copy*>(a.copy) + at;
   Moment *exp_avg = static_cast<Moment*>(a.exp_avg) + at, *exp_avg_sq = static_cast<Moment*>(a.exp_avg_sq) + at;
-  const auto grads = read<kCount>(static_cast<const Grad*>(a.grad) + at);
-  auto ms = read<kCount>(exp_avg);
-  auto vs = read<kCount>(exp_avg_sq);
+  constexpr Count<kCount> kAll;
+  const auto grads = load_pack(static_cast<const Grad*>(a.grad) + at, kAll);
+  auto ms = load_pack(exp_avg, kAll);
+  auto vs = load_pack(exp_avg_sq, kAll);
   Numbers<float, kCount> weights;
   Numbers<Copy, kCount> copies;
   Numbers<int16_t, kCount> remainders;
   if constexpr (kKept == Weights::remainder) {
-    copies = read<kCount>(copy);
-    remainders = read<kCount>(a.remainder + at);
+    copies = load_pack(copy, kAll);
+    remainders = load_pack(a.remainder + at, kAll);
   } else {
-    weights = read<kCount>(a.weights + at);
+    weights = load_pack(a.weights + at, kAll);
   }
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
@@ -75,16 +95,16 @@ __device__ void adamw_pack(const AdamW& a, const StepControl& control, int64_t a
     else if constexpr (kKept != Weights::in_place)
       copies.at[i] = store<Copy>(weights.at[i]);
   }
-  write(exp_avg, ms);
-  write(exp_avg_sq, vs);
+  store_pack(exp_avg, ms);
+  store_pack(exp_avg_sq, vs);
   if constexpr (kKept == Weights::remainder)
-    write(a.remainder + at, remainders);
+    store_pack(a.remainder + at, remainders);
   else
-    write(a.weights + at, weights);
-  if constexpr (kKept != Weights::in_place) write(copy, copies);
+    store_pack(a.weights + at, weights);
+  if constexpr (kKept != Weights::in_place) store_pack(copy, copies);
 }
 
-template <class Grad, class Moment, Weights kKept, bool kPacked>
+template <class Grad, class Moment, Weights kKept, int kCount>
 __global__ void __launch_bounds__(kThreads) adamw_kernel(AdamW a) {
   const StepControl control = *a.control;
   if (control.applied == 0.0f) return;
@@ -94,15 +114,10 @@ __global__ void __launch_bounds__(kThreads) adamw_kernel(AdamW a) {
   __syncthreads();
   int64_t segment = segment_of_block[0];
   AdamStep step = adam_step(a, control, segment);
-  if constexpr (kPacked) {
-    int64_t at = first + int64_t(threadIdx.x) * kPack;
-    for (; at + kPack <= end; at += int64_t(kThreads) * kPack)
-      adamw_pack<Grad, Moment, kKept, kPack>(a, control, at, segment, step);
-    for (; at < end; ++at) adamw_pack<Grad, Moment, kKept, 1>(a, control, at, segment, step);  // one thread's rest
-  } else {
-    for (int64_t at = first + threadIdx.x; at < end; at += kThreads)
-      adamw_pack<Grad, Moment, kKept, 1>(a, control, at, segment, step);
-  }
+  int64_t at = first + int64_t(threadIdx.x) * kCount;
+  for (; at + kCount <= end; at += int64_t(kThreads) * kCount)
+    adamw_pack<Grad, Moment, kKept, kCount>(a, control, at, segment, step);
+  for (; at < end; ++at) adamw_pack<Grad, Moment, kKept, 1>(a, control, at, segment, step);  // one thread's rest
 }
 
 template <class T>
@@ -138,7 +153,7 @@ __global__ void __launch_bounds__(kThreads) square_sum_kernel(SquareSum a) {
   double sum = 0.0;
   int64_t at = first + int64_t(threadIdx.x) * kCount;
   for (; at + kCount <= end; at += int64_t(kThreads) * kCount) {
-    const auto numbers = read<kCount>(x + at);
+    const auto numbers = load_pack(x + at, Count<kCount>{});
 #pragma unroll
     for (int i = 0; i < kCount; ++i) sum += double(load(numbers.at[i])) * double(load(numbers.at[i]));
   }
@@ -161,9 +176,9 @@ int adamw(const AdamW& a, void* stream) {
   const dim3 grid(unsigned((a.size + kBlock - 1) / kBlock));
   MK_FOR_ADAM(a, Grad, Moment, kKept, {
     if (packs_fit<Grad, Moment>(a)) {
-      MK_LAUNCH((adamw_kernel<Grad, Moment, kKept, true>), grid, kThreads, stream)(a);
+      MK_LAUNCH((adamw_kernel<Grad, Moment, kKept, kPack>), grid, kThreads, stream)(a);
     } else {
-      MK_LAUNCH((adamw_kernel<Grad, Moment, kKept, false>), grid, kThreads, stream)(a);
+      MK_LAUNCH((adamw_kernel<Grad, Moment, kKept, 1>), grid, kThreads, stream)(a);
     }
   })
   return launch_result();

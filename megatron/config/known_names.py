@@ -66,7 +66,7 @@ LATER: dict[str, str] = {
         --ckpt-convert-save= --load-main-params-from-ckpt
         --muon-no-split-qkv --muon-use-nesterov --muon-scale-mode= --muon-fp32-matmul-prec= --muon-num-ns-steps=
         --muon-tp-mode= --muon-extra-scale-factor= --cuda-graph-impl=none --cuda-graph-scope=
-        --cuda-graph-warmup-steps= --enable-cuda-graph --external-cuda-graph --compile --compile-dtypes
+        --cuda-graph-warmup-steps= --enable-cuda-graph --external-cuda-graph --compile-dtypes
         --save-on-signal --spiky-loss-factor= --wandb-resume= --calc-ft-timeouts --use-mup --mtp-use-repeated-layer
         --attention-output-gate --cross-entropy-fusion-impl=native --embedding-weights-in-fp32""",
 }

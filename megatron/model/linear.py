@@ -35,14 +35,10 @@ class Linear(nn.Module):
 
 def sends_products(wgrads: Wgrads | None, x: Tensor, weight: nn.Parameter) -> TypeGuard[Wgrads]:
     """Without a gradient of its input backward passes a layer by; a compiled layer leaves its gradients to backward."""
-    return (
-        wgrads is not None
-        and x.requires_grad
-        and weight.requires_grad
-        and not weight._backward_hooks  # somebody wants to see the gradient
-        and torch.is_grad_enabled()
-        and not torch.compiler.is_compiling()
-    )
+    if torch.compiler.is_compiling() or wgrads is None:
+        return False
+    watched = bool(weight._backward_hooks)  # somebody wants to see the gradient
+    return x.requires_grad and weight.requires_grad and torch.is_grad_enabled() and not watched
 
 
 class _Linear(Function):

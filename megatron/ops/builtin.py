@@ -14,16 +14,37 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Te
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return F.rms_norm(x, weight.shape, weight, eps)
+    return F.rms_norm(x, weight.shape, weight, eps).to(x.dtype)
+
+
+def add_layer_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
+    total = residual + x
+    return layer_norm(total, weight, bias, eps), total
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    total = residual + x
+    return rms_norm(total, weight, eps), total
 
 
 def gelu(x: Tensor, tanh: bool) -> Tensor:
     return F.gelu(x, approximate="tanh" if tanh else "none")
 
 
+def bias_gelu(x: Tensor, bias: Tensor, tanh: bool) -> Tensor:
+    return gelu((x + bias).to(x.dtype), tanh)
+
+
 def swiglu(x: Tensor) -> Tensor:
     gate, up = x.chunk(2, dim=-1)  # [..., ffn] each
     return F.silu(gate) * up
+
+
+def geglu(x: Tensor, tanh: bool) -> Tensor:
+    gate, up = x.chunk(2, dim=-1)  # [..., ffn] each
+    return gelu(gate, tanh) * up
 
 
 def sdpa(

@@ -1,4 +1,4 @@
-"""Causal attention on a CPU as matrix products over blocks of queries: what is above the diagonal is not computed.
+"""Attention on a CPU as matrix products over blocks of queries: what is above the diagonal is not computed.
 
 PyTorch's own CPU attention does not gain from bf16 products and its backward pass is several times their cost. This
 keeps the probabilities (batch * heads * seq^2 * 0.6 elements per layer), so longer sequences are left to PyTorch's.
@@ -6,17 +6,38 @@ keeps the probabilities (batch * heads * seq^2 * 0.6 elements per layer), so lon
 
 from __future__ import annotations
 
-import math
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron.ops import builtin
+from megatron.ops import builtin, ref
 
-# Up to these lengths it was measured to be faster: full precision 1.1 to 1.3 times, half precision 1.5 to 2.3 times.
-MAX_KEYS, MAX_KEYS_HALF = 512, 1024
+# Up to these lengths it was measured to be so much faster that the memory is worth it (docs/performance.md).
+MAX_KEYS, MAX_KEYS_HALF = 1024, 2048
+
+
+class ScoresMath(Protocol):
+    """What is done in place to scores [batch, heads, queries, keys], of which query i sees the keys up to i + diagonal
+    that `mask` allows."""
+
+    def softmax_(self, scores: Tensor, mask: Tensor | None, diagonal: int, scale: float) -> None:
+        """scores become softmax(scale * scores)."""
+
+    def softmax_backward_(self, grad: Tensor, probabilities: Tensor, diagonal: int, scale: float) -> None:
+        """The gradient of the probabilities becomes that of the scores."""
+
+
+class TorchScores:
+    """See `ScoresMath`."""
+
+    def softmax_(self, scores: Tensor, mask: Tensor | None, diagonal: int, scale: float) -> None:
+        visible = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril(diagonal)
+        scores.copy_(ref.softmax(scores, visible if mask is None else mask & visible, scale))
+
+    def softmax_backward_(self, grad: Tensor, probabilities: Tensor, diagonal: int, scale: float) -> None:
+        grad.copy_(torch._softmax_backward_data(grad, probabilities, -1, grad.dtype)).mul_(scale)
 
 
 def attention(
@@ -29,37 +50,30 @@ def attention(
     scale: float,
     dropout_p: float = 0.0,
     layer_scaling: int = 1,
+    math: ScoresMath = TorchScores(),  # noqa: B008 (it holds nothing)
 ) -> Tensor:
     """See `ref.attention`."""
     seq, longest = query.shape[2], MAX_KEYS_HALF if query.dtype == torch.bfloat16 else MAX_KEYS
     # A few queries against a cache are no square; fp16 products are slow on a CPU and their scores may overflow.
     if not 1 < seq == key.shape[2] <= longest or query.dtype == torch.float16:
         return builtin.sdpa(query, key, value, mask=mask, causal=causal, scale=scale, dropout_p=dropout_p)
-    bias = _bias(mask, causal, query, key)
-    return _BlockedAttention.apply(query, key, value, bias, causal, scale, dropout_p)
-
-
-def _bias(mask: Tensor | None, causal: bool, query: Tensor, key: Tensor) -> Tensor:
-    """What is added to the scores, 0 or -inf: [1 or batch * groups, heads per group * queries or 1, queries, keys]."""
-    (batch, heads, seq, _), groups = query.shape, key.shape[1]
-    hidden = torch.ones(seq, seq, dtype=torch.bool, device=query.device).triu(1) if causal else None
+    if query.dtype == torch.float64:
+        math = TorchScores()
     if mask is not None:
-        hidden = ~mask if hidden is None else hidden | ~mask
-    bias = torch.zeros((seq, seq) if hidden is None else hidden.shape, dtype=query.dtype, device=query.device)
-    if hidden is not None:
-        bias.masked_fill_(hidden, -math.inf)
-    if bias.dim() == 2 or bias.numel() == seq * seq:
-        return bias.view(1, 1, seq, seq)
-    return bias.expand(batch, heads, seq, seq).reshape(batch * groups, heads // groups, seq, seq)
-
-
-def _visible(start: int, stop: int, seq: int, causal: bool) -> int:
-    """Keys that the queries start..stop can see: without `causal` a mask decides, so all."""
-    return stop if causal else seq
+        mask = mask[(None,) * (4 - mask.dim())].expand(-1, -1, -1, seq)  # [batch or 1, heads or 1, seq or 1, seq]
+        mask = mask if mask.stride(3) == 1 else mask.contiguous()
+    return _BlockedAttention.apply(query, key, value, mask, causal, scale, dropout_p, math)
 
 
 def _block(seq: int) -> int:
-    return 64 if seq <= 256 else 128
+    """More queries a block: fewer, larger products, and more of what is above the diagonal."""
+    return 64 if seq <= 256 else 128 if seq < 1024 else 256
+
+
+def _blocks(seq: int, causal: bool) -> list[tuple[slice, int, int]]:
+    """(queries, keys that they see together, diagonal): without `causal` a mask decides, so all keys."""
+    blocks = [slice(start, min(start + _block(seq), seq)) for start in range(0, seq, _block(seq))]
+    return [(part, part.stop, part.start) if causal else (part, seq, seq) for part in blocks]
 
 
 class _BlockedAttention(torch.autograd.Function):
@@ -71,33 +85,29 @@ class _BlockedAttention(torch.autograd.Function):
         query: Tensor,  # [batch, heads, seq, d]
         key: Tensor,  # [batch, groups, seq, d]
         value: Tensor,
-        bias: Tensor,
+        mask: Tensor | None,
         causal: bool,
         scale: float,
         dropout_p: float,
+        math: ScoresMath,
     ) -> Tensor:
         (batch, heads, seq, width), groups = query.shape, key.shape[1]
-        ratio = heads // groups
         key, value = (t.reshape(batch * groups, seq, width) for t in (key, value))
         out = query.new_empty(batch, seq, heads, width).transpose(1, 2)  # the layout the next projection reads
-        blocks = []
-        for start in range(0, seq, _block(seq)):
-            stop = min(start + _block(seq), seq)
-            keys = _visible(start, stop, seq, causal)
-            rows = query[:, :, start:stop].reshape(batch * groups, -1, width)  # [batch * groups, ratio * block, d]
-            added = bias[:, :, start:stop, :keys]
-            added = added.expand(-1, ratio, -1, -1).reshape(added.shape[0], -1, keys)
-            scores = torch.baddbmm(added, rows, key[:, :keys].transpose(1, 2), alpha=scale)
-            probabilities = torch.softmax(scores, dim=-1)
+        saved = []
+        for part, keys, diagonal in _blocks(seq, causal):
+            rows = query[:, :, part].reshape(batch * groups, -1, width)  # [batch * groups, heads per group * block, d]
+            probabilities = torch.bmm(rows, _first(key, keys).transpose(1, 2))
+            seen = None if mask is None else mask[:, :, part if mask.shape[2] > 1 else slice(None), :keys]
+            math.softmax_(probabilities.view(batch, heads, -1, keys), seen, diagonal, scale)
             kept = None
             dropped = probabilities
             if dropout_p > 0.0:
                 dropped, kept = torch.native_dropout(probabilities, dropout_p, True)
-            product = torch.bmm(dropped, value[:, :keys])
-            out[:, :, start:stop] = product.view(batch, heads, stop - start, width)
-            blocks += [rows, probabilities, kept]
-        ctx.save_for_backward(key, value, *blocks)
-        ctx.shape, ctx.causal, ctx.scale, ctx.dropout_p = query.shape, causal, scale, dropout_p
+            out[:, :, part] = torch.bmm(dropped, _first(value, keys)).view(batch, heads, -1, width)
+            saved += [rows, probabilities, kept]
+        ctx.save_for_backward(key, value, *saved)
+        ctx.shape, ctx.causal, ctx.scale, ctx.dropout_p, ctx.math = query.shape, causal, scale, dropout_p, math
         return out
 
     @staticmethod
@@ -105,26 +115,35 @@ class _BlockedAttention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         batch, heads, seq, width = ctx.shape
         key, value, *saved = ctx.saved_tensors
-        many = key.shape[0]  # batch * groups
         # Every block adds to these, so they are wide; the result is rounded once.
         wide = torch.promote_types(key.dtype, torch.float32)
         grad_key, grad_value = torch.zeros_like(key, dtype=wide), torch.zeros_like(value, dtype=wide)
-        grad_query = grad.new_empty(batch, heads, seq, width)
-        for index, start in enumerate(range(0, seq, _block(seq))):
-            stop = min(start + _block(seq), seq)
-            keys = _visible(start, stop, seq, ctx.causal)
+        grad_query = grad.new_empty(batch, seq, heads, width).transpose(1, 2)
+        for index, (part, keys, diagonal) in enumerate(_blocks(seq, ctx.causal)):
             rows, probabilities, kept = saved[3 * index : 3 * index + 3]
-            upstream = grad[:, :, start:stop].reshape(many, -1, width)
+            upstream = grad[:, :, part].reshape(len(key), -1, width)
             dropped = probabilities
-            grad_probabilities = torch.bmm(upstream, value[:, :keys].transpose(1, 2))
+            grad_scores = torch.bmm(upstream, _first(value, keys).transpose(1, 2))
             if kept is not None:
                 factor = kept.to(probabilities.dtype) * (1.0 / (1.0 - ctx.dropout_p) if ctx.dropout_p < 1.0 else 0.0)
-                dropped, grad_probabilities = probabilities * factor, grad_probabilities * factor
-            grad_value[:, :keys] += torch.bmm(dropped.transpose(1, 2), upstream)
-            grad_scores = torch._softmax_backward_data(grad_probabilities, probabilities, -1, probabilities.dtype)
-            product = torch.bmm(grad_scores, key[:, :keys])
-            grad_query[:, :, start:stop] = product.view(batch, heads, stop - start, width)
-            grad_key[:, :keys] += torch.bmm(grad_scores.transpose(1, 2), rows)
-        grads = (grad_query.mul_(ctx.scale), grad_key.mul_(ctx.scale).to(key.dtype), grad_value.to(key.dtype))
+                dropped, grad_scores = probabilities * factor, grad_scores * factor
+            _add_product(grad_value[:, :keys], dropped, upstream)
+            four = (batch, heads, -1, keys)
+            ctx.math.softmax_backward_(grad_scores.view(four), probabilities.view(four), diagonal, ctx.scale)
+            grad_query[:, :, part] = torch.bmm(grad_scores, _first(key, keys)).view(batch, heads, -1, width)
+            _add_product(grad_key[:, :keys], grad_scores, rows)
         shape = (batch, -1, seq, width)
-        return grads[0], grads[1].view(shape), grads[2].view(shape), None, None, None, None
+        return grad_query, grad_key.view(shape).to(key.dtype), grad_value.view(shape).to(key.dtype), *(None,) * 5
+
+
+def _first(tensor: Tensor, keys: int) -> Tensor:
+    """[many, seq, d] -> [many, keys, d], side by side: products would copy any other layout, and slower."""
+    return tensor[:, :keys].contiguous()
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total += left.T @ right"""
+    if total.dtype == left.dtype:
+        total.baddbmm_(left.transpose(1, 2), right)
+    else:
+        total += torch.bmm(left.transpose(1, 2), right)

@@ -27,7 +27,21 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Te
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     wide = widened(x)  # [..., hidden]
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return normed.to(x.dtype) * weight  # rounded before the gain, as transformers does
+    return (normed.to(x.dtype) * weight).to(x.dtype)  # rounded before the gain, as transformers does
+
+
+def add_layer_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
+    """(layer_norm(x + residual), x + residual)."""
+    total = residual + x
+    return layer_norm(total, weight, bias, eps), total
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(rms_norm(x + residual), x + residual)."""
+    total = residual + x
+    return rms_norm(total, weight, eps), total
 
 
 def gelu(x: Tensor, tanh: bool) -> Tensor:
@@ -38,9 +52,18 @@ def gelu(x: Tensor, tanh: bool) -> Tensor:
     return (0.5 * wide * (1.0 + torch.erf(wide / math.sqrt(2.0)))).to(x.dtype)
 
 
+def bias_gelu(x: Tensor, bias: Tensor, tanh: bool) -> Tensor:
+    return gelu((x + bias).to(x.dtype), tanh)
+
+
 def swiglu(x: Tensor) -> Tensor:
     gate, up = x.chunk(2, dim=-1)  # [..., ffn] each
     return (widened(gate) * torch.sigmoid(widened(gate))).to(x.dtype) * up
+
+
+def geglu(x: Tensor, tanh: bool) -> Tensor:
+    gate, up = x.chunk(2, dim=-1)  # [..., ffn] each
+    return gelu(gate, tanh) * up
 
 
 def squared_relu(x: Tensor) -> Tensor:
@@ -54,7 +77,8 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """
     half = cos.shape[-1]
     first, second = x[..., :half], x[..., half : 2 * half]
-    return torch.cat((first * cos - second * sin, second * cos + first * sin, x[..., 2 * half :]), dim=-1)
+    turned = torch.cat((first * cos - second * sin, second * cos + first * sin, x[..., 2 * half :]), dim=-1)
+    return turned.to(x.dtype)  # angles may be wider
 
 
 def bias_dropout_add(x: Tensor, bias: Tensor | None, residual: Tensor, dropout: Callable[[Tensor], Tensor]) -> Tensor:

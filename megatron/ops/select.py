@@ -18,6 +18,7 @@ from megatron.ops import builtin, cpu_attention, ref, wgrad
 from megatron.ops.library import Library, library
 from megatron.ops.linear_cross_entropy import VocabularyPart, Workspace, linear_cross_entropy
 from megatron.ops.native import OPERATIONS
+from megatron.ops.native.softmax import NativeScores
 
 
 @dataclass(frozen=True)
@@ -33,8 +34,12 @@ class Kernels:
 
     layer_norm: Callable[[Tensor, Tensor, Tensor | None, float], Tensor]
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
+    add_layer_norm: Callable[[Tensor, Tensor, Tensor, Tensor | None, float], tuple[Tensor, Tensor]]
+    add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
     gelu: Callable[[Tensor, bool], Tensor]
+    bias_gelu: Callable[[Tensor, Tensor, bool], Tensor]
     swiglu: Callable[[Tensor], Tensor]
+    geglu: Callable[[Tensor, bool], Tensor]
     squared_relu: Callable[[Tensor], Tensor]
     rope: Callable[[Tensor, Tensor, Tensor], Tensor]
     bias_dropout_add: Callable[[Tensor, Tensor | None, Tensor, Callable[[Tensor], Tensor]], Tensor]
@@ -74,8 +79,12 @@ def _ref_linear_cross_entropy(
 _REF: dict[str, Callable[..., Any]] = {
     "layer_norm": ref.layer_norm,
     "rms_norm": ref.rms_norm,
+    "add_layer_norm": ref.add_layer_norm,
+    "add_rms_norm": ref.add_rms_norm,
     "gelu": ref.gelu,
+    "bias_gelu": ref.bias_gelu,
     "swiglu": ref.swiglu,
+    "geglu": ref.geglu,
     "squared_relu": ref.squared_relu,
     "rope": ref.rope,
     "bias_dropout_add": ref.bias_dropout_add,
@@ -87,8 +96,12 @@ _REF: dict[str, Callable[..., Any]] = {
 _TORCH: dict[str, Callable[..., Any]] = {
     "layer_norm": builtin.layer_norm,
     "rms_norm": builtin.rms_norm,
+    "add_layer_norm": builtin.add_layer_norm,
+    "add_rms_norm": builtin.add_rms_norm,
     "gelu": builtin.gelu,
+    "bias_gelu": builtin.bias_gelu,
     "swiglu": builtin.swiglu,
+    "geglu": builtin.geglu,
     "attention": builtin.sdpa,
     "cross_entropy": builtin.cross_entropy,
     "linear_cross_entropy": linear_cross_entropy,
@@ -118,6 +131,9 @@ def resolve(spec: str, device_type: str, *, attention: str = "auto", native: Lib
             functions[op] = wgrad.accumulate
     if functions["attention"] is ref.attention:
         functions["attention"] = partial(ref.attention, softmax_op=functions["softmax"])
+    backends = {choice.op: choice.backend for choice in choices}
+    if (backends["attention"], backends["softmax"]) == ("cpu", "native"):
+        functions["attention"] = partial(cpu_attention.attention, math=NativeScores(native.ops))
     note = None if native.missing is None or mode == "ref" else f"the native kernels are {native.missing}"
     return Kernels(**functions, choices=tuple(choices), note=note)
 
@@ -168,7 +184,8 @@ def _choose(op: str, mode: str, excluded: bool, device_type: str, attention: str
         if why_not is None and unverified and mode == "auto":
             why_not = "not yet verified on a GPU as it is (tools/gpu_check.py)"
         if why_not is None:
-            return Choice(op, "native", "csrc, NOT verified on a GPU" if unverified else "csrc")
+            verified = ", NOT verified on a GPU" if unverified else ""
+            return Choice(op, "native", f"csrc{verified}{OPERATIONS[op].note}")
     choice = _choose_torch(op, device_type)
     if why_not is None or native.missing is not None:  # said once, under the table
         return choice

@@ -60,10 +60,23 @@ def build_model(run: Run, model_provider: Callable[[Run], nn.Module], forward_st
         built = BuiltModel(model, foreign_specs(model))
         broadcast_parameters(model.named_parameters(), run.parallel.dp)
         broadcast_parameters(model.named_buffers(), run.parallel.dp)
+    if run.config.kernels.compile:
+        _compile_layers(built.model)
     count = sum(parameter.numel() for parameter in built.model.parameters())
     whose = " on this rank" if split else ""
     run.log.info(f"number of parameters{whose}: {count} ({run.config.precision.params_dtype})")
     return built
+
+
+def _compile_layers(model: nn.Module) -> None:
+    """Layer by layer: all have one shape, so that one compilation serves them all, and names stay as they are."""
+    if not isinstance(model, GPT):
+        raise ConfigError(
+            f"--compile compiles the layers of our GPT, and the model provider gave a {type(model).__name__}; "
+            "leave --compile out, and call its own .compile() in the provider"
+        )
+    for layer in model.layers.values():
+        layer.compile(dynamic=False)
 
 
 def held_parameters(run: Run, model_provider: Callable[[Run], nn.Module], rank: int) -> int:

@@ -77,4 +77,5 @@ def _bytes_per_parameter(config: RunConfig) -> int:
     moments = 8 if config.optimizer.optimizer == "adam" else 4
     if config.precision.params_dtype == "float32":
         return 4 + 4 + moments
-    return 2 + 4 + 4 + moments  # half weights, fp32 gradients and masters
+    masters = 2 if config.optimizer.store_param_remainders else 4
+    return 2 + 4 + masters + moments  # half weights, fp32 gradients

@@ -17,6 +17,7 @@ PAGES = (
     "docs/checkpoints.md",
     "docs/numerics.md",
     "docs/performance.md",
+    "docs/kernels.md",
     "CONTRIBUTING.md",
 )
 

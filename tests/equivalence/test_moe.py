@@ -234,7 +234,7 @@ def shared_expert_forgotten(parts: Parts) -> None:
 def bias_not_stepped(parts: Parts) -> None:
     steps = parts.trainer.engine.routers
     assert steps is not None
-    steps._step_biases = lambda counts: None  # type: ignore[method-assign]
+    steps._step_biases = lambda counts, updated: None  # type: ignore[method-assign]
 
 
 def bias_stepped_by_own_counts(parts: Parts) -> None:
@@ -242,11 +242,11 @@ def bias_stepped_by_own_counts(parts: Parts) -> None:
     assert steps is not None
     step = steps._step_biases
 
-    def wrong(counts: Tensor) -> None:
+    def wrong(counts: Tensor, updated: Tensor) -> None:
         own = torch.zeros_like(counts)
         for layer, seen in steps.reports.counts.items():
             own[steps._layers.index(layer)] = seen
-        step(own)
+        step(own, updated)
 
     steps._step_biases = wrong  # type: ignore[method-assign]
 

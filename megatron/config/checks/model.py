@@ -170,6 +170,7 @@ def check_cuda_graphs(config: RunConfig) -> None:
         "context_parallel_size": (parallel.context_parallel_size > 1, "ranks talk within a pass"),
         "num_experts": (config.moe.num_experts is not None, "the host cuts the tokens by what each expert got"),
         "overlap_grad_reduce": (parallel.overlap_grad_reduce, "reductions are started from within a pass"),
+        "compile": (config.kernels.compile, "the two have not been tried together"),
         "recompute_granularity": (recompute.full or recompute.selective, "it reads the random state within a pass"),
     }
     for name, (given_, why) in obstacles.items():

@@ -156,4 +156,20 @@ def check_profile(config: RunConfig) -> None:
         raise ConfigError("--record-memory-history: allocations are recorded while steps are traced; add --profile")
 
 
-CHECKS = (check_profile, check_length, check_units, check_batch, check_learning_rate, check_warmup, check_weight_decay)
+def check_remainders(config: RunConfig) -> None:
+    if config.optimizer.store_param_remainders and not config.precision.bf16:
+        raise ConfigError(
+            "--store-param-remainders: only bf16 weights lack 16 bits of their masters; add --bf16 or leave it out"
+        )
+
+
+CHECKS = (
+    check_remainders,
+    check_profile,
+    check_length,
+    check_units,
+    check_batch,
+    check_learning_rate,
+    check_warmup,
+    check_weight_decay,
+)

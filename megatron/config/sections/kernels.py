@@ -10,6 +10,10 @@ from megatron.config.flag import flag
 @dataclass(frozen=True, kw_only=True)
 class KernelsConfig:
     kernels: str = flag("auto", "auto, native or ref, and operations to leave out: auto,-rope,-layer_norm.")
+    compile: bool = flag(
+        False,
+        "Give every transformer layer to torch.compile: a minute at the start, then elementwise operations are fused.",
+    )
     masked_softmax_fusion: bool = flag(True, "Short for -softmax in --kernels.", off="--no-masked-softmax-fusion")
     bias_swiglu_fusion: bool = flag(True, "Short for -swiglu in --kernels.", off="--no-bias-swiglu-fusion")
     bias_dropout_fusion: bool = flag(True, "Short for -bias_dropout_add in --kernels.", off="--no-bias-dropout-fusion")

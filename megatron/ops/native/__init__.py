@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from megatron.ops.native import activation, cross_entropy, optim, softmax
+from megatron.ops.native import activation, cross_entropy, norm, optim, rope, softmax
 from megatron.ops.native.operation import Operation
 
-_MODULES = (activation, cross_entropy, optim, softmax)
+_MODULES = (activation, cross_entropy, norm, optim, rope, softmax)
 OPERATIONS: dict[str, Operation] = {op.name: op for module in _MODULES for op in module.OPERATIONS}
 
 

@@ -25,6 +25,10 @@ def unsupported_tensors(*args: Any, **named: Any) -> str | None:
     return None
 
 
+def never(*args: Any, **named: Any) -> bool:
+    return False
+
+
 @dataclass(frozen=True)
 class Operation:
     name: str  # as in Kernels
@@ -33,6 +37,9 @@ class Operation:
     unsupported: Callable[..., str | None] = unsupported_tensors
     # Under torch.compile the plain formula is fused with its neighbours, which a kernel of its own cannot be.
     left_to_compiler: bool = True
+    # Calls that the fallback was measured to do faster: `auto` leaves them to it, and `note` says so in the table.
+    beaten: Callable[..., bool] = never
+    note: str = ""
 
     def with_fallback(self, ops: Any, fallback: Callable[..., Any], *, strict: bool) -> Callable[..., Any]:
         """The kernel where it can do the call; elsewhere an error (`strict`) or the fallback, said once."""
@@ -40,6 +47,8 @@ class Operation:
 
         def call(*args: Any, **named: Any) -> Any:
             if self.left_to_compiler and torch.compiler.is_compiling():
+                return fallback(*args, **named)
+            if not strict and self.beaten(*args, **named):
                 return fallback(*args, **named)
             reason = self.unsupported(*args, **named)
             if reason is None:

@@ -59,4 +59,17 @@ def _four_dimensions(x: Tensor) -> Tensor:
     return x.flatten(0, -4) if x.dim() > 4 else x[(None,) * (4 - x.dim())]
 
 
+class NativeScores:
+    """See `cpu_attention.ScoresMath`."""
+
+    def __init__(self, ops: Any) -> None:
+        self.ops = ops
+
+    def softmax_(self, scores: Tensor, mask: Tensor | None, diagonal: int, scale: float) -> None:
+        self.ops.softmax_forward_(scores, mask, diagonal, scale)
+
+    def softmax_backward_(self, grad: Tensor, probabilities: Tensor, diagonal: int, scale: float) -> None:
+        self.ops.softmax_backward_(grad, probabilities, diagonal, scale)
+
+
 OPERATIONS = (Operation("softmax", "softmax", _softmax),)

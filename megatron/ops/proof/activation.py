@@ -1,8 +1,9 @@
-"""SwiGLU: the oracle is the plain formula in fp64."""
+"""Activations: the oracles are the plain formulas in fp64."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
@@ -10,9 +11,11 @@ from megatron.ops import ref
 from megatron.ops.native import OPERATIONS
 from megatron.ops.proof.subject import Call, Draw, Subject
 
+SHAPES = ((0, 4), (1, 2), (3, 14), (5, 16), (2, 1000), (7, 2048))
 
-def calls(draw: Draw) -> Iterator[Call]:
-    for rows, width in ((0, 4), (1, 2), (3, 14), (5, 16), (2, 1000), (7, 2048)):
+
+def inputs(draw: Draw) -> Iterator[Call]:
+    for rows, width in SHAPES:
         yield Call(f"{rows}x{width}", (draw(rows, width),))
     if draw.dtype == torch.float32:  # more rows than a grid has; slow in the emulator, and the same for every dtype
         yield Call("many rows", (draw(66_000, 2),))
@@ -22,6 +25,34 @@ def calls(draw: Draw) -> Iterator[Call]:
     yield Call("inf and nan", (draw.with_specials(6, 64),))
 
 
+def with_bias(draw: Draw) -> Iterator[Call]:
+    for rows, width in (*SHAPES, (1, 1), (9, 7), (70, 24)):
+        yield Call(f"{rows}x{width}", (draw(rows, width), draw(width)))
+    yield Call("3 dimensions", (draw(2, 3, 96), draw(96)))
+    yield Call("not contiguous", (draw(40, 6).t(), draw(80)[::2]))
+    yield Call("bias in fp32", (draw(40, 24), draw(24, dtype=torch.float32)))
+    yield Call("inf and nan", (draw.with_specials(6, 64), draw(64)))
+
+
+def both_forms(calls: Callable[[Draw], Iterator[Call]]) -> Callable[[Draw], Iterator[Call]]:
+    """Of GELU: by tanh and by erf."""
+
+    def generate(draw: Draw) -> Iterator[Call]:
+        for call in calls(draw):
+            for tanh in (True, False):
+                yield Call(f"{call.name}, {'tanh' if tanh else 'erf'}", (*call.args, tanh))
+
+    return generate
+
+
+def subject(name: str, oracle: Callable[..., Any], calls: Callable[[Draw], Iterator[Call]]) -> Subject:
+    return Subject(name=name, source="activation", kernel=OPERATIONS[name].make, oracle=oracle, calls=calls)
+
+
 SUBJECTS = (
-    Subject(name="swiglu", source="activation", kernel=OPERATIONS["swiglu"].make, oracle=ref.swiglu, calls=calls),
+    subject("swiglu", ref.swiglu, inputs),
+    subject("geglu", ref.geglu, both_forms(inputs)),
+    subject("gelu", ref.gelu, both_forms(inputs)),
+    subject("bias_gelu", ref.bias_gelu, both_forms(with_bias)),
+    subject("squared_relu", ref.squared_relu, inputs),
 )

@@ -140,6 +140,7 @@ def test_a_new_shape_is_recorded_too_and_a_fifth_is_refused() -> None:
         ({"context_parallel_size": 2}, "--context-parallel-size 2: ranks talk"),
         ({"num_experts": 4, "disable_bias_linear": True}, "--num-experts 4: the host cuts"),
         ({"overlap_grad_reduce": True}, "--overlap-grad-reduce: reductions are started"),
+        ({"compile": True}, "--compile: the two have not"),
         ({"recompute_activations": True}, "recomputation: it reads the random state"),
     ],
 )

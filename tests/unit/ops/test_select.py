@@ -6,10 +6,13 @@ import pytest
 
 from megatron.errors import ConfigError
 from megatron.ops import OPS, builtin, ref, resolve
+from megatron.ops.library import Library
+
+NOT_BUILT = Library("not built: python setup.py build_ext --inplace")
 
 
-def test_auto_takes_torch_functions_and_says_so() -> None:
-    kernels = resolve("auto", "cpu")
+def test_auto_without_kernels_takes_torch_functions_and_says_so() -> None:
+    kernels = resolve("auto", "cpu", native=NOT_BUILT)
     assert kernels.rms_norm is builtin.rms_norm
     assert kernels.squared_relu is ref.squared_relu
     assert {choice.op for choice in kernels.choices} == set(OPS)
@@ -20,7 +23,7 @@ def test_auto_takes_torch_functions_and_says_so() -> None:
 
 def test_ref_and_exclusions() -> None:
     assert {choice.backend for choice in resolve("ref", "cpu").choices} == {"ref"}
-    kernels = resolve("auto,-rms_norm, -gelu", "cpu")
+    kernels = resolve("auto,-rms_norm, -gelu", "cpu", native=NOT_BUILT)
     assert kernels.rms_norm is ref.rms_norm and kernels.gelu is ref.gelu
     assert kernels.layer_norm is builtin.layer_norm
     assert "left out by --kernels" in kernels.table()

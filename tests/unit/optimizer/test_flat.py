@@ -6,6 +6,7 @@ import copy
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from megatron.optimizer.flat import FlatAdam
 from megatron.optimizer.inner import TorchUpdate
 from megatron.optimizer.norms import FlatSquareSum, side_by_side
 from tests.helpers.kernels import backend
+from tests.helpers.runs import flags, make_parts, read_metrics
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 SIZES = [3, 50257, 1, 4096, 5]
@@ -208,6 +210,28 @@ def test_a_weight_and_its_remainder_are_the_master_exactly() -> None:
 def test_remainders_are_refused_where_nothing_can_keep_them() -> None:
     with pytest.raises(ConfigError, match="--store-param-remainders: only the native AdamW"):
         make(make_model(BF16), None, store_param_remainders=True)
+
+
+def test_remainders_in_a_run(kernels: Kernels, tmp_path: Path) -> None:
+    """The same losses but for weights that were halfway, an exact resume, and masters from its checkpoint."""
+
+    def losses(**settings: Any) -> list[float]:
+        path = tmp_path / "metrics.jsonl"
+        path.unlink(missing_ok=True)
+        with make_parts(flags(bf16=True, metrics_jsonl=path, **settings))[1] as parts:
+            parts.trainer.fit()
+        return [record["lm_loss"] for record in read_metrics(path)]
+
+    plain, packed = losses(), losses(store_param_remainders=True)
+    assert packed == pytest.approx(plain, rel=1e-4)
+    assert losses(store_param_remainders=True, save=tmp_path, save_interval=3, exit_interval=3) == packed[:3]
+    assert losses(store_param_remainders=True, load=tmp_path) == packed[3:]
+    assert losses(load=tmp_path) == pytest.approx(plain[3:], rel=1e-4)
+
+
+def test_remainders_need_bf16() -> None:
+    with pytest.raises(ConfigError, match=r"--store-param-remainders: only bf16 weights.*add --bf16"):
+        make_parts(flags(store_param_remainders=True))
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16])

@@ -1,0 +1,6 @@
+#pragma once
+
+#include "../common/rope.h"
+#include "tiers.h"
+
+MK_CPU_KERNEL(rope, Rope)

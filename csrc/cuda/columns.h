@@ -1,0 +1,37 @@
+// The second stage of common/columns.h: the parts of every column, in a fixed order.
+#pragma once
+
+#include "../common/columns.h"
+#include "../common/launch.h"
+
+namespace mk::cuda {
+
+constexpr int kColumns = 32, kLanes = 16;  // of a block: each lane sums every 16th part of its column
+
+template <class T>
+__global__ void __launch_bounds__(kColumns* kLanes)
+    sum_parts_kernel(const float* partial, int64_t parts, int64_t stride, T* out, int64_t width) {
+  MK_SHARED(float, of_lane, kColumns* kLanes);
+  const int column = threadIdx.x % kColumns, lane = threadIdx.x / kColumns;
+  const int64_t at = int64_t(blockIdx.x) * kColumns + column;
+  float sum = 0.0f;
+  if (at < width)
+    for (int64_t part = lane; part < parts; part += kLanes) sum += partial[part * stride + at];
+  of_lane[threadIdx.x] = sum;
+  __syncthreads();
+  if (lane > 0 || at >= width) return;
+  for (int i = 1; i < kLanes; ++i) sum += of_lane[i * kColumns + column];
+  out[at] = store<T>(sum);
+}
+
+// out[i] = the sum over parts of partial[part * stride + i].
+inline void sum_parts(DType dtype, const float* partial, int64_t parts, int64_t stride, void* out, int64_t width,
+                      void* stream) {
+  const unsigned blocks = unsigned((width + kColumns - 1) / kColumns);
+  MK_FOR_DTYPE(dtype, T, {
+    MK_LAUNCH((sum_parts_kernel<T>), blocks, kColumns* kLanes, stream)
+    (partial, parts, stride, static_cast<T*>(out), width);
+  })
+}
+
+}  // namespace mk::cuda

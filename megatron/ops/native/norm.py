@@ -1,0 +1,142 @@
+"""RMSNorm and LayerNorm through csrc/, also of a sum that is returned beside the result. Statistics and the gradients
+of the weight and the bias are summed in fp32, the latter in a fixed order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.ops.native.operation import Operation, unsupported_tensors
+
+
+def register(namespace: str) -> None:
+    _register_shapes(namespace)
+    ops = getattr(torch.ops, namespace)
+
+    def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        x, weight, bias, *_ = inputs
+        _, mean, rstd = output
+        _keep(ctx, x, weight, bias, mean, rstd)
+
+    def save_sum(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        _, _, weight, bias, *_ = inputs
+        _, total, mean, rstd = output
+        _keep(ctx, total, weight, bias, mean, rstd)
+
+    def gradients(ctx: Any, grad: Tensor | None, grad_sum: Tensor | None) -> tuple[Any, Any, Any]:
+        x, weight, mean, rstd = ctx.saved_tensors
+        if grad is None:  # only the sum was used
+            return grad_sum, None, None
+        beside = None if grad_sum is None else grad_sum.contiguous()
+        grad_x, grad_weight, grad_bias = ops.norm_backward(
+            grad.contiguous(), beside, x, weight, mean, rstd, ctx.with_bias
+        )
+        return grad_x, grad_weight, grad_bias if ctx.with_bias else None
+
+    def backward(ctx: Any, grad: Tensor | None, *_: None) -> tuple[Any, ...]:
+        return *gradients(ctx, grad, None), None, None
+
+    def backward_sum(ctx: Any, grad: Tensor | None, grad_sum: Tensor | None, *_: None) -> tuple[Any, ...]:
+        grad_x, *others = gradients(ctx, grad, grad_sum)
+        return grad_x, grad_x, *others, None, None
+
+    torch.library.register_autograd(f"{namespace}::norm_forward", backward, setup_context=save)
+    torch.library.register_autograd(f"{namespace}::add_norm_forward", backward_sum, setup_context=save_sum)
+
+
+def _keep(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, mean: Tensor, rstd: Tensor) -> None:
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(mean, rstd)
+    ctx.save_for_backward(x, weight, mean, rstd)
+    ctx.with_bias = bias is not None
+
+
+def _register_shapes(namespace: str) -> None:
+    def statistics(x: Tensor, centred: bool) -> tuple[Tensor, Tensor]:
+        rows = x.numel() // x.shape[-1] if x.shape[-1] > 0 else 0
+        wide = x.new_empty((rows,), dtype=torch.float32)
+        return (torch.empty_like(wide) if centred else wide.new_empty((0,))), wide
+
+    @torch.library.register_fake(f"{namespace}::norm_forward")
+    def _(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centred: bool) -> tuple[Tensor, ...]:
+        return torch.empty_like(x), *statistics(x, centred)
+
+    @torch.library.register_fake(f"{namespace}::add_norm_forward")
+    def _(
+        x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centred: bool
+    ) -> tuple[Tensor, ...]:
+        return torch.empty_like(x), torch.empty_like(x), *statistics(x, centred)
+
+    @torch.library.register_fake(f"{namespace}::norm_backward")
+    def _(
+        grad: Tensor,
+        grad_sum: Tensor | None,
+        x: Tensor,
+        weight: Tensor,
+        mean: Tensor,
+        rstd: Tensor,
+        with_bias: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return torch.empty_like(x), torch.empty_like(weight), weight.new_empty((weight.shape[0] if with_bias else 0,))
+
+
+def _fitting(parameter: Tensor, x: Tensor) -> Tensor:
+    """The kernels read parameters in fp32 or in the type of x."""
+    return parameter if parameter.dtype in (x.dtype, torch.float32) else parameter.float()
+
+
+def _parameters(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    weight = _fitting(weight, x).contiguous()
+    return weight, None if bias is None else bias.to(weight.dtype).contiguous()
+
+
+def _layer_norm(ops: Any) -> Callable[..., Tensor]:
+    def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        return ops.norm_forward(x.contiguous(), *_parameters(x, weight, bias), eps, True)[0]
+
+    return layer_norm
+
+
+def _rms_norm(ops: Any) -> Callable[..., Tensor]:
+    def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return ops.norm_forward(x.contiguous(), *_parameters(x, weight, None), eps, False)[0]
+
+    return rms_norm
+
+
+def _add_layer_norm(ops: Any) -> Callable[..., tuple[Tensor, Tensor]]:
+    def add_layer_norm(
+        x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        parameters = _parameters(x, weight, bias)
+        return ops.add_norm_forward(x.contiguous(), residual.contiguous(), *parameters, eps, True)[:2]
+
+    return add_layer_norm
+
+
+def _add_rms_norm(ops: Any) -> Callable[..., tuple[Tensor, Tensor]]:
+    def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        parameters = _parameters(x, weight, None)
+        return ops.add_norm_forward(x.contiguous(), residual.contiguous(), *parameters, eps, False)[:2]
+
+    return add_rms_norm
+
+
+def _unsupported_sum(x: Tensor, residual: Tensor, *args: Any, **named: Any) -> str | None:
+    if x.dtype != residual.dtype or x.shape != residual.shape:
+        return (
+            f"x {x.dtype} {tuple(x.shape)} and a residual {residual.dtype} {tuple(residual.shape)}: "
+            "the same dtype and shape would do"
+        )
+    return unsupported_tensors(x, residual, *args, **named)
+
+
+OPERATIONS = (
+    Operation("layer_norm", "norm", _layer_norm),
+    Operation("rms_norm", "norm", _rms_norm),
+    Operation("add_layer_norm", "norm", _add_layer_norm, _unsupported_sum),
+    Operation("add_rms_norm", "norm", _add_rms_norm, _unsupported_sum),
+)

@@ -1,0 +1,48 @@
+"""Rotary embedding through csrc/: x may be a view of a fused projection; its gradient is the turn backwards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.ops.native.operation import Operation, unsupported_tensors
+
+
+def register(namespace: str) -> None:
+    ops = getattr(torch.ops, namespace)
+
+    @torch.library.register_fake(f"{namespace}::rope")
+    def _(x: Tensor, cos: Tensor, sin: Tensor, backwards: bool) -> Tensor:
+        return x.new_empty(x.shape)
+
+    def save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, cos, sin, ctx.backwards = inputs
+        ctx.save_for_backward(cos, sin)
+
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return _turn(ops, grad, *ctx.saved_tensors, backwards=not ctx.backwards), None, None, None
+
+    torch.library.register_autograd(f"{namespace}::rope", backward, setup_context=save)
+
+
+def _turn(ops: Any, x: Tensor, cos: Tensor, sin: Tensor, *, backwards: bool) -> Tensor:
+    together = x if x.stride(-1) == 1 else x.contiguous()
+    return ops.rope(together, cos.contiguous(), sin.contiguous(), backwards)
+
+
+def _rope(ops: Any) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    return lambda x, cos, sin: _turn(ops, x, cos, sin, backwards=False)
+
+
+def _unsupported(x: Tensor, cos: Tensor, sin: Tensor) -> str | None:
+    if cos.requires_grad or sin.requires_grad:
+        return f"angles {tuple(cos.shape)} that require a gradient: detached ones would do"
+    if cos.dtype not in (x.dtype, torch.float32) or sin.dtype != cos.dtype:
+        return f"angles in {cos.dtype} and {sin.dtype} for x in {x.dtype}: the dtype of x would do"
+    return unsupported_tensors(x, cos, sin)
+
+
+OPERATIONS = (Operation("rope", "rope", _rope, _unsupported),)

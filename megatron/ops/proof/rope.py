@@ -1,0 +1,45 @@
+"""Rotary embedding: the oracle is the plain formula in fp64."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from megatron.ops import ref
+from megatron.ops.native import OPERATIONS
+from megatron.ops.proof.subject import Call, Draw, Subject
+
+
+def angles(draw: Draw, batch: int, seq: int, half: int, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
+    angle = draw(batch, seq, 1, half, spread=3.0, dtype=torch.float32)
+    return angle.cos().to(dtype or draw.dtype), angle.sin().to(dtype or draw.dtype)
+
+
+def calls(draw: Draw) -> Iterator[Call]:
+    for batch, seq, heads, width, half in (
+        (2, 5, 3, 10, 4),
+        (1, 3, 2, 64, 32),
+        (2, 4, 12, 64, 16),
+        (3, 2, 1, 7, 1),
+        (1, 1, 1, 2, 1),
+        (2, 0, 3, 8, 4),
+        (2, 3, 2, 24, 0),
+    ):
+        yield Call(
+            f"{batch}x{seq}x{heads}x{width}, {2 * half} turned",
+            (draw(batch, seq, heads, width), *angles(draw, 1, seq, half)),
+            grads=(0,),
+        )
+    yield Call("angles of every batch", (draw(3, 4, 2, 16), *angles(draw, 3, 4, 8)), grads=(0,))
+    yield Call("angles in fp32", (draw(3, 4, 2, 16), *angles(draw, 1, 4, 8, torch.float32)), grads=(0,))
+    fused = draw(2, 5, 4, 6, 16)  # [batch, seq, groups, per_group + 2, head_dim]
+    yield Call("key of a fused projection", (fused[:, :, :, 4], *angles(draw, 1, 5, 8)), grads=(0,))
+    yield Call("heads before positions", (draw(2, 3, 5, 16).transpose(1, 2), *angles(draw, 1, 5, 8)), grads=(0,))
+    yield Call("off a pack", (draw(2, 5, 3, 17)[..., 1:], *angles(draw, 1, 5, 8)), grads=(0,))
+    yield Call("channels apart", (draw(2, 5, 16, 3).transpose(2, 3), *angles(draw, 1, 5, 8)), grads=(0,))
+    yield Call("inf and nan", (draw.with_specials(2, 5, 3, 26), *angles(draw, 1, 5, 8)), grads=(0,))
+
+
+SUBJECTS = (Subject(name="rope", source="rope", kernel=OPERATIONS["rope"].make, oracle=ref.rope, calls=calls),)

@@ -1,0 +1,117 @@
+"""The scalar functions of csrc/common/math.h over their whole range, through the kernels, against fp64."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.ops import resolve
+from megatron.ops.native import OPERATIONS
+from tests.helpers.kernels import backend
+
+SMALLEST = torch.finfo(torch.float32).smallest_normal
+
+
+def every_bf16() -> Tensor:
+    return torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(torch.bfloat16)
+
+
+def dense_fp32() -> Tensor:
+    """Every 997th finite fp32 number, subnormal ones included, and a dense grid where the functions bend."""
+    bits = torch.arange(0, 0x7F800000, 997, dtype=torch.int64)
+    positive = bits.to(torch.int32).view(torch.float32)
+    return torch.cat([positive, -positive, torch.linspace(-110.0, 110.0, 2_000_000), torch.linspace(-6, 6, 2_000_000)])
+
+
+def exact_gelu(x: Tensor, tanh: bool) -> Tensor:
+    """In fp64, without the difference of nearly equal numbers that the usual formula has far below zero."""
+    if tanh:
+        return x * torch.sigmoid(2 * math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))
+    return x * 0.5 * torch.special.erfc(-x * math.sqrt(0.5))
+
+
+FUNCTIONS = {
+    "gelu_tanh": (lambda ops, x: OPERATIONS["gelu"].make(ops)(x, True), lambda x: exact_gelu(x, True)),
+    "gelu_erf": (lambda ops, x: OPERATIONS["gelu"].make(ops)(x, False), lambda x: exact_gelu(x, False)),
+    "silu": (
+        lambda ops, x: OPERATIONS["swiglu"].make(ops)(torch.stack((x, torch.ones_like(x)), -1))[..., 0],
+        lambda x: x * torch.sigmoid(x),
+    ),
+    "squared_relu": (lambda ops, x: OPERATIONS["squared_relu"].make(ops)(x), lambda x: torch.relu(x).square()),
+}
+
+
+def value_and_slope(function: object, x: Tensor) -> tuple[Tensor, Tensor]:
+    leaf = x.clone().requires_grad_()
+    value = function(leaf)  # type: ignore[operator]
+    (slope,) = torch.autograd.grad(value, leaf, torch.ones_like(value))
+    return value.detach().double(), slope.double()
+
+
+# Slopes cross zero: there the error is held against the size of what is summed.
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_dense_fp32_within_a_millionth(name: str) -> None:
+    ours, exact = FUNCTIONS[name]
+    ops, x = backend("cpu").ops, dense_fp32()
+    x = x[(x.abs() < 1e19) & (x > -80)]  # beyond, squares overflow; far below zero see the next test
+    value, slope = value_and_slope(lambda t: ours(ops, t), x)
+    want, want_slope = value_and_slope(exact, x.double())
+    assert bool((value - want).abs().le(1e-6 * want.abs().clamp(min=1e-2)).all())
+    assert bool((slope - want_slope).abs().le(2e-6 * want_slope.abs().clamp(min=1.0)).all())
+
+
+def test_far_below_zero_the_relative_accuracy_stays() -> None:
+    """Where 1 + erf and 1 + tanh have lost every digit, down to where exp(-87) is cut off."""
+    ops = backend("cpu").ops
+    for name, lowest, limit in (("gelu_erf", -13.0, 2e-6), ("gelu_tanh", -9.9, 2e-5), ("silu", -87.0, 2e-5)):
+        x = torch.linspace(lowest, -1.0, 1_000_000)
+        ours, exact = FUNCTIONS[name]
+        want = exact(x.double())
+        error = (ours(ops, x).double() - want).abs() / want.abs()
+        assert float(error[want.abs() > SMALLEST].max()) < limit, name
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_every_bf16(name: str) -> None:
+    """All 65536 of them, rounded once; NaN stays NaN, an infinite result is infinite, 0 stays 0."""
+    ours, exact = FUNCTIONS[name]
+    x = every_bf16()
+    got, want = ours(backend("cpu").ops, x), exact(x.double())
+    finite = (want.abs() < 3e38) & (want.abs() > SMALLEST)
+    distance = (got[finite].double() - want[finite]).abs() / want[finite].abs()
+    usable = x[finite].double() > -9.9  # further down see the test in fp32
+    assert float(distance[usable].max()) <= 2**-8 * 1.01
+    assert torch.equal(got[x.isnan()].isnan(), x[x.isnan()].isnan())
+    assert bool((got[x == math.inf] == math.inf).all())
+    zero = x == 0
+    assert bool((got[zero] == 0).all())
+
+
+def test_the_gradient_of_a_bias_is_summed_in_fp32() -> None:
+    """A sum kept in bf16 would stop growing at 256."""
+    x = torch.zeros(4096, 8, dtype=torch.bfloat16)
+    bias = torch.full((8,), 30.0, dtype=torch.bfloat16, requires_grad=True)  # the slope is 1
+    out = OPERATIONS["bias_gelu"].make(backend("cpu").ops)(x, bias, True)
+    out.backward(torch.ones_like(out))
+    assert bias.grad is not None and bool((bias.grad == 4096).all())
+
+
+def test_auto_leaves_to_pytorch_what_it_does_faster_and_says_so() -> None:
+    ops, taken = backend("cpu").ops, []
+
+    def fallback(x: Tensor, tanh: bool) -> Tensor:
+        taken.append((x.dtype, tanh))
+        return x
+
+    for strict in (False, True):
+        call = OPERATIONS["gelu"].with_fallback(ops, fallback, strict=strict)
+        for dtype in (torch.float32, torch.bfloat16):
+            call(torch.ones(4, dtype=dtype), True)
+            call(torch.ones(4, dtype=dtype), False)
+    assert taken == [(torch.bfloat16, False)]
+    assert any(
+        line.startswith("gelu ") and "PyTorch's own" in line for line in resolve("auto", "cpu").table().split("\n")
+    )

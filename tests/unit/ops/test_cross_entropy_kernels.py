@@ -1,0 +1,92 @@
+"""Cross-entropy of csrc/ beyond the common comparison: labels that do not exist, far offsets, planted bugs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.ops.logits import TorchLogits
+from megatron.ops.native.cross_entropy import NativeLogits
+from tests.helpers.kernels import backend
+from tests.helpers.planted import planted_checkout, what_the_comparison_says
+
+
+@pytest.mark.parametrize("label", [-100, -1, 7])
+def test_a_label_that_does_not_exist_is_named(label: int) -> None:
+    ops, logits, labels = backend("cpu").ops, torch.randn(2, 7), torch.tensor([3, label])
+    for call in (
+        lambda: ops.xent_forward(logits, labels),
+        lambda: ops.xent_in_place_(logits.clone(), labels, 7),
+        lambda: ops.xent_statistics(logits, labels, 0, 7, 7),
+    ):
+        with pytest.raises(RuntimeError, match=f"label {label} is not in the vocabulary of 7"):
+            call()
+    with pytest.raises(IndexError, match="the vocabulary has 7 entries"):
+        TorchLogits().statistics(logits, labels, 0, 7, 7)
+
+
+@pytest.mark.parametrize("label", [-100, -1, 7])
+def test_on_a_device_it_makes_the_loss_nan(label: int) -> None:
+    ops, logits, labels = backend("emulated").ops, torch.randn(2, 7), torch.tensor([3, label])
+    assert ops.xent_forward(logits, labels)[0].isnan().tolist() == [False, True]
+    assert ops.xent_in_place_(logits.clone(), labels, 7).isnan().tolist() == [False, True]
+    assert ops.xent_statistics(logits, labels, 0, 7, 7)[2].isnan().tolist() == [False, True]
+
+
+@pytest.mark.parametrize("columns", [0, 3])
+def test_a_rank_that_holds_no_label_and_perhaps_no_column(columns: int) -> None:
+    logits, labels = torch.randn(4, columns), torch.tensor([0, 1, 2, 3])
+    ours = NativeLogits(backend("cpu").ops).statistics(logits, labels, 90, columns, 100)
+    torch.testing.assert_close(ours, TorchLogits().statistics(logits, labels, 90, columns, 100))
+    assert (ours[2] == 0).all()
+    assert columns or ((ours[0] == -torch.inf).all() and (ours[1] == 0).all())
+
+
+def test_rows_that_lie_beyond_32_bits() -> None:
+    """Two rows, 2^31 numbers apart: their memory is reserved but never touched."""
+    storage = torch.empty((1 << 31) + 8, dtype=torch.bfloat16)
+    logits = storage.as_strided((2, 8), (1 << 31, 1))
+    logits.copy_(torch.arange(16).view(2, 8) * 0.5)
+    labels, expected = torch.tensor([1, 7]), logits.clone()
+    ops = backend("cpu").ops
+    assert torch.equal(ops.xent_forward(logits, labels), ops.xent_forward(expected, labels))
+    assert torch.equal(ops.xent_in_place_(logits, labels, 8), ops.xent_in_place_(expected, labels, 8))
+    assert torch.equal(logits, expected)
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    ops, logits, labels = backend("cpu").ops, torch.randn(2, 7), torch.tensor([1, 2])
+    for arguments, message in (
+        ((logits.t(), labels), "rows of neighbouring numbers"),
+        ((logits.double(), labels), "only float32, bfloat16 and float16"),
+        ((logits, labels[:1]), "one int64 for every row"),
+        ((logits, labels.int()), "one int64 for every row"),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            ops.xent_forward(*arguments)
+    with pytest.raises(RuntimeError, match="not 8 columns"):
+        ops.xent_in_place_(logits, labels, 8)
+
+
+MISTAKES = {
+    "target subtracted twice": ("cpu/xent.cpp", "(exp_of_difference(target - shift) - 1.0f)",
+                                "(exp_of_difference(target - shift) - 2.0f)", "xent_split"),
+    "target read after it was overwritten": ("cpu/xent.cpp", "kept[label] * factor - 1.0f",
+                                             "load(x[label]) * factor - 1.0f", "xent_in_place"),
+    "wrong offset in the vocabulary": ("cpu/xent.cpp", "a.labels[row] - a.first;", "a.labels[row];", "xent_split"),
+    "last chunk left out": ("cpu/row.h", "begin + kChunk : count;", "begin + kChunk : begin;", "cross_entropy"),
+    "padding keeps its logits": ("cpu/xent.cpp", "size_t(a.width - a.columns)", "size_t(0)", "xent_in_place"),
+    "CUDA: target subtracted twice": ("cuda/xent.cu", "probability - 1.0f", "probability - 2.0f", "xent_split"),
+    "CUDA: wrong offset in the vocabulary": ("cuda/xent.cu", "label - first;", "label;", "xent_split"),
+    "CUDA: ends of the row left out": ("cuda/xent.cu", "ends = head + columns - tail", "ends = head", "cross_entropy"),
+    "CUDA: a sum not rescaled": ("cuda/online.h", "r.sum * exp(r.peak - shift);", "r.sum;", "cross_entropy"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_planted_bugs_are_seen(tmp_path: Path, name: str) -> None:
+    file, old, new, op = MISTAKES[name]
+    root = planted_checkout(tmp_path, file, old, new)
+    assert what_the_comparison_says(root, op, emulated="CUDA" in name)

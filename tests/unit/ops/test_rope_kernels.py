@@ -1,0 +1,58 @@
+"""What the table of proofs does not say about the rotary embedding: that views are read where they lie."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron.errors import ConfigError
+from megatron.ops import ref
+from megatron.ops.native import OPERATIONS
+from tests.helpers.kernels import backend
+
+
+def angles(seq: int, half: int) -> tuple[Tensor, Tensor]:
+    angle = torch.linspace(0, 7, seq * half).view(1, seq, 1, half)
+    return angle.cos(), angle.sin()
+
+
+class Names(TorchDispatchMode):
+    """The names of all operations that ran."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        self.seen.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_view_of_a_fused_projection_is_not_copied() -> None:
+    fused = torch.randn(2, 5, 4, 6, 16)  # [batch, seq, groups, per_group + 2, head_dim]
+    key, rope, (cos, sin) = fused[:, :, :, 4], OPERATIONS["rope"].make(backend("cpu").ops), angles(5, 8)
+    with Names() as names:
+        turned = rope(key, cos, sin)
+    assert names.seen == ["megatron_native::rope"]
+    torch.testing.assert_close(turned, ref.rope(key, cos, sin))
+
+
+def test_turning_back_is_the_inverse() -> None:
+    x, (cos, sin) = torch.randn(2, 5, 3, 16), angles(5, 8)
+    ops = backend("cpu").ops
+    torch.testing.assert_close(ops.rope(ops.rope(x, cos, sin, False), cos, sin, True), x)
+
+
+def test_angles_with_a_gradient_are_refused_by_name() -> None:
+    call = OPERATIONS["rope"].with_fallback(backend("cpu").ops, ref.rope, strict=True)
+    cos, sin = angles(5, 8)
+    with pytest.raises(ConfigError, match=r"rope cannot take angles .* that require a gradient"):
+        call(torch.ones(2, 5, 3, 16), cos.requires_grad_(), sin)
+
+
+@pytest.mark.parametrize(("seq", "half"), [(4, 8), (5, 9)])
+def test_the_binding_checks_the_angles(seq: int, half: int) -> None:
+    with pytest.raises(RuntimeError, match="cos does not fit x"):
+        backend("cpu").ops.rope(torch.ones(2, 5, 3, 16), *angles(seq, half), False)

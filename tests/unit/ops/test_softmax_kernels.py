@@ -1,0 +1,60 @@
+"""Softmax of csrc/ beyond the common comparison: layouts of masks that it refuses, memory, planted bugs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.ops import ref, resolve
+from tests.helpers.kernels import backend
+from tests.helpers.planted import planted_checkout, what_the_comparison_says
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    ops, scores = backend("cpu").ops, torch.randn(2, 3, 4, 5)
+    for arguments, message in (
+        ((scores.transpose(0, 1), None), "not contiguous"),
+        ((scores[0], None), r"not \[outer, inner, queries, keys\]"),
+        ((scores, torch.ones(2, 3, 4, 1, dtype=torch.bool)), "value for every key"),
+        ((scores, torch.ones(2, 2, 4, 5, dtype=torch.bool)), "does not fit dimension 1"),
+        ((scores, torch.ones(2, 3, 4, 5)), "4 dimensions of bool"),
+        ((scores.double(), None), "only float32, bfloat16 and float16"),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            ops.softmax_forward(*arguments, 5, 1.0)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_plain_attention_takes_it(causal: bool) -> None:
+    backend("cpu")
+    query, key, value = (torch.randn(2, 3, 9, 8, requires_grad=True) for _ in range(3))
+    mask = torch.rand(2, 1, 9, 9) < 0.7
+    mask |= torch.eye(9, dtype=torch.bool)
+    chosen = resolve("auto", "cpu", attention="local").attention
+    options = {"mask": mask, "causal": causal, "scale": 0.3, "layer_scaling": 2}
+    ours, plain = chosen(query, key, value, **options), ref.attention(query, key, value, **options)
+    torch.testing.assert_close(ours, plain, rtol=1e-5, atol=1e-6)
+    for got, want in zip(*(torch.autograd.grad(out.sum(), (query, key, value)) for out in (ours, plain)), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-6)
+
+
+MISTAKES = {
+    "causal off by one": ("common/softmax.h", "row % queries + diagonal + 1", "row % queries + diagonal", "softmax"),
+    "scale missing backward": ("cpu/softmax.cpp", "(load(out[i]) * a.scale)", "load(out[i])", "softmax"),
+    "mask of the first sample for all": ("common/softmax.h", " + block / inner * mask_outer", "", "softmax"),
+    "hidden keys keep their numbers": ("cpu/softmax.cpp", "out[i] = store<T>(0.0f)", "", "softmax_in_place"),
+    "CUDA: causal off by one": ("common/softmax.h", "row % queries + diagonal + 1", "row % queries + diagonal + 2",
+                                "softmax"),
+    "CUDA: scale missing backward": ("cuda/softmax.cu", "(load(out[key]) * a.scale)", "load(out[key])", "softmax"),
+    "CUDA: only the first turn of the threads": ("cuda/softmax.cu", "key < count; key += kThreads)",
+                                                 "key < count; key += a.keys)", "softmax"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_planted_bugs_are_seen(tmp_path: Path, name: str) -> None:
+    file, old, new, op = MISTAKES[name]
+    root = planted_checkout(tmp_path, file, old, new)
+    assert what_the_comparison_says(root, op, emulated="CUDA" in name)
