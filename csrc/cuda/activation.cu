@@ -47,6 +47,7 @@ __global__ void __launch_bounds__(kThreads) activation_backward_kernel(Activatio
   for (int64_t part = blockIdx.y; part < parts.count; part += gridDim.y) {
     float sum[kStep] = {};
     const int64_t end = parts.end(part, a.rows);
+#pragma unroll 1  // more rows at once would not fit into the registers
     for (int64_t row = parts.begin(part); row < end; ++row) {
       float x[kStep], grad[kStep];
       load_step(static_cast<const T*>(a.x) + row * a.width + at, x);

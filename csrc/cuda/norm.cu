@@ -45,6 +45,7 @@ __device__ float sum_of_row(const T* x, float shift, int64_t width) {
 
 template <class T, int kStep, int kThreads>
 __device__ void write_row(const NormForward& a, const T* x, float mean, float rstd, T* out) {
+#pragma unroll 1  // more steps at once would not fit into the registers
   for (int64_t at = int64_t(threadIdx.x) * kStep; at < a.width; at += kThreads * kStep) {
     float v[kStep], weight[kStep], bias[kStep] = {};
     load_step(x + at, v);
