@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -55,9 +56,10 @@ class Operation:
                 return fast(*args, **named)
             if strict:
                 raise ConfigError(f"--kernels native: {self.name} cannot take {reason}; or use --kernels auto")
-            if reason not in said:
-                said.add(reason)
-                warnings.warn(f"{self.name}: the native kernel cannot take {reason}; the fallback runs", stacklevel=2)
+            kind = re.sub(r" \(.*?\)", "", reason)  # of whatever shape
+            if kind not in said:
+                said.add(kind)
+                warnings.warn(f"{self.name}: the native kernel cannot take {kind}; the fallback runs", stacklevel=2)
             return fallback(*args, **named)
 
         return call
