@@ -10,6 +10,7 @@ import torch
 
 from megatron.engine import Engine
 from tests.helpers.distributed import RankFailed, run_ranks
+from tests.helpers.layouts import largest
 from tests.helpers.runs import flags, make_parts
 
 STEPS = 5
@@ -68,7 +69,7 @@ def worst(a: dict[str, Any], b: dict[str, Any]) -> float:
             scale = expected.norm().item()
             # The key's bias has a gradient that is zero in exact arithmetic: its rounding noise is compared absolutely.
             differences.append((a[key][name] - expected).norm().item() / max(scale, 1e-6))
-    return max(differences)
+    return largest(differences)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

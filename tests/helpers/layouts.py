@@ -28,6 +28,7 @@ __all__ = [
     "at_layout",
     "at_layouts",
     "expected",
+    "largest",
     "reference",
     "unequal",
     "uneven_mask",
@@ -67,7 +68,12 @@ def worst(got: Outcome, expected: Outcome) -> float:
         for name, wanted in theirs.items():
             # The key's bias has a gradient that is zero in exact arithmetic: rounding noise is compared absolutely.
             differences.append((ours[name] - wanted).norm().item() / max(wanted.norm().item(), 1e-6))
-    return max(inf if isnan(difference) else difference for difference in differences)  # NaN is never the largest
+    return largest(differences)
+
+
+def largest(differences: Sequence[float]) -> float:
+    """`max` passes over NaN unless it comes first; here nothing is further apart than a number that is none."""
+    return max(inf if isnan(difference) else difference for difference in differences)
 
 
 def unequal(
