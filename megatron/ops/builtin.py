@@ -17,18 +17,6 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return F.rms_norm(x, weight.shape, weight, eps).to(x.dtype)
 
 
-def add_layer_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float
-) -> tuple[Tensor, Tensor]:
-    total = residual + x
-    return layer_norm(total, weight, bias, eps), total
-
-
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    total = residual + x
-    return rms_norm(total, weight, eps), total
-
-
 def gelu(x: Tensor, tanh: bool) -> Tensor:
     return F.gelu(x, approximate="tanh" if tanh else "none")
 

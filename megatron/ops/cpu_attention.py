@@ -40,6 +40,9 @@ class TorchScores:
         grad.copy_(torch._softmax_backward_data(grad, probabilities, -1, grad.dtype)).mul_(scale)
 
 
+TORCH_SCORES: ScoresMath = TorchScores()
+
+
 def attention(
     query: Tensor,
     key: Tensor,
@@ -50,7 +53,7 @@ def attention(
     scale: float,
     dropout_p: float = 0.0,
     layer_scaling: int = 1,
-    math: ScoresMath = TorchScores(),  # noqa: B008 (it holds nothing)
+    math: ScoresMath = TORCH_SCORES,
 ) -> Tensor:
     """See `ref.attention`."""
     seq, longest = query.shape[2], MAX_KEYS_HALF if query.dtype == torch.bfloat16 else MAX_KEYS
@@ -58,7 +61,7 @@ def attention(
     if not 1 < seq == key.shape[2] <= longest or query.dtype == torch.float16:
         return builtin.sdpa(query, key, value, mask=mask, causal=causal, scale=scale, dropout_p=dropout_p)
     if query.dtype == torch.float64:
-        math = TorchScores()
+        math = TORCH_SCORES
     if mask is not None:
         mask = mask[(None,) * (4 - mask.dim())].expand(-1, -1, -1, seq)  # [batch or 1, heads or 1, seq or 1, seq]
         mask = mask if mask.stride(3) == 1 else mask.contiguous()

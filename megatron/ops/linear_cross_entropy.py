@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron.ops.logits import LogitsMath, TorchLogits, block_rows
+from megatron.ops.logits import TORCH_LOGITS, LogitsMath, block_rows
 
 
 class Workspace:
@@ -62,7 +62,7 @@ def linear_cross_entropy(
     vocab_size: int,
     workspace: Workspace | None = None,
     part: VocabularyPart | None = None,
-    math: LogitsMath = TorchLogits(),  # noqa: B008 (it holds nothing)
+    math: LogitsMath = TORCH_LOGITS,
 ) -> Tensor:
     """See `ref.linear_cross_entropy`. A `workspace` allows one backward pass per forward: it takes the buffer; so does
     a `part`, whose loss is the same on every rank."""

@@ -73,6 +73,9 @@ class TorchLogits:
         return losses
 
 
+TORCH_LOGITS: LogitsMath = TorchLogits()
+
+
 def _check_labels(labels: Tensor, vocab_size: int) -> None:
     """A label that no rank holds would give a plausible loss. A device is not waited for."""
     if labels.device.type == "cpu" and labels.numel() and not 0 <= int(labels.min()) <= int(labels.max()) < vocab_size:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,18 +31,14 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (normed.to(x.dtype) * weight).to(x.dtype)  # rounded before the gain, as transformers does
 
 
-def add_layer_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float
-) -> tuple[Tensor, Tensor]:
-    """(layer_norm(x + residual), x + residual)."""
-    total = residual + x
-    return layer_norm(total, weight, bias, eps), total
+def of_sum(norm: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
+    """(norm(x + residual, *parameters), x + residual), as a function of x, residual and the norm's parameters."""
 
+    def add_norm(x: Tensor, residual: Tensor, *parameters: Any) -> tuple[Tensor, Tensor]:
+        total = residual + x
+        return norm(total, *parameters), total
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(rms_norm(x + residual), x + residual)."""
-    total = residual + x
-    return rms_norm(total, weight, eps), total
+    return add_norm
 
 
 def gelu(x: Tensor, tanh: bool) -> Tensor:

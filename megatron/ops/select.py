@@ -80,8 +80,8 @@ def _ref_linear_cross_entropy(
 _REF: dict[str, Callable[..., Any]] = {
     "layer_norm": ref.layer_norm,
     "rms_norm": ref.rms_norm,
-    "add_layer_norm": ref.add_layer_norm,
-    "add_rms_norm": ref.add_rms_norm,
+    "add_layer_norm": ref.of_sum(ref.layer_norm),
+    "add_rms_norm": ref.of_sum(ref.rms_norm),
     "gelu": ref.gelu,
     "bias_gelu": ref.bias_gelu,
     "swiglu": ref.swiglu,
@@ -98,8 +98,8 @@ _REF: dict[str, Callable[..., Any]] = {
 _TORCH: dict[str, Callable[..., Any]] = {
     "layer_norm": builtin.layer_norm,
     "rms_norm": builtin.rms_norm,
-    "add_layer_norm": builtin.add_layer_norm,
-    "add_rms_norm": builtin.add_rms_norm,
+    "add_layer_norm": ref.of_sum(builtin.layer_norm),
+    "add_rms_norm": ref.of_sum(builtin.rms_norm),
     "gelu": builtin.gelu,
     "bias_gelu": builtin.bias_gelu,
     "swiglu": builtin.swiglu,

@@ -2,14 +2,50 @@
 
 from __future__ import annotations
 
+from typing import Any, NoReturn
+
+import torch
+
+from megatron.errors import ConfigError
 from megatron.ops.native import activation, cross_entropy, norm, optim, rope, softmax
 from megatron.ops.native.operation import Operation
 
 _MODULES = (activation, cross_entropy, norm, optim, rope, softmax)
 OPERATIONS: dict[str, Operation] = {op.name: op for module in _MODULES for op in module.OPERATIONS}
+BACKWARD = (  # the derivatives, which have none themselves; RoPE's is RoPE again
+    "swiglu_backward",
+    "geglu_backward",
+    "gelu_backward",
+    "squared_relu_backward",
+    "norm_backward",
+    "softmax_backward",
+    "xent_backward",
+)
+WITHOUT_DERIVATIVE = (  # the derivatives themselves (RoPE's is RoPE again), and what only our own gradients call
+    "swiglu_backward",
+    "geglu_backward",
+    "gelu_backward",
+    "squared_relu_backward",
+    "norm_backward",
+    "softmax_backward",
+    "square_sum",
+    "xent_backward",
+    "xent_statistics",
+)
 
 
 def register(namespace: str) -> None:
     """Tell torch the shapes and gradients of the operations of a loaded library."""
     for module in _MODULES:
         module.register(namespace)
+    for name in WITHOUT_DERIVATIVE:
+        _refuse_to_differentiate(namespace, name)
+
+
+def _refuse_to_differentiate(namespace: str, name: str) -> None:
+    """PyTorch would take the derivative for zero, with a warning."""
+
+    def refuse(ctx: Any, *grads: Any) -> NoReturn:
+        raise ConfigError(f"{name}: this native kernel has no derivative; --kernels ref has one")
+
+    torch.library.register_autograd(f"{namespace}::{name}", refuse)

@@ -69,6 +69,6 @@ def subject(name: str, oracle: Callable[..., Any], *, centred: bool, summed: boo
 SUBJECTS = (
     subject("layer_norm", ref.layer_norm, centred=True, summed=False),
     subject("rms_norm", ref.rms_norm, centred=False, summed=False),
-    subject("add_layer_norm", ref.add_layer_norm, centred=True, summed=True),
-    subject("add_rms_norm", ref.add_rms_norm, centred=False, summed=True),
+    subject("add_layer_norm", ref.of_sum(ref.layer_norm), centred=True, summed=True),
+    subject("add_rms_norm", ref.of_sum(ref.rms_norm), centred=False, summed=True),
 )

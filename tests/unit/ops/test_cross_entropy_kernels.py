@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.ops.logits import TorchLogits
+from megatron.ops.logits import TORCH_LOGITS
 from megatron.ops.native.cross_entropy import NativeLogits
 from tests.helpers.kernels import backend
 from tests.helpers.planted import planted_checkout, what_the_comparison_says
@@ -24,7 +24,7 @@ def test_a_label_that_does_not_exist_is_named(label: int) -> None:
         with pytest.raises(RuntimeError, match=f"label {label} is not in the vocabulary of 7"):
             call()
     with pytest.raises(IndexError, match="the vocabulary has 7 entries"):
-        TorchLogits().statistics(logits, labels, 0, 7, 7)
+        TORCH_LOGITS.statistics(logits, labels, 0, 7, 7)
 
 
 @pytest.mark.parametrize("label", [-100, -1, 7])
@@ -39,7 +39,7 @@ def test_on_a_device_it_makes_the_loss_nan(label: int) -> None:
 def test_a_rank_that_holds_no_label_and_perhaps_no_column(columns: int) -> None:
     logits, labels = torch.randn(4, columns), torch.tensor([0, 1, 2, 3])
     ours = NativeLogits(backend("cpu").ops).statistics(logits, labels, 90, columns, 100)
-    torch.testing.assert_close(ours, TorchLogits().statistics(logits, labels, 90, columns, 100))
+    torch.testing.assert_close(ours, TORCH_LOGITS.statistics(logits, labels, 90, columns, 100))
     assert (ours[2] == 0).all()
     assert columns or ((ours[0] == -torch.inf).all() and (ours[1] == 0).all())
 

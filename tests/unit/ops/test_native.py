@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,8 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.errors import ConfigError
 from megatron.ops import ref, resolve
-from megatron.ops.native import OPERATIONS
+from megatron.ops.native import OPERATIONS, WITHOUT_DERIVATIVE
 from megatron.ops.proof import SUBJECTS, Draw, Subject, check
+from megatron.ops.proof.subject import flat_tensors
 from tests.helpers.kernels import BACKENDS, ORDERS, Backend, backend, emulator_order
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -96,10 +98,35 @@ def test_opcheck_of_every_operation() -> None:
                 check(subject, call, where.ops, where.device)
     assert {op.name().split("::")[1].split(".")[0] for op in recorder.calls} == registered(where.namespace)
     for op, (args, named) in recorder.calls.items():
-        if torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "Autograd"):
+        if op.name().split("::")[1].split(".")[0] not in WITHOUT_DERIVATIVE:
             args = tuple(arg.requires_grad_() if isinstance(arg, torch.Tensor) and arg.is_floating_point() else arg
                          for arg in args)  # fmt: skip
         torch.library.opcheck(op, args, named)
+
+
+@pytest.mark.parametrize(
+    "op", [op for op, subject in SUBJECTS.items() if op in OPERATIONS and subject.source != "optim"]
+)
+def test_a_second_derivative_is_right_or_refused(op: str) -> None:
+    """PyTorch would take it for zero and only warn."""
+
+    def twice(function: Callable[..., Any]) -> torch.Tensor:
+        args = [arg.clone() if isinstance(arg, torch.Tensor) else arg for arg in call.args]
+        x = args[0].requires_grad_()
+        outputs = flat_tensors(function(*args))
+        (once,) = torch.autograd.grad([out.sin().sum() for out in outputs], x, create_graph=True)
+        return torch.autograd.grad(once.cos().sum(), x)[0]
+
+    subject, kernel = SUBJECTS[op], SUBJECTS[op].kernel(backend("cpu").ops)
+    call = next(call for call in subject.calls(draw()) if call.args[0].numel() > 8)
+    if op == "rope":
+        torch.testing.assert_close(twice(kernel), twice(subject.oracle))
+    elif op == "linear_cross_entropy":  # PyTorch's own refusal: once_differentiable
+        with pytest.raises(RuntimeError):
+            twice(kernel)
+    else:
+        with pytest.raises(ConfigError, match="this native kernel has no derivative; --kernels ref has one"):
+            twice(kernel)
 
 
 def test_an_operation_inside_a_compiled_graph() -> None:
