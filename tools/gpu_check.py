@@ -17,15 +17,17 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import platform
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +41,9 @@ from megatron.ops.proof import SUBJECTS, Draw, Subject, check, flat_tensors
 
 ROOT = Path(__file__).resolve().parent.parent
 SMALL = 20_000  # elements: what compute-sanitizer does in seconds
-SANITIZER_FOUND = 9  # its exit code when it found something; 1 is our own, when a kernel was wrong under it
+SANITIZER_FOUND = 9  # its exit code when it found something
+WRONG = 3  # our own when a kernel was wrong
+OUR_KERNELS = "kns=2mk4cuda"  # what their mangled names have in common: what torch launches is not our business
 SANITIZERS = ("memcheck", "racecheck", "synccheck")
 DRIVER = ("nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader")
 
@@ -117,8 +121,8 @@ def judge(
             continue
         try:
             findings = check(subject, call, *where)
-        except (RuntimeError, AssertionError) as error:  # a launch that failed, an argument that was changed
-            wrong.append(f"{call.name}: {str(error).splitlines()[0]}")
+        except Exception as error:  # a launch that failed, an argument that was changed, an output of a wrong shape
+            wrong.append(f"{call.name}: {(str(error).splitlines() or [type(error).__name__])[0]}")
             continue
         errors += [finding.error for finding in findings]
         wrong += [f"{call.name}: {finding.tensor}: {finding.wrong}" for finding in findings if finding.wrong]
@@ -136,11 +140,58 @@ def judge_all(
         for dtype in subject.dtypes:
             verdict = judge(subject, dtype, seed, where, twin, largest)
             verdicts.append(verdict)
-            say(
-                f"{verdict.op:<24} {verdict.dtype:<9} {verdict.tensors:4} tensors  error {verdict.error:.2e}  "
-                f"CPU {verdict.error_of_twin:.2e}  {'; '.join(verdict.wrong[:3]) or 'right'}"
-            )
+            say(line(verdict))
     return verdicts
+
+
+def line(verdict: Verdict) -> str:
+    return (
+        f"{verdict.op:<24} {verdict.dtype:<9} {verdict.tensors:4} tensors  error {verdict.error:.2e}  "
+        f"CPU {verdict.error_of_twin:.2e}  {'; '.join(verdict.wrong[:3]) or 'right'}"
+    )
+
+
+def judge_apart(args: argparse.Namespace, seconds: float) -> list[Verdict]:
+    """Every source in a process of its own, at the same time: after an illegal access a process can use its GPU no
+    more, and the other sources are to be judged all the same."""
+    sources = sorted({subject.source for subject in SUBJECTS.values()})
+    until, verdicts = time.monotonic() + seconds, []
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, __file__, "--part", "ops", "--device", args.device, "--seed", str(args.seed)]
+        files = {source: Path(folder) / f"{source}.json" for source in sources}
+        started = {
+            source: subprocess.Popen([*command, "--judge", source, "--out", str(file)], cwd=ROOT)
+            for source, file in files.items()
+        }
+        for source, process in started.items():
+            try:
+                code = process.wait(max(0.0, until - time.monotonic()))
+                ended = f"its process ended with exit code {code}" if code else ""
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+                ended = f"not judged within {seconds:.0f} s"
+            file = files[source]
+            found = [Verdict(**v) for v in json.loads(file.read_text())] if file.is_file() else []
+            found = [replace(verdict, wrong=tuple(verdict.wrong)) for verdict in found]
+            if ended:
+                print(f"{source}: {ended}", flush=True)
+                found.append(Verdict(source, source, "", 0, 0.0, 0.0, (ended,)))
+            verdicts += found
+    return verdicts
+
+
+def judge_one(args: argparse.Namespace) -> int:
+    """What `judge_apart` starts; writes what is known after every dtype."""
+    twin = library().ops if args.device == "cuda" else None
+    verdicts: list[Verdict] = []
+    for subject in SUBJECTS.values():
+        if subject.source == args.judge:
+            for dtype in subject.dtypes:
+                verdicts.append(judge(subject, dtype, args.seed, (library().ops, args.device), twin))
+                print(line(verdicts[-1]), flush=True)
+                args.out.write_text(json.dumps([asdict(verdict) for verdict in verdicts]))
+    return 0
 
 
 def sanitize(seed: int, seconds: float = 150) -> dict[str, str]:
@@ -158,7 +209,7 @@ def sanitize(seed: int, seconds: float = 150) -> dict[str, str]:
                 said = (Path(folder) / tool).read_text(errors="replace").strip()
                 results[tool] = _verdict(code, said)
             except subprocess.TimeoutExpired:
-                process.kill()
+                os.killpg(process.pid, signal.SIGKILL)  # the program that it looks at, too
                 process.wait()
                 results[tool] = f"not run: it took longer than {seconds:.0f} s"
             print(f"compute-sanitizer {tool}: {results[tool]}", flush=True)
@@ -166,17 +217,19 @@ def sanitize(seed: int, seconds: float = 150) -> dict[str, str]:
 
 
 def _sanitizing(program: str, tool: str, seed: int, output: Path) -> subprocess.Popen[bytes]:
-    command = [program, "--tool", tool, "--error-exitcode", str(SANITIZER_FOUND), sys.executable, __file__]
-    command += ["--part", "ops", "--only-small", "--seed", str(seed)]
+    command = [program, "--tool", tool, "--error-exitcode", str(SANITIZER_FOUND), "--kernel-name", OUR_KERNELS]
+    if tool == "memcheck":
+        command += ["--report-api-errors", "no"]  # torch asks the driver for things that it may not have
+    command += [sys.executable, __file__, "--part", "ops", "--only-small", "--seed", str(seed)]
     with output.open("wb") as file:
-        return subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT)
+        return subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
 
 
 def _verdict(code: int, said: str) -> str:
     """A tool that could not look at the program has found nothing in it."""
     if code == 0:
         return "clean"
-    return said[-600:] if code in (SANITIZER_FOUND, 1) else f"not run: exit code {code}: {said[-300:]}"
+    return said[-600:] if code in (SANITIZER_FOUND, WRONG) else f"not run: exit code {code}: {said[-300:]}"
 
 
 # ---------------------------------------------------------------- fast
@@ -218,10 +271,12 @@ def check_ops(args: argparse.Namespace) -> int:
         return 1
     where = library().ops, args.device
     if args.only_small:
-        return int(any(verdict.wrong for verdict in judge_all(args.seed, where, None, largest=SMALL)))
+        return WRONG * any(verdict.wrong for verdict in judge_all(args.seed, where, None, largest=SMALL))
+    if args.judge is not None:
+        return judge_one(args)
     about = about_run(args)
     print("\n".join(f"{name}: {value}" for name, value in about["environment"].items()), f"seed: {args.seed}", sep="\n")
-    verdicts = judge_all(args.seed, where, library().ops if args.device == "cuda" else None)
+    verdicts = judge_apart(args, args.seconds / 2)
     built = json.loads(PATH.with_suffix(".json").read_text(encoding="utf-8"))["cuda_sources"]
     sanitized = dict.fromkeys(SANITIZERS, "not run: the check was cut off before") if args.device == "cuda" else {}
 
@@ -278,6 +333,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=450, help="for everything")
     parser.add_argument("--out", type=Path, help="where the record goes (default for ops: beside the kernels)")
     parser.add_argument("--only-small", action="store_true", help="only compare, only small shapes, write nothing")
+    parser.add_argument("--judge", metavar="SOURCE", help="only compare this source; --out gets the verdicts")
     parser.add_argument("more", nargs="*", help="of steps and peers, after --: for their benchmark")
     args = parser.parse_args(arguments)
     if args.device == "cuda" and not torch.cuda.is_available():

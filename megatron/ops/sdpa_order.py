@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -16,10 +17,11 @@ ORDER = (
     SDPBackend.EFFICIENT_ATTENTION,
     SDPBackend.MATH,
 )
+FLASH_FIRST = (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, *ORDER[2:])
 
 
-def preferred(device_type: str) -> AbstractContextManager[Any]:
+def preferred(device_type: str, order: Sequence[SDPBackend] = ORDER) -> AbstractContextManager[Any]:
     """Around a call of scaled_dot_product_attention. A compiler would stop at the change of a setting."""
     if device_type != "cuda" or torch.compiler.is_compiling():
         return nullcontext()
-    return sdpa_kernel(list(ORDER), set_priority=True)
+    return sdpa_kernel(list(order), set_priority=True)

@@ -19,6 +19,7 @@ from megatron.ops.library import Library, library
 from megatron.ops.linear_cross_entropy import VocabularyPart, Workspace, linear_cross_entropy
 from megatron.ops.native import OPERATIONS
 from megatron.ops.native.softmax import NativeScores
+from megatron.ops.sdpa_order import FLASH_FIRST
 
 
 @dataclass(frozen=True)
@@ -132,6 +133,8 @@ def resolve(spec: str, device_type: str, *, attention: str = "auto", native: Lib
             functions[op] = OPERATIONS[op].make(native.ops)
         elif op == "wgrad_accumulation" and choice.backend == "torch":
             functions[op] = wgrad.accumulate
+    if attention == "flash" and functions["attention"] is builtin.sdpa:
+        functions["attention"] = partial(builtin.sdpa, order=FLASH_FIRST)
     if functions["attention"] is ref.attention:
         functions["attention"] = partial(ref.attention, softmax_op=functions["softmax"])
     backends = {choice.op: choice.backend for choice in choices}
@@ -179,7 +182,8 @@ def _choose(op: str, mode: str, excluded: bool, device_type: str, attention: str
     if op == "attention" and attention in ("unfused", "local"):
         return Choice(op, "ref", f"--attention-backend {attention}")
     if op == "attention" and attention in ("flash", "fused"):
-        return Choice(op, "torch", f"--attention-backend {attention}: PyTorch's scaled_dot_product_attention")
+        first = {"flash": ", flash before cuDNN", "fused": ", cuDNN before flash"}[attention] * (device_type == "cuda")
+        return Choice(op, "torch", f"--attention-backend {attention}: PyTorch's scaled_dot_product_attention{first}")
     why_not = None
     if op in OPERATIONS:
         why_not = _why_not_native(native, device_type)

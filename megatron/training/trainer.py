@@ -95,22 +95,29 @@ class Trainer:
         while not self.finished:
             self._collect_garbage_on_schedule()
             with self.profiling(self.progress.iteration + 1):
-                self.one_iteration()
+                self._one_iteration()
             if self.check_replicas is not None and self._due(self.config.parallel.check_replicas_every):
-                self.settle()
+                self._settle()
                 self.check_replicas(self.progress.iteration)
             if self._due(self.config.evaluation.eval_interval):
-                self.settle()
+                self._settle()
                 self._evaluate()
             reason = self.stop.reason(self.progress.iteration)
             if self.saver and (reason or self.finished or self._due(self.config.checkpoint.save_interval)):
-                self.settle()
+                self._settle()
                 self.saver.save(self.progress)
             if reason and not self.finished:
-                self.settle()
+                self._settle()
                 return reason
-        self.settle()
+        self._settle()
         return StopReason("done", "all iterations are done")
+
+    def iterate(self, count: int = 1) -> StepResult | None:
+        """So many iterations, and what the last one did once it is settled; for those who look on step by step."""
+        result = None
+        for _ in range(count):
+            result = self._one_iteration()
+        return self._settle() or result
 
     @property
     def finished(self) -> bool:
@@ -118,7 +125,7 @@ class Trainer:
 
     # one iteration
 
-    def one_iteration(self) -> StepResult | None:
+    def _one_iteration(self) -> StepResult | None:
         """One global batch; None when the user asked to pass over this iteration's data, or on an accelerator."""
         started = time.perf_counter()
         self.timers.reset()
@@ -129,7 +136,7 @@ class Trainer:
         progress.iteration += 1
         progress.consumed_train_samples += batch_size
         if progress.iteration in (self.config.training.iterations_to_skip or ()):
-            self.settle()
+            self._settle()
             progress.skipped_iterations += 1
             self.log.info(f" iteration {progress.iteration}: data consumed without a step (--iterations-to-skip)")
             return None
@@ -143,15 +150,15 @@ class Trainer:
         self._under_way = Iteration(
             step, progress.iteration, progress.consumed_train_samples, batch_size, started, self.timers.elapsed()
         )
-        return None if self.engine.asynchronous else self.settle()
+        return None if self.engine.asynchronous else self._settle()
 
     def _rates(self) -> tuple[float, float]:
         """Learning rate and weight decay of the step that is being started."""
-        self.settle()  # one that was skipped does not move the schedules
+        self._settle()  # one that was skipped does not move the schedules
         samples = self.progress.schedule_samples
         return self.schedule.lr(samples), self.schedule.weight_decay(samples)
 
-    def settle(self) -> StepResult | None:
+    def _settle(self) -> StepResult | None:
         """Counts and reports the iteration under way, if there is one, as soon as its outcome is here."""
         iteration, self._under_way = self._under_way, None
         if iteration is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+import warnings
 from pathlib import Path
 
 import pytest
@@ -57,6 +58,21 @@ def test_everybody_computes_the_same_products() -> None:
     layers, hidden, seq = 2, 64, 64
     formula = 72 * layers * hidden**2 * (1 + seq / (6 * hidden) + 1024 / (12 * layers * hidden))
     assert TINY.flops_per_token == pytest.approx(formula)
+
+
+def test_where_the_host_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    modes: list[str] = []
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+
+    def step() -> None:
+        warnings.warn("called a synchronizing CUDA operation (Triggered internally)", stacklevel=1)
+        warnings.warn("something else", stacklevel=1)
+
+    (place,) = gpu_peers.host_waits(step)
+    assert place.startswith(f"{__file__}:") and modes == ["warn", "default"]
+    assert gpu_peers.host_waits(lambda: None) == []
+    said = gpu_peers.verdicts(NAMED["tiny"], {"ours": {"host_waits": [place], "ms": 1.0}})
+    assert said == [f"ours: the host waits for the device in a step: {place}"]
 
 
 def turns(*seconds: float) -> list[dict[str, float]]:

@@ -25,6 +25,18 @@ def test_cudnn_comes_first_on_cuda_and_the_order_is_put_back() -> None:
     assert order() == before != list(sdpa_order.ORDER)
 
 
+def test_flash_that_was_asked_for_comes_first() -> None:
+    """And with `fused`, cuDNN: it is what NVIDIA's fused attention is."""
+    chosen = {name: resolve("auto", "cuda", attention=name) for name in ("auto", "flash", "fused")}
+    orders = {name: getattr(kernels.attention, "keywords", {}).get("order") for name, kernels in chosen.items()}
+    assert orders == {"auto": None, "flash": sdpa_order.FLASH_FIRST, "fused": None}
+    with sdpa_order.preferred("cuda", sdpa_order.FLASH_FIRST):
+        assert order()[:2] == [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION]
+        assert set(order()) == set(sdpa_order.ORDER)
+    reasons = {name: {c.op: c.reason for c in kernels.choices}["attention"] for name, kernels in chosen.items()}
+    assert "flash before cuDNN" in reasons["flash"] and "cuDNN before flash" in reasons["fused"]
+
+
 def test_elsewhere_nothing_is_touched() -> None:
     before = order()
     with sdpa_order.preferred("cpu"):
@@ -40,7 +52,7 @@ def test_the_attention_runs_under_the_order(monkeypatch: pytest.MonkeyPatch) -> 
         seen.extend(order())
         return call(*args, **named)
 
-    monkeypatch.setattr(builtin, "preferred", lambda device_type: preferred("cuda"))
+    monkeypatch.setattr(builtin, "preferred", lambda device_type, order: preferred("cuda", order))
     monkeypatch.setattr(F, "scaled_dot_product_attention", noted)
     x = torch.randn(1, 2, 5, 4)
     found = builtin.sdpa(x, x, x, mask=None, causal=True, scale=0.5)
