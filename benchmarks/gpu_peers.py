@@ -46,7 +46,7 @@ from megatron.model.flops import flops_per_token
 from megatron.utils.device import accelerator_memory, peak_resident_bytes
 
 SETTLING = 2  # steps of a turn that do not count: memory that was given back is taken again
-GETTING_READY = 0.7  # of a size's time, at most; the rest is for measuring
+GETTING_READY = 0.8  # of a size's time, at most; the rest is for measuring
 ENDLESS = 10**6  # iterations: more than anybody takes
 OPTIMIZER = (
     f"--lr {peers.LEARNING_RATE} --lr-decay-style constant --adam-beta1 {peers.BETAS[0]} --adam-beta2 {peers.BETAS[1]} "
@@ -85,7 +85,7 @@ class Task:
 class Contender:
     prepare: Callable[[Task], tuple[Block, dict[str, Any]]]
     compiles_all: bool = False
-    """Its first step takes a minute or more of the processor: those get ready at the same time."""
+    """Its first step takes a minute or more of the processor."""
 
 
 def our_block(task: Task, extra: str = "") -> tuple[Block, dict[str, Any]]:
@@ -203,18 +203,21 @@ def prepare(name: str, task: Task) -> Turn:
 
 
 def get_ready(contenders: Contenders, names: Sequence[str], task: Task, steps: int, until: float) -> None:
-    """Those whose model is compiled whole at the same time, then the others one by one: memory holds few at once."""
-    together = [name for name in names if CONTENDERS[name].compiles_all]
-    for group in (together, *([name] for name in names if name not in together)):
-        for name in group:
-            contenders.start(name, partial(prepare, name, task))
-            contenders.ask(name, steps)
-        for name in group:
-            ready = contenders.answer(name, until - time.monotonic())
-            if ready is not None:
-                contenders.answer(name, until - time.monotonic())
-            said = contenders.left_out.get(name)
-            print(f"{task.size.name}: {name}: {f'left out: {said}' if said else 'ready'}", flush=True)
+    """All begin at once, and those whose model is compiled whole take their first steps as soon as they can. The others
+    take theirs one by one meanwhile: memory does not hold the first steps of all."""
+    slow = [name for name in names if CONTENDERS[name].compiles_all]
+    quick = [name for name in names if name not in slow]
+    for name in (*slow, *quick):
+        contenders.start(name, partial(prepare, name, task))
+    for name in slow:
+        contenders.ask(name, steps)
+    for name in (*quick, *slow):
+        if contenders.answer(name, until - time.monotonic()) is not None:
+            if name in quick:
+                contenders.ask(name, steps)
+            contenders.answer(name, until - time.monotonic())
+        said = contenders.left_out.get(name)
+        print(f"{task.size.name}: {name}: {f'left out: {said}' if said else 'ready'}", flush=True)
 
 
 def compare(

@@ -85,7 +85,7 @@ class Contenders:
         self.ask(name, steps)
         return self.answer(name, seconds)
 
-    def close(self, patience: float = 20) -> None:
+    def close(self, patience: float = 5) -> None:
         """Ends their processes, at the latest after `patience` seconds."""
         until = time.monotonic() + patience
         for name in self.names:

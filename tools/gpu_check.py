@@ -100,7 +100,7 @@ def make_ready(device: str) -> str | None:
     if reason is None:
         return None
     print(f"the kernels are {reason}: building", flush=True)
-    print(output_of(sys.executable, "setup.py", "-q", "build_ext", "--inplace"), flush=True)
+    print(output_of(sys.executable, "csrc/build.py"), flush=True)
     return why_not(device)
 
 

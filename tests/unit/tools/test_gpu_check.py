@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
+import tomllib
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -185,6 +186,12 @@ def test_only_a_record_of_a_gpu_counts(tmp_path: Path, monkeypatch: pytest.Monke
         assert library_module._verified_sources() == {}
 
 
+def test_an_installation_takes_the_record_along() -> None:
+    data = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
+    assert data == {"megatron.ops": [library_module.VERIFIED.name]}
+    assert library_module.VERIFIED.parent == ROOT / "megatron" / "ops"
+
+
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
@@ -206,4 +213,4 @@ def test_kernels_that_do_not_load_are_built(tool: ModuleType, monkeypatch: pytes
     monkeypatch.setattr(tool, "why_not", lambda device: reasons.pop(0))
     monkeypatch.setattr(tool, "output_of", lambda *command: commands.append(command) or "kernels: built")
     assert tool.make_ready("cuda") is None
-    assert commands == [(sys.executable, "setup.py", "-q", "build_ext", "--inplace")]
+    assert commands == [(sys.executable, "csrc/build.py")]
