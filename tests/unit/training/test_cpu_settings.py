@@ -21,12 +21,8 @@ RUN = f"{MODEL} --micro-batch-size 1 --mock-data --vocab-size 16 --train-iters 1
 def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """What the process was asked to set; nothing is set."""
     calls: list[str] = []
-    for name in ("set_allocator", "set_fp32_products"):
-        monkeypatch.setattr(initialize, name, lambda choice, name=name: calls.append(f"{name} {choice}") or name)
-    scheduling = "set_scheduling"
-    monkeypatch.setattr(
-        initialize, scheduling, lambda choice, launch: calls.append(f"{scheduling} {choice}") or scheduling
-    )
+    for name in ("set_allocator", "set_fp32_products", "set_scheduling"):
+        monkeypatch.setattr(initialize, name, lambda choice, *_, name=name: calls.append(f"{name} {choice}") or name)
     monkeypatch.setattr(initialize, "pin", lambda launch: calls.append("pin") or frozenset({0, 1}))
     threads = torch.get_num_threads()
     yield calls
