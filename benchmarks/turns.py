@@ -68,18 +68,18 @@ class Contenders:
         link, process = self._links[name], self._processes[name]
         seconds = None if seconds is None else max(0.0, seconds)
         try:
-            if not link.poll(seconds):
-                return self._leave_out(name, f"no answer within the {seconds:.0f} s that were left")
-            kind, said = link.recv()
+            kind, said = (
+                link.recv() if link.poll(seconds) else ("left out", f"no answer within the {seconds:.0f} s left")
+            )
         except (EOFError, OSError):
             process.join(5)
-            return self._leave_out(name, f"its process ended with exit code {process.exitcode}")
-        return dict(said) if kind != "left out" else self._leave_out(name, said)
-
-    def _leave_out(self, name: str, reason: str) -> None:
-        self.left_out[name] = reason
+            kind, said = "left out", f"its process ended with exit code {process.exitcode}"
+        if kind != "left out":
+            return dict(said)
+        self.left_out[name] = said
         self._links.pop(name).close()
-        self._processes[name].kill()
+        process.kill()
+        return None
 
     def turn(self, name: str, steps: int, seconds: float | None = None) -> dict[str, Any] | None:
         self.ask(name, steps)
