@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
 from dataclasses import replace
@@ -15,17 +14,13 @@ import torch
 from megatron.ops import library as library_module
 from megatron.ops.proof import SUBJECTS
 from tests.helpers.kernels import backend
+from tests.helpers.scripts import load_script
 from tests.policy.rules import ROOT
 
 
 @pytest.fixture(scope="module")
 def tool() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("gpu_check", ROOT / "tools" / "gpu_check.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    return load_script("tools/gpu_check.py")
 
 
 def test_every_operation_is_judged_on_fresh_inputs(tool: ModuleType) -> None:
