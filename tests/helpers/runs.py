@@ -75,7 +75,7 @@ def make_run(config: RunConfig, *, rank: int = 0, world_size: int = 1, dtype: to
         device=torch.device("cpu"),
         dtype=dtype or getattr(torch, config.precision.params_dtype),
         parallel=ParallelState.build(layout, rank),
-        kernels=resolve(config.kernels.spec, "cpu"),
+        kernels=resolve(config.kernels.spec, "cpu", warn=RankLog(rank).warn),
         tokenizer=tokenizer_of(config),
         log=RankLog(rank),
         run_id="test",
