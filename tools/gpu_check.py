@@ -29,6 +29,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from megatron.config.tool import run_tool
 from megatron.ops.library import PATH, VERIFIED, library
 from megatron.ops.proof import SUBJECTS, Draw, Subject, check, flat_tensors
 
@@ -239,4 +240,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_tool("gpu_check.py", main))
