@@ -56,9 +56,9 @@ class Operation:
     unsupported: Callable[..., str | None] = unsupported_tensors
     # Under torch.compile the plain formula is fused with its neighbours, which a kernel of its own cannot be.
     left_to_compiler: bool = True
-    # Calls that the fallback was measured to do faster: `auto` leaves them to it, and `note` says so in the table.
+    # Calls that the fallback was measured to do faster: `auto` leaves them to it.
     beaten: Callable[..., bool] = never
-    note: str = ""
+    note: str = ""  # for the table: when the fallback runs, or why it does not though it is faster
 
     def with_fallback(
         self, ops: Any, fallback: Callable[..., Any], fallbacks: Fallbacks | None = None
