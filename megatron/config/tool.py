@@ -90,16 +90,22 @@ def run_tool(name: str, job: Callable[[], int | None]) -> int:
         finally:  # --help leaves by SystemExit; what is written at Python's very end cannot fail quietly
             sys.stdout.flush()
     except BrokenPipeError:
-        if not _nobody_reads():
+        if not stdout_is_unread():
             raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), _STDOUT)
+        forget_stdout()
         return 128 + signal.SIGPIPE
 
 
-def _nobody_reads() -> bool:
+def stdout_is_unread() -> bool:
+    """Whether its reader has gone."""
     poll = select.poll()
     poll.register(_STDOUT, 0)
     return any(event & select.POLLERR for _, event in poll.poll(0))
+
+
+def forget_stdout() -> None:
+    """What is still to be written goes nowhere, instead of failing at Python's very end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), _STDOUT)
 
 
 def _exit_code(name: str, job: Callable[[], int | None]) -> int:

@@ -7,8 +7,8 @@ import sys
 import time
 from collections.abc import Callable
 
-from megatron.config.tool import not_installed
-from megatron.errors import ConfigError, InterruptError, MegatronError, PeerLostError
+from megatron.config.tool import forget_stdout, not_installed, stdout_is_unread
+from megatron.errors import ConfigError, InterruptError, MegatronError, PeerLostError, StorageError
 from megatron.training.exit_reason import StopReason
 
 # Seconds. The launcher ends the other ranks once one has left, so whoever was only affected waits longest.
@@ -38,6 +38,8 @@ def run_as_program(body: Callable[[], StopReason]) -> StopReason:
 def _end(error: BaseException) -> None:
     """Leaves the other ranks, and with an error of the user's or of the world the process; returns with any other."""
     told = named(error)
+    if stdout_is_unread():
+        forget_stdout()
     _leave(together=False)  # first, so that the others' collectives fail at once instead of at their timeout
     if isinstance(told, MegatronError):
         _say_once(told)
@@ -45,10 +47,12 @@ def _end(error: BaseException) -> None:
 
 
 def named(error: BaseException) -> BaseException:
-    """The error, or what it means to a user: Ctrl-C, a Python without our dependencies, or a peer that is gone (gloo
-    raises a bare RuntimeError that names its source file)."""
+    """The error, or what it means to a user: Ctrl-C, a log that nobody reads, a Python without our dependencies, or a
+    peer that is gone (gloo raises a bare RuntimeError that names its source file)."""
     if isinstance(error, KeyboardInterrupt):
         return InterruptError("interrupted (SIGINT); start again with --load to go on from the last checkpoint")
+    if isinstance(error, BrokenPipeError) and stdout_is_unread():
+        return StorageError("the log (stdout) has lost its reader; send it to a file, and start again with --load")
     if isinstance(error, ModuleNotFoundError):
         line = not_installed(error)
         return error if line is None else ConfigError(line)

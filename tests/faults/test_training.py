@@ -224,13 +224,14 @@ def test_an_error_in_a_run_with_data_workers_does_not_hang() -> None:
     assert done.stderr.count("error: iteration 1: a gradient is not finite") == 1
 
 
-def test_a_closed_log_pipe_ends_the_run() -> None:
-    command = [*launch_command(REPOSITORY / "pretrain_gpt.py", 1), *flags(train_iters=10**6)]
-    process = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    process.stdout.readline()
+@pytest.mark.parametrize("after", ["\n", " iteration        3/"], ids=["at once", "in training"])
+def test_a_closed_log_pipe_ends_the_run(after: str) -> None:
+    process = _training(flags(train_iters=10**6), 1)
+    _wait_for(after, process)
+    assert process.stdout is not None and process.stderr is not None
     process.stdout.close()
-    assert process.wait(BOUND) != 0
+    assert process.wait(BOUND) == 13
+    assert process.stderr.read().startswith("error: the log (stdout) has lost its reader; send it to a file")
 
 
 # One rank, in this process.
