@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from megatron.errors import ConfigError
-from megatron.ops import builtin, cpu_attention, grouped_linear, ref, wgrad
+from megatron.ops import builtin, cpu_attention, grouped_linear, ref, sdpa_order, wgrad
 from megatron.ops.library import Library, library
 from megatron.ops.linear_cross_entropy import VocabularyPart, Workspace, linear_cross_entropy
 from megatron.ops.native import OPERATIONS
@@ -144,6 +144,8 @@ def resolve(
             functions[op] = OPERATIONS[op].make(native.ops)
         elif op == "wgrad_accumulation" and choice.backend == "torch":
             functions[op] = wgrad.accumulate
+    if attention == "flash" and functions["attention"] is builtin.sdpa:
+        functions["attention"] = partial(builtin.sdpa, flash_first=True)
     if functions["attention"] is ref.attention:
         functions["attention"] = partial(ref.attention, softmax_op=functions["softmax"])
     backends = {choice.op: choice.backend for choice in choices}
@@ -191,7 +193,8 @@ def _choose(op: str, mode: str, excluded: bool, device_type: str, attention: str
     if op == "attention" and attention in ("unfused", "local"):
         return Choice(op, "ref", f"--attention-backend {attention}")
     if op == "attention" and attention in ("flash", "fused"):
-        return Choice(op, "torch", f"--attention-backend {attention}: PyTorch's scaled_dot_product_attention")
+        order = f": {sdpa_order.explanation(flash_first=attention == 'flash')}" if device_type == "cuda" else ""
+        return Choice(op, "torch", f"--attention-backend {attention}: PyTorch's scaled_dot_product_attention{order}")
     why_not = None
     if op in OPERATIONS:
         why_not = _why_not_native(native, device_type)
@@ -221,7 +224,7 @@ def _choose_torch(op: str, device_type: str) -> Choice:
     if op in ("adamw", "grad_norm"):
         return Choice(op, "torch", "PyTorch's own functions, a tensor at a time")
     if op == "attention" and device_type == "cuda":
-        return Choice(op, "torch", "PyTorch's scaled_dot_product_attention: cuDNN, then flash, then the others")
+        return Choice(op, "torch", f"PyTorch's scaled_dot_product_attention: {sdpa_order.explanation()}")
     if op in _TORCH:
         return Choice(op, "torch", "PyTorch's own fused function")
     return Choice(op, "ref", "no faster implementation is built")

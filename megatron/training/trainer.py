@@ -112,6 +112,13 @@ class Trainer:
         self._settle()
         return StopReason("done", "all iterations are done")
 
+    def iterate(self, count: int = 1) -> StepResult | None:
+        """So many iterations, and what the last one did once it is settled; for those who look on step by step."""
+        result = None
+        for _ in range(count):
+            result = self._one_iteration()
+        return self._settle() or result
+
     @property
     def finished(self) -> bool:
         return self.batch_plan.is_finished(self.progress.iteration, self.progress.consumed_train_samples)

@@ -33,7 +33,7 @@ def test_it_runs_on_a_cpu(tmp_path: Path) -> None:
 
 
 def test_a_run_that_fails_is_told_and_fails_the_benchmark(tmp_path: Path) -> None:
-    flags = ["--sizes", "tiny", "--device", "cpu", "--iters", "10", "--flags=--fp16 --loss-scale -1"]
+    flags = ["--sizes", "tiny", "--device", "cpu", "--iters", "20", "--flags=--fp16 --loss-scale -1"]
     done = subprocess.run(
         [sys.executable, str(SCRIPT), *flags], cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False
     )
