@@ -36,6 +36,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import gpu_peers, gpu_steps
+from megatron.config.tool import run_tool
 from megatron.ops.library import PATH, VERIFIED, library
 from megatron.ops.proof import SUBJECTS, Draw, Subject, check, flat_tensors
 
@@ -350,4 +351,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_tool("gpu_check.py", main))

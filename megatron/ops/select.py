@@ -18,6 +18,7 @@ from megatron.ops import builtin, cpu_attention, grouped_linear, ref, sdpa_order
 from megatron.ops.library import Library, library
 from megatron.ops.linear_cross_entropy import VocabularyPart, Workspace, linear_cross_entropy
 from megatron.ops.native import OPERATIONS
+from megatron.ops.native.operation import Fallbacks, on_stderr
 from megatron.ops.native.softmax import NativeScores
 
 
@@ -115,19 +116,30 @@ _NOT_A_MODEL_OP = ("wgrad_accumulation", "adamw", "grad_norm")
 OPS: tuple[str, ...] = (*_REF, *_NOT_A_MODEL_OP)
 
 
-def resolve(spec: str, device_type: str, *, attention: str = "auto", native: Library | None = None) -> Kernels:
-    """`spec` is `--kernels`, `attention` is `--attention-backend` (flash, fused: SDPA; unfused, local: ref)."""
+def resolve(
+    spec: str,
+    device_type: str,
+    *,
+    attention: str = "auto",
+    native: Library | None = None,
+    warn: Callable[[str], None] = on_stderr,
+) -> Kernels:
+    """`spec` is `--kernels`, `attention` is `--attention-backend` (flash, fused: SDPA; unfused, local: ref).
+
+    `warn` is told, once, why `auto` runs something else than the table says.
+    """
     mode, excluded = _parse(spec)
     native = library() if native is None else native
     why_not = _why_not_native(native, device_type)
     if mode == "native" and why_not is not None:
         raise ConfigError(f"--kernels {spec}: the native kernels are {why_not}; or use --kernels auto")
+    fallbacks = None if mode == "native" else Fallbacks(warn)
     choices, functions = [], {}
     for op in OPS:
         choice = _choose(op, mode, op in excluded, device_type, attention, native)
         choices.append(choice)
         if op in _REF:
-            functions[op] = _function(choice, mode, device_type, native)
+            functions[op] = _function(choice, device_type, native, fallbacks)
         elif choice.backend == "native":
             functions[op] = OPERATIONS[op].make(native.ops)
         elif op == "wgrad_accumulation" and choice.backend == "torch":
@@ -143,12 +155,12 @@ def resolve(spec: str, device_type: str, *, attention: str = "auto", native: Lib
     return Kernels(**functions, choices=tuple(choices), note=note)
 
 
-def _function(choice: Choice, mode: str, device_type: str, native: Library) -> Callable[..., Any]:
+def _function(choice: Choice, device_type: str, native: Library, fallbacks: Fallbacks | None) -> Callable[..., Any]:
     tables = {"ref": _REF, "torch": _TORCH, "cpu": _CPU}
     if choice.backend != "native":
         return tables[choice.backend][choice.op]
     fallback = {**_REF, **(_CPU if device_type == "cpu" else _TORCH)}[choice.op]
-    return OPERATIONS[choice.op].with_fallback(native.ops, fallback, strict=mode == "native")
+    return OPERATIONS[choice.op].with_fallback(native.ops, fallback, fallbacks)
 
 
 def _why_not_native(native: Library, device_type: str) -> str | None:

@@ -88,7 +88,7 @@ def start(config: RunConfig, *, needs_data: bool = True) -> Run:
     backend = resolve_backend(config.runtime.distributed_backend, device)
     threads = _prepare_cpu(config, launch, device, log)
     _prepare_accelerator(config, device, log)
-    kernels = resolve(config.kernels.spec, device.type, attention=config.kernels.attention)
+    kernels = resolve(config.kernels.spec, device.type, attention=config.kernels.attention, warn=log.warn)
     tokenizer = tokenizer_of(config, required=needs_data)
     layout = config.parallel.layout(launch.world_size)
     _say_slow_choices(config, device, log)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
@@ -11,17 +10,14 @@ from types import ModuleType
 
 import pytest
 
+from tests.helpers.scripts import load_script
+
 SCRIPT = Path(__file__).resolve().parents[3] / "benchmarks" / "gpu_steps.py"
 
 
 @pytest.fixture(scope="module")
 def steps() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("gpu_steps", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    return load_script(SCRIPT)
 
 
 def test_it_runs_on_a_cpu(tmp_path: Path) -> None:

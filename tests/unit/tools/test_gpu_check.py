@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
+import os
 import sys
+import time
 import tomllib
 from dataclasses import replace
 from pathlib import Path
@@ -16,17 +17,13 @@ import torch
 from megatron.ops import library as library_module
 from megatron.ops.proof import SUBJECTS
 from tests.helpers.kernels import backend
+from tests.helpers.scripts import load_script
 from tests.policy.rules import ROOT
 
 
 @pytest.fixture(scope="module")
 def tool() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("gpu_check", ROOT / "tools" / "gpu_check.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    return load_script("tools/gpu_check.py")
 
 
 def test_every_operation_is_judged_on_fresh_inputs(tool: ModuleType) -> None:
@@ -83,10 +80,13 @@ def test_the_sanitizers(tool: ModuleType, tmp_path: Path, monkeypatch: pytest.Mo
         "memcheck": "clean", "racecheck": "a hazard", "synccheck": "not run: exit code 255: refused"
     }  # fmt: skip
     assert "--error-exitcode 9 --kernel-name kns=2mk4cuda" in (tmp_path / "arguments").read_text()
-    program.write_text("#!/bin/sh\n/bin/sleep 61\necho done\n")
+    sleep = f"/bin/sleep 61.{os.getpid()}"
+    program.write_text(f"#!/bin/sh\n{sleep}\necho done\n")
     assert set(tool.sanitize(1, seconds=0.2).values()) == {"not run: it took longer than 0 s"}
-    left = [path for path in Path("/proc").glob("[0-9]*/cmdline") if b"sleep\x0061\x00" in read(path)]
-    assert left == []  # what it started is gone, too
+    until = time.monotonic() + 30
+    while any(sleep.encode() in read(path).replace(b"\0", b" ") for path in Path("/proc").glob("[0-9]*/cmdline")):
+        assert time.monotonic() < until, "what it started is still there"
+        time.sleep(0.05)
 
 
 def read(path: Path) -> bytes:
