@@ -1,4 +1,4 @@
-"""Which of the machine's cores a rank computes on."""
+"""Which of the machine's cores a rank computes on, and when the system interrupts it there."""
 
 from __future__ import annotations
 
@@ -74,7 +74,39 @@ def pin(info: LaunchInfo, cores: list[Core] | None = None) -> Core:
             f"--cpu-pinning: {info.local_world_size} ranks cannot have one of {len(cores)} cores each; leave it out"
         )
     mine: Core = frozenset().union(*cores[info.local_rank * share : (info.local_rank + 1) * share])
-    for task in _TASKS.iterdir() if _TASKS.is_dir() else ():  # a thread inherits only from the one that started it
+    for thread in _threads():
         with suppress(ProcessLookupError):
-            os.sched_setaffinity(int(task.name), mine)
+            os.sched_setaffinity(thread, mine)
     return mine
+
+
+def set_scheduling(choice: str, info: LaunchInfo) -> str:
+    """`batch`: a thread of this process that wakes does not interrupt another that runs. Returns a line for the log.
+
+    Between ranks of one machine a message arrives while its sender still sends it. At the ordinary policy the receiving
+    thread interrupts the sender at its first bytes, and again at the next ones.
+    """
+    if choice == "ordinary" or (choice == "auto" and info.local_world_size == 1):
+        return "CPU scheduling: ordinary"
+    if not hasattr(os, "SCHED_BATCH"):
+        return _ordinary(choice, "this system has no batch scheduling")
+    if os.sched_getscheduler(0) != os.SCHED_OTHER:
+        return "CPU scheduling: as this process was started"
+    try:
+        for thread in _threads():
+            with suppress(ProcessLookupError):
+                os.sched_setscheduler(thread, os.SCHED_BATCH, os.sched_param(0))
+    except OSError as error:
+        return _ordinary(choice, f"the system refuses another ({error.strerror})")
+    return "CPU scheduling: batch, for messages between ranks of one machine (--cpu-scheduling ordinary: slower)"
+
+
+def _ordinary(choice: str, reason: str) -> str:
+    if choice == "batch":
+        raise ConfigError(f"--cpu-scheduling batch: {reason}; use auto or ordinary")
+    return f"CPU scheduling: ordinary; {reason}"
+
+
+def _threads() -> list[int]:
+    """Of this process: a thread inherits only from the one that started it."""
+    return [int(task.name) for task in _TASKS.iterdir()] if _TASKS.is_dir() else [0]

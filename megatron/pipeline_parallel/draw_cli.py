@@ -10,7 +10,7 @@ from megatron.config.tool import Parser, integer, run_tool
 from megatron.errors import ConfigError
 from megatron.pipeline_parallel.draw import draw_png
 from megatron.pipeline_parallel.schedules import SCHEDULES
-from megatron.pipeline_parallel.simulate import Span, bubble, simulate, theoretical_bubble
+from megatron.pipeline_parallel.simulate import Span, bubble, cost_of_kinds, simulate, theoretical_bubble
 from megatron.pipeline_parallel.trace import read_trace
 
 NAME = "draw_pipeline.py"
@@ -67,4 +67,4 @@ def _simulated(schedule: str, ranks: int, micro_batches: int, chunks: int) -> li
     if schedule == "interleaved" and micro_batches % ranks:
         raise ConfigError(f"--micro-batches {micro_batches}: interleaved needs a multiple of --stages {ranks}")
     waits = schedule == "zero-bubble"
-    return simulate(SCHEDULES[schedule], ranks, micro_batches, chunks, costs={"F": 1, "B": 1 if waits else 2, "W": 1})
+    return simulate(SCHEDULES[schedule], ranks, micro_batches, chunks, cost=cost_of_kinds(1, 1 if waits else 2, 1))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron.pipeline_parallel.schedules import Action, Kind, Schedule
@@ -18,17 +18,27 @@ class Span:
     end: float
 
 
+Cost = Callable[[int, Action], float]
+"""(rank, action) -> how long it takes."""
+
+
+def cost_of_kinds(forward: float, backward: float, weights: float = 0.0) -> Cost:
+    """The same for all stages and micro-batches."""
+    costs: dict[Kind, float] = {"F": forward, "B": backward, "W": weights}
+    return lambda rank, action: costs[action.kind]
+
+
 def simulate(
     schedule: Schedule,
     ranks: int,
     micro_batches: int,
     chunks: int = 1,
     *,
-    costs: Mapping[Kind, float] | None = None,
+    cost: Cost | None = None,
     transfer: float = 0.0,
 ) -> list[Span]:
     """Every rank works off its list in order, waiting for what it needs. Raises if nobody can go on."""
-    costs = costs or {"F": 1.0, "B": 2.0, "W": 1.0}
+    cost = cost or cost_of_kinds(1.0, 2.0, 1.0)
     todo = [schedule(ranks, rank, micro_batches, chunks) for rank in range(ranks)]
     ended: dict[tuple[Kind, int, int], float] = {}
     clock, position, spans = [0.0] * ranks, [0] * ranks, []
@@ -41,7 +51,7 @@ def simulate(
                 if ready is None:
                     break
                 start = max(clock[rank], ready)
-                clock[rank] = start + costs[action.kind]
+                clock[rank] = start + cost(rank, action)
                 spans.append(Span(rank, action, start, clock[rank]))
                 ended[action.kind, action.chunk * ranks + rank, action.micro_batch] = clock[rank]
                 position[rank] += 1
@@ -54,6 +64,17 @@ def simulate(
             ]
             raise RuntimeError(f"the schedule cannot go on; waiting are {', '.join(stuck)}")
     return spans
+
+
+def without_delays(spans: Sequence[Span], ranks: int, micro_batches: int, chunks: int) -> list[Span]:
+    """The passes of a real step, as long and in the order as they ran, if messages took no time."""
+    in_order = sorted(spans, key=lambda span: span.start)
+    lasted = {(span.rank, span.action): span.end - span.start for span in spans}
+
+    def as_it_ran(ranks: int, rank: int, micro_batches: int, chunks: int) -> list[Action]:
+        return [span.action for span in in_order if span.rank == rank]
+
+    return simulate(as_it_ran, ranks, micro_batches, chunks, cost=lambda rank, action: lasted[rank, action])
 
 
 def _ready_at(

@@ -12,7 +12,7 @@ import torch
 
 from megatron.config import RunConfig, check_world
 from megatron.distributed.collectives import broadcast_object
-from megatron.distributed.cores import pin, set_threads
+from megatron.distributed.cores import pin, set_scheduling, set_threads
 from megatron.distributed.device import resolve_backend, resolve_device
 from megatron.distributed.launch import LaunchInfo, die_with_parent, init_process_group
 from megatron.distributed.rng import seed_rank
@@ -133,6 +133,8 @@ def _prepare_cpu(config: RunConfig, launch: LaunchInfo, device: torch.device, lo
         log.info(set_fp32_products(cpu.fp32_products))
     if cpu.cpu_pinning:
         log.info(f"each rank stays on its own cores; rank 0 on {', '.join(map(str, sorted(pin(launch))))}")
+    if computes or cpu.cpu_scheduling != "auto":
+        log.info(set_scheduling(cpu.cpu_scheduling, launch))
     return set_threads(launch, cpu.cpu_threads)
 
 

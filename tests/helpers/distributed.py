@@ -26,6 +26,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron.distributed.cores import set_scheduling
+from megatron.distributed.launch import LaunchInfo
+
 
 class RankFailed(AssertionError):
     """A rank raised, died, returned nothing or did not finish in time."""
@@ -90,6 +93,7 @@ def _rank_main(
     args: tuple[Any, ...],
 ) -> None:
     torch.set_num_threads(1)  # a forked child must not enter the parent's OpenMP team
+    set_scheduling("auto", LaunchInfo(world_size=world_size, local_world_size=world_size))
     try:
         store = dist.FileStore(str(meeting), world_size)
         dist.init_process_group(

@@ -14,6 +14,13 @@ class CpuConfig:
         None, "Threads of each rank. Unset: the machine's physical cores, shared by its ranks.", at_least=1
     )
     cpu_pinning: bool = flag(False, "Give each rank of a machine cores of its own, which it never leaves.")
+    cpu_scheduling: str = flag(
+        "auto",
+        "When the system interrupts a rank for another of its threads. batch: not before it waits or its share of time "
+        "is over, which spares ranks of one machine many pauses when they talk. auto: batch when several ranks train "
+        "on the CPU of one machine.",
+        choices=("auto", "batch", "ordinary"),
+    )
     cpu_allocator: str = flag(
         "auto",
         "What becomes of a large tensor's memory: keep it for the next tensor (faster; a process never shrinks), or "

@@ -95,3 +95,54 @@ stop.set()
 """
     found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "True"
+
+
+def policies(choice: str, ranks: int, *, before: str = "") -> tuple[str, set[str]]:
+    """What is said, and the policies of all threads of a process that had one more before."""
+    program = f"""
+import os, threading
+from megatron.distributed.cores import set_scheduling
+from megatron.distributed.launch import LaunchInfo
+{before}
+stop = threading.Event()
+threading.Thread(target=stop.wait, daemon=True).start()
+print(set_scheduling({choice!r}, LaunchInfo(world_size={ranks}, local_world_size={ranks})))
+names = {{os.SCHED_OTHER: "ordinary", os.SCHED_BATCH: "batch", os.SCHED_IDLE: "idle"}}
+print(*[names[os.sched_getscheduler(int(task))] for task in os.listdir("/proc/self/task")])
+stop.set()
+"""
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    said, names = found.stdout.splitlines()
+    return said, set(names.split())
+
+
+@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="this system has no batch scheduling")
+@pytest.mark.parametrize(
+    ("choice", "ranks", "expected"),
+    [("auto", 2, "batch"), ("auto", 1, "ordinary"), ("batch", 1, "batch"), ("ordinary", 2, "ordinary")],
+)
+def test_ranks_that_talk_on_one_machine_do_not_interrupt_themselves(choice: str, ranks: int, expected: str) -> None:
+    said, found = policies(choice, ranks)
+    assert found == {expected} and said.startswith(f"CPU scheduling: {expected}")
+
+
+@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="this system has no batch scheduling")
+def test_a_policy_that_the_user_chose_stays() -> None:
+    said, found = policies("auto", 2, before="os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))")
+    assert found == {"idle"} and said == "CPU scheduling: as this process was started"
+
+
+def test_a_system_without_batch_scheduling(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "SCHED_BATCH", 3, raising=False)
+    monkeypatch.setattr(os, "SCHED_OTHER", 0, raising=False)
+    monkeypatch.setattr(os, "sched_getscheduler", lambda pid: 0, raising=False)
+    monkeypatch.setattr(os, "sched_setscheduler", refuse, raising=False)
+    assert cores.set_scheduling("auto", info_of(2)) == (
+        "CPU scheduling: ordinary; the system refuses another (Operation not permitted)"
+    )
+    monkeypatch.delattr(os, "SCHED_BATCH")
+    with pytest.raises(ConfigError, match="--cpu-scheduling batch: this system has no batch scheduling"):
+        cores.set_scheduling("batch", info_of(2))

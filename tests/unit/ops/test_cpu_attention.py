@@ -60,7 +60,7 @@ def test_masks(name: str, groups: int) -> None:
 
 
 def scores_math(name: str) -> Any:
-    return TorchScores() if name == "torch" else NativeScores(backend("cpu").ops)
+    return cpu_attention.TORCH_SCORES if name == "torch" else NativeScores(backend("cpu").ops)
 
 
 @pytest.mark.parametrize("math", ["torch", "csrc"])
@@ -114,7 +114,7 @@ class LastBlockSkipped(TorchScores):
 
 @pytest.mark.parametrize("bug", [OneKeyTooMany, UnscaledGradient, MaskForgotten, LastBlockSkipped])
 def test_planted_bugs_are_seen(bug: type[TorchScores], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_attention, "TorchScores", bug)
+    monkeypatch.setattr(cpu_attention, "TORCH_SCORES", bug())
     tensors, (mask, causal) = inputs(130, 4, 2), masks(130)["documents_and_causal"]
     fast = results(cpu_attention.attention, tensors, mask=mask, causal=causal)
     slow = results(ref.attention, tensors, mask=mask, causal=causal)

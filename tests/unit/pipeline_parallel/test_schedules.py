@@ -8,10 +8,18 @@ import pytest
 
 from megatron.config.stages import split_layers
 from megatron.pipeline_parallel.schedules import SCHEDULES, Action, Schedule
-from megatron.pipeline_parallel.simulate import bubble, most_in_flight, simulate, theoretical_bubble
+from megatron.pipeline_parallel.simulate import (
+    Span,
+    bubble,
+    cost_of_kinds,
+    most_in_flight,
+    simulate,
+    theoretical_bubble,
+    without_delays,
+)
 
 RANKS = range(2, 9)
-EQUAL_PARTS = {"F": 1.0, "B": 1.0, "W": 1.0}  # of a backward pass in two
+EQUAL_PARTS = cost_of_kinds(1.0, 1.0, 1.0)  # of a backward pass in two
 
 
 def shapes(name: str) -> list[tuple[int, int, int]]:
@@ -43,8 +51,26 @@ def test_the_bubble_is_that_of_theory(name: str) -> None:
 def test_zero_bubble_has_a_third_of_the_bubble() -> None:
     for ranks in RANKS:
         for micro_batches in (2 * ranks, 3 * ranks + 1):
-            ours = bubble(simulate(SCHEDULES["zero-bubble"], ranks, micro_batches, costs=EQUAL_PARTS), ranks)
+            ours = bubble(simulate(SCHEDULES["zero-bubble"], ranks, micro_batches, cost=EQUAL_PARTS), ranks)
             assert ours == pytest.approx(theoretical_bubble(ranks, micro_batches, queued=True))
+
+
+@pytest.mark.parametrize("name", list(SCHEDULES))
+def test_what_messages_cost_is_taken_out_of_a_real_step(name: str) -> None:
+    """Passes of any length, seen once with slow messages: without them the step is the one that had none."""
+    chunks = 2 if name == "interleaved" else 1
+
+    def cost(rank: int, action: Action) -> float:
+        return 1.0 + rank / 8 + action.micro_batch / 64 + (action.kind == "B")
+
+    late = simulate(SCHEDULES[name], 3, 6, chunks, cost=cost, transfer=0.25)
+    prompt = simulate(SCHEDULES[name], 3, 6, chunks, cost=cost)
+    assert bubble(late, 3) > bubble(prompt, 3)
+
+    def exact(spans: list[Span]) -> list[tuple[int, str, float]]:
+        return sorted((s.rank, str(s.action), round(s.start, 9)) for s in spans)
+
+    assert exact(without_delays(late, 3, 6, chunks)) == exact(prompt)
 
 
 def test_memory() -> None:

@@ -19,6 +19,7 @@ from megatron.preprocess import outputs, pool
 from megatron.preprocess.pool import WorkerDiedError, WorkerPool
 from megatron.preprocess.progress import Progress, duration
 from megatron.tokenizer.fast_engine import resident_bytes
+from tests.helpers.fresh import in_fresh_process
 
 # ---------------------------------------------------------------- pool
 
@@ -130,13 +131,17 @@ class Leak:
         return os.getpid(), resident_bytes()
 
 
+def leak(growth_bytes: int) -> list[tuple[int, int]]:
+    pool.GROWTH_BYTES = growth_bytes
+    with WorkerPool[int, tuple[int, int]](Leak(), 1) as workers:
+        return list(workers.map(iter(range(60)), described=str, noted=lambda note: None))
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="workers are forked on Linux only")
 @pytest.mark.parametrize("replaced", [True, False])
-def test_a_worker_that_leaks_is_replaced(replaced: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not replaced:  # the planted fault: the memory is seen to grow
-        monkeypatch.setattr(pool, "GROWTH_BYTES", 1 << 40)
-    with WorkerPool[int, tuple[int, int]](Leak(), 1) as workers:
-        answers = list(workers.map(iter(range(60)), described=str, noted=lambda note: None))
+def test_a_worker_that_leaks_is_replaced(replaced: bool) -> None:
+    # The planted fault is a bound that is never met: the memory is seen to grow.
+    answers = in_fresh_process(leak, pool.GROWTH_BYTES if replaced else 1 << 40)
     sizes = [size for _, size in answers]
     grown = max(sizes) - sizes[0]
     assert len(answers) == 60

@@ -21,8 +21,8 @@ RUN = f"{MODEL} --micro-batch-size 1 --mock-data --vocab-size 16 --train-iters 1
 def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """What the process was asked to set; nothing is set."""
     calls: list[str] = []
-    for name in ("set_allocator", "set_fp32_products"):
-        monkeypatch.setattr(initialize, name, lambda choice, name=name: calls.append(f"{name} {choice}") or name)
+    for name in ("set_allocator", "set_fp32_products", "set_scheduling"):
+        monkeypatch.setattr(initialize, name, lambda choice, *_, name=name: calls.append(f"{name} {choice}") or name)
     monkeypatch.setattr(initialize, "pin", lambda launch: calls.append("pin") or frozenset({0, 1}))
     threads = torch.get_num_threads()
     yield calls
@@ -36,19 +36,20 @@ def prepare(flags: str, device: str) -> int:
 
 def test_on_a_cpu_every_setting_is_made_and_said(asked: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert prepare("--cpu-threads 1 --cpu-pinning", "cpu") == torch.get_num_threads() == 1
-    assert asked == ["set_allocator auto", "set_fp32_products auto", "pin"]
+    assert asked == ["set_allocator auto", "set_fp32_products auto", "pin", "set_scheduling auto"]
     assert capsys.readouterr().out.splitlines() == [
         "set_allocator",
         "set_fp32_products",
         "each rank stays on its own cores; rank 0 on 0, 1",
+        "set_scheduling",
     ]
 
 
 def test_beside_an_accelerator_only_what_was_asked_for(asked: list[str]) -> None:
     prepare("", "meta")
     assert asked == []
-    prepare("--cpu-allocator keep --fp32-products mkl", "meta")
-    assert asked == ["set_allocator keep", "set_fp32_products mkl"]
+    prepare("--cpu-allocator keep --fp32-products mkl --cpu-scheduling batch", "meta")
+    assert asked == ["set_allocator keep", "set_fp32_products mkl", "set_scheduling batch"]
 
 
 def test_the_settings_come_before_anything_large(monkeypatch: pytest.MonkeyPatch, asked: list[str]) -> None:
