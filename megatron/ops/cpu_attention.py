@@ -30,10 +30,10 @@ class ScoresMath(Protocol):
         """The gradient of the probabilities becomes that of the scores."""
 
     def gradients_(self, grads: Triple, parts: Triple, block: int, causal: bool) -> None:
-        """`grads`, those of query, key and value [batch, heads or groups, seq, d], are put together from what each block
-        of `block` queries brought, one behind the other: [batch * groups, rows, d], whose rows are the block's queries,
-        or the keys that it sees: those up to its last query's (`causal`) or all. What keys receive from several blocks
-        is added up in their order, in fp32 or wider."""
+        """`grads`, those of query, key and value [batch, heads or groups, seq, d], are put together from what each
+        block of `block` queries brought, one behind the other: [batch * groups, rows, d], whose rows are the block's
+        queries, or the keys that it sees: those up to its last query's (`causal`) or all. What keys receive from
+        several blocks is added up in their order, in fp32 or wider."""
 
 
 class TorchScores:

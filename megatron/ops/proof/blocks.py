@@ -1,4 +1,5 @@
-"""The gradients of attention in blocks, put together on the CPU: the oracle adds blocks as wide as the whole sequence."""
+"""The gradients of attention in blocks, put together on the CPU. The oracle adds up blocks as wide as
+the sequence."""
 
 from __future__ import annotations
 

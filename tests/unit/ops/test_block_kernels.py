@@ -1,5 +1,5 @@
-"""Putting together the gradients of attention in blocks: what does not fit is refused, planted bugs are seen; and thirds
-of one tensor, where a plain split would copy."""
+"""Putting together the gradients of attention in blocks: what does not fit is refused, planted bugs are seen. And
+thirds of one tensor, where a plain split would copy."""
 
 from __future__ import annotations
 
