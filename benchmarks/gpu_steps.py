@@ -13,11 +13,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import shlex
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,34 +56,44 @@ SIZES = (
 NAMED = {size.name: size for size in SIZES}
 
 
-def command(size: Size, device: str, iters: int, metrics: Path, extra: list[str]) -> list[str]:
+def run_flags(size: Size, device: str, iters: int, *, log_interval: int = BLOCK) -> list[str]:
+    """For pretrain_gpt.py."""
     flags: dict[str, Any] = {
         "--num-layers": size.layers, "--hidden-size": size.hidden, "--num-attention-heads": size.heads,
         "--seq-length": size.seq, "--max-position-embeddings": size.seq, "--vocab-size": size.vocab,
         "--micro-batch-size": size.micro_batch, "--train-iters": iters, "--lr": 1e-4, "--eval-iters": 0,
-        "--attention-dropout": 0, "--hidden-dropout": 0, "--log-interval": BLOCK, "--device": device,
-        "--metrics-jsonl": metrics,
+        "--attention-dropout": 0, "--hidden-dropout": 0, "--log-interval": log_interval, "--device": device,
     }  # fmt: skip
-    words = [str(word) for pair in flags.items() for word in pair]
-    return [sys.executable, str(ROOT / "pretrain_gpt.py"), *words, "--bf16", "--mock-data", *extra]
+    return [*(str(word) for pair in flags.items() for word in pair), "--bf16", "--mock-data"]
 
 
-def measure(size: Size, device: str, iters: int, warm_up: int, extra: list[str]) -> dict[str, Any]:
+def measure(
+    size: Size, device: str, iters: int, warm_up: int, extra: list[str], until: float = math.inf
+) -> dict[str, Any]:
+    """`until`: by time.monotonic(), when it must be over."""
     with tempfile.TemporaryDirectory() as folder:
         metrics = Path(folder) / "metrics.jsonl"
-        done = subprocess.run(
-            command(size, device, iters, metrics, extra), capture_output=True, text=True, check=False
-        )  # fmt: skip
-        if done.returncode:
-            return {"size": size.name, "failed": (done.stderr.strip().splitlines() or ["no message"])[-1]}
-        records = [json.loads(line) for line in metrics.read_text().splitlines()]
+        command = [sys.executable, str(ROOT / "pretrain_gpt.py"), *run_flags(size, device, iters), *extra]
+        command += ["--metrics-jsonl", str(metrics)]
+        seconds = max(0.0, until - time.monotonic())
+        try:
+            done = subprocess.run(
+                command, capture_output=True, text=True, check=False, timeout=None if until == math.inf else seconds
+            )
+            failed = done.returncode != 0
+            said = done.stderr.strip().splitlines() or ["no message"]
+        except subprocess.TimeoutExpired:
+            failed, said = True, [f"not done within the {seconds:.0f} s that were left"]
+        records = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.is_file() else []
     blocks = [r for r in records if r["split"] == "train" and r["iteration"] > warm_up]
-    if not blocks:
-        raise SystemExit(f"--iters {iters}: nothing is left to measure after --warm-up {warm_up}")
+    result = {"size": size.name, **({"failed": said[-1], "said": said[-30:]} if failed else {})}
+    return result | (_medians(size, blocks) if blocks else {})
+
+
+def _medians(size: Size, blocks: list[dict[str, Any]]) -> dict[str, Any]:
     seconds = statistics.median(r["seconds_per_iteration"] for r in blocks)
     tflops = statistics.median(r["tflops_per_device"] for r in blocks)
     return {
-        "size": size.name,
         "blocks": len(blocks),
         "ms": 1e3 * seconds,
         "tokens_per_second": size.micro_batch * size.seq / seconds,
@@ -93,7 +106,7 @@ def measure(size: Size, device: str, iters: int, warm_up: int, extra: list[str])
 
 
 def line(size: Size, result: dict[str, Any]) -> str:
-    if "failed" in result:
+    if "ms" not in result:
         return f"{size.name:<6} {result['failed']}"
     share = result["utilisation"]
     verdict = ""
@@ -105,27 +118,33 @@ def line(size: Size, result: dict[str, Any]) -> str:
     return (
         f"{size.name:<6} {result['ms']:>9.1f} ms {result['tokens_per_second']:>10.0f} tokens/s "
         f"{result['samples_per_second']:>8.1f} samples/s {result['tflops']:>7.1f} TFLOP/s {share:>6.1%}  {verdict}"
+        f"{'; then ' + result['failed'] if 'failed' in result else ''}"
     ).rstrip()
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None, about: Mapping[str, Any] | None = None) -> int:
+    """`about`: what else the record is to say."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", nargs="+", choices=NAMED, default=[s.name for s in SIZES if s.name != "tiny"])
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--iters", type=int, default=40)
     parser.add_argument("--warm-up", type=int, default=15, help="iterations that do not count")
     parser.add_argument("--flags", default="", help='more flags for pretrain_gpt.py, as in --flags="--cuda-graphs"')
-    parser.add_argument("--json", type=Path, help="also write the results here")
-    args = parser.parse_args()
-    results = []
+    parser.add_argument("--seconds", type=float, default=math.inf, help="for everything")
+    parser.add_argument("--json", type=Path, help="also write the results here, after every size")
+    args = parser.parse_args(arguments)
+    if args.iters < args.warm_up + BLOCK:
+        parser.error(f"--iters {args.iters}: nothing is left to measure after --warm-up {args.warm_up}")
+    results: list[dict[str, Any]] = []
+    until = time.monotonic() + args.seconds
     for name in args.sizes:
-        results.append(measure(NAMED[name], args.device, args.iters, args.warm_up, shlex.split(args.flags)))
+        results.append(measure(NAMED[name], args.device, args.iters, args.warm_up, shlex.split(args.flags), until))
         print(line(NAMED[name], results[-1]), flush=True)
-    if args.json is not None:
-        args.json.write_text(json.dumps({"flags": args.flags, "device": args.device, "results": results}, indent=1))
-    if any("failed" in result for result in results):
-        raise SystemExit(1)
+        if args.json is not None:
+            record = {**(about or {}), "flags": args.flags, "results": results}
+            args.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    return int(any("failed" in result for result in results))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

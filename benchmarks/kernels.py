@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import json
+import math
 import statistics
 import sys
 import time
@@ -53,6 +54,10 @@ class Case:
     moved: Callable[[tuple[Any, ...]], int]  # bytes that must be read and written
     differentiable: bool = True
     constants: tuple[int, ...] = ()  # positions of the arguments that have no gradient
+    cpu_only: bool = False
+
+    def runs_on(self, device: str) -> bool:
+        return device == "cpu" or not self.cpu_only
 
 
 def keep_freed_memory() -> None:
@@ -87,12 +92,13 @@ def norm_inputs(summed: bool, bias: bool) -> Callable[[torch.dtype, str], tuple[
 def norm_case(op: str, *, summed: bool = False, bias: bool = False) -> Case:
     # Forward x -> out, backward x, grad -> grad_x; a sum adds the residual, itself, and its gradient.
     passes = 8 if summed else 5
+    plain, fused = (getattr(module, op.removeprefix("add_")) for module in (ref, builtin))
     return Case(
         op=op,
         shape="4096 x 768",
         ours=OPERATIONS[op].make,
-        eager=getattr(builtin, op),
-        formula=getattr(ref, op),
+        eager=ref.of_sum(fused) if summed else fused,
+        formula=ref.of_sum(plain) if summed else plain,
         inputs=norm_inputs(summed, bias),
         moved=lambda args: size(args[0]) * passes,
     )
@@ -187,6 +193,7 @@ CASES: tuple[Case, ...] = (
             formula=partial(builtin.sdpa, **CAUSAL),
             inputs=partial(attention_inputs, batch, heads, seq),
             moved=lambda args: size(args[0]) * 11,  # forward 3 + 1, backward 4 + 3
+            cpu_only=True,
         )
         for batch, heads, seq in ((8, 6, 256), (8, 8, 512), (4, 12, 1024), (2, 8, 2048))
     ),
@@ -281,7 +288,9 @@ def _floating(arg: Any) -> bool:
     return isinstance(arg, Tensor) and arg.is_floating_point()
 
 
-def contenders(case: Case, dtype: torch.dtype, device: str, only: Sequence[str]) -> dict[str, Callable[[], None]]:
+def contenders(
+    case: Case, dtype: torch.dtype, device: str, only: Sequence[str], failed: dict[str, str]
+) -> dict[str, Callable[[], None]]:
     args = case.inputs(dtype, device)
     source = torch.randn(case.moved(args) // 8, device=device)
     target = torch.empty_like(source)
@@ -291,7 +300,14 @@ def contenders(case: Case, dtype: torch.dtype, device: str, only: Sequence[str])
         "compile": lambda: step_of(torch.compile(case.formula), args, case),
         "floor": lambda: lambda: target.copy_(source),
     }
-    return {name: makers[name]() for name in CONTENDERS if name in only}
+    made = {}
+    for name in CONTENDERS:
+        try:
+            if name in only:
+                made[name] = makers[name]()
+        except Exception as error:
+            failed[name] = reason(error)
+    return made
 
 
 def seconds_of(step: Callable[[], None], device: str, clock: Callable[[], float]) -> float:
@@ -309,16 +325,27 @@ def seconds_of(step: Callable[[], None], device: str, clock: Callable[[], float]
 
 
 def measure(case: Case, dtype: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Who fails is left out, with the reason: one of many must not end a run on a borrowed machine."""
     clock = time.process_time if args.threads == 1 else time.perf_counter
-    steps = contenders(case, DTYPES[dtype], args.device, args.only)
-    times: dict[str, list[float]] = {name: [] for name in steps}
+    times: dict[str, list[float]] = {}
+    failed: dict[str, str] = {}
+    steps = contenders(case, DTYPES[dtype], args.device, args.only, failed)
     for turn in range(args.warmup + args.rounds):
-        for name, step in steps.items():
-            seconds = seconds_of(step, args.device, clock)
+        for name, step in list(steps.items()):
+            try:
+                seconds = seconds_of(step, args.device, clock)
+            except Exception as error:
+                failed[name] = reason(error)
+                steps.pop(name)
+                continue
             if turn >= args.warmup:
-                times[name].append(seconds)
-    milliseconds = {name: 1e3 * statistics.median(values) for name, values in times.items()}
-    return {"op": case.op, "shape": case.shape, "dtype": dtype, "ms": milliseconds}
+                times.setdefault(name, []).append(seconds)
+    milliseconds = {name: 1e3 * statistics.median(values) for name, values in times.items() if name not in failed}
+    return {"op": case.op, "shape": case.shape, "dtype": dtype, "ms": milliseconds, "failed": failed}
+
+
+def reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or ['no message'])[0]}"
 
 
 def line(result: dict[str, Any]) -> str:
@@ -327,6 +354,7 @@ def line(result: dict[str, Any]) -> str:
     parts += [f"{name} {value:8.3f} ms" for name, value in times.items()]
     if "ours" in times:
         parts += [f"{value / times['ours']:5.2f}x {name}" for name, value in times.items() if name != "ours"]
+    parts += [f"{name} FAILED: {said}" for name, said in result["failed"].items()]
     return "  ".join(parts)
 
 
@@ -339,19 +367,24 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--warmup", type=int, default=3)
-    parser.add_argument("--json", type=Path, help="also write the results here")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="no case is begun after that")
+    parser.add_argument("--json", type=Path, help="also write the results here, after every case")
     args = parser.parse_args(arguments)
     if library().missing is not None:
         parser.error(f"the kernels are {library().missing}")
     keep_freed_memory()
     torch.set_num_threads(args.threads)
-    results = []
-    for case in CASES:
-        for dtype in args.dtype if args.op is None or case.op in args.op else ():
+    until, results = time.monotonic() + args.seconds, []
+    chosen = [case for case in CASES if (args.op is None or case.op in args.op) and case.runs_on(args.device)]
+    for dtype in args.dtype:
+        for case in chosen if time.monotonic() < until else ():
             results.append(measure(case, dtype, args))
             print(line(results[-1]), flush=True)
-    if args.json is not None:
-        args.json.write_text(json.dumps({"torch": torch.__version__, "results": results}, indent=1) + "\n")
+            if args.json is not None:
+                args.json.write_text(json.dumps({"torch": torch.__version__, "results": results}, indent=1) + "\n")
+            if time.monotonic() > until:
+                print(f"--seconds {args.seconds:.0f} are over", flush=True)
+                break
     return results
 
 

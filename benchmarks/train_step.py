@@ -17,23 +17,22 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import statistics
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.peers import BETAS, CLIP, LEARNING_RATE, WEIGHT_DECAY, Place, Shape, Step, plain_step, transformers_step
+from benchmarks.turns import Contenders, Turn, rotated, speed_over
 from megatron.config.sections import ModelConfig, OptimizerConfig, PrecisionConfig
 from megatron.data_parallel import GradBuffers
 from megatron.distributed.state import Axis
@@ -46,18 +45,6 @@ from megatron.utils.device import peak_resident_bytes
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
-BETAS, LEARNING_RATE, WEIGHT_DECAY, CLIP = (0.9, 0.95), 3e-4, 0.1, 1.0
-Step = Callable[[], float]
-
-
-@dataclass(frozen=True)
-class Shape:
-    layers: int
-    hidden: int
-    heads: int
-    seq: int
-    vocab: int
-    batch: int
 
 
 @dataclass(frozen=True)
@@ -91,91 +78,15 @@ def ours_step(shape: Shape, dtype: torch.dtype, tokens: Tensor, labels: Tensor, 
     settings = OptimizerConfig(clip_grad=CLIP, adam_beta1=BETAS[0], adam_beta2=BETAS[1])
     optimizer = build_optimizer(grads, settings, PrecisionConfig(bf16=dtype == torch.bfloat16), kernels=ops)
 
-    def step() -> float:
+    def step() -> Tensor:
         grads.zero()
         loss = model(tokens, labels=labels).sum() / labels.numel()
         loss.backward()
         grads.reduce()
         optimizer.step(lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY)
-        return loss.item()
+        return loss.detach()
 
     return step
-
-
-def peer_step(model: nn.Module, loss_of: Callable[[nn.Module], Tensor]) -> Step:
-    """What a plain PyTorch loop does, at its best: fused AdamW, gradients dropped rather than zeroed."""
-    parameters = list(model.parameters())
-    optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATE, betas=BETAS, weight_decay=WEIGHT_DECAY, fused=True)
-
-    def step() -> float:
-        optimizer.zero_grad(set_to_none=True)
-        loss = loss_of(model)
-        loss.backward()
-        nn.utils.clip_grad_norm_(parameters, CLIP)
-        optimizer.step()
-        return loss.item()
-
-    return step
-
-
-def transformers_step(shape: Shape, dtype: torch.dtype, tokens: Tensor, labels: Tensor) -> Step | None:
-    try:
-        from transformers import GPT2Config, GPT2LMHeadModel
-    except ImportError:
-        return None
-    settings: dict[str, Any] = {
-        "n_layer": shape.layers,
-        "n_embd": shape.hidden,
-        "n_head": shape.heads,
-        "n_positions": shape.seq,
-        "vocab_size": shape.vocab,
-        "use_cache": False,
-        "attn_implementation": "sdpa",
-    }
-    settings |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-    config = GPT2Config(**settings)
-    model: nn.Module = GPT2LMHeadModel(config)
-    model.to(dtype=dtype).train()
-    return peer_step(model, lambda model: model(input_ids=tokens, labels=labels).loss)
-
-
-class PlainBlock(nn.Module):
-    def __init__(self, shape: Shape) -> None:
-        super().__init__()
-        self.heads = shape.heads
-        self.norm1, self.norm2 = nn.LayerNorm(shape.hidden), nn.LayerNorm(shape.hidden)
-        self.qkv, self.out = nn.Linear(shape.hidden, 3 * shape.hidden), nn.Linear(shape.hidden, shape.hidden)
-        self.up, self.down = nn.Linear(shape.hidden, 4 * shape.hidden), nn.Linear(4 * shape.hidden, shape.hidden)
-
-    def forward(self, x: Tensor) -> Tensor:
-        batch, seq, hidden = x.shape
-        parts = self.qkv(self.norm1(x)).split(hidden, dim=2)
-        query, key, value = (part.view(batch, seq, self.heads, -1).transpose(1, 2) for part in parts)
-        core = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        x = x + self.out(core.transpose(1, 2).contiguous().view(batch, seq, hidden))
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
-
-
-class PlainGPT(nn.Module):
-    """The shape of nanoGPT: one class, no options."""
-
-    def __init__(self, shape: Shape) -> None:
-        super().__init__()
-        self.words, self.places = nn.Embedding(shape.vocab, shape.hidden), nn.Embedding(shape.seq, shape.hidden)
-        self.blocks = nn.ModuleList(PlainBlock(shape) for _ in range(shape.layers))
-        self.norm = nn.LayerNorm(shape.hidden)
-        self.head = nn.Linear(shape.hidden, shape.vocab, bias=False)
-        for parameter in self.parameters():
-            if parameter.dim() > 1:
-                nn.init.normal_(parameter, std=0.02)
-        self.head.weight = self.words.weight
-
-    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
-        x = self.words(tokens) + self.places(torch.arange(tokens.shape[1]))
-        for block in self.blocks:
-            x = block(x)
-        logits = self.head(self.norm(x))
-        return F.cross_entropy(logits.view(-1, logits.shape[-1]), labels.view(-1), ignore_index=-1)
 
 
 def floor_step(shape: Shape, dtype: torch.dtype) -> Step:
@@ -199,7 +110,7 @@ def floor_step(shape: Shape, dtype: torch.dtype) -> Step:
         torch.mm(y, weight, out=results[id(x)])
         torch.mm(y.t(), x, out=results[id(weight)])
 
-    def step() -> float:
+    def step() -> Tensor:
         for _ in range(shape.layers):
             for triple in linears:
                 products(*triple)
@@ -208,21 +119,16 @@ def floor_step(shape: Shape, dtype: torch.dtype) -> Step:
             for _ in range(4):  # output, and the gradients of value, query and key
                 torch.bmm(scores, query)
         products(*head)
-        return 0.0
+        return torch.zeros(())
 
     return step
-
-
-def plain_step(shape: Shape, dtype: torch.dtype, tokens: Tensor, labels: Tensor, *, compiled: bool) -> Step:
-    model: Any = PlainGPT(shape).to(dtype)
-    return peer_step(torch.compile(model) if compiled else model, lambda model: model(tokens, labels))
 
 
 @dataclass(frozen=True)
 class Contender:
     """How a step is made, and the settings of its process: those of a run, or torch's own."""
 
-    make: Callable[[Task, Tensor, Tensor], Step | None]
+    make: Callable[[Task, Tensor, Tensor], Step]
     allocator: str = "system"
     products: str = "mkl"
     counts: str = ""  # as a peer or as the floor; else it is only shown
@@ -232,16 +138,16 @@ def _ours(task: Task, tokens: Tensor, labels: Tensor) -> Step:
     return ours_step(task.shape, task.dtype, tokens, labels, task.kernels)
 
 
-def _transformers(task: Task, tokens: Tensor, labels: Tensor) -> Step | None:
-    return transformers_step(task.shape, task.dtype, tokens, labels)
+def _transformers(task: Task, tokens: Tensor, labels: Tensor) -> Step:
+    return transformers_step(task.shape, Place(task.dtype), lambda: (tokens, labels))
 
 
 def _plain(task: Task, tokens: Tensor, labels: Tensor) -> Step:
-    return plain_step(task.shape, task.dtype, tokens, labels, compiled=False)
+    return plain_step(task.shape, Place(task.dtype), lambda: (tokens, labels))
 
 
 def _compiled(task: Task, tokens: Tensor, labels: Tensor) -> Step:
-    return plain_step(task.shape, task.dtype, tokens, labels, compiled=True)
+    return plain_step(task.shape, Place(task.dtype, compiled=True), lambda: (tokens, labels))
 
 
 def _floor(task: Task, tokens: Tensor, labels: Tensor) -> Step:
@@ -263,62 +169,39 @@ CONTENDERS = {
 USUAL = ("ours", "transformers", "plain", "compiled", "floor", "floor-auto")
 
 
-def serve(name: str, task: Task, link: Connection) -> None:
-    """A contender's process: answers every message with the time of one step and the peak memory so far."""
-    contender = CONTENDERS[name]
+def prepare(name: str, task: Task) -> Turn:
+    """In a contender's process: what makes a step and tells its time and the peak memory so far."""
+    contender, clock = CONTENDERS[name], CLOCKS[task.clock]
     set_allocator(contender.allocator)
     set_fp32_products(contender.products)
     torch.set_num_threads(task.threads)
     torch.manual_seed(0)
     size = (task.shape.batch, task.shape.seq)
     tokens, labels = torch.randint(task.shape.vocab, size), torch.randint(task.shape.vocab, size)
-    step, clock = contender.make(task, tokens, labels), CLOCKS[task.clock]
-    link.send(step is not None)
-    while step is not None and link.recv():
+    step = contender.make(task, tokens, labels)
+
+    def turn(steps: int) -> dict[str, Any]:
         start = clock()
-        step()
-        link.send((clock() - start, peak_resident_bytes()))
+        for _ in range(steps):
+            step().item()
+        return {"seconds": clock() - start, "peak": peak_resident_bytes()}
+
+    return turn
 
 
-class Runner:
-    """The processes of the contenders that are installed."""
-
-    def __init__(self, names: list[str], task: Task) -> None:
-        self.links: dict[str, Connection] = {}
-        self.peaks: dict[str, int] = {}
-        self._processes: list[BaseProcess] = []
-        context = multiprocessing.get_context("spawn")
-        for name in names:
-            here, there = context.Pipe()
-            process = context.Process(target=serve, args=(name, task, there), daemon=True)
-            process.start()
-            there.close()  # so that a contender that dies is an error here, not a wait
-            self._processes.append(process)
-            if here.recv():
-                self.links[name] = here
-            else:
-                print(f"{name}: not installed, left out")
-
-    def step(self, name: str) -> float:
-        self.links[name].send(True)
-        seconds, self.peaks[name] = self.links[name].recv()
-        return float(seconds)
-
-    def measure(self, rounds: int, warmup: int) -> dict[str, list[float]]:
-        times: dict[str, list[float]] = {name: [] for name in self.links}
-        for number in range(-warmup, rounds):
-            names = list(self.links)
-            for name in names[number % len(names) :] + names[: number % len(names)]:  # nobody always follows the same
-                seconds = self.step(name)
-                if number >= 0:
-                    times[name].append(seconds)
-        return times
-
-    def close(self) -> None:
-        for link in self.links.values():
-            link.send(False)
-        for process in self._processes:
-            process.join()
+def measure(contenders: Contenders, rounds: int, warmup: int) -> tuple[dict[str, list[float]], dict[str, int]]:
+    """Seconds of every step, and the peak memory, of each."""
+    times: dict[str, list[float]] = {name: [] for name in contenders.names}
+    peaks: dict[str, int] = {}
+    for number in range(-warmup, rounds):
+        for name in rotated(contenders.names, number):
+            measured = contenders.turn(name, 1)
+            if measured is None:
+                raise SystemExit(f"{name}: {contenders.left_out[name]}")
+            peaks[name] = measured["peak"]
+            if number >= 0:
+                times[name].append(measured["seconds"])
+    return times, peaks
 
 
 def report(times: dict[str, list[float]], peaks: dict[str, int], tokens: int) -> dict[str, float]:
@@ -327,7 +210,7 @@ def report(times: dict[str, list[float]], peaks: dict[str, int], tokens: int) ->
     ratios = {}
     for name, samples in times.items():
         median = statistics.median(samples)
-        ratios[name] = statistics.median(theirs / ours for theirs, ours in zip(samples, times["ours"], strict=True))
+        ratios[name] = statistics.median(speed_over(times, name))
         print(f"{name:<14} {median * 1e3:>9.1f} {tokens / median:>9.0f} {peaks[name] >> 20:>9}   {ratios[name]:.3f}")
     for kind in ("peer", "floor"):
         named = [name for name in times if CONTENDERS[name].counts == kind]
@@ -363,10 +246,16 @@ def main() -> None:
     shape = Shape(args.layers, args.hidden, args.heads, args.seq, args.vocab, args.batch)
     task = Task(shape, DTYPES[args.dtype], args.threads, args.clock, args.kernels)
     print(f"{shape}, {args.dtype}, {args.threads} threads, {args.clock} clock, torch {torch.__version__}")
-    runner = Runner(list(dict.fromkeys(["ours", *args.only])), task)
-    times = runner.measure(args.steps, args.warmup)
-    runner.close()
-    ratios = report(times, runner.peaks, shape.batch * shape.seq)
+    contenders = Contenders()
+    try:
+        for name in dict.fromkeys(["ours", *args.only]):
+            contenders.start(name, partial(prepare, name, task))
+            if contenders.answer(name) is None:
+                print(f"{name}: left out: {contenders.left_out[name]}")
+        times, peaks = measure(contenders, args.steps, args.warmup)
+    finally:
+        contenders.close()
+    ratios = report(times, peaks, shape.batch * shape.seq)
     if args.json is not None:
         result = {"shape": asdict(shape), "dtype": args.dtype, "seconds": times, "our_speed_over_theirs": ratios}
         args.json.write_text(json.dumps(result, indent=1))

@@ -56,3 +56,9 @@ class PeerLostError(MegatronError):
     """Another rank died or could not be reached."""
 
     exit_code = 17
+
+
+class InterruptError(MegatronError):
+    """The user pressed Ctrl-C (SIGINT)."""
+
+    exit_code = 130

@@ -1,27 +1,33 @@
-"""Checks on a GPU what cannot be checked without one. Each part takes less than eight minutes.
+"""Checks on a GPU what cannot be checked without one. Each part ends before --seconds are over (450).
 
     python tools/gpu_check.py --part ops       # every CUDA kernel: right, repeatable, how fast; writes the record
     python tools/gpu_check.py --part steps     # whole training steps (benchmarks/gpu_steps.py)
+    python tools/gpu_check.py --part peers     # beside transformers and a plain model (benchmarks/gpu_peers.py)
 
 `ops` builds the kernels if they do not load, compares each with fp64 and with its CPU twin on fresh random inputs,
 twice, lets compute-sanitizer look at small shapes where it is installed, times each against PyTorch, torch.compile and
 a copy of its bytes, and writes megatron/ops/gpu_verified.json. `--kernels auto` takes a CUDA kernel only if its source
-is in that record as it is: commit it. `--device cpu` does the same with the CPU kernels, to see that this tool runs.
+is in that record as it is: commit it. The other parts write gpu_check_steps.json and gpu_check_peers.json; what stands
+after -- goes to their benchmark: `--part peers -- --sizes 345M`. Whatever has been measured is written at once, so that
+a run that is cut off leaves it. `--device cpu` does the same with the CPU, small, to see that this tool runs.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import os
 import platform
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +35,16 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks import gpu_peers, gpu_steps
+from megatron.config.tool import run_tool
 from megatron.ops.library import PATH, VERIFIED, library
 from megatron.ops.proof import SUBJECTS, Draw, Subject, check, flat_tensors
 
 ROOT = Path(__file__).resolve().parent.parent
 SMALL = 20_000  # elements: what compute-sanitizer does in seconds
+SANITIZER_FOUND = 9  # its exit code when it found something
+WRONG = 3  # our own when a kernel was wrong
+OUR_KERNELS = "kns=2mk4cuda"  # what their mangled names have in common: what torch launches is not our business
 SANITIZERS = ("memcheck", "racecheck", "synccheck")
 DRIVER = ("nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader")
 
@@ -90,7 +101,7 @@ def make_ready(device: str) -> str | None:
     if reason is None:
         return None
     print(f"the kernels are {reason}: building", flush=True)
-    print(output_of(sys.executable, "setup.py", "-q", "build_ext", "--inplace"), flush=True)
+    print(output_of(sys.executable, "csrc/build.py"), flush=True)
     return why_not(device)
 
 
@@ -111,8 +122,8 @@ def judge(
             continue
         try:
             findings = check(subject, call, *where)
-        except (RuntimeError, AssertionError) as error:  # a launch that failed, an argument that was changed
-            wrong.append(f"{call.name}: {str(error).splitlines()[0]}")
+        except Exception as error:  # a launch that failed, an argument that was changed, an output of a wrong shape
+            wrong.append(f"{call.name}: {(str(error).splitlines() or [type(error).__name__])[0]}")
             continue
         errors += [finding.error for finding in findings]
         wrong += [f"{call.name}: {finding.tensor}: {finding.wrong}" for finding in findings if finding.wrong]
@@ -130,40 +141,110 @@ def judge_all(
         for dtype in subject.dtypes:
             verdict = judge(subject, dtype, seed, where, twin, largest)
             verdicts.append(verdict)
-            say(
-                f"{verdict.op:<24} {verdict.dtype:<9} {verdict.tensors:4} tensors  error {verdict.error:.2e}  "
-                f"CPU {verdict.error_of_twin:.2e}  {'; '.join(verdict.wrong[:3]) or 'right'}"
-            )
+            say(line(verdict))
     return verdicts
 
 
-def sanitize(seed: int) -> dict[str, str]:
-    """The same comparison under each of compute-sanitizer's tools, on small shapes; 'clean' or what was said last."""
+def line(verdict: Verdict) -> str:
+    return (
+        f"{verdict.op:<24} {verdict.dtype:<9} {verdict.tensors:4} tensors  error {verdict.error:.2e}  "
+        f"CPU {verdict.error_of_twin:.2e}  {'; '.join(verdict.wrong[:3]) or 'right'}"
+    )
+
+
+def judge_apart(args: argparse.Namespace, seconds: float) -> list[Verdict]:
+    """Every source in a process of its own, at the same time: after an illegal access a process can use its GPU no
+    more, and the other sources are to be judged all the same."""
+    sources = sorted({subject.source for subject in SUBJECTS.values()})
+    until, verdicts = time.monotonic() + seconds, []
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, __file__, "--part", "ops", "--device", args.device, "--seed", str(args.seed)]
+        files = {source: Path(folder) / f"{source}.json" for source in sources}
+        started = {
+            source: subprocess.Popen([*command, "--judge", source, "--out", str(file)], cwd=ROOT)
+            for source, file in files.items()
+        }
+        for source, process in started.items():
+            try:
+                code = process.wait(max(0.0, until - time.monotonic()))
+                ended = f"its process ended with exit code {code}" if code else ""
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+                ended = f"not judged within {seconds:.0f} s"
+            file = files[source]
+            found = [Verdict(**v) for v in json.loads(file.read_text())] if file.is_file() else []
+            found = [replace(verdict, wrong=tuple(verdict.wrong)) for verdict in found]
+            if ended:
+                print(f"{source}: {ended}", flush=True)
+                found.append(Verdict(source, source, "", 0, 0.0, 0.0, (ended,)))
+            verdicts += found
+    return verdicts
+
+
+def judge_one(args: argparse.Namespace) -> int:
+    """What `judge_apart` starts; writes what is known after every dtype."""
+    twin = library().ops if args.device == "cuda" else None
+    verdicts: list[Verdict] = []
+    for subject in SUBJECTS.values():
+        if subject.source == args.judge:
+            for dtype in subject.dtypes:
+                verdicts.append(judge(subject, dtype, args.seed, (library().ops, args.device), twin))
+                print(line(verdicts[-1]), flush=True)
+                args.out.write_text(json.dumps([asdict(verdict) for verdict in verdicts]))
+    return 0
+
+
+def sanitize(seed: int, seconds: float = 150) -> dict[str, str]:
+    """The same comparison under each of compute-sanitizer's tools at the same time, on small shapes; 'clean' or what
+    was said last."""
     program = shutil.which("compute-sanitizer")
     if program is None:
         return dict.fromkeys(SANITIZERS, "not run: compute-sanitizer is not installed")
-    results = {}
-    for tool in SANITIZERS:
-        command = [program, "--tool", tool, "--error-exitcode", "9", sys.executable, __file__]
-        command += ["--part", "ops", "--only-small", "--seed", str(seed)]
-        try:
-            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120)
-            results[tool] = "clean" if done.returncode == 0 else (done.stdout + done.stderr).strip()[-300:]
-        except subprocess.TimeoutExpired:
-            results[tool] = "not run: it took longer than 120 s"
-        print(f"compute-sanitizer {tool}: {results[tool]}", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        started = {tool: _sanitizing(program, tool, seed, Path(folder) / tool) for tool in SANITIZERS}
+        until, results = time.monotonic() + seconds, {}
+        for tool, process in started.items():
+            try:
+                code = process.wait(max(0.0, until - time.monotonic()))
+                said = (Path(folder) / tool).read_text(errors="replace").strip()
+                results[tool] = _verdict(code, said)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)  # the program that it looks at, too
+                process.wait()
+                results[tool] = f"not run: it took longer than {seconds:.0f} s"
+            print(f"compute-sanitizer {tool}: {results[tool]}", flush=True)
     return results
+
+
+def _sanitizing(program: str, tool: str, seed: int, output: Path) -> subprocess.Popen[bytes]:
+    command = [program, "--tool", tool, "--error-exitcode", str(SANITIZER_FOUND), "--kernel-name", OUR_KERNELS]
+    if tool == "memcheck":
+        command += ["--report-api-errors", "no"]  # torch asks the driver for things that it may not have
+    command += [sys.executable, __file__, "--part", "ops", "--only-small", "--seed", str(seed)]
+    with output.open("wb") as file:
+        return subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
+
+
+def _verdict(code: int, said: str) -> str:
+    """A tool that could not look at the program has found nothing in it."""
+    if code == 0:
+        return "clean"
+    return said[-600:] if code in (SANITIZER_FOUND, WRONG) else f"not run: exit code {code}: {said[-300:]}"
 
 
 # ---------------------------------------------------------------- fast
 
 
-def times(device: str, rounds: int) -> list[dict[str, Any]]:
+def times(device: str, rounds: int, seconds: float) -> list[dict[str, Any]]:
+    """bf16 first: it is what trains. What was measured before it failed or the time was out counts."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "times.json"
         command = [sys.executable, "benchmarks/kernels.py", "--device", device, "--rounds", str(rounds)]
-        done = subprocess.run([*command, "--json", str(path)], cwd=ROOT, check=False)
-        return json.loads(path.read_text())["results"] if done.returncode == 0 else []
+        command += ["--dtype", "bf16", "fp32", "--seconds", f"{seconds:.0f}", "--json", str(path)]
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            subprocess.run(command, cwd=ROOT, check=False, timeout=seconds + 40)
+        return list(json.loads(path.read_text())["results"]) if path.is_file() else []
 
 
 # ---------------------------------------------------------------- the record
@@ -185,38 +266,63 @@ def write_record(path: Path, record: dict[str, Any]) -> None:
 
 
 def check_ops(args: argparse.Namespace) -> int:
+    start = time.monotonic()
     if (reason := make_ready(args.device)) is not None:
         print(f"the kernels are {reason}", file=sys.stderr)
         return 1
     where = library().ops, args.device
     if args.only_small:
-        return int(any(verdict.wrong for verdict in judge_all(args.seed, where, None, largest=SMALL)))
-    start, about = time.monotonic(), environment(args.device)
-    print("\n".join(f"{name}: {value}" for name, value in about.items()), f"seed: {args.seed}", sep="\n", flush=True)
-    verdicts = judge_all(args.seed, where, library().ops if args.device == "cuda" else None)
-    sanitized = sanitize(args.seed) if args.device == "cuda" else {}
+        return WRONG * any(verdict.wrong for verdict in judge_all(args.seed, where, None, largest=SMALL))
+    if args.judge is not None:
+        return judge_one(args)
+    about = about_run(args)
+    print("\n".join(f"{name}: {value}" for name, value in about["environment"].items()), f"seed: {args.seed}", sep="\n")
+    verdicts = judge_apart(args, args.seconds / 2)
     built = json.loads(PATH.with_suffix(".json").read_text(encoding="utf-8"))["cuda_sources"]
-    record = {
-        "device_type": args.device,
-        "sources": verified_sources(verdicts, built, sanitized),
-        "environment": about,
-        "seed": args.seed,
-        "sanitizer": sanitized,
-        "verdicts": [asdict(verdict) for verdict in verdicts],
-        "times": times(args.device, args.rounds) if args.rounds else [],
-    }
-    write_record(args.out, record)
-    missed = sorted(set(built) - set(record["sources"]))
-    print(f"{args.out}: {', '.join(record['sources']) or 'nothing'} verified; not: {', '.join(missed) or 'none'}; "
+    sanitized = dict.fromkeys(SANITIZERS, "not run: the check was cut off before") if args.device == "cuda" else {}
+
+    def write(**later: Any) -> dict[str, str]:
+        sources = verified_sources(verdicts, built, sanitized)
+        judged = {"sanitizer": sanitized, "verdicts": [asdict(verdict) for verdict in verdicts]}
+        write_record(args.out, about | {"sources": sources} | judged | later)
+        return sources
+
+    write()
+    left = args.seconds - (time.monotonic() - start)
+    if args.device == "cuda":
+        sanitized = sanitize(args.seed, min(150, max(0, left / 2)))
+        write()
+    left = args.seconds - (time.monotonic() - start)
+    sources = write(times=times(args.device, args.rounds, max(0, left - 30)) if args.rounds else [])
+    missed = sorted(set(built) - set(sources))
+    print(f"{args.out}: {', '.join(sources) or 'nothing'} verified; not: {', '.join(missed) or 'none'}; "
           f"{time.monotonic() - start:.0f} s")  # fmt: skip
     return int(bool(missed))
 
 
-def check_steps(args: argparse.Namespace) -> int:
-    return subprocess.run([sys.executable, "benchmarks/gpu_steps.py", "--device", args.device], cwd=ROOT).returncode
+# ---------------------------------------------------------------- whole steps
 
 
-PARTS = {"ops": check_ops, "steps": check_steps}
+def check_benchmark(args: argparse.Namespace) -> int:
+    """It writes the record itself, as it goes."""
+    words = ["--device", args.device, "--seconds", str(args.seconds), "--json", str(args.out)]
+    if args.device == "cpu":
+        words += ["--sizes", "tiny"]
+    main = {"steps": gpu_steps.main, "peers": gpu_peers.main}[args.part]
+    return main([*words, *args.more], about_run(args))
+
+
+def about_run(args: argparse.Namespace) -> dict[str, Any]:
+    """With what every part's record begins."""
+    return {
+        "part": args.part,
+        "device_type": args.device,
+        "environment": environment(args.device),
+        "seed": args.seed,
+    }
+
+
+PARTS = {"ops": check_ops, "steps": check_benchmark, "peers": check_benchmark}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -224,19 +330,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--part", choices=PARTS, default="ops")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--seed", type=int, help="of the inputs; another one every time unless given")
-    parser.add_argument("--rounds", type=int, default=20, help="of the timing; 0: no timing")
-    parser.add_argument("--out", type=Path, help="where the record goes (default on a GPU: beside the kernels)")
+    parser.add_argument("--rounds", type=int, default=20, help="of the timing of ops; 0: no timing")
+    parser.add_argument("--seconds", type=float, default=450, help="for everything")
+    parser.add_argument("--out", type=Path, help="where the record goes (default for ops: beside the kernels)")
     parser.add_argument("--only-small", action="store_true", help="only compare, only small shapes, write nothing")
+    parser.add_argument("--judge", metavar="SOURCE", help="only compare this source; --out gets the verdicts")
+    parser.add_argument("more", nargs="*", help="of steps and peers, after --: for their benchmark")
     args = parser.parse_args(arguments)
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch sees no GPU here; --device cpu checks the CPU kernels in the same way")
-    if args.out is None and args.device == "cuda":
-        args.out = VERIFIED
-    if args.out is None and args.part == "ops" and not args.only_small:
+    if args.more and args.part == "ops":
+        parser.error(f"{' '.join(args.more)}: --part ops has no benchmark of steps to hand that to")
+    if args.out is None:
+        args.out = VERIFIED if args.part == "ops" else Path(f"gpu_check_{args.part}.json")
+    if args.out == VERIFIED and args.device == "cpu" and not args.only_small:
         parser.error("--device cpu: name the file for the record with --out; the committed one is a GPU's")
     args.seed = random.SystemRandom().randrange(2**31) if args.seed is None else args.seed
     return PARTS[args.part](args)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_tool("gpu_check.py", main))

@@ -5,14 +5,18 @@ from __future__ import annotations
 import argparse
 import difflib
 import math
+import os
+import select
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any, NoReturn
 
-from megatron.errors import ConfigError, MegatronError
+from megatron.errors import ConfigError, InterruptError, MegatronError
 
 DEPENDENCIES = ("numpy", "regex", "safetensors", "tokenizers", "torch", "transformers", "yaml")
+_STDOUT = 1
 
 
 class Parser(argparse.ArgumentParser):
@@ -76,7 +80,35 @@ def fraction(text: str) -> float:
 
 
 def run_tool(name: str, job: Callable[[], int | None]) -> int:
-    """The exit code; a MegatronError becomes one line, and so does a Python without our dependencies."""
+    """The exit code; a MegatronError becomes one line, and so does a Python without our dependencies.
+
+    Whose reader has gone (`| head`) ends without a word, with the code of a program that SIGPIPE ended.
+    """
+    try:
+        try:
+            return _exit_code(name, job)
+        finally:  # --help leaves by SystemExit; what is written at Python's very end cannot fail quietly
+            sys.stdout.flush()
+    except BrokenPipeError:
+        if not stdout_is_unread():
+            raise
+        forget_stdout()
+        return 128 + signal.SIGPIPE
+
+
+def stdout_is_unread() -> bool:
+    """Whether its reader has gone."""
+    poll = select.poll()
+    poll.register(_STDOUT, 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
+
+
+def forget_stdout() -> None:
+    """What is still to be written goes nowhere, instead of failing at Python's very end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), _STDOUT)
+
+
+def _exit_code(name: str, job: Callable[[], int | None]) -> int:
     try:
         code = job()
     except MegatronError as error:
@@ -84,7 +116,7 @@ def run_tool(name: str, job: Callable[[], int | None]) -> int:
         return error.exit_code
     except KeyboardInterrupt:
         print(f"{name}: interrupted; nothing was written", file=sys.stderr)
-        return 130
+        return InterruptError.exit_code
     except ModuleNotFoundError as error:
         line = not_installed(error)
         if line is None:

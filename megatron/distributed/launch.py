@@ -174,6 +174,12 @@ def _rendezvous_error(info: LaunchInfo, address: str, host_here: bool, error: Ex
     )
 
 
+def keep_products_repeatable() -> None:
+    """cuBLAS sums in one order only if its workspace has a fixed size, which it reads from the environment at its first
+    product; under deterministic algorithms torch refuses every product without it."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+
 def shutdown(*, barrier: bool = True, timeout: timedelta = timedelta(minutes=10)) -> None:
     """Leaves the process group. Without this a finished job can end in SIGABRT and be counted as failed.
 

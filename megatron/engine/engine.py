@@ -75,6 +75,8 @@ class StartedStep:
     counts_zeros: bool
     router_names: Sequence[str]
     micro_batches: Sequence[Batch]
+    factor: float | Tensor
+    """On the losses."""
     losses: Sequence[Tensor]
     """Summed, of each micro-batch."""
 
@@ -241,13 +243,8 @@ class Engine(Evaluation):
         factor = loss_scale / expected_tokens
         if isinstance(factor, Tensor):
             factor = factor.float()  # as a plain number would be: wider than the loss, it would widen that
-        with self.timers("forward-backward"):
-            losses, totals = self._forward_backward(micro_batches, factor, batch_size)
-        with self.timers("all-grads-sync"):
-            self.grads.reduce()
-            if self.sum_replicas is not None:
-                self.sum_replicas(self.grads)
-            loss_sum, counted = self._sum_over_ranks(totals).unbind()
+        losses, totals = self._gradients(micro_batches, factor, batch_size)
+        loss_sum, counted = totals.unbind()
         lr, weight_decay = rates()
         loss = loss_sum / counted
         with self.timers("optimizer"):
@@ -263,7 +260,7 @@ class Engine(Evaluation):
         broadcast_parameters(self.buffers.items(), self.parallel.dp_cp)
         numbers = torch.stack([loss, counted, zeros.to(loss.dtype)])
         outcome = ToHost(torch.cat([numbers, update.to(loss.dtype), router_losses.to(loss.dtype)]))
-        return StartedStep(outcome, batch_size, lr, weight_decay, count_zeros, names, micro_batches, losses)
+        return StartedStep(outcome, batch_size, lr, weight_decay, count_zeros, names, micro_batches, factor, losses)
 
     def finish(self, step: StartedStep) -> StepResult:
         """What it did, once the device has done it; an error if its numbers are bad. Steps are finished in their
@@ -271,10 +268,10 @@ class Engine(Evaluation):
         loss, counted, zeros, *others = step.outcome.values()
         _check_counted(counted)
         if not math.isfinite(loss) and self._bad_numbers_stop:
-            raise self._nonfinite(f"the loss is {loss}", self._bad_samples(step.micro_batches, step.losses))
+            raise self._nonfinite(step, f"the loss is {loss}", self._bad_samples(step.micro_batches, step.losses))
         update = self.optimizer.settle(others[:REPORT_SIZE])
         if update.skipped:
-            self._check_skipped(update.loss_scale, update.skipped_in_a_row)
+            self._check_skipped(step, update.loss_scale, update.skipped_in_a_row)
         return StepResult(
             lm_loss=loss,
             counted_tokens=int(counted),
@@ -287,6 +284,18 @@ class Engine(Evaluation):
             num_zeros=round(zeros) if step.counts_zeros else None,
             router_losses=dict(zip(step.router_names, others[REPORT_SIZE:], strict=True)),
         )
+
+    def _gradients(
+        self, micro_batches: Sequence[Batch], factor: float | Tensor, batch_size: int
+    ) -> tuple[list[Tensor], Tensor]:
+        """As `_forward_backward`, all of it summed over the ranks, the losses of the micro-batches excepted."""
+        with self.timers("forward-backward"):
+            losses, totals = self._forward_backward(micro_batches, factor, batch_size)
+        with self.timers("all-grads-sync"):
+            self.grads.reduce()
+            if self.sum_replicas is not None:
+                self.sum_replicas(self.grads)
+            return losses, self._sum_over_ranks(totals)
 
     def _forward_backward(
         self, micro_batches: Sequence[Batch], factor: float | Tensor, batch_size: int
@@ -308,14 +317,14 @@ class Engine(Evaluation):
         """A dynamic loss scale looks for its place by overflowing, so there they are no error yet."""
         return self.stop_on_nonfinite and self.optimizer.static_scale
 
-    def _check_skipped(self, loss_scale: float, in_a_row: int) -> None:
+    def _check_skipped(self, step: StartedStep, loss_scale: float, in_a_row: int) -> None:
         if self._bad_numbers_stop:
-            raise self._nonfinite("a gradient is not finite")
+            raise self._nonfinite(step, "a gradient is not finite")
         scaler = self.optimizer.scaler
         at_the_bottom = isinstance(scaler, DynamicLossScaler) and loss_scale <= scaler.min_scale
         if self.stop_on_nonfinite and at_the_bottom and in_a_row > _FORGIVEN_OVERFLOWS:
             raise self._nonfinite(
-                f"a gradient overflows even at the loss scale {loss_scale:g}, {in_a_row} steps in a row"
+                step, f"a gradient overflows even at the loss scale {loss_scale:g}, {in_a_row} steps in a row"
             )
 
     def _bad_samples(self, micro_batches: Sequence[Batch], losses: Sequence[Tensor]) -> str:
@@ -348,7 +357,9 @@ class Engine(Evaluation):
                 return f"; not finite, first in the {kind}{whose}: {', '.join(ranks[first][:4])}{also}"
         return ""
 
-    def _nonfinite(self, what: str, where: str = "") -> NonFiniteError:
+    def _nonfinite(self, step: StartedStep, what: str, where: str = "") -> NonFiniteError:
+        if self.asynchronous:  # the gradients may be the next step's by now, but the weights are those of this one
+            self._gradients(step.micro_batches, step.factor, step.batch_size)
         first = self._first_nonfinite()
         return NonFiniteError(
             f"{what}{where}{first}. The update was not made. Resume from the last checkpoint, lower --lr, or use "

@@ -10,14 +10,13 @@ import torch
 
 from megatron.checkpoint import FoundStep, StepReader, find_checkpoint
 from megatron.checkpoint.build import build_model
+from megatron.checkpoint.hf import DTYPES
 from megatron.checkpoint.saved_tokenizer import saved_tokenizer
 from megatron.distributed.state import ParallelState
 from megatron.errors import CheckpointError, ConfigError
 from megatron.layout import Layout
 from megatron.model import GPT
 from megatron.tokenizer import Tokenizer
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True)

@@ -45,12 +45,13 @@ def sdpa(
     scale: float,
     dropout_p: float = 0.0,
     layer_scaling: int = 1,
+    flash_first: bool = False,
 ) -> Tensor:
     """`ref.attention` through F.scaled_dot_product_attention, whose scores stay in fp32: no layer scaling needed."""
     if causal and (mask is not None or query.shape[-2] != key.shape[-2]):
         triangle = ref.causal_mask(query.shape[-2], key.shape[-2], query.device)
         mask, causal = triangle if mask is None else mask & triangle, False
-    with preferred(query.device.type):
+    with preferred(query.device.type, flash_first=flash_first):
         return F.scaled_dot_product_attention(
             query,
             key,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from typing import Any
 
 import torch
@@ -10,16 +11,36 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 # By published measurements on H100, head width 128, forward only: cuDNN near 600 TFLOP/s, flash 370. What one cannot
 # do (a mask, dropout, grouped keys, a width) falls to the next.
-ORDER = (
-    SDPBackend.CUDNN_ATTENTION,
-    SDPBackend.FLASH_ATTENTION,
-    SDPBackend.EFFICIENT_ATTENTION,
-    SDPBackend.MATH,
-)
+_OTHERS = (SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
+CUDNN_FIRST = (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, *_OTHERS)
+FLASH_FIRST = (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, *_OTHERS)
+WITHOUT_CUDNN = (SDPBackend.FLASH_ATTENTION, *_OTHERS)
+# Older ones read and write out of bounds in the backward pass (pytorch #169849); on the generation after Hopper this
+# and newer ones give wrong results with few groups of keys (pytorch #193893).
+_CUDNN_SINCE, _HOPPER = 91501, 9
 
 
-def preferred(device_type: str) -> AbstractContextManager[Any]:
+@cache
+def trusts_cudnn() -> bool:
+    """Whether cuDNN's attention is known to be right on this machine's GPU."""
+    version = torch.backends.cudnn.version()
+    return version is not None and version >= _CUDNN_SINCE and torch.cuda.get_device_capability()[0] == _HOPPER
+
+
+def order(*, flash_first: bool = False) -> tuple[SDPBackend, ...]:
+    if not trusts_cudnn():
+        return WITHOUT_CUDNN
+    return FLASH_FIRST if flash_first else CUDNN_FIRST
+
+
+def explanation(*, flash_first: bool = False) -> str:
+    names = [backend.name.removesuffix("_ATTENTION").lower() for backend in order(flash_first=flash_first)[:2]]
+    why = "" if trusts_cudnn() else " (this cuDNN is not trusted on this GPU)"
+    return f"{' before '.join(names)}{why}"
+
+
+def preferred(device_type: str, *, flash_first: bool = False) -> AbstractContextManager[Any]:
     """Around a call of scaled_dot_product_attention. A compiler would stop at the change of a setting."""
     if device_type != "cuda" or torch.compiler.is_compiling():
         return nullcontext()
-    return sdpa_kernel(list(ORDER), set_priority=True)
+    return sdpa_kernel(list(order(flash_first=flash_first)), set_priority=True)

@@ -14,10 +14,11 @@ from typing import Any
 from torch import Tensor
 
 from megatron.errors import ConfigError
-from megatron.ops import builtin, cpu_attention, grouped_linear, ref, wgrad
+from megatron.ops import builtin, cpu_attention, grouped_linear, ref, sdpa_order, wgrad
 from megatron.ops.library import Library, library
 from megatron.ops.linear_cross_entropy import VocabularyPart, Workspace, linear_cross_entropy
 from megatron.ops.native import OPERATIONS
+from megatron.ops.native.operation import Fallbacks, on_stderr
 from megatron.ops.native.softmax import NativeScores
 
 
@@ -115,23 +116,36 @@ _NOT_A_MODEL_OP = ("wgrad_accumulation", "adamw", "grad_norm")
 OPS: tuple[str, ...] = (*_REF, *_NOT_A_MODEL_OP)
 
 
-def resolve(spec: str, device_type: str, *, attention: str = "auto", native: Library | None = None) -> Kernels:
-    """`spec` is `--kernels`, `attention` is `--attention-backend` (flash, fused: SDPA; unfused, local: ref)."""
+def resolve(
+    spec: str,
+    device_type: str,
+    *,
+    attention: str = "auto",
+    native: Library | None = None,
+    warn: Callable[[str], None] = on_stderr,
+) -> Kernels:
+    """`spec` is `--kernels`, `attention` is `--attention-backend` (flash, fused: SDPA; unfused, local: ref).
+
+    `warn` is told, once, why `auto` runs something else than the table says.
+    """
     mode, excluded = _parse(spec)
     native = library() if native is None else native
     why_not = _why_not_native(native, device_type)
     if mode == "native" and why_not is not None:
         raise ConfigError(f"--kernels {spec}: the native kernels are {why_not}; or use --kernels auto")
+    fallbacks = None if mode == "native" else Fallbacks(warn)
     choices, functions = [], {}
     for op in OPS:
         choice = _choose(op, mode, op in excluded, device_type, attention, native)
         choices.append(choice)
         if op in _REF:
-            functions[op] = _function(choice, mode, device_type, native)
+            functions[op] = _function(choice, device_type, native, fallbacks)
         elif choice.backend == "native":
             functions[op] = OPERATIONS[op].make(native.ops)
         elif op == "wgrad_accumulation" and choice.backend == "torch":
             functions[op] = wgrad.accumulate
+    if attention == "flash" and functions["attention"] is builtin.sdpa:
+        functions["attention"] = partial(builtin.sdpa, flash_first=True)
     if functions["attention"] is ref.attention:
         functions["attention"] = partial(ref.attention, softmax_op=functions["softmax"])
     backends = {choice.op: choice.backend for choice in choices}
@@ -141,12 +155,12 @@ def resolve(spec: str, device_type: str, *, attention: str = "auto", native: Lib
     return Kernels(**functions, choices=tuple(choices), note=note)
 
 
-def _function(choice: Choice, mode: str, device_type: str, native: Library) -> Callable[..., Any]:
+def _function(choice: Choice, device_type: str, native: Library, fallbacks: Fallbacks | None) -> Callable[..., Any]:
     tables = {"ref": _REF, "torch": _TORCH, "cpu": _CPU}
     if choice.backend != "native":
         return tables[choice.backend][choice.op]
     fallback = {**_REF, **(_CPU if device_type == "cpu" else _TORCH)}[choice.op]
-    return OPERATIONS[choice.op].with_fallback(native.ops, fallback, strict=mode == "native")
+    return OPERATIONS[choice.op].with_fallback(native.ops, fallback, fallbacks)
 
 
 def _why_not_native(native: Library, device_type: str) -> str | None:
@@ -179,7 +193,8 @@ def _choose(op: str, mode: str, excluded: bool, device_type: str, attention: str
     if op == "attention" and attention in ("unfused", "local"):
         return Choice(op, "ref", f"--attention-backend {attention}")
     if op == "attention" and attention in ("flash", "fused"):
-        return Choice(op, "torch", f"--attention-backend {attention}: PyTorch's scaled_dot_product_attention")
+        order = f": {sdpa_order.explanation(flash_first=attention == 'flash')}" if device_type == "cuda" else ""
+        return Choice(op, "torch", f"--attention-backend {attention}: PyTorch's scaled_dot_product_attention{order}")
     why_not = None
     if op in OPERATIONS:
         why_not = _why_not_native(native, device_type)
@@ -209,7 +224,7 @@ def _choose_torch(op: str, device_type: str) -> Choice:
     if op in ("adamw", "grad_norm"):
         return Choice(op, "torch", "PyTorch's own functions, a tensor at a time")
     if op == "attention" and device_type == "cuda":
-        return Choice(op, "torch", "PyTorch's scaled_dot_product_attention: cuDNN, then flash, then the others")
+        return Choice(op, "torch", f"PyTorch's scaled_dot_product_attention: {sdpa_order.explanation()}")
     if op in _TORCH:
         return Choice(op, "torch", "PyTorch's own fused function")
     return Choice(op, "ref", "no faster implementation is built")

@@ -118,6 +118,7 @@ def assemble(
             if config.parallel.check_replicas_every and run.launch.world_size > 1:
                 parts.fitting.check_replicas = ReplicaCheck(built.model, built.specs, engine.optimizer, run.parallel)
             closing.callback(parts.fitting.stop.close)
+            closing.callback(parts.fitting.profiling.close)
         parts.closing = closing.pop_all()
         return parts
 

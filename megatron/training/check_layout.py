@@ -210,7 +210,7 @@ def _train(
     from megatron.training.planted import PLANTS
     from megatron.utils.log import RankLog
 
-    layout = config.parallel.layout(ranks)
+    layout, log = config.parallel.layout(ranks), RankLog(rank, io.StringIO())
     seed_rank(config.training.seed, layout.coordinates(rank))
     run = Run(
         config=config,
@@ -218,9 +218,9 @@ def _train(
         device=torch.device("cpu"),
         dtype=torch.float64,
         parallel=ParallelState.build(layout, rank, timedelta(minutes=30)),
-        kernels=resolve(config.kernels.spec, "cpu", attention=config.kernels.attention),
+        kernels=resolve(config.kernels.spec, "cpu", attention=config.kernels.attention, warn=log.warn),
         tokenizer=tokenizer_of(config, required=False),
-        log=RankLog(rank, io.StringIO()),
+        log=log,
         run_id="check",
     )
     with assemble(run, script.datasets_provider, script.model_provider, script.forward_step) as parts:
@@ -230,13 +230,17 @@ def _train(
 
 
 def _with_kernels_of_a_cpu(config: RunConfig, introduction: list[str]) -> RunConfig:
-    """Those of the run; where a CPU has them not, its own, which is said."""
-    from megatron.config import KernelsConfig
+    """Those of the run as far as they can be: native kernels know no fp64, and what replaces them is said."""
     from megatron.ops.select import resolve
 
-    try:
-        resolve(config.kernels.spec, "cpu", attention=config.kernels.attention)
-    except ConfigError as error:
-        introduction.append(f"the kernels are not those of the run but --kernels auto: {error}")
-        return replace(config, kernels=KernelsConfig())
-    return config
+    asked, kernels = config.kernels.kernels, config.kernels
+    if asked.split(",")[0].strip() == "native":
+        kernels = replace(kernels, kernels=asked.replace("native", "auto", 1))
+        introduction.append(f"--kernels {asked} is taken as {kernels.kernels}: the native kernels know no fp64")
+    table = resolve(kernels.spec, "cpu", attention=kernels.attention)
+    if any(choice.backend == "native" for choice in table.choices):
+        introduction.append(
+            "this compares layouts, not kernels: in fp64 a fallback runs in place of each native one (docs/kernels.md "
+            "says what compares those)"
+        )
+    return replace(config, kernels=kernels)

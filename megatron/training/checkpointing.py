@@ -36,7 +36,7 @@ def held_save_directory(run: Run) -> Iterator[tuple[RunHistory, ExitRecord]]:
     try:
         record.clear()
         yield history, record
-    except Exception as error:
+    except (Exception, KeyboardInterrupt) as error:
         record.failed(named(error))
         raise
     finally:

@@ -41,7 +41,7 @@ class ExitRecord:
         if self.rank == 0:
             self._write(reason, iteration=iteration)
 
-    def failed(self, error: Exception) -> None:
+    def failed(self, error: BaseException) -> None:
         """Any rank may be the one that failed; a rank that only lost its peers leaves the cause as it is."""
         if self.directory is None or (isinstance(error, PeerLostError) and (self.directory / FILE).exists()):
             return

@@ -52,7 +52,7 @@ def beating(run: Run, record: ExitRecord) -> Iterator[Place]:
         try:
             yield place
         except BaseException as error:
-            told = named(error) if isinstance(error, Exception) else error
+            told = named(error)
             if isinstance(told, PeerLostError):
                 heart.explain()
             heart.fail(f"{type(told).__name__}: {told}".splitlines()[0])

@@ -13,8 +13,8 @@ import torch
 from megatron.config import RunConfig, check_world
 from megatron.distributed.collectives import broadcast_object
 from megatron.distributed.cores import pin, set_scheduling, set_threads
-from megatron.distributed.device import resolve_backend, resolve_device
-from megatron.distributed.launch import LaunchInfo, die_with_parent, init_process_group
+from megatron.distributed.device import activate, resolve_backend, resolve_device
+from megatron.distributed.launch import LaunchInfo, die_with_parent, init_process_group, keep_products_repeatable
 from megatron.distributed.rng import seed_rank
 from megatron.distributed.state import ParallelState
 from megatron.errors import ConfigError
@@ -87,9 +87,8 @@ def start(config: RunConfig, *, needs_data: bool = True) -> Run:
     device = resolve_device(config.runtime.device, launch.local_rank)
     backend = resolve_backend(config.runtime.distributed_backend, device)
     threads = _prepare_cpu(config, launch, device, log)
-    if device.type == "cuda":
-        grow_segments()
-    kernels = resolve(config.kernels.spec, device.type, attention=config.kernels.attention)
+    _prepare_accelerator(config, device, log)
+    kernels = resolve(config.kernels.spec, device.type, attention=config.kernels.attention, warn=log.warn)
     tokenizer = tokenizer_of(config, required=needs_data)
     layout = config.parallel.layout(launch.world_size)
     _say_slow_choices(config, device, log)
@@ -136,6 +135,19 @@ def _prepare_cpu(config: RunConfig, launch: LaunchInfo, device: torch.device, lo
     if computes or cpu.cpu_scheduling != "auto":
         log.info(set_scheduling(cpu.cpu_scheduling, launch))
     return set_threads(launch, cpu.cpu_threads)
+
+
+def _prepare_accelerator(config: RunConfig, device: torch.device, log: RankLog) -> None:
+    """Before anything is allocated or multiplied there: the kernels are tried out when they are chosen."""
+    if config.runtime.dry_run or device.type == "cpu":
+        return
+    activate(device)  # else every rank of the machine would try them on the first device
+    if device.type != "cuda":
+        return
+    if config.training.deterministic_mode:
+        keep_products_repeatable()
+    if not grow_segments():
+        log.info("this torch or driver has no expandable segments: more memory may be lost between tensors")
 
 
 def _planned(config: RunConfig, launch: LaunchInfo) -> LaunchInfo:

@@ -70,7 +70,7 @@ def train_outcome(parts: Parts, steps: int, change_batch: Callable[[Any], Batch]
     trainer.train_batches = map(change_batch, trainer.train_batches)
     losses, norms, gradients = [], [], {}
     for step in range(steps):
-        result = trainer._one_iteration()
+        result = trainer.iterate()
         assert result is not None, "no iteration is left out here"
         losses.append(result.lm_loss)
         norms.append(result.grad_norm)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -15,31 +16,40 @@ from megatron.training.trace_summary import STEP, read_trace, summarise
 from megatron.utils.device import end_memory_history, record_memory_history
 from megatron.utils.log import RankLog
 
-Profiling = Callable[[int], AbstractContextManager[None]]
+
+class Profiling(Protocol):
+    """Goes around every iteration, and is closed when the run ends."""
+
+    def __call__(self, iteration: int) -> AbstractContextManager[None]: ...
+
+    def close(self) -> None: ...
 
 
-def no_profiling(iteration: int) -> AbstractContextManager[None]:
-    return nullcontext()
+class NoProfiling:
+    def __call__(self, iteration: int) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def close(self) -> None:
+        pass
 
 
 def build_profiling(config: ProfileConfig, rank: int, device: torch.device, done: int, log: RankLog) -> Profiling:
     """What goes around every iteration. `done` iterations lie behind, in an earlier run."""
-    if not config.profile:
-        return no_profiling
-    if done >= config.profile_step_end:
+    past = config.profile and done >= config.profile_step_end
+    if past:
         log.warn(f"--profile: iterations up to {config.profile_step_end} are past ({done} are done); nothing is traced")
-    if rank not in config.profile_ranks:
-        return no_profiling
+    if past or not config.profile or rank not in config.profile_ranks:
+        return NoProfiling()
     return StepProfiler(config, rank, device)
 
 
 class StepProfiler:
-    """Goes around each iteration. The trace is written when the window ends, or when a step in it fails."""
+    """Goes around each iteration. The trace is written when the window ends, a step in it fails, or the run is over."""
 
     def __init__(self, config: ProfileConfig, rank: int, device: torch.device) -> None:
         self.config, self.rank, self.device = config, rank, device
         self._profile: profile | None = None
-        self._first = 0
+        self._first, self._last = 0, 0  # iterations that were traced
 
     @contextmanager
     def __call__(self, iteration: int) -> Iterator[None]:
@@ -49,14 +59,23 @@ class StepProfiler:
         if self._profile is None:
             self._first = iteration
             self._profile = self._begin()
+        self._last = iteration
         try:
             with record_function(f"{STEP}{iteration}"):
                 yield
         except BaseException:
-            self._end(iteration)
+            self._end()
             raise
         if iteration == self.config.profile_step_end:
-            self._end(iteration)
+            self._end()
+
+    def close(self) -> None:
+        """The run is over: a window that it cut is written, and one that it never reached is said, by one rank."""
+        if self._profile is not None:
+            self._end()
+        elif not self._last and self.rank == min(self.config.profile_ranks):
+            start = self.config.profile_step_start
+            print(f"warning: --profile-step-start {start}: the run ended before; nothing was traced", flush=True)
 
     def _begin(self) -> profile:
         config = self.config
@@ -74,11 +93,11 @@ class StepProfiler:
         started.start()
         return started
 
-    def _end(self, iteration: int) -> None:
+    def _end(self) -> None:
         assert self._profile is not None
         self._profile.stop()
         folder = Path(self.config.profile_dir)
-        path = folder / f"rank{self.rank}-iterations{self._first}-{iteration}.pt.trace.json.gz"
+        path = folder / f"rank{self.rank}-iterations{self._first}-{self._last}.pt.trace.json.gz"
         partial = path.with_name(f".partial-{path.name}")
         with writing("--profile-dir", folder):
             folder.mkdir(parents=True, exist_ok=True)

@@ -13,16 +13,24 @@ from megatron.distributed.collectives import all_reduce
 from megatron.distributed.state import Axis
 from megatron.training.exit_reason import StopReason
 
+_STOP = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+
 
 class SignalFlag:
-    """Remembers that a signal came; the loop looks at it at the next step boundary."""
+    """Remembers that a signal came; the loop looks at it at the next step boundary.
+
+    A second Ctrl-C ends the process at once. One that is ignored (a job in a script's background) stays so.
+    """
 
     def __init__(self, signals: tuple[signal.Signals, ...]) -> None:
         self.received: int = 0
-        self._previous = {number: signal.signal(number, self._remember) for number in signals}
+        wanted = [number for number in signals if signal.getsignal(number) is not signal.SIG_IGN]
+        self._previous = {number: signal.signal(number, self._remember) for number in wanted}
 
     def _remember(self, number: int, _frame: FrameType | None) -> None:
         self.received = number
+        if number == signal.SIGINT:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def restore(self) -> None:
         for number, handler in self._previous.items():
@@ -36,7 +44,7 @@ class StopConditions:
         """`started` (of time.monotonic): the duration of a job counts from its start, not from its first step."""
         self._config, self._world, self._device = config, world, device
         self._started = time.monotonic() if started is None else started
-        self._signals = SignalFlag((signal.SIGTERM, signal.SIGUSR1)) if config.exit_signal_handler else None
+        self._signals = SignalFlag(_STOP) if config.exit_signal_handler else None
 
     def reason(self, iteration: int) -> StopReason | None:
         config = self._config

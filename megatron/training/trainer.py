@@ -21,7 +21,7 @@ from megatron.training.batch_plan import BatchPlan
 from megatron.training.exit_reason import StopReason
 from megatron.training.hooks import Hook
 from megatron.training.metrics import EvalRecord, TrainRecord
-from megatron.training.profiling import Profiling, no_profiling
+from megatron.training.profiling import NoProfiling, Profiling
 from megatron.training.progress import Progress
 from megatron.training.stopping import StopConditions
 from megatron.training.throughput import Throughput
@@ -72,13 +72,13 @@ class Trainer:
         hooks: Sequence[Hook],
         log: RankLog,
         check_replicas: Callable[[int], None] | None = None,
-        profiling: Profiling = no_profiling,
+        profiling: Profiling | None = None,
     ) -> None:
         self.config, self.engine, self.schedule, self.batch_plan = config, engine, schedule, batch_plan
         self.train_batches, self.progress, self.throughput = train_batches, progress, throughput
         self.evaluator, self.saver, self.stop, self.hooks, self.log = evaluator, saver, stop, hooks, log
         self.timers = engine.timers
-        self.check_replicas, self.profiling = check_replicas, profiling
+        self.check_replicas, self.profiling = check_replicas, profiling or NoProfiling()
         self.total_iterations = progress.iteration + batch_plan.iterations_left(
             progress.iteration, progress.consumed_train_samples
         )
@@ -111,6 +111,13 @@ class Trainer:
                 return reason
         self._settle()
         return StopReason("done", "all iterations are done")
+
+    def iterate(self, count: int = 1) -> StepResult | None:
+        """So many iterations, and what the last one did once it is settled; for those who look on step by step."""
+        result = None
+        for _ in range(count):
+            result = self._one_iteration()
+        return self._settle() or result
 
     @property
     def finished(self) -> bool:

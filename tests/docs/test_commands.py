@@ -77,6 +77,26 @@ def known_flags() -> set[str]:
     return {flag for path in sources for flag in FLAG.findall(path.read_text(encoding="utf-8"))}
 
 
+def test_what_the_readme_says_was_measured_stands_in_the_measurements() -> None:
+    """Number for number, each in one table row: docs/performance.md has its machine, date and command."""
+    tables = re.search(r"^## Measured\n(.*?)^## ", (ROOT / "README.md").read_text(encoding="utf-8"), re.M | re.S)
+    assert tables is not None
+    cells = [cell for line in tables[1].splitlines() if line.startswith("|") for cell in line.split("|")[2:]]
+    said = {number for cell in cells for number in re.findall(r"\b\d+(?:\.\d+)?x?(?=\s|$)", cell)}
+    measured = "\n".join(
+        line for line in (ROOT / "docs" / "performance.md").read_text(encoding="utf-8").splitlines() if line[:1] == "|"
+    )
+    assert len(said) > 12
+    assert [
+        number for number in sorted(said) if not re.search(rf"(?<![\d.]){re.escape(number)}(?![\d.x])", measured)
+    ] == []
+
+
+def test_design_notes_have_a_number_of_their_own() -> None:
+    numbers = [path.name[:3] for path in (ROOT / "docs" / "design").glob("*.md")]
+    assert len(set(numbers)) == len(numbers) and all(number.isdigit() for number in numbers)
+
+
 def test_flags_named_in_the_docs_are_known() -> None:
     known = known_flags() | FOREIGN
     pages = {page: FLAG.findall((ROOT / page).read_text(encoding="utf-8")) for page in PAGES}

@@ -10,11 +10,10 @@ import pytest
 
 from megatron.config import RunConfig, check, check_world, parse_args
 from megatron.errors import ConfigError
-from megatron.ops import resolve
-from megatron.ops.select import Kernels
 from megatron.training.check_layout import PLANTED, main
 from megatron.training.layout_settings import changes, is_large, ranks_of, reproducible, shrink
 from megatron.training.planted import PLANTS
+from tests.helpers.kernels import backend
 from tests.helpers.runs import REPOSITORY, flags
 
 Capture = pytest.CaptureFixture[str]
@@ -235,20 +234,20 @@ def test_uneven_stages_are_shrunk_and_stay_uneven(cut: str, layers: int, first: 
     assert small.parallel.decoder_last_pipeline_num_layers == last
 
 
-def test_kernels_that_a_cpu_has_not_are_replaced_and_that_is_said(
-    monkeypatch: pytest.MonkeyPatch, capsys: Capture
-) -> None:
-    def of_an_accelerator(spec: str, *_: object, **__: object) -> Kernels:
-        if spec != "auto":
-            raise ConfigError(f"--kernels {spec}: is for a GPU")
-        return resolve("auto", "cpu")
+@pytest.mark.parametrize(("asked", "taken"), [("native", "auto"), ("native,-rope", "auto,-rope"), ("auto", None)])
+def test_in_fp64_there_are_no_native_kernels_and_that_is_said(asked: str, taken: str | None, capfd: Capture) -> None:
+    backend("cpu")
+    assert check_layout("--steps", "1", kernels=asked, micro_batch_size=4) == 0
+    said = capfd.readouterr()
+    assert (f"--kernels {asked} is taken as {taken}: the native kernels know no fp64" in said.out) == (
+        taken is not None
+    )
+    assert said.out.count("a fallback runs in place of each native one") == 1 and not said.err
 
-    monkeypatch.setattr("megatron.ops.select.resolve", of_an_accelerator)
-    assert check_layout("--steps", "1", kernels="native", micro_batch_size=4) == 0
-    said = capsys.readouterr().out
-    assert "the kernels are not those of the run but --kernels auto: --kernels native: is for a GPU" in said
-    assert check_layout("--steps", "1", micro_batch_size=4) == 0
-    assert "the kernels" not in capsys.readouterr().out
+
+def test_plain_formulas_have_nothing_to_say_of_kernels(capsys: Capture) -> None:
+    assert check_layout("--steps", "1", kernels="ref", micro_batch_size=4) == 0
+    assert "kernels" not in capsys.readouterr().out
 
 
 def test_a_small_configuration_is_not_shrunk() -> None:

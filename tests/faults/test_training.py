@@ -108,32 +108,23 @@ PIPELINE = {"pipeline_model_parallel_size": 2, "num_layers": 4}
         (2, {}, "worker 1", signal.SIGTERM),
         (4, PIPELINE, "worker 2", signal.SIGUSR1),
         (4, PIPELINE, "launcher", signal.SIGTERM),
+        (2, {}, "launcher", signal.SIGINT),
     ],
-    ids=["one of two", "one of pp2 x dp2", "torchrun of pp2 x dp2"],
+    ids=["one of two", "one of pp2 x dp2", "torchrun of pp2 x dp2", "Ctrl-C"],
 )
 def test_a_signal_stops_all_ranks_at_one_step_and_the_run_goes_on(
     ranks: int, axes: dict[str, Any], to: str, number: signal.Signals, tmp_path: Path
 ) -> None:
-    """With dropout, the resumed run is bit for bit the run that was not stopped. torchrun passes SIGTERM on to all of
-    its workers, and reports a failure whatever they return."""
+    """With dropout, the resumed run is bit for bit the run that was not stopped. torchrun passes SIGTERM and SIGINT on
+    to all of its workers, and reports a failure whatever they return."""
     save, whole, pieces = tmp_path / "ckpt", tmp_path / "whole.jsonl", tmp_path / "pieces.jsonl"
     settings = {**axes, "train_iters": None, "train_samples": 8 * 400}
     argv = flags(**settings, exit_signal_handler=True, save=save, save_interval=10**6)
-    process = subprocess.Popen(
-        [*launch_command(REPOSITORY / "pretrain_gpt.py", ranks), *argv, "--metrics-jsonl", str(pieces)],
-        cwd=REPOSITORY,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    assert process.stdout is not None
-    for line in process.stdout:
-        if " iteration        3/" in line:
-            workers = _workers_of(process.pid)
-            os.kill(process.pid if to == "launcher" else workers[int(to.split()[1])], number)
-            break
-    out = process.stdout.read()
-    assert process.wait(BOUND) == (1 if to == "launcher" else 0), out
+    process = _training([*argv, "--metrics-jsonl", str(pieces)], ranks)
+    _wait_for(" iteration        3/", process)
+    os.kill(process.pid if to == "launcher" else _workers_of(process.pid)[int(to.split()[1])], number)
+    out, err = process.communicate(timeout=BOUND)
+    assert process.returncode == (1 if to == "launcher" else 0), out + err
     record = json.loads((save / "exit_reason.json").read_text())
     assert (record["reason"], record["text"]) == ("signal", number.name) and 3 <= record["iteration"] < 400
     assert [path.name for path in save.glob("iter_*")] == [f"iter_{record['iteration']:07d}"]
@@ -142,6 +133,78 @@ def test_a_signal_stops_all_ranks_at_one_step_and_the_run_goes_on(
     resumed = [*again, "--load", str(save), "--metrics-jsonl", str(pieces)]
     assert launch(resumed, ranks=ranks).returncode == 0
     assert [same_numbers(r) for r in read_metrics(pieces)] == [same_numbers(r) for r in read_metrics(whole)]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_ctrl_c_is_one_line(ranks: int, tmp_path: Path) -> None:
+    """torchrun adds a traceback of its own, and exits with 1."""
+    process = _training(flags(train_iters=10**6, num_workers=1, save=tmp_path, save_interval=10**6), ranks)
+    _wait_for(" iteration        3/", process)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=BOUND)
+    assert process.returncode == (130 if ranks == 1 else 1)
+    line = "error: interrupted (SIGINT); start again with --load to go on from the last checkpoint\n"
+    assert err.count(line) == 1 and "KeyboardInterrupt" not in err and "[rank" not in err, err
+    assert ranks > 1 or err == line
+    record = json.loads((tmp_path / "exit_reason.json").read_text())
+    assert (record["reason"], record["exit_code"]) == ("InterruptError", 130)
+    assert not list(tmp_path.glob("iter_*"))
+
+
+# Its third step is a long one, and says when it has begun.
+SLOW = f"""
+import sys, time
+sys.path.insert(0, {str(REPOSITORY)!r})
+import pretrain_gpt
+from megatron import pretrain
+
+calls = iter(range(10**9))
+
+def forward_step(model, batch):
+    if next(calls) == 2:
+        print("long step", flush=True)
+        try:
+            time.sleep({BOUND})
+        finally:
+            print("its end", flush=True)
+    return pretrain_gpt.forward_step(model, batch)
+
+pretrain(pretrain_gpt.datasets_provider, pretrain_gpt.model_provider, forward_step)
+"""
+
+
+def test_a_second_ctrl_c_does_not_wait_for_the_end_of_the_step(tmp_path: Path) -> None:
+    script = tmp_path / "pretrain_slow.py"
+    script.write_text(SLOW)
+    argv = flags(exit_signal_handler=True, micro_batch_size=8, save=tmp_path, save_interval=10**6)
+    process = _training(argv, 1, script)
+    _wait_for("long step", process)
+    process.send_signal(signal.SIGINT)
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(1.0)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=BOUND / 2)
+    assert (process.returncode, out) == (130, "its end\n"), err
+    assert err.startswith("error: interrupted (SIGINT)") and err.count("\n") == 1
+    assert not list(tmp_path.glob("iter_*"))
+
+
+def test_sigterm_without_the_handler_has_the_documented_code() -> None:
+    process = _training(flags(train_iters=10**6, num_workers=1), 2)
+    _wait_for(" iteration        3/", process)
+    os.kill(_workers_of(process.pid)[1], signal.SIGTERM)
+    _, err = process.communicate(timeout=BOUND)
+    assert process.returncode == 1 and "exitcode  : 143" in err, err
+
+
+def _training(argv: list[str], ranks: int, script: Path = REPOSITORY / "pretrain_gpt.py") -> subprocess.Popen[str]:
+    command = [*launch_command(script, ranks), *argv]
+    return subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def _wait_for(text: str, process: subprocess.Popen[str]) -> None:
+    assert process.stdout is not None
+    assert any(text in line for line in process.stdout), f"it ended before {text!r}"
 
 
 def _workers_of(launcher: int) -> list[int]:
@@ -161,13 +224,14 @@ def test_an_error_in_a_run_with_data_workers_does_not_hang() -> None:
     assert done.stderr.count("error: iteration 1: a gradient is not finite") == 1
 
 
-def test_a_closed_log_pipe_ends_the_run() -> None:
-    command = [*launch_command(REPOSITORY / "pretrain_gpt.py", 1), *flags(train_iters=10**6)]
-    process = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    process.stdout.readline()
+@pytest.mark.parametrize("after", ["\n", " iteration        3/"], ids=["at once", "in training"])
+def test_a_closed_log_pipe_ends_the_run(after: str) -> None:
+    process = _training(flags(train_iters=10**6), 1)
+    _wait_for(after, process)
+    assert process.stdout is not None and process.stderr is not None
     process.stdout.close()
-    assert process.wait(BOUND) != 0
+    assert process.wait(BOUND) == 13
+    assert process.stderr.read().startswith("error: the log (stdout) has lost its reader; send it to a file")
 
 
 # One rank, in this process.

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import importlib.util
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,6 +16,7 @@ import torch
 
 from megatron.ops import native
 from megatron.ops.library import library
+from tests.helpers.scripts import load_script
 from tests.policy.rules import ROOT
 
 EMULATED = ROOT / "build" / "emulated"
@@ -35,12 +34,7 @@ class Backend:
 @cache
 def builder() -> ModuleType:
     """csrc/build.py as a module."""
-    spec = importlib.util.spec_from_file_location("build_kernels", ROOT / "csrc" / "build.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    return load_script("csrc/build.py")
 
 
 @cache

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 from tests.policy.rules import ROOT
@@ -24,6 +25,25 @@ for dtype in subject.dtypes[:2]:
             if finding.wrong:
                 sys.exit(f"{call.name}: {finding.tensor}: {finding.wrong}")
 """
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """A text of csrc/ and what is put in its place. CUDA runs in the emulator, and so does what CPU and GPU share."""
+
+    file: str
+    old: str
+    new: str
+    op: str
+    seen: str = ""  # in what the comparison says, which says something
+    on_cpu: bool | None = None  # None: as the file's folder says
+
+    def must_be_seen(self, folder: Path) -> None:
+        """By the comparison that the real kernels pass."""
+        root = planted_checkout(folder, self.file, self.old, self.new)
+        on_cpu = self.file.startswith("cpu/") if self.on_cpu is None else self.on_cpu
+        said = what_the_comparison_says(root, self.op, emulated=not on_cpu)
+        assert said and self.seen in said, said or "nothing is found"
 
 
 def planted_checkout(folder: Path, file: str, old: str, new: str, occurrence: int = 0) -> Path:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import json
 import re
 import subprocess
@@ -24,6 +23,7 @@ from megatron.ops import resolve
 from megatron.training.assemble import Parts, assemble
 from megatron.training.initialize import Run, tokenizer_of
 from megatron.utils.log import RankLog
+from tests.helpers.scripts import load_script
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -62,11 +62,7 @@ def flags(**changes: Any) -> list[str]:
 
 def pretrain_gpt() -> ModuleType:
     """The script, as a module."""
-    spec = importlib.util.spec_from_file_location("pretrain_gpt", REPOSITORY / "pretrain_gpt.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script("pretrain_gpt.py")
 
 
 def make_run(config: RunConfig, *, rank: int = 0, world_size: int = 1, dtype: torch.dtype | None = None) -> Run:
@@ -79,7 +75,7 @@ def make_run(config: RunConfig, *, rank: int = 0, world_size: int = 1, dtype: to
         device=torch.device("cpu"),
         dtype=dtype or getattr(torch, config.precision.params_dtype),
         parallel=ParallelState.build(layout, rank),
-        kernels=resolve(config.kernels.spec, "cpu"),
+        kernels=resolve(config.kernels.spec, "cpu", warn=RankLog(rank).warn),
         tokenizer=tokenizer_of(config),
         log=RankLog(rank),
         run_id="test",

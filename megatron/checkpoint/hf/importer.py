@@ -20,17 +20,8 @@ from megatron.checkpoint.hf.family import Family, by_model_type
 from megatron.checkpoint.hf.mapping import exchanges, zero_biases
 from megatron.config import ModelConfig, MoEConfig
 from megatron.errors import CheckpointError, ConfigError
+from megatron.tokenizer.huggingface import KEPT_FILES
 
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.model",
-    "chat_template.jinja",
-)
 # Buffers that old versions of transformers saved; they hold no weights.
 _IGNORED_ENDINGS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 
@@ -49,7 +40,7 @@ class HuggingFaceFolder:
 
     @property
     def tokenizer_files(self) -> list[Path]:
-        return [path for name in TOKENIZER_FILES if (path := self.folder / name).is_file()]
+        return [path for name in KEPT_FILES if (path := self.folder / name).is_file()]
 
 
 def open_folder(folder: Path) -> HuggingFaceFolder:

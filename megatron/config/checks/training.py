@@ -140,20 +140,40 @@ def check_weight_decay(config: RunConfig) -> None:
         raise ConfigError(f"{spelled(config, 'weight_decay')} and {style} exclude each other; remove --weight-decay")
 
 
+# What is traced, and where to; all of it asks for a trace.
+_OF_A_TRACE = (
+    "profile_step_start",
+    "profile_step_end",
+    "profile_ranks",
+    "profile_dir",
+    "pytorch_profiler_collect_shapes",
+    "pytorch_profiler_collect_callstack",
+    "record_memory_history",
+)
+
+
 def check_profile(config: RunConfig) -> None:
     profile = config.profile
+    if not profile.profile and not given(config, "profile"):  # who gives --profile=false has switched a file's off
+        for name in _OF_A_TRACE:
+            if given(config, name):
+                raise ConfigError(f"{spelled(config, name)}: nothing is traced; add --profile, or leave it out")
     if profile.profile and profile.profile_step_end <= profile.profile_step_start:
         raise ConfigError(
             f"{spelled(config, 'profile_step_end')} is not after {spelled(config, 'profile_step_start')}; the "
             "iterations after the start are traced, up to and including the end"
+        )
+    iterations = config.training.train_iters
+    if profile.profile and iterations is not None and profile.profile_step_start >= iterations:
+        raise ConfigError(
+            f"{spelled(config, 'profile_step_start')}: {spelled(config, 'train_iters')} ends before the first traced "
+            "iteration; lower --profile-step-start"
         )
     if profile.memory_snapshot_path is not None and not profile.record_memory_history:
         raise ConfigError(
             f"{spelled(config, 'memory_snapshot_path')}: a snapshot is of the allocations that were recorded; add "
             "--profile --record-memory-history"
         )
-    if profile.record_memory_history and not profile.profile:
-        raise ConfigError("--record-memory-history: allocations are recorded while steps are traced; add --profile")
 
 
 def check_remainders(config: RunConfig) -> None:

@@ -23,7 +23,7 @@ class TrainingConfig:
     exit_interval: int | None = flag(None, "Save and stop when the iteration is a multiple of this.", at_least=1)
     exit_duration_in_mins: float | None = flag(None, "Save and stop after so many minutes.", above=0.0)
     exit_signal_handler: bool = flag(
-        False, "Save and stop on SIGTERM, or on SIGUSR1 (schedulers send it ahead of a time limit)."
+        False, "Save and stop on SIGTERM, on SIGUSR1 (schedulers send it ahead of a time limit) or on Ctrl-C."
     )
     seed: int = flag(1234, "Seed of initial weights, sample order and dropout.", at_least=0)
     skip_train: bool = flag(False, "Only evaluate.")

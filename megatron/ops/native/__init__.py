@@ -12,15 +12,6 @@ from megatron.ops.native.operation import Operation
 
 _MODULES = (activation, cross_entropy, norm, optim, rope, softmax)
 OPERATIONS: dict[str, Operation] = {op.name: op for module in _MODULES for op in module.OPERATIONS}
-BACKWARD = (  # the derivatives, which have none themselves; RoPE's is RoPE again
-    "swiglu_backward",
-    "geglu_backward",
-    "gelu_backward",
-    "squared_relu_backward",
-    "norm_backward",
-    "softmax_backward",
-    "xent_backward",
-)
 WITHOUT_DERIVATIVE = (  # the derivatives themselves (RoPE's is RoPE again), and what only our own gradients call
     "swiglu_backward",
     "geglu_backward",

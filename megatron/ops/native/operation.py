@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-import warnings
+import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -30,6 +30,24 @@ def never(*args: Any, **named: Any) -> bool:
     return False
 
 
+def on_stderr(text: str) -> None:
+    print(f"warning: {text}", file=sys.stderr, flush=True)
+
+
+@dataclass(frozen=True)
+class Fallbacks:
+    """Says why a fallback runs: once for each reason, whichever operation meets it first."""
+
+    warn: Callable[[str], None] = on_stderr
+    said: set[str] = field(default_factory=set)
+
+    def say(self, op: str, reason: str) -> None:
+        kind = re.sub(r" \(.*?\)", "", reason)  # of whatever shape
+        if kind not in self.said:
+            self.said.add(kind)
+            self.warn(f"{op}: native kernels cannot take {kind}; here, and where this comes again, a fallback runs")
+
+
 @dataclass(frozen=True)
 class Operation:
     name: str  # as in Kernels
@@ -38,13 +56,15 @@ class Operation:
     unsupported: Callable[..., str | None] = unsupported_tensors
     # Under torch.compile the plain formula is fused with its neighbours, which a kernel of its own cannot be.
     left_to_compiler: bool = True
-    # Calls that the fallback was measured to do faster: `auto` leaves them to it, and `note` says so in the table.
+    # Calls that the fallback was measured to do faster: `auto` leaves them to it.
     beaten: Callable[..., bool] = never
-    note: str = ""
+    note: str = ""  # for the table: when the fallback runs, or why it does not though it is faster
 
-    def with_fallback(self, ops: Any, fallback: Callable[..., Any], *, strict: bool) -> Callable[..., Any]:
-        """The kernel where it can do the call; elsewhere an error (`strict`) or the fallback, said once."""
-        fast, said = self.make(ops), set[str]()
+    def with_fallback(
+        self, ops: Any, fallback: Callable[..., Any], fallbacks: Fallbacks | None = None
+    ) -> Callable[..., Any]:
+        """The kernel where it can do the call; elsewhere the fallback, which is said. None may not fall back."""
+        fast, strict = self.make(ops), fallbacks is None
 
         def call(*args: Any, **named: Any) -> Any:
             if self.left_to_compiler and torch.compiler.is_compiling():
@@ -54,12 +74,9 @@ class Operation:
             reason = self.unsupported(*args, **named)
             if reason is None:
                 return fast(*args, **named)
-            if strict:
+            if fallbacks is None:
                 raise ConfigError(f"--kernels native: {self.name} cannot take {reason}; or use --kernels auto")
-            kind = re.sub(r" \(.*?\)", "", reason)  # of whatever shape
-            if kind not in said:
-                said.add(kind)
-                warnings.warn(f"{self.name}: the native kernel cannot take {kind}; the fallback runs", stacklevel=2)
+            fallbacks.say(self.name, reason)
             return fallback(*args, **named)
 
         return call

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
@@ -11,17 +10,14 @@ from types import ModuleType
 
 import pytest
 
+from tests.helpers.scripts import load_script
+
 SCRIPT = Path(__file__).resolve().parents[3] / "benchmarks" / "gpu_steps.py"
 
 
 @pytest.fixture(scope="module")
 def steps() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("gpu_steps", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    return load_script(SCRIPT)
 
 
 def test_it_runs_on_a_cpu(tmp_path: Path) -> None:
@@ -37,7 +33,7 @@ def test_it_runs_on_a_cpu(tmp_path: Path) -> None:
 
 
 def test_a_run_that_fails_is_told_and_fails_the_benchmark(tmp_path: Path) -> None:
-    flags = ["--sizes", "tiny", "--device", "cpu", "--iters", "10", "--flags=--fp16 --loss-scale -1"]
+    flags = ["--sizes", "tiny", "--device", "cpu", "--iters", "20", "--flags=--fp16 --loss-scale -1"]
     done = subprocess.run(
         [sys.executable, str(SCRIPT), *flags], cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 
@@ -52,7 +53,18 @@ ADDED = {
         "--profile-step-end 10 is not after --profile-step-start 10",
         "after the start",
     ),
+    "--profile-step-start 3": ("--profile-step-start 3", "add --profile"),
+    "--profile-step-end 12": ("--profile-step-end 12", "add --profile"),  # its default, but asked for
+    "--profile-ranks 0 1": ("--profile-ranks 0 1", "add --profile"),
+    "--profile-dir traces": ("--profile-dir traces", "add --profile"),
+    "--pytorch-profiler-collect-shapes": ("--pytorch-profiler-collect-shapes", "add --profile"),
+    "--pytorch-profiler-collect-callstack": ("--pytorch-profiler-collect-callstack", "add --profile"),
+    "--use-pytorch-profiler --profile-ranks 0": ("--profile-ranks 0", "add --profile"),
     "--record-memory-history": ("--record-memory-history", "add --profile"),
+    "--profile --profile-step-start 100 --profile-step-end 101": (
+        "--profile-step-start 100: --train-iters 100 ends before",
+        "lower --profile-step-start",
+    ),
     "--profile --memory-snapshot-path m.pickle": ("--memory-snapshot-path m.pickle", "--record-memory-history"),
     "--save out": ("--save out", "--save-interval"),
     "--ckpt-step 5": ("--ckpt-step 5", "--load"),
@@ -187,6 +199,12 @@ def test_batch_sizes_must_fit_the_ranks() -> None:
     check_world(config, 1)
     with pytest.raises(ConfigError, match=r"--rampup-batch-size 2 2 100.* multiples of 4"):
         check_world(config, 2)
+
+
+def test_a_trace_that_is_switched_off_keeps_its_settings(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("profile: {profile: true, profile_step_start: 3}")
+    assert not parse_args(argv(SMALL, f"--config {file} --profile=false")).profile.profile
 
 
 def test_profiled_ranks_must_exist() -> None:

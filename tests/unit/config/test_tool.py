@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from megatron.config.tool import run_tool
 
 ROOT = Path(__file__).resolve().parents[3]
+SETUP = ROOT / "tools" / "setup_environment.py"  # runs before there is anything to import
 TOOLS = (
     "preprocess_data",
     "train_tokenizer",
@@ -74,6 +76,33 @@ def test_an_older_python_is_refused_in_one_line() -> None:
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 2 and not done.stdout
     assert "use Python 3.11 to 3.13" in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("tool", sorted(path.stem for path in (ROOT / "tools").glob("*.py") if path != SETUP))
+def test_a_reader_that_has_gone_is_no_error(tool: str) -> None:
+    """As in `... | head`, which closes the pipe."""
+    command = [sys.executable, str(ROOT / "tools" / f"{tool}.py"), "--help"]
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    process = subprocess.Popen(command, env=buffered, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    assert (process.stderr.read(), process.wait()) == (b"", 141)
+
+
+def test_a_reader_that_goes_away_in_the_middle() -> None:
+    job = "lambda: print(*range(10**6), sep=chr(10))"
+    code = f"from megatron.config.tool import run_tool; raise SystemExit(run_tool('x', {job}))"
+    shell = f"set -o pipefail; '{sys.executable}' -c \"{code}\" | head -2"
+    done = subprocess.run(["bash", "-c", shell], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.stdout, done.stderr, done.returncode) == ("0\n1\n", "", 141)
+
+
+def test_another_broken_pipe_is_an_error() -> None:
+    def worker_is_gone() -> int:
+        raise BrokenPipeError("of a worker")
+
+    with pytest.raises(BrokenPipeError, match="of a worker"):
+        run_tool("x", worker_is_gone)
 
 
 def test_the_job_may_give_the_exit_code() -> None:

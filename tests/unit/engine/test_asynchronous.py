@@ -209,3 +209,33 @@ def test_a_bad_step_ends_the_run_before_the_next_update(value: float, error: typ
         parts.trainer.fit()
     assert parts.progress.iteration == 4 and len(weights) == 4
     assert all(torch.equal(a, b) for a, b in zip(weights[2], weights[3], strict=True)), "iteration 3 was not applied"
+
+
+def test_the_gradients_of_the_bad_step_are_looked_at() -> None:
+    """When its outcome is known, the buffers hold those of the step after it, which are good."""
+    with asynchronous():
+        _, parts = make_parts(flags())
+    engine, bad = parts.engine, 9  # of a global batch of the third iteration
+    forward, model = engine.passes.forward_step, engine.model
+    seen: list[int] = []
+
+    def wrong(model: Any, batch: Any) -> Any:
+        total, count = forward(model, batch)
+        ids = batch["sample_ids"].tolist()
+        seen.extend(ids)
+        return (total + model.final_layernorm.weight.sum() * (float("nan") if bad in ids else 0.0), count)
+
+    engine.passes.forward_step = wrong
+    with pytest.raises(NonFiniteError, match=r"not finite, first in the gradients: final_layernorm\.weight"), parts:
+        parts.trainer.fit()
+    assert seen.count(bad) == 2 and all(torch.isfinite(p).all() for p in model.parameters())
+
+
+def test_iterations_one_by_one_are_settled() -> None:
+    """As a layout's check takes them, on a GPU too."""
+    with asynchronous():
+        _, parts = make_parts(flags())
+    with parts:
+        one, more = parts.trainer.iterate(), parts.trainer.iterate(3)
+    assert one is not None and more is not None and parts.progress.iteration == 4
+    assert parts.progress.schedule_samples == parts.progress.consumed_train_samples

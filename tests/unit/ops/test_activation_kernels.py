@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megatron.ops import resolve
 from megatron.ops.native import OPERATIONS
+from megatron.ops.native.operation import Fallbacks
 from tests.helpers.kernels import backend
 
 SMALLEST = torch.finfo(torch.float32).smallest_normal
@@ -106,8 +107,8 @@ def test_auto_leaves_to_pytorch_what_it_does_faster_and_says_so() -> None:
         taken.append((x.dtype, tanh))
         return x
 
-    for strict in (False, True):
-        call = OPERATIONS["gelu"].with_fallback(ops, fallback, strict=strict)
+    for fallbacks in (Fallbacks(), None):
+        call = OPERATIONS["gelu"].with_fallback(ops, fallback, fallbacks)
         for dtype in (torch.float32, torch.bfloat16):
             call(torch.ones(4, dtype=dtype), True)
             call(torch.ones(4, dtype=dtype), False)

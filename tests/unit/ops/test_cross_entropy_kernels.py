@@ -10,7 +10,7 @@ import torch
 from megatron.ops.logits import TORCH_LOGITS
 from megatron.ops.native.cross_entropy import NativeLogits
 from tests.helpers.kernels import backend
-from tests.helpers.planted import planted_checkout, what_the_comparison_says
+from tests.helpers.planted import Mistake
 
 
 @pytest.mark.parametrize("label", [-100, -1, 7])
@@ -71,22 +71,29 @@ def test_what_does_not_fit_is_refused() -> None:
 
 
 MISTAKES = {
-    "target subtracted twice": ("cpu/xent.cpp", "(exp_of_difference(target - shift) - 1.0f)",
-                                "(exp_of_difference(target - shift) - 2.0f)", "xent_split"),
-    "target read after it was overwritten": ("cpu/xent.cpp", "kept[label] * factor - 1.0f",
-                                             "load(x[label]) * factor - 1.0f", "xent_in_place"),
-    "wrong offset in the vocabulary": ("cpu/xent.cpp", "a.labels[row] - a.first;", "a.labels[row];", "xent_split"),
-    "last chunk left out": ("cpu/row.h", "begin + kChunk : count;", "begin + kChunk : begin;", "cross_entropy"),
-    "padding keeps its logits": ("cpu/xent.cpp", "size_t(a.width - a.columns)", "size_t(0)", "xent_in_place"),
-    "CUDA: target subtracted twice": ("cuda/xent.cu", "probability - 1.0f", "probability - 2.0f", "xent_split"),
-    "CUDA: wrong offset in the vocabulary": ("cuda/xent.cu", "label - first;", "label;", "xent_split"),
-    "CUDA: ends of the row left out": ("cuda/xent.cu", "ends = head + columns - tail", "ends = head", "cross_entropy"),
-    "CUDA: a sum not rescaled": ("cuda/online.h", "r.sum * exp(r.peak - shift);", "r.sum;", "cross_entropy"),
-}  # fmt: skip
+    "target subtracted twice": Mistake(
+        "cpu/xent.cpp",
+        "(exp_of_difference(target - shift) - 1.0f)",
+        "(exp_of_difference(target - shift) - 2.0f)",
+        "xent_split",
+    ),
+    "target read after it was overwritten": Mistake(
+        "cpu/xent.cpp", "kept[label] * factor - 1.0f", "load(x[label]) * factor - 1.0f", "xent_in_place"
+    ),
+    "wrong offset in the vocabulary": Mistake(
+        "cpu/xent.cpp", "a.labels[row] - a.first;", "a.labels[row];", "xent_split"
+    ),
+    "last chunk left out": Mistake("cpu/row.h", "begin + kChunk : count;", "begin + kChunk : begin;", "cross_entropy"),
+    "padding keeps its logits": Mistake("cpu/xent.cpp", "size_t(a.width - a.columns)", "size_t(0)", "xent_in_place"),
+    "CUDA: target subtracted twice": Mistake("cuda/xent.cu", "probability - 1.0f", "probability - 2.0f", "xent_split"),
+    "CUDA: wrong offset in the vocabulary": Mistake("cuda/xent.cu", "label - first;", "label;", "xent_split"),
+    "CUDA: ends of the row left out": Mistake(
+        "cuda/xent.cu", "ends = head + columns - tail", "ends = head", "cross_entropy"
+    ),
+    "CUDA: a sum not rescaled": Mistake("cuda/online.h", "r.sum * exp(r.peak - shift);", "r.sum;", "cross_entropy"),
+}
 
 
 @pytest.mark.parametrize("name", MISTAKES)
 def test_planted_bugs_are_seen(tmp_path: Path, name: str) -> None:
-    file, old, new, op = MISTAKES[name]
-    root = planted_checkout(tmp_path, file, old, new)
-    assert what_the_comparison_says(root, op, emulated="CUDA" in name)
+    MISTAKES[name].must_be_seen(tmp_path)

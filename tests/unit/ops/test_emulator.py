@@ -9,14 +9,13 @@ from __future__ import annotations
 import ctypes
 import math
 import subprocess
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.helpers.kernels import ORDERS, builder
-from tests.helpers.planted import planted_checkout, what_the_comparison_says
+from tests.helpers.planted import Mistake, planted_checkout
 from tests.policy.rules import ROOT
 
 HEADERS = """
@@ -171,15 +170,6 @@ def test_a_missing_barrier_is_seen_in_some_order(tmp_path: Path, occurrence: int
     assert not all(torch.allclose(out, expected(x), rtol=1e-4) for out, _ in results)
 
 
-@dataclass(frozen=True)
-class Mistake:
-    file: str
-    old: str
-    new: str
-    op: str
-    seen: str  # in what the comparison says
-
-
 MISTAKES = {
     "a wrong constant": Mistake("common/math.h", "gate.value + x * gate.slope", "gate.value + 0.999f * x * gate.slope",
                                 "swiglu", "gradient of argument 0: error"),
@@ -222,7 +212,4 @@ MISTAKES = {
 
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_planted_mistake_fails_the_comparison(tmp_path: Path, name: str) -> None:
-    mistake = MISTAKES[name]
-    root = planted_checkout(tmp_path, mistake.file, mistake.old, mistake.new)
-    emulated = not mistake.file.startswith("cpu/")
-    assert mistake.seen in what_the_comparison_says(root, mistake.op, emulated=emulated)
+    MISTAKES[name].must_be_seen(tmp_path)

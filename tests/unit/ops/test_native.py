@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -145,19 +145,30 @@ def test_an_operation_inside_a_compiled_graph() -> None:
 
 
 def test_strict_refuses_what_the_kernel_cannot_take() -> None:
-    call = OPERATIONS["swiglu"].with_fallback(backend("cpu").ops, ref.swiglu, strict=True)
+    call = OPERATIONS["swiglu"].with_fallback(backend("cpu").ops, ref.swiglu)
     with pytest.raises(ConfigError, match=r"--kernels native: swiglu cannot take float64 \(2, 4\): .* --kernels auto"):
         call(torch.ones(2, 4, dtype=torch.float64))
 
 
 def test_the_fallback_runs_and_is_said_once() -> None:
-    call = OPERATIONS["swiglu"].with_fallback(backend("cpu").ops, ref.swiglu, strict=False)
+    """Not once for every operation: in fp64 it holds for all of them."""
+    backend("cpu")
+    said: list[str] = []
+    kernels = resolve("auto", "cpu", warn=said.append)
     x = torch.randn(2, 4, dtype=torch.float64)
-    with pytest.warns(UserWarning, match="swiglu: the native kernel cannot take float64"):
-        assert torch.equal(call(x), ref.swiglu(x))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        call(x)
+    torch.testing.assert_close(kernels.swiglu(x), ref.swiglu(x))
+    torch.testing.assert_close(kernels.squared_relu(x), ref.squared_relu(x))
+    kernels.swiglu(x[:1])
+    (line,) = said
+    assert line.startswith("swiglu: native kernels cannot take float64: float32, bfloat16 or float16 would do; ")
+    kernels.add_rms_norm(x, x.float(), x[0], 1e-5)
+    assert len(said) == 2 and said[1].startswith("add_rms_norm: native kernels cannot take x torch.float64 and a resid")
+
+
+def test_a_fallback_is_no_warning_of_python_with_a_line_of_ours(capsys: pytest.CaptureFixture[str]) -> None:
+    backend("cpu")
+    resolve("auto", "cpu").squared_relu(torch.ones(2, dtype=torch.float64))
+    assert re.fullmatch(r"warning: squared_relu: native kernels cannot take float64: .*\n", capsys.readouterr().err)
 
 
 def test_the_table_names_the_kernels() -> None:

@@ -9,7 +9,7 @@ import torch
 
 from megatron.ops import ref, resolve
 from tests.helpers.kernels import backend
-from tests.helpers.planted import planted_checkout, what_the_comparison_says
+from tests.helpers.planted import Mistake
 
 
 def test_what_does_not_fit_is_refused() -> None:
@@ -41,20 +41,26 @@ def test_the_plain_attention_takes_it(causal: bool) -> None:
 
 
 MISTAKES = {
-    "causal off by one": ("common/softmax.h", "row % queries + diagonal + 1", "row % queries + diagonal", "softmax"),
-    "scale missing backward": ("cpu/softmax.cpp", "(load(out[i]) * a.scale)", "load(out[i])", "softmax"),
-    "mask of the first sample for all": ("common/softmax.h", " + block / inner * mask_outer", "", "softmax"),
-    "hidden keys keep their numbers": ("cpu/softmax.cpp", "out[i] = store<T>(0.0f)", "", "softmax_in_place"),
-    "CUDA: causal off by one": ("common/softmax.h", "row % queries + diagonal + 1", "row % queries + diagonal + 2",
-                                "softmax"),
-    "CUDA: scale missing backward": ("cuda/softmax.cu", "(load(out[key]) * a.scale)", "load(out[key])", "softmax"),
-    "CUDA: only the first turn of the threads": ("cuda/softmax.cu", "key < count; key += kThreads)",
-                                                 "key < count; key += a.keys)", "softmax"),
-}  # fmt: skip
+    "causal off by one": Mistake(
+        "common/softmax.h", "row % queries + diagonal + 1", "row % queries + diagonal", "softmax", on_cpu=True
+    ),
+    "scale missing backward": Mistake("cpu/softmax.cpp", "(load(out[i]) * a.scale)", "load(out[i])", "softmax"),
+    "mask of the first sample for all": Mistake(
+        "common/softmax.h", " + block / inner * mask_outer", "", "softmax", on_cpu=True
+    ),
+    "hidden keys keep their numbers": Mistake("cpu/softmax.cpp", "out[i] = store<T>(0.0f)", "", "softmax_in_place"),
+    "CUDA: causal off by one": Mistake(
+        "common/softmax.h", "row % queries + diagonal + 1", "row % queries + diagonal + 2", "softmax"
+    ),
+    "CUDA: scale missing backward": Mistake(
+        "cuda/softmax.cu", "(load(out[key]) * a.scale)", "load(out[key])", "softmax"
+    ),
+    "CUDA: only the first turn of the threads": Mistake(
+        "cuda/softmax.cu", "key < count; key += kThreads)", "key < count; key += a.keys)", "softmax"
+    ),
+}
 
 
 @pytest.mark.parametrize("name", MISTAKES)
 def test_planted_bugs_are_seen(tmp_path: Path, name: str) -> None:
-    file, old, new, op = MISTAKES[name]
-    root = planted_checkout(tmp_path, file, old, new)
-    assert what_the_comparison_says(root, op, emulated="CUDA" in name)
+    MISTAKES[name].must_be_seen(tmp_path)

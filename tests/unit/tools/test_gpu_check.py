@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
+import os
 import sys
+import time
+import tomllib
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -15,17 +17,13 @@ import torch
 from megatron.ops import library as library_module
 from megatron.ops.proof import SUBJECTS
 from tests.helpers.kernels import backend
+from tests.helpers.scripts import load_script
 from tests.policy.rules import ROOT
 
 
 @pytest.fixture(scope="module")
 def tool() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("gpu_check", ROOT / "tools" / "gpu_check.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    return load_script("tools/gpu_check.py")
 
 
 def test_every_operation_is_judged_on_fresh_inputs(tool: ModuleType) -> None:
@@ -72,9 +70,95 @@ def test_the_sanitizers(tool: ModuleType, tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("PATH", str(tmp_path))
     assert set(tool.sanitize(1).values()) == {"not run: compute-sanitizer is not installed"}
     program = tmp_path / "compute-sanitizer"
-    program.write_text('#!/bin/sh\n[ "$2" = racecheck ] || exit 0\necho "a hazard"\nexit 9\n')
+    program.write_text(
+        '#!/bin/sh\n[ "$2" = memcheck ] && exit 0\n[ "$2" = synccheck ] && echo refused && exit 255\n'
+        'echo "$*" > arguments\necho "a hazard"\nexit 9\n'
+    )
     program.chmod(0o755)
-    assert tool.sanitize(1) == {"memcheck": "clean", "racecheck": "a hazard", "synccheck": "clean"}
+    monkeypatch.setattr(tool, "ROOT", tmp_path)
+    assert tool.sanitize(1) == {
+        "memcheck": "clean", "racecheck": "a hazard", "synccheck": "not run: exit code 255: refused"
+    }  # fmt: skip
+    assert "--error-exitcode 9 --kernel-name kns=2mk4cuda" in (tmp_path / "arguments").read_text()
+    sleep = f"/bin/sleep 61.{os.getpid()}"
+    program.write_text(f"#!/bin/sh\n{sleep}\necho done\n")
+    assert set(tool.sanitize(1, seconds=0.2).values()) == {"not run: it took longer than 0 s"}
+    until = time.monotonic() + 30
+    while any(sleep.encode() in read(path).replace(b"\0", b" ") for path in Path("/proc").glob("[0-9]*/cmdline")):
+        assert time.monotonic() < until, "what it started is still there"
+        time.sleep(0.05)
+
+
+def read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""
+
+
+def test_the_sanitizers_look_at_all_our_kernels(tool: ModuleType) -> None:
+    """The part of their mangled names by which they are chosen is mk::cuda."""
+    substring = tool.OUR_KERNELS.removeprefix("kns=")
+    assert f"_ZN{substring}11some_kernelEv".startswith("_ZN2mk4cuda")
+    for source in (ROOT / "csrc" / "cuda").glob("*.cu"):
+        assert "namespace mk::cuda {" in source.read_text()
+
+
+def test_a_source_whose_process_dies_does_not_take_the_others_along(
+    tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = tmp_path / "check.py"
+    fake.write_text(
+        "import json, os, sys, time\n"
+        "source, out = (sys.argv[sys.argv.index(flag) + 1] for flag in ('--judge', '--out'))\n"
+        "right = dict(op=source, source=source, dtype='float32', tensors=1, error=0.0, error_of_twin=0.0, wrong=[])\n"
+        "open(out, 'w').write(json.dumps([right]))\n"
+        "if source == 'norm': os.abort()\n"
+        "if source == 'rope': time.sleep(60)\n"
+    )
+    monkeypatch.setattr(tool, "__file__", str(fake))
+    verdicts = tool.judge_apart(tool.argparse.Namespace(device="cpu", seed=1), 3)
+    wrong = {verdict.source: verdict.wrong for verdict in verdicts if verdict.wrong}
+    assert wrong == {"norm": ("its process ended with exit code -6",), "rope": ("not judged within 3 s",)}
+    built = dict.fromkeys((path.stem for path in (ROOT / "csrc" / "cuda").glob("*.cu")), "hash")
+    assert set(tool.verified_sources(verdicts, built, {})) == set(built) - {"norm", "rope"}
+
+
+@pytest.mark.parametrize("part", ["steps", "peers"])
+def test_the_benchmarks_write_the_record(
+    tool: ModuleType, part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[tuple[list[str], dict[str, object]]] = []
+
+    def benchmark(words: list[str], about: dict[str, object]) -> int:
+        given.append((words, about))
+        return 7
+
+    monkeypatch.setattr(tool.gpu_steps if part == "steps" else tool.gpu_peers, "main", benchmark)
+    out = str(tmp_path / "record.json")
+    assert tool.main(["--part", part, "--device", "cpu", "--out", out, "--", "--flags=--compile"]) == 7
+    words, about = given[0]
+    assert words == [
+        "--device", "cpu", "--seconds", "450", "--json", out, "--sizes", "tiny", "--flags=--compile"
+    ]  # fmt: skip
+    assert about["part"] == part and about["device_type"] == "cpu" and about["environment"]
+
+
+def test_what_was_judged_is_in_the_record_before_the_rest_is_tried(
+    tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend("cpu")
+    verdict = tool.Verdict("swiglu", "activation", "float32", 1, 0.0, 0.0, ())
+    monkeypatch.setattr(tool, "judge_apart", lambda args, seconds: [verdict])
+
+    def cut_off(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(tool, "times", cut_off)
+    record = tmp_path / "record.json"
+    with pytest.raises(KeyboardInterrupt):
+        tool.main(["--device", "cpu", "--out", str(record), "--seed", "3"])
+    assert set(json.loads(record.read_text())["sources"]) == {"activation"}
 
 
 def test_the_whole_command_on_a_cpu(tool: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -102,8 +186,19 @@ def test_only_a_record_of_a_gpu_counts(tmp_path: Path, monkeypatch: pytest.Monke
         assert library_module._verified_sources() == {}
 
 
+def test_an_installation_takes_the_record_along() -> None:
+    data = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
+    assert data == {"megatron.ops": [library_module.VERIFIED.name]}
+    assert library_module.VERIFIED.parent == ROOT / "megatron" / "ops"
+
+
 @pytest.mark.parametrize(
-    ("arguments", "reason"), [([], "torch sees no GPU here"), (["--device", "cpu"], "name the file for the record")]
+    ("arguments", "reason"),
+    [
+        ([], "torch sees no GPU here"),
+        (["--device", "cpu"], "name the file for the record"),
+        (["--device", "cpu", "--out", "x.json", "--", "--sizes", "tiny"], "--part ops has no benchmark"),
+    ],
 )
 def test_refusals(tool: ModuleType, arguments: list[str], reason: str, capsys: pytest.CaptureFixture[str]) -> None:
     if not arguments and torch.cuda.is_available():
@@ -118,4 +213,4 @@ def test_kernels_that_do_not_load_are_built(tool: ModuleType, monkeypatch: pytes
     monkeypatch.setattr(tool, "why_not", lambda device: reasons.pop(0))
     monkeypatch.setattr(tool, "output_of", lambda *command: commands.append(command) or "kernels: built")
     assert tool.make_ready("cuda") is None
-    assert commands == [(sys.executable, "setup.py", "-q", "build_ext", "--inplace")]
+    assert commands == [(sys.executable, "csrc/build.py")]

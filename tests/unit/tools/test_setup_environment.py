@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import shutil
@@ -13,18 +12,15 @@ from types import ModuleType
 
 import pytest
 
+from tests.helpers.scripts import load_script
+
 ROOT = Path(__file__).resolve().parents[3]
 VENDOR = "2.10.0a0+b558c986e8.nv25.11"
 
 
 @pytest.fixture(scope="module")
 def setup_module() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("setup_environment", ROOT / "tools" / "setup_environment.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["setup_environment"] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
+    return load_script("tools/setup_environment.py")
 
 
 @pytest.fixture

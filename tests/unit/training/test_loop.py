@@ -13,6 +13,7 @@ import torch
 
 from megatron.errors import ConfigError, DataError, NonFiniteError
 from megatron.training.exit_reason import ExitRecord, StopReason
+from megatron.training.stopping import SignalFlag
 from tests.helpers.runs import flags, make_parts, train_here
 
 
@@ -57,6 +58,25 @@ def test_a_signal_ends_the_run_at_a_step_boundary_and_saves(tmp_path: Path) -> N
     assert parts.progress.iteration == 3
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "3"
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL, "the handler goes when the run ends"
+
+
+def test_ctrl_c_is_heard_twice_and_one_that_is_ignored_never() -> None:
+    """A script ignores it for what it starts in its background."""
+    before = signal.getsignal(signal.SIGINT)
+    flag = SignalFlag((signal.SIGINT,))
+    os.kill(os.getpid(), signal.SIGINT)
+    assert flag.received == signal.SIGINT
+    with pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGINT)
+    flag.restore()
+    assert signal.getsignal(signal.SIGINT) is before
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        flag = SignalFlag((signal.SIGINT,))
+        os.kill(os.getpid(), signal.SIGINT)
+        assert not flag.received
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_saves_at_the_interval_and_at_the_end(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import gzip
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,10 @@ import torch
 from megatron.config.sections import ProfileConfig
 from megatron.errors import DataError
 from megatron.training.profile_cli import main
-from megatron.training.profiling import StepProfiler, build_profiling, no_profiling
+from megatron.training.profiling import NoProfiling, StepProfiler, build_profiling
 from megatron.training.trace_summary import CATEGORIES, Event, Summary, read_trace, summarise
 from megatron.utils.log import RankLog
+from tests.helpers.runs import flags, pretrain_here
 
 CPU = torch.device("cpu")
 THREAD, OTHER, STREAM, STREAM2 = (1, 1), (1, 2), (0, 7), (0, 20)
@@ -134,11 +136,45 @@ def test_a_step_that_fails_leaves_its_trace(tmp_path: Path) -> None:
 
 def test_ranks_that_are_not_named_and_windows_that_are_past(capsys: pytest.CaptureFixture[str]) -> None:
     config = ProfileConfig(profile=True, profile_ranks=(1,))
-    assert build_profiling(config, 0, CPU, 0, RankLog(0)) is no_profiling
-    assert build_profiling(ProfileConfig(), 0, CPU, 0, RankLog(0)) is no_profiling
-    assert build_profiling(config, 1, CPU, 0, RankLog(1)) is not no_profiling
-    build_profiling(config, 0, CPU, 12, RankLog(0))
-    assert "nothing is traced" in capsys.readouterr().out
+    assert isinstance(build_profiling(config, 0, CPU, 0, RankLog(0)), NoProfiling)
+    assert isinstance(build_profiling(ProfileConfig(), 0, CPU, 0, RankLog(0)), NoProfiling)
+    assert isinstance(build_profiling(config, 1, CPU, 0, RankLog(1)), StepProfiler)
+    build_profiling(replace(config, profile_ranks=(0,)), 0, CPU, 12, RankLog(0)).close()
+    assert capsys.readouterr().out.count("nothing is traced") == 1
+
+
+def test_a_run_that_ends_within_the_window_leaves_its_trace(tmp_path: Path) -> None:
+    config = ProfileConfig(profile=True, profile_step_start=2, profile_step_end=9, profile_dir=str(tmp_path))
+    profiler = StepProfiler(config, 0, CPU)
+    run(profiler, range(1, 5))
+    assert not list(tmp_path.iterdir())
+    profiler.close()
+    (path,) = tmp_path.iterdir()
+    assert path.name == "rank0-iterations3-4.pt.trace.json.gz" and summarise(read_trace(path)).steps == 2
+    profiler.close()  # a second time there is nothing left to do
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_window_that_the_run_never_reached_is_said_by_one_rank(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = ProfileConfig(profile=True, profile_ranks=(2, 1), profile_dir=str(tmp_path))
+    for rank in (1, 2):
+        profiler = StepProfiler(config, rank, CPU)
+        run(profiler, range(1, 4))
+        profiler.close()
+    said = capsys.readouterr().out
+    assert said == "warning: --profile-step-start 10: the run ended before; nothing was traced\n"
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("start", "traced"), [(1, ["rank0-iterations2-3.pt.trace.json.gz"]), (4, [])])
+def test_a_run_that_stops_early(start: int, traced: list[str], tmp_path: Path, capfd: Any) -> None:
+    """--exit-interval ends the run within the window, or before it."""
+    window = {"profile": True, "profile_step_start": start, "profile_step_end": 5, "profile_dir": tmp_path / "p"}
+    assert pretrain_here(flags(exit_interval=3, **window)) == 0
+    assert [path.name for path in (tmp_path / "p").glob("*")] == traced
+    assert ("the run ended before; nothing was traced" in capfd.readouterr().out) == (not traced)
 
 
 def test_a_folder_without_traces_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

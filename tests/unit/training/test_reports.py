@@ -11,7 +11,10 @@ import torch
 
 from megatron.config import parse_args, to_dict
 from megatron.errors import ConfigError
+from megatron.ops import resolve
 from megatron.training.hooks import build_hooks
+from megatron.utils.log import RankLog
+from tests.helpers.kernels import backend
 from tests.helpers.runs import flags, make_parts, read_metrics, train_here
 
 # What the community's parsers expect, number for number.
@@ -33,6 +36,18 @@ def test_the_log_line_is_megatrons(capsys: pytest.CaptureFixture[str]) -> None:
     assert [int(line[1]) for line in lines] == [2, 4, 6]
     assert [int(line[3]) for line in lines] == [16, 32, 48]
     assert int(lines[0][2]) == 6 and int(lines[0][6]) == 8
+
+
+def test_in_fp64_what_runs_instead_of_the_kernels_is_one_line_of_the_log(capfd: pytest.CaptureFixture[str]) -> None:
+    """Every operation has a fallback then. On other ranks nothing is said: the log is rank 0's."""
+    backend("cpu")
+    _, parts = make_parts(flags(train_iters=1), dtype=torch.float64)
+    with parts:
+        parts.trainer.fit()
+    said = capfd.readouterr()
+    assert said.out.count("native kernels cannot take float64") == 1 and "float64" not in said.err
+    resolve("auto", "cpu", warn=RankLog(1).warn).squared_relu(torch.ones(2, dtype=torch.float64))
+    assert capfd.readouterr() == ("", "")
 
 
 def test_the_logged_loss_is_the_mean_since_the_last_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,107 @@
+"""Contenders in processes of their own that take turns: what one sets, or what it breaks, is not another's.
+
+Machines drift within minutes; ratios of times that were taken one after the other do not.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+Turn = Callable[[int], dict[str, Any]]
+"""Makes that many steps; what was measured."""
+
+
+class NotInstalledError(Exception):
+    """What a contender is made of is not here."""
+
+
+def serve(prepare: Callable[[], Turn], link: Connection) -> None:
+    """A contender's process: says that it is ready, then answers every number of steps with a turn."""
+    try:
+        turn = prepare()
+        link.send(("ready", {}))
+        while steps := link.recv():
+            link.send(("done", turn(steps)))
+    except EOFError:  # the one who asked is gone
+        return
+    except NotInstalledError as error:
+        link.send(("left out", str(error)))
+    except BaseException as error:
+        said = str(error).strip().splitlines()
+        link.send(("left out", f"{type(error).__name__}: {said[0] if said else 'no message'}"))
+        raise
+
+
+class Contenders:
+    """Those that are still in the race; `left_out` says why the others are not."""
+
+    def __init__(self) -> None:
+        self.left_out: dict[str, str] = {}
+        self._links: dict[str, Connection] = {}
+        self._processes: dict[str, BaseProcess] = {}
+        self._context = multiprocessing.get_context("spawn")
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._links)
+
+    def start(self, name: str, prepare: Callable[[], Turn]) -> None:
+        """`answer` says when it is ready."""
+        here, there = self._context.Pipe()
+        process = self._context.Process(target=serve, args=(prepare, there), name=name)
+        process.start()
+        there.close()  # so that a contender that dies ends the wait for it
+        self._links[name], self._processes[name] = here, process
+
+    def ask(self, name: str, steps: int) -> None:
+        with suppress(OSError):  # it is dead: `answer` says so
+            self._links[name].send(steps)
+
+    def answer(self, name: str, seconds: float | None = None) -> dict[str, Any] | None:
+        """What it measured; None if it is out of the race from now on."""
+        link, process = self._links[name], self._processes[name]
+        seconds = None if seconds is None else max(0.0, seconds)
+        try:
+            if not link.poll(seconds):
+                return self._leave_out(name, f"no answer within the {seconds:.0f} s that were left")
+            kind, said = link.recv()
+        except (EOFError, OSError):
+            process.join(5)
+            return self._leave_out(name, f"its process ended with exit code {process.exitcode}")
+        return dict(said) if kind != "left out" else self._leave_out(name, said)
+
+    def _leave_out(self, name: str, reason: str) -> None:
+        self.left_out[name] = reason
+        self._links.pop(name).close()
+        self._processes[name].kill()
+
+    def turn(self, name: str, steps: int, seconds: float | None = None) -> dict[str, Any] | None:
+        self.ask(name, steps)
+        return self.answer(name, seconds)
+
+    def close(self, patience: float = 5) -> None:
+        """Ends their processes, at the latest after `patience` seconds."""
+        until = time.monotonic() + patience
+        for name in self.names:
+            self.ask(name, 0)
+        for process in self._processes.values():
+            process.join(max(0.0, until - time.monotonic()))
+            process.kill()
+        self._links.clear()
+
+
+def rotated(names: Sequence[str], number: int) -> list[str]:
+    """The order of a round, so that nobody always follows the same."""
+    first = number % len(names) if names else 0
+    return [*names[first:], *names[:first]]
+
+
+def speed_over(times: Mapping[str, Sequence[float]], name: str, ours: str = "ours") -> list[float]:
+    """How many times as fast as `name` ours was, in every round that both finished."""
+    return [theirs / own for theirs, own in zip(times[name], times.get(ours, ()))]
