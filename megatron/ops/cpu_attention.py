@@ -156,10 +156,10 @@ class _BlockedAttention(torch.autograd.Function):
             torch.bmm(grad_scores, _first(key, keys), out=pieces[0][index])
             torch.bmm(grad_scores.transpose(1, 2), query, out=pieces[1][index])
         like = grad.transpose(1, 2)
-        grads = empty_thirds(like) if ctx.thirds else _empty(like, len(key) // batch)
-        query_grad, key_grad, value_grad = grads = tuple(t.transpose(1, 2) for t in grads)
+        apart = empty_thirds(like) if ctx.thirds else _empty(like, len(key) // batch)
+        grads = apart[0].transpose(1, 2), apart[1].transpose(1, 2), apart[2].transpose(1, 2)
         ctx.math.gradients_(grads, parts, _block(seq), ctx.causal)
-        return query_grad, key_grad, value_grad, *(None,) * 5
+        return *grads, *(None,) * 5
 
 
 def _empty(like: Tensor, groups: int) -> Triple:

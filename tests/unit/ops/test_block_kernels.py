@@ -10,7 +10,7 @@ import torch
 
 from megatron.ops.fused_qkv import empty_thirds, split_qkv, whole
 from tests.helpers.kernels import backend
-from tests.helpers.planted import planted_checkout, what_the_comparison_says
+from tests.helpers.planted import Mistake
 
 
 def test_what_does_not_fit_is_refused() -> None:
@@ -41,9 +41,7 @@ MISTAKES = {
 
 @pytest.mark.parametrize("name", MISTAKES)
 def test_planted_bugs_are_seen(tmp_path: Path, name: str) -> None:
-    old, new = MISTAKES[name]
-    root = planted_checkout(tmp_path, "cpu/blocks.cpp", old, new)
-    assert what_the_comparison_says(root, "block_gradients", emulated=False)
+    Mistake("cpu/blocks.cpp", *MISTAKES[name], "block_gradients").must_be_seen(tmp_path)
 
 
 def test_thirds_are_found_again() -> None:
