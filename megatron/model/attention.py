@@ -12,6 +12,7 @@ from megatron.config import ModelConfig
 from megatron.model.linear import Linear
 from megatron.model.norm import Norm
 from megatron.ops import Kernels
+from megatron.ops.fused_qkv import split_qkv
 
 
 class KVCache:
@@ -149,11 +150,8 @@ class SelfAttention(nn.Module):
         return self.dense(core.transpose(1, 2).flatten(2))  # [batch, seq, hidden]
 
     def _query_key_value(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        per_group = self.query_per_group
-        qkv = self.query_key_value(x).unflatten(2, (-1, per_group + 2, self.head_dim))
-        query, key, value = qkv.split((per_group, 1, 1), dim=3)  # [batch, seq, groups, per_group or 1, head_dim]
-        query = query.flatten(2, 3)
-        key, value = key.squeeze(3), value.squeeze(3)
+        qkv = self.query_key_value(x).unflatten(2, (-1, self.query_per_group + 2, self.head_dim))
+        query, key, value = split_qkv(qkv)
         if self.q_layernorm is not None and self.k_layernorm is not None:
             query, key = self.q_layernorm(query), self.k_layernorm(key)
         return query, key, value

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from megatron.ops.linear import linear
 from megatron.ops.wgrad import Wgrads
 
 Put = Callable[[Tensor, Tensor], None]
@@ -49,7 +50,7 @@ class _Linear(Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, put: Put) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.put = put
-        return F.linear(x, weight, bias)
+        return linear(x, weight, bias)
 
     @staticmethod
     @once_differentiable

@@ -20,6 +20,7 @@ from torch.autograd.function import once_differentiable
 from megatron.distributed import collectives
 from megatron.distributed.state import Axis
 from megatron.model.linear import Put, flat, sends_products
+from megatron.ops.linear import linear
 from megatron.ops.wgrad import Wgrads
 from megatron.tensor_parallel import mappings
 from megatron.tensor_parallel.mappings import SEQUENCE
@@ -143,7 +144,7 @@ class _Linear(Function):
         ctx.axis, ctx.sequence_parallel, ctx.has_bias = axis, sequence_parallel, bias is not None
         ctx.put = put
         whole = collectives.gather_along(x, axis, SEQUENCE) if sequence_parallel else x
-        return F.linear(whole, weight, bias)
+        return linear(whole, weight, bias)
 
     @staticmethod
     @once_differentiable

@@ -14,11 +14,11 @@ FUZZ = """
 import sys
 import torch
 from megatron.ops import native
-from megatron.ops.proof import SUBJECTS, Draw, check
+from megatron.ops.proof import CPU_SUBJECTS, SUBJECTS, Draw, check
 path, namespace, name = sys.argv[1:]
 torch.ops.load_library(path)
 native.register(namespace)
-subject = SUBJECTS[name]
+subject = (SUBJECTS | CPU_SUBJECTS)[name]
 for dtype in subject.dtypes[:2]:
     for call in subject.calls(Draw(dtype, torch.Generator().manual_seed(1))):
         for finding in check(subject, call, getattr(torch.ops, namespace), "cpu"):

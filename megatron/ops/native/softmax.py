@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.ops.fused_qkv import Triple
 from megatron.ops.native.operation import Operation
 
 
@@ -29,6 +30,12 @@ def register(namespace: str) -> None:
     @torch.library.register_fake(f"{namespace}::softmax_backward_")
     def _(grad: Tensor, out: Tensor, diagonal: int, scale: float) -> None:
         return None
+
+    if hasattr(ops, "block_gradients_"):  # a CPU's alone
+
+        @torch.library.register_fake(f"{namespace}::block_gradients_")
+        def _(*args: Any) -> None:
+            return None
 
     def save(ctx: Any, inputs: tuple[Tensor, Tensor | None, int, float], output: Tensor) -> None:
         ctx.save_for_backward(output)
@@ -70,6 +77,9 @@ class NativeScores:
 
     def softmax_backward_(self, grad: Tensor, probabilities: Tensor, diagonal: int, scale: float) -> None:
         self.ops.softmax_backward_(grad, probabilities, diagonal, scale)
+
+    def gradients_(self, grads: Triple, parts: Triple, block: int, causal: bool) -> None:
+        self.ops.block_gradients_(*grads, *parts, block, causal)
 
 
 OPERATIONS = (Operation("softmax", "softmax", _softmax),)

@@ -1,14 +1,16 @@
 """What every kernel of csrc/ is checked on: one table for the tests and for tools/gpu_check.py.
 
-An operation is checked everywhere (CPU, emulated CUDA, a GPU) as soon as its Subject stands here.
+An operation is checked everywhere (CPU, emulated CUDA, a GPU) as soon as its Subject stands here; what is built for the
+CPU alone is in a table of its own.
 """
 
 from __future__ import annotations
 
-from megatron.ops.proof import activation, cross_entropy, norm, optim, rope, softmax
+from megatron.ops.proof import activation, blocks, cross_entropy, norm, optim, rope, softmax
 from megatron.ops.proof.subject import Call, Draw, Finding, Subject, check, flat_tensors
 
 _MODULES = (activation, cross_entropy, norm, optim, rope, softmax)
 SUBJECTS: dict[str, Subject] = {subject.name: subject for module in _MODULES for subject in module.SUBJECTS}
+CPU_SUBJECTS: dict[str, Subject] = {subject.name: subject for subject in blocks.SUBJECTS}
 
-__all__ = ["SUBJECTS", "Call", "Draw", "Finding", "Subject", "check", "flat_tensors"]
+__all__ = ["CPU_SUBJECTS", "SUBJECTS", "Call", "Draw", "Finding", "Subject", "check", "flat_tensors"]

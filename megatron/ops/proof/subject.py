@@ -57,7 +57,7 @@ class Subject:
     """
 
     name: str
-    source: str  # csrc/cuda/<source>.cu
+    source: str  # csrc/cuda/<source>.cu; "" for what the CPU alone has
     kernel: Callable[[Any], Callable[..., Any]]
     oracle: Callable[..., Any]
     calls: Callable[[Draw], Iterator[Call]]

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron.errors import ConfigError
 from megatron.ops import ref, resolve
 from megatron.ops.native import OPERATIONS, WITHOUT_DERIVATIVE
-from megatron.ops.proof import SUBJECTS, Draw, Subject, check
+from megatron.ops.proof import CPU_SUBJECTS, SUBJECTS, Draw, Subject, check
 from megatron.ops.proof.subject import flat_tensors
 from tests.helpers.kernels import BACKENDS, ORDERS, Backend, backend, emulator_order
 
@@ -39,6 +39,12 @@ def test_kernel_against_fp64(op: str, name: str, dtype: torch.dtype) -> None:
         assert problems(subject, backend(name), dtype) == []
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("op", CPU_SUBJECTS)
+def test_a_cpus_own_kernel_against_fp64(op: str, dtype: torch.dtype) -> None:
+    assert problems(CPU_SUBJECTS[op], backend("cpu"), dtype) == []
+
+
 @pytest.mark.parametrize("order", list(ORDERS)[1:])
 @pytest.mark.parametrize("op", SUBJECTS)
 def test_the_order_of_threads_and_blocks_does_not_matter(op: str, order: str) -> None:
@@ -47,9 +53,9 @@ def test_the_order_of_threads_and_blocks_does_not_matter(op: str, order: str) ->
         assert problems(SUBJECTS[op], where, SUBJECTS[op].dtypes[-1]) == []
 
 
-@pytest.mark.parametrize("op", SUBJECTS)
+@pytest.mark.parametrize("op", SUBJECTS | CPU_SUBJECTS)
 def test_two_threads_give_what_one_gives(op: str) -> None:
-    where, subject, results = backend("cpu"), SUBJECTS[op], []
+    where, subject, results = backend("cpu"), (SUBJECTS | CPU_SUBJECTS)[op], []
     before = torch.get_num_threads()
     try:
         for threads in (1, 2):
@@ -93,7 +99,7 @@ def test_opcheck_of_every_operation() -> None:
     """Schema, fake tensors, autograd and functionalisation are right for whatever the library registers."""
     where = backend("cpu")
     with Recorder(where.namespace) as recorder:
-        for subject in SUBJECTS.values():
+        for subject in (*SUBJECTS.values(), *CPU_SUBJECTS.values()):
             for call in subject.calls(draw(subject.dtypes[0])):
                 check(subject, call, where.ops, where.device)
     assert {op.name().split("::")[1].split(".")[0] for op in recorder.calls} == registered(where.namespace)

@@ -1,0 +1,58 @@
+"""Queries, keys and values as thirds of one tensor, and their gradients as thirds of its gradient: nothing is copied.
+
+The backward pass of a plain split writes the gradients side by side once more. Where attention's own backward has put
+them there already, `split_qkv` finds them so and hands the whole on.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+Triple = tuple[Tensor, Tensor, Tensor]  # of query, key and value
+
+
+def split_qkv(qkv: Tensor) -> Triple:
+    """[batch, seq, groups, query heads of a group + 2, d] -> [batch, seq, heads, d], twice [batch, seq, groups, d]."""
+    if qkv.shape[3] == 3 and not torch.compiler.is_compiling():
+        return _Thirds.apply(qkv)
+    query, key, value = qkv.split((qkv.shape[3] - 2, 1, 1), dim=3)
+    return query.flatten(2, 3), key.squeeze(3), value.squeeze(3)
+
+
+def empty_thirds(like: Tensor) -> Triple:
+    """What `whole` puts together again, each [batch, seq, heads, d]."""
+    batch, seq, heads, width = like.shape
+    query, key, value = like.new_empty(batch, seq, heads, 3, width).unbind(3)
+    return query, key, value
+
+
+def whole(thirds: Triple) -> Tensor | None:
+    """[batch, seq, heads, 3, d], if that is what the three [batch, seq, heads, d] were cut from."""
+    first, width = thirds[0], thirds[0].shape[-1]
+    shape = (*first.shape[:3], 3, width)
+    strides = torch.empty(shape, device="meta").stride()
+    for place, third in enumerate(thirds):
+        if third.shape != first.shape or third.stride() != (*strides[:3], 1) or third.dtype != first.dtype:
+            return None
+        if third.data_ptr() - first.data_ptr() != place * width * first.element_size():
+            return None
+        if third.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
+            return None
+    return first.as_strided(shape, strides)
+
+
+class _Thirds(Function):
+    @staticmethod
+    def forward(ctx: Any, qkv: Tensor) -> Triple:
+        query, key, value = qkv.unbind(3)
+        return query, key, value
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        query, key, value = grads
+        together = whole((query, key, value))
+        return torch.stack(grads, dim=3) if together is None else together

@@ -1,0 +1,33 @@
+"""x @ weight.T + bias without a derivative, for layers that bring their own.
+
+On a CPU, torch's own linear in bf16 first writes the bias into every row of the result and has the product add to that.
+oneDNN can add the bias itself, to the same bits: torch's compiler has an operation for it.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x [..., in_features], weight [out_features, in_features] -> [..., out_features]."""
+    halves = x.dtype == weight.dtype == torch.bfloat16 and bias is not None and bias.dtype == torch.bfloat16
+    if halves and x.device.type == "cpu" and x.numel() > 0 and adds_bias():
+        return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    return F.linear(x, weight, bias)
+
+
+@cache
+def adds_bias() -> bool:
+    """Whether this torch, on this processor, has that operation for bf16, and it gives what its linear gives."""
+    x, weight, bias = (torch.arange(n, dtype=torch.float32).sin().bfloat16() for n in (5 * 32, 48 * 32, 48))
+    x, weight = x.view(5, 32), weight.view(48, 32)
+    try:
+        got = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    except (AttributeError, RuntimeError, TypeError):  # not built, another signature, or no bf16 on this processor
+        return False
+    return torch.equal(got, F.linear(x, weight, bias))
