@@ -67,19 +67,23 @@ class Contenders:
         """What it measured; None if it is out of the race from now on."""
         link, process = self._links[name], self._processes[name]
         seconds = None if seconds is None else max(0.0, seconds)
+        kind, said = self._received(link, process, seconds)
+        if kind != "left out":
+            return dict(said)
+        self.left_out[name] = said
+        self._links.pop(name).close()
+        process.kill()
+        return None
+
+    def _received(self, link: Connection, process: BaseProcess, seconds: float | None) -> tuple[str, Any]:
         try:
-            if not link.poll(seconds):
-                return self._leave_out(name, f"no answer within the {seconds:.0f} s that were left")
-            kind, said = link.recv()
+            if link.poll(seconds):
+                kind, said = link.recv()
+                return kind, said
+            return "left out", f"no answer within the {seconds:.0f} s left"
         except (EOFError, OSError):
             process.join(5)
-            return self._leave_out(name, f"its process ended with exit code {process.exitcode}")
-        return dict(said) if kind != "left out" else self._leave_out(name, said)
-
-    def _leave_out(self, name: str, reason: str) -> None:
-        self.left_out[name] = reason
-        self._links.pop(name).close()
-        self._processes[name].kill()
+            return "left out", f"its process ended with exit code {process.exitcode}"
 
     def turn(self, name: str, steps: int, seconds: float | None = None) -> dict[str, Any] | None:
         self.ask(name, steps)

@@ -185,6 +185,7 @@ def judge_apart(args: argparse.Namespace, seconds: float) -> list[Verdict]:
 def judge_one(args: argparse.Namespace) -> int:
     """What `judge_apart` starts; writes what is known after every dtype."""
     twin = library().ops if args.device == "cuda" else None
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // 6))  # the others compute their oracles, too
     verdicts: list[Verdict] = []
     for subject in SUBJECTS.values():
         if subject.source == args.judge:

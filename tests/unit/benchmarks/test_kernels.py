@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks import grown as module
 from benchmarks import kernels
 from megatron.ops.proof import flat_tensors
 from tests.helpers.kernels import backend
@@ -38,6 +39,15 @@ def test_the_contenders_of_a_case_compute_the_same(case: kernels.Case, monkeypat
     for other in results[1:]:
         for ours, theirs in zip(results[0], other, strict=True):
             torch.testing.assert_close(ours.float(), theirs.float(), rtol=1e-4, atol=1e-5)
+
+
+def test_a_gpu_is_given_more_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "ELEMENTS", 12 * 5)
+    x, labels, weight, angles = torch.rand(4, 3), torch.arange(4), torch.rand(4), torch.rand(1, 4, 1, 2)
+    larger = module.grown((x, labels, weight, angles, True))
+    assert larger[0].shape == (20, 3) and torch.equal(larger[0][4:8], x) and torch.equal(larger[1], labels.repeat(5))
+    assert larger[2] is weight and larger[3] is angles and larger[4] is True
+    assert module.grown((weight, x)) == (weight, x), "buffers of the optimizer are large"
 
 
 def test_what_fails_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
