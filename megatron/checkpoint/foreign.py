@@ -29,8 +29,16 @@ class _ModelType(Enum):
     encoder_and_decoder = 2
 
 
+def _member(owner: object, name: str) -> _ModelType:
+    """Python 3.11.0 to 3.11.3 write a member of an enumeration as an attribute of it; nothing else is looked up so."""
+    if owner is not _ModelType:
+        raise CheckpointError(f"it asks for the attribute {name!r} of {owner!r}")
+    return _ModelType[name]
+
+
 _ALLOWED: tuple[Any, ...] = (
     Namespace,
+    (_member, "builtins.getattr"),
     (_ModelType, "megatron.core.enums.ModelType"),
     (_ModelType, "megatron.model.enums.ModelType"),
 )

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import regex
 
 from megatron.preprocess.documents import TOO_LONG
 
+# `re` is wrong about possessive groups before Python 3.11.5; `regex` is right, and half as fast.
+_compile: Callable[[bytes], Any] = re.compile if sys.version_info >= (3, 11, 5) else regex.compile
 _STRUCTURE = re.compile(rb'["{}\[\],]')
 # Inside an item only brackets matter: this runs over all up to the next one, whole strings and commas included.
-_TO_BRACKET = re.compile(rb'[^"{}\[\]]*+(?:"[^"\\]*+(?:\\.[^"\\]*+)*+"[^"{}\[\]]*+)*+', re.DOTALL)
+_TO_BRACKET = _compile(rb'(?s)[^"{}\[\]]*+(?:"[^"\\]*+(?:\\.[^"\\]*+)*+"[^"{}\[\]]*+)*+')
 _BACKSLASH = ord("\\")
 EMPTY_ITEM = b","  # stands for nothing between two commas: a bad line, where an empty one would be blank
 

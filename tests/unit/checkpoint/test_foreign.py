@@ -6,6 +6,7 @@ import enum
 import sys
 import types
 from argparse import Namespace
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,30 @@ import torch
 from megatron.errors import CheckpointError
 from tests.unit.checkpoint.support import PADDED, SHAPES, load, make_params, make_state, save
 
+Written = Callable[[enum.Enum], tuple[Any, ...]]
+"""How Python pickles a member of an enumeration."""
 
-def write_megatron(directory: Path, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> dict[str, torch.Tensor]:
+
+def by_value(member: enum.Enum) -> tuple[Any, ...]:
+    return type(member), (member.value,)
+
+
+def by_name(member: enum.Enum) -> tuple[Any, ...]:
+    """Python 3.11.0 to 3.11.3."""
+    return getattr, (type(member), member.name)
+
+
+def write_megatron(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, written: Written = by_value, **changes: Any
+) -> dict[str, torch.Tensor]:
     """As 23.06 writes it: nested names, a Namespace that mentions Megatron's own enumeration."""
     module = types.ModuleType("megatron.core.enums")
 
     class ModelType(enum.Enum):
         encoder_or_decoder = 1
+
+        def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+            return written(self)
 
     ModelType.__module__, ModelType.__qualname__ = module.__name__, "ModelType"
     module.ModelType = ModelType  # type: ignore[attr-defined]
@@ -46,8 +64,9 @@ def write_megatron(directory: Path, monkeypatch: pytest.MonkeyPatch, **changes: 
     return tensors
 
 
-def test_weights_come_with_finetune_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tensors = write_megatron(tmp_path, monkeypatch)
+@pytest.mark.parametrize("written", [by_value, by_name])
+def test_weights_come_with_finetune_alone(tmp_path: Path, written: Written, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = write_megatron(tmp_path, monkeypatch, written)
     params = make_params(seed=4)
     messages: list[str] = []
     loaded = load(tmp_path, params, finetune=True, messages=messages)
@@ -58,6 +77,12 @@ def test_weights_come_with_finetune_alone(tmp_path: Path, monkeypatch: pytest.Mo
     assert any("without checksums" in message for message in messages)
     with pytest.raises(CheckpointError, match=r"manifest\.json is missing"):
         load(tmp_path)
+
+
+def test_no_other_attribute_is_looked_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_megatron(tmp_path, monkeypatch, lambda member: (getattr, (Namespace, "__init__")))
+    with pytest.raises(CheckpointError, match=r"it asks for the attribute '__init__' of .*argparse\.Namespace"):
+        load(tmp_path, finetune=True)
 
 
 def test_the_vocabulary_may_be_padded_otherwise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
