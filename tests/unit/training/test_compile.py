@@ -25,6 +25,16 @@ def test_the_compiled_run_is_the_same_run() -> None:
         torch.testing.assert_close(compiled["weights"][name], weight, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.parametrize("bf16", [False, True])
+def test_a_layer_is_one_graph(bf16: bool) -> None:
+    """Where the compiler meets what it cannot look into, it leaves the layer as it is, and says so to nobody."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    train_here(flags(train_iters=1, compile=True, bf16=bf16))
+    counters = torch._dynamo.utils.counters
+    assert counters["stats"]["unique_graphs"] == 1 and not counters["unimplemented"], dict(counters["unimplemented"])
+
+
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
