@@ -13,7 +13,6 @@ in training: a page that is new costs more than the arithmetic on it. A GPU is g
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
 import math
 import statistics
@@ -37,6 +36,7 @@ from megatron.ops.library import library
 from megatron.ops.native import OPERATIONS
 from megatron.ops.native.softmax import NativeScores
 from megatron.ops.proof import flat_tensors
+from megatron.utils.cpu import set_allocator
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 CONTENDERS = ("ours", "eager", "compile", "floor")
@@ -59,13 +59,6 @@ class Case:
 
     def runs_on(self, device: str) -> bool:
         return device == "cpu" or not self.cpu_only
-
-
-def keep_freed_memory() -> None:
-    """glibc's mallopt: no mapping of its own for a large tensor, nothing given back."""
-    mallopt = ctypes.CDLL(None).mallopt
-    for parameter, value in ((-4, 0), (-1, 2**31 - 1), (-2, 256 << 20)):
-        mallopt(parameter, value)
 
 
 def size(tensor: Tensor) -> int:
@@ -373,7 +366,7 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
     args = parser.parse_args(arguments)
     if library().missing is not None:
         parser.error(f"the kernels are {library().missing}")
-    keep_freed_memory()
+    set_allocator("auto")
     torch.set_num_threads(args.threads)
     until, results = time.monotonic() + args.seconds, []
     chosen = [case for case in CASES if (args.op is None or case.op in args.op) and case.runs_on(args.device)]

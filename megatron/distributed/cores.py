@@ -86,12 +86,12 @@ def set_scheduling(choice: str, info: LaunchInfo) -> str:
     Between ranks of one machine a message arrives while its sender still sends it. At the ordinary policy the receiving
     thread interrupts the sender at its first bytes, and again at the next ones.
     """
+    if hasattr(os, "sched_getscheduler") and os.sched_getscheduler(0) != os.SCHED_OTHER:
+        return "CPU scheduling: as this process was started, which --cpu-scheduling leaves alone"
     if choice == "ordinary" or (choice == "auto" and info.local_world_size == 1):
         return "CPU scheduling: ordinary"
     if not hasattr(os, "SCHED_BATCH"):
         return _ordinary(choice, "this system has no batch scheduling")
-    if os.sched_getscheduler(0) != os.SCHED_OTHER:
-        return "CPU scheduling: as this process was started"
     try:
         for thread in _threads():
             with suppress(ProcessLookupError):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 from megatron.config.meaning import given, spelled
 from megatron.config.run import RunConfig
+from megatron.config.sections import ProfileConfig
 from megatron.errors import ConfigError
 from megatron.layout import nearest_divisors, nearest_multiples
 
@@ -140,22 +143,16 @@ def check_weight_decay(config: RunConfig) -> None:
         raise ConfigError(f"{spelled(config, 'weight_decay')} and {style} exclude each other; remove --weight-decay")
 
 
-# What is traced, and where to; all of it asks for a trace.
-_OF_A_TRACE = (
-    "profile_step_start",
-    "profile_step_end",
-    "profile_ranks",
-    "profile_dir",
-    "pytorch_profiler_collect_shapes",
-    "pytorch_profiler_collect_callstack",
-    "record_memory_history",
-)
+def _of_a_trace() -> list[str]:
+    """The flags that say something about a trace; a no-op says nothing, and a snapshot has a line of its own."""
+    names = [field.name for field in fields(ProfileConfig)]
+    return [name for name in names if name not in ("profile", "use_pytorch_profiler", "memory_snapshot_path")]
 
 
 def check_profile(config: RunConfig) -> None:
     profile = config.profile
     if not profile.profile and not given(config, "profile"):  # who gives --profile=false has switched a file's off
-        for name in _OF_A_TRACE:
+        for name in _of_a_trace():
             if given(config, name):
                 raise ConfigError(f"{spelled(config, name)}: nothing is traced; add --profile, or leave it out")
     if profile.profile and profile.profile_step_end <= profile.profile_step_start:
