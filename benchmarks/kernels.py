@@ -31,10 +31,9 @@ from torch.optim.adamw import adamw
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.grown import grown
-from megatron.ops import builtin, cpu_attention, ref
+from megatron.ops import builtin, ref
 from megatron.ops.library import library
 from megatron.ops.native import OPERATIONS
-from megatron.ops.native.softmax import NativeScores
 from megatron.ops.proof import flat_tensors
 from megatron.utils.cpu import set_allocator
 
@@ -182,7 +181,7 @@ CASES: tuple[Case, ...] = (
         Case(
             op="attention",
             shape=f"{batch}, {heads}, {seq}, 64, causal",
-            ours=lambda ops: partial(cpu_attention.attention, math=NativeScores(ops), **CAUSAL),
+            ours=lambda ops: partial(OPERATIONS["attention"].make(ops), **CAUSAL),
             eager=partial(builtin.sdpa, **CAUSAL),
             formula=partial(builtin.sdpa, **CAUSAL),
             inputs=partial(attention_inputs, batch, heads, seq),

@@ -43,7 +43,9 @@ COMMON_FLAGS = (
 # Wherever the checkout lies, the object is the same one: no part of what it is known by.
 PREFIX_MAP = f"-ffile-prefix-map={CSRC.parent}=."
 CPU_FLAGS = ("-fopenmp-simd", "-fno-math-errno", "-fno-trapping-math", "-Wall")
-TIERS = {"v3": ("-march=x86-64-v3",), "v4": ("-march=x86-64-v4", "-mprefer-vector-width=512")}
+WIDE = ("-march=x86-64-v4", "-mprefer-vector-width=512")
+TIERS = {"v3": ("-march=x86-64-v3",), "v4": WIDE, "v4_bf16": (*WIDE, "-mavx512bf16")}
+WITH_PRODUCTS = ("attention",)  # only what multiplies matrices is compiled for instructions that multiply bf16
 GPU_FLAGS = ("-gencode=arch=compute_90,code=sm_90", "-gencode=arch=compute_90,code=compute_90")
 CUDA_HOME = "/usr/local/cuda"
 PARTS, SUFFIXES = ("common", "cpu", "cuda", "torch"), (".h", ".cpp", ".cu")
@@ -148,6 +150,7 @@ def cpu_units(cxx: Sequence[str]) -> list[Unit]:
         Unit(source, (*cxx, *COMMON_FLAGS, *CPU_FLAGS, *flags, f"-DMK_TIER={tier}"))
         for source in sorted((CSRC / "cpu").glob("*.cpp"))
         for tier, flags in tiers.items()
+        if tier != "v4_bf16" or source.stem.startswith(WITH_PRODUCTS)
     ]
 
 

@@ -1,10 +1,11 @@
 // Every CPU kernel is compiled once per instruction set ("tier"); the best one that this machine runs is called.
-// MK_TIER is given by the build: v3 (AVX2) and v4 (AVX-512) on x86-64, base elsewhere.
+// MK_TIER is given by the build: v3 (AVX2) and v4 (AVX-512) on x86-64, base elsewhere. What multiplies matrices is also
+// compiled for v4_bf16, whose instructions multiply pairs of bf16.
 #pragma once
 
 namespace mk::cpu {
 
-enum class Tier { none, base, v3, v4 };
+enum class Tier { none, base, v3, v4, v4_bf16 };
 
 // `none`: this machine has no instruction set that the kernels were built for.
 inline Tier tier() {
@@ -13,7 +14,8 @@ inline Tier tier() {
   const bool v4 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                   __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
   const bool v3 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2");
-  return v4 && v3 ? Tier::v4 : (v3 ? Tier::v3 : Tier::none);
+  if (v4 && v3) return __builtin_cpu_supports("avx512bf16") ? Tier::v4_bf16 : Tier::v4;
+  return v3 ? Tier::v3 : Tier::none;
 #else
   return Tier::base;
 #endif
@@ -21,20 +23,36 @@ inline Tier tier() {
 
 }  // namespace mk::cpu
 
-// MK_CPU_KERNEL(name, Args) declares mk::cpu::name(const Args&), which calls the tier's own.
+// MK_CPU_KERNEL(name, Args) declares mk::cpu::name(const Args&), which calls the tier's own; so does MK_CPU_PRODUCTS.
 #if defined(__x86_64__)
-#define MK_CPU_KERNEL(name, Args)                             \
-  namespace mk::cpu {                                         \
-  namespace v3 {                                              \
-  void name(const Args&);                                     \
-  }                                                           \
-  namespace v4 {                                              \
-  void name(const Args&);                                     \
-  }                                                           \
-  inline void name(const Args& args) {                        \
-    static const bool wide = tier() == Tier::v4;              \
-    wide ? v4::name(args) : v3::name(args);                   \
-  }                                                           \
+#define MK_CPU_KERNEL(name, Args)                 \
+  namespace mk::cpu {                             \
+  namespace v3 {                                  \
+  void name(const Args&);                         \
+  }                                               \
+  namespace v4 {                                  \
+  void name(const Args&);                         \
+  }                                               \
+  inline void name(const Args& args) {            \
+    static const bool wide = tier() >= Tier::v4;  \
+    wide ? v4::name(args) : v3::name(args);       \
+  }                                               \
+  }
+#define MK_CPU_PRODUCTS(name, Args)                                                                    \
+  namespace mk::cpu {                                                                                  \
+  namespace v3 {                                                                                       \
+  void name(const Args&);                                                                              \
+  }                                                                                                    \
+  namespace v4 {                                                                                       \
+  void name(const Args&);                                                                              \
+  }                                                                                                    \
+  namespace v4_bf16 {                                                                                  \
+  void name(const Args&);                                                                              \
+  }                                                                                                    \
+  inline void name(const Args& args) {                                                                 \
+    static const Tier best = tier();                                                                   \
+    best == Tier::v4_bf16 ? v4_bf16::name(args) : best == Tier::v4 ? v4::name(args) : v3::name(args);  \
+  }                                                                                                    \
   }
 #else
 #define MK_CPU_KERNEL(name, Args)                             \
@@ -44,4 +62,5 @@ inline Tier tier() {
   }                                                           \
   inline void name(const Args& args) { base::name(args); }    \
   }
+#define MK_CPU_PRODUCTS MK_CPU_KERNEL
 #endif

@@ -42,42 +42,23 @@ Tensor softmax_forward(const Tensor& scores, const std::optional<Tensor>& mask, 
 }
 
 template <class Backend>
-void softmax_forward_(Tensor scores, const std::optional<Tensor>& mask, int64_t diagonal, double scale) {
-  SoftmaxForward args = arguments(scores, mask, diagonal, scale);
-  args.out = scores.mutable_data_ptr();
-  MK_RUN(Backend, softmax_forward, args, scores);
-}
-
-template <class Backend>
-void run_backward(const Tensor& grad, const Tensor& out, Tensor& grad_scores, int64_t diagonal, double scale) {
+Tensor softmax_backward(const Tensor& grad, const Tensor& out, int64_t diagonal, double scale) {
   check_contiguous(grad, kName, "the gradient");
   check_contiguous(out, kName, "the tensor of probabilities");
   STD_TORCH_CHECK(grad.dim() == 4 && grad.numel() == out.numel() && grad.size(3) == out.size(-1) &&
                       grad.scalar_type() == out.scalar_type(),
                   kName, ": the gradient does not fit the probabilities");
+  Tensor grad_scores = torch::stable::empty_like(grad);
   const SoftmaxBackward args{grad.const_data_ptr(), out.const_data_ptr(), grad_scores.mutable_data_ptr(), rows_of(grad),
                              grad.size(2), grad.size(3), diagonal, float(scale), dtype_of(grad, kName)};
   MK_RUN(Backend, softmax_backward, args, grad);
-}
-
-template <class Backend>
-Tensor softmax_backward(const Tensor& grad, const Tensor& out, int64_t diagonal, double scale) {
-  Tensor grad_scores = torch::stable::empty_like(grad);
-  run_backward<Backend>(grad, out, grad_scores, diagonal, scale);
   return grad_scores;
-}
-
-template <class Backend>
-void softmax_backward_(Tensor grad, const Tensor& out, int64_t diagonal, double scale) {
-  run_backward<Backend>(grad, out, grad, diagonal, scale);
 }
 
 template <class Backend>
 void implement(torch::stable::detail::StableLibrary& library) {
   library.impl("softmax_forward", TORCH_BOX(&softmax_forward<Backend>));
-  library.impl("softmax_forward_", TORCH_BOX(&softmax_forward_<Backend>));
   library.impl("softmax_backward", TORCH_BOX(&softmax_backward<Backend>));
-  library.impl("softmax_backward_", TORCH_BOX(&softmax_backward_<Backend>));
 }
 
 }  // namespace
@@ -85,9 +66,7 @@ void implement(torch::stable::detail::StableLibrary& library) {
 
 STABLE_TORCH_LIBRARY_FRAGMENT(MK_LIBRARY, library) {
   library.def("softmax_forward(Tensor scores, Tensor? mask, int diagonal, float scale) -> Tensor");
-  library.def("softmax_forward_(Tensor(a!) scores, Tensor? mask, int diagonal, float scale) -> ()");
   library.def("softmax_backward(Tensor grad, Tensor out, int diagonal, float scale) -> Tensor");
-  library.def("softmax_backward_(Tensor(a!) grad, Tensor out, int diagonal, float scale) -> ()");
 }
 
 MK_REGISTER(mk::binding::implement)

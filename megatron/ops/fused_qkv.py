@@ -23,13 +23,6 @@ def split_qkv(qkv: Tensor) -> Triple:
     return query.flatten(2, 3), key.squeeze(3), value.squeeze(3)
 
 
-def empty_thirds(like: Tensor) -> Triple:
-    """What `whole` puts together again, each [batch, seq, heads, d]."""
-    batch, seq, heads, width = like.shape
-    query, key, value = like.new_empty(batch, seq, heads, 3, width).unbind(3)
-    return query, key, value
-
-
 def whole(thirds: Triple) -> Tensor | None:
     """[batch, seq, heads, 3, d], if that is what the three [batch, seq, heads, d] were cut from. A compiler knows no
     addresses, and would leave the whole block uncompiled."""

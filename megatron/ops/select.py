@@ -19,7 +19,6 @@ from megatron.ops.library import Library, library
 from megatron.ops.linear_cross_entropy import VocabularyPart, Workspace, linear_cross_entropy
 from megatron.ops.native import OPERATIONS
 from megatron.ops.native.operation import Fallbacks, on_stderr
-from megatron.ops.native.softmax import NativeScores
 
 
 @dataclass(frozen=True)
@@ -148,9 +147,6 @@ def resolve(
         functions["attention"] = partial(builtin.sdpa, flash_first=True)
     if functions["attention"] is ref.attention:
         functions["attention"] = partial(ref.attention, softmax_op=functions["softmax"])
-    backends = {choice.op: choice.backend for choice in choices}
-    if (backends["attention"], backends["softmax"]) == ("cpu", "native"):
-        functions["attention"] = partial(cpu_attention.attention, math=NativeScores(native.ops))
     note = None if native.missing is None or mode == "ref" else f"the native kernels are {native.missing}"
     return Kernels(**functions, choices=tuple(choices), note=note)
 
@@ -196,7 +192,7 @@ def _choose(op: str, mode: str, excluded: bool, device_type: str, attention: str
         order = f": {sdpa_order.explanation(flash_first=attention == 'flash')}" if device_type == "cuda" else ""
         return Choice(op, "torch", f"--attention-backend {attention}: PyTorch's scaled_dot_product_attention{order}")
     why_not = None
-    if op in OPERATIONS:
+    if op in OPERATIONS and (OPERATIONS[op].source or device_type != "cuda"):
         why_not = _why_not_native(native, device_type)
         unverified = device_type == "cuda" and OPERATIONS[op].source in native.unverified
         if why_not is None and unverified and mode == "auto":

@@ -7,10 +7,10 @@ from typing import Any, NoReturn
 import torch
 
 from megatron.errors import ConfigError
-from megatron.ops.native import activation, cross_entropy, norm, optim, rope, softmax
+from megatron.ops.native import activation, attention, cross_entropy, norm, optim, rope, softmax
 from megatron.ops.native.operation import Operation
 
-_MODULES = (activation, cross_entropy, norm, optim, rope, softmax)
+_MODULES = (activation, attention, cross_entropy, norm, optim, rope, softmax)
 OPERATIONS: dict[str, Operation] = {op.name: op for module in _MODULES for op in module.OPERATIONS}
 WITHOUT_DERIVATIVE = (  # the derivatives themselves (RoPE's is RoPE again), and what only our own gradients call
     "swiglu_backward",
@@ -19,6 +19,7 @@ WITHOUT_DERIVATIVE = (  # the derivatives themselves (RoPE's is RoPE again), and
     "squared_relu_backward",
     "norm_backward",
     "softmax_backward",
+    "attention_backward",
     "square_sum",
     "xent_backward",
     "xent_statistics",
@@ -30,7 +31,8 @@ def register(namespace: str) -> None:
     for module in _MODULES:
         module.register(namespace)
     for name in WITHOUT_DERIVATIVE:
-        _refuse_to_differentiate(namespace, name)
+        if hasattr(getattr(torch.ops, namespace), name):
+            _refuse_to_differentiate(namespace, name)
 
 
 def _refuse_to_differentiate(namespace: str, name: str) -> None:

@@ -51,7 +51,7 @@ class Fallbacks:
 @dataclass(frozen=True)
 class Operation:
     name: str  # as in Kernels
-    source: str  # csrc/cuda/<source>.cu
+    source: str  # csrc/cuda/<source>.cu; "" for what the CPU alone has
     make: Callable[[Any], Callable[..., Any]]  # given torch.ops.<namespace>: a function with the signature of ref's
     unsupported: Callable[..., str | None] = unsupported_tensors
     # Under torch.compile the plain formula is fused with its neighbours, which a kernel of its own cannot be.

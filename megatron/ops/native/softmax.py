@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.ops.fused_qkv import Triple
 from megatron.ops.native.operation import Operation
 
 
@@ -19,23 +18,9 @@ def register(namespace: str) -> None:
     def _(scores: Tensor, mask: Tensor | None, diagonal: int, scale: float) -> Tensor:
         return torch.empty_like(scores)
 
-    @torch.library.register_fake(f"{namespace}::softmax_forward_")
-    def _(scores: Tensor, mask: Tensor | None, diagonal: int, scale: float) -> None:
-        return None
-
     @torch.library.register_fake(f"{namespace}::softmax_backward")
     def _(grad: Tensor, out: Tensor, diagonal: int, scale: float) -> Tensor:
         return torch.empty_like(grad)
-
-    @torch.library.register_fake(f"{namespace}::softmax_backward_")
-    def _(grad: Tensor, out: Tensor, diagonal: int, scale: float) -> None:
-        return None
-
-    if hasattr(ops, "block_gradients_"):  # a CPU's alone
-
-        @torch.library.register_fake(f"{namespace}::block_gradients_")
-        def _(*args: Any) -> None:
-            return None
 
     def save(ctx: Any, inputs: tuple[Tensor, Tensor | None, int, float], output: Tensor) -> None:
         ctx.save_for_backward(output)
@@ -64,22 +49,6 @@ def _softmax(ops: Any) -> Callable[..., Tensor]:
 def _four_dimensions(x: Tensor) -> Tensor:
     """Leading dimensions of one are added, or the first ones folded."""
     return x.flatten(0, -4) if x.dim() > 4 else x[(None,) * (4 - x.dim())]
-
-
-class NativeScores:
-    """See `cpu_attention.ScoresMath`."""
-
-    def __init__(self, ops: Any) -> None:
-        self.ops = ops
-
-    def softmax_(self, scores: Tensor, mask: Tensor | None, diagonal: int, scale: float) -> None:
-        self.ops.softmax_forward_(scores, mask, diagonal, scale)
-
-    def softmax_backward_(self, grad: Tensor, probabilities: Tensor, diagonal: int, scale: float) -> None:
-        self.ops.softmax_backward_(grad, probabilities, diagonal, scale)
-
-    def gradients_(self, grads: Triple, parts: Triple, block: int, causal: bool) -> None:
-        self.ops.block_gradients_(*grads, *parts, block, causal)
 
 
 OPERATIONS = (Operation("softmax", "softmax", _softmax),)

@@ -6,11 +6,11 @@ CPU alone is in a table of its own.
 
 from __future__ import annotations
 
-from megatron.ops.proof import activation, blocks, cross_entropy, norm, optim, rope, softmax
+from megatron.ops.proof import activation, attention, cross_entropy, norm, optim, rope, softmax
 from megatron.ops.proof.subject import Call, Draw, Finding, Subject, check, flat_tensors
 
 _MODULES = (activation, cross_entropy, norm, optim, rope, softmax)
 SUBJECTS: dict[str, Subject] = {subject.name: subject for module in _MODULES for subject in module.SUBJECTS}
-CPU_SUBJECTS: dict[str, Subject] = {subject.name: subject for subject in blocks.SUBJECTS}
+CPU_SUBJECTS: dict[str, Subject] = {subject.name: subject for subject in attention.SUBJECTS}
 
 __all__ = ["CPU_SUBJECTS", "SUBJECTS", "Call", "Draw", "Finding", "Subject", "check", "flat_tensors"]

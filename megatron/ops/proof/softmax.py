@@ -3,7 +3,7 @@ dtype: they are what the product with the values keeps as well."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -65,37 +65,6 @@ def masked_calls(draw: Draw) -> Iterator[Call]:
     yield Call("one value a query", (draw(2, 1, 4, 6), torch.ones(4, 1, dtype=torch.bool), 1.0))
 
 
-def in_place(ops: Any) -> Callable[..., Tensor]:
-    class InPlace(Function):
-        @staticmethod
-        def forward(ctx: Any, scores: Tensor, mask: Tensor | None, scale: float, diagonal: int) -> Tensor:
-            out = scores.clone()
-            ops.softmax_forward_(out, mask, diagonal, scale)
-            ctx.save_for_backward(out)
-            ctx.scale, ctx.diagonal = scale, diagonal
-            return out
-
-        @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-            grad = grad.clone()
-            ops.softmax_backward_(grad, *ctx.saved_tensors, ctx.diagonal, ctx.scale)
-            return grad, None, None, None
-
-    return InPlace.apply
-
-
-def in_place_oracle(scores: Tensor, mask: Tensor | None, scale: float, diagonal: int) -> Tensor:
-    visible = torch.ones(scores.shape[-2:], dtype=torch.bool).tril(diagonal)
-    return oracle(scores, visible if mask is None else mask & visible, scale)
-
-
-def in_place_calls(draw: Draw) -> Iterator[Call]:
-    mask = (draw.integers(3, 1, 3, 8, 20) == 0) | torch.eye(8, 20, dtype=torch.bool)
-    for diagonal in (0, 5, 11, 12, 20):
-        yield Call(f"diagonal {diagonal}", (draw(2, 3, 8, 20), None, 0.3, diagonal))
-        yield Call(f"diagonal {diagonal} and a mask", (draw(2, 3, 8, 20), mask, 0.3, diagonal))
-
-
 LIMITS = {torch.float32: 1e-5}  # of a gradient whose numbers cancel
 
 SUBJECTS = (
@@ -105,14 +74,6 @@ SUBJECTS = (
         kernel=OPERATIONS["softmax"].make,
         oracle=oracle,
         calls=calls,
-        limits=LIMITS,
-    ),
-    Subject(
-        name="softmax_in_place",
-        source="softmax",
-        kernel=in_place,
-        oracle=in_place_oracle,
-        calls=in_place_calls,
         limits=LIMITS,
     ),
 )

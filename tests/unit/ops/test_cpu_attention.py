@@ -8,10 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.ops import builtin, cpu_attention, ref, resolve
-from megatron.ops.cpu_attention import TorchScores
-from megatron.ops.native.softmax import NativeScores
-from tests.helpers.kernels import backend
+from megatron.ops import builtin, cpu_attention, ref
 
 
 def inputs(seq: int, heads: int, groups: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
@@ -59,62 +56,43 @@ def test_masks(name: str, groups: int) -> None:
         torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-12)
 
 
-def scores_math(name: str) -> Any:
-    return cpu_attention.TORCH_SCORES if name == "torch" else NativeScores(backend("cpu").ops)
-
-
-@pytest.mark.parametrize("math", ["torch", "csrc"])
 @pytest.mark.parametrize("name", masks(2))
 @pytest.mark.parametrize("seq", [65, 300, 600])
-def test_half_and_single_precision(seq: int, name: str, math: str) -> None:
+def test_half_and_single_precision(seq: int, name: str) -> None:
     mask, causal = masks(seq)[name]
     options = {"mask": mask, "causal": causal}
     for dtype, limit in ((torch.float32, 2e-6), (torch.bfloat16, 8e-3)):
         tensors = inputs(seq, 4, 2, dtype)
         exact = results(ref.attention, [t.detach().double().requires_grad_() for t in tensors], **options)
-        ours = results(cpu_attention.attention, tensors, **options, math=scores_math(math))
-        for got, want in zip(ours, exact, strict=True):
+        for got, want in zip(results(cpu_attention.attention, tensors, **options), exact, strict=True):
             assert (got.double() - want).norm() / want.norm() < limit
-
-
-def test_the_kernels_own_softmax_is_what_runs() -> None:
-    backend("cpu")
-    tensors = inputs(70, 4, 2, torch.bfloat16)
-    chosen = results(lambda *args, **named: resolve("auto", "cpu").attention(*args, **named), tensors)
-    expected = results(cpu_attention.attention, tensors, math=scores_math("csrc"))
-    assert all(torch.equal(one, other) for one, other in zip(chosen, expected, strict=True))
 
 
 def test_two_runs_are_bit_equal() -> None:
     tensors = inputs(300, 4, 2, torch.bfloat16)
-    runs = [results(cpu_attention.attention, tensors, math=scores_math("csrc")) for _ in range(2)]
+    runs = [results(cpu_attention.attention, tensors) for _ in range(2)]
     assert all(torch.equal(one, other) for one, other in zip(*runs, strict=True))
 
 
-class OneKeyTooMany(TorchScores):
-    def softmax_(self, scores: Tensor, mask: Tensor | None, diagonal: int, scale: float) -> None:
-        super().softmax_(scores, mask, diagonal + 1, scale)
+softmax_, softmax_backward_ = cpu_attention._softmax_, cpu_attention._softmax_backward_
+
+BUGS: dict[str, tuple[str, Any]] = {
+    "one key too many": (
+        "_softmax_",
+        lambda scores, mask, diagonal, scale: softmax_(scores, mask, diagonal + 1, scale),
+    ),
+    "gradient not scaled": ("_softmax_backward_", lambda grad, weights, scale: softmax_backward_(grad, weights, 1.0)),
+    "mask forgotten": ("_softmax_", lambda scores, mask, diagonal, scale: softmax_(scores, None, diagonal, scale)),
+    "last block skipped": (
+        "_softmax_",
+        lambda scores, mask, *rest: softmax_(scores, mask, *rest) if scores.shape[2] == 64 else None,
+    ),
+}
 
 
-class UnscaledGradient(TorchScores):
-    def softmax_backward_(self, grad: Tensor, probabilities: Tensor, diagonal: int, scale: float) -> None:
-        super().softmax_backward_(grad, probabilities, diagonal, 1.0)
-
-
-class MaskForgotten(TorchScores):
-    def softmax_(self, scores: Tensor, mask: Tensor | None, diagonal: int, scale: float) -> None:
-        super().softmax_(scores, None, diagonal, scale)
-
-
-class LastBlockSkipped(TorchScores):
-    def softmax_(self, scores: Tensor, mask: Tensor | None, diagonal: int, scale: float) -> None:
-        if scores.shape[2] == 64:
-            super().softmax_(scores, mask, diagonal, scale)
-
-
-@pytest.mark.parametrize("bug", [OneKeyTooMany, UnscaledGradient, MaskForgotten, LastBlockSkipped])
-def test_planted_bugs_are_seen(bug: type[TorchScores], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_attention, "TORCH_SCORES", bug())
+@pytest.mark.parametrize("bug", BUGS)
+def test_planted_bugs_are_seen(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_attention, *BUGS[bug])
     tensors, (mask, causal) = inputs(130, 4, 2), masks(130)["documents_and_causal"]
     fast = results(cpu_attention.attention, tensors, mask=mask, causal=causal)
     slow = results(ref.attention, tensors, mask=mask, causal=causal)

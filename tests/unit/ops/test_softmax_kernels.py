@@ -48,7 +48,7 @@ MISTAKES = {
     "mask of the first sample for all": Mistake(
         "common/softmax.h", " + block / inner * mask_outer", "", "softmax", on_cpu=True
     ),
-    "hidden keys keep their numbers": Mistake("cpu/softmax.cpp", "out[i] = store<T>(0.0f)", "", "softmax_in_place"),
+    "hidden keys keep their numbers": Mistake("cpu/softmax.cpp", "out[i] = store<T>(0.0f)", "", "softmax"),
     "CUDA: causal off by one": Mistake(
         "common/softmax.h", "row % queries + diagonal + 1", "row % queries + diagonal + 2", "softmax"
     ),

@@ -1,47 +1,18 @@
-"""Putting together the gradients of attention in blocks: what does not fit is refused, planted bugs are seen. And
-thirds of one tensor, where a plain split would copy."""
+"""Thirds of one tensor, where a plain split would copy."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
+from torch import Tensor
 
-from megatron.ops.fused_qkv import empty_thirds, split_qkv, whole
-from tests.helpers.kernels import backend
-from tests.helpers.planted import Mistake
-
-
-def test_what_does_not_fit_is_refused() -> None:
-    ops = backend("cpu").ops
-    grad, parts = torch.empty(1, 2, 8, 4), torch.empty(64)
-    seen = torch.empty(2 * (4 + 8) * 4)
-    for arguments, message in (
-        ((grad, grad, grad, parts, seen, parts, 4, True), "not the size and type"),
-        ((grad, grad, grad, parts.bfloat16(), seen, seen, 4, True), "not the size and type"),
-        ((grad, grad, grad[:, :1], parts, seen, seen, 4, True), "number of heads"),
-        ((grad, grad.bfloat16(), grad, parts, seen, seen, 4, True), "differ in more than"),
-        ((grad, grad[:, :, :7], grad, parts, seen, seen, 4, True), "differ in more than"),
-        ((grad.transpose(2, 3), grad, grad, parts, seen, seen, 4, True), "side by side"),
-        ((grad, grad, grad, parts, seen, seen, 0, True), "no queries"),
-        ((grad.double(), grad, grad, parts, seen, seen, 4, True), "differ in more than"),
-    ):
-        with pytest.raises(RuntimeError, match=message):
-            ops.block_gradients_(*arguments)
+from megatron.ops.fused_qkv import Triple, split_qkv, whole
 
 
-MISTAKES = {
-    "a block's own keys only": ("if (first < a.keys_of(i)) add_run", "if (which == i) add_run"),
-    "the first head's keys for all": ("batch * to.heads + head) * a.keys_of(i)", "batch * to.heads) * a.keys_of(i)"),
-    "queries of the block before": ("heads * which * a.block", "heads * (which > 0) * a.block"),
-    "not from zero": ("std::fill(total, total + count, 0.0f);", ""),
-}
-
-
-@pytest.mark.parametrize("name", MISTAKES)
-def test_planted_bugs_are_seen(tmp_path: Path, name: str) -> None:
-    Mistake("cpu/blocks.cpp", *MISTAKES[name], "block_gradients").must_be_seen(tmp_path)
+def empty_thirds(like: Tensor) -> Triple:
+    batch, seq, heads, width = like.shape
+    query, key, value = like.new_empty(batch, seq, heads, 3, width).unbind(3)
+    return query, key, value
 
 
 def test_thirds_are_found_again() -> None:

@@ -1,0 +1,258 @@
+// What the two passes of attention share: the blocks, how factors are laid out for products, which keys a query sees.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdlib>
+#include <memory>
+#include <new>
+
+#include "attention.h"
+#include "product.h"
+
+namespace mk::cpu::MK_TIER {
+
+constexpr int64_t kBlock = 64;  // queries, and keys, of a block: a pair's scores stay in the nearest cache
+constexpr float kLog2E = 1.44269504f;
+
+constexpr int64_t divided_up(int64_t count, int64_t by) { return (count + by - 1) / by; }
+constexpr int64_t filled_up(int64_t count, int64_t to) { return divided_up(count, to) * to; }
+
+template <class T>
+class Buffer {
+ public:
+  explicit Buffer(int64_t count)
+      : data_(static_cast<T*>(::operator new(size_t(std::max<int64_t>(count, 1)) * sizeof(T), kAlignment))) {}
+  ~Buffer() { ::operator delete(data_, kAlignment); }
+  Buffer(const Buffer&) = delete;
+  Buffer& operator=(const Buffer&) = delete;
+  operator T*() const { return data_; }
+
+ private:
+  static constexpr std::align_val_t kAlignment{64};
+  T* data_;
+};
+
+// 2^x for x of at most 127: 0 below the smallest normal number and for -inf, NaN for NaN. Within 2 ulp.
+inline Vector exp2_of(Vector x) {
+  const float magic = 12582912.0f + 127.0f;  // 1.5 * 2^23 rounds to an integer; its last bits hold the exponent's
+  const Vector shifted = x + magic, f = x - (shifted - magic);
+  Vector p = f * 1.326472725e-3f + 9.671512786e-3f;
+  p = p * f + 5.550733744e-2f;
+  p = p * f + 2.402224208e-1f;
+  p = p * f + 6.931469776e-1f;
+  p = p * f + 1.0f;
+  return x < -126.0f ? Vector{} : p * Vector(Ints(shifted) << 23);
+}
+
+inline Ints lane_numbers() {
+  Ints result;
+  for (int64_t i = 0; i < kLanes; ++i) result[i] = int32_t(i);
+  return result;
+}
+
+inline float largest(Vector x) {
+  float peak = -INFINITY;
+#pragma omp simd reduction(max : peak)
+  for (int64_t i = 0; i < kLanes; ++i) peak = x[i] > peak ? x[i] : peak;
+  return peak;
+}
+
+inline float total(Vector x) {
+  float lanes[kLanes];
+  store_vector(lanes, x);
+#pragma GCC unroll 4
+  for (int64_t half = kLanes / 2; half > 0; half /= 2)
+    for (int64_t i = 0; i < half; ++i) lanes[i] += lanes[i + half];
+  return lanes[0];
+}
+
+// A pair of blocks: which keys of the block the rows of the block see.
+struct Pair {
+  int64_t first_query, queries;  // of the block
+  int64_t first_key, keys;
+  int64_t diagonal;
+
+  // The first so many keys.
+  int64_t seen_by(int64_t row) const {
+    return std::clamp<int64_t>(first_query + row + diagonal + 1 - first_key, 0, keys);
+  }
+  // The first row that sees a key.
+  int64_t first_to_see(int64_t key) const {
+    return std::clamp<int64_t>(first_key + key - diagonal - first_query, 0, queries);
+  }
+};
+
+inline int64_t keys_seen_up_to(const AttentionShape& shape, int64_t query) {
+  return std::clamp<int64_t>(query + shape.diagonal + 1, 0, shape.keys);
+}
+
+inline const bool* mask_row(const AttentionShape& shape, int64_t batch, int64_t head, int64_t query) {
+  return shape.mask + batch * shape.mask_batch + head * shape.mask_head + query * shape.mask_query;
+}
+
+// False where the mask hides all keys of the block from all its queries.
+inline bool any_visible(const AttentionShape& shape, const Pair& pair, int64_t batch, int64_t head) {
+  if (shape.mask == nullptr) return true;
+  for (int64_t row = 0; row < pair.queries; ++row) {
+    const bool* allowed = mask_row(shape, batch, head, pair.first_query + row) + pair.first_key;
+    if (std::any_of(allowed, allowed + pair.seen_by(row), [](bool x) { return x; })) return true;
+  }
+  return false;
+}
+
+constexpr int64_t kVectors = kBlock / kLanes;  // of a row of scores
+
+// Which keys of a block a query sees: the first so many, and of those what the mask allows.
+class Visible {
+ public:
+  Visible(int64_t seen, const bool* allowed)
+      : all_(seen == kBlock && allowed == nullptr), masked_(allowed != nullptr) {
+    seen_ = Ints{} + int32_t(seen);
+    if (masked_) {
+      memset(allowed_, 0, sizeof allowed_);
+      memcpy(allowed_, allowed, size_t(seen));
+    }
+  }
+  // `x` where the query sees the key, else `otherwise`; of the block's vector v.
+  Vector or_else(int64_t v, Vector x, float otherwise) const {
+    if (all_) return x;
+    const Ints keys = lane_numbers() + int32_t(v * kLanes);
+    if (!masked_) return keys < seen_ ? x : Vector{} + otherwise;
+    Ints allowed{};
+#pragma omp simd
+    for (int64_t i = 0; i < kLanes; ++i) allowed[i] = allowed_[v * kLanes + i];
+    return allowed != 0 ? x : Vector{} + otherwise;
+  }
+
+ private:
+  bool all_, masked_;
+  Ints seen_;
+  uint8_t allowed_[kBlock];
+};
+
+inline Visible visible(const AttentionShape& shape, const Pair& pair, int64_t batch, int64_t head, int64_t row) {
+  const bool* allowed = nullptr;
+  if (shape.mask != nullptr) allowed = mask_row(shape, batch, head, pair.first_query + row) + pair.first_key;
+  return Visible(pair.seen_by(row), allowed);
+}
+
+// 1 / (1 - probability) for what is kept, 0 for what is dropped: a hash of seed, head, query and key.
+class Keep {
+ public:
+  Keep(const Dropout& dropout, int64_t head, int64_t query)
+      : threshold_(uint32_t(std::min(double(dropout.probability) * 4294967296.0, 4294967295.0))),
+        factor_(dropout.probability < 1.0f ? 1.0f / (1.0f - dropout.probability) : 0.0f) {
+    uint64_t x = dropout.seed + 0x9e3779b97f4a7c15u * (uint64_t(head) << 32 | uint64_t(query));
+    x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
+    x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
+    row_ = uint32_t((x ^ (x >> 31)) >> 16);
+  }
+  // Of as many keys as a vector holds, from `key` on.
+  Vector operator()(int64_t key) const {
+    Vector result;
+#pragma omp simd
+    for (int64_t i = 0; i < kLanes; ++i) {
+      uint32_t x = row_ + uint32_t(key + i) * 0x9e3779b1u;
+      x = (x ^ (x >> 16)) * 0x85ebca6bu;
+      x = (x ^ (x >> 13)) * 0xc2b2ae35u;
+      result[i] = (x ^ (x >> 16)) >= threshold_ ? factor_ : 0.0f;
+    }
+    return result;
+  }
+
+ private:
+  uint32_t row_, threshold_;
+  float factor_;
+};
+
+// ---- factors of products ----
+
+template <class Math>
+constexpr int64_t units(int64_t depth) {
+  return divided_up(depth, Math::kDepth);
+}
+
+// Rows become a left factor of `all_rows` rows of `depth` units, filled up with zeros.
+template <class Math, class T>
+void lay_left(const T* from, int64_t stride, int64_t rows, int64_t width, typename Math::Unit* to, int64_t all_rows,
+              int64_t depth) {
+  const int64_t used = units<Math>(width);
+  for (int64_t row = 0; row < rows; ++row, to += depth) {
+    const T* numbers = from + row * stride;
+    std::fill(to + used - 1, to + depth, typename Math::Unit(0));
+    if constexpr (Math::kDepth == 1) {
+#pragma omp simd
+      for (int64_t i = 0; i < width; ++i) to[i] = load(numbers[i]);
+    } else {
+      memcpy(to, numbers, size_t(width) * sizeof(T));
+    }
+  }
+  std::fill(to, to + (all_rows - rows) * depth, typename Math::Unit(0));
+}
+
+// Rows become a right factor [units(rows), columns], `columns` being `width` filled up with zeros.
+template <class Math, class T>
+void lay_right(const T* from, int64_t stride, int64_t rows, int64_t width, typename Math::Unit* to, int64_t columns) {
+  for (int64_t row = 0; row < rows; row += Math::kDepth, to += columns) {
+    const T* numbers = from + row * stride;
+    std::fill(to + width, to + columns, typename Math::Unit(0));
+    if constexpr (Math::kDepth == 1) {
+#pragma omp simd
+      for (int64_t i = 0; i < width; ++i) to[i] = load(numbers[i]);
+    } else if (row + 1 < rows) {
+      const T* next = numbers + stride;
+#pragma omp simd
+      for (int64_t i = 0; i < width; ++i) to[i] = uint32_t(numbers[i].bits) | uint32_t(next[i].bits) << 16;
+    } else {
+#pragma omp simd
+      for (int64_t i = 0; i < width; ++i) to[i] = uint32_t(numbers[i].bits);
+    }
+  }
+}
+
+// The rows of a block become columns of a right factor [units(width), kBlock], filled up with zeros. `rows_laid` has
+// room for them as a left factor whose rows are whole vectors.
+template <class Math, class T>
+void lay_columns(const T* from, int64_t stride, int64_t rows, int64_t width, typename Math::Unit* rows_laid,
+                 typename Math::Unit* to) {
+  const int64_t depth = units<Math>(width), whole = filled_up(depth, kLanes);
+  lay_left<Math>(from, stride, rows, width, rows_laid, kBlock, whole);
+  for (int64_t row = 0; row < kBlock; row += kLanes) {
+    for (int64_t k = 0; k < depth; k += kLanes) {
+      Vector tile[kLanes];
+#pragma GCC unroll 16
+      for (int64_t i = 0; i < kLanes; ++i) tile[i] = load_vector(rows_laid + (row + i) * whole + k);
+      transpose(tile);
+      for (int64_t i = 0; i < std::min(kLanes, depth - k); ++i)
+        memcpy(to + (k + i) * kBlock + row, &tile[i], sizeof tile[i]);
+    }
+  }
+}
+
+template <class T>
+void write_row(const float* from, float factor, T* to, int64_t width) {
+#pragma omp simd
+  for (int64_t i = 0; i < width; ++i) to[i] = store<T>(from[i] * factor);
+}
+
+// MK_FOR_MATH(dtype, Math, T, { ... }): bf16 is multiplied in pairs where the instruction set can.
+#if defined(__AVX512BF16__)
+#define MK_FOR_MATH(dtype, Math, T, ...)        \
+  if (dtype == ::mk::DType::bf16) {             \
+    using Math = Pairs;                         \
+    using T = ::mk::bf16;                       \
+    __VA_ARGS__;                                \
+  } else {                                      \
+    using Math = Singles;                       \
+    MK_FOR_DTYPE(dtype, T, __VA_ARGS__)         \
+  }
+#else
+#define MK_FOR_MATH(dtype, Math, T, ...)      \
+  {                                           \
+    using Math = Singles;                     \
+    MK_FOR_DTYPE(dtype, T, __VA_ARGS__)       \
+  }
+#endif
+
+}  // namespace mk::cpu::MK_TIER

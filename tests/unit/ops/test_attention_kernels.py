@@ -1,0 +1,224 @@
+"""Attention of csrc/ on a CPU beyond the common comparison: what is chosen, dropout, refusals, planted bugs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.errors import ConfigError
+from megatron.ops import cpu_attention, ref, resolve
+from megatron.ops.fused_qkv import split_qkv
+from megatron.ops.native import OPERATIONS
+from tests.helpers.kernels import backend
+from tests.helpers.planted import Mistake
+
+CAUSAL = {"mask": None, "causal": True, "scale": 0.4}
+
+
+def native() -> Callable[..., Tensor]:
+    return OPERATIONS["attention"].make(backend("cpu").ops)
+
+
+def three(seq: int, heads: int = 4, groups: int = 2, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    torch.manual_seed(seq)
+    return [torch.randn(2, n, seq, 8).to(dtype).requires_grad_() for n in (heads, groups, groups)]
+
+
+def test_auto_takes_it_and_leaves_generation_and_fp64_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = native()(*three(70), **CAUSAL)
+    kernels, others = resolve("auto", "cpu", warn=lambda text: None), []
+    assert torch.equal(kernels.attention(*three(70), **CAUSAL), expected)
+    choice = next(choice for choice in kernels.choices if choice.op == "attention")
+    assert choice.backend == "native"
+
+    def spy(query: Tensor, *args: Any, **named: Any) -> Tensor:
+        others.append(tuple(query.shape))
+        return query
+
+    monkeypatch.setitem(resolve.__globals__["_CPU"], "attention", spy)
+    kernels = resolve("auto", "cpu", warn=lambda text: None)
+    kernels.attention(torch.zeros(1, 2, 1, 8), *[torch.zeros(1, 2, 50, 8)] * 2, **CAUSAL)
+    kernels.attention(*[torch.zeros(1, 2, 20, 8, dtype=torch.float64)] * 3, **CAUSAL)
+    assert others == [(1, 2, 1, 8), (1, 2, 20, 8)]
+
+
+def test_values_of_another_width_are_left_to_others() -> None:
+    said: list[str] = []
+    query, key, value = torch.randn(1, 2, 20, 8), torch.randn(1, 2, 20, 8), torch.randn(1, 2, 20, 6)
+    out = resolve("auto", "cpu", warn=said.append).attention(query, key, value, **CAUSAL)
+    torch.testing.assert_close(out, ref.attention(query, key, value, **CAUSAL))
+    assert len(said) == 1 and "the same shape would do" in said[0]
+    with pytest.raises(ConfigError, match="--kernels native: attention cannot take values"):
+        resolve("native", "cpu").attention(query, key, value, **CAUSAL)
+
+
+def test_cuda_has_no_such_kernel() -> None:
+    choices = {choice.op: choice for choice in resolve("auto", "cuda").choices}
+    assert choices["attention"].backend == "torch" and "scaled_dot_product_attention" in choices["attention"].reason
+
+
+def test_gradients_of_a_fused_projection_are_thirds_of_its_gradient() -> None:
+    """No copy: what the split hands on is what attention wrote."""
+    attention, qkv = native(), torch.randn(2, 70, 3, 3, 8, requires_grad=True)
+    query, key, value = (part.transpose(1, 2) for part in split_qkv(qkv))
+    grads = torch.autograd.grad(attention(query, key, value, **CAUSAL).sum(), (query, key, value), retain_graph=True)
+    assert len({grad.untyped_storage().data_ptr() for grad in grads}) == 1
+    (of_qkv,) = torch.autograd.grad(attention(query, key, value, **CAUSAL).sum(), qkv)
+    assert torch.equal(of_qkv, torch.stack([grad.transpose(1, 2) for grad in grads], dim=3))
+
+
+def kept_keys(attention: Callable[..., Tensor], seq: int, dropout_p: float) -> Tensor:
+    """[batch, heads, queries, keys]: the weights after dropout, times the number of keys; all scores are equal."""
+    query = torch.zeros(2, 3, seq, seq)
+    value = torch.eye(seq).expand(2, 3, seq, seq)
+    return attention(query, query, value, mask=None, causal=False, scale=1.0, dropout_p=dropout_p) * seq
+
+
+@pytest.mark.parametrize("dropout_p", [0.1, 0.5])
+def test_dropout_drops_that_share_and_scales_the_rest(dropout_p: float) -> None:
+    torch.manual_seed(1)
+    weights = kept_keys(native(), 200, dropout_p)
+    kept = weights != 0
+    torch.testing.assert_close(weights[kept], torch.full_like(weights[kept], 1.0 / (1.0 - dropout_p)))
+    deviation = (dropout_p * (1.0 - dropout_p)) ** 0.5
+    assert abs(kept.double().mean() - (1.0 - dropout_p)) < 5 * deviation / kept.numel() ** 0.5
+    for dim in (0, 1, 2, 3):  # heads, queries and keys are independent of their neighbours
+        one, next_one = kept.narrow(dim, 0, kept.shape[dim] - 1), kept.narrow(dim, 1, kept.shape[dim] - 1)
+        pair = (one.double() - one.double().mean()) * (next_one.double() - next_one.double().mean())
+        assert abs(pair.mean()) < 5 * deviation**2 / pair.numel() ** 0.5
+
+
+def test_everything_may_be_dropped() -> None:
+    tensors = three(20)
+    out = native()(*tensors, **CAUSAL, dropout_p=1.0)
+    grads = torch.autograd.grad(out.sum(), tensors)
+    assert not out.any() and not any(grad.any() for grad in grads)
+
+
+def test_the_generator_decides_what_is_dropped() -> None:
+    attention, runs = native(), []
+    for seed in (3, 3, 4):
+        torch.manual_seed(seed)
+        runs.append(kept_keys(attention, 70, 0.3))
+    assert torch.equal(runs[0], runs[1]) and not torch.equal(runs[0], runs[2])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_backward_drops_what_forward_dropped(dtype: torch.dtype) -> None:
+    """Against the formula with what was dropped: the weights tell, for values that are the unit matrix."""
+    attention, seq = native(), 70
+    query, key = (torch.randn(1, 2, seq, seq).div(3).to(dtype).requires_grad_() for _ in range(2))
+    unit = torch.eye(seq).to(dtype).expand(1, 2, seq, seq)
+    torch.manual_seed(5)
+    dropped = attention(query, key, unit, **CAUSAL, dropout_p=0.25) != 0
+    value = torch.randn(1, 2, seq, seq).to(dtype).requires_grad_()
+    torch.manual_seed(5)
+    out = attention(query, key, value, **CAUSAL, dropout_p=0.25)
+    upstream = torch.randn_like(out)
+    grads = torch.autograd.grad(out, (query, key, value), upstream)
+    exact = [t.detach().double().requires_grad_() for t in (query, key, value)]
+    weights = torch.softmax(
+        (exact[0] @ exact[1].transpose(2, 3) * 0.4).masked_fill(~ref.causal_mask(seq, seq, query.device), -torch.inf),
+        -1,
+    )
+    want = (weights * dropped / 0.75) @ exact[2]
+    wanted = torch.autograd.grad(want, exact, upstream.double())
+    limit = {torch.float32: 3e-6, torch.bfloat16: 1e-2}[dtype]
+    for got, right in zip((out, *grads), (want, *wanted), strict=True):
+        assert (got.double() - right).norm() < limit * right.norm()
+
+
+def test_threads_and_runs_change_no_bit() -> None:
+    def run(threads: int) -> list[Tensor]:
+        torch.set_num_threads(threads)
+        tensors = three(200, dtype=torch.bfloat16)
+        out = native()(*tensors, **CAUSAL)
+        return [out, *torch.autograd.grad(out.sum(), tensors)]
+
+    before = torch.get_num_threads()
+    try:
+        runs = [run(threads) for threads in (1, 2, 1)]
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(one, other) for others in runs[1:] for one, other in zip(runs[0], others, strict=True))
+
+
+def test_long_sequences_keep_no_scores() -> None:
+    """What is kept for the backward pass grows with the sequence, not with its square."""
+    kept = {}
+    for seq in (256, 512):
+        tensors, sizes = three(seq), []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, s=sizes: s.append(t.numel()) or t, lambda t: t):
+            native()(*tensors, **CAUSAL)
+        kept[seq] = sum(sizes)
+    assert kept[512] == 2 * kept[256]
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    ops, x = backend("cpu").ops, torch.randn(2, 5, 4, 8)  # [batch, positions, heads, width]
+    mask = torch.ones(1, 1, 5, 5, dtype=torch.bool)
+    seed = torch.zeros(1, dtype=torch.int64)
+    for arguments, message in (
+        ((x, x[:, :, :3], x, None, 0, 1.0, 0.0, None), "multiple of the key's heads"),
+        ((x, x, x[:, :4], None, 0, 1.0, 0.0, None), "not of one type and"),
+        ((x, x, x.bfloat16(), None, 0, 1.0, 0.0, None), "not of one type and"),
+        ((x.double(), x.double(), x.double(), None, 0, 1.0, 0.0, None), "only float32, bfloat16 and float16"),
+        ((x.transpose(1, 3), x, x, None, 0, 1.0, 0.0, None), "multiple of the key's heads|side by side"),
+        ((x, x, x, mask.float(), 0, 1.0, 0.0, None), "4 dimensions of bool"),
+        ((x, x, x, mask[..., :4], 0, 1.0, 0.0, None), "4 dimensions of bool"),
+        ((x, x, x, mask.expand(1, 3, 5, 5), 0, 1.0, 0.0, None), "does not fit dimension 1"),
+        ((x, x, x, None, 0, 1.0, 0.5, None), "dropout needs a seed"),
+        ((x, x, x, None, 0, 1.0, 0.5, seed.float()), "dropout needs a seed"),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            ops.attention_forward(*arguments)
+    out, log_sum_exp = ops.attention_forward(x, x, x, None, 0, 1.0, 0.0, None)
+    for rest, message in (
+        ((x, out, log_sum_exp[:1], None, 0, 1.0, 0.0, None, False), "a float for every row"),
+        ((x, out[:, :4], log_sum_exp, None, 0, 1.0, 0.0, None, False), "not of one type and"),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            ops.attention_backward(x, x, x, *rest)
+    with pytest.raises(RuntimeError, match="only equal shapes can be thirds"):
+        ops.attention_backward(x, x, x[:, :, :2], x[:, :, :2], out, log_sum_exp, None, 0, 1.0, 0.0, None, True)
+
+
+def test_it_is_the_function_of_the_other_ways() -> None:
+    """In blocks of torch's products, and as the plain formula: in one dtype, one function."""
+    tensors = three(130)
+    ours = native()(*tensors, **CAUSAL)
+    for other in (cpu_attention.attention, ref.attention):
+        torch.testing.assert_close(ours, other(*tensors, **CAUSAL), rtol=1e-5, atol=2e-6)
+
+
+FORWARD, BACKWARD, BLOCKS, PRODUCT = (
+    f"cpu/{name}" for name in ("attention.cpp", "attention_backward.cpp", "attention_blocks.h", "product.h")
+)
+MISTAKES = {
+    "one key too many": (BLOCKS, "row + diagonal + 1 - first_key", "row + diagonal + 2 - first_key"),
+    "one key too few": (BLOCKS, "row + diagonal + 1 - first_key", "row + diagonal - first_key"),
+    "a query left out of a key": (BLOCKS, "first_key + key - diagonal", "first_key + key + 4 - diagonal"),
+    "the mask's last key": (
+        BLOCKS,
+        "memcpy(allowed_, allowed, size_t(seen))",
+        "memcpy(allowed_, allowed, size_t(seen) & ~1)",
+    ),
+    "what came before not put right": (FORWARD, "sum_[row] *= factor;", ""),
+    "the peak of this block alone": (FORWARD, "most = Vector{} + peak_[row]", "most = Vector{} - INFINITY"),
+    "gradient not scaled": (BACKWARD, "weight * grad * scale", "weight * grad"),
+    "mean gradient forgotten": (BACKWARD, "* kept - mean", "* kept"),
+    "keys of the first block": (BACKWARD, "{keys_ + units<Math>(pair.first_key) * columns_,", "{keys_ + 0,"),
+    "gradients of keys not from zero": (BACKWARD, "std::fill(grad_keys_ + 0, grad_keys_ + whole, 0.0f);", ""),
+    "heads of a group forget each other": (FORWARD, "group * of_group; head", "group * of_group + of_group / 2; head"),
+    "a column of the product": (PRODUCT, "if (v < vectors) tile", "if (v < 0) tile"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_planted_bugs_are_seen(tmp_path: Path, name: str) -> None:
+    Mistake(*MISTAKES[name], "attention").must_be_seen(tmp_path)
