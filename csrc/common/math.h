@@ -24,11 +24,9 @@ MK_HD float fused(float a, float b, float c) {
 template <class T>
 constexpr bool kShort = sizeof(T) == 2;
 
-// Functions of a number or of many at once: V is float, or what cpu/lanes.h has for it together with the first three.
-MK_HD float clamped(float x, float least, float most) {  // NaN passes
-  const float above = x < least ? least : x;
-  return above > most ? most : above;
-}
+// Functions of a number or of many at once: V is float, or what cpu/lanes.h has for it together with the first five.
+MK_HD float at_least(float x, float least) { return x < least ? least : x; }  // NaN passes, and below
+MK_HD float at_most(float x, float most) { return x > most ? most : x; }
 
 MK_HD float where_less(float a, float b, float yes, float no) { return a < b ? yes : no; }
 
@@ -80,7 +78,7 @@ MK_HD float exp(float x) {
 #if defined(__CUDACC__)
   return expf(x);
 #else
-  const Exponential<float> e = exponential(clamped(x, -150.0f, 150.0f));
+  const Exponential<float> e = exponential(at_most(at_least(x, -150.0f), 150.0f));
   const int32_t power = int32_t(bits_of(e.shifted) - bits_of(12582912.0f)) - 127;
   const int32_t half = power >> 1;  // in two halves, so that the result may be subnormal or infinite
   return e.mantissa * from_bits(uint32_t(half + 127) << 23) * from_bits(uint32_t(power - half + 127) << 23);
@@ -94,7 +92,7 @@ MK_HD V exp_of_difference(V x) {
 #if defined(__CUDACC__)
   return expf(x);
 #else
-  const Exponential<V> e = exponential<T>(where_less(x, -88.0f, -88.0f, x));  // whose power of two is 0
+  const Exponential<V> e = exponential<T>(at_least(x, -88.0f));  // whose power of two is 0
   return e.mantissa * power_of_two(e.shifted);
 #endif
 }
@@ -131,7 +129,7 @@ struct Normal {
 template <class T, class V>
 MK_HD Normal<V> normal(V x) {
   const V magnitude = where_less(x, 0.0f, -x, x);
-  const V a = where_less(20.0f, magnitude, 20.0f, magnitude);  // nothing is left beyond; NaN passes
+  const V a = at_most(magnitude, 20.0f);  // nothing is left beyond; NaN passes
   // The tail is exp(-a^2 / 2) * t * P(t) with t = 1 / (a + 3.2): a fit by least relative error, 5e-8, over all a >= 0.
   const V t = 1.0f / (a + 3.2f);
   const V s = 6.4f * t - 1.0f;
@@ -162,7 +160,7 @@ struct Graph {
 struct Silu {
   template <class T, class V>
   MK_HD static Graph<V> graph(V x) {
-    const Logistic<V> gate = logistic_of_minus<T>(clamped(-x, kLogisticLeast, kLogisticMost));
+    const Logistic<V> gate = logistic_of_minus<T>(at_most(at_least(-x, kLogisticLeast), kLogisticMost));
     const V value = x * gate.value;
     return {value, value * gate.complement + gate.value};
   }
@@ -175,7 +173,8 @@ struct GeluTanh {
 
   template <class T, class V>
   MK_HD static Graph<V> graph(V x) {
-    const V bounded = clamped(x, -10.055f, 10.0f), square = bounded * bounded;  // 2 u comes just to the limits
+    const V bounded = at_most(at_least(x, -10.055f), 10.0f);  // 2 u comes just to the limits
+    const V square = bounded * bounded;
     const Logistic<V> gate = logistic_of_minus<T>(bounded * (-kCubic * square - kTwice));
     const V value = x * gate.value, inner = 3.0f * kCubic * square + kTwice;
     return {value, value * (inner * gate.complement) + gate.value};
