@@ -42,7 +42,8 @@ COMMON_FLAGS = (
 )
 # Wherever the checkout lies, the object is the same one: no part of what it is known by.
 PREFIX_MAP = f"-ffile-prefix-map={CSRC.parent}=."
-CPU_FLAGS = ("-fopenmp-simd", "-fno-math-errno", "-fno-trapping-math", "-Wall")
+# GCC takes variables in its own intrinsics for uninitialized ones.
+CPU_FLAGS = ("-fopenmp-simd", "-fno-math-errno", "-fno-trapping-math", "-Wall", "-Wno-uninitialized")
 WIDE = ("-march=x86-64-v4", "-mprefer-vector-width=512")
 TIERS = {"v3": ("-march=x86-64-v3",), "v4": WIDE, "v4_bf16": (*WIDE, "-mavx512bf16")}
 WITH_PRODUCTS = ("attention",)  # only what multiplies matrices is compiled for instructions that multiply bf16

@@ -19,29 +19,58 @@ MK_HD float fused(float a, float b, float c) {
 #endif
 }
 
+// What the functions below are computed for: to every digit of fp32, or to be stored as T, which has 16 bits. The short
+// forms are within 2^-18, which is a thousandth of what rounding to bf16 changes and a hundredth for fp16.
+template <class T>
+constexpr bool kShort = sizeof(T) == 2;
+
+// Functions of a number or of many at once: V is float, or what cpu/lanes.h has for it together with the first five.
+MK_HD float at_least(float x, float least) { return x < least ? least : x; }  // NaN passes, and below
+MK_HD float at_most(float x, float most) { return x > most ? most : x; }
+
+MK_HD float where_less(float a, float b, float yes, float no) { return a < b ? yes : no; }
+
+// 2^(n - 127) for a number whose lowest bits are n: 0 (which gives 0) to 255 (inf).
+MK_HD float power_of_two(float shifted) { return from_bits(bits_of(shifted) << 23); }
+
 #if !defined(__CUDACC__)
-// exp(x) is mantissa * 2^power, for x that is not far outside the range of exp.
+// exp(x) is mantissa * power_of_two(shifted), for x that is not far outside the range of exp.
+template <class V>
 struct Exponential {
-  float mantissa;
-  int32_t power;
+  V mantissa, shifted;
 };
 
-MK_HD Exponential exponential(float x) {
-  // x = n ln 2 + r with |r| <= ln 2 / 2.
-  const float magic = 12582912.0f;  // 1.5 * 2^23: rounds to an integer
-  const float shifted = x * 1.44269504088896341f + magic;
-  const float n = shifted - magic;
-  const float r = (x - n * 0.693359375f) - n * -2.12194440e-4f;
-  float p = 1.9875691500e-4f;
-  p = p * r + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
-  return {p * (r * r) + r + 1.0f, int32_t(bits_of(shifted) - bits_of(magic))};
+// 2^r for |r| <= 1/2: polynomials by least relative error, 3e-6 and 3e-9.
+template <class T, class V>
+MK_HD V exp2_near_zero(V r) {
+  if constexpr (kShort<T>) {
+    V p = 9.583114646e-03f;
+    p = p * r + 5.590652302e-02f;
+    p = p * r + 2.402409315e-01f;
+    p = p * r + 6.931241751e-01f;
+    return p * r + 1.0f;
+  } else {
+    V p = 1.532647148e-04f;
+    p = p * r + 1.339080627e-03f;
+    p = p * r + 9.618505836e-03f;
+    p = p * r + 5.550359935e-02f;
+    p = p * r + 2.402264774e-01f;
+    p = p * r + 6.931471825e-01f;
+    return p * r + 1.0f;
+  }
 }
 
-MK_HD float power_of_two(int32_t power) { return from_bits(uint32_t(power + 127) << 23); }
+template <class T = float, class V>
+MK_HD Exponential<V> exponential(V x) {
+  // x log2(e) = n + r with |r| <= 1/2. The magic number rounds to an integer, and has the exponent's bias in it.
+  const V magic = 12582912.0f + 127.0f;  // 1.5 * 2^23
+  const V log2_e = 1.44269502f, rest = 1.92596303e-8f;
+  const V shifted = fused(x, log2_e, magic);
+  const V n = shifted - magic;
+  V r = fused(x, log2_e, -n);
+  if constexpr (!kShort<T>) r = fused(x, rest, r);
+  return {exp2_near_zero<T>(r), shifted};
+}
 #endif
 
 // Within 1.5 ulp, also below the smallest normal number; exp(-inf) is 0, exp(inf) is inf, NaN stays NaN.
@@ -49,46 +78,62 @@ MK_HD float exp(float x) {
 #if defined(__CUDACC__)
   return expf(x);
 #else
-  const Exponential e = exponential(x < -150.0f ? -150.0f : (x > 150.0f ? 150.0f : x));  // NaN passes through both
-  const int32_t half = e.power >> 1;  // in two halves, so that the result may be subnormal or infinite
-  return e.mantissa * power_of_two(half) * power_of_two(e.power - half);
+  const Exponential<float> e = exponential(at_most(at_least(x, -150.0f), 150.0f));
+  const int32_t power = int32_t(bits_of(e.shifted) - bits_of(12582912.0f)) - 127;
+  const int32_t half = power >> 1;  // in two halves, so that the result may be subnormal or infinite
+  return e.mantissa * from_bits(uint32_t(half + 127) << 23) * from_bits(uint32_t(power - half + 127) << 23);
 #endif
 }
 
-// exp(x) for x of at most 1, as of differences from a maximum: half the work. Results below the smallest normal number
-// are 0; NaN and inf give NaN.
-MK_HD float exp_of_difference(float x) {
+// exp(x) for x of at most 1, as of differences from a maximum: half the work. Results below 2^-126.5 are 0; NaN and inf
+// give NaN.
+template <class T = float, class V>
+MK_HD V exp_of_difference(V x) {
 #if defined(__CUDACC__)
   return expf(x);
 #else
-  const Exponential e = exponential(x);
-  return x < -87.0f ? 0.0f : e.mantissa * power_of_two(e.power);
+  const Exponential<V> e = exponential<T>(at_least(x, -88.0f));  // whose power of two is 0
+  return e.mantissa * power_of_two(e.shifted);
 #endif
 }
 
+template <class V>
 struct Logistic {
-  float value, slope;
+  V value, complement;  // which is 1 - value
 };
 
-// The logistic function and its derivative without differences of nearly equal numbers: relative accuracy everywhere,
-// except that what is smaller than exp(-87) is 0.
-MK_HD Logistic logistic(float x) {
-  const float small = exp_of_difference(x < 0.0f ? x : -x), part = 1.0f / (1.0f + small);
-  return {(x < 0.0f ? small : 1.0f) * part, small * part * part};
+// The logistic function of -x for an x between kLogisticLeast, where it is 1, and kLogisticMost, where it is 0. Without
+// differences of nearly equal numbers: relative accuracy everywhere.
+constexpr float kLogisticLeast = -87.5f, kLogisticMost = 88.6f;
+
+template <class T, class V>
+MK_HD Logistic<V> logistic_of_minus(V x) {
+#if defined(__CUDACC__)
+  const V e = expf(x);
+#else
+  const Exponential<V> by_two = exponential<T>(x);
+  const V e = by_two.mantissa * power_of_two(by_two.shifted);
+#endif
+  const V value = 1.0f / (1.0f + e);
+  // A short result adds the complement to something near 1 wherever little is left of it.
+  if constexpr (kShort<T>) return {value, 1.0f - value};
+  return {value, where_less(0.5f, value, e * value, 1.0f - value)};
 }
 
+template <class V>
 struct Normal {
-  float cdf, density;
+  V cdf, density;
 };
 
 // The normal distribution: Phi(x), within 8 ulp also far below zero, and its density.
-MK_HD Normal normal(float x) {
-  const float magnitude = x < 0.0f ? -x : x;
-  const float a = magnitude > 20.0f ? 20.0f : magnitude;  // nothing is left beyond; NaN passes
+template <class T, class V>
+MK_HD Normal<V> normal(V x) {
+  const V magnitude = where_less(x, 0.0f, -x, x);
+  const V a = at_most(magnitude, 20.0f);  // nothing is left beyond; NaN passes
   // The tail is exp(-a^2 / 2) * t * P(t) with t = 1 / (a + 3.2): a fit by least relative error, 5e-8, over all a >= 0.
-  const float t = 1.0f / (a + 3.2f);
-  const float s = 6.4f * t - 1.0f;
-  float p = -1.163800708e-4f;
+  const V t = 1.0f / (a + 3.2f);
+  const V s = 6.4f * t - 1.0f;
+  V p = -1.163800708e-4f;
   p = p * s + 9.095062745e-5f;
   p = p * s + 1.060802337e-3f;
   p = p * s - 7.282505896e-4f;
@@ -99,54 +144,57 @@ MK_HD Normal normal(float x) {
   p = p * s + 5.338045901e-1f;
   p = p * s + 7.358878856e-1f;
   // What a * a loses in rounding would be multiplied by a * a / 2 in the exponential.
-  const float square = a * a, lost = fused(a, a, -square);
-  const float e = exp_of_difference(-0.5f * square) * (1.0f - 0.5f * lost);
-  const float tail = e * (t * p);
-  return {x < 0.0f ? tail : 1.0f - tail, e * 0.3989422804f};
+  const V square = a * a, lost = fused(a, a, -square);
+  const V e = exp_of_difference<T>(-0.5f * square) * (1.0f - 0.5f * lost);
+  const V tail = e * (t * p);
+  return {where_less(x, 0.0f, tail, 1.0f - tail), e * 0.3989422804f};
 }
 
-// The activations: value(x), and both value and slope. Infinite inputs give what the plain formula gives.
+// The activations: value(x), and both value and slope, to be stored as T. Infinite inputs give what the plain formula
+// gives.
+template <class V>
 struct Graph {
-  float value, slope;
+  V value, slope;
 };
 
 struct Silu {
-  MK_HD static float value(float x) { return x * logistic(x).value; }
-  MK_HD static Graph graph(float x) {
-    const Logistic gate = logistic(x);
-    return {x * gate.value, gate.value + x * gate.slope};
+  template <class T, class V>
+  MK_HD static Graph<V> graph(V x) {
+    const Logistic<V> gate = logistic_of_minus<T>(at_most(at_least(-x, kLogisticLeast), kLogisticMost));
+    const V value = x * gate.value;
+    return {value, value * gate.complement + gate.value};
   }
 };
 
 // (1 + tanh(u)) / 2 is the logistic function of 2 u, which has no difference of nearly equal numbers.
 struct GeluTanh {
   static constexpr float kTwice = 1.5957691216f;  // 2 sqrt(2 / pi)
-  static constexpr float kCubic = 0.044715f;
+  static constexpr float kCubic = kTwice * 0.044715f;
 
-  MK_HD static Logistic gate(float x) { return logistic(kTwice * (x + kCubic * (x * x * x))); }
-  MK_HD static float value(float x) { return x * gate(x).value; }
-  MK_HD static Graph graph(float x) {
-    const float above = x < -50.0f ? -50.0f : x, bounded = above > 50.0f ? 50.0f : above;
-    const float inner = kTwice * (1.0f + 3.0f * kCubic * (bounded * bounded));  // of no weight beyond 50
-    const Logistic g = gate(x);
-    return {x * g.value, g.value + x * g.slope * inner};
+  template <class T, class V>
+  MK_HD static Graph<V> graph(V x) {
+    const V bounded = at_most(at_least(x, -10.055f), 10.0f);  // 2 u comes just to the limits
+    const V square = bounded * bounded;
+    const Logistic<V> gate = logistic_of_minus<T>(bounded * (-kCubic * square - kTwice));
+    const V value = x * gate.value, inner = 3.0f * kCubic * square + kTwice;
+    return {value, value * (inner * gate.complement) + gate.value};
   }
 };
 
 struct GeluErf {
-  MK_HD static float value(float x) { return x * normal(x).cdf; }
-  MK_HD static Graph graph(float x) {
-    const Normal n = normal(x);
+  template <class T, class V>
+  MK_HD static Graph<V> graph(V x) {
+    const Normal<V> n = normal<T>(x);
     return {x * n.cdf, n.cdf + x * n.density};
   }
 };
 
 struct SquaredRelu {
-  MK_HD static float value(float x) {
-    const float kept = x < 0.0f ? 0.0f : x;
-    return kept * kept;
+  template <class T, class V>
+  MK_HD static Graph<V> graph(V x) {
+    const V kept = where_less(x, 0.0f, 0.0f, x);
+    return {kept * kept, 2.0f * kept};
   }
-  MK_HD static Graph graph(float x) { return {value(x), x < 0.0f ? 0.0f : 2.0f * x}; }
 };
 
 }  // namespace mk

@@ -4,71 +4,67 @@
 #include <algorithm>
 
 #include "../common/math.h"
+#include "lanes.h"
 #include "rows.h"
 
 namespace mk::cpu::MK_TIER {
 namespace {
 
 template <class F, class T>
-void apply(const T* __restrict x, T* __restrict out, int64_t count) {
-#pragma omp simd
-  for (int64_t i = 0; i < count; ++i) out[i] = store<T>(F::value(load(x[i])));
+void apply(const T* x, T* out, int64_t count) {
+  for_lanes(count, [=](auto at) { put(out, at, F::template graph<T>(get(x, at)).value); });
 }
 
 template <class F, class T>
-void apply_with_bias(const T* __restrict x, const float* __restrict bias, T* __restrict out, int64_t width) {
-#pragma omp simd
-  for (int64_t i = 0; i < width; ++i) out[i] = store<T>(F::value(load(x[i]) + bias[i]));
+void apply_with_bias(const T* x, const Row<T>& bias, T* out, int64_t width) {
+  for_lanes(width, [&](auto at) { put(out, at, F::template graph<T>(get(x, at) + bias.at(at)).value); });
 }
 
 template <class F, class T>
-void differentiate(const T* __restrict grad, const T* __restrict x, T* __restrict grad_x, int64_t count) {
-#pragma omp simd
-  for (int64_t i = 0; i < count; ++i) grad_x[i] = store<T>(load(grad[i]) * F::graph(load(x[i])).slope);
+void differentiate(const T* grad, const T* x, T* grad_x, int64_t count) {
+  for_lanes(count, [=](auto at) { put(grad_x, at, get(grad, at) * F::template graph<T>(get(x, at)).slope); });
 }
 
 template <class F, class T>
-void differentiate_with_bias(const T* __restrict grad, const T* __restrict x, const float* __restrict bias,
-                             T* __restrict grad_x, float* __restrict for_bias, int64_t width) {
-#pragma omp simd
-  for (int64_t i = 0; i < width; ++i) {
-    const float result = load(grad[i]) * F::graph(load(x[i]) + bias[i]).slope;
-    for_bias[i] += result;
-    grad_x[i] = store<T>(result);
-  }
+void differentiate_with_bias(const T* grad, const T* x, const Row<T>& bias, T* grad_x, Row<T>& for_bias,
+                             int64_t width) {
+  for_lanes(width, [&](auto at) {
+    const Floats result = get(grad, at) * F::template graph<T>(get(x, at) + bias.at(at)).slope;
+    for_bias.at(at) += result;
+    put(grad_x, at, result);
+  });
 }
 
 template <class F, class T>
-void apply_gated(const T* __restrict gate, const T* __restrict up, T* __restrict out, int64_t width) {
-#pragma omp simd
-  for (int64_t i = 0; i < width; ++i) out[i] = store<T>(F::value(load(gate[i])) * load(up[i]));
+void apply_gated(const T* gate, const T* up, T* out, int64_t width) {
+  for_lanes(width, [=](auto at) { put(out, at, F::template graph<T>(get(gate, at)).value * get(up, at)); });
 }
 
 template <class F, class T>
-void differentiate_gated(const T* __restrict grad, const T* __restrict gate, const T* __restrict up,
-                         T* __restrict grad_gate, T* __restrict grad_up, int64_t width) {
-#pragma omp simd
-  for (int64_t i = 0; i < width; ++i) {
-    const Graph graph = F::graph(load(gate[i]));
-    grad_gate[i] = store<T>(load(grad[i]) * load(up[i]) * graph.slope);
-    grad_up[i] = store<T>(load(grad[i]) * graph.value);
-  }
+void differentiate_gated(const T* grad, const T* gate, const T* up, T* grad_gate, T* grad_up, int64_t width) {
+  for_lanes(width, [=](auto at) {
+    const Graph<Floats> graph = F::template graph<T>(get(gate, at));
+    const Floats upstream = get(grad, at);
+    put(grad_gate, at, upstream * get(up, at) * graph.slope);
+    put(grad_up, at, upstream * graph.value);
+  });
 }
 
 template <class F, class T>
 void backward_with_bias(const ActivationBackward& a) {
   const T *grad = static_cast<const T*>(a.grad), *x = static_cast<const T*>(a.x);
   T* grad_x = static_cast<T*>(a.grad_x);
-  const std::vector<float> bias = widened(a.bias, a.width, a.bias_dtype);
+  const Row<T> bias(a.bias, a.width, a.bias_dtype);
   const RowParts parts = row_parts_of_cpu(a.rows);
   parallel_for(parts.count, 1, [&](int64_t begin, int64_t end) {
+    Row<T> for_bias(a.width);
     for (int64_t part = begin; part < end; ++part) {
-      float* for_bias = a.partial + part * a.width;
-      std::fill(for_bias, for_bias + a.width, 0.0f);
+      for_bias.clear();
       for (int64_t row = parts.begin(part); row < parts.end(part, a.rows); ++row) {
         const int64_t at = row * a.width;
-        differentiate_with_bias<F>(grad + at, x + at, bias.data(), grad_x + at, for_bias, a.width);
+        differentiate_with_bias<F>(grad + at, x + at, bias, grad_x + at, for_bias, a.width);
       }
+      for_bias.copy_to(a.partial + part * a.width);
     }
   });
   sum_parts_as(a.bias_dtype, a.partial, parts.count, a.width, a.grad_bias, a.width);
@@ -77,7 +73,6 @@ void backward_with_bias(const ActivationBackward& a) {
 }  // namespace
 
 void activation_forward(const ActivationForward& a) {
-  const std::vector<float> bias = widened(a.bias, a.width, a.bias_dtype);
   MK_FOR_DTYPE(a.dtype, T, MK_FOR_ACTIVATION(a.function, F, {
     const T* x = static_cast<const T*>(a.x);
     T* out = static_cast<T*>(a.out);
@@ -86,9 +81,10 @@ void activation_forward(const ActivationForward& a) {
         apply<F>(x + begin, out + begin, end - begin);
       });
     } else {
+      const Row<T> bias(a.bias, a.width, a.bias_dtype);
       parallel_for(a.rows, rows_worth_a_thread(a.width), [&](int64_t begin, int64_t end) {
         for (int64_t at = begin * a.width; at < end * a.width; at += a.width)
-          apply_with_bias<F>(x + at, bias.data(), out + at, a.width);
+          apply_with_bias<F>(x + at, bias, out + at, a.width);
       });
     }
   }))

@@ -1,101 +1,107 @@
 // RMSNorm and LayerNorm, a row at a time: memory is read and written once, all further passes find the row in the cache.
 #include "norm.h"
 
-#include <algorithm>
 #include <cmath>
 
+#include "lanes.h"
 #include "rows.h"
 
 namespace mk::cpu::MK_TIER {
 namespace {
 
 template <class T>
-void add_row(const T* __restrict x, const T* __restrict residual, T* __restrict sum, int64_t width) {
-#pragma omp simd
-  for (int64_t i = 0; i < width; ++i) sum[i] = store<T>(load(x[i]) + load(residual[i]));
+void add_row(const T* x, const T* residual, T* sum, int64_t width) {
+  for_lanes(width, [=](auto at) { put(sum, at, get(x, at) + get(residual, at)); });
 }
 
-// Rounded before the gain, as the plain formula does.
-template <class T>
-void scale_row(const T* __restrict x, const float* __restrict weight, float rstd, T* __restrict out, int64_t width) {
-#pragma omp simd
-  for (int64_t i = 0; i < width; ++i) out[i] = store<T>(rounded<T>(load(x[i]) * rstd) * weight[i]);
-}
-
-template <class T>
-void centre_and_scale_row(const T* __restrict x, const float* __restrict weight, const float* __restrict bias,
-                          float mean, float rstd, T* __restrict out, int64_t width) {
-  if (bias == nullptr) {
-#pragma omp simd
-    for (int64_t i = 0; i < width; ++i) out[i] = store<T>((load(x[i]) - mean) * rstd * weight[i]);
-  } else {
-#pragma omp simd
-    for (int64_t i = 0; i < width; ++i) out[i] = store<T>((load(x[i]) - mean) * rstd * weight[i] + bias[i]);
-  }
+// The sum over a row of term(numbers).
+template <class T, class Term>
+float sum_over(const T* row, int64_t width, const Term& term) {
+  Floats sum = 0.0f;
+  for_lanes(width, [&](auto at) { sum += within<T>(at, term(get(row, at))); });
+  return sum_of(sum);
 }
 
 template <class T>
-void forward_row(const NormForward& a, const T* x, const float* weight, const float* bias, int64_t row) {
+void forward_row(const NormForward& a, const T* x, const Row<T>& weight, const Row<T>& bias, int64_t row) {
   T* out = static_cast<T*>(a.out) + row * a.width;
   const float count = float(a.width);
   if (a.mean == nullptr) {
-    const float squares = sum_of(a.width, [=](int64_t i) { return load(x[i]) * load(x[i]); });
-    a.rstd[row] = 1.0f / std::sqrt(squares / count + a.eps);
-    scale_row(x, weight, a.rstd[row], out, a.width);
+    const float squares = sum_over(x, a.width, [](Floats numbers) { return numbers * numbers; });
+    const float rstd = a.rstd[row] = 1.0f / std::sqrt(squares / count + a.eps);
+    // Rounded before the gain, as the plain formula does.
+    for_lanes(a.width, [&](auto at) { put(out, at, rounded_lanes<T>(get(x, at) * rstd) * weight.at(at)); });
+    return;
+  }
+  const float mean = a.mean[row] = sum_over(x, a.width, [](Floats numbers) { return numbers; }) / count;
+  const float squares = sum_over(x, a.width, [=](Floats numbers) { return (numbers - mean) * (numbers - mean); });
+  const float rstd = a.rstd[row] = 1.0f / std::sqrt(squares / count + a.eps);
+  if (bias.empty()) {
+    for_lanes(a.width, [&](auto at) { put(out, at, (get(x, at) - mean) * rstd * weight.at(at)); });
   } else {
-    const float mean = sum_of(a.width, [=](int64_t i) { return load(x[i]); }) / count;
-    const float squares = sum_of(a.width, [=](int64_t i) { return (load(x[i]) - mean) * (load(x[i]) - mean); });
-    a.mean[row] = mean;
-    a.rstd[row] = 1.0f / std::sqrt(squares / count + a.eps);
-    centre_and_scale_row(x, weight, bias, mean, a.rstd[row], out, a.width);
+    for_lanes(a.width, [&](auto at) { put(out, at, (get(x, at) - mean) * rstd * weight.at(at) + bias.at(at)); });
   }
 }
 
 // With n = (x - mean) * rstd, h = grad * weight, b the mean of h (0 without centring) and c that of h * n:
 // grad_x = (h - n * c - b) * rstd, and the weight and the bias receive grad * n and grad.
-struct Means {
-  float b, c;
+struct Statistics {
+  float mean, rstd;
+  float offset, slope;  // b * rstd and c * rstd^2: what grad_x loses is offset + slope * (x - mean)
 };
 
 template <bool kCentred, class T>
-Means means_of_row(const T* __restrict grad, const T* __restrict x, const float* __restrict weight, float mean,
-                   float rstd, int64_t width) {
-  float b = 0.0f, c = 0.0f;
-#pragma omp simd reduction(+ : b, c)
-  for (int64_t i = 0; i < width; ++i) {
-    const float h = load(grad[i]) * weight[i];
+Statistics statistics_of_row(const NormBackward& a, const Row<T>& weight, int64_t row) {
+  const T *grad = static_cast<const T*>(a.grad) + row * a.width, *x = static_cast<const T*>(a.x) + row * a.width;
+  const float mean = kCentred ? a.mean[row] : 0.0f, rstd = a.rstd[row], count = float(a.width);
+  Floats b = 0.0f, c = 0.0f;  // what is not in the row has a weight of 0
+  for_lanes(a.width, [&](auto at) {
+    const Floats h = get(grad, at) * weight.at(at);
     if constexpr (kCentred) b += h;
-    c += h * (load(x[i]) - mean);
-  }
-  return {b / float(width), c * rstd / float(width)};
+    c += h * (get(x, at) - mean);
+  });
+  return {mean, rstd, sum_of(b) / count * rstd, sum_of(c) / count * rstd * rstd * rstd};
 }
 
-template <bool kBias, bool kSum, class T>
-void backward_row(const T* __restrict grad, const T* __restrict grad_sum, const T* __restrict x,
-                  const float* __restrict weight, float mean, float rstd, Means means, T* __restrict grad_x,
-                  float* __restrict for_weight, float* __restrict for_bias, int64_t width) {
-#pragma omp simd
-  for (int64_t i = 0; i < width; ++i) {
-    const float g = load(grad[i]), n = (load(x[i]) - mean) * rstd;
-    for_weight[i] += g * n;
-    if constexpr (kBias) for_bias[i] += g;
-    float result = (g * weight[i] - n * means.c - means.b) * rstd;
-    if constexpr (kSum) result += load(grad_sum[i]);
-    grad_x[i] = store<T>(result);
-  }
+// What a part of the rows adds to the gradients of the weight and the bias.
+template <class T>
+struct Gained {
+  Row<T> weight, bias;
+};
+
+// So many rows at once that what is gained is seldom loaded and stored, and few enough for the registers.
+constexpr int kRowsAtOnce = 4;
+
+template <bool kCentred, bool kBias, bool kSum, int kRows, class T>
+void backward_rows(const NormBackward& a, const Row<T>& weight, int64_t row, Gained<T>& gained) {
+  const T *grad = static_cast<const T*>(a.grad) + row * a.width, *x = static_cast<const T*>(a.x) + row * a.width;
+  const T* grad_sum = kSum ? static_cast<const T*>(a.grad_sum) + row * a.width : nullptr;
+  T* grad_x = static_cast<T*>(a.grad_x) + row * a.width;
+  Statistics of[kRows];
+  for (int i = 0; i < kRows; ++i) of[i] = statistics_of_row<kCentred>(a, weight, row + i);
+  for_lanes(a.width, [&](auto at) {
+    const Floats w = weight.at(at);
+    Floats for_weight = gained.weight.at(at), for_bias = kBias ? gained.bias.at(at) : w;
+    for (int i = 0; i < kRows; ++i) {
+      const Floats g = get(grad + i * a.width, at), scaled = g * of[i].rstd;
+      const Floats centred = get(x + i * a.width, at) - of[i].mean;
+      for_weight += scaled * centred;
+      if constexpr (kBias) for_bias += g;
+      Floats result = scaled * w - (centred * of[i].slope + of[i].offset);
+      if constexpr (kSum) result += get(grad_sum + i * a.width, at);
+      put(grad_x + i * a.width, at, result);
+    }
+    gained.weight.at(at) = for_weight;
+    if constexpr (kBias) gained.bias.at(at) = for_bias;
+  });
 }
 
 template <bool kCentred, bool kBias, bool kSum, class T>
-void backward_part(const NormBackward& a, const float* weight, int64_t begin, int64_t end, float* partial) {
-  for (int64_t row = begin; row < end; ++row) {
-    const int64_t at = row * a.width;
-    const T *grad = static_cast<const T*>(a.grad) + at, *x = static_cast<const T*>(a.x) + at;
-    const T* grad_sum = kSum ? static_cast<const T*>(a.grad_sum) + at : nullptr;
-    const float mean = kCentred ? a.mean[row] : 0.0f, rstd = a.rstd[row];
-    const Means means = means_of_row<kCentred>(grad, x, weight, mean, rstd, a.width);
-    backward_row<kBias, kSum>(grad, grad_sum, x, weight, mean, rstd, means, static_cast<T*>(a.grad_x) + at, partial,
-                              partial + a.width, a.width);
-  }
+void backward_part(const NormBackward& a, const Row<T>& weight, int64_t begin, int64_t end, Gained<T>& gained) {
+  int64_t row = begin;
+  for (; row + kRowsAtOnce <= end; row += kRowsAtOnce)
+    backward_rows<kCentred, kBias, kSum, kRowsAtOnce>(a, weight, row, gained);
+  for (; row < end; ++row) backward_rows<kCentred, kBias, kSum, 1>(a, weight, row, gained);
 }
 
 template <class T>
@@ -113,14 +119,12 @@ void norm_forward(const NormForward& a) {
     const T* x = static_cast<const T*>(a.x);
     const T* residual = static_cast<const T*>(a.residual);
     T* sum = static_cast<T*>(a.sum);
-    const std::vector<float> weight = widened(a.weight, a.width, a.weight_dtype);
-    const std::vector<float> bias = widened(a.bias, a.width, a.weight_dtype);
+    const Row<T> weight(a.weight, a.width, a.weight_dtype), bias(a.bias, a.width, a.weight_dtype);
     parallel_for(a.rows, rows_worth_a_thread(a.width), [&](int64_t begin, int64_t end) {
       for (int64_t row = begin; row < end; ++row) {
         const int64_t at = row * a.width;
         if (residual != nullptr) add_row(x + at, residual + at, sum + at, a.width);
-        forward_row(a, (residual == nullptr ? x : sum) + at, weight.data(), a.bias == nullptr ? nullptr : bias.data(),
-                    row);
+        forward_row(a, (residual == nullptr ? x : sum) + at, weight, bias, row);
       }
     });
   })
@@ -131,12 +135,14 @@ void norm_backward(const NormBackward& a) {
   const int64_t stride = a.grad_bias == nullptr ? a.width : 2 * a.width;
   MK_FOR_DTYPE(a.dtype, T, {
     const auto backward = backward_for<T>(a);
-    const std::vector<float> weight = widened(a.weight, a.width, a.weight_dtype);
+    const Row<T> weight(a.weight, a.width, a.weight_dtype);
     parallel_for(parts.count, 1, [&](int64_t begin, int64_t end) {
+      Gained<T> gained{Row<T>(a.width), Row<T>(a.grad_bias == nullptr ? 0 : a.width)};
       for (int64_t part = begin; part < end; ++part) {
-        float* partial = a.partial + part * stride;
-        std::fill(partial, partial + stride, 0.0f);
-        backward(a, weight.data(), parts.begin(part), parts.end(part, a.rows), partial);
+        gained.weight.clear(), gained.bias.clear();
+        backward(a, weight, parts.begin(part), parts.end(part, a.rows), gained);
+        gained.weight.copy_to(a.partial + part * stride);
+        gained.bias.copy_to(a.partial + part * stride + a.width);
       }
     });
   })

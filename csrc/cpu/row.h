@@ -1,5 +1,5 @@
-// What softmax and cross-entropy do with a row of numbers. Sums are taken in chunks of a fixed size and added in
-// double: exact enough for a million columns, and the same whatever the number of threads.
+// What softmax does with a row of numbers. Sums are taken in chunks of a fixed size and added in double: exact enough for
+// a million columns, and the same whatever the number of threads.
 #pragma once
 
 #include <cmath>
@@ -13,32 +13,7 @@ namespace {
 
 constexpr int64_t kChunk = 1024;  // 4 KiB of fp32: stays in the nearest cache between the loops
 
-// NaN is passed over: it comes back through the sum. No number at all: -inf.
-template <class T>
-inline float row_max(const T* x, int64_t count) {
-  float peak = -INFINITY;
-#pragma omp simd reduction(max : peak)
-  for (int64_t i = 0; i < count; ++i) {
-    const float value = load(x[i]);
-    peak = value > peak ? value : peak;
-  }
-  return peak;
-}
-
-template <class T>
-inline double row_exp_sum(const T* x, float shift, int64_t count) {
-  double total = 0.0;
-  for (int64_t begin = 0; begin < count; begin += kChunk) {
-    const int64_t end = begin + kChunk < count ? begin + kChunk : count;
-    float sum = 0.0f;
-#pragma omp simd reduction(+ : sum)
-    for (int64_t i = begin; i < end; ++i) sum += exp_of_difference(load(x[i]) - shift);
-    total += double(sum);
-  }
-  return total;
-}
-
-// The same, and the exponentials are kept.
+// The sum of exp(x - shift); the exponentials are kept.
 template <class T>
 inline double row_exp_into(const T* x, float shift, float* kept, int64_t count) {
   double total = 0.0;
@@ -54,14 +29,6 @@ inline double row_exp_into(const T* x, float shift, float* kept, int64_t count) 
     total += double(sum);
   }
   return total;
-}
-
-// Where one number is inf the sum is too, unless there is a NaN: differences from inf cannot tell.
-template <class T>
-inline double row_sum_with_inf(const T* x, int64_t count) {
-  for (int64_t i = 0; i < count; ++i)
-    if (load(x[i]) != load(x[i])) return NAN;
-  return INFINITY;
 }
 
 template <class T>

@@ -1,4 +1,4 @@
-// What kernels that go over rows share: how many rows are worth a thread, vectors in float, sums over a row.
+// What kernels that go over rows share: how many rows are worth a thread, vectors in float, sums over parts.
 #pragma once
 
 #include <vector>
@@ -18,22 +18,6 @@ template <class T>
 void widen(const T* __restrict from, float* __restrict to, int64_t count) {
 #pragma omp simd
   for (int64_t i = 0; i < count; ++i) to[i] = load(from[i]);
-}
-
-// A weight or bias in float: one load an element in the loop over rows, whatever its type.
-inline std::vector<float> widened(const void* values, int64_t count, DType dtype) {
-  std::vector<float> result(size_t(values == nullptr ? 0 : count));
-  if (values != nullptr) MK_FOR_DTYPE(dtype, T, { widen(static_cast<const T*>(values), result.data(), count); })
-  return result;
-}
-
-// The sum of term(0) ... term(count - 1). One running vector: cut by hand into several it becomes twice as slow.
-template <class Term>
-inline float sum_of(int64_t count, const Term& term) {
-  float sum = 0.0f;
-#pragma omp simd reduction(+ : sum)
-  for (int64_t i = 0; i < count; ++i) sum += term(i);
-  return sum;
 }
 
 // out[i] is the sum over parts of partial[part * stride + i].

@@ -2,11 +2,11 @@
 #include "xent.h"
 
 #include <cmath>
-#include <memory>
 
 #include "../common/math.h"
+#include "../common/softmax.h"
+#include "lanes.h"
 #include "parallel.h"
-#include "row.h"
 
 namespace mk::cpu::MK_TIER {
 namespace {
@@ -14,6 +14,40 @@ namespace {
 constexpr int64_t kGrain = 1 << 15;  // logits that are worth waking a thread for
 
 int64_t rows_worth_a_thread(int64_t columns) { return columns >= kGrain ? 1 : kGrain / (columns > 0 ? columns : 1); }
+
+// NaN is passed over: it comes back through the sum. No number at all: -inf.
+template <class T>
+float row_max(const T* x, int64_t count) {
+  Floats peak = -INFINITY;
+  for_lanes(count, [&](auto at) { peak = larger(get(x, at, -INFINITY), peak); });
+  return largest_of(peak);
+}
+
+// Where one number is inf the sum is too, unless there is a NaN: differences from inf cannot tell.
+template <class T>
+double row_sum_with_inf(const T* x, int64_t count) {
+  for (int64_t i = 0; i < count; ++i)
+    if (load(x[i]) != load(x[i])) return NAN;
+  return INFINITY;
+}
+
+// The sum of exp(x - shift), which keep(place, exponentials) is shown. Chunks of a fixed size are added in double: exact
+// enough for a million columns, and the same whatever the number of threads.
+template <class T, class Keep>
+double row_exp_sum(const T* x, float shift, int64_t count, const Keep& keep) {
+  constexpr int64_t kChunk = 1024;
+  double total = 0.0;
+  for (int64_t begin = 0; begin < count; begin += kChunk) {
+    Floats sum = 0.0f;
+    for_lanes(begin, begin + kChunk < count ? begin + kChunk : count, [&](auto at) {
+      const Floats value = exp_of_difference<T>(get(x, at, -INFINITY) - shift);
+      keep(at, value);
+      sum += value;
+    });
+    total += double(sum_of(sum));
+  }
+  return total;
+}
 
 // NaN where no rank can hold the label: a wrong label must never look like a loss.
 template <class T>
@@ -30,7 +64,8 @@ template <class T>
 void forward_row(const XentForward& a, int64_t row) {
   const T* x = static_cast<const T*>(a.logits) + row * a.stride;
   const float peak = row_max(x, a.columns), target = target_of(x, a.labels[row], a);
-  const double sum = peak == INFINITY ? row_sum_with_inf(x, a.columns) : row_exp_sum(x, shift_of(peak), a.columns);
+  const double sum = peak == INFINITY ? row_sum_with_inf(x, a.columns)
+                                      : row_exp_sum(x, shift_of(peak), a.columns, [](auto, Floats) {});
   if (a.peak != nullptr) {
     a.peak[row] = peak, a.sum[row] = float(sum), a.target[row] = target;
   } else {
@@ -43,43 +78,39 @@ template <class T>
 void backward_row(const XentBackward& a, int64_t row) {
   const T* x = static_cast<const T*>(a.logits) + row * a.stride;
   T* out = static_cast<T*>(a.out) + row * a.out_stride;
-  const float shift = a.log_sum_exp[row], grad = a.grad[row];
+  const float shift = quiet_nan(a.log_sum_exp[row]), grad = quiet_nan(a.grad[row]);
   const int64_t label = a.labels[row] - a.first;
   const bool here = label >= 0 && label < a.columns;
   const float target = here ? load(x[label]) : 0.0f;  // read before it may be overwritten
-#pragma omp simd
-  for (int64_t i = 0; i < a.columns; ++i) out[i] = store<T>(exp_of_difference(load(x[i]) - shift) * grad);
-  if (here) out[label] = store<T>((exp_of_difference(target - shift) - 1.0f) * grad);
+  for_lanes(a.columns, [=](auto at) { put(out, at, exp_of_difference<T>(get(x, at) - shift) * grad); });
+  if (here) out[label] = store<T>((exp_of_difference<T>(target - shift) - 1.0f) * grad);
   std::memset(static_cast<void*>(out + a.columns), 0, size_t(a.out_width - a.columns) * sizeof(T));
 }
 
-// `kept` holds the exponentials between the two passes; for fp32 that is the row itself.
+// `kept` holds the exponentials between the two passes.
 template <class T>
-void in_place_row(const XentInPlace& a, int64_t row, float* kept) {
+void in_place_row(const XentInPlace& a, int64_t row, Row<T>& kept) {
   T* x = static_cast<T*>(a.logits) + row * a.stride;
   const int64_t label = a.labels[row];
   const bool known = label >= 0 && label < a.columns;
   const float target = known ? load(x[label]) : NAN;  // read before it is overwritten
-  const float peak = row_max(x, a.columns);
+  const float peak = row_max(x, a.columns), shift = shift_of(peak);
   const double infinite = peak == INFINITY ? row_sum_with_inf(x, a.columns) : 0.0;
-  const double sum = row_exp_into(x, shift_of(peak), kept, a.columns);
+  const double sum = row_exp_sum(x, shift, a.columns, [&](auto at, Floats value) {
+    kept.at(at) = value;
+    __builtin_prefetch(x + a.stride + at.at, 1, 2);  // the next row, while memory has nothing else to do
+  });
   const float factor = infinite == 0.0 ? float(1.0 / sum) : 0.0f;
-  const float of_label = known ? kept[label] * factor - 1.0f : NAN;
-  row_scale_into(kept, factor, x, a.columns);
-  if (known) x[label] = store<T>(of_label);
+  for_lanes(a.columns, [&](auto at) { put(x, at, kept.at(at) * factor); });
+  if (known) x[label] = store<T>(exp_of_difference<T>(target - shift) * factor - 1.0f);
   std::memset(static_cast<void*>(x + a.columns), 0, size_t(a.width - a.columns) * sizeof(T));
   a.loss[row] = float(log_sum_exp(peak, infinite == 0.0 ? sum : infinite) - double(target));
 }
 
 template <class T>
 void in_place_rows(const XentInPlace& a, int64_t begin, int64_t end) {
-  constexpr bool kWide = sizeof(T) == sizeof(float);
-  const std::unique_ptr<float[]> scratch(kWide ? nullptr : new float[size_t(a.columns)]);
-  for (int64_t row = begin; row < end; ++row) {
-    float* kept = scratch.get();
-    if constexpr (kWide) kept = static_cast<float*>(a.logits) + row * a.stride;
-    in_place_row<T>(a, row, kept);
-  }
+  Row<T> kept(a.columns);
+  for (int64_t row = begin; row < end; ++row) in_place_row<T>(a, row, kept);
 }
 
 }  // namespace

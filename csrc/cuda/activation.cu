@@ -32,7 +32,7 @@ __global__ void __launch_bounds__(kThreads) activation_forward_kernel(Activation
     float x[kStep];
     load_step(static_cast<const T*>(a.x) + row * a.width + at, x);
 #pragma unroll
-    for (int i = 0; i < kStep; ++i) x[i] = F::value(x[i] + bias[i]);
+    for (int i = 0; i < kStep; ++i) x[i] = F::template graph<T>(x[i] + bias[i]).value;
     store_step(static_cast<T*>(a.out) + row * a.width + at, x);
   }
 }
@@ -54,7 +54,7 @@ __global__ void __launch_bounds__(kThreads) activation_backward_kernel(Activatio
       load_step(static_cast<const T*>(a.grad) + row * a.width + at, grad);
 #pragma unroll
       for (int i = 0; i < kStep; ++i) {
-        grad[i] *= F::graph(x[i] + bias[i]).slope;
+        grad[i] *= F::template graph<T>(x[i] + bias[i]).slope;
         sum[i] += grad[i];
       }
       store_step(static_cast<T*>(a.grad_x) + row * a.width + at, grad);
@@ -76,7 +76,7 @@ __global__ void __launch_bounds__(kThreads) gated_forward_kernel(GatedForward a)
     load_step(x, gate);
     load_step(x + a.width, up);
 #pragma unroll
-    for (int i = 0; i < kStep; ++i) up[i] *= F::value(gate[i]);
+    for (int i = 0; i < kStep; ++i) up[i] *= F::template graph<T>(gate[i]).value;
     store_step(static_cast<T*>(a.out) + row * a.width + at, up);
   }
 }
@@ -94,7 +94,7 @@ __global__ void __launch_bounds__(kThreads) gated_backward_kernel(GatedBackward 
     load_step(static_cast<const T*>(a.grad) + row * a.width + at, grad);
 #pragma unroll
     for (int i = 0; i < kStep; ++i) {
-      const Graph graph = F::graph(gate[i]);
+      const Graph<float> graph = F::template graph<T>(gate[i]);
       gate[i] = grad[i] * up[i] * graph.slope;
       up[i] = grad[i] * graph.value;
     }

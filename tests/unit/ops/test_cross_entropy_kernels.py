@@ -73,17 +73,17 @@ def test_what_does_not_fit_is_refused() -> None:
 MISTAKES = {
     "target subtracted twice": Mistake(
         "cpu/xent.cpp",
-        "(exp_of_difference(target - shift) - 1.0f)",
-        "(exp_of_difference(target - shift) - 2.0f)",
+        "(exp_of_difference<T>(target - shift) - 1.0f)",
+        "(exp_of_difference<T>(target - shift) - 2.0f)",
         "xent_split",
     ),
     "target read after it was overwritten": Mistake(
-        "cpu/xent.cpp", "kept[label] * factor - 1.0f", "load(x[label]) * factor - 1.0f", "xent_in_place"
+        "cpu/xent.cpp", "(target - shift) * factor - 1.0f", "(load(x[label]) - shift) * factor - 1.0f", "xent_in_place"
     ),
     "wrong offset in the vocabulary": Mistake(
         "cpu/xent.cpp", "a.labels[row] - a.first;", "a.labels[row];", "xent_split"
     ),
-    "last chunk left out": Mistake("cpu/row.h", "begin + kChunk : count;", "begin + kChunk : begin;", "cross_entropy"),
+    "last chunk left out": Mistake("cpu/xent.cpp", "begin + kChunk : count,", "begin + kChunk : begin,", "cross_entropy"),
     "padding keeps its logits": Mistake("cpu/xent.cpp", "size_t(a.width - a.columns)", "size_t(0)", "xent_in_place"),
     "CUDA: target subtracted twice": Mistake("cuda/xent.cu", "probability - 1.0f", "probability - 2.0f", "xent_split"),
     "CUDA: wrong offset in the vocabulary": Mistake("cuda/xent.cu", "label - first;", "label;", "xent_split"),
