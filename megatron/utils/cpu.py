@@ -18,6 +18,7 @@ from megatron.errors import ConfigError
 
 _CPUINFO = Path("/proc/cpuinfo")
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4  # malloc.h of glibc
+_NEVER = -1  # the largest number would be 2 GiB: a heap with more to spare gives all of it back
 _TOP_PAD = 256 << 20
 _PROBE_SIZE = 256  # products of this size take the path of the large ones
 _NARROW = 1 + 2**-12  # one bit more than bf16 and TF32 hold
@@ -39,7 +40,7 @@ def set_allocator(choice: str) -> str:
     kept = all(
         (
             libc.mallopt(_M_MMAP_MAX, 0),
-            libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1),
+            libc.mallopt(_M_TRIM_THRESHOLD, _NEVER),
             libc.mallopt(_M_TOP_PAD, _TOP_PAD),
         )
     )
