@@ -44,12 +44,10 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, context: AttentionContext) -> Tensor:
         normed = self.input_layernorm(x)  # [batch, seq, hidden], like everything below
-        x = self._add(self.self_attention(normed, context), normed if self.residual_after_norm else x)
-        normed = self.post_attention_layernorm(x)
-        return self._add(self.mlp_wrapper(self.mlp, normed), normed if self.residual_after_norm else x)
-
-    def _add(self, branch: Tensor, residual: Tensor) -> Tensor:
+        attended = self._drop(self.self_attention(normed, context))
+        normed, x = self.post_attention_layernorm.of_sum(attended, normed if self.residual_after_norm else x)
         # The projections have added their bias themselves: a matrix product does it on its way out.
+        branch, residual = self.mlp_wrapper(self.mlp, normed), normed if self.residual_after_norm else x
         return self.kernels.bias_dropout_add(branch, None, residual, self._drop)
 
     def _drop(self, x: Tensor) -> Tensor:

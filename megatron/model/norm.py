@@ -32,6 +32,16 @@ class Norm(nn.Module):
             return self.kernels.rms_norm(x, weight, self.eps).to(dtype)
         return self.kernels.layer_norm(x, weight, bias, self.eps).to(dtype)  # [..., width]
 
+    def of_sum(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """(norm of the sum, x + residual), in one walk over them where all are of one type."""
+        if not x.dtype == residual.dtype == self.weight.dtype:
+            total = residual + x
+            return self(total), total
+        weight = self.weight + 1 if self.one_plus else self.weight
+        if self.is_rms:
+            return self.kernels.add_rms_norm(x, residual, weight, self.eps)
+        return self.kernels.add_layer_norm(x, residual, weight, self.bias, self.eps)
+
     @property
     def is_rms(self) -> bool:
         return self.bias is None

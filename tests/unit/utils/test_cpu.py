@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
@@ -25,15 +27,56 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
 
-def faults_of_last_pass(choice: str) -> int:
+FLAGS = """
+import sys, torch
+from megatron.utils.cpu import set_allocator
+print(set_allocator(sys.argv[1]), file=sys.stderr)
+tensor, inside = torch.ones(16 << 20), False
+for words in map(str.split, open("/proc/self/smaps")):
+    if "-" in words[0]:
+        start, end = (int(address, 16) for address in words[0].split("-"))
+        inside = start <= tensor.data_ptr() + (32 << 20) < end
+    elif inside and words[0] == "VmFlags:":
+        print(int("hg" in words))
+"""
+END_OF_HEAP = """
+import ctypes, sys, torch
+from megatron.utils.cpu import set_allocator
+print(set_allocator(sys.argv[1]), file=sys.stderr)
+libc = ctypes.CDLL(None)
+libc.sbrk.restype, libc.sbrk.argtypes = ctypes.c_void_p, [ctypes.c_ssize_t]
+untouched = [torch.empty(1 << 30, dtype=torch.uint8) for _ in range(3)]  # takes addresses, no memory
+before = libc.sbrk(0)
+del untouched
+print(before - libc.sbrk(0))
+"""
+
+
+def printed(program: str, choice: str) -> int:
     """In a process of its own: the setting is the whole process's."""
-    command = [sys.executable, "-c", PASSES, choice]
+    command = [sys.executable, "-c", program, choice]
     return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
 
 
 def test_kept_memory_is_there_for_the_next_tensor() -> None:
-    kept, given_back = faults_of_last_pass("keep"), faults_of_last_pass("system")
+    kept, given_back = printed(PASSES, "keep"), printed(PASSES, "system")
     assert kept < 1000 < 20_000 < given_back  # 160 and 100 MB are 65 000 pages
+
+
+def test_more_than_two_gibibytes_are_kept_too() -> None:
+    assert printed(END_OF_HEAP, "keep") == 0
+
+
+def test_kept_memory_is_asked_for_in_large_pages() -> None:
+    offered = Path("/sys/kernel/mm/transparent_hugepage").exists()
+    assert (printed(FLAGS, "keep"), printed(FLAGS, "system")) == (int(offered), 0)
+
+
+@pytest.mark.parametrize("rule", ["2", "?", None])
+def test_no_addresses_are_taken_where_they_count_as_memory(tmp_path: Path, rule: str | None) -> None:
+    if rule is not None:
+        (tmp_path / "overcommit").write_text(rule)
+    assert not cpu._ask_for_large_pages(cast(ctypes.CDLL, None), tmp_path / "overcommit")
 
 
 def test_keep_is_refused_without_glibc_and_auto_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
