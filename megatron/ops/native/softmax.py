@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron.ops.fused_qkv import Triple
-from megatron.ops.native.operation import Operation
+from megatron.ops.native.operation import Operation, described, unsupported_devices, unsupported_floats
 
 
 def register(namespace: str) -> None:
@@ -66,6 +66,19 @@ def _four_dimensions(x: Tensor) -> Tensor:
     return x.flatten(0, -4) if x.dim() > 4 else x[(None,) * (4 - x.dim())]
 
 
+def _unsupported(scores: Tensor, mask: Tensor | None, scale: float, causal: bool = False) -> str | None:
+    if scores.dim() < 2:
+        return f"scores {described(scores)}: [..., queries, keys] would do"
+    if mask is not None and (mask.dtype != torch.bool or not _broadcasts(mask, scores)):
+        return f"scores {described(scores)} with a mask {described(mask)}: bool that broadcasts to the scores would do"
+    return unsupported_floats(scores) or unsupported_devices(scores, mask)
+
+
+def _broadcasts(mask: Tensor, scores: Tensor) -> bool:
+    ours, theirs = reversed(mask.shape), reversed(scores.shape)
+    return 1 <= mask.dim() <= scores.dim() and all(a in (1, b) for a, b in zip(ours, theirs))
+
+
 class NativeScores:
     """See `cpu_attention.ScoresMath`."""
 
@@ -82,4 +95,4 @@ class NativeScores:
         self.ops.block_gradients_(*grads, *parts, block, causal)
 
 
-OPERATIONS = (Operation("softmax", "softmax", _softmax),)
+OPERATIONS = (Operation("softmax", "softmax", _softmax, _unsupported),)
