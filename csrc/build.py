@@ -77,10 +77,10 @@ class Unit:
         return cache / f"{self.source.stem}-{key.hexdigest()[:24]}.o"
 
 
-def source_hash(source: Path) -> str:
-    """Of a file and of everything it includes from csrc/."""
+def source_hash(*sources: Path) -> str:
+    """Of files and of everything they include from csrc/."""
     seen: dict[Path, bytes] = {}
-    pending = [source.resolve()]
+    pending = [source.resolve() for source in sources]
     while pending:
         path = pending.pop()
         if path in seen:
@@ -269,9 +269,13 @@ def compile_and_link(cxx: Sequence[str], cuda: Cuda | None, output: Path, cache:
 def write_record(output: Path, without_cuda: str | None) -> dict[str, object]:
     record: dict[str, object] = {
         "sha256": hashlib.sha256(output.read_bytes()).hexdigest(),
+        "machine": platform.machine(),
         "without_cuda": without_cuda,
         "sources": {str(path.relative_to(CSRC)): hashlib.sha256(path.read_bytes()).hexdigest() for path in sources()},
-        "cuda_sources": {path.stem: source_hash(path) for path in sorted((CSRC / "cuda").glob("*.cu"))},
+        "cuda_sources": {
+            path.stem: source_hash(path, CSRC / "torch" / f"{path.stem}.cpp")
+            for path in sorted((CSRC / "cuda").glob("*.cu"))
+        },
     }
     beside = output.with_suffix(".json")
     temporary = beside.with_suffix(f".{os.getpid()}.tmp")

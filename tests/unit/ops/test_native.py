@@ -173,7 +173,7 @@ REFUSED: dict[str, list[tuple[tuple[Any, ...], str]]] = {
     "geglu": [((ones(2, 5), True), "float32 (2, 5): an even last dimension would do")],
     "squared_relu": [((ones(2, 4, dtype=torch.complex64),), "complex64 (2, 4): float32, bfloat16 or float16 would do")],
     "rope": [
-        ((ones(2, 5, 3, 8), ones(1, 4, 1, 4), ones(1, 4, 1, 4)), "x float32 (2, 5, 3, 8) with angles float32 (1, 4, 1, 4)"),
+        ((ones(2, 5, 3, 8), ones(1, 4, 1, 4), ones(1, 4, 1, 4)), "x float32 (2, 5, 3, 8) with angles float32 (1, 4,"),
         ((ones(2, 5, 3, 8), ones(1, 5, 1, 5), ones(1, 5, 1, 5)), "[batch or 1, seq, 1, at most head_dim / 2] would do"),
         ((ones(5, 3, 8), ones(5, 1, 4), ones(5, 1, 4)), "[batch, seq, heads, head_dim] with"),
     ],
