@@ -163,11 +163,15 @@ def emulated_command(cxx: Sequence[str]) -> tuple[str, ...]:
     return (*cxx, *COMMON_FLAGS, "-DMK_EMULATED", *SANITIZERS, "-Wno-unknown-pragmas", "-x", "c++")
 
 
-def run(command: Sequence[str], failure: type[BuildError] = BuildError) -> None:
+def outcome(command: Sequence[str], failure: type[BuildError]) -> subprocess.CompletedProcess[str]:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        return subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
     except OSError as error:
         raise failure(f"{command[0]} does not run ({error.strerror})") from error
+
+
+def run(command: Sequence[str], failure: type[BuildError] = BuildError) -> None:
+    done = outcome(command, failure)
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
         reason = lines[0].strip().replace(f"{CSRC.parent}/", "") if lines else f"ended with code {done.returncode}"
@@ -237,13 +241,6 @@ def clean(cache: Path, output: Path) -> None:
             path.unlink(missing_ok=True)
 
 
-def version_of(command: Sequence[str]) -> str:
-    try:
-        return subprocess.run([*command, "--version"], capture_output=True, text=True, check=False).stdout
-    except OSError as error:
-        raise BuildError(f"{command[0]} does not run ({error.strerror})") from error
-
-
 def compile_and_link(cxx: Sequence[str], cuda: Cuda | None, output: Path, cache: Path, *, emulated: bool) -> None:
     units = torch_units(cxx, cuda=cuda is not None, emulated=emulated)
     flags: list[str] = []
@@ -255,7 +252,9 @@ def compile_and_link(cxx: Sequence[str], cuda: Cuda | None, output: Path, cache:
     if cuda is not None:
         units += cuda_units(nvcc_command(cuda), CudaError)
         flags = [f"-L{cuda.libraries}", "-lcudart_static", "-ldl", "-lrt", "-lpthread"]
-    compilers = "\0".join(version_of(command) for command in ([cxx, [cuda.nvcc]] if cuda else [cxx]))
+    compilers = outcome([*cxx, "--version"], BuildError).stdout
+    if cuda is not None:
+        compilers += "\0" + outcome([cuda.nvcc, "--version"], CudaError).stdout
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count() or 1) as pool:
         jobs = [pool.submit(compile_unit, unit, cache, compilers) for unit in units]
         try:
@@ -317,7 +316,7 @@ def main() -> int:
     output = OUTPUT if args.emulated is None else args.emulated / OUTPUT.name
     try:
         record = build(output, emulated=args.emulated is not None)
-    except BuildError as error:
+    except (BuildError, OSError) as error:
         print(f"kernels: not built ({error})", file=sys.stderr)
         return 1
     print(f"{summary(record)}: {output}")
