@@ -11,7 +11,7 @@ from megatron.ops import ref
 from megatron.ops.native import OPERATIONS
 from megatron.ops.proof.subject import Call, Draw, Subject
 
-SHAPES = ((0, 4), (1, 2), (3, 14), (5, 16), (2, 1000), (7, 2048))
+SHAPES = ((0, 4), (1, 2), (3, 14), (5, 16), (2, 1000), (2, 1002), (7, 2048))
 
 
 def inputs(draw: Draw) -> Iterator[Call]:
