@@ -241,28 +241,46 @@ def clean(cache: Path, output: Path) -> None:
             path.unlink(missing_ok=True)
 
 
-def compile_and_link(cxx: Sequence[str], cuda: Cuda | None, output: Path, cache: Path, *, emulated: bool) -> None:
+@dataclass(frozen=True)
+class Recipe:
+    """Everything that one shared object is made with."""
+
+    cxx: tuple[str, ...]
+    units: tuple[Unit, ...]
+    link_flags: tuple[str, ...]
+    compilers: str  # what they say of themselves
+
+
+def recipe(cxx: tuple[str, ...], cuda: Cuda | None, *, emulated: bool) -> Recipe:
     units = torch_units(cxx, cuda=cuda is not None, emulated=emulated)
-    flags: list[str] = []
+    flags: tuple[str, ...] = ()
+    compilers = outcome([*cxx, "--version"], BuildError).stdout
     if emulated:
         units += cuda_units(emulated_command(cxx), BuildError)
-        flags = ["-fsanitize=undefined"]
+        flags = ("-fsanitize=undefined",)
     else:
         units += cpu_units(cxx)
     if cuda is not None:
         units += cuda_units(nvcc_command(cuda), CudaError)
-        flags = [f"-L{cuda.libraries}", "-lcudart_static", "-ldl", "-lrt", "-lpthread"]
-    compilers = outcome([*cxx, "--version"], BuildError).stdout
-    if cuda is not None:
+        flags = (f"-L{cuda.libraries}", "-lcudart_static", "-ldl", "-lrt", "-lpthread")
         compilers += "\0" + outcome([cuda.nvcc, "--version"], CudaError).stdout
+    return Recipe(cxx, tuple(units), flags, compilers)
+
+
+def compile_all(chosen: Recipe, cache: Path) -> list[Path]:
+    """The objects of a recipe's units, in their order."""
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-        jobs = [pool.submit(compile_unit, unit, cache, compilers) for unit in units]
+        jobs = [pool.submit(compile_unit, unit, cache, chosen.compilers) for unit in chosen.units]
         try:
-            objects = [job.result() for job in jobs]
+            return [job.result() for job in jobs]
         except BuildError:
             pool.shutdown(cancel_futures=True)
             raise
-    link(cxx, objects, output, flags)
+
+
+def compile_and_link(cxx: tuple[str, ...], cuda: Cuda | None, output: Path, cache: Path, *, emulated: bool) -> None:
+    chosen = recipe(cxx, cuda, emulated=emulated)
+    link(cxx, compile_all(chosen, cache), output, chosen.link_flags)
 
 
 def write_record(output: Path, without_cuda: str | None) -> dict[str, object]:
