@@ -80,10 +80,10 @@ class Unit:
         return cache / f"{self.source.stem}-{key.hexdigest()[:24]}.o"
 
 
-def source_hash(source: Path) -> str:
-    """Of a file and of everything it includes from csrc/."""
+def source_hash(*sources: Path) -> str:
+    """Of files and of everything they include from csrc/."""
     seen: dict[Path, bytes] = {}
-    pending = [source.resolve()]
+    pending = [source.resolve() for source in sources]
     while pending:
         path = pending.pop()
         if path in seen:
@@ -167,11 +167,15 @@ def emulated_command(cxx: Sequence[str]) -> tuple[str, ...]:
     return (*cxx, *COMMON_FLAGS, "-DMK_EMULATED", *SANITIZERS, "-Wno-unknown-pragmas", "-x", "c++")
 
 
-def run(command: Sequence[str], failure: type[BuildError] = BuildError) -> None:
+def outcome(command: Sequence[str], failure: type[BuildError]) -> subprocess.CompletedProcess[str]:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        return subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
     except OSError as error:
         raise failure(f"{command[0]} does not run ({error.strerror})") from error
+
+
+def run(command: Sequence[str], failure: type[BuildError] = BuildError) -> None:
+    done = outcome(command, failure)
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
         reason = lines[0].strip().replace(f"{CSRC.parent}/", "") if lines else f"ended with code {done.returncode}"
@@ -241,41 +245,58 @@ def clean(cache: Path, output: Path) -> None:
             path.unlink(missing_ok=True)
 
 
-def version_of(command: Sequence[str]) -> str:
-    try:
-        return subprocess.run([*command, "--version"], capture_output=True, text=True, check=False).stdout
-    except OSError as error:
-        raise BuildError(f"{command[0]} does not run ({error.strerror})") from error
+@dataclass(frozen=True)
+class Recipe:
+    """Everything that one shared object is made with."""
+
+    cxx: tuple[str, ...]
+    units: tuple[Unit, ...]
+    link_flags: tuple[str, ...]
+    compilers: str  # what they say of themselves
 
 
-def compile_and_link(cxx: Sequence[str], cuda: Cuda | None, output: Path, cache: Path, *, emulated: bool) -> None:
+def recipe(cxx: tuple[str, ...], cuda: Cuda | None, *, emulated: bool) -> Recipe:
     units = torch_units(cxx, cuda=cuda is not None, emulated=emulated)
-    flags: list[str] = []
+    flags: tuple[str, ...] = ()
+    compilers = outcome([*cxx, "--version"], BuildError).stdout
     if emulated:
         units += cuda_units(emulated_command(cxx), BuildError)
-        flags = ["-fsanitize=undefined"]
+        flags = ("-fsanitize=undefined",)
     else:
         units += cpu_units(cxx)
     if cuda is not None:
         units += cuda_units(nvcc_command(cuda), CudaError)
-        flags = [f"-L{cuda.libraries}", "-lcudart_static", "-ldl", "-lrt", "-lpthread"]
-    compilers = "\0".join(version_of(command) for command in ([cxx, [cuda.nvcc]] if cuda else [cxx]))
+        flags = (f"-L{cuda.libraries}", "-lcudart_static", "-ldl", "-lrt", "-lpthread")
+        compilers += "\0" + outcome([cuda.nvcc, "--version"], CudaError).stdout
+    return Recipe(cxx, tuple(units), flags, compilers)
+
+
+def compile_all(chosen: Recipe, cache: Path) -> list[Path]:
+    """The objects of a recipe's units, in their order."""
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-        jobs = [pool.submit(compile_unit, unit, cache, compilers) for unit in units]
+        jobs = [pool.submit(compile_unit, unit, cache, chosen.compilers) for unit in chosen.units]
         try:
-            objects = [job.result() for job in jobs]
+            return [job.result() for job in jobs]
         except BuildError:
             pool.shutdown(cancel_futures=True)
             raise
-    link(cxx, objects, output, flags)
+
+
+def compile_and_link(cxx: tuple[str, ...], cuda: Cuda | None, output: Path, cache: Path, *, emulated: bool) -> None:
+    chosen = recipe(cxx, cuda, emulated=emulated)
+    link(cxx, compile_all(chosen, cache), output, chosen.link_flags)
 
 
 def write_record(output: Path, without_cuda: str | None) -> dict[str, object]:
     record: dict[str, object] = {
         "sha256": hashlib.sha256(output.read_bytes()).hexdigest(),
+        "machine": platform.machine(),
         "without_cuda": without_cuda,
         "sources": {str(path.relative_to(CSRC)): hashlib.sha256(path.read_bytes()).hexdigest() for path in sources()},
-        "cuda_sources": {path.stem: source_hash(path) for path in sorted((CSRC / "cuda").glob("*.cu"))},
+        "cuda_sources": {
+            path.stem: source_hash(path, CSRC / "torch" / f"{path.stem}.cpp")
+            for path in sorted((CSRC / "cuda").glob("*.cu"))
+        },
     }
     beside = output.with_suffix(".json")
     temporary = beside.with_suffix(f".{os.getpid()}.tmp")
@@ -317,7 +338,7 @@ def main() -> int:
     output = OUTPUT if args.emulated is None else args.emulated / OUTPUT.name
     try:
         record = build(output, emulated=args.emulated is not None)
-    except BuildError as error:
+    except (BuildError, OSError) as error:
         print(f"kernels: not built ({error})", file=sys.stderr)
         return 1
     print(f"{summary(record)}: {output}")

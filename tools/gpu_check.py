@@ -45,6 +45,7 @@ SMALL = 20_000  # elements: what compute-sanitizer does in seconds
 SANITIZER_FOUND = 9  # its exit code when it found something
 WRONG = 3  # our own when a kernel was wrong
 OUR_KERNELS = "kns=2mk4cuda"  # what their mangled names have in common: what torch launches is not our business
+YET_TO_RUN = "not run: the check was cut off before"
 SANITIZERS = ("memcheck", "racecheck", "synccheck")
 DRIVER = ("nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader")
 
@@ -252,8 +253,9 @@ def times(device: str, rounds: int, seconds: float) -> list[dict[str, Any]]:
 
 
 def verified_sources(verdicts: Sequence[Verdict], built: dict[str, str], sanitized: dict[str, str]) -> dict[str, str]:
-    """The sources of which every operation was right in every dtype; none if a sanitizer found anything."""
-    if any(said != "clean" and not said.startswith("not run") for said in sanitized.values()):
+    """The sources of which every operation was right in every dtype; none if a sanitizer found anything, or while one
+    is still to be tried. One that does not work here has found nothing: the record names it, and why."""
+    if any(said != "clean" and (said == YET_TO_RUN or not said.startswith("not run")) for said in sanitized.values()):
         return {}
     judged = {verdict.source for verdict in verdicts if verdict.tensors}
     failed = {verdict.source for verdict in verdicts if verdict.wrong}
@@ -280,7 +282,7 @@ def check_ops(args: argparse.Namespace) -> int:
     print("\n".join(f"{name}: {value}" for name, value in about["environment"].items()), f"seed: {args.seed}", sep="\n")
     verdicts = judge_apart(args, args.seconds / 2)
     built = json.loads(PATH.with_suffix(".json").read_text(encoding="utf-8"))["cuda_sources"]
-    sanitized = dict.fromkeys(SANITIZERS, "not run: the check was cut off before") if args.device == "cuda" else {}
+    sanitized = dict.fromkeys(SANITIZERS, YET_TO_RUN) if args.device == "cuda" else {}
 
     def write(**later: Any) -> dict[str, str]:
         sources = verified_sources(verdicts, built, sanitized)
@@ -296,6 +298,9 @@ def check_ops(args: argparse.Namespace) -> int:
     left = args.seconds - (time.monotonic() - start)
     sources = write(times=times(args.device, args.rounds, max(0, left - 30)) if args.rounds else [])
     missed = sorted(set(built) - set(sources))
+    for name, said in sanitized.items():
+        if said.startswith("not run"):
+            print(f"WITHOUT compute-sanitizer {name}, which was {said}")
     print(f"{args.out}: {', '.join(sources) or 'nothing'} verified; not: {', '.join(missed) or 'none'}; "
           f"{time.monotonic() - start:.0f} s")  # fmt: skip
     return int(bool(missed))
@@ -335,17 +340,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=450, help="for everything")
     parser.add_argument("--out", type=Path, help="where the record goes (default for ops: beside the kernels)")
     parser.add_argument("--only-small", action="store_true", help="only compare, only small shapes, write nothing")
-    parser.add_argument("--judge", metavar="SOURCE", help="only compare this source; --out gets the verdicts")
+    parser.add_argument(
+        "--judge",
+        choices=sorted({subject.source for subject in SUBJECTS.values()}),
+        help="only compare this source; --out gets the verdicts",
+    )
     parser.add_argument("more", nargs="*", help="of steps and peers, after --: for their benchmark")
     args = parser.parse_args(arguments)
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch sees no GPU here; --device cpu checks the CPU kernels in the same way")
     if args.more and args.part == "ops":
         parser.error(f"{' '.join(args.more)}: --part ops has no benchmark of steps to hand that to")
+    if args.judge is not None and args.out is None:
+        parser.error(f"--judge {args.judge}: name the file for the verdicts with --out")
     if args.out is None:
         args.out = VERIFIED if args.part == "ops" else Path(f"gpu_check_{args.part}.json")
     if args.out == VERIFIED and args.device == "cpu" and not args.only_small:
         parser.error("--device cpu: name the file for the record with --out; the committed one is a GPU's")
+    if not os.access(args.out.resolve().parent, os.W_OK):
+        parser.error(f"--out {args.out}: there is no folder {args.out.resolve().parent} that can be written to")
     args.seed = random.SystemRandom().randrange(2**31) if args.seed is None else args.seed
     return PARTS[args.part](args)
 

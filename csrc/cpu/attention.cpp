@@ -15,11 +15,11 @@ class Forward {
       : a_(a),
         shape_(a.shape),
         depth_(units<Math>(shape_.width)),
-        columns_(filled_up(shape_.width, kLanes)),
+        columns_(filled_up(shape_.width, kRegister)),
         keys_(filled_up(shape_.keys, kBlock) * depth_),
         values_(units<Math>(filled_up(shape_.keys, kBlock)) * columns_),
         query_(kBlock * depth_),
-        rows_laid_(kBlock * filled_up(depth_, kLanes)),
+        rows_laid_(kBlock * filled_up(depth_, kRegister)),
         weights_(kBlock * kUnits),
         scores_(kBlock * kBlock),
         out_(kBlock * columns_) {}
@@ -46,7 +46,7 @@ class Forward {
                    filled_up(rows, kRowsAtOnce), depth_);
     std::fill(out_ + 0, out_ + kBlock * columns_, 0.0f);
     std::fill(peak_, peak_ + kBlock, -INFINITY);
-    std::fill(sum_, sum_ + kBlock, Vector{});
+    std::fill(sum_, sum_ + kBlock, Floats(0.0f));
     const int64_t seen = keys_seen_up_to(shape_, first + rows - 1);
     for (int64_t key = 0; key < seen; key += kBlock) {
       const Pair pair{first, rows, key, std::min(kBlock, shape_.keys - key), shape_.diagonal};
@@ -54,7 +54,7 @@ class Forward {
     }
     float* log_sum_exp = a_.log_sum_exp + (batch * shape_.heads + head) * shape_.queries + first;
     for (int64_t row = 0; row < rows; ++row) {
-      const float sum = total(sum_[row]), factor = sum > 0.0f ? 1.0f / sum : NAN;
+      const float sum = sum_of(sum_[row]), factor = sum > 0.0f ? 1.0f / sum : NAN;
       log_sum_exp[row] = peak_[row] + std::log2(sum);
       write_row(out_ + row * columns_, factor, a_.out.at<T>(batch, first + row, head), shape_.width);
     }
@@ -65,9 +65,9 @@ class Forward {
     for (int64_t row = 0; row < pair.queries; row += kRowsAtOnce) {
       const int64_t end = std::min(row + kRowsAtOnce, pair.queries), seen = pair.seen_by(end - 1);
       const Result scores{scores_ + row * kBlock, kBlock, false}, out{out_ + row * columns_, columns_, true};
-      product_rows<Math>({query_ + row * depth_, depth_, 1}, keys, depth_, scores, divided_up(seen, kLanes));
+      product_rows<Math>({query_ + row * depth_, depth_, 1}, keys, depth_, scores, divided_up(seen, kRegister));
       for (int64_t i = row; i < end; ++i) weigh(pair, batch, head, i);
-      product_rows<Math>({row_of_weights(row), kUnits, 1}, values, units<Math>(seen), out, columns_ / kLanes);
+      product_rows<Math>({row_of_weights(row), kUnits, 1}, values, units<Math>(seen), out, columns_ / kRegister);
     }
   }
 
@@ -75,27 +75,27 @@ class Forward {
   void weigh(const Pair& pair, int64_t batch, int64_t head, int64_t row) {
     const Visible sees = visible(shape_, pair, batch, head, row);
     float* scores = scores_ + row * kBlock;
-    Vector x[kVectors], most = Vector{} + peak_[row];
-    for (int64_t v = 0; v < kVectors; ++v) {
-      x[v] = sees.or_else(v, load_vector(scores + v * kLanes) * (shape_.scale * kLog2E), -INFINITY);
-      most = x[v] > most ? x[v] : most;  // NaN comes through the sum
+    Floats x[kParts], most = peak_[row];
+    for (int64_t i = 0; i < kParts; ++i) {
+      x[i] = sees.or_else(i, load_lanes(scores + i * kLanes) * (shape_.scale * kLog2E), -INFINITY);
+      most = larger(x[i], most);  // NaN comes through the sum
     }
-    const float peak = largest(most), shift = peak == -INFINITY ? 0.0f : peak;
-    if (peak != peak_[row]) scale_back(row, exp2_of(Vector{} + (peak_[row] - shift))[0]);
+    const float peak = largest_of(most), shift = peak == -INFINITY ? 0.0f : peak;
+    if (peak != peak_[row] && peak_[row] != -INFINITY) scale_back(row, std::exp2(peak_[row] - shift));
     peak_[row] = peak;
-    for (int64_t v = 0; v < kVectors; ++v) {
-      x[v] = exp2_of(x[v] - shift);
-      sum_[row] += x[v];
+    for (int64_t i = 0; i < kParts; ++i) {
+      x[i] = exp2_of<T>(x[i] - shift);
+      sum_[row] += x[i];
     }
     if (shape_.dropout.probability > 0.0f) {
       const Keep keep(shape_.dropout, batch * shape_.heads + head, pair.first_query + row);
-      for (int64_t v = 0; v < kVectors; ++v) x[v] *= keep(pair.first_key + v * kLanes);
+      for (int64_t i = 0; i < kParts; ++i) x[i] = x[i] * keep(pair.first_key + i * kLanes);
     }
     Math::write(x, row_of_weights(row));
   }
 
   void scale_back(int64_t row, float factor) {
-    sum_[row] *= factor;
+    sum_[row] = sum_[row] * factor;
     float* out = out_ + row * columns_;
 #pragma omp simd
     for (int64_t i = 0; i < columns_; ++i) out[i] *= factor;
@@ -109,7 +109,7 @@ class Forward {
   Buffer<Unit> keys_, values_, query_, rows_laid_, weights_;
   Buffer<float> scores_, out_;
   float peak_[kBlock];
-  Vector sum_[kBlock];  // of each lane
+  Floats sum_[kBlock];  // of each lane
 };
 
 }  // namespace

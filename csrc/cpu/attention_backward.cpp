@@ -16,7 +16,7 @@ class Backward {
       : a_(a),
         shape_(a.shape),
         depth_(units<Math>(shape_.width)),
-        columns_(filled_up(shape_.width, kLanes)),
+        columns_(filled_up(shape_.width, kRegister)),
         key_columns_(filled_up(shape_.keys, kBlock) * depth_),
         value_columns_(filled_up(shape_.keys, kBlock) * depth_),
         keys_(units<Math>(filled_up(shape_.keys, kBlock)) * columns_),
@@ -24,7 +24,7 @@ class Backward {
         grad_left_(kBlock * depth_),
         query_right_(kUnits * columns_),
         grad_right_(kUnits * columns_),
-        rows_laid_(kBlock * filled_up(depth_, kLanes)),
+        rows_laid_(kBlock * filled_up(depth_, kRegister)),
         weights_(kUnits * kBlock),
         slopes_(kUnits * kBlock),
         slopes_left_(kPairs ? kBlock * kUnits : 0),
@@ -80,10 +80,9 @@ class Backward {
   }
 
   float dot(const T* x, const T* y) const {
-    float sum = 0.0f;
-#pragma omp simd reduction(+ : sum)
-    for (int64_t i = 0; i < shape_.width; ++i) sum += load(x[i]) * load(y[i]);
-    return sum;
+    Floats sum(0.0f);
+    for_lanes(shape_.width, [&](auto place) { sum += get(x, place) * get(y, place); });
+    return sum_of(sum);
   }
 
   void run_pair(const Pair& pair, int64_t batch, int64_t head) {
@@ -92,14 +91,14 @@ class Backward {
     const Right<Unit> key_rows{keys_ + units<Math>(pair.first_key) * columns_, columns_};
     for (int64_t row = 0; row < pair.queries; row += kRowsAtOnce) {
       const int64_t end = std::min(row + kRowsAtOnce, pair.queries), seen = pair.seen_by(end - 1);
-      const int64_t at = row * kBlock, vectors = divided_up(seen, kLanes);
-      product_rows<Math>({query_left_ + row * depth_, depth_, 1}, keys, depth_, {scores_ + at, kBlock, false}, vectors);
+      const int64_t at = row * kBlock, registers = divided_up(seen, kRegister);
+      product_rows<Math>({query_left_ + row * depth_, depth_, 1}, keys, depth_, {scores_ + at, kBlock, false}, registers);
       product_rows<Math>({grad_left_ + row * depth_, depth_, 1}, values, depth_, {grad_scores_ + at, kBlock, false},
-                         vectors);
+                         registers);
       for (int64_t i = row; i < row + kRowsAtOnce; i += Math::kDepth) differentiate(pair, batch, head, i);
       const Unit* slopes = (kPairs ? slopes_left_ : slopes_) + row * kUnits;
       product_rows<Math>({slopes, kUnits, 1}, key_rows, units<Math>(seen),
-                         {grad_query_ + row * columns_, columns_, true}, columns_ / kLanes);
+                         {grad_query_ + row * columns_, columns_, true}, columns_ / kRegister);
     }
     for (int64_t key = 0; key < pair.keys; key += kRowsAtOnce) add_to_keys(pair, key);
   }
@@ -107,16 +106,16 @@ class Backward {
   // Transposed left factors: their rows are keys, their depth runs over queries.
   void add_to_keys(const Pair& pair, int64_t key) {
     const int64_t start = pair.first_to_see(key) / Math::kDepth, depth = units<Math>(pair.queries) - start;
-    const int64_t from = start * kBlock + key, to = (pair.first_key + key) * columns_, vectors = columns_ / kLanes;
+    const int64_t from = start * kBlock + key, to = (pair.first_key + key) * columns_, registers = columns_ / kRegister;
     product_rows<Math>({weights_ + from, 1, kBlock}, {grad_right_ + start * columns_, columns_}, depth,
-                       {grad_values_ + to, columns_, true}, vectors);
+                       {grad_values_ + to, columns_, true}, registers);
     product_rows<Math>({slopes_ + from, 1, kBlock}, {query_right_ + start * columns_, columns_}, depth,
-                       {grad_keys_ + to, columns_, true}, vectors);
+                       {grad_keys_ + to, columns_, true}, registers);
   }
 
   // As many rows as a unit is deep: scores become weights of the values, gradients of weights those of scores.
   void differentiate(const Pair& pair, int64_t batch, int64_t head, int64_t first) {
-    Vector weights[Math::kDepth][kVectors], slopes[Math::kDepth][kVectors];
+    Floats weights[Math::kDepth][kParts], slopes[Math::kDepth][kParts];
 #pragma GCC unroll 2
     for (int64_t i = 0; i < Math::kDepth; ++i)
       differentiate_row(pair, batch, head, first + i, weights[i], slopes[i]);
@@ -127,10 +126,10 @@ class Backward {
       Math::write(slopes[i], slopes_left_ + (first + i) * kUnits);
   }
 
-  void differentiate_row(const Pair& pair, int64_t batch, int64_t head, int64_t row, Vector (&weights)[kVectors],
-                         Vector (&slopes)[kVectors]) {
+  void differentiate_row(const Pair& pair, int64_t batch, int64_t head, int64_t row, Floats (&weights)[kParts],
+                         Floats (&slopes)[kParts]) {
     if (row >= pair.queries) {  // behind the last query: products go over whole fours
-      std::fill(weights, weights + kVectors, Vector{}), std::fill(slopes, slopes + kVectors, Vector{});
+      std::fill(weights, weights + kParts, Floats(0.0f)), std::fill(slopes, slopes + kParts, Floats(0.0f));
       return;
     }
     const int64_t query = pair.first_query + row, line = batch * shape_.heads + head;
@@ -138,14 +137,14 @@ class Backward {
     const float log_sum = a_.log_sum_exp[line * shape_.queries + query], mean = mean_[row], scale = shape_.scale;
     const Keep keep(shape_.dropout, line, query);
     const bool dropout = shape_.dropout.probability > 0.0f;
-    for (int64_t v = 0; v < kVectors; ++v) {
-      const int64_t at = row * kBlock + v * kLanes;
-      const Vector score = load_vector(scores_ + at) * (scale * kLog2E);
-      const Vector weight = sees.or_else(v, exp2_of(score - log_sum), 0.0f);
-      const Vector kept = dropout ? keep(pair.first_key + v * kLanes) : Vector{} + 1.0f;
-      const Vector grad = load_vector(grad_scores_ + at) * kept - mean;
-      slopes[v] = sees.or_else(v, weight * grad * scale, 0.0f);
-      weights[v] = weight * kept;
+    for (int64_t i = 0; i < kParts; ++i) {
+      const int64_t at = row * kBlock + i * kLanes;
+      const Floats score = load_lanes(scores_ + at) * (scale * kLog2E);
+      const Floats weight = sees.or_else(i, exp2_of<T>(score - log_sum), 0.0f);
+      const Floats kept = dropout ? keep(pair.first_key + i * kLanes) : Floats(1.0f);
+      const Floats grad = load_lanes(grad_scores_ + at) * kept - mean;
+      slopes[i] = sees.or_else(i, weight * grad * scale, 0.0f);
+      weights[i] = weight * kept;
     }
   }
 

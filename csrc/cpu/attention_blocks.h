@@ -7,6 +7,7 @@
 #include <memory>
 #include <new>
 
+#include "../common/math.h"
 #include "attention.h"
 #include "product.h"
 
@@ -33,38 +34,12 @@ class Buffer {
   T* data_;
 };
 
-// 2^x for x of at most 127: 0 below the smallest normal number and for -inf, NaN for NaN. Within 2 ulp.
-inline Vector exp2_of(Vector x) {
-  const float magic = 12582912.0f + 127.0f;  // 1.5 * 2^23 rounds to an integer; its last bits hold the exponent's
-  const Vector shifted = x + magic, f = x - (shifted - magic);
-  Vector p = f * 1.326472725e-3f + 9.671512786e-3f;
-  p = p * f + 5.550733744e-2f;
-  p = p * f + 2.402224208e-1f;
-  p = p * f + 6.931469776e-1f;
-  p = p * f + 1.0f;
-  return x < -126.0f ? Vector{} : p * Vector(Ints(shifted) << 23);
-}
-
-inline Ints lane_numbers() {
-  Ints result;
-  for (int64_t i = 0; i < kLanes; ++i) result[i] = int32_t(i);
-  return result;
-}
-
-inline float largest(Vector x) {
-  float peak = -INFINITY;
-#pragma omp simd reduction(max : peak)
-  for (int64_t i = 0; i < kLanes; ++i) peak = x[i] > peak ? x[i] : peak;
-  return peak;
-}
-
-inline float total(Vector x) {
-  float lanes[kLanes];
-  store_vector(lanes, x);
-#pragma GCC unroll 4
-  for (int64_t half = kLanes / 2; half > 0; half /= 2)
-    for (int64_t i = 0; i < half; ++i) lanes[i] += lanes[i + half];
-  return lanes[0];
+// 2^x for x of at most 127, as near as the type T tells: 0 far below the smallest normal number and for -inf, NaN for NaN.
+template <class T>
+inline Floats exp2_of(Floats x) {
+  const Floats magic = 12582912.0f + 127.0f;  // see exponential() of common/math.h
+  const Floats bounded = at_least(x, -127.0f), shifted = bounded + magic;
+  return exp2_near_zero<T>(bounded - (shifted - magic)) * power_of_two(shifted);
 }
 
 // A pair of blocks: which keys of the block the rows of the block see.
@@ -101,34 +76,25 @@ inline bool any_visible(const AttentionShape& shape, const Pair& pair, int64_t b
   return false;
 }
 
-constexpr int64_t kVectors = kBlock / kLanes;  // of a row of scores
+constexpr int64_t kParts = kBlock / kLanes;  // of a row of scores
 
 // Which keys of a block a query sees: the first so many, and of those what the mask allows.
 class Visible {
  public:
-  Visible(int64_t seen, const bool* allowed)
-      : all_(seen == kBlock && allowed == nullptr), masked_(allowed != nullptr) {
-    seen_ = Ints{} + int32_t(seen);
-    if (masked_) {
-      memset(allowed_, 0, sizeof allowed_);
-      memcpy(allowed_, allowed, size_t(seen));
-    }
-  }
-  // `x` where the query sees the key, else `otherwise`; of the block's vector v.
-  Vector or_else(int64_t v, Vector x, float otherwise) const {
-    if (all_) return x;
-    const Ints keys = lane_numbers() + int32_t(v * kLanes);
-    if (!masked_) return keys < seen_ ? x : Vector{} + otherwise;
-    Ints allowed{};
+  Visible(int64_t seen, const bool* allowed) : all_(seen == kBlock && allowed == nullptr) {
+    if (all_) return;
 #pragma omp simd
-    for (int64_t i = 0; i < kLanes; ++i) allowed[i] = allowed_[v * kLanes + i];
-    return allowed != 0 ? x : Vector{} + otherwise;
+    for (int32_t i = 0; i < int32_t(kBlock); ++i) seen_[i] = i < int32_t(seen) ? 1.0f : 0.0f;
+    for (int64_t i = 0; i < seen && allowed != nullptr; ++i) seen_[i] = float(allowed[i]);
+  }
+  // `x` where the query sees the key, else `otherwise`; of the block's part i.
+  Floats or_else(int64_t i, Floats x, float otherwise) const {
+    return all_ ? x : where_less(0.5f, load_lanes(seen_ + i * kLanes), x, otherwise);
   }
 
  private:
-  bool all_, masked_;
-  Ints seen_;
-  uint8_t allowed_[kBlock];
+  bool all_;
+  float seen_[kBlock];
 };
 
 inline Visible visible(const AttentionShape& shape, const Pair& pair, int64_t batch, int64_t head, int64_t row) {
@@ -148,9 +114,9 @@ class Keep {
     x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
     row_ = uint32_t((x ^ (x >> 31)) >> 16);
   }
-  // Of as many keys as a vector holds, from `key` on.
-  Vector operator()(int64_t key) const {
-    Vector result;
+  // Of kLanes keys from `key` on.
+  Floats operator()(int64_t key) const {
+    float result[kLanes];
 #pragma omp simd
     for (int64_t i = 0; i < kLanes; ++i) {
       uint32_t x = row_ + uint32_t(key + i) * 0x9e3779b1u;
@@ -158,7 +124,7 @@ class Keep {
       x = (x ^ (x >> 13)) * 0xc2b2ae35u;
       result[i] = (x ^ (x >> 16)) >= threshold_ ? factor_ : 0.0f;
     }
-    return result;
+    return load_lanes(result);
   }
 
  private:
@@ -212,19 +178,19 @@ void lay_right(const T* from, int64_t stride, int64_t rows, int64_t width, typen
 }
 
 // The rows of a block become columns of a right factor [units(width), kBlock], filled up with zeros. `rows_laid` has
-// room for them as a left factor whose rows are whole vectors.
+// room for them as a left factor whose rows are whole registers.
 template <class Math, class T>
 void lay_columns(const T* from, int64_t stride, int64_t rows, int64_t width, typename Math::Unit* rows_laid,
                  typename Math::Unit* to) {
-  const int64_t depth = units<Math>(width), whole = filled_up(depth, kLanes);
+  const int64_t depth = units<Math>(width), whole = filled_up(depth, kRegister);
   lay_left<Math>(from, stride, rows, width, rows_laid, kBlock, whole);
-  for (int64_t row = 0; row < kBlock; row += kLanes) {
-    for (int64_t k = 0; k < depth; k += kLanes) {
-      Vector tile[kLanes];
+  for (int64_t row = 0; row < kBlock; row += kRegister) {
+    for (int64_t k = 0; k < depth; k += kRegister) {
+      Register tile[kRegister];
 #pragma GCC unroll 16
-      for (int64_t i = 0; i < kLanes; ++i) tile[i] = load_vector(rows_laid + (row + i) * whole + k);
+      for (int64_t i = 0; i < kRegister; ++i) tile[i] = load_register(rows_laid + (row + i) * whole + k);
       transpose(tile);
-      for (int64_t i = 0; i < std::min(kLanes, depth - k); ++i)
+      for (int64_t i = 0; i < std::min<int64_t>(kRegister, depth - k); ++i)
         memcpy(to + (k + i) * kBlock + row, &tile[i], sizeof tile[i]);
     }
   }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import json
+import platform
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -43,6 +44,7 @@ class _Record:
     """What csrc/build.py wrote beside the shared object."""
 
     sha256: str
+    machine: str
     without_cuda: str | None
     sources: Mapping[str, str]
     cuda_sources: Mapping[str, str]
@@ -59,10 +61,15 @@ def load(path: Path, sources: Path = SOURCES) -> Library:
         return Library(f"not built: {BUILD}")
     try:
         built = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
-        record = _Record(built["sha256"], built["without_cuda"], dict(built["sources"]), dict(built["cuda_sources"]))
+        sources_of = dict(built["sources"]), dict(built["cuda_sources"])
+        record = _Record(built["sha256"], built["machine"], built["without_cuda"], *sources_of)
     except (OSError, ValueError, KeyError, TypeError):
         return Library(f"not usable: {path.with_suffix('.json').name} is missing or damaged; build again: {BUILD}")
-    if (reason := _why_unusable(path, record, sources)) is not None:
+    try:
+        reason = _why_unusable(path, record, sources)
+    except OSError as error:
+        return Library(f"not usable: {error.filename} cannot be read ({error.strerror}); make it readable, or {BUILD}")
+    if reason is not None:
         return Library(f"{reason}; build again: {BUILD}")
     from megatron.ops import native
 
@@ -77,6 +84,9 @@ def _why_unusable(path: Path, record: _Record, sources: Path) -> str | None:
     # A truncated object would not fail to load: it would kill the process when a missing page is touched.
     if _digest(path) != record.sha256:
         return f"not usable: {path.name} is not what was built (truncated or replaced)"
+    # The system's own word for this is that there is no such file.
+    if record.machine != platform.machine():
+        return f"not usable: {path.name} was built for {record.machine}, and this machine is {platform.machine()}"
     if sources.is_dir() and _hashes(sources) != record.sources:
         return f"older than {sources.name}/"
     try:

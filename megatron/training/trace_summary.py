@@ -1,8 +1,8 @@
 """Where a traced step went, from PyTorch's trace of it: shares of products, attention, optimizer, communication, ...
 
-On a CPU every moment of the training thread belongs to the innermost operation that runs then; moments without one are
-communication where a collective is under way on another thread, else idle. On an accelerator the moments are those of
-its kernels: communication counts where nothing is computed beside it, and what is hidden is told apart.
+On a CPU every moment of the training thread belongs to the innermost operation that runs then; moments in which nothing
+is computed are communication where a collective is under way, else idle. On an accelerator the moments are those of its
+kernels: communication counts where nothing is computed beside it, and what is hidden is told apart.
 """
 
 from __future__ import annotations
@@ -24,11 +24,16 @@ CATEGORIES = ("GEMM", "attention", "elementwise", "optimizer", "communication", 
 KERNELS = ("kernel", "gpu_memcpy", "gpu_memset")
 
 _COMMUNICATION = re.compile(r"^c10d::|^gloo:|^nccl|ncclDev|^mpi:|reduce_scatter|all_?gather|all_?reduce", re.I)
-_ATTENTION = re.compile(r"attention|flash|fmha|sdpa", re.I)
+# From its start to its end, on whichever thread that is recorded: other operations begin and end meanwhile.
+_UNDER_WAY = re.compile(r"^(gloo|nccl):")
+# A compiled layer shows products and kernels, not whose they are: batches of products are attention's (and, few, those
+# that weigh the rows of experts).
+_ATTENTION = re.compile(r"attention|flash|fmha|sdpa|^megatron_native::(softmax|block)_|^aten::(bmm|baddbmm)_?$", re.I)
 _PRODUCT = re.compile(
-    r"^aten::(mm|addmm|bmm|baddbmm|matmul|linear|_grouped_mm|mv|addmv)$|^mkldnn::|gemm|cutlass|nvjet|xmma",
+    r"^aten::(mm|addmm|matmul|linear|_grouped_mm|mv|addmv)_?$|^mkldnn::|gemm|cutlass|nvjet|xmma",
     re.I,
 )
+_COMPILED = re.compile(r"^## Call CompiledFxGraph")
 _OPTIMIZER = re.compile(r"^optimizer$|adam|multi_tensor", re.I)
 
 
@@ -140,17 +145,31 @@ class Piece:
 
 
 def _thread_pieces(events: Sequence[Event], thread: tuple[Any, Any]) -> Iterator[Piece]:
-    mine = [e for e in events if e.thread == thread and e.kind in ("cpu_op", "user_annotation")]
-    elsewhere = [e for e in events if e.thread != thread and _COMMUNICATION.search(e.name)]
+    mine, elsewhere = [], []
+    for event in events:
+        if event.thread == thread and not _UNDER_WAY.search(event.name):
+            mine += [event] if event.kind in ("cpu_op", "user_annotation") else []
+        elif _COMMUNICATION.search(event.name):
+            elsewhere.append(event)
     under_way = _merged((e.start, e.end) for e in elsewhere)
     for start, end, stack in _moments(mine):
         category = _category(stack)
-        if category != "idle":
-            yield Piece(category, stack[-1].name, start, end, stack[-1].start)
-            continue
-        waited = sum(max(0.0, min(end, b) - max(start, a)) for a, b in under_way)
-        if waited:
-            yield Piece("communication", "waiting for a collective", start, start + waited, start)
+        waited = 0.0
+        if not _computes(stack[-1]) and category not in ("communication", "data"):
+            for begin, until in under_way:
+                if seconds := max(0.0, min(end, until) - max(start, begin)):
+                    moment = start + waited
+                    yield Piece("communication", "waiting for a collective", moment, moment + seconds, begin)
+                    waited += seconds
+        if category != "idle" and waited < end - start:
+            yield Piece(category, stack[-1].name, start + waited, end, stack[-1].start)
+
+
+def _computes(event: Event) -> bool:
+    """Not a mark, nor a function of autograd: those are Python, which may wait, around what they call."""
+    if event.kind != "cpu_op" or event.name.startswith("autograd::"):
+        return False
+    return "::" in event.name or _COMPILED.search(event.name) is not None
 
 
 def _moments(events: Iterable[Event]) -> Iterator[tuple[float, float, list[Event]]]:
@@ -176,17 +195,17 @@ def _category(stack: Sequence[Event]) -> str:
     """Of the innermost operation; those that enclose it decide first, as a product in attention is attention."""
     names = [event.name for event in stack]
     operations = [event.name for event in stack if event.kind == "cpu_op"]
-    if any(_OPTIMIZER.search(name) for name in names):
-        return "optimizer"
     if any(_COMMUNICATION.search(name) for name in operations):
         return "communication"
+    if any(_OPTIMIZER.search(name) for name in names):
+        return "optimizer"
     if any(_ATTENTION.search(name) for name in operations):
         return "attention"
     if operations and _PRODUCT.search(operations[-1]):
         return "GEMM"
     if "batch-generator" in names:
         return "data"
-    return "elementwise" if operations and not operations[-1].startswith("autograd::") else "idle"
+    return "elementwise" if _computes(stack[-1]) else "idle"
 
 
 # ---------------------------------------------------------------- an accelerator: kernels on several streams

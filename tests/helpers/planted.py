@@ -1,30 +1,30 @@
-"""Kernels with a mistake planted in them: the comparison that the real ones pass must fail."""
+"""Kernels with a mistake planted in them: the comparison that the real ones pass must fail.
+
+Only the file of the operation is compiled, without optimisation, which is what takes a compiler's time; everything else
+is linked as it was built.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import multiprocessing
+import os
 import shutil
-import subprocess
 import sys
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from typing import Any
 
-from tests.policy.rules import ROOT
-
-FUZZ = """
-import sys
+import pytest
 import torch
+
 from megatron.ops import native
 from megatron.ops.proof import CPU_SUBJECTS, SUBJECTS, Draw, check
-path, namespace, name = sys.argv[1:]
-torch.ops.load_library(path)
-native.register(namespace)
-subject = (SUBJECTS | CPU_SUBJECTS)[name]
-for dtype in subject.dtypes[:2]:
-    for call in subject.calls(Draw(dtype, torch.Generator().manual_seed(1))):
-        for finding in check(subject, call, getattr(torch.ops, namespace), "cpu"):
-            if finding.wrong:
-                sys.exit(f"{call.name}: {finding.tensor}: {finding.wrong}")
-"""
+from tests.helpers.kernels import builder
+from tests.policy.rules import ROOT
+
+TIERS = ("none", "base", "v3", "v4", "v4_bf16")  # csrc/cpu/tiers.h
 
 
 @dataclass(frozen=True)
@@ -38,18 +38,21 @@ class Mistake:
     seen: str = ""  # in what the comparison says, which says something
     on_cpu: bool | None = None  # None: as the file's folder says
 
+    @property
+    def emulated(self) -> bool:
+        return not (self.file.startswith("cpu/") if self.on_cpu is None else self.on_cpu)
+
     def must_be_seen(self, folder: Path) -> None:
         """By the comparison that the real kernels pass."""
         root = planted_checkout(folder, self.file, self.old, self.new)
-        on_cpu = self.file.startswith("cpu/") if self.on_cpu is None else self.on_cpu
-        said = what_the_comparison_says(root, self.op, emulated=not on_cpu)
+        stem = (SUBJECTS | CPU_SUBJECTS)[self.op].source or self.op
+        said = what_the_comparison_says(planted_library(root, stem, emulated=self.emulated), self.op, self.emulated)
         assert said and self.seen in said, said or "nothing is found"
 
 
 def planted_checkout(folder: Path, file: str, old: str, new: str, occurrence: int = 0) -> Path:
-    """csrc/ with one text replaced; its objects come from the checkout's own cache."""
+    """csrc/ with one text replaced."""
     shutil.copytree(ROOT / "csrc", folder / "csrc")
-    (folder / "build").symlink_to(ROOT / "build")
     text = (folder / "csrc" / file).read_text()
     parts = text.split(old)
     assert len(parts) > occurrence + 1, f"{file} no longer has {old!r}"
@@ -58,14 +61,67 @@ def planted_checkout(folder: Path, file: str, old: str, new: str, occurrence: in
     return folder
 
 
-def what_the_comparison_says(root: Path, op: str, *, emulated: bool) -> str:
-    """Of the kernels of a planted checkout, on the CPU or as emulated CUDA; empty where nothing is wrong with them."""
-    if emulated:
-        command, path, namespace = ["--emulated", "out"], root / "out" / "_kernels.so", "megatron_emulated"
-    else:
-        (root / "megatron" / "ops").mkdir(parents=True)
-        command, path, namespace = [], root / "megatron" / "ops" / "_kernels.so", "megatron_native"
-    subprocess.run([sys.executable, "csrc/build.py", *command], cwd=root, check=True, capture_output=True)
-    arguments = [sys.executable, "-c", FUZZ, str(path), namespace, op]
-    done = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True, check=False)
-    return done.stderr if done.returncode else ""
+@cache
+def as_built(emulated: bool) -> tuple[Any, tuple[Path, ...]]:
+    """The recipe of the real kernels, and their objects, which are there already where the kernels are built."""
+    build = builder()
+    try:
+        cuda = None if emulated else build.find_cuda()
+    except build.CudaError:
+        cuda = None
+    try:
+        recipe = build.recipe(build.compiler(), cuda, emulated=emulated)
+    except build.BuildError as error:
+        pytest.skip(f"no kernels with mistakes: {error}")
+    with build.alone(build.CACHE, build.LOCK_SECONDS):
+        return recipe, tuple(build.compile_all(recipe, build.CACHE))
+
+
+def planted_library(root: Path, stem: str, *, emulated: bool) -> Path:
+    """The kernels with the planted checkout's cuda/`stem`*.cu, or its cpu/`stem`*.cpp for what this machine runs."""
+    recipe, objects = as_built(emulated)
+    kernels, objects = root / "_kernels.so", list(objects)
+    ours = {}  # of every source, the last of the tiers that this machine has
+    for at, unit in enumerate(recipe.units):
+        here = emulated or any(f"-DMK_TIER={tier}" in unit.command for tier in TIERS[: best_tier() + 1])
+        if unit.source.stem.startswith(stem) and unit.source.parent.name == ("cuda" if emulated else "cpu") and here:
+            ours[unit.source] = at
+    assert ours
+    for source, at in ours.items():
+        objects[at] = root / f"{source.stem}.o"
+        planted = str(root / source.relative_to(ROOT))
+        builder().run((*recipe.units[at].command, "-O0", "-g0", "-c", planted, "-o", str(objects[at])))
+    builder().link(recipe.cxx, objects, kernels, recipe.link_flags)
+    return kernels
+
+
+@cache
+def best_tier() -> int:
+    return int(ctypes.CDLL(str(builder().OUTPUT)).mk_cpu_tier())
+
+
+def what_the_comparison_says(kernels: Path, op: str, emulated: bool) -> str:
+    """Empty where nothing is wrong. In a process of its own, which kernels may end; it has imported everything before
+    it begins, because it is a copy of one that has."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.helpers.planted"])
+    said = kernels.with_suffix(".said")
+    process = context.Process(target=compare, args=(kernels, op, emulated, said))
+    process.start()
+    process.join()
+    return said.read_text() if process.exitcode else ""
+
+
+def compare(kernels: Path, op: str, emulated: bool, said: Path) -> None:
+    with said.open("w") as file:
+        os.dup2(file.fileno(), 2)
+    torch.set_num_threads(1)
+    namespace = "megatron_emulated" if emulated else "megatron_native"
+    torch.ops.load_library(kernels)
+    native.register(namespace)
+    subject = (SUBJECTS | CPU_SUBJECTS)[op]
+    for dtype in subject.dtypes[:2]:
+        for call in subject.calls(Draw(dtype, torch.Generator().manual_seed(1))):
+            for finding in check(subject, call, getattr(torch.ops, namespace), "cpu"):
+                if finding.wrong:
+                    sys.exit(f"{call.name}: {finding.tensor}: {finding.wrong}")

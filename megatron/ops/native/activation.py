@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.ops.native.operation import Operation
+from megatron.ops.native.operation import Operation, described, unsupported_floats
 
 
 def register(namespace: str) -> None:
@@ -85,20 +85,37 @@ def _squared_relu(ops: Any) -> Callable[[Tensor], Tensor]:
     return lambda x: ops.squared_relu_forward(x.contiguous())
 
 
+def _unsupported(x: Tensor, *options: bool) -> str | None:
+    return unsupported_floats(x)
+
+
+def _unsupported_pair(x: Tensor, *options: bool) -> str | None:
+    if x.dim() == 0 or x.shape[-1] % 2:
+        return f"{described(x)}: an even last dimension would do"
+    return unsupported_floats(x)
+
+
+def _unsupported_bias(x: Tensor, bias: Tensor, tanh: bool) -> str | None:
+    if bias.shape != x.shape[-1:]:
+        return f"x {described(x)} and a bias {described(bias)}: a bias with a number for every column of x would do"
+    return unsupported_floats(x, bias)
+
+
 def _half_erf_on_cpu(x: Tensor, tanh: bool) -> bool:
     return not tanh and x.device.type == "cpu" and x.dtype in (torch.bfloat16, torch.float16)
 
 
 OPERATIONS = (
-    Operation("swiglu", "activation", _swiglu),
-    Operation("geglu", "activation", _geglu),
+    Operation("swiglu", "activation", _swiglu, _unsupported_pair),
+    Operation("geglu", "activation", _geglu, _unsupported_pair),
     Operation(
         "gelu",
         "activation",
         _gelu,
+        _unsupported,
         beaten=_half_erf_on_cpu,
         note="; by erf in half precision on a CPU PyTorch's own, which is faster",
     ),
-    Operation("bias_gelu", "activation", _bias_gelu),
-    Operation("squared_relu", "activation", _squared_relu),
+    Operation("bias_gelu", "activation", _bias_gelu, _unsupported_bias),
+    Operation("squared_relu", "activation", _squared_relu, _unsupported),
 )

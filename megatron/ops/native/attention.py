@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron.ops.fused_qkv import Triple, whole
-from megatron.ops.native.operation import Operation, unsupported_tensors
+from megatron.ops.native.operation import Operation, broadcasts, described, unsupported_devices, unsupported_floats
 
 _FEW = 16  # queries for which it does not pay to lay out the keys
 
@@ -85,10 +85,18 @@ def _attention(ops: Any) -> Callable[..., Tensor]:
     return attention
 
 
-def _unsupported(query: Tensor, key: Tensor, value: Tensor, **named: Any) -> str | None:
-    if value.shape != key.shape:
-        return f"values {tuple(value.shape)} for keys {tuple(key.shape)}: the same shape would do"
-    return unsupported_tensors(query, key, value)
+def _unsupported(query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor | None, **named: Any) -> str | None:
+    if query.dim() != 4 or key.dim() != 4:
+        return f"queries {described(query)}, keys {described(key)}: [batch, heads, positions, width] would do"
+    if value.shape != key.shape or not query.dtype == key.dtype == value.dtype:
+        return f"values {described(value)} for keys {described(key)}: the same shape and type would do"
+    batch, heads, queries, width = query.shape
+    if key.shape[::3] != (batch, width) or key.shape[1] == 0 or heads % key.shape[1]:
+        return f"keys {described(key)} for queries {described(query)}: a key for every so many heads would do"
+    whole = (batch, heads, queries, key.shape[2])
+    if mask is not None and (mask.dtype != torch.bool or not broadcasts(mask.shape, whole)):
+        return f"a mask {described(mask)} for scores {whole}: bool that broadcasts to them would do"
+    return unsupported_floats(query, key, value) or unsupported_devices(query, mask)
 
 
 def _few_queries(query: Tensor, key: Tensor, *args: Any, **named: Any) -> bool:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron.ops.linear_cross_entropy import linear_cross_entropy
-from megatron.ops.native.operation import Operation
+from megatron.ops.native.operation import Operation, described, unsupported_devices, unsupported_floats
 
 
 def register(namespace: str) -> None:
@@ -55,6 +55,27 @@ def _cross_entropy(ops: Any) -> Callable[[Tensor, Tensor], Tensor]:
     return cross_entropy
 
 
+def _unsupported(logits: Tensor, labels: Tensor) -> str | None:
+    if logits.dim() != 2 or labels.dtype != torch.int64 or labels.shape != logits.shape[:1]:
+        return (
+            f"logits {described(logits)} with labels {described(labels)}: "
+            "[tokens, vocabulary] with int64 [tokens] would do"
+        )
+    return unsupported_floats(logits) or unsupported_devices(logits, labels)
+
+
+def _unsupported_linear(
+    hidden: Tensor, weight: Tensor, labels: Tensor, vocab_size: int, workspace: Any = None, part: Any = None
+) -> str | None:
+    matrices = hidden.dim() == weight.dim() == 2 and hidden.shape[1] == weight.shape[1]
+    if not matrices or labels.dtype != torch.int64 or labels.shape != hidden.shape[:1]:
+        return (
+            f"hidden {described(hidden)}, weight {described(weight)} and labels {described(labels)}: "
+            "[tokens, hidden], [vocabulary, hidden] and int64 [tokens] would do"
+        )
+    return unsupported_floats(hidden, weight) or unsupported_devices(hidden, labels)
+
+
 class NativeLogits:
     """See `logits.LogitsMath`."""
 
@@ -78,6 +99,6 @@ def _linear_cross_entropy(ops: Any) -> Callable[..., Tensor]:
 
 
 OPERATIONS = (
-    Operation("cross_entropy", "xent", _cross_entropy, left_to_compiler=False),
-    Operation("linear_cross_entropy", "xent", _linear_cross_entropy, left_to_compiler=False),
+    Operation("cross_entropy", "xent", _cross_entropy, _unsupported, left_to_compiler=False),
+    Operation("linear_cross_entropy", "xent", _linear_cross_entropy, _unsupported_linear, left_to_compiler=False),
 )

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.ops.native.operation import Operation, unsupported_tensors
+from megatron.ops.native.operation import Operation, described, unsupported_floats
 
 
 def register(namespace: str) -> None:
@@ -125,18 +125,27 @@ def _add_rms_norm(ops: Any) -> Callable[..., tuple[Tensor, Tensor]]:
     return add_rms_norm
 
 
-def _unsupported_sum(x: Tensor, residual: Tensor, *args: Any, **named: Any) -> str | None:
+def _unsupported_layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> str | None:
+    for name, parameter in (("weight", weight), ("bias", bias)):
+        if parameter is not None and (x.dim() == 0 or parameter.shape != x.shape[-1:]):
+            return f"x {described(x)} and a {name} {described(parameter)}: a number for every column of x would do"
+    return unsupported_floats(x, weight, bias)
+
+
+def _unsupported_rms_norm(x: Tensor, weight: Tensor, eps: float) -> str | None:
+    return _unsupported_layer_norm(x, weight, None, eps)
+
+
+def _unsupported_sum(x: Tensor, residual: Tensor, weight: Tensor, *bias_and_eps: Any) -> str | None:
     if x.dtype != residual.dtype or x.shape != residual.shape:
-        return (
-            f"x {x.dtype} {tuple(x.shape)} and a residual {residual.dtype} {tuple(residual.shape)}: "
-            "the same dtype and shape would do"
-        )
-    return unsupported_tensors(x, residual, *args, **named)
+        return f"x {described(x)} and a residual {described(residual)}: the same dtype and shape would do"
+    bias = bias_and_eps[0] if len(bias_and_eps) > 1 else None
+    return unsupported_floats(residual, x) or _unsupported_layer_norm(x, weight, bias, bias_and_eps[-1])
 
 
 OPERATIONS = (
-    Operation("layer_norm", "norm", _layer_norm),
-    Operation("rms_norm", "norm", _rms_norm),
+    Operation("layer_norm", "norm", _layer_norm, _unsupported_layer_norm),
+    Operation("rms_norm", "norm", _rms_norm, _unsupported_rms_norm),
     Operation("add_layer_norm", "norm", _add_layer_norm, _unsupported_sum),
     Operation("add_rms_norm", "norm", _add_rms_norm, _unsupported_sum),
 )

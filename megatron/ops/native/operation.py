@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,14 +16,26 @@ from megatron.errors import ConfigError
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def unsupported_tensors(*args: Any, **named: Any) -> str | None:
-    """Why the kernels cannot take these arguments: what holds for every operation."""
-    for value in (*args, *named.values()):
-        if isinstance(value, Tensor) and value.is_floating_point() and value.dtype not in DTYPES:
-            return (
-                f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}: float32, bfloat16 or float16 would do"
-            )
-    return None
+def described(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
+
+
+def unsupported_floats(*tensors: Tensor | None) -> str | None:
+    """Why the kernels cannot read these: what holds for every operation."""
+    for tensor in tensors:
+        if tensor is not None and tensor.dtype not in DTYPES:
+            return f"{described(tensor)}: float32, bfloat16 or float16 would do"
+    return unsupported_devices(*tensors)
+
+
+def unsupported_devices(*tensors: Tensor | None) -> str | None:
+    """A kernel that was given an address of another device would end the process."""
+    devices = {tensor.device for tensor in tensors if tensor is not None}
+    return f"tensors of {' and '.join(sorted(map(str, devices)))}: one device would do" if len(devices) > 1 else None
+
+
+def broadcasts(shape: Sequence[int], to: Sequence[int]) -> bool:
+    return 1 <= len(shape) <= len(to) and all(a in (1, b) for a, b in zip(reversed(shape), reversed(to)))
 
 
 def never(*args: Any, **named: Any) -> bool:
@@ -53,7 +65,7 @@ class Operation:
     name: str  # as in Kernels
     source: str  # csrc/cuda/<source>.cu; "" for what the CPU alone has
     make: Callable[[Any], Callable[..., Any]]  # given torch.ops.<namespace>: a function with the signature of ref's
-    unsupported: Callable[..., str | None] = unsupported_tensors
+    unsupported: Callable[..., str | None]  # given a call's arguments: why the kernel cannot take them, and what it can
     # Under torch.compile the plain formula is fused with its neighbours, which a kernel of its own cannot be.
     left_to_compiler: bool = True
     # Calls that the fallback was measured to do faster: `auto` leaves them to it.

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.ops.native.operation import Operation
+from megatron.ops.native.operation import Operation, unsupported_floats
 
 
 def register(namespace: str) -> None:
@@ -54,11 +54,12 @@ def _grad_norm(ops: Any) -> Callable[[Tensor], Tensor]:
 
 
 OPERATIONS = (
-    Operation("adamw", "optim", _adamw, left_to_compiler=False),
+    Operation("adamw", "optim", _adamw, unsupported_floats, left_to_compiler=False),
     Operation(
         "grad_norm",
         "optim",
         _grad_norm,
+        unsupported_floats,
         left_to_compiler=False,
         note="; adds up in double precision, for which it may take 6 % longer than PyTorch's sum in fp32",
     ),

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.ops.native.operation import Operation, unsupported_tensors
+from megatron.ops.native.operation import Operation, described, unsupported_floats
 
 
 def register(namespace: str) -> None:
@@ -38,11 +38,17 @@ def _rope(ops: Any) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
 
 
 def _unsupported(x: Tensor, cos: Tensor, sin: Tensor) -> str | None:
+    fits = x.dim() == cos.dim() == 4 and cos.shape[:3] in ((1, x.shape[1], 1), (x.shape[0], x.shape[1], 1))
+    if not fits or sin.shape != cos.shape or 2 * cos.shape[3] > x.shape[3]:
+        return (
+            f"x {described(x)} with angles {described(cos)} and {described(sin)}: "
+            "[batch, seq, heads, head_dim] with [batch or 1, seq, 1, at most head_dim / 2] would do"
+        )
     if cos.requires_grad or sin.requires_grad:
         return f"angles {tuple(cos.shape)} that require a gradient: detached ones would do"
     if cos.dtype not in (x.dtype, torch.float32) or sin.dtype != cos.dtype:
-        return f"angles in {cos.dtype} and {sin.dtype} for x in {x.dtype}: the dtype of x would do"
-    return unsupported_tensors(x, cos, sin)
+        return f"x {described(x)} with angles {described(cos)} and {described(sin)}: the dtype of x would do"
+    return unsupported_floats(x, cos, sin)
 
 
 OPERATIONS = (Operation("rope", "rope", _rope, _unsupported),)

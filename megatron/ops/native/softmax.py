@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.ops.native.operation import Operation
+from megatron.ops.native.operation import Operation, broadcasts, described, unsupported_devices, unsupported_floats
 
 
 def register(namespace: str) -> None:
@@ -51,4 +51,12 @@ def _four_dimensions(x: Tensor) -> Tensor:
     return x.flatten(0, -4) if x.dim() > 4 else x[(None,) * (4 - x.dim())]
 
 
-OPERATIONS = (Operation("softmax", "softmax", _softmax),)
+def _unsupported(scores: Tensor, mask: Tensor | None, scale: float, causal: bool = False) -> str | None:
+    if scores.dim() < 2:
+        return f"scores {described(scores)}: [..., queries, keys] would do"
+    if mask is not None and (mask.dtype != torch.bool or not broadcasts(mask.shape, scores.shape)):
+        return f"scores {described(scores)} with a mask {described(mask)}: bool that broadcasts to the scores would do"
+    return unsupported_floats(scores) or unsupported_devices(scores, mask)
+
+
+OPERATIONS = (Operation("softmax", "softmax", _softmax, _unsupported),)

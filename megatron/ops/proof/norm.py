@@ -14,8 +14,9 @@ from megatron.ops.proof.subject import Call, Draw, Subject
 
 EPS = 1e-5
 LIMITS = {torch.float32: 1e-5}
-# Widths beside every limit of the CUDA kernels: one number, no packs, a warp's columns, a block's, more than a block's.
-SHAPES = ((0, 8), (1, 3), (5, 7), (70, 64), (3, 1000), (9, 1024), (4, 1032), (2, 8200))
+# Widths beside every limit of the CUDA kernels: one number, no packs, a warp's columns, a block's, more than a block's;
+# and odd ones as wide, which are read number by number.
+SHAPES = ((0, 8), (1, 3), (5, 7), (70, 64), (3, 1000), (3, 1001), (9, 1024), (4, 1032), (2, 8200), (1, 8203))
 
 
 def drawn(draw: Draw, rows: tuple[int, ...], width: int, *, summed: bool, bias: bool, gain: torch.dtype) -> list[Any]:

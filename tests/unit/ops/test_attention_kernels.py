@@ -52,7 +52,7 @@ def test_values_of_another_width_are_left_to_others() -> None:
     query, key, value = torch.randn(1, 2, 20, 8), torch.randn(1, 2, 20, 8), torch.randn(1, 2, 20, 6)
     out = resolve("auto", "cpu", warn=said.append).attention(query, key, value, **CAUSAL)
     torch.testing.assert_close(out, ref.attention(query, key, value, **CAUSAL))
-    assert len(said) == 1 and "the same shape would do" in said[0]
+    assert len(said) == 1 and "the same shape and type would do" in said[0]
     with pytest.raises(ConfigError, match="--kernels native: attention cannot take values"):
         resolve("native", "cpu").attention(query, key, value, **CAUSAL)
 
@@ -203,19 +203,19 @@ MISTAKES = {
     "one key too many": (BLOCKS, "row + diagonal + 1 - first_key", "row + diagonal + 2 - first_key"),
     "one key too few": (BLOCKS, "row + diagonal + 1 - first_key", "row + diagonal - first_key"),
     "a query left out of a key": (BLOCKS, "first_key + key - diagonal", "first_key + key + 4 - diagonal"),
-    "the mask's last key": (
+    "the mask's first key": (
         BLOCKS,
-        "memcpy(allowed_, allowed, size_t(seen))",
-        "memcpy(allowed_, allowed, size_t(seen) & ~1)",
+        "i = 0; i < seen && allowed",
+        "i = 1; i < seen && allowed",
     ),
-    "what came before not put right": (FORWARD, "sum_[row] *= factor;", ""),
-    "the peak of this block alone": (FORWARD, "most = Vector{} + peak_[row]", "most = Vector{} - INFINITY"),
+    "what came before not put right": (FORWARD, "sum_[row] = sum_[row] * factor;", ""),
+    "the peak of this block alone": (FORWARD, "most = peak_[row]", "most = -INFINITY"),
     "gradient not scaled": (BACKWARD, "weight * grad * scale", "weight * grad"),
     "mean gradient forgotten": (BACKWARD, "* kept - mean", "* kept"),
     "keys of the first block": (BACKWARD, "{keys_ + units<Math>(pair.first_key) * columns_,", "{keys_ + 0,"),
     "gradients of keys not from zero": (BACKWARD, "std::fill(grad_keys_ + 0, grad_keys_ + whole, 0.0f);", ""),
     "heads of a group forget each other": (FORWARD, "group * of_group; head", "group * of_group + of_group / 2; head"),
-    "a column of the product": (PRODUCT, "if (v < vectors) tile", "if (v < 0) tile"),
+    "a column of the product": (PRODUCT, "if (v < registers) tile", "if (v < 0) tile"),
 }
 
 

@@ -108,6 +108,22 @@ def test_a_cuda_file_that_does_not_compile_costs_only_cuda(sandbox: Sandbox) -> 
     assert "error: planted" in str(sandbox.record()["without_cuda"])
 
 
+@pytest.mark.parametrize(
+    ("nvcc", "reason"),
+    [
+        (b"no program", "nvcc does not run (Exec format error)"),
+        (b"#!/no/such/interpreter\n", "nvcc does not run (No such file or directory)"),
+        (b"#!/bin/sh\nkill -9 $$\n", "nvcc: ended with code -9"),
+        (b"#!/bin/sh\nprintf '\\377 error: \\200' >&2; exit 2\n", "nvcc: \ufffd error: \ufffd"),
+    ],
+)
+def test_a_broken_nvcc_costs_only_cuda(sandbox: Sandbox, nvcc: bytes, reason: str) -> None:
+    (sandbox.tools / "cuda" / "bin" / "nvcc").write_bytes(nvcc)
+    said = sandbox.run()
+    assert said.startswith("kernels: built for the CPU, without CUDA (") and f"{reason}): " in said
+    assert sandbox.library.is_file()
+
+
 def test_cuda_home_is_honoured(sandbox: Sandbox) -> None:
     assert "without CUDA (CUDA_HOME=/nowhere has no bin/nvcc)" in sandbox.run(CUDA_HOME="/nowhere")
     (sandbox.tools / "cuda" / "lib64" / "libcudart_static.a").unlink()

@@ -83,7 +83,9 @@ MISTAKES = {
     "wrong offset in the vocabulary": Mistake(
         "cpu/xent.cpp", "a.labels[row] - a.first;", "a.labels[row];", "xent_split"
     ),
-    "last chunk left out": Mistake("cpu/xent.cpp", "begin + kChunk : count,", "begin + kChunk : begin,", "cross_entropy"),
+    "last chunk left out": Mistake(
+        "cpu/xent.cpp", "begin + kChunk : count,", "begin + kChunk : begin,", "cross_entropy"
+    ),
     "padding keeps its logits": Mistake("cpu/xent.cpp", "size_t(a.width - a.columns)", "size_t(0)", "xent_in_place"),
     "CUDA: target subtracted twice": Mistake("cuda/xent.cu", "probability - 1.0f", "probability - 2.0f", "xent_split"),
     "CUDA: wrong offset in the vocabulary": Mistake("cuda/xent.cu", "label - first;", "label;", "xent_split"),

@@ -64,6 +64,11 @@ def drop_record(path: Path) -> None:
     path.with_suffix(".json").unlink()
 
 
+def another_machine(path: Path) -> None:
+    record = path.with_suffix(".json")
+    record.write_text(json.dumps(json.loads(record.read_text()) | {"machine": "riscv64"}))
+
+
 def replace_library(path: Path) -> None:
     path.write_bytes(path.read_bytes() + b"\0")
 
@@ -74,6 +79,7 @@ def replace_library(path: Path) -> None:
         (Path.unlink, "not built"),
         (truncate, r"_kernels.so is not what was built \(truncated or replaced\)"),
         (replace_library, r"_kernels.so is not what was built \(truncated or replaced\)"),
+        (another_machine, r"_kernels.so was built for riscv64, and this machine is \w+; build again"),
         (garble, r"torch .* cannot load them \("),
         (empty, r"torch .* cannot load them \("),
         (drop_record, "_kernels.json is missing or damaged"),
@@ -86,6 +92,22 @@ def test_damage_is_one_line(copy: Path, damage: Callable[[Path], None], reason: 
     missing = load(copy, NOWHERE).missing
     assert missing is not None and re.search(reason, missing) and "\n" not in missing
     assert missing.endswith(module.BUILD)
+
+
+@pytest.mark.parametrize("unreadable", ["_kernels.so", "activation.cpp"])
+def test_what_cannot_be_read_is_one_line(copy: Path, unreadable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = Path.read_bytes
+
+    def refuse(path: Path) -> bytes:
+        if path.name == unreadable:
+            raise PermissionError(13, "Permission denied", str(path))
+        return read(path)
+
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    missing = load(copy, SOURCES).missing
+    assert missing is not None and re.fullmatch(
+        rf"not usable: .*{unreadable} cannot be read \(Permission denied\); .*", missing
+    )
 
 
 def compiled(source: str, path: Path) -> None:

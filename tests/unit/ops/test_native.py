@@ -144,10 +144,68 @@ def test_an_operation_inside_a_compiled_graph() -> None:
     torch.testing.assert_close(gradient, expected)
 
 
-def test_strict_refuses_what_the_kernel_cannot_take() -> None:
-    call = OPERATIONS["swiglu"].with_fallback(backend("cpu").ops, ref.swiglu)
-    with pytest.raises(ConfigError, match=r"--kernels native: swiglu cannot take float64 \(2, 4\): .* --kernels auto"):
-        call(torch.ones(2, 4, dtype=torch.float64))
+def ones(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> torch.Tensor:
+    return torch.ones(shape, dtype=dtype, device=device)
+
+
+LABELS = torch.zeros(3, dtype=torch.int64)
+# What a kernel cannot take: the call's arguments, and what is said of them.
+REFUSED: dict[str, list[tuple[tuple[Any, ...], str]]] = {
+    "layer_norm": [((ones(2, 4), ones(4), ones(5), 1e-5), "x float32 (2, 4) and a bias float32 (5,): a number for")],
+    "rms_norm": [
+        ((ones(2, 4), ones(5), 1e-5), "x float32 (2, 4) and a weight float32 (5,): a number for every column of x"),
+        ((ones(2, 4), ones(1, 4), 1e-5), "a weight float32 (1, 4): a number for every column of x would do"),
+        ((ones(2, 4), ones(4, device="meta"), 1e-5), "tensors of cpu and meta: one device would do"),
+    ],
+    "add_layer_norm": [((ones(2, 4), ones(1, 4), ones(4), None, 1e-5), "a residual float32 (1, 4): the same dtype")],
+    "add_rms_norm": [
+        ((ones(2, 4), ones(2, 4), ones(3), 1e-5), "a weight float32 (3,): a number for every column of x would do")
+    ],
+    "gelu": [((ones(2, 4, dtype=torch.int64), True), "int64 (2, 4): float32, bfloat16 or float16 would do")],
+    "bias_gelu": [
+        ((ones(2, 4), ones(2, 4), True), "x float32 (2, 4) and a bias float32 (2, 4): a bias with a number for every")
+    ],
+    "swiglu": [
+        ((ones(2, 4, dtype=torch.float64),), "float64 (2, 4): float32, bfloat16 or float16 would do"),
+        ((ones(2, 5),), "float32 (2, 5): an even last dimension would do"),
+        ((ones(),), "float32 (): an even last dimension would do"),
+    ],
+    "geglu": [((ones(2, 5), True), "float32 (2, 5): an even last dimension would do")],
+    "squared_relu": [((ones(2, 4, dtype=torch.complex64),), "complex64 (2, 4): float32, bfloat16 or float16 would do")],
+    "rope": [
+        ((ones(2, 5, 3, 8), ones(1, 4, 1, 4), ones(1, 4, 1, 4)), "x float32 (2, 5, 3, 8) with angles float32 (1, 4,"),
+        ((ones(2, 5, 3, 8), ones(1, 5, 1, 5), ones(1, 5, 1, 5)), "[batch or 1, seq, 1, at most head_dim / 2] would do"),
+        ((ones(5, 3, 8), ones(5, 1, 4), ones(5, 1, 4)), "[batch, seq, heads, head_dim] with"),
+    ],
+    "softmax": [
+        ((ones(2, 4), ones(2, 4), 1.0), "a mask float32 (2, 4): bool that broadcasts to the scores would do"),
+        ((ones(2, 4), ones(3, 4, dtype=torch.bool), 1.0), "scores float32 (2, 4) with a mask bool (3, 4): bool that"),
+        ((ones(4), None, 1.0), "scores float32 (4,): [..., queries, keys] would do"),
+    ],
+    "cross_entropy": [
+        ((ones(3, 8), LABELS.int()), "logits float32 (3, 8) with labels int32 (3,): [tokens, vocabulary] with int64"),
+        ((ones(3, 8), LABELS.to("meta")), "tensors of cpu and meta: one device would do"),
+    ],
+    "linear_cross_entropy": [
+        ((ones(3, 4), ones(8, 5), LABELS, 8), "hidden float32 (3, 4), weight float32 (8, 5) and labels int64 (3,)"),
+        ((ones(4, 4), ones(8, 4), LABELS, 8), "[tokens, hidden], [vocabulary, hidden] and int64 [tokens] would do"),
+    ],
+}  # fmt: skip
+
+
+def test_every_operation_refuses_something() -> None:
+    """But the optimizer's, which are given nothing but its own flat buffers."""
+    assert set(REFUSED) == {name for name, operation in OPERATIONS.items() if operation.source != "optim"}
+
+
+@pytest.mark.parametrize(("op", "args", "reason"), [(op, *case) for op, cases in REFUSED.items() for case in cases])
+def test_strict_names_the_operation_the_shape_and_what_would_do(op: str, args: tuple[Any, ...], reason: str) -> None:
+    backend("cpu")
+    with pytest.raises(ConfigError) as caught:
+        getattr(resolve("native", "cpu"), op)(*args)
+    said = str(caught.value)
+    assert said.startswith(f"--kernels native: {op} cannot take ") and said.endswith(" would do; or use --kernels auto")
+    assert reason in said and "\n" not in said
 
 
 def test_the_fallback_runs_and_is_said_once() -> None:
@@ -162,7 +220,7 @@ def test_the_fallback_runs_and_is_said_once() -> None:
     (line,) = said
     assert line.startswith("swiglu: native kernels cannot take float64: float32, bfloat16 or float16 would do; ")
     kernels.add_rms_norm(x, x.float(), x[0], 1e-5)
-    assert len(said) == 2 and said[1].startswith("add_rms_norm: native kernels cannot take x torch.float64 and a resid")
+    assert len(said) == 2 and said[1].startswith("add_rms_norm: native kernels cannot take x float64 and a resid")
 
 
 def test_a_fallback_is_no_warning_of_python_with_a_line_of_ours(capsys: pytest.CaptureFixture[str]) -> None:

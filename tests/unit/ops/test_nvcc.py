@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
-from functools import cache
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -33,16 +35,20 @@ def compiled(source: Path, folder: Path) -> tuple[str, str]:
     return done.stderr, ptx.read_text()
 
 
-@cache
-def output_of(source: Path, folder: Path) -> tuple[str, str]:
-    return compiled(source, folder)
+@pytest.fixture(scope="module")
+def outputs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Path, Future[tuple[str, str]]]]:
+    """Of every source, the slowest begun first: on several cores they are compiled at once."""
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        slowest_first = sorted(SOURCES, key=lambda source: -source.stat().st_size)
+        yield {
+            source: pool.submit(compiled, source, tmp_path_factory.mktemp(f"nvcc-{source.stem}"))
+            for source in slowest_first
+        }
 
 
 @pytest.fixture(params=SOURCES, ids=lambda source: source.stem)
-def output(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, str]:
-    folder = tmp_path_factory.getbasetemp() / f"nvcc-{request.param.stem}"
-    folder.mkdir(exist_ok=True)
-    return request.param, *output_of(request.param, folder)
+def output(request: pytest.FixtureRequest, outputs: dict[Path, Future[tuple[str, str]]]) -> tuple[Path, str, str]:
+    return request.param, *outputs[request.param].result()
 
 
 def usage_problems(said: str) -> list[str]:

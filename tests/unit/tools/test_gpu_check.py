@@ -52,7 +52,8 @@ def test_what_is_wrong_is_left_out_of_the_record(tool: ModuleType) -> None:
     assert tool.verified_sources([right], built, {}) == {"activation": "a"}
     assert tool.verified_sources([right, wrong], built, {}) == {}
     assert tool.verified_sources([right], built, {"memcheck": "Invalid __global__ read"}) == {}
-    assert tool.verified_sources([right], built, {"memcheck": "not run: ..."}) == {"activation": "a"}
+    assert tool.verified_sources([right], built, {"memcheck": "not run: not installed"}) == {"activation": "a"}
+    assert tool.verified_sources([right], built, {"memcheck": tool.YET_TO_RUN}) == {}
 
 
 def test_a_result_that_changes_from_run_to_run_is_wrong(tool: ModuleType) -> None:
@@ -161,6 +162,37 @@ def test_what_was_judged_is_in_the_record_before_the_rest_is_tried(
     assert set(json.loads(record.read_text())["sources"]) == {"activation"}
 
 
+def test_a_sanitizer_that_did_not_look_is_named_at_the_end_and_in_the_record(
+    tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    backend("cpu")
+    record = tmp_path / "record.json"
+    args = tool.argparse.Namespace(
+        device="cuda", only_small=False, judge=None, seed=1, seconds=9.0, rounds=0, out=record
+    )
+    said = {"memcheck": "clean", "racecheck": "not run: exit code 255: refused"}
+    before: list[dict[str, str]] = []
+
+    def sanitize(seed: int, seconds: float) -> dict[str, str]:
+        before.append(json.loads(record.read_text())["sources"])
+        return said
+
+    for name, stand_in in {
+        "make_ready": lambda device: None,
+        "about_run": lambda args: {"environment": {}},
+        "judge_apart": lambda args, seconds: [tool.Verdict("swiglu", "activation", "float32", 1, 0.0, 0.0, ())],
+        "sanitize": sanitize,
+    }.items():
+        monkeypatch.setattr(tool, name, stand_in)
+    tool.check_ops(args)
+    assert before == [{}], "verified before a sanitizer has looked"
+    written = json.loads(record.read_text())
+    assert set(written["sources"]) == {"activation"} and written["sanitizer"] == said
+    lines = capsys.readouterr().out.splitlines()
+    assert "WITHOUT compute-sanitizer racecheck, which was not run: exit code 255: refused" in lines[-3:]
+    assert not any("memcheck" in line for line in lines)
+
+
 def test_the_whole_command_on_a_cpu(tool: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     backend("cpu")
     record = tmp_path / "record.json"
@@ -197,6 +229,9 @@ def test_an_installation_takes_the_record_along() -> None:
     [
         ([], "torch sees no GPU here"),
         (["--device", "cpu"], "name the file for the record"),
+        (["--device", "cpu", "--out", "no/such/folder/x.json"], "there is no folder"),
+        (["--device", "cpu", "--judge", "rope"], "name the file for the verdicts with --out"),
+        (["--device", "cpu", "--out", "x.json", "--judge", "ropes"], "invalid choice: 'ropes'"),
         (["--device", "cpu", "--out", "x.json", "--", "--sizes", "tiny"], "--part ops has no benchmark"),
     ],
 )

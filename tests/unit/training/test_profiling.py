@@ -64,6 +64,39 @@ def test_waiting_for_a_collective_is_communication_and_what_runs_beside_it_is_no
     assert micro(summarise(events)) == {"communication": 5 + 5 + 20, "GEMM": 20, "idle": 50}
 
 
+def test_a_function_of_python_waits_where_a_collective_is_under_way() -> None:
+    """A tensor-parallel layer waits inside its autograd function, a pipeline between other work, on its own thread."""
+    events = [
+        step(0, 100),
+        op("_Linear", 0, 40),
+        op("gloo:all_reduce", 5, 35, OTHER),
+        op("aten::addmm_", 10, 20),
+        op("gloo:recv", 50, 80, kind="user_annotation"),
+        op("aten::mm", 45, 60),
+        op("aten::mul", 75, 90),  # ends after what is under way: not nested in it
+        op("optimizer", 90, 100, kind="user_annotation"),
+        op("gloo:all_reduce", 95, 99, OTHER),
+    ]
+    found = summarise(events)
+    assert micro(found) == {"GEMM": 25, "elementwise": 15, "communication": 20 + 15 + 4, "optimizer": 6, "idle": 15}
+    waits = next(o for o in found.slowest if o.name == "waiting for a collective")
+    assert waits.calls == 3 and sum(found.seconds.values()) == pytest.approx(found.wall)
+
+
+def test_attention_in_a_compiled_layer() -> None:
+    """No function names it there: its products and its kernels do."""
+    events = [
+        step(0, 100),
+        op("CompiledFunction", 0, 60),
+        op("## Call CompiledFxGraph abc ##", 5, 55),
+        op("aten::bmm", 10, 20),
+        op("megatron_native::block_gradients_", 20, 25),
+        op("megatron_native::softmax_forward_", 25, 30),
+        op("aten::mm", 30, 40),
+    ]
+    assert micro(summarise(events)) == {"attention": 20, "GEMM": 10, "elementwise": 20, "idle": 50}
+
+
 def test_steps_are_averaged_and_what_lies_between_them_is_idle() -> None:
     events = [step(0, 40, 3), op("aten::mm", 0, 30), step(50, 100, 4), op("aten::mm", 60, 90)]
     found = summarise(events)
