@@ -11,6 +11,8 @@ import multiprocessing
 import os
 import shutil
 import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -79,18 +81,27 @@ def as_built(emulated: bool) -> tuple[Any, tuple[Path, ...]]:
 
 def planted_library(root: Path, stem: str, *, emulated: bool) -> Path:
     """The kernels with the planted checkout's cuda/`stem`.cu, or its cpu/`stem`.cpp for what this machine runs."""
+    return made_anew(root, root, [stem], emulated=emulated, flags=("-O0", "-g0"))
+
+
+def made_anew(
+    folder: Path, root: Path, stems: Sequence[str], *, emulated: bool, flags: Sequence[str], at_link: Sequence[str] = ()
+) -> Path:
+    """The kernels of which these sources, those of the checkout `root`, are compiled with more flags, into `folder`."""
     recipe, objects = as_built(emulated)
-    kernels, objects = root / "_kernels.so", list(objects)
+    part = "cuda" if emulated else "cpu"
+    anew, commands = list(objects), []
     for at, unit in enumerate(recipe.units):
-        if unit.source.stem == stem and unit.source.parent.name == ("cuda" if emulated else "cpu"):
-            if not emulated and f"-DMK_TIER={tier()}" not in unit.command:
-                continue
-            objects[at] = root / f"{stem}.o"
+        runs_here = emulated or f"-DMK_TIER={tier()}" in unit.command
+        if unit.source.parent.name == part and unit.source.stem in stems and runs_here:
+            anew[at] = folder / f"{unit.source.stem}.o"
             source = root / unit.source.relative_to(ROOT)
-            builder().run((*unit.command, "-O0", "-g0", "-c", str(source), "-o", str(objects[at])))
-    assert root / f"{stem}.o" in objects
-    builder().link(recipe.cxx, objects, kernels, recipe.link_flags)
-    return kernels
+            commands.append((*unit.command, *flags, "-c", str(source), "-o", str(anew[at])))
+    assert len(commands) == len(stems)
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(builder().run, commands))
+    builder().link(recipe.cxx, anew, folder / "_kernels.so", (*recipe.link_flags, *at_link))
+    return folder / "_kernels.so"
 
 
 @cache
