@@ -19,7 +19,7 @@ from megatron.distributed.rng import seed_rank
 from megatron.distributed.state import ParallelState
 from megatron.errors import ConfigError
 from megatron.layout import Layout, padded_vocab_size
-from megatron.ops.select import Kernels, resolve
+from megatron.ops.select import Kernels, left_to_compiler, resolve
 from megatron.tokenizer import Tokenizer, build_tokenizer
 from megatron.training.settings import read_settings
 from megatron.utils.cpu import has_bf16_products, set_allocator, set_fp32_products
@@ -108,6 +108,8 @@ def start(config: RunConfig, *, needs_data: bool = True) -> Run:
         f"data parallel {parallel.dp.size}"
     )
     log.info(kernels.table())
+    if config.kernels.compile and (left := left_to_compiler(kernels)):
+        log.info(f"--compile: inside a layer the plain formulas of {', '.join(left)} are fused instead")
     return Run(
         config=config,
         launch=launch,
