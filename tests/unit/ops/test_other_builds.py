@@ -50,7 +50,7 @@ def stems(part: str) -> list[str]:
 def comparison(kernels: Path, name: str, *ops: str, **environment: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", COMPARE, str(kernels), NAMESPACE[name], str(MOST[name]), *ops]
     return subprocess.run(
-        command, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, timeout=300, check=False
+        command, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, timeout=900, check=False
     )
 
 
