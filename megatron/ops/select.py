@@ -151,6 +151,12 @@ def resolve(
     return Kernels(**functions, choices=tuple(choices), note=note)
 
 
+def left_to_compiler(kernels: Kernels) -> list[str]:
+    """Of the operations with kernels of ours, those that a compiled layer does by their formulas."""
+    native = (choice.op for choice in kernels.choices if choice.backend == "native")
+    return [op for op in native if OPERATIONS[op].left_to_compiler]
+
+
 def _function(choice: Choice, device_type: str, native: Library, fallbacks: Fallbacks | None) -> Callable[..., Any]:
     tables = {"ref": _REF, "torch": _TORCH, "cpu": _CPU}
     if choice.backend != "native":

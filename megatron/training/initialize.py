@@ -11,7 +11,7 @@ from datetime import timedelta
 import torch
 
 from megatron.config import RunConfig, check_world
-from megatron.distributed.collectives import broadcast_object
+from megatron.distributed.collectives import all_gather_object, broadcast_object
 from megatron.distributed.cores import pin, set_scheduling, set_threads
 from megatron.distributed.device import activate, resolve_backend, resolve_device
 from megatron.distributed.launch import LaunchInfo, die_with_parent, init_process_group, keep_products_repeatable
@@ -19,7 +19,7 @@ from megatron.distributed.rng import seed_rank
 from megatron.distributed.state import ParallelState
 from megatron.errors import ConfigError
 from megatron.layout import Layout, padded_vocab_size
-from megatron.ops.select import Kernels, resolve
+from megatron.ops.select import Kernels, left_to_compiler, resolve
 from megatron.tokenizer import Tokenizer, build_tokenizer
 from megatron.training.settings import read_settings
 from megatron.utils.cpu import has_bf16_products, set_allocator, set_fp32_products
@@ -97,6 +97,8 @@ def start(config: RunConfig, *, needs_data: bool = True) -> Run:
         if config.runtime.dry_run
         else _connect(config, launch, layout, backend, device)
     )
+    if not config.runtime.dry_run:
+        _check_same_kernels(config.kernels.spec, kernels, parallel)
     seed_rank(config.training.seed, layout.coordinates(launch.rank))
     if config.training.deterministic_mode:
         torch.use_deterministic_algorithms(True)
@@ -106,6 +108,8 @@ def start(config: RunConfig, *, needs_data: bool = True) -> Run:
         f"data parallel {parallel.dp.size}"
     )
     log.info(kernels.table())
+    if config.kernels.compile and (left := left_to_compiler(kernels)):
+        log.info(f"--compile: inside a layer the plain formulas of {', '.join(left)} are fused instead")
     return Run(
         config=config,
         launch=launch,
@@ -118,6 +122,20 @@ def start(config: RunConfig, *, needs_data: bool = True) -> Run:
         run_id="dry-run" if config.runtime.dry_run else broadcast_object(uuid.uuid4().hex[:12], parallel.world),
         started=started,
     )
+
+
+def _check_same_kernels(spec: str, kernels: Kernels, parallel: ParallelState) -> None:
+    """A machine on which they were not built would round otherwise: copies of a parameter would drift apart."""
+    mine = {choice.op: choice.backend for choice in kernels.choices}, kernels.note
+    everyone = all_gather_object(mine, parallel.world)
+    first, first_note = everyone[0]
+    for rank, (backends, note) in enumerate(everyone):
+        for op in (op for op in first if backends[op] != first[op]):
+            because = f" ({note or first_note})" if note or first_note else ""
+            raise ConfigError(
+                f"--kernels {spec}: {op} would be {backends[op]} on rank {rank} and {first[op]} on rank 0{because}; "
+                "build the kernels on every machine, or give --kernels ref"
+            )
 
 
 def _prepare_cpu(config: RunConfig, launch: LaunchInfo, device: torch.device, log: RankLog) -> int:

@@ -38,6 +38,11 @@ def build_profiling(config: ProfileConfig, rank: int, device: torch.device, done
     past = config.profile and done >= config.profile_step_end
     if past:
         log.warn(f"--profile: iterations up to {config.profile_step_end} are past ({done} are done); nothing is traced")
+    elif config.profile and config.memory_snapshot_path is not None and device.type != "cuda":
+        log.warn(
+            f"--memory-snapshot-path {config.memory_snapshot_path}: a snapshot is of a GPU's memory, and there is none "
+            "here; the allocations are in the trace"
+        )
     if past or not config.profile or rank not in config.profile_ranks:
         return NoProfiling()
     return StepProfiler(config, rank, device)

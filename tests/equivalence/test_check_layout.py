@@ -14,17 +14,13 @@ from megatron.training.check_layout import PLANTED, main
 from megatron.training.layout_settings import changes, is_large, ranks_of, reproducible, shrink
 from megatron.training.planted import PLANTS
 from tests.helpers.kernels import backend
-from tests.helpers.runs import REPOSITORY, flags
+from tests.helpers.runs import LLAMA_SHAPE, REPOSITORY, flags
 
 Capture = pytest.CaptureFixture[str]
 
 SMALL: dict[str, Any] = {"num_layers": 4, "micro_batch_size": 1, "lr_warmup_iters": 3, "num_workers": 1}
 LLAMA: dict[str, Any] = {
-    "normalization": "RMSNorm",
-    "swiglu": True,
-    "position_embedding_type": "rope",
-    "disable_bias_linear": True,
-    "untie_embeddings_and_output_weights": True,
+    **LLAMA_SHAPE,
     "num_query_groups": 1,
 }
 MIXTURE = {**LLAMA, "num_experts": 4, "moe_ffn_hidden_size": 16, "global_batch_size": 16}

@@ -21,7 +21,7 @@ from megatron.engine import engine as engine_module
 from megatron.training.assemble import Parts
 from tests.helpers.distributed import RankFailed, run_ranks
 from tests.helpers.layouts import at_layout, expected, unequal, uneven_mask, worst
-from tests.helpers.runs import flags, make_parts
+from tests.helpers.runs import LLAMA_SHAPE, flags, make_parts
 
 EQUAL = 1e-10
 SEEN = 1e-6  # a planted bug moves something by at least this much
@@ -38,11 +38,7 @@ COMMON: dict[str, Any] = {
 GPT2: dict[str, Any] = {**COMMON, "apply_query_key_layer_scaling": True}
 LLAMA: dict[str, Any] = {
     **COMMON,
-    "normalization": "RMSNorm",
-    "swiglu": True,
-    "position_embedding_type": "rope",
-    "disable_bias_linear": True,
-    "untie_embeddings_and_output_weights": True,
+    **LLAMA_SHAPE,
     "group_query_attention": True,
     "num_query_groups": 2,
     "qk_layernorm": True,

@@ -18,7 +18,7 @@ from megatron.distributed.state import Axis
 from megatron.training.assemble import Parts
 from tests.helpers.distributed import RankFailed
 from tests.helpers.layouts import at_layout, expected, unequal, worst
-from tests.helpers.runs import flags
+from tests.helpers.runs import LLAMA_SHAPE, flags
 
 EQUAL = 1e-10
 SEEN = 1e-6  # a planted bug moves something by at least this much
@@ -33,11 +33,7 @@ COMMON: dict[str, Any] = {
 GPT2: dict[str, Any] = COMMON
 LLAMA: dict[str, Any] = {
     **COMMON,
-    "normalization": "RMSNorm",
-    "swiglu": True,
-    "position_embedding_type": "rope",
-    "disable_bias_linear": True,
-    "untie_embeddings_and_output_weights": True,
+    **LLAMA_SHAPE,
     "group_query_attention": True,
     "num_query_groups": 2,
     "qk_layernorm": True,

@@ -11,6 +11,8 @@ import multiprocessing
 import os
 import shutil
 import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -79,20 +81,31 @@ def as_built(emulated: bool) -> tuple[Any, tuple[Path, ...]]:
 
 def planted_library(root: Path, stem: str, *, emulated: bool) -> Path:
     """The kernels with the planted checkout's cuda/`stem`*.cu, or its cpu/`stem`*.cpp for what this machine runs."""
+    stems = sorted(path.stem for path in (root / "csrc" / ("cuda" if emulated else "cpu")).glob(f"{stem}*.c*"))
+    return made_anew(root, root, stems, emulated=emulated, flags=("-O0", "-g0"))
+
+
+def made_anew(
+    folder: Path, root: Path, stems: Sequence[str], *, emulated: bool, flags: Sequence[str], at_link: Sequence[str] = ()
+) -> Path:
+    """The kernels of which these sources, those of the checkout `root`, are compiled with more flags, into `folder`."""
     recipe, objects = as_built(emulated)
-    kernels, objects = root / "_kernels.so", list(objects)
-    ours = {}  # of every source, the last of the tiers that this machine has
+    part = "cuda" if emulated else "cpu"
+    ours = {}  # of every source, the one for the best of the instruction sets that this machine has
     for at, unit in enumerate(recipe.units):
-        here = emulated or any(f"-DMK_TIER={tier}" in unit.command for tier in TIERS[: best_tier() + 1])
-        if unit.source.stem.startswith(stem) and unit.source.parent.name == ("cuda" if emulated else "cpu") and here:
+        runs_here = emulated or any(f"-DMK_TIER={tier}" in unit.command for tier in TIERS[: best_tier() + 1])
+        if unit.source.parent.name == part and unit.source.stem in stems and runs_here:
             ours[unit.source] = at
-    assert ours
+    assert len(ours) == len(stems)
+    anew, commands = list(objects), []
     for source, at in ours.items():
-        objects[at] = root / f"{source.stem}.o"
-        planted = str(root / source.relative_to(ROOT))
-        builder().run((*recipe.units[at].command, "-O0", "-g0", "-c", planted, "-o", str(objects[at])))
-    builder().link(recipe.cxx, objects, kernels, recipe.link_flags)
-    return kernels
+        anew[at] = folder / f"{source.stem}.o"
+        changed = root / source.relative_to(ROOT)
+        commands.append((*recipe.units[at].command, *flags, "-c", str(changed), "-o", str(anew[at])))
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(builder().run, commands))
+    builder().link(recipe.cxx, anew, folder / "_kernels.so", (*recipe.link_flags, *at_link))
+    return folder / "_kernels.so"
 
 
 @cache

@@ -27,6 +27,13 @@ from tests.helpers.scripts import load_script
 
 REPOSITORY = Path(__file__).parents[2]
 
+LLAMA_SHAPE: dict[str, Any] = {
+    "normalization": "RMSNorm",
+    "swiglu": True,
+    "position_embedding_type": "rope",
+    "disable_bias_linear": True,
+    "untie_embeddings_and_output_weights": True,
+}
 TINY: dict[str, Any] = {
     "num_layers": 2,
     "hidden_size": 32,

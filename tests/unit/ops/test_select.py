@@ -7,6 +7,7 @@ import pytest
 from megatron.errors import ConfigError
 from megatron.ops import OPS, builtin, ref, resolve
 from megatron.ops.library import Library
+from megatron.ops.select import left_to_compiler
 
 BUILT = Library()
 NOT_BUILT = Library("not built: python setup.py build_ext --inplace")
@@ -26,6 +27,12 @@ def test_a_kernel_that_is_not_the_faster_one_says_what_it_is_taken_for() -> None
     """docs/performance.md: the sum of squares takes 2 to 6 % longer than PyTorch's."""
     reasons = {choice.op: choice.reason for choice in resolve("auto", "cpu", native=BUILT).choices}
     assert "adds up in double precision" in reasons["grad_norm"] and reasons["adamw"] == "csrc"
+
+
+def test_what_a_compiled_layer_does_by_formulas_is_known() -> None:
+    assert left_to_compiler(resolve("ref", "cpu")) == []
+    left = left_to_compiler(resolve("auto,-rope", "cpu", native=BUILT))
+    assert "swiglu" in left and not {"rope", "linear_cross_entropy", "adamw"} & set(left)
 
 
 def test_ref_and_exclusions() -> None:

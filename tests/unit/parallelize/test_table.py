@@ -15,18 +15,14 @@ from megatron.errors import ConfigError
 from megatron.model.gpt import GPT
 from megatron.ops import resolve
 from megatron.parallelize import Row, foreign_specs, gpt_specs, gpt_table, match_table, persistent_buffers
-from tests.helpers.runs import flags
+from tests.helpers.runs import LLAMA_SHAPE, flags
 
 VOCABULARY, PADDED = 97, 112
 MODELS: dict[str, dict[str, Any]] = {
     "gpt2": {},
     "gpt2, no biases": {"disable_bias_linear": True},
     "llama": {
-        "normalization": "RMSNorm",
-        "swiglu": True,
-        "position_embedding_type": "rope",
-        "disable_bias_linear": True,
-        "untie_embeddings_and_output_weights": True,
+        **LLAMA_SHAPE,
         "group_query_attention": True,
         "num_query_groups": 2,
     },

@@ -176,6 +176,16 @@ def test_ranks_that_are_not_named_and_windows_that_are_past(capsys: pytest.Captu
     assert capsys.readouterr().out.count("nothing is traced") == 1
 
 
+def test_a_snapshot_that_there_will_not_be_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = ProfileConfig(profile=True, record_memory_history=True, memory_snapshot_path="m.pickle")
+    build_profiling(config, 0, CPU, 0, RankLog(0))
+    said = "--memory-snapshot-path m.pickle: a snapshot is of a GPU's memory, and there is none"
+    assert said in "".join(capsys.readouterr())
+    build_profiling(replace(config, memory_snapshot_path=None), 0, CPU, 0, RankLog(0))
+    build_profiling(config, 0, torch.device("cuda"), 0, RankLog(0))
+    assert "snapshot" not in "".join(capsys.readouterr())
+
+
 def test_a_run_that_ends_within_the_window_leaves_its_trace(tmp_path: Path) -> None:
     config = ProfileConfig(profile=True, profile_step_start=2, profile_step_end=9, profile_dir=str(tmp_path))
     profiler = StepProfiler(config, 0, CPU)

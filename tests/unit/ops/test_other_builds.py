@@ -1,0 +1,115 @@
+"""The kernels as they are not built for use: with AddressSanitizer, and for a lower instruction set than ours.
+
+AddressSanitizer sees a read or write beyond a tensor, or beyond shared memory, which leaves every result right.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.kernels import builder
+from tests.helpers.planted import TIERS, best_tier, made_anew, planted_checkout
+from tests.policy.rules import ROOT
+
+# Compares what has few enough numbers: on the emulator's stacks the sanitizer makes every switch slow.
+COMPARE = """
+import sys
+import torch
+from megatron.ops import native
+from megatron.ops.proof import CPU_SUBJECTS, SUBJECTS, Draw, check, flat_tensors
+path, namespace, most, *names = sys.argv[1:]
+torch.ops.load_library(path)
+native.register(namespace)
+emulated = namespace == "megatron_emulated"
+subjects = SUBJECTS if emulated else SUBJECTS | CPU_SUBJECTS
+for name in names or subjects:
+    for dtype in subjects[name].dtypes[1 if emulated else 0 : 2]:
+        calls = list(subjects[name].calls(Draw(dtype, torch.Generator().manual_seed(1))))
+        sizes = [sum(tensor.numel() for tensor in flat_tensors(list(call.args))) for call in calls]
+        for call, size in zip(calls, sizes):
+            if size <= max(int(most), min(size for size in sizes if size > 0)):
+                for finding in check(subjects[name], call, getattr(torch.ops, namespace), "cpu"):
+                    assert not finding.wrong, f"{name}: {call.name}: {finding.tensor}: {finding.wrong}"
+print("right")
+"""
+MOST = {"cpu": 100_000, "emulated": 250}
+NAMESPACE = {"cpu": "megatron_native", "emulated": "megatron_emulated"}
+PART = {"cpu": "cpu", "emulated": "cuda"}
+ASAN = ("-O0", "-g1", "-fsanitize=address", "--param", "asan-stack=0")  # the emulator's fibers have stacks of their own
+
+
+def stems(part: str) -> list[str]:
+    return sorted(path.stem for path in (ROOT / "csrc" / part).iterdir() if path.suffix in (".cpp", ".cu"))
+
+
+def comparison(kernels: Path, name: str, *ops: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", COMPARE, str(kernels), NAMESPACE[name], str(MOST[name]), *ops]
+    return subprocess.run(
+        command, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, timeout=900, check=False
+    )
+
+
+def with_sanitizer(
+    folder: Path, root: Path, name: str, sources: list[str], *ops: str
+) -> subprocess.CompletedProcess[str]:
+    try:
+        command = [*builder().compiler(), "-print-file-name=libasan.so"]
+    except builder().BuildError as error:
+        pytest.skip(f"no kernels with AddressSanitizer: {error}")
+    runtime = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    if not Path(runtime).is_absolute():
+        pytest.skip(f"{command[0]} has no libasan.so")
+    kernels = made_anew(folder, root, sources, emulated=name == "emulated", flags=ASAN, at_link=("-fsanitize=address",))
+    options = "detect_leaks=0:detect_odr_violation=0"  # torch's
+    return comparison(kernels, name, *ops, LD_PRELOAD=runtime, ASAN_OPTIONS=options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["cpu", "emulated"])
+def test_no_kernel_leaves_its_memory(tmp_path: Path, name: str) -> None:
+    done = with_sanitizer(tmp_path, ROOT, name, stems(PART[name]))
+    assert done.stdout == "right\n" and done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.parametrize(
+    ("name", "file", "old", "new", "op"),
+    [
+        ("cpu", "cpu/norm.cpp", "i < width; ++i) sum[i] =", "i <= width; ++i) sum[i] =", "add_rms_norm"),
+        (
+            "emulated",
+            "cuda/rope.cu",
+            "load_step(x, first);",
+            "load_step(x, first), first[0] += 0.0f * load(x[-1]);",
+            "rope",
+        ),
+    ],
+)
+def test_a_planted_step_beyond_the_end_is_seen(
+    tmp_path: Path, name: str, file: str, old: str, new: str, op: str
+) -> None:
+    root = planted_checkout(tmp_path, file, old, new)
+    done = with_sanitizer(tmp_path, root, name, [Path(file).stem], op)
+    assert done.returncode and "heap-buffer-overflow" in done.stderr, done.stderr[-3000:]
+
+
+# Of which tier it takes the place, what is compiled, and how.
+LOWER = {
+    "AVX2": ("v4", "*", ("-march=x86-64-v3", "-mno-avx512f", "-mprefer-vector-width=256")),
+    "AVX-512 without bf16": ("v4_bf16", "attention*", ("-mno-avx512bf16",)),
+}
+
+
+@pytest.mark.parametrize("name", LOWER)
+def test_lower_instruction_sets_are_right_too(tmp_path: Path, name: str) -> None:
+    """A machine with AVX-512 never runs what most others do."""
+    at_least, pattern, flags = LOWER[name]
+    if best_tier() < TIERS.index(at_least):
+        pytest.skip("this machine runs the lower instruction set itself")
+    sources = sorted(path.stem for path in (ROOT / "csrc" / "cpu").glob(f"{pattern}.cpp"))
+    done = comparison(made_anew(tmp_path, ROOT, sources, emulated=False, flags=flags), "cpu")
+    assert done.stdout == "right\n", done.stderr[-3000:]
