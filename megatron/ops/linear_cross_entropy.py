@@ -37,9 +37,6 @@ class Workspace:
             return spare
         return torch.empty(shape, dtype=like.dtype, device=like.device)
 
-    def drop(self) -> None:
-        self._spare = None
-
     def give_back(self, buffer: Tensor) -> None:
         if buffer.device.type == "cpu":
             self._spare = buffer
@@ -107,18 +104,6 @@ def _joined(statistics: Tensor, part: VocabularyPart | None) -> tuple[Tensor, Te
     return log_sum - (target - peak), log_sum + peak
 
 
-def _logits(hidden: Tensor, weight: Tensor, workspace: Workspace | None) -> Tensor:
-    """[tokens, vocabulary]"""
-    if packed.pays(hidden, weight):
-        laid_out = packed.laid_out(weight, hidden.shape[0])
-        if workspace is not None:
-            workspace.drop()  # now, so that the logits and nothing else take its place
-        return packed.product(hidden, laid_out)
-    shape = hidden.shape[0], weight.shape[0]
-    logits = hidden.new_empty(shape) if workspace is None else workspace.take(shape, hidden)
-    return torch.mm(hidden, weight.t(), out=logits)
-
-
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -134,7 +119,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         first, held = _held(weight, vocab_size, part)
         # A CPU multiplies odd sizes as fast as even ones; a GPU wants the padding.
         used = weight[:held] if weight.device.type == "cpu" else weight
-        logits = _logits(hidden, used, workspace)
+        shape = (hidden.shape[0], used.shape[0])  # [tokens, vocabulary]
+        logits = hidden.new_empty(shape) if workspace is None else workspace.take(shape, hidden)
+        torch.mm(hidden, used.t(), out=logits)
         log_sum_exp = None
         # The gradient waits for the backward pass where other ranks' logits belong to it, and in fp16, which cannot
         # hold softmax - onehot before the loss scale is in it.
