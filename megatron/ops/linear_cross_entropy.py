@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron.ops import packed
 from megatron.ops.logits import TORCH_LOGITS, LogitsMath, block_rows
 
 
@@ -148,7 +149,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             scaled = (hidden * grad.unsqueeze(-1)).to(hidden.dtype)
         grad_hidden = grad_weight = None
         if ctx.needs_input_grad[0]:
-            grad_hidden = logits @ used
+            grad_hidden = packed.times(logits, used) if packed.pays(logits, used) else logits @ used
             if log_sum_exp is None:
                 grad_hidden = (grad_hidden * grad.unsqueeze(-1)).to(hidden.dtype)
         if ctx.needs_input_grad[1]:

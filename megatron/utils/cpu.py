@@ -9,6 +9,7 @@ import os
 import platform
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ _LARGE_PAGE, _MADV_HUGEPAGE = 2 << 20, 14  # mman.h of Linux
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4  # malloc.h of glibc
 _NEVER = -1  # the largest number would be 2 GiB: a heap with more to spare gives all of it back
 _TOP_PAD = 256 << 20
+_ALWAYS_MAPPED = 64 << 20  # twice the size up to which glibc may come to keep a block by itself
 _PROBE_SIZE = 256  # products of this size take the path of the large ones
 _NARROW = 1 + 2**-12  # one bit more than bf16 and TF32 hold
 
@@ -74,6 +76,17 @@ def _ask_for_large_pages(libc: ctypes.CDLL, overcommit: Path = _OVERCOMMIT) -> b
     agreed = libc.madvise(aligned, start + size - aligned, _MADV_HUGEPAGE) == 0
     libc.free(start)
     return agreed
+
+
+@cache
+def memory_is_kept() -> bool:
+    """Whether `set_allocator` keeps freed memory in this process: then a large tensor lies in the heap."""
+    if platform.libc_ver()[0] != "glibc":
+        return False
+    libc = ctypes.CDLL(None)
+    libc.sbrk.restype, libc.sbrk.argtypes = ctypes.c_void_p, [ctypes.c_ssize_t]
+    large = torch.empty(_ALWAYS_MAPPED, dtype=torch.uint8)
+    return large.data_ptr() < int(libc.sbrk(0) or 0)
 
 
 def set_fp32_products(choice: str) -> str:

@@ -150,6 +150,7 @@ def ones(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -
 
 LABELS = torch.zeros(3, dtype=torch.int64)
 # What a kernel cannot take: the call's arguments, and what is said of them.
+PLAIN: dict[str, Any] = {"mask": None, "causal": True, "scale": 1.0}
 REFUSED: dict[str, list[tuple[tuple[Any, ...], str]]] = {
     "layer_norm": [((ones(2, 4), ones(4), ones(5), 1e-5), "x float32 (2, 4) and a bias float32 (5,): a number for")],
     "rms_norm": [
@@ -182,6 +183,13 @@ REFUSED: dict[str, list[tuple[tuple[Any, ...], str]]] = {
         ((ones(2, 4), ones(3, 4, dtype=torch.bool), 1.0), "scores float32 (2, 4) with a mask bool (3, 4): bool that"),
         ((ones(4), None, 1.0), "scores float32 (4,): [..., queries, keys] would do"),
     ],
+    "attention": [
+        ((ones(2, 3, 5), *[ones(1, 2, 3, 5)] * 2, PLAIN), "queries float32 (2, 3, 5), keys float32 (1, 2, 3, 5): [batch"),
+        ((*[ones(1, 2, 3, 5)] * 2, ones(1, 2, 3, 6), PLAIN), "values float32 (1, 2, 3, 6) for keys float32 (1, 2, 3, 5)"),
+        ((ones(1, 4, 3, 5), *[ones(1, 3, 3, 5)] * 2, PLAIN), "a key for every so many heads would do"),
+        ((*[ones(1, 2, 3, 5)] * 3, PLAIN | {"mask": ones(3, 3)}), "a mask float32 (3, 3) for scores (1, 2, 3, 3): bool"),
+        ((*[ones(1, 2, 3, 5, dtype=torch.float64)] * 3, PLAIN), "float64 (1, 2, 3, 5): float32, bfloat16 or float16 w"),
+    ],
     "cross_entropy": [
         ((ones(3, 8), LABELS.int()), "logits float32 (3, 8) with labels int32 (3,): [tokens, vocabulary] with int64"),
         ((ones(3, 8), LABELS.to("meta")), "tensors of cpu and meta: one device would do"),
@@ -201,8 +209,9 @@ def test_every_operation_refuses_something() -> None:
 @pytest.mark.parametrize(("op", "args", "reason"), [(op, *case) for op, cases in REFUSED.items() for case in cases])
 def test_strict_names_the_operation_the_shape_and_what_would_do(op: str, args: tuple[Any, ...], reason: str) -> None:
     backend("cpu")
+    tensors, named = (args[:-1], args[-1]) if isinstance(args[-1], dict) else (args, {})
     with pytest.raises(ConfigError) as caught:
-        getattr(resolve("native", "cpu"), op)(*args)
+        getattr(resolve("native", "cpu"), op)(*tensors, **named)
     said = str(caught.value)
     assert said.startswith(f"--kernels native: {op} cannot take ") and said.endswith(" would do; or use --kernels auto")
     assert reason in said and "\n" not in said

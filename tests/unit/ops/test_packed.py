@@ -1,0 +1,99 @@
+"""Products with a weight laid out beforehand: the sums of torch's own, and only where they pay."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron.ops import packed
+from megatron.ops.linear_cross_entropy import Workspace, linear_cross_entropy
+
+
+def half(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+@pytest.mark.parametrize("rows", [1, 95, 96, 97, 1000, 50257 // 16])
+@pytest.mark.parametrize("columns", [1, 33, 384])
+def test_transposed(rows: int, columns: int) -> None:
+    weight = half(rows, columns)
+    result = packed.transposed(weight)
+    assert result.is_contiguous() and torch.equal(result, weight.t())
+
+
+@pytest.mark.skipif(not packed.packs(), reason="this processor or this torch has no bf16 products through oneDNN")
+@pytest.mark.parametrize("rows, inputs, outputs", [(1, 1, 1), (7, 33, 5), (64, 384, 1152), (2049, 40, 1003)])
+def test_products_err_no_more_than_torchs_own(rows: int, inputs: int, outputs: int) -> None:
+    x, grad, weight = half(rows, inputs), half(rows, outputs, seed=1), half(outputs, inputs, seed=2)
+    cases = (
+        (packed.product(x, packed.laid_out(weight, rows)), x, weight.t()),
+        (packed.times(grad, weight), grad, weight),
+    )
+    for got, left, right in cases:
+        exact = left.double() @ right.double()
+        assert got.dtype == torch.bfloat16 and got.shape == exact.shape
+        assert (got.double() - exact).norm() <= 1.1 * ((left @ right).double() - exact).norm() + 1e-30
+
+
+def test_only_where_it_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed, "packs", lambda: True)
+    monkeypatch.setattr(packed, "memory_is_kept", lambda: True)
+    x, weight = torch.empty(2048, 4, dtype=torch.bfloat16), torch.empty(1 << 20, 4, dtype=torch.bfloat16)
+    assert packed.pays(x, weight)
+    assert not packed.pays(x[1:], weight) and not packed.pays(x, weight[1:])
+    assert not packed.pays(x.float(), weight.float()) and not packed.pays(x.to("meta"), weight.to("meta"))
+    monkeypatch.setattr(packed, "memory_is_kept", lambda: False)
+    assert not packed.pays(x, weight)
+    monkeypatch.setattr(packed, "memory_is_kept", lambda: True)
+    monkeypatch.setattr(packed, "packs", lambda: False)
+    assert not packed.pays(x, weight)
+
+
+def test_operations_that_multiply_wrongly_or_are_missing_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = SimpleNamespace(_reorder_linear_weight=lambda w, _: w, _linear_pointwise=lambda x, w, *_: x @ (2 * w.t()))
+    for found in (wrong, SimpleNamespace()):
+        monkeypatch.setattr(torch.ops, "mkldnn", found)
+        assert not packed.packs.__wrapped__()
+
+
+@pytest.mark.skipif(not packed.packs(), reason="this processor or this torch has no bf16 products through oneDNN")
+@pytest.mark.parametrize("vocab", [997, 1003])
+def test_the_head_is_the_same_function(vocab: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loss and gradients as near to fp64 as by torch's products; rows of padding get no gradient."""
+    hidden, weight, labels = half(70, 48), half(1003, 48, seed=1), torch.arange(70) % vocab
+
+    def run(dtype: torch.dtype) -> list[torch.Tensor]:
+        x, w = hidden.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_()
+        losses = linear_cross_entropy(x, w, labels, vocab, Workspace())
+        return [t.double() for t in (losses.detach(), *torch.autograd.grad(losses.mean(), (x, w)))]
+
+    exact, composed = run(torch.float64), run(torch.bfloat16)
+    asked: list[tuple[int, ...]] = []
+
+    def always(x: torch.Tensor, weight: torch.Tensor) -> bool:
+        asked.append(tuple(x.shape))
+        return x.dtype == torch.bfloat16
+
+    monkeypatch.setattr(packed, "pays", always)
+    for got, other, right in zip(run(torch.bfloat16), composed, exact, strict=True):
+        assert (got - right).norm() <= 1.1 * (other - right).norm()
+    assert asked == [(70, vocab)]
+
+
+KEPT = """
+import sys
+from megatron.utils.cpu import memory_is_kept, set_allocator
+print(set_allocator(sys.argv[1]), file=sys.stderr)
+print(memory_is_kept())
+"""
+
+
+@pytest.mark.parametrize("choice, kept", [("keep", "True"), ("system", "False")])
+def test_whether_memory_is_kept(choice: str, kept: str) -> None:
+    """In a process of its own: the setting is the whole process's."""
+    command = [sys.executable, "-c", KEPT, choice]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip() == kept
