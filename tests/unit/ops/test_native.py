@@ -184,10 +184,10 @@ REFUSED: dict[str, list[tuple[tuple[Any, ...], str]]] = {
         ((ones(4), None, 1.0), "scores float32 (4,): [..., queries, keys] would do"),
     ],
     "attention": [
-        ((ones(2, 3, 5), *[ones(1, 2, 3, 5)] * 2, PLAIN), "queries float32 (2, 3, 5), keys float32 (1, 2, 3, 5): [batch"),
-        ((*[ones(1, 2, 3, 5)] * 2, ones(1, 2, 3, 6), PLAIN), "values float32 (1, 2, 3, 6) for keys float32 (1, 2, 3, 5)"),
+        ((ones(2, 3, 5), *[ones(1, 2, 3, 5)] * 2, PLAIN), "queries float32 (2, 3, 5), keys float32 (1, 2, 3, 5): [b"),
+        ((*[ones(1, 2, 3, 5)] * 2, ones(1, 2, 3, 6), PLAIN), "values float32 (1, 2, 3, 6) for keys float32 (1, 2, 3, "),
         ((ones(1, 4, 3, 5), *[ones(1, 3, 3, 5)] * 2, PLAIN), "a key for every so many heads would do"),
-        ((*[ones(1, 2, 3, 5)] * 3, PLAIN | {"mask": ones(3, 3)}), "a mask float32 (3, 3) for scores (1, 2, 3, 3): bool"),
+        ((*[ones(1, 2, 3, 5)] * 3, PLAIN | {"mask": ones(3, 3)}), "a mask float32 (3, 3) for scores (1, 2, 3, 3): "),
         ((*[ones(1, 2, 3, 5, dtype=torch.float64)] * 3, PLAIN), "float64 (1, 2, 3, 5): float32, bfloat16 or float16 w"),
     ],
     "cross_entropy": [
