@@ -101,21 +101,10 @@ def _unsupported_bias(x: Tensor, bias: Tensor, tanh: bool) -> str | None:
     return unsupported_floats(x, bias)
 
 
-def _half_erf_on_cpu(x: Tensor, tanh: bool) -> bool:
-    return not tanh and x.device.type == "cpu" and x.dtype in (torch.bfloat16, torch.float16)
-
-
 OPERATIONS = (
     Operation("swiglu", "activation", _swiglu, _unsupported_pair),
     Operation("geglu", "activation", _geglu, _unsupported_pair),
-    Operation(
-        "gelu",
-        "activation",
-        _gelu,
-        _unsupported,
-        beaten=_half_erf_on_cpu,
-        note="; by erf in half precision on a CPU PyTorch's own, which is faster",
-    ),
+    Operation("gelu", "activation", _gelu, _unsupported),
     Operation("bias_gelu", "activation", _bias_gelu, _unsupported_bias),
     Operation("squared_relu", "activation", _squared_relu, _unsupported),
 )

@@ -8,9 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.ops import resolve
 from megatron.ops.native import OPERATIONS
-from megatron.ops.native.operation import Fallbacks
 from tests.helpers.kernels import backend
 
 SMALLEST = torch.finfo(torch.float32).smallest_normal
@@ -98,21 +96,3 @@ def test_the_gradient_of_a_bias_is_summed_in_fp32() -> None:
     out = OPERATIONS["bias_gelu"].make(backend("cpu").ops)(x, bias, True)
     out.backward(torch.ones_like(out))
     assert bias.grad is not None and bool((bias.grad == 4096).all())
-
-
-def test_auto_leaves_to_pytorch_what_it_does_faster_and_says_so() -> None:
-    ops, taken = backend("cpu").ops, []
-
-    def fallback(x: Tensor, tanh: bool) -> Tensor:
-        taken.append((x.dtype, tanh))
-        return x
-
-    for fallbacks in (Fallbacks(), None):
-        call = OPERATIONS["gelu"].with_fallback(ops, fallback, fallbacks)
-        for dtype in (torch.float32, torch.bfloat16):
-            call(torch.ones(4, dtype=dtype), True)
-            call(torch.ones(4, dtype=dtype), False)
-    assert taken == [(torch.bfloat16, False)]
-    assert any(
-        line.startswith("gelu ") and "PyTorch's own" in line for line in resolve("auto", "cpu").table().split("\n")
-    )

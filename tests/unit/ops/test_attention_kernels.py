@@ -34,7 +34,7 @@ def test_auto_takes_it_and_leaves_generation_and_fp64_to_others(monkeypatch: pyt
     kernels, others = resolve("auto", "cpu", warn=lambda text: None), []
     assert torch.equal(kernels.attention(*three(70), **CAUSAL), expected)
     choice = next(choice for choice in kernels.choices if choice.op == "attention")
-    assert choice.backend == "native"
+    assert choice.backend == "native" and "generation by PyTorch's own" in choice.reason
 
     def spy(query: Tensor, *args: Any, **named: Any) -> Tensor:
         others.append(tuple(query.shape))
@@ -45,6 +45,8 @@ def test_auto_takes_it_and_leaves_generation_and_fp64_to_others(monkeypatch: pyt
     kernels.attention(torch.zeros(1, 2, 1, 8), *[torch.zeros(1, 2, 50, 8)] * 2, **CAUSAL)
     kernels.attention(*[torch.zeros(1, 2, 20, 8, dtype=torch.float64)] * 3, **CAUSAL)
     assert others == [(1, 2, 1, 8), (1, 2, 20, 8)]
+    resolve("native", "cpu").attention(torch.zeros(1, 2, 1, 8), *[torch.zeros(1, 2, 50, 8)] * 2, **CAUSAL)
+    assert len(others) == 2  # who insists gets the kernel
 
 
 def test_values_of_another_width_are_left_to_others() -> None:
