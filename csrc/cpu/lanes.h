@@ -151,7 +151,11 @@ MK_HD Floats rounded_lanes<bf16>(Floats x) {
 // The sum and the largest of all, in a fixed order.
 template <int kDistance, size_t... kLane>
 MK_HD Register moved(Register x, std::index_sequence<kLane...>) {
+#if defined(__clang__)
   return __builtin_shufflevector(x, x, int(kLane ^ kDistance)...);
+#else  // which GCC has from version 12 on only
+  return __builtin_shuffle(x, Bits{uint32_t(kLane ^ kDistance)...});
+#endif
 }
 template <int kDistance = kRegister / 2, class Join>
 MK_HD float joined(Register x, const Join& join) {
