@@ -46,7 +46,9 @@ PREFIX_MAP = f"-ffile-prefix-map={CSRC.parent}=."
 CPU_FLAGS = ("-fopenmp-simd", "-fno-math-errno", "-fno-trapping-math", "-Wall", "-Wno-uninitialized")
 WIDE = ("-march=x86-64-v4", "-mprefer-vector-width=512")
 TIERS = {"v3": ("-march=x86-64-v3",), "v4": WIDE, "v4_bf16": (*WIDE, "-mavx512bf16")}
-WITH_PRODUCTS = ("attention",)  # only what multiplies matrices is compiled for instructions that multiply bf16
+# What multiplies matrices: it alone is compiled for instructions that multiply bf16, and it says itself where a sum is
+# fused with a product. Were a score in one pass and not in the other, a large one would not be the same number.
+WITH_PRODUCTS, SAYS_WHAT_IS_FUSED = "attention", ("-ffp-contract=off",)
 GPU_FLAGS = ("-gencode=arch=compute_90,code=sm_90", "-gencode=arch=compute_90,code=compute_90")
 CUDA_HOME = "/usr/local/cuda"
 PARTS, SUFFIXES = ("common", "cpu", "cuda", "torch"), (".h", ".cpp", ".cu")
@@ -147,12 +149,14 @@ def torch_units(cxx: Sequence[str], *, cuda: bool, emulated: bool) -> list[Unit]
 
 def cpu_units(cxx: Sequence[str]) -> list[Unit]:
     tiers = TIERS if platform.machine() in ("x86_64", "AMD64") else {"base": ()}
-    return [
-        Unit(source, (*cxx, *COMMON_FLAGS, *CPU_FLAGS, *flags, f"-DMK_TIER={tier}"))
-        for source in sorted((CSRC / "cpu").glob("*.cpp"))
-        for tier, flags in tiers.items()
-        if tier != "v4_bf16" or source.stem.startswith(WITH_PRODUCTS)
-    ]
+    units = []
+    for source in sorted((CSRC / "cpu").glob("*.cpp")):
+        products = source.stem.startswith(WITH_PRODUCTS)
+        for tier, flags in tiers.items():
+            if products or tier != "v4_bf16":
+                own = (*flags, *(SAYS_WHAT_IS_FUSED if products else ()), f"-DMK_TIER={tier}")
+                units.append(Unit(source, (*cxx, *COMMON_FLAGS, *CPU_FLAGS, *own)))
+    return units
 
 
 def cuda_units(command: Sequence[str], failure: type[BuildError]) -> list[Unit]:

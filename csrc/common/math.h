@@ -45,18 +45,18 @@ template <class T, class V>
 MK_HD V exp2_near_zero(V r) {
   if constexpr (kShort<T>) {
     V p = 9.583114646e-03f;
-    p = p * r + 5.590652302e-02f;
-    p = p * r + 2.402409315e-01f;
-    p = p * r + 6.931241751e-01f;
-    return p * r + 1.0f;
+    p = fused(p, r, V(5.590652302e-02f));
+    p = fused(p, r, V(2.402409315e-01f));
+    p = fused(p, r, V(6.931241751e-01f));
+    return fused(p, r, V(1.0f));
   } else {
     V p = 1.532647148e-04f;
-    p = p * r + 1.339080627e-03f;
-    p = p * r + 9.618505836e-03f;
-    p = p * r + 5.550359935e-02f;
-    p = p * r + 2.402264774e-01f;
-    p = p * r + 6.931471825e-01f;
-    return p * r + 1.0f;
+    p = fused(p, r, V(1.339080627e-03f));
+    p = fused(p, r, V(9.618505836e-03f));
+    p = fused(p, r, V(5.550359935e-02f));
+    p = fused(p, r, V(2.402264774e-01f));
+    p = fused(p, r, V(6.931471825e-01f));
+    return fused(p, r, V(1.0f));
   }
 }
 

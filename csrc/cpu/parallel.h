@@ -1,7 +1,10 @@
 // Loops over torch's own pool of threads, so that --threads means what it says.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
+#include <exception>
+#include <stdexcept>
 
 // From torch's stable C interface (torch/csrc/stable/c/shim.h), declared here to keep torch's headers out of kernels.
 extern "C" int32_t torch_parallel_for(int64_t begin, int64_t end, int64_t grain,
@@ -15,10 +18,23 @@ template <class Body>
 inline void parallel_for(int64_t count, int64_t grain, const Body& body) {
   if (count <= 0) return;
   if (count <= grain) return body(int64_t(0), count);
-  torch_parallel_for(
-      0, count, grain,
-      [](int64_t begin, int64_t end, void* context) { (*static_cast<const Body*>(context))(begin, end); },
-      const_cast<void*>(static_cast<const void*>(&body)));
+  // An exception must not leave a thread: the first one is kept, and is the caller's afterwards.
+  struct Run {
+    const Body& body;
+    std::atomic<bool> failed{false};
+    std::exception_ptr error{};
+  } run{body};
+  const auto part = [](int64_t begin, int64_t end, void* context) {
+    Run& run = *static_cast<Run*>(context);
+    try {
+      run.body(begin, end);
+    } catch (...) {
+      if (!run.failed.exchange(true)) run.error = std::current_exception();
+    }
+  };
+  const int32_t code = torch_parallel_for(0, count, grain, part, &run);
+  if (run.error) std::rethrow_exception(run.error);
+  if (code != 0) throw std::runtime_error("torch could not run a loop in parallel");
 }
 
 }  // namespace mk

@@ -27,7 +27,7 @@ struct Singles {
   using Unit = float;
   static constexpr int64_t kDepth = 1;
 
-  static Register multiplied(Register sum, Unit left, Register right) { return sum + left * right; }
+  static Register multiplied(Register sum, Unit left, Register right) { return fused(Register{} + left, right, sum); }
   // Numbers as units side by side; and the rows that a unit is deep as one row of units.
   template <size_t n>
   static void write(const Floats (&x)[n], Unit* to) {

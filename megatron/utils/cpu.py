@@ -19,6 +19,7 @@ from torch import Tensor
 from megatron.errors import ConfigError
 
 _CPUINFO = Path("/proc/cpuinfo")
+_MAPS = Path("/proc/self/maps")
 _OVERCOMMIT, _STRICT = Path("/proc/sys/vm/overcommit_memory"), 2
 _LARGE_PAGE, _MADV_HUGEPAGE = 2 << 20, 14  # mman.h of Linux
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4  # malloc.h of glibc
@@ -83,10 +84,9 @@ def memory_is_kept() -> bool:
     """Whether `set_allocator` keeps freed memory in this process: then a large tensor lies in the heap."""
     if platform.libc_ver()[0] != "glibc":
         return False
-    libc = ctypes.CDLL(None)
-    libc.sbrk.restype, libc.sbrk.argtypes = ctypes.c_void_p, [ctypes.c_ssize_t]
-    large = torch.empty(_ALWAYS_MAPPED, dtype=torch.uint8)
-    return large.data_ptr() < int(libc.sbrk(0) or 0)
+    large = torch.empty(_ALWAYS_MAPPED, dtype=torch.uint8).data_ptr()
+    heap = [line.split("-", 1) for line in _MAPS.read_text().splitlines() if line.endswith("[heap]")]
+    return any(int(start, 16) <= large < int(rest.split()[0], 16) for start, rest in heap)
 
 
 def set_fp32_products(choice: str) -> str:

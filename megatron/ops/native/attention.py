@@ -93,6 +93,8 @@ def _unsupported(query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor | No
     batch, heads, queries, width = query.shape
     if key.shape[::3] != (batch, width) or key.shape[1] == 0 or heads % key.shape[1]:
         return f"keys {described(key)} for queries {described(query)}: a key for every so many heads would do"
+    if 0 in key.shape[2:]:
+        return f"keys {described(key)}: a number of a key at least would do"
     whole = (batch, heads, queries, key.shape[2])
     if mask is not None and (mask.dtype != torch.bool or not broadcasts(mask.shape, whole)):
         return f"a mask {described(mask)} for scores {whole}: bool that broadcasts to them would do"

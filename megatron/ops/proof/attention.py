@@ -54,6 +54,11 @@ def calls(draw: Draw) -> Iterator[Call]:
     yield Call("no batch", (draw(0, 2, 5, 8), draw(0, 2, 5, 8), draw(0, 2, 5, 8), None, True))
     large = draw(1, 1, 70, 32, spread=4.0), draw(1, 1, 70, 32, spread=4.0), draw(1, 1, 70, 32)
     yield Call("one key has all the weight", (*large, None, True), grads=())
+    # Where a score were rounded in one pass and not in the other, weights would be far from right.
+    for power in (6, 9):
+        one = torch.zeros(1, 1, 40, 32, dtype=draw.dtype)
+        one[..., 0] = 10.0 ** (power / 2) * torch.linspace(1.0, 1.7, 40)
+        yield Call(f"scores of 1e{power}", (one, one, draw(1, 1, 40, 32), None, True), grads=(2,))
 
 
 def other_layouts(draw: Draw) -> Iterator[Call]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import resource
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +17,7 @@ from megatron.errors import ConfigError
 from megatron.ops import cpu_attention, ref, resolve
 from megatron.ops.fused_qkv import split_qkv
 from megatron.ops.native import OPERATIONS
+from tests.helpers.fresh import in_fresh_process
 from tests.helpers.kernels import backend
 from tests.helpers.planted import Mistake
 
@@ -148,6 +152,26 @@ def test_threads_and_runs_change_no_bit() -> None:
     finally:
         torch.set_num_threads(before)
     assert all(torch.equal(one, other) for others in runs[1:] for one, other in zip(runs[0], others, strict=True))
+
+
+def _without_memory(batch: int) -> str:
+    attention, keys = native(), 20_000_000
+    torch.set_num_threads(2)
+    key = torch.zeros(batch, 1, 1, 16).expand(batch, 1, keys, 16)
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + (256 << 20), resource.RLIM_INFINITY))
+    try:
+        attention(torch.zeros(batch, 1, 1, 16), key, key, mask=None, causal=True, scale=1.0)
+    except (MemoryError, RuntimeError) as error:
+        return str(error) or type(error).__name__
+    return "nothing was refused"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits of memory are Linux's")
+@pytest.mark.parametrize("batch", [1, 2])
+def test_a_lack_of_memory_is_an_error_in_threads_too(batch: int) -> None:
+    """Not a result that nobody has written: in a loop of several threads an exception would end at torch's door."""
+    assert re.search("alloc|Memory", in_fresh_process(_without_memory, batch))
 
 
 def test_long_sequences_keep_no_scores() -> None:
