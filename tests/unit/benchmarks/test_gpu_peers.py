@@ -32,7 +32,7 @@ def test_it_runs_on_a_cpu(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> 
         assert found["tokens_per_second"] == pytest.approx(2 * 64 / (found["ms"] / 1e3))
         assert found["utilisation"] == pytest.approx(found["tflops"] * 1e12 / PEAK)
         assert 6 < found["loss"] < 8  # of 1000 entries, hardly trained
-    assert result["contenders"]["ours"]["kernels"]["attention"] == "cpu"
+    assert result["contenders"]["ours"]["kernels"]["attention"] in ("native", "cpu")
     said = capfd.readouterr().out
     assert "ours-graphs            left out: ConfigError" in said and "the fastest peer" in said
 
