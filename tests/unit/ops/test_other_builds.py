@@ -79,7 +79,7 @@ def test_no_kernel_leaves_its_memory(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "file", "old", "new", "op"),
     [
-        ("cpu", "cpu/norm.cpp", "i < width; ++i) sum[i] =", "i <= width; ++i) sum[i] =", "add_rms_norm"),
+        ("cpu", "cpu/norm.cpp", "for_lanes(width, [=]", "for_lanes(width + 1, [=]", "add_rms_norm"),
         (
             "emulated",
             "cuda/rope.cu",
