@@ -3,7 +3,7 @@
 
 #include <atomic>
 #include <cstdint>
-#include <exception>
+#include <new>
 #include <stdexcept>
 
 // From torch's stable C interface (torch/csrc/stable/c/shim.h), declared here to keep torch's headers out of kernels.
@@ -18,22 +18,21 @@ template <class Body>
 inline void parallel_for(int64_t count, int64_t grain, const Body& body) {
   if (count <= 0) return;
   if (count <= grain) return body(int64_t(0), count);
-  // An exception must not leave a thread: the first one is kept, and is the caller's afterwards.
+  // No exception comes back from a thread, and what a task could not do nobody would notice.
   struct Run {
     const Body& body;
-    std::atomic<bool> failed{false};
-    std::exception_ptr error{};
+    std::atomic<bool> out_of_memory{false};
   } run{body};
   const auto part = [](int64_t begin, int64_t end, void* context) {
     Run& run = *static_cast<Run*>(context);
     try {
       run.body(begin, end);
-    } catch (...) {
-      if (!run.failed.exchange(true)) run.error = std::current_exception();
+    } catch (const std::bad_alloc&) {
+      run.out_of_memory = true;
     }
   };
   const int32_t code = torch_parallel_for(0, count, grain, part, &run);
-  if (run.error) std::rethrow_exception(run.error);
+  if (run.out_of_memory) throw std::bad_alloc();
   if (code != 0) throw std::runtime_error("torch could not run a loop in parallel");
 }
 
