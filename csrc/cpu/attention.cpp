@@ -1,6 +1,5 @@
 // The forward pass: the softmax of a row is put right as further blocks of keys come.
 #include "attention_blocks.h"
-#include "parallel.h"
 
 namespace mk::cpu::MK_TIER {
 namespace {
@@ -115,12 +114,7 @@ class Forward {
 }  // namespace
 
 void attention_forward(const AttentionForward& a) {
-  MK_FOR_MATH(a.shape.dtype, Math, T, {
-    parallel_for(a.shape.batch * a.shape.groups, 1, [&](int64_t begin, int64_t end) {
-      Forward<Math, T> forward(a);
-      for (int64_t i = begin; i < end; ++i) forward.run(i / a.shape.groups, i % a.shape.groups);
-    });
-  })
+  MK_FOR_MATH(a.shape.dtype, Math, T, { run_groups<Forward<Math, T>>(a); })
 }
 
 }  // namespace mk::cpu::MK_TIER

@@ -1,6 +1,5 @@
 // The backward pass: the probabilities are computed again from what the forward pass kept of each row.
 #include "attention_blocks.h"
-#include "parallel.h"
 
 namespace mk::cpu::MK_TIER {
 namespace {
@@ -106,7 +105,8 @@ class Backward {
   // Transposed left factors: their rows are keys, their depth runs over queries.
   void add_to_keys(const Pair& pair, int64_t key) {
     const int64_t start = pair.first_to_see(key) / Math::kDepth, depth = units<Math>(pair.queries) - start;
-    const int64_t from = start * kBlock + key, to = (pair.first_key + key) * columns_, registers = columns_ / kRegister;
+    const int64_t from = start * kBlock + key, to = (pair.first_key + key) * columns_;
+    const int64_t registers = columns_ / kRegister;
     product_rows<Math>({weights_ + from, 1, kBlock}, {grad_right_ + start * columns_, columns_}, depth,
                        {grad_values_ + to, columns_, true}, registers);
     product_rows<Math>({slopes_ + from, 1, kBlock}, {query_right_ + start * columns_, columns_}, depth,
@@ -160,12 +160,7 @@ class Backward {
 }  // namespace
 
 void attention_backward(const AttentionBackward& a) {
-  MK_FOR_MATH(a.shape.dtype, Math, T, {
-    parallel_for(a.shape.batch * a.shape.groups, 1, [&](int64_t begin, int64_t end) {
-      Backward<Math, T> backward(a);
-      for (int64_t i = begin; i < end; ++i) backward.run(i / a.shape.groups, i % a.shape.groups);
-    });
-  })
+  MK_FOR_MATH(a.shape.dtype, Math, T, { run_groups<Backward<Math, T>>(a); })
 }
 
 }  // namespace mk::cpu::MK_TIER

@@ -3,12 +3,11 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstdlib>
-#include <memory>
 #include <new>
 
 #include "../common/math.h"
 #include "attention.h"
+#include "parallel.h"
 #include "product.h"
 
 namespace mk::cpu::MK_TIER {
@@ -34,7 +33,8 @@ class Buffer {
   T* data_;
 };
 
-// 2^x for x of at most 127, as near as the type T tells: 0 far below the smallest normal number and for -inf, NaN for NaN.
+// 2^x for x of at most 127, as near as the type T tells: 0 far below the smallest normal number and for -inf; NaN for
+// NaN.
 template <class T>
 inline Floats exp2_of(Floats x) {
   const Floats magic = 12582912.0f + 127.0f;  // see exponential() of common/math.h
@@ -200,6 +200,16 @@ template <class T>
 void write_row(const float* from, float factor, T* to, int64_t width) {
 #pragma omp simd
   for (int64_t i = 0; i < width; ++i) to[i] = store<T>(from[i] * factor);
+}
+
+// A pass over every group of heads that share a key; threads take whole groups, so that sums have one order.
+template <class Pass, class Args>
+void run_groups(const Args& args) {
+  const int64_t groups = args.shape.groups;
+  parallel_for(args.shape.batch * groups, 1, [&](int64_t begin, int64_t end) {
+    Pass pass(args);
+    for (int64_t i = begin; i < end; ++i) pass.run(i / groups, i % groups);
+  });
 }
 
 // MK_FOR_MATH(dtype, Math, T, { ... }): bf16 is multiplied in pairs where the instruction set can.

@@ -23,44 +23,37 @@ inline Tier tier() {
 
 }  // namespace mk::cpu
 
+#define MK_OF_TIER(tier, name, Args) \
+  namespace mk::cpu::tier {          \
+  void name(const Args&);            \
+  }
+
 // MK_CPU_KERNEL(name, Args) declares mk::cpu::name(const Args&), which calls the tier's own; so does MK_CPU_PRODUCTS.
 #if defined(__x86_64__)
 #define MK_CPU_KERNEL(name, Args)                 \
+  MK_OF_TIER(v3, name, Args)                      \
+  MK_OF_TIER(v4, name, Args)                      \
   namespace mk::cpu {                             \
-  namespace v3 {                                  \
-  void name(const Args&);                         \
-  }                                               \
-  namespace v4 {                                  \
-  void name(const Args&);                         \
-  }                                               \
   inline void name(const Args& args) {            \
     static const bool wide = tier() >= Tier::v4;  \
     wide ? v4::name(args) : v3::name(args);       \
   }                                               \
   }
 #define MK_CPU_PRODUCTS(name, Args)                                                                    \
+  MK_OF_TIER(v3, name, Args)                                                                           \
+  MK_OF_TIER(v4, name, Args)                                                                           \
+  MK_OF_TIER(v4_bf16, name, Args)                                                                      \
   namespace mk::cpu {                                                                                  \
-  namespace v3 {                                                                                       \
-  void name(const Args&);                                                                              \
-  }                                                                                                    \
-  namespace v4 {                                                                                       \
-  void name(const Args&);                                                                              \
-  }                                                                                                    \
-  namespace v4_bf16 {                                                                                  \
-  void name(const Args&);                                                                              \
-  }                                                                                                    \
   inline void name(const Args& args) {                                                                 \
     static const Tier best = tier();                                                                   \
     best == Tier::v4_bf16 ? v4_bf16::name(args) : best == Tier::v4 ? v4::name(args) : v3::name(args);  \
   }                                                                                                    \
   }
 #else
-#define MK_CPU_KERNEL(name, Args)                             \
-  namespace mk::cpu {                                         \
-  namespace base {                                            \
-  void name(const Args&);                                     \
-  }                                                           \
-  inline void name(const Args& args) { base::name(args); }    \
+#define MK_CPU_KERNEL(name, Args)                           \
+  MK_OF_TIER(base, name, Args)                              \
+  namespace mk::cpu {                                       \
+  inline void name(const Args& args) { base::name(args); }  \
   }
 #define MK_CPU_PRODUCTS MK_CPU_KERNEL
 #endif

@@ -34,7 +34,8 @@ class Norm(nn.Module):
 
     def of_sum(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """(norm of the sum, x + residual), in one walk over them where all are of one type."""
-        if not x.dtype == residual.dtype == self.weight.dtype:
+        watched = self._forward_hooks or self._forward_pre_hooks or self._backward_hooks or self._backward_pre_hooks
+        if watched or not x.dtype == residual.dtype == self.weight.dtype:
             total = residual + x
             return self(total), total
         weight = self.weight + 1 if self.one_plus else self.weight

@@ -72,3 +72,15 @@ def test_norm_of_a_sum_asks_the_kernels_for_both(sort: str) -> None:
     norm = make(Recording(), torch.float32, sort)  # type: ignore[arg-type]
     norm.of_sum(torch.ones(1, WIDTH), torch.ones(1, WIDTH))
     assert asked == ["add_layer_norm" if sort == "LayerNorm" else "add_rms_norm"]
+
+
+@SORTS
+def test_a_hook_sees_the_norm_of_a_sum(sort: str) -> None:
+    norm, seen = make(resolve("ref", "cpu"), torch.float32, sort), []
+    x, residual = torch.randn(2, WIDTH), torch.randn(2, WIDTH)
+    unseen = norm.of_sum(x, residual)
+    norm.register_forward_hook(lambda module, args, output: seen.append((args[0], output)))
+    normed, total = norm.of_sum(x, residual)
+    ((given, out),) = seen
+    assert torch.equal(given, total) and torch.equal(out, normed)
+    assert all(torch.equal(one, other) for one, other in zip((normed, total), unseen, strict=True))

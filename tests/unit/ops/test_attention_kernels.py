@@ -6,12 +6,14 @@ import re
 import resource
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from megatron.errors import ConfigError
 from megatron.ops import cpu_attention, ref, resolve
@@ -112,6 +114,17 @@ def test_the_generator_decides_what_is_dropped() -> None:
         torch.manual_seed(seed)
         runs.append(kept_keys(attention, 70, 0.3))
     assert torch.equal(runs[0], runs[1]) and not torch.equal(runs[0], runs[2])
+
+
+def test_a_recomputed_layer_drops_the_same_again() -> None:
+    attention, results = native(), []
+    for wrap in (lambda f, *args: f(*args), partial(checkpoint, use_reentrant=False)):
+        torch.manual_seed(7)
+        tensors = three(70)
+        out = wrap(partial(attention, **CAUSAL, dropout_p=0.3), *tensors)
+        torch.manual_seed(99)  # what comes between must not matter
+        results.append([out, *torch.autograd.grad(out.sum(), tensors)])
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
