@@ -1,4 +1,5 @@
-"""One training step: ours, transformers' GPT-2, a nanoGPT-shaped plain model, and the floor of its matrix products.
+"""One training step: ours, transformers' GPT-2, a nanoGPT-shaped plain model, the floor of its matrix products, and the
+processor's peak.
 
     python benchmarks/train_step.py --dtype fp32 --steps 15
     python benchmarks/train_step.py --dtype bf16 --json result.json
@@ -6,7 +7,7 @@
 A step is zero the gradients, forward, loss, backward, clip to 1.0, AdamW, without dropout. Ours goes through the real
 model, gradient buffers, optimizer and CPU settings: in bf16 it keeps fp32 masters and fp32 gradients, the peers are
 bf16 throughout. The peers run as their users run them; the floor is taken with each library that multiplies in full
-precision, and the faster one counts.
+precision, and the faster one counts. The peak makes the products' operations in registers: nothing can be faster.
 
 Every contender lives in a process of its own, for the allocator and the library of products are settings of a process.
 They take turns, one step each per round, and every ratio is the median over rounds of times taken within the same
@@ -31,6 +32,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.peak import peak_step
 from benchmarks.peers import BETAS, CLIP, LEARNING_RATE, WEIGHT_DECAY, Place, Shape, Step, plain_step, transformers_step
 from benchmarks.turns import Contenders, Turn, rotated, speed_over
 from megatron.config.sections import ModelConfig, OptimizerConfig, PrecisionConfig
@@ -131,7 +133,7 @@ class Contender:
     make: Callable[[Task, Tensor, Tensor], Step]
     allocator: str = "system"
     products: str = "mkl"
-    counts: str = ""  # as a peer or as the floor; else it is only shown
+    counts: str = ""  # as a peer or as a limit; else it is only shown
 
 
 def _ours(task: Task, tokens: Tensor, labels: Tensor) -> Step:
@@ -154,6 +156,10 @@ def _floor(task: Task, tokens: Tensor, labels: Tensor) -> Step:
     return floor_step(task.shape, task.dtype)
 
 
+def _peak(task: Task, tokens: Tensor, labels: Tensor) -> Step:
+    return peak_step(task.shape, task.dtype, task.threads)
+
+
 CONTENDERS = {
     "ours": Contender(_ours, "auto", "auto"),
     "transformers": Contender(_transformers, counts="peer"),
@@ -161,12 +167,13 @@ CONTENDERS = {
     "compiled": Contender(_compiled, counts="peer"),
     "floor": Contender(_floor, counts="floor"),
     "floor-auto": Contender(_floor, "auto", "auto", counts="floor"),
+    "peak": Contender(_peak, counts="peak"),
     # Of the settings, what each is worth: not run unless named.
     "ours-system": Contender(_ours, "system", "auto"),
     "ours-mkl": Contender(_ours, "auto", "mkl"),
     "plain-auto": Contender(_plain, "auto", "auto"),
 }
-USUAL = ("ours", "transformers", "plain", "compiled", "floor", "floor-auto")
+USUAL = ("ours", "transformers", "plain", "compiled", "floor", "floor-auto", "peak")
 
 
 def prepare(name: str, task: Task) -> Turn:
@@ -212,7 +219,7 @@ def report(times: dict[str, list[float]], peaks: dict[str, int], tokens: int) ->
         median = statistics.median(samples)
         ratios[name] = statistics.median(speed_over(times, name))
         print(f"{name:<14} {median * 1e3:>9.1f} {tokens / median:>9.0f} {peaks[name] >> 20:>9}   {ratios[name]:.3f}")
-    for kind in ("peer", "floor"):
+    for kind in ("peer", "floor", "peak"):
         named = [name for name in times if CONTENDERS[name].counts == kind]
         if named:
             fastest = min(named, key=lambda name: ratios[name])

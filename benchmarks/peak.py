@@ -1,0 +1,60 @@
+"""The processor's peak as a contender: the step's multiplications and additions, in registers, and nothing else.
+
+Below the time that this takes no step can come, with whatever library of products; so it says how much faster than
+another contender one can be at all on the machine at hand.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+from benchmarks.peers import Shape, Step
+from benchmarks.turns import NotInstalledError
+
+_SOURCE = Path(__file__).with_suffix(".cpp")
+_FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-shared", "-fPIC")
+_CPUINFO = Path("/proc/cpuinfo")
+
+
+def operations(shape: Shape) -> int:
+    """Multiplications and additions of one step's products, forward and backward, with attention to what came before
+    only, and nothing computed twice."""
+    tokens, hidden = shape.batch * shape.seq, shape.hidden
+    weights = shape.layers * 12 * hidden**2 + hidden * shape.vocab
+    seen = shape.batch * shape.seq * (shape.seq + 1) // 2  # pairs of a query and a key
+    return 6 * tokens * weights + 12 * shape.layers * seen * hidden
+
+
+def peak_step(shape: Shape, dtype: torch.dtype, threads: int) -> Step:
+    halves = int(dtype == torch.bfloat16)
+    if halves and _CPUINFO.exists() and "amx_bf16" in _CPUINFO.read_text():
+        raise NotInstalledError("the peak of AMX, which this processor has, is not known")
+    library = _compiled()
+    times = operations(shape) // threads // library.peak_operations(halves)
+    pool = ThreadPoolExecutor(threads)
+
+    def step() -> torch.Tensor:
+        list(pool.map(lambda _: library.peak_repeat(times, halves), range(threads)))
+        return torch.zeros(())
+
+    return step
+
+
+def _compiled() -> ctypes.CDLL:
+    with tempfile.TemporaryDirectory() as folder:
+        made = Path(folder) / "peak.so"
+        try:
+            subprocess.run(["c++", *_FLAGS, str(_SOURCE), "-o", str(made)], check=True, capture_output=True)
+        except (OSError, subprocess.CalledProcessError) as error:
+            raise NotInstalledError(f"needs a C++ compiler that knows {' '.join(_FLAGS[:2])}: {error}") from error
+        library = ctypes.CDLL(str(made))
+    library.peak_operations.restype = ctypes.c_long
+    library.peak_repeat.argtypes = [ctypes.c_long, ctypes.c_int]
+    library.peak_repeat.restype = None
+    return library
