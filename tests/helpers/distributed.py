@@ -30,7 +30,6 @@ import torch.distributed as dist
 from megatron.distributed.cores import set_scheduling
 from megatron.distributed.launch import LaunchInfo
 
-
 # What torch imports when first needed (recomputation, norms in fp64, profiles): seconds, which every rank of every test
 # would spend again. Ranks are forked, so that what is imported once here is there in all of them.
 IMPORTED_LATE = ("torch._dynamo", "torch.profiler", "numpy.random")
