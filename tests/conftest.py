@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 import platform
+import sys
 
 # One thread per process: gloo tests start several processes, and threads that fight for cores make tests slow.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # A launcher's variables in the shell would make single-process tests wait for peers that do not exist.
 for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
     os.environ.pop(name, None)
+# Tests start hundreds of interpreters: each would compile the whole package again if none might keep what it compiled.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 # Nothing is fetched during tests, whatever a library would like to look up.
 os.environ["HF_HUB_OFFLINE"] = "1"
 

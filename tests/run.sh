@@ -18,7 +18,9 @@ check() {
 check "ruff check" ruff check .
 check "ruff format" ruff format --check .
 check "mypy" mypy
-check "pytest" pytest
+# Two files at a time: a test keeps one core busy, or waits for its ranks. In the order of the folders, which are those
+# with the long files first, so that none of them is what remains for one process at the end.
+check "pytest" pytest -n 2 --dist loadfile --no-loadscope-reorder
 if [ -n "$failed" ]; then
     echo "failed:$failed" >&2
     exit 1

@@ -10,6 +10,7 @@ others are stopped.
 
 from __future__ import annotations
 
+import importlib
 import io
 import multiprocessing
 import pickle
@@ -29,6 +30,15 @@ import torch.distributed as dist
 from megatron.distributed.cores import set_scheduling
 from megatron.distributed.launch import LaunchInfo
 
+# What torch imports when first needed (recomputation, norms in fp64, profiles): seconds, which every rank of every test
+# would spend again. Ranks are forked, so that what is imported once here is there in all of them.
+IMPORTED_LATE = ("torch._dynamo", "torch.profiler", "numpy.random")
+
+
+def import_for_ranks() -> None:
+    for name in IMPORTED_LATE:
+        importlib.import_module(name)
+
 
 class RankFailed(AssertionError):
     """A rank raised, died, returned nothing or did not finish in time."""
@@ -36,6 +46,7 @@ class RankFailed(AssertionError):
 
 def run_ranks(world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
     """Calls `fn(rank, *args)` on every rank with the default group initialised; the results, by rank."""
+    import_for_ranks()
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
         processes: list[BaseProcess] = []

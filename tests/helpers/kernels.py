@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,7 +20,8 @@ from megatron.ops.library import library
 from tests.helpers.scripts import load_script
 from tests.policy.rules import ROOT
 
-EMULATED = ROOT / "build" / "emulated"
+# Each of the processes that share the tests has a library of its own: under one that is open, none is put in its place.
+EMULATED = ROOT / "build" / f"emulated-{os.environ.get('PYTEST_XDIST_WORKER', 'alone')}"
 ORDERS = {"in order": 0, "in reverse": 1, "odd ones first": 2}
 
 

@@ -48,7 +48,8 @@ class Mistake:
         """By the comparison that the real kernels pass."""
         root = planted_checkout(folder, self.file, self.old, self.new)
         stem = (SUBJECTS | CPU_SUBJECTS)[self.op].source or self.op
-        said = what_the_comparison_says(planted_library(root, stem, emulated=self.emulated), self.op, self.emulated)
+        kernels = planted_library(root, Path(self.file), stem, emulated=self.emulated)
+        said = what_the_comparison_says(kernels, self.op, self.emulated)
         assert said and self.seen in said, said or "nothing is found"
 
 
@@ -79,10 +80,16 @@ def as_built(emulated: bool) -> tuple[Any, tuple[Path, ...]]:
         return recipe, tuple(build.compile_all(recipe, build.CACHE))
 
 
-def planted_library(root: Path, stem: str, *, emulated: bool) -> Path:
-    """The kernels with the planted checkout's cuda/`stem`*.cu, or its cpu/`stem`*.cpp for what this machine runs."""
-    stems = sorted(path.stem for path in (root / "csrc" / ("cuda" if emulated else "cpu")).glob(f"{stem}*.c*"))
-    return made_anew(root, root, stems, emulated=emulated, flags=("-O0", "-g0"))
+def planted_library(root: Path, file: Path, stem: str, *, emulated: bool) -> Path:
+    """The kernels with the planted `file`: that source, or where it is a header, cuda/`stem`*.cu, or for what this
+    machine runs cpu/`stem`*.cpp. Of the sanitizers what is planted needs one: each makes the compiler slower."""
+    folder, suffix = ("cuda", ".cu") if emulated else ("cpu", ".cpp")
+    stems = sorted(path.stem for path in (root / "csrc" / folder).glob(f"{stem}*{suffix}"))
+    if file.suffix == suffix:
+        assert file.stem in stems, f"{file} is no source of {stem}"
+        stems = [file.stem]
+    sanitizers = ("-fno-sanitize=all", "-fsanitize=alignment") if emulated else ()
+    return made_anew(root, root, stems, emulated=emulated, flags=("-O0", "-g0", *sanitizers))
 
 
 def made_anew(
