@@ -5,9 +5,9 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -49,12 +49,11 @@ python tools/preprocess_data.py \
        --append-eod
 """
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    started = time.monotonic()
-    done = subprocess.run(
-        ["bash", "-c", command], cwd=workshop.folder, env={**os.environ, "PATH": path}, capture_output=True, text=True
-    )
+    told = {**os.environ, "PATH": path, "PYTHONPROFILEIMPORTTIME": "1"}  # every interpreter says what it imports
+    done = subprocess.run(["bash", "-c", command], cwd=workshop.folder, env=told, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert time.monotonic() - started < 15, "32 workers must not cost 32 starts of an interpreter"
+    starts = len(re.findall(r"\| +site\n", done.stderr))
+    assert 1 <= starts < 8, "32 workers must not cost 32 starts of an interpreter"
     wanted = expected_files(expected_documents(workshop.tokenizer, texts, eod=True))
     assert workshop.output("codeparrot", "content") == wanted
     assert "codeparrot_content_document: 300 documents" in done.stdout
@@ -177,11 +176,9 @@ def test_progress_comes_every_log_interval(workshop: Workshop) -> None:
 
 
 def test_help_is_quick_and_loads_nothing_heavy() -> None:
-    started = time.monotonic()
     done = subprocess.run(
         [sys.executable, "-X", "importtime", str(TOOL), "--help"], capture_output=True, text=True, check=True
     )
-    assert time.monotonic() - started < 2
     assert not [name for name in ("torch", "numpy", "tokenizers") if f"| {name}\n" in done.stderr]
     for flag in ("--vocab", "--chunk-size", "--dataset-impl", "--on-error", "--overwrite"):
         assert flag in done.stdout
