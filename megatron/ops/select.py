@@ -143,8 +143,8 @@ def resolve(
             functions[op] = OPERATIONS[op].make(native.ops)
         elif op == "wgrad_accumulation" and choice.backend == "torch":
             functions[op] = wgrad.accumulate
-    if attention == "flash" and functions["attention"] is builtin.sdpa:
-        functions["attention"] = partial(builtin.sdpa, flash_first=True)
+    if device_type == "cuda" and functions["attention"] is builtin.sdpa:
+        functions["attention"] = partial(builtin.sdpa, order=sdpa_order.order(flash_first=attention == "flash"))
     if functions["attention"] is ref.attention:
         functions["attention"] = partial(ref.attention, softmax_op=functions["softmax"])
     note = None if native.missing is None or mode == "ref" else f"the native kernels are {native.missing}"
