@@ -45,6 +45,7 @@ from megatron.layout import padded_vocab_size
 from megatron.model.flops import flops_per_token
 from megatron.utils.device import accelerator_memory, peak_resident_bytes
 
+WAITS = (5.0, 10.0, 20.0)  # seconds for memory, in the first steps
 SETTLING = 2  # steps of a turn that do not count: memory that was given back is taken again
 GETTING_READY = 0.8  # of a size's time, at most; the rest is for measuring
 ENDLESS = 10**6  # iterations: more than anybody takes
@@ -180,7 +181,10 @@ def prepare(name: str, task: Task) -> Turn:
 
     def turn(steps: int) -> dict[str, Any]:
         nonlocal warm
-        block(SETTLING if warm else task.warm_up)
+        if warm:
+            block(SETTLING)
+        else:
+            first_steps(block, task.warm_up)
         if on_gpu:
             torch.accelerator.synchronize()
             if not warm:
@@ -197,6 +201,17 @@ def prepare(name: str, task: Task) -> Turn:
         return {"seconds": seconds, "loss": loss, "peak_bytes": memory, **about}
 
     return turn
+
+
+def first_steps(block: Block, steps: int, sleep: Callable[[float], None] = time.sleep) -> None:
+    """Others make theirs at the same time, and memory may not hold them all: what is compiled stays compiled."""
+    for seconds in WAITS:
+        with contextlib.suppress(torch.OutOfMemoryError):
+            block(steps)
+            return
+        torch.accelerator.empty_cache()
+        sleep(seconds)
+    block(steps)
 
 
 # ---------------------------------------------------------------- a size

@@ -91,3 +91,25 @@ def test_the_verdict_is_about_the_fastest() -> None:
     assert "plain                  left out: RuntimeError: CUDA out of memory" in said
     assert "ours-graphs against compiled, the fastest peer: 2.000x: ahead" in said
     assert f"ours-graphs: {12 * 1024 / 0.5 / 85_000:.2f}x of what is published" in said
+
+
+@pytest.mark.parametrize(("failures", "made"), [(0, True), (2, True), (3, True), (4, False)])
+def test_first_steps_wait_for_the_memory_of_others(failures: int, made: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    freed: list[str] = []
+    monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: freed.append("cache"))
+    waited: list[float] = []
+    tries: list[int] = []
+
+    def block(steps: int) -> float:
+        tries.append(steps)
+        if len(tries) <= failures:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return 1.0
+
+    if made:
+        gpu_peers.first_steps(block, 7, waited.append)
+    else:
+        with pytest.raises(torch.OutOfMemoryError):
+            gpu_peers.first_steps(block, 7, waited.append)
+    assert tries == [7] * min(failures + 1, 4)
+    assert waited == list(gpu_peers.WAITS[: min(failures, 3)]) and len(freed) == len(waited)
