@@ -113,3 +113,20 @@ def test_first_steps_wait_for_the_memory_of_others(failures: int, made: bool, mo
             gpu_peers.first_steps(block, 7, waited.append)
     assert tries == [7] * min(failures + 1, 4)
     assert waited == list(gpu_peers.WAITS[: min(failures, 3)]) and len(freed) == len(waited)
+
+
+def test_what_is_held_is_given_back_after_every_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not within one: the steps that are timed replay what the settling ones recorded."""
+    did: list[str] = []
+
+    def block(steps: int) -> float:
+        did.append(f"{steps} steps")
+        return 1.0
+
+    ready = gpu_peers.Ready(block, {}, lambda: did.append("gives back"))
+    monkeypatch.setitem(gpu_peers.CONTENDERS, "plain", gpu_peers.Contender(lambda task: ready))
+    turn = gpu_peers.prepare("plain", TINY)
+    for _ in range(2):
+        assert turn(5)["loss"] == 1.0
+    settling = gpu_peers.SETTLING
+    assert did == [f"{TINY.warm_up} steps", "5 steps", "gives back", f"{settling} steps", "5 steps", "gives back"]
