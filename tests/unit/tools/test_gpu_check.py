@@ -100,6 +100,20 @@ def read(path: Path) -> bytes:
         return b""
 
 
+def test_what_a_sanitizer_looks_at_has_no_memory_behind_it(tool: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the allocations that torch cuts tensors from, it would know the end of the whole alone."""
+    did: list[str] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "init", lambda: did.append("CUDA is there"))
+    monkeypatch.setattr(
+        torch.cuda.memory, "caching_allocator_enable", lambda on: did.append("cached" if on else "an allocation each")
+    )
+    monkeypatch.setattr(tool, "why_not_native", lambda native, device: None)
+    monkeypatch.setattr(tool, "judge_all", lambda *_, **small: did.append(f"judged: {small}") or [])
+    assert tool.main(["--only-small"]) == 0
+    assert did == ["CUDA is there", "an allocation each", f"judged: {{'largest': {tool.SMALL}}}"]
+
+
 def test_the_sanitizers_look_at_all_our_kernels(tool: ModuleType) -> None:
     """The part of their mangled names by which they are chosen is mk::cuda."""
     substring = tool.OUR_KERNELS.removeprefix("kns=")
