@@ -45,7 +45,7 @@ from megatron.layout import padded_vocab_size
 from megatron.model.flops import flops_per_token
 from megatron.utils.device import accelerator_memory, peak_resident_bytes
 
-WAITS = (5.0, 10.0, 20.0)  # seconds for memory, in the first steps
+WAITS = (5.0, 10.0, 20.0, 30.0)  # seconds for memory, in the first steps: others hold theirs while they compile
 SETTLING = 2  # steps of a turn that do not count: memory that was given back is taken again
 GETTING_READY = 0.8  # of a size's time, at most; the rest is for measuring
 ENDLESS = 10**6  # iterations: more than anybody takes
