@@ -25,7 +25,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,7 @@ from megatron.layout import padded_vocab_size
 from megatron.model.flops import flops_per_token
 from megatron.utils.device import accelerator_memory, peak_resident_bytes
 
+WAITS = (5.0, 10.0, 20.0, 30.0)  # seconds for memory, in the first steps: others hold theirs while they compile
 SETTLING = 2  # steps of a turn that do not count: memory that was given back is taken again
 GETTING_READY = 0.8  # of a size's time, at most; the rest is for measuring
 ENDLESS = 10**6  # iterations: more than anybody takes
@@ -82,14 +83,23 @@ class Task:
 
 
 @dataclass(frozen=True)
+class Ready:
+    block: Block
+    about: dict[str, Any] = field(default_factory=dict)
+    rest: Callable[[], None] = lambda: None
+    """Gives back what it need not hold between its turns."""
+
+
+@dataclass(frozen=True)
 class Contender:
-    prepare: Callable[[Task], tuple[Block, dict[str, Any]]]
+    prepare: Callable[[Task], Ready]
     compiles_all: bool = False
     """Its first step takes a minute or more of the processor."""
 
 
-def our_block(task: Task, extra: str = "") -> tuple[Block, dict[str, Any]]:
+def our_block(task: Task, extra: str = "") -> Ready:
     """The trainer of pretrain_gpt.py, an iteration at a time; and which kernels it takes."""
+    from megatron.engine import GraphedPasses
     from megatron.training.assemble import assemble
     from megatron.training.initialize import initialize
     from pretrain_gpt import datasets_provider, forward_step, model_provider
@@ -109,7 +119,11 @@ def our_block(task: Task, extra: str = "") -> tuple[Block, dict[str, Any]]:
         assert result is not None and not result.skipped
         return result.lm_loss
 
-    return block, about
+    def rest() -> None:
+        if isinstance(trainer.engine.passes, GraphedPasses):
+            trainer.engine.passes.forget()  # a recording holds the memory of a whole pass
+
+    return Ready(block, about, rest)
 
 
 def host_waits(step: Callable[[], object]) -> list[str]:
@@ -126,7 +140,7 @@ def host_waits(step: Callable[[], object]) -> list[str]:
     return sorted({f"{warning.filename}:{warning.lineno}" for warning in waits})
 
 
-def peer_block(task: Task, make: Callable[..., peers.Step], **how: bool) -> tuple[Block, dict[str, Any]]:
+def peer_block(task: Task, make: Callable[..., peers.Step], **how: bool) -> Ready:
     """A plain loop that reads its loss once a block."""
     torch.manual_seed(1)
     size, on_gpu = task.size, task.device != "cpu"
@@ -152,7 +166,7 @@ def peer_block(task: Task, make: Callable[..., peers.Step], **how: bool) -> tupl
             loss = step()
         return loss.item()
 
-    return block, {}
+    return Ready(block)
 
 
 TRANSFORMERS = partial(peer_block, make=peers.transformers_step)
@@ -174,13 +188,17 @@ USUAL = ("ours", "ours-graphs", "ours-compile", "transformers", "compiled")
 
 def prepare(name: str, task: Task) -> Turn:
     """In a contender's process. Its first turn only warms up."""
-    block, about = CONTENDERS[name].prepare(task)
+    ready = CONTENDERS[name].prepare(task)
+    block, about = ready.block, ready.about
     on_gpu = task.device != "cpu"
     warm = False
 
     def turn(steps: int) -> dict[str, Any]:
         nonlocal warm
-        block(SETTLING if warm else task.warm_up)
+        if warm:
+            block(SETTLING)
+        else:
+            first_steps(block, task.warm_up)
         if on_gpu:
             torch.accelerator.synchronize()
             if not warm:
@@ -191,12 +209,24 @@ def prepare(name: str, task: Task) -> Turn:
             torch.accelerator.synchronize()
         seconds = (time.perf_counter() - start) / steps
         memory = accelerator_memory(torch.device(task.device)).get("max_allocated", peak_resident_bytes())
+        ready.rest()
         if on_gpu:
             torch.accelerator.empty_cache()
         warm = True
         return {"seconds": seconds, "loss": loss, "peak_bytes": memory, **about}
 
     return turn
+
+
+def first_steps(block: Block, steps: int, sleep: Callable[[float], None] = time.sleep) -> None:
+    """Others make theirs at the same time, and memory may not hold them all: what is compiled stays compiled."""
+    for seconds in WAITS:
+        with contextlib.suppress(torch.OutOfMemoryError):
+            block(steps)
+            return
+        torch.accelerator.empty_cache()
+        sleep(seconds)
+    block(steps)
 
 
 # ---------------------------------------------------------------- a size

@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +70,16 @@ def run_flags(size: Size, device: str, iters: int, *, log_interval: int = BLOCK)
 def measure(
     size: Size, device: str, iters: int, warm_up: int, extra: list[str], until: float = math.inf
 ) -> dict[str, Any]:
-    """`until`: by time.monotonic(), when it must be over."""
+    """`until`: by time.monotonic(), when it must be over. What memory does not hold is tried with half the batch."""
+    result = measure_once(size, device, iters, warm_up, extra, until)
+    too_large = any("out of memory" in text for text in result.get("said", ()))
+    if too_large and size.micro_batch > 1 and time.monotonic() < until:
+        print(f"{size.name:<6} micro-batch {size.micro_batch} does not fit: {result['failed']}", flush=True)
+        return measure(replace(size, micro_batch=size.micro_batch // 2), device, iters, warm_up, extra, until)
+    return result
+
+
+def measure_once(size: Size, device: str, iters: int, warm_up: int, extra: list[str], until: float) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         metrics = Path(folder) / "metrics.jsonl"
         command = [sys.executable, str(ROOT / "pretrain_gpt.py"), *run_flags(size, device, iters), *extra]
@@ -86,7 +95,11 @@ def measure(
             failed, said = True, [f"not done within the {seconds:.0f} s that were left"]
         records = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.is_file() else []
     blocks = [r for r in records if r["split"] == "train" and r["iteration"] > warm_up]
-    result = {"size": size.name, **({"failed": said[-1], "said": said[-30:]} if failed else {})}
+    result = {
+        "size": size.name,
+        "micro_batch": size.micro_batch,
+        **({"failed": said[-1], "said": said[-30:]} if failed else {}),
+    }
     return result | (_medians(size, blocks) if blocks else {})
 
 
@@ -115,6 +128,8 @@ def line(size: Size, result: dict[str, Any]) -> str:
         verdict = f"bar {size.floor:.0%}, aim {size.aim:.0%}: {reached}"
     elif size.published_tokens is not None:
         verdict = f"{result['tokens_per_second'] / size.published_tokens:.2f}x of {size.published}"
+    if result["micro_batch"] != size.micro_batch:
+        verdict += f" (micro-batch {result['micro_batch']}: {size.micro_batch} does not fit)"
     return (
         f"{size.name:<6} {result['ms']:>9.1f} ms {result['tokens_per_second']:>10.0f} tokens/s "
         f"{result['samples_per_second']:>8.1f} samples/s {result['tflops']:>7.1f} TFLOP/s {share:>6.1%}  {verdict}"

@@ -125,12 +125,15 @@ def compiler() -> tuple[str, ...]:
     raise BuildError("no C++ compiler (g++) on the PATH")
 
 
-def find_cuda() -> Cuda:
-    """CUDA_HOME's nvcc, else the PATH's, else the usual place's."""
+def cuda_program(name: str) -> str | None:
+    """CUDA_HOME's, else the PATH's, else the usual place's."""
     home = os.environ.get("CUDA_HOME")
-    found = shutil.which("nvcc", path=str(Path(home or CUDA_HOME) / "bin"))
-    if home is None:
-        found = shutil.which("nvcc") or found
+    found = shutil.which(name, path=str(Path(home or CUDA_HOME) / "bin"))
+    return found if home is not None else shutil.which(name) or found
+
+
+def find_cuda() -> Cuda:
+    home, found = os.environ.get("CUDA_HOME"), cuda_program("nvcc")
     if found is None:
         raise CudaError(f"CUDA_HOME={home} has no bin/nvcc" if home else "no nvcc was found")
     roots = [Path(found).resolve().parent.parent, Path(home or CUDA_HOME)]  # the nvcc of the PATH may be a wrapper

@@ -16,11 +16,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import json
 import os
 import platform
 import random
-import shutil
 import signal
 import subprocess
 import sys
@@ -28,7 +28,9 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -39,6 +41,7 @@ from benchmarks import gpu_peers, gpu_steps
 from megatron.config.tool import run_tool
 from megatron.ops.library import PATH, VERIFIED, library
 from megatron.ops.proof import SUBJECTS, Draw, Subject, check, flat_tensors
+from megatron.ops.select import why_not_native
 
 ROOT = Path(__file__).resolve().parent.parent
 SMALL = 20_000  # elements: what compute-sanitizer does in seconds
@@ -47,6 +50,8 @@ WRONG = 3  # our own when a kernel was wrong
 OUR_KERNELS = "kns=2mk4cuda"  # what their mangled names have in common: what torch launches is not our business
 YET_TO_RUN = "not run: the check was cut off before"
 SANITIZERS = ("memcheck", "racecheck", "synccheck")
+BUILD = ROOT / "csrc" / "build.py"
+BUILDING = 180.0  # seconds, at most
 DRIVER = ("nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader")
 
 
@@ -63,12 +68,26 @@ class Verdict:
     wrong: tuple[str, ...]
 
 
-def output_of(*command: str) -> str:
+def output_of(*command: str, seconds: float = 30) -> str:
     try:
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=seconds)
     except OSError as error:
         return f"{command[0]}: {error.strerror}"
-    return (done.stdout.strip() or done.stderr.strip()) if done.returncode == 0 else f"exit code {done.returncode}"
+    except subprocess.TimeoutExpired:
+        return f"{command[0]}: not done within {seconds:.0f} s"
+    said = done.stdout.strip() or done.stderr.strip()
+    return said if done.returncode == 0 else f"exit code {done.returncode}: {said or 'no message'}"
+
+
+@cache
+def builder() -> ModuleType:
+    """csrc/build.py, which is no part of a package."""
+    spec = importlib.util.spec_from_file_location("build_kernels", BUILD)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # its dataclasses look for it there
+    spec.loader.exec_module(module)
+    return module
 
 
 def environment(device: str) -> dict[str, str]:
@@ -82,7 +101,7 @@ def environment(device: str) -> dict[str, str]:
         }
     else:
         found["device"] = platform.processor() or platform.machine()
-    return found | {"nvcc": output_of("nvcc", "--version").rpartition("\n")[2]}
+    return found | {"nvcc": output_of(builder().cuda_program("nvcc") or "nvcc", "--version").rpartition("\n")[2]}
 
 
 # ---------------------------------------------------------------- the library
@@ -90,10 +109,9 @@ def environment(device: str) -> dict[str, str]:
 
 def why_not(device: str) -> str | None:
     """Asked of a new process: a library that was built meanwhile is seen, and one that crashes is survived."""
-    code = "from megatron.ops.library import library as l; print(l().missing or CUDA and l().without_cuda or '')"
-    code = code.replace("CUDA", str(device == "cuda"))
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
-    return (done.stdout.strip() or None) if done.returncode == 0 else f"exit code {done.returncode}"
+    code = "from megatron.ops.select import why_not_native as w; from megatron.ops.library import library as l; "
+    said = output_of(sys.executable, "-c", f"{code}print(w(l(), {device!r}) or '')", seconds=120)
+    return said or None
 
 
 def make_ready(device: str) -> str | None:
@@ -102,7 +120,7 @@ def make_ready(device: str) -> str | None:
     if reason is None:
         return None
     print(f"the kernels are {reason}: building", flush=True)
-    print(output_of(sys.executable, "csrc/build.py"), flush=True)
+    print(output_of(sys.executable, str(BUILD), seconds=BUILDING), flush=True)
     return why_not(device)
 
 
@@ -200,11 +218,11 @@ def judge_one(args: argparse.Namespace) -> int:
 def sanitize(seed: int, seconds: float = 150) -> dict[str, str]:
     """The same comparison under each of compute-sanitizer's tools at the same time, on small shapes; 'clean' or what
     was said last."""
-    program = shutil.which("compute-sanitizer")
+    program = builder().cuda_program("compute-sanitizer")
     if program is None:
         return dict.fromkeys(SANITIZERS, "not run: compute-sanitizer is not installed")
     with tempfile.TemporaryDirectory() as folder:
-        started = {tool: _sanitizing(program, tool, seed, Path(folder) / tool) for tool in SANITIZERS}
+        started = {tool: _sanitizing(program, tool, seed, seconds, Path(folder) / tool) for tool in SANITIZERS}
         until, results = time.monotonic() + seconds, {}
         for tool, process in started.items():
             try:
@@ -219,13 +237,21 @@ def sanitize(seed: int, seconds: float = 150) -> dict[str, str]:
     return results
 
 
-def _sanitizing(program: str, tool: str, seed: int, output: Path) -> subprocess.Popen[bytes]:
+def _sanitizing(program: str, tool: str, seed: int, seconds: float, output: Path) -> subprocess.Popen[bytes]:
     command = [program, "--tool", tool, "--error-exitcode", str(SANITIZER_FOUND), "--kernel-name", OUR_KERNELS]
+    # It gives up on a program that has not used CUDA for 10 s, and torch alone may take that long to be imported.
+    command += ["--target-processes", "application-only", "--launch-timeout", f"{max(10, seconds):.0f}"]
     if tool == "memcheck":
         command += ["--report-api-errors", "no"]  # torch asks the driver for things that it may not have
     command += [sys.executable, __file__, "--part", "ops", "--only-small", "--seed", str(seed)]
     with output.open("wb") as file:
         return subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
+
+
+def end_allocations_with_tensors() -> None:
+    """compute-sanitizer sees a step beyond the end of an allocation: torch's would go on far behind a small tensor."""
+    torch.cuda.init()  # before it this setting is ignored
+    torch.cuda.memory.caching_allocator_enable(False)
 
 
 def _verdict(code: int, said: str) -> str:
@@ -270,17 +296,20 @@ def write_record(path: Path, record: dict[str, Any]) -> None:
 
 def check_ops(args: argparse.Namespace) -> int:
     start = time.monotonic()
-    if (reason := make_ready(args.device)) is not None:
+    apart = args.only_small or args.judge is not None  # started by another, which has made everything ready
+    if (reason := why_not_native(library(), args.device) if apart else make_ready(args.device)) is not None:
         print(f"the kernels are {reason}", file=sys.stderr)
         return 1
-    where = library().ops, args.device
     if args.only_small:
+        if args.device == "cuda":
+            end_allocations_with_tensors()
+        where = library().ops, args.device
         return WRONG * any(verdict.wrong for verdict in judge_all(args.seed, where, None, largest=SMALL))
     if args.judge is not None:
         return judge_one(args)
     about = about_run(args)
     print("\n".join(f"{name}: {value}" for name, value in about["environment"].items()), f"seed: {args.seed}", sep="\n")
-    verdicts = judge_apart(args, args.seconds / 2)
+    verdicts = judge_apart(args, (args.seconds - (time.monotonic() - start)) / 2)
     built = json.loads(PATH.with_suffix(".json").read_text(encoding="utf-8"))["cuda_sources"]
     sanitized = dict.fromkeys(SANITIZERS, YET_TO_RUN) if args.device == "cuda" else {}
 

@@ -72,6 +72,10 @@ class GraphedPasses:
         self._grads.fill_with_zeros()  # also of what warming up left there
         return [self._recordings[_signature(batch)].run(batch, factor) for batch in batches]
 
+    def forget(self) -> None:
+        """Lets go of the recordings and of their memory; what comes next is recorded anew."""
+        self._recordings.clear()
+
     def _record(self, batch: Batch) -> _Recording:
         if len(self._recordings) == _MOST:
             shapes = ", ".join(f"{name} {list(shape)}" for name, shape, _ in _signature(batch))

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend
 
 from megatron.ops import ref
 from megatron.ops.sdpa_order import preferred
@@ -45,13 +48,14 @@ def sdpa(
     scale: float,
     dropout_p: float = 0.0,
     layer_scaling: int = 1,
-    flash_first: bool = False,
+    order: Sequence[SDPBackend] = (),
 ) -> Tensor:
-    """`ref.attention` through F.scaled_dot_product_attention, whose scores stay in fp32: no layer scaling needed."""
+    """`ref.attention` through F.scaled_dot_product_attention, whose scores stay in fp32: no layer scaling needed.
+    `order`: of the kernels that are tried, if not PyTorch's."""
     if causal and (mask is not None or query.shape[-2] != key.shape[-2]):
         triangle = ref.causal_mask(query.shape[-2], key.shape[-2], query.device)
         mask, causal = triangle if mask is None else mask & triangle, False
-    with preferred(query.device.type, flash_first=flash_first):
+    with preferred(order):
         return F.scaled_dot_product_attention(
             query,
             key,

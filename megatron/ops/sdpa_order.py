@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
@@ -24,7 +25,9 @@ _CUDNN_SINCE, _HOPPER = 91501, 9
 def trusts_cudnn() -> bool:
     """Whether cuDNN's attention is known to be right on this machine's GPU."""
     version = torch.backends.cudnn.version()
-    return version is not None and version >= _CUDNN_SINCE and torch.cuda.get_device_capability()[0] == _HOPPER
+    if version is None or version < _CUDNN_SINCE or not torch.cuda.is_available():
+        return False
+    return torch.cuda.get_device_capability()[0] == _HOPPER
 
 
 def order(*, flash_first: bool = False) -> tuple[SDPBackend, ...]:
@@ -39,8 +42,7 @@ def explanation(*, flash_first: bool = False) -> str:
     return f"{' before '.join(names)}{why}"
 
 
-def preferred(device_type: str, *, flash_first: bool = False) -> AbstractContextManager[Any]:
-    """Around a call of scaled_dot_product_attention. A compiler would stop at the change of a setting."""
-    if device_type != "cuda" or torch.compiler.is_compiling():
-        return nullcontext()
-    return sdpa_kernel(list(order(flash_first=flash_first)), set_priority=True)
+def preferred(backends: Sequence[SDPBackend]) -> AbstractContextManager[Any]:
+    """Around a call of scaled_dot_product_attention; none is PyTorch's own order. torch.compile reads it while it
+    traces: what is compiled takes the same kernel."""
+    return sdpa_kernel(list(backends), set_priority=True) if backends else nullcontext()

@@ -129,7 +129,7 @@ def resolve(
     """
     mode, excluded = _parse(spec)
     native = library() if native is None else native
-    why_not = _why_not_native(native, device_type)
+    why_not = why_not_native(native, device_type)
     if mode == "native" and why_not is not None:
         raise ConfigError(f"--kernels {spec}: the native kernels are {why_not}; or use --kernels auto")
     fallbacks = None if mode == "native" else Fallbacks(warn)
@@ -143,8 +143,8 @@ def resolve(
             functions[op] = OPERATIONS[op].make(native.ops)
         elif op == "wgrad_accumulation" and choice.backend == "torch":
             functions[op] = wgrad.accumulate
-    if attention == "flash" and functions["attention"] is builtin.sdpa:
-        functions["attention"] = partial(builtin.sdpa, flash_first=True)
+    if device_type == "cuda" and functions["attention"] is builtin.sdpa:
+        functions["attention"] = partial(builtin.sdpa, order=sdpa_order.order(flash_first=attention == "flash"))
     if functions["attention"] is ref.attention:
         functions["attention"] = partial(ref.attention, softmax_op=functions["softmax"])
     note = None if native.missing is None or mode == "ref" else f"the native kernels are {native.missing}"
@@ -165,7 +165,8 @@ def _function(choice: Choice, device_type: str, native: Library, fallbacks: Fall
     return OPERATIONS[choice.op].with_fallback(native.ops, fallback, fallbacks)
 
 
-def _why_not_native(native: Library, device_type: str) -> str | None:
+def why_not_native(native: Library, device_type: str) -> str | None:
+    """Why its kernels do not run there at all, or None."""
     if native.missing is not None:
         return native.missing
     if device_type == "cuda" and native.without_cuda is not None:
@@ -199,7 +200,7 @@ def _choose(op: str, mode: str, excluded: bool, device_type: str, attention: str
         return Choice(op, "torch", f"--attention-backend {attention}: PyTorch's scaled_dot_product_attention{order}")
     why_not = None
     if op in OPERATIONS and (OPERATIONS[op].source or device_type != "cuda"):
-        why_not = _why_not_native(native, device_type)
+        why_not = why_not_native(native, device_type)
         unverified = device_type == "cuda" and OPERATIONS[op].source in native.unverified
         if why_not is None and unverified and mode == "auto":
             why_not = "not yet verified on a GPU as it is (tools/gpu_check.py)"

@@ -91,3 +91,42 @@ def test_the_verdict_is_about_the_fastest() -> None:
     assert "plain                  left out: RuntimeError: CUDA out of memory" in said
     assert "ours-graphs against compiled, the fastest peer: 2.000x: ahead" in said
     assert f"ours-graphs: {12 * 1024 / 0.5 / 85_000:.2f}x of what is published" in said
+
+
+@pytest.mark.parametrize(("failures", "made"), [(0, True), (2, True), (4, True), (5, False)])
+def test_first_steps_wait_for_the_memory_of_others(failures: int, made: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    freed: list[str] = []
+    monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: freed.append("cache"))
+    waited: list[float] = []
+    tries: list[int] = []
+
+    def block(steps: int) -> float:
+        tries.append(steps)
+        if len(tries) <= failures:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return 1.0
+
+    if made:
+        gpu_peers.first_steps(block, 7, waited.append)
+    else:
+        with pytest.raises(torch.OutOfMemoryError):
+            gpu_peers.first_steps(block, 7, waited.append)
+    assert tries == [7] * min(failures + 1, 5)
+    assert waited == list(gpu_peers.WAITS[:failures]) and len(freed) == len(waited)
+
+
+def test_what_is_held_is_given_back_after_every_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not within one: the steps that are timed replay what the settling ones recorded."""
+    did: list[str] = []
+
+    def block(steps: int) -> float:
+        did.append(f"{steps} steps")
+        return 1.0
+
+    ready = gpu_peers.Ready(block, {}, lambda: did.append("gives back"))
+    monkeypatch.setitem(gpu_peers.CONTENDERS, "plain", gpu_peers.Contender(lambda task: ready))
+    turn = gpu_peers.prepare("plain", TINY)
+    for _ in range(2):
+        assert turn(5)["loss"] == 1.0
+    settling = gpu_peers.SETTLING
+    assert did == [f"{TINY.warm_up} steps", "5 steps", "gives back", f"{settling} steps", "5 steps", "gives back"]

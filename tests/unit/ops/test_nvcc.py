@@ -12,11 +12,13 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.kernels import builder
+from tests.helpers.scripts import load_script
 from tests.policy.rules import ROOT
 
 SOURCES = sorted((ROOT / "csrc" / "cuda").glob("*.cu"))
 USAGE = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 ACCESS = re.compile(r"\b(ld|st)\.global\S*?\.v([248])\.[a-z](\d+)")
+ENTRIES = re.compile(r"\.entry\s+(\w+)\(")
 ENTRY = re.compile(r"\.entry\s+(\w+)\(.*?\n\}", re.DOTALL)
 
 
@@ -72,6 +74,14 @@ def test_no_kernel_spills_or_uses_the_stack(output: tuple[Path, str, str]) -> No
     _, said, _ = output
     assert said.count("Function properties for") > 0
     assert usage_problems(said) == []
+
+
+def test_compute_sanitizer_is_told_of_every_kernel(output: tuple[Path, str, str]) -> None:
+    """It chooses by a part of the name in machine code, and calls what it was not told of clean."""
+    key, part = load_script("tools/gpu_check.py").OUR_KERNELS.split("=")
+    kernels = ENTRIES.findall(output[2])
+    assert key == "kns" and kernels
+    assert [name for name in kernels if part not in name] == []
 
 
 def test_packs_are_one_access(output: tuple[Path, str, str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends  # type: ignore[attr-defined]
 
-from megatron.ops import builtin, resolve, sdpa_order
+from megatron.ops import builtin, resolve, sdpa_order, wgrad
 
 HOPPER, BLACKWELL = (9, 0), (10, 0)
 
@@ -27,7 +28,9 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     def be(version: int | None, capability: tuple[int, int]) -> None:
         sdpa_order.trusts_cudnn.cache_clear()
         monkeypatch.setattr(torch.backends.cudnn, "version", lambda: version)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+        monkeypatch.setattr(wgrad, "widens", lambda device_type: False)  # would try it out there
 
     yield be
     sdpa_order.trusts_cudnn.cache_clear()
@@ -36,7 +39,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 def test_cudnn_comes_first_on_hopper_and_the_order_is_put_back(machine: Any) -> None:
     machine(92000, HOPPER)
     before = order()
-    with sdpa_order.preferred("cuda"):
+    with sdpa_order.preferred(sdpa_order.order()):
         assert order()[:2] == [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]
         assert set(order()) == set(sdpa_order.CUDNN_FIRST), "none is ruled out: what one cannot do, the next does"
     assert order() == before != list(sdpa_order.CUDNN_FIRST)
@@ -50,7 +53,7 @@ def test_a_cudnn_that_is_known_to_be_wrong_is_left_out(
 ) -> None:
     machine(version, capability)
     for flash_first in (False, True):
-        with sdpa_order.preferred("cuda", flash_first=flash_first):
+        with sdpa_order.preferred(sdpa_order.order(flash_first=flash_first)):
             assert order()[0] == SDPBackend.FLASH_ATTENTION and SDPBackend.CUDNN_ATTENTION not in order()
     reason = {choice.op: choice.reason for choice in resolve("auto", "cuda").choices}["attention"]
     assert "flash before efficient (this cuDNN is not trusted on this GPU)" in reason
@@ -73,7 +76,7 @@ def test_flash_that_was_asked_for_comes_first(machine: Any) -> None:
 def first_of_a_call(attention: Any) -> SDPBackend:
     """What is tried first in the call of a CUDA tensor, made on a CPU."""
     seen: list[SDPBackend] = []
-    call, preferred = F.scaled_dot_product_attention, sdpa_order.preferred
+    call = F.scaled_dot_product_attention
 
     def noted(*args: Any, **named: Any) -> torch.Tensor:
         seen.extend(order())
@@ -81,14 +84,34 @@ def first_of_a_call(attention: Any) -> SDPBackend:
 
     x = torch.randn(1, 2, 5, 4)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(builtin, "preferred", lambda device_type, **named: preferred("cuda", **named))
         patch.setattr(F, "scaled_dot_product_attention", noted)
         found = attention(x, x, x, mask=None, causal=True, scale=0.5)
     torch.testing.assert_close(found, call(x, x, x, is_causal=True, scale=0.5))
     return seen[0]
 
 
+def test_a_compiled_layer_takes_the_same_kernel() -> None:
+    """The compiler reads the order while it traces, without a break: it would take cuDNN on a Hopper by itself."""
+    priorities: list[tuple[list[str], bool]] = []
+
+    def look(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        for node in graph.graph.nodes:
+            if node.target is torch.nn.attention._sdpa_kernel:  # type: ignore[attr-defined]
+                backends, first_is_first = node.args
+                priorities.append(([backend.args[0] for backend in backends], first_is_first))
+        return graph.forward
+
+    attention = partial(builtin.sdpa, mask=None, causal=True, scale=0.5, order=sdpa_order.FLASH_FIRST)
+    x = torch.randn(1, 2, 5, 4)
+    compiled = torch.compile(lambda q: attention(q, q, q) * 2, backend=look, fullgraph=True, dynamic=False)
+    torch.testing.assert_close(compiled(x), attention(x, x, x) * 2)
+    (inside, by_priority), (after, _) = priorities
+    assert by_priority and inside == [backend.name for backend in sdpa_order.FLASH_FIRST] != after
+
+
 def test_elsewhere_nothing_is_touched() -> None:
     before = order()
-    with sdpa_order.preferred("cpu"):
+    with sdpa_order.preferred(()):
         assert order() == before
+    named = resolve("auto", "cpu", attention="flash").attention
+    assert named is builtin.sdpa, "on a CPU PyTorch has an order of its own"

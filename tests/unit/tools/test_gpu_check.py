@@ -68,9 +68,10 @@ def test_a_result_that_changes_from_run_to_run_is_wrong(tool: ModuleType) -> Non
 
 
 def test_the_sanitizers(tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
     assert set(tool.sanitize(1).values()) == {"not run: compute-sanitizer is not installed"}
-    program = tmp_path / "compute-sanitizer"
+    program = tmp_path / "bin" / "compute-sanitizer"  # a toolkit is not always on the PATH
+    program.parent.mkdir()
     program.write_text(
         '#!/bin/sh\n[ "$2" = memcheck ] && exit 0\n[ "$2" = synccheck ] && echo refused && exit 255\n'
         'echo "$*" > arguments\necho "a hazard"\nexit 9\n'
@@ -80,7 +81,9 @@ def test_the_sanitizers(tool: ModuleType, tmp_path: Path, monkeypatch: pytest.Mo
     assert tool.sanitize(1) == {
         "memcheck": "clean", "racecheck": "a hazard", "synccheck": "not run: exit code 255: refused"
     }  # fmt: skip
-    assert "--error-exitcode 9 --kernel-name kns=2mk4cuda" in (tmp_path / "arguments").read_text()
+    given = (tmp_path / "arguments").read_text()
+    assert "--error-exitcode 9 --kernel-name kns=2mk4cuda" in given
+    assert "--target-processes application-only --launch-timeout 150" in given  # torch is imported for longer than 10 s
     sleep = f"/bin/sleep 61.{os.getpid()}"
     program.write_text(f"#!/bin/sh\n{sleep}\necho done\n")
     assert set(tool.sanitize(1, seconds=0.2).values()) == {"not run: it took longer than 0 s"}
@@ -95,6 +98,20 @@ def read(path: Path) -> bytes:
         return path.read_bytes()
     except OSError:
         return b""
+
+
+def test_what_a_sanitizer_looks_at_has_no_memory_behind_it(tool: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the allocations that torch cuts tensors from, it would know the end of the whole alone."""
+    did: list[str] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "init", lambda: did.append("CUDA is there"))
+    monkeypatch.setattr(
+        torch.cuda.memory, "caching_allocator_enable", lambda on: did.append("cached" if on else "an allocation each")
+    )
+    monkeypatch.setattr(tool, "why_not_native", lambda native, device: None)
+    monkeypatch.setattr(tool, "judge_all", lambda *_, **small: did.append(f"judged: {small}") or [])
+    assert tool.main(["--only-small"]) == 0
+    assert did == ["CUDA is there", "an allocation each", f"judged: {{'largest': {tool.SMALL}}}"]
 
 
 def test_the_sanitizers_look_at_all_our_kernels(tool: ModuleType) -> None:
@@ -246,6 +263,40 @@ def test_refusals(tool: ModuleType, arguments: list[str], reason: str, capsys: p
 def test_kernels_that_do_not_load_are_built(tool: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     reasons, commands = ["not built", None], []
     monkeypatch.setattr(tool, "why_not", lambda device: reasons.pop(0))
-    monkeypatch.setattr(tool, "output_of", lambda *command: commands.append(command) or "kernels: built")
+    monkeypatch.setattr(tool, "output_of", lambda *command, **limit: commands.append(command) or "kernels: built")
     assert tool.make_ready("cuda") is None
-    assert commands == [(sys.executable, "csrc/build.py")]
+    assert commands == [(sys.executable, str(ROOT / "csrc" / "build.py"))]
+
+
+def test_a_build_that_fails_is_told_and_one_without_end_is_ended(
+    tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    build = tmp_path / "build.py"
+    monkeypatch.setattr(tool, "BUILD", build)
+    monkeypatch.setattr(tool, "why_not", lambda device: "not built")
+    build.write_text("import sys\nsys.exit('kernels: not built (no C++ compiler (g++) on the PATH)')\n")
+    assert tool.make_ready("cuda") == "not built"
+    assert "exit code 1: kernels: not built (no C++ compiler (g++) on the PATH)" in capsys.readouterr().out
+    build.write_text("import time\ntime.sleep(60)\n")
+    monkeypatch.setattr(tool, "BUILDING", 0.5)
+    assert tool.make_ready("cuda") == "not built"
+    assert "not done within 0 s" in capsys.readouterr().out
+
+
+def test_a_library_without_cuda_is_asked_of_a_new_process(tool: ModuleType) -> None:
+    backend("cpu")
+    assert tool.why_not("cpu") is None
+    assert tool.why_not("npu") == "not made for the device npu"
+    without = library_module.Library(without_cuda="no nvcc was found")
+    assert tool.why_not_native(without, "cuda") == "built without CUDA (no nvcc was found)"
+
+
+def test_who_was_started_by_another_builds_nothing(
+    tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(tool, "make_ready", lambda device: pytest.fail("another has made everything ready"))
+    monkeypatch.setattr(tool, "library", lambda: library_module.Library("not built"))
+    out = ["--device", "cpu", "--out", str(tmp_path / "verdicts.json")]
+    for words in (["--only-small"], ["--judge", "rope"]):
+        assert tool.main([*out, *words]) == 1
+        assert "the kernels are not built" in capsys.readouterr().err
