@@ -20,7 +20,7 @@ from tests.helpers.scripts import load_script
 from tests.policy.rules import ROOT
 
 EMULATED = ROOT / "build" / "emulated"
-ORDERS = {"in order": 0, "in reverse": 1, "odd ones first": 2}
+ORDERS = {"in order": 0, "in reverse": 1, "odd ones first": 2, "shuffled": 20261122}
 
 
 @dataclass(frozen=True)
