@@ -266,6 +266,20 @@ MISTAKES = {
                                                 "left out: output 0"),
     "a sum without its barrier": Mistake("cuda/optim.cu", "__syncthreads();\n  double sum", "double sum", "grad_norm",
                                          "race of threads"),
+    "a maximum that drops NaN": Mistake("common/reduce.h", "return a > b || a != a ? a : b;", "return a > b ? a : b;",
+                                        "cross_entropy", "inf and nan: output 0"),
+    "columns that another block has": Mistake("cuda/norm.cu", "if (gridDim.y > 1) add_other", "if (false) add_other",
+                                              "rms_norm", "2x8200: gradient of argument 0"),
+    "a gradient of the sum at a row's first columns": Mistake("cuda/norm.cu", "if (sum_row != nullptr) beside",
+                                                              "if (sum_row != nullptr && s == 0) beside",
+                                                              "add_rms_norm", "gradient of argument 0: error"),
+    "a label at the beginning of a pack": Mistake("cuda/xent.cu", "label >= 0 && label <", "label > 0 && label <",
+                                                  "xent_in_place", "output 1: error"),
+    "a sum of parts that lacks a lane": Mistake("cuda/columns.h", "for (int i = 1; i < kLanes; ++i)",
+                                                "for (int i = 1; i < kLanes - 1; ++i)", "bias_gelu",
+                                                "530x8, tanh: gradient of argument 1: error"),
+    "a sum of parts without its barrier": Mistake("cuda/columns.h", "__syncthreads();", ";", "bias_gelu",
+                                                  "race of threads"),
 }  # fmt: skip
 
 
