@@ -333,8 +333,8 @@ def build(
         clean(cache, output)
         try:
             cuda = None if emulated else find_cuda()
-            needs = None if cuda is None else needs_of_cuda(cuda)
             compile_and_link(cxx, cuda, output, cache, emulated=emulated)
+            needs = None if cuda is None else needs_of_cuda(cuda)
             return write_record(output, "the emulator takes its place" if emulated else None, needs)
         except CudaError as error:
             compile_and_link(cxx, None, output, cache, emulated=False)
