@@ -237,7 +237,7 @@ MISTAKES = {
                                              "bias_gelu", "gradient of argument 1: error"),
     "no eps": Mistake("cuda/norm.cu", "squares / float(a.width) + a.eps", "squares / float(a.width)", "rms_norm",
                       ": error"),
-    "a dropped gradient of the sum": Mistake("cuda/norm.cu", "if (a.grad_sum != nullptr)", "if (false)",
+    "a dropped gradient of the sum": Mistake("cuda/norm.cu", "if (sum_row != nullptr)", "if (false)",
                                              "add_rms_norm", "gradient of argument 0: error"),
     "a part that lacks a row": Mistake("common/columns.h", "(part + 1) * rows_each;", "(part + 1) * rows_each - 1;",
                                        "layer_norm", "gradient of argument 0: at"),
