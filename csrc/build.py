@@ -19,6 +19,7 @@ import importlib.util
 import json
 import os
 import platform
+import re
 import shlex
 import shutil
 import subprocess
@@ -294,11 +295,21 @@ def compile_and_link(cxx: tuple[str, ...], cuda: Cuda | None, output: Path, cach
     link(cxx, compile_all(chosen, cache), output, chosen.link_flags)
 
 
-def write_record(output: Path, without_cuda: str | None) -> dict[str, object]:
+def needs_of_cuda(cuda: Cuda) -> dict[str, list[int]]:
+    """What a machine must have for the CUDA kernels: a GPU not older than this, and a driver for this CUDA."""
+    oldest = min(int(number) for flag in GPU_FLAGS for number in re.findall(r"sm_(\d+)", flag))
+    release = re.search(r"release (\d+)\.(\d+)", outcome([cuda.nvcc, "--version"], CudaError).stdout)
+    if release is None:
+        raise CudaError(f"{cuda.nvcc} --version names no release")
+    return {"capability": list(divmod(oldest, 10)), "cuda": [int(number) for number in release.groups()]}
+
+
+def write_record(output: Path, without_cuda: str | None, needs: dict[str, list[int]] | None) -> dict[str, object]:
     record: dict[str, object] = {
         "sha256": hashlib.sha256(output.read_bytes()).hexdigest(),
         "machine": platform.machine(),
         "without_cuda": without_cuda,
+        "needs_of_cuda": needs,
         "sources": {str(path.relative_to(CSRC)): hashlib.sha256(path.read_bytes()).hexdigest() for path in sources()},
         "cuda_sources": {
             path.stem: source_hash(path, CSRC / "torch" / f"{path.stem}.cpp")
@@ -326,10 +337,11 @@ def build(
         try:
             cuda = None if emulated else find_cuda()
             compile_and_link(cxx, cuda, output, cache, emulated=emulated)
-            return write_record(output, "the emulator takes its place" if emulated else None)
+            needs = None if cuda is None else needs_of_cuda(cuda)
+            return write_record(output, "the emulator takes its place" if emulated else None, needs)
         except CudaError as error:
             compile_and_link(cxx, None, output, cache, emulated=False)
-            return write_record(output, str(error))
+            return write_record(output, str(error), None)
 
 
 def summary(record: dict[str, object]) -> str:

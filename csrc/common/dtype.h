@@ -39,12 +39,18 @@ MK_HD float load(bf16 x) { return from_bits(uint32_t(x.bits) << 16); }
 
 // Without branches, so that loops over it become vector instructions: both results are computed, one is taken.
 MK_HD float load(f16 x) {
+#if defined(__CUDA_ARCH__)
+  float wide;  // a GPU has an instruction for it
+  asm("cvt.f32.f16 %0, %1;" : "=f"(wide) : "h"(x.bits));
+  return wide;
+#else
   const uint32_t sign = uint32_t(x.bits & 0x8000u) << 16;
   const uint32_t shifted = uint32_t(x.bits & 0x7fffu) << 13;
   const uint32_t exponent = shifted & 0x0f800000u;
   const float normal = from_bits(shifted + (exponent == 0x0f800000u ? 0x70000000u : 0x38000000u));
   const float subnormal = float(int32_t(x.bits & 0x03ffu)) * 5.9604644775390625e-8f;
   return from_bits(sign | bits_of(exponent == 0 ? subnormal : normal));
+#endif
 }
 
 template <class T>
@@ -58,13 +64,24 @@ MK_HD float store<float>(float x) {
 // Round to nearest, ties to even; NaN stays NaN.
 template <>
 MK_HD bf16 store<bf16>(float x) {
+#if defined(__CUDA_ARCH__)
+  bf16 narrow;
+  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(narrow.bits) : "f"(x));
+  return narrow;
+#else
   const uint32_t bits = bits_of(x);
   const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
   return bf16{uint16_t(x != x ? 0x7fc0u : rounded)};
+#endif
 }
 
 template <>
 MK_HD f16 store<f16>(float x) {
+#if defined(__CUDA_ARCH__)
+  f16 narrow;
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(narrow.bits) : "f"(x));
+  return narrow;
+#else
   const uint32_t bits = bits_of(x), sign = (bits >> 16) & 0x8000u, magnitude = bits & 0x7fffffffu;
   // Adding 0.5 lets the adder round a subnormal to a multiple of 2^-24.
   const uint32_t subnormal = bits_of(from_bits(magnitude) + 0.5f) - 0x3f000000u;
@@ -72,6 +89,7 @@ MK_HD f16 store<f16>(float x) {
   const uint32_t finite = magnitude < 0x38800000u ? subnormal : normal;
   const uint32_t large = magnitude > 0x7f800000u ? 0x7e00u : 0x7c00u;
   return f16{uint16_t(sign | (magnitude >= 0x477ff000u ? large : finite))};
+#endif
 }
 
 // A number as the type T would keep it.
@@ -80,6 +98,7 @@ MK_HD float rounded(float x) {
   return load(store<T>(x));
 }
 
+#if !defined(__CUDACC__)
 // The same without narrowing on the way, which costs vectors more than the rounding.
 template <>
 MK_HD float rounded<bf16>(float x) {
@@ -87,6 +106,7 @@ MK_HD float rounded<bf16>(float x) {
   const float result = from_bits((bits + 0x7fffu + ((bits >> 16) & 1u)) & 0xffff0000u);
   return x != x ? x : result;
 }
+#endif
 
 }  // namespace mk
 

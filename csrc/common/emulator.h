@@ -1,15 +1,18 @@
 // CUDA kernels on a CPU: every thread of a block is a fiber, __syncthreads and the warp functions are barriers between
 // fibers. Exact, and stricter than a GPU: shared memory starts as NaN, what a lane may not read is NaN, several
-// orders of threads and blocks are tried, and the C++ sanitizer sees every access. It finds wrong indices, missing
-// barriers and misaligned packs; it cannot find every race, and it knows no tensor cores.
+// orders of threads and blocks are tried, and the C++ sanitizer sees every access. It finds wrong indices, races in
+// shared memory, barriers that not all threads reach and misaligned packs; it cannot find races of blocks, and it knows
+// no tensor cores.
 #pragma once
 
+#include <algorithm>
 #include <csetjmp>
 #include <cstdint>
 #include <cstring>
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <random>
 #include <stdexcept>
 #include <string>
 #include <ucontext.h>
@@ -45,6 +48,8 @@ struct Fiber {
   dim3 thread;
   Wait wait = Wait::done;
   unsigned mask = 0;               // of the lanes that meet at a barrier of the warp
+  int line = 0;                    // of the barrier of the block at which it waits
+  long synced = 0;                 // how many barriers of the warp it has passed in this block
   uint64_t offered = kPoison;      // to the lanes it will meet
   uint64_t published = kPoison;    // to the lanes it met last, which may not all have read it yet
   long meeting = -1;
@@ -61,7 +66,9 @@ struct Machine {
   dim3 grid, index, size;
   long epoch = 0;  // a new one for every block: shared memory is poisoned again
   long meetings = 0;
-  int order = 0;   // 0: threads and blocks in order, 1: in reverse, 2: odd ones first
+  long interval = 0;  // a new one from every barrier of a block on
+  std::string fault;  // the first thing that a GPU leaves undefined: the launch fails with it
+  int order = 0;      // 0: threads and blocks in order, 1: in reverse, 2: odd ones first, others: shuffled by it
 };
 
 inline Machine& machine() {
@@ -70,6 +77,11 @@ inline Machine& machine() {
 }
 
 inline Fiber& current() { return *machine().fibers[machine().current]; }
+
+// Told when the block has ended: nothing can be thrown across fibers.
+inline void fault(const std::string& what) {
+  if (machine().fault.empty()) machine().fault = what;
+}
 
 // ---------------------------------------------------------------- switching
 
@@ -112,8 +124,19 @@ inline std::unique_ptr<Fiber> new_fiber() {
 inline int lane() { return machine().current % kWarp; }
 
 inline void warp_barrier(unsigned mask) {
+  if ((mask >> lane() & 1u) == 0u) fault("thread " + std::to_string(machine().current) + " is not in its own mask");
   current().mask = mask;
   yield(Wait::warp);
+}
+
+inline void sync_warp(unsigned mask) {
+  warp_barrier(mask);
+  ++current().synced;
+}
+
+inline void block_barrier(int line) {
+  current().line = line;
+  yield(Wait::block);
 }
 
 inline void offer(uint64_t value, unsigned mask) {
@@ -156,6 +179,7 @@ inline std::vector<int> in_order(int count) {
   const int kind = machine().order;
   if (kind != 2) {
     for (int i = 0; i < count; ++i) result.push_back(kind == 1 ? count - 1 - i : i);
+    if (kind > 2) std::shuffle(result.begin(), result.end(), std::minstd_rand(unsigned(kind)));
     return result;
   }
   for (int first : {1, 0})
@@ -210,17 +234,22 @@ inline void run_warp(int begin, const std::vector<int>& lanes) {
                            std::to_string(at[int(Wait::done)]) + " have ended");
 }
 
-// True while there are threads to run; they stand at the same barrier, or else it is a deadlock.
+// True while there are threads to run; they stand at the same barrier, or else it is a deadlock or undefined.
 inline bool release_block() {
-  const Machine& m = machine();
-  int waiting = 0, done = 0;
+  Machine& m = machine();
+  int waiting = 0, done = 0, line = 0;
   for (int i = 0; i < m.threads; ++i) {
-    waiting += m.fibers[i]->wait == Wait::block;
-    done += m.fibers[i]->wait == Wait::done;
+    const Fiber& fiber = *m.fibers[i];
+    done += fiber.wait == Wait::done;
+    if (fiber.wait != Wait::block) continue;
+    if (++waiting > 1 && fiber.line != line) fault("threads of a block meet at different barriers");
+    line = fiber.line;
   }
   if (waiting + done != m.threads) report_deadlock();
+  if (waiting > 0 && done > 0) fault("a barrier of the block after some of its threads have ended");
   for (int i = 0; i < m.threads; ++i)
     if (m.fibers[i]->wait == Wait::block) m.fibers[i]->wait = Wait::nothing;
+  ++m.interval;
   return waiting > 0;
 }
 
@@ -242,18 +271,20 @@ inline void run_block(dim3 index, const std::vector<Warp>& warps) {
   Machine& m = machine();
   m.index = index;
   ++m.epoch;
-  for (int i = 0; i < m.threads; ++i) m.fibers[i]->wait = Wait::nothing;
+  for (int i = 0; i < m.threads; ++i) m.fibers[i]->wait = Wait::nothing, m.fibers[i]->synced = 0;
   do {
     for (const Warp& warp : warps) run_warp(warp.begin, warp.lanes);
   } while (release_block());
+  if (!m.fault.empty()) throw std::runtime_error(std::string(m.kernel) + ": " + m.fault);
 }
 
 inline void run_grid(const char* kernel, dim3 grid, dim3 size, std::function<void()> body) {
   Machine& m = machine();
   const std::lock_guard<std::mutex> alone(m.launching);
   m.kernel = kernel, m.grid = grid, m.size = size, m.body = std::move(body);
-  m.threads = int(size.x * size.y * size.z);
-  if (m.threads < 1 || m.threads > 1024 || grid.y > 65535 || grid.z > 65535 || grid.x * grid.y * grid.z == 0)
+  m.threads = int(size.x * size.y * size.z), m.fault.clear();
+  const bool empty = grid.x == 0 || grid.y == 0 || grid.z == 0;
+  if (m.threads < 1 || m.threads > 1024 || grid.x > 0x7fffffffu || grid.y > 65535 || grid.z > 65535 || empty)
     throw std::runtime_error(std::string(kernel) + ": a GPU refuses this grid or block");
   while (int(m.fibers.size()) < m.threads) m.fibers.push_back(new_fiber());
   for (int i = 0; i < m.threads; ++i)
@@ -263,20 +294,6 @@ inline void run_grid(const char* kernel, dim3 grid, dim3 size, std::function<voi
     for (int y : in_order(int(grid.y)))
       for (int x : in_order(int(grid.x))) run_block(dim3(x, y, z), warps);
 }
-
-// Static shared memory: one for the block that runs, filled with NaN when a block first comes to it.
-template <class T>
-struct Shared {
-  T value;
-  long epoch = -1;
-  T& get() {
-    if (epoch != machine().epoch) {
-      epoch = machine().epoch;
-      std::memset(static_cast<void*>(&value), 0xff, sizeof value);
-    }
-    return value;
-  }
-};
 
 template <class Kernel>
 struct Launch {
@@ -296,6 +313,8 @@ Launch<Kernel> launch(const char* name, Kernel kernel, dim3 grid, dim3 block) {
 
 }  // namespace mk::emulator
 
+#include "emulator_shared.h"
+
 // For whoever loaded the library: see Machine::order.
 extern "C" __attribute__((visibility("default"), used)) inline void mk_emulator_order(int order) {
   ::mk::emulator::machine().order = order;
@@ -311,8 +330,8 @@ extern "C" __attribute__((visibility("default"), used)) inline const char* __ubs
 #define blockDim (::mk::emulator::machine().size)
 #define gridDim (::mk::emulator::machine().grid)
 
-inline void __syncthreads() { ::mk::emulator::yield(::mk::emulator::Wait::block); }
-inline void __syncwarp(unsigned mask = ~0u) { ::mk::emulator::warp_barrier(mask); }
+#define __syncthreads() ::mk::emulator::block_barrier(__LINE__)
+inline void __syncwarp(unsigned mask = ~0u) { ::mk::emulator::sync_warp(mask); }
 inline void __threadfence() {}
 
 template <class T>
@@ -358,9 +377,6 @@ T __ldg(const T* address) {
 inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
 
 #define MK_LAUNCH(kernel, grid, block, stream) ::mk::emulator::launch(#kernel, kernel, grid, block)
-#define MK_SHARED(T, name, count)                          \
-  static ::mk::emulator::Shared<T[count]> name##_of_block; \
-  T(&name)[count] = name##_of_block.get()
 
 namespace mk {
 

@@ -59,9 +59,7 @@ __global__ void __launch_bounds__(kThreads) activation_backward_kernel(Activatio
       }
       store_step(static_cast<T*>(a.grad_x) + row * a.width + at, grad);
     }
-    if (a.partial == nullptr) continue;
-#pragma unroll
-    for (int i = 0; i < kStep; ++i) a.partial[part * a.width + at + i] = sum[i];
+    if (a.partial != nullptr) store_step(a.partial + part * a.width + at, sum);
   }
 }
 
@@ -126,7 +124,7 @@ int activation_backward(const ActivationBackward& given, void* stream) {
   const RowParts parts = row_parts_of_gpu(a.rows, a.width);
   if (a.rows > 0) {
     MK_FOR_DTYPE(a.dtype, T, MK_FOR_ACTIVATION(a.function, F, {
-      if (packs_fit<T>(a.width, a.grad, a.x, a.bias, a.grad_x)) {
+      if (packs_fit<T>(a.width, a.grad, a.x, a.bias, a.grad_x, a.partial)) {
         const dim3 grid = grid_of(parts.count, a.width / Pack<T>::size);
         MK_LAUNCH((activation_backward_kernel<F, T, true>), grid, kThreads, stream)(a, parts);
       } else {

@@ -87,51 +87,65 @@ struct Means {
   float b, c;
 };
 
+// What a thread reads of a row at once, as it is stored: it is held until the means of the row are known.
+template <class T, int kStep>
+struct alignas(sizeof(T) * kStep) Read {
+  T at[kStep];
+
+  __device__ static Read from(const T* row) { return *reinterpret_cast<const Read*>(row); }
+};
+
 // One step of the backward pass of a row, at column `at`. Names and formula: csrc/cpu/norm.cpp.
 template <class T, int kStep>
 struct BackwardStep {
   float grad[kStep], normed[kStep], scaled[kStep];  // scaled: grad * weight
 
-  __device__ BackwardStep(const NormBackward& a, int64_t row, int64_t at, float mean, float rstd) {
-    load_step(static_cast<const T*>(a.grad) + row * a.width + at, grad);
-    load_step(static_cast<const T*>(a.x) + row * a.width + at, normed);
+  __device__ BackwardStep(const NormBackward& a, const Read<T, kStep>& g, const Read<T, kStep>& x, int64_t at,
+                          float mean, float rstd) {
     load_weight<kStep, T>(a.weight, a.weight_dtype, at, scaled);
 #pragma unroll
     for (int i = 0; i < kStep; ++i) {
-      normed[i] = (normed[i] - mean) * rstd;
+      grad[i] = load(g.at[i]);
+      normed[i] = (load(x.at[i]) - mean) * rstd;
       scaled[i] *= grad[i];
     }
   }
 
-  __device__ void write(const NormBackward& a, int64_t row, int64_t at, float rstd, const Means& means) const {
-    float out[kStep] = {};
-    if (a.grad_sum != nullptr) load_step(static_cast<const T*>(a.grad_sum) + row * a.width + at, out);
+  __device__ void add_to(Means& sums) const {
 #pragma unroll
-    for (int i = 0; i < kStep; ++i) out[i] += (scaled[i] - normed[i] * means.c - means.b) * rstd;
+    for (int i = 0; i < kStep; ++i) {
+      sums.b += scaled[i];
+      sums.c += scaled[i] * normed[i];
+    }
+  }
+
+  // `beside`: what reaches the sum past the norm, or zeros.
+  __device__ void write(const NormBackward& a, int64_t row, int64_t at, const Read<T, kStep>& beside, float rstd,
+                        const Means& means) const {
+    float out[kStep];
+#pragma unroll
+    for (int i = 0; i < kStep; ++i)
+      out[i] = load(beside.at[i]) + (scaled[i] - normed[i] * means.c - means.b) * rstd;
     store_step(static_cast<T*>(a.grad_x) + row * a.width + at, out);
   }
 };
 
-template <class T, int kStep, int kGroup>
-__device__ Means backward_means(const NormBackward& a, int64_t row, int lane, float mean, float rstd) {
-  Means means{0.0f, 0.0f};
-  for (int64_t at = int64_t(lane) * kStep; at < a.width; at += kGroup * kStep) {
-    const BackwardStep<T, kStep> step(a, row, at, mean, rstd);
-#pragma unroll
-    for (int i = 0; i < kStep; ++i) {
-      means.b += step.scaled[i];
-      means.c += step.scaled[i] * step.normed[i];
-    }
-  }
-  means.c = reduce_group<kGroup>(means.c) / float(a.width);
-  means.b = a.mean == nullptr ? 0.0f : reduce_group<kGroup>(means.b) / float(a.width);
-  return means;
-}
-
 constexpr int kBlock = 256;  // threads of the backward pass
 constexpr int kHeld = 32;    // columns of a thread, whose sums it holds in registers
 
-// kGroup threads, a warp or the block, take a part of the rows. blockIdx.y: which kGroup * kHeld columns of them.
+// A row's columns that other blocks have (blockIdx.y), for the means.
+template <class T, int kStep, int kGroup>
+__device__ void add_other_columns(const NormBackward& a, int64_t row, int lane, float mean, float rstd, Means& sums) {
+  const T *grad = static_cast<const T*>(a.grad) + row * a.width, *x = static_cast<const T*>(a.x) + row * a.width;
+  for (int64_t at = int64_t(lane) * kStep; at < a.width; at += kGroup * kStep) {
+    if (at / (kGroup * kHeld) == blockIdx.y) continue;
+    using One = Read<T, kStep>;
+    BackwardStep<T, kStep>(a, One::from(grad + at), One::from(x + at), at, mean, rstd).add_to(sums);
+  }
+}
+
+// kGroup threads, a warp or the block, take a part of the rows. blockIdx.y: which kGroup * kHeld columns of them, each
+// read once: all that a thread needs of a row is under way before it uses the first of it.
 template <class T, bool kPacked, int kGroup, bool kBias>
 __global__ void __launch_bounds__(kBlock) norm_backward_kernel(NormBackward a, RowParts parts) {
   constexpr int kStep = kStepOf<T, kPacked>, kSteps = kHeld / kStep;
@@ -142,14 +156,35 @@ __global__ void __launch_bounds__(kBlock) norm_backward_kernel(NormBackward a, R
   float of_weight[kSteps][kStep] = {}, of_bias[kSteps][kStep] = {};
   const int64_t end = parts.end(part, a.rows);
   for (int64_t row = parts.begin(part); row < end; ++row) {
-    const float rstd = a.rstd[row], mean = a.mean == nullptr ? 0.0f : a.mean[row];
-    const Means means = backward_means<T, kStep, kGroup>(a, row, lane, mean, rstd);
+    using Step = BackwardStep<T, kStep>;
+    using Numbers = Read<T, kStep>;
+    const T* grad_row = static_cast<const T*>(a.grad) + row * a.width;
+    const T* x_row = static_cast<const T*>(a.x) + row * a.width;
+    const T* sum_row = a.grad_sum == nullptr ? nullptr : static_cast<const T*>(a.grad_sum) + row * a.width;
+    Numbers grad[kSteps], x[kSteps], beside[kSteps] = {};
 #pragma unroll
     for (int s = 0; s < kSteps; ++s) {
       const int64_t at = first + s * kGroup * kStep;
       if (at >= a.width) break;
-      const BackwardStep<T, kStep> step(a, row, at, mean, rstd);
-      step.write(a, row, at, rstd, means);
+      grad[s] = Numbers::from(grad_row + at), x[s] = Numbers::from(x_row + at);
+      if (sum_row != nullptr) beside[s] = Numbers::from(sum_row + at);
+    }
+    const float rstd = a.rstd[row], mean = a.mean == nullptr ? 0.0f : a.mean[row];
+    Means means{0.0f, 0.0f};
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s) {
+      const int64_t at = first + s * kGroup * kStep;
+      if (at < a.width) Step(a, grad[s], x[s], at, mean, rstd).add_to(means);
+    }
+    if (gridDim.y > 1) add_other_columns<T, kStep, kGroup>(a, row, lane, mean, rstd, means);
+    means.c = reduce_group<kGroup>(means.c) / float(a.width);
+    means.b = a.mean == nullptr ? 0.0f : reduce_group<kGroup>(means.b) / float(a.width);
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s) {
+      const int64_t at = first + s * kGroup * kStep;
+      if (at >= a.width) break;
+      const Step step(a, grad[s], x[s], at, mean, rstd);
+      step.write(a, row, at, beside[s], rstd, means);
 #pragma unroll
       for (int i = 0; i < kStep; ++i) {
         of_weight[s][i] += step.grad[i] * step.normed[i];
@@ -162,11 +197,8 @@ __global__ void __launch_bounds__(kBlock) norm_backward_kernel(NormBackward a, R
   for (int s = 0; s < kSteps; ++s) {
     const int64_t at = first + s * kGroup * kStep;
     if (at >= a.width) break;
-#pragma unroll
-    for (int i = 0; i < kStep; ++i) {
-      partial[at + i] = of_weight[s][i];
-      if constexpr (kBias) partial[a.width + at + i] = of_bias[s][i];
-    }
+    store_step(partial + at, of_weight[s]);
+    if constexpr (kBias) store_step(partial + a.width + at, of_bias[s]);
   }
 }
 
@@ -218,7 +250,7 @@ int norm_backward(const NormBackward& a, void* stream) {
   const RowParts parts = row_parts_of_gpu(a.rows, a.width);
   if (a.rows > 0) {
     MK_FOR_DTYPE(a.dtype, T, {
-      if (packs_fit<T>(a.width, a.grad, a.grad_sum, a.x, a.weight, a.grad_x))
+      if (packs_fit<T>(a.width, a.grad, a.grad_sum, a.x, a.weight, a.grad_x, a.partial))
         launch_backward<T, true>(a, parts, stream);
       else
         launch_backward<T, false>(a, parts, stream);

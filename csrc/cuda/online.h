@@ -12,15 +12,16 @@ struct Running {
   float peak = -INFINITY, sum = 0.0f;
 };
 
-template <int kCount>
+// T: what the numbers were loaded from.
+template <class T, int kCount>
 __device__ void take(Running& r, const float (&values)[kCount]) {
   float peak = r.peak;
 #pragma unroll
   for (int i = 0; i < kCount; ++i) peak = Max::join(peak, values[i]);
   const float shift = shift_of(peak);
-  float sum = r.sum * exp(r.peak - shift);
+  float sum = r.sum * exp_for<T>(r.peak - shift);
 #pragma unroll
-  for (int i = 0; i < kCount; ++i) sum += exp(values[i] - shift);
+  for (int i = 0; i < kCount; ++i) sum += exp_for<T>(values[i] - shift);
   r.peak = peak, r.sum = sum;
 }
 

@@ -24,12 +24,12 @@ __global__ void __launch_bounds__(kThreads) forward_kernel(SoftmaxForward a) {
     Running mine;
     for (int64_t key = threadIdx.x; key < count; key += kThreads) {
       const float value[1] = {score_at(x, mask, a.scale, key)};
-      take(mine, value);
+      take<T>(mine, value);
     }
     const Running all = join_block<kThreads>(mine);
     const float shift = shift_of(all.peak), factor = all.sum > 0.0f ? 1.0f / all.sum : NAN;
     for (int64_t key = threadIdx.x; key < a.keys; key += kThreads) {
-      const float share = key < count ? exp(score_at(x, mask, a.scale, key) - shift) : 0.0f;
+      const float share = key < count ? exp_for<T>(score_at(x, mask, a.scale, key) - shift) : 0.0f;
       out[key] = store<T>(share * factor);
     }
   }

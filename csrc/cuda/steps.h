@@ -29,11 +29,15 @@ __device__ void store_step(T* to, const float (&from)[kStep]) {
   if constexpr (kStep == 1) {
     *to = store<T>(from[0]);
   } else {
-    static_assert(kStep == Pack<T>::size);
-    Pack<T> pack;
+    constexpr int kPack = Pack<T>::size;
+    static_assert(kStep % kPack == 0);
 #pragma unroll
-    for (int i = 0; i < kStep; ++i) pack.at[i] = store<T>(from[i]);
-    store_pack(to, pack);
+    for (int i = 0; i < kStep; i += kPack) {
+      Pack<T> pack;
+#pragma unroll
+      for (int j = 0; j < kPack; ++j) pack.at[j] = store<T>(from[i + j]);
+      store_pack(to + i, pack);
+    }
   }
 }
 

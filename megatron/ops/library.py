@@ -6,7 +6,7 @@ import ctypes
 import hashlib
 import json
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -27,12 +27,44 @@ BUILD = (
 
 
 @dataclass(frozen=True)
+class Gpu:
+    """What decides whether compiled kernels run on a machine's GPU: pairs of major and minor."""
+
+    capability: tuple[int, int]
+    cuda: tuple[int, int]  # the newest that the driver knows; (0, 0): torch does not say
+
+
+def this_gpu() -> Gpu | None:
+    """That of the current device, if there is one."""
+    if not torch.cuda.is_available():
+        return None
+    version = getattr(torch._C, "_cuda_getDriverVersion", lambda: 0)()  # 12080 is 12.8
+    return Gpu(torch.cuda.get_device_capability(), (version // 1000, version % 1000 // 10))
+
+
+@dataclass(frozen=True)
 class Library:
-    """Why nothing was loaded, or why no CUDA; `unverified`: the CUDA sources that no GPU has checked as they are."""
+    """Why nothing was loaded, or why no CUDA; `unverified`: the CUDA sources that no GPU has checked as they are;
+    `needs`: the oldest GPU and the CUDA that its CUDA kernels are compiled for."""
 
     missing: str | None = None
     without_cuda: str | None = None
     unverified: frozenset[str] = field(default=frozenset())
+    needs: Gpu | None = None
+
+    def why_not_on(self, gpu: Gpu | None) -> str | None:
+        """Why its CUDA kernels would not even start there."""
+        if gpu is None or self.needs is None:
+            return None
+        if gpu.capability < self.needs.capability:
+            oldest, here = _dotted(self.needs.capability), _dotted(gpu.capability)
+            return f"compiled for GPUs of capability {oldest} or newer, not {here}"
+        if (0, 0) < gpu.cuda < (self.needs.cuda[0], 0):
+            return (
+                f"built with CUDA {_dotted(self.needs.cuda)}, and the GPU's driver knows CUDA {_dotted(gpu.cuda)} at "
+                f"most: update the driver, or build with an older CUDA_HOME ({BUILD})"
+            )
+        return None
 
     @property
     def ops(self) -> Any:
@@ -46,6 +78,7 @@ class _Record:
     sha256: str
     machine: str
     without_cuda: str | None
+    needs: Gpu | None
     sources: Mapping[str, str]
     cuda_sources: Mapping[str, str]
 
@@ -62,7 +95,9 @@ def load(path: Path, sources: Path = SOURCES) -> Library:
     try:
         built = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
         sources_of = dict(built["sources"]), dict(built["cuda_sources"])
-        record = _Record(built["sha256"], built["machine"], built["without_cuda"], *sources_of)
+        needs = built["needs_of_cuda"]
+        least = None if needs is None else Gpu(_pair(needs["capability"]), _pair(needs["cuda"]))
+        record = _Record(built["sha256"], built["machine"], built["without_cuda"], least, *sources_of)
     except (OSError, ValueError, KeyError, TypeError):
         return Library(f"not usable: {path.with_suffix('.json').name} is missing or damaged; build again: {BUILD}")
     try:
@@ -76,7 +111,16 @@ def load(path: Path, sources: Path = SOURCES) -> Library:
     native.register(NAMESPACE)
     verified = _verified_sources()
     unverified = frozenset(name for name, digest in record.cuda_sources.items() if verified.get(name) != digest)
-    return Library(None, record.without_cuda, unverified)
+    return Library(None, record.without_cuda, unverified, record.needs)
+
+
+def _pair(numbers: Sequence[int]) -> tuple[int, int]:
+    major, minor = numbers
+    return int(major), int(minor)
+
+
+def _dotted(pair: tuple[int, int]) -> str:
+    return f"{pair[0]}.{pair[1]}"
 
 
 def _why_unusable(path: Path, record: _Record, sources: Path) -> str | None:

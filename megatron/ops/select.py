@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron.errors import ConfigError
 from megatron.ops import builtin, cpu_attention, grouped_linear, ref, sdpa_order, wgrad
-from megatron.ops.library import Library, library
+from megatron.ops.library import Library, library, this_gpu
 from megatron.ops.linear_cross_entropy import VocabularyPart, Workspace, linear_cross_entropy
 from megatron.ops.native import OPERATIONS
 from megatron.ops.native.operation import Fallbacks, on_stderr
@@ -171,6 +171,8 @@ def why_not_native(native: Library, device_type: str) -> str | None:
         return native.missing
     if device_type == "cuda" and native.without_cuda is not None:
         return f"built without CUDA ({native.without_cuda})"
+    if device_type == "cuda" and (reason := native.why_not_on(this_gpu())) is not None:
+        return reason
     return None if device_type in ("cpu", "cuda") else f"not made for the device {device_type}"
 
 

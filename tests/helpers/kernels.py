@@ -22,7 +22,7 @@ from tests.policy.rules import ROOT
 
 # Each of the processes that share the tests has a library of its own: under one that is open, none is put in its place.
 EMULATED = ROOT / "build" / f"emulated-{os.environ.get('PYTEST_XDIST_WORKER', 'alone')}"
-ORDERS = {"in order": 0, "in reverse": 1, "odd ones first": 2}
+ORDERS = {"in order": 0, "in reverse": 1, "odd ones first": 2, "shuffled": 20261122}
 
 
 @dataclass(frozen=True)

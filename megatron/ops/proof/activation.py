@@ -24,7 +24,7 @@ def inputs(draw: Draw) -> Iterator[Call]:
 
 
 def with_bias(draw: Draw) -> Iterator[Call]:
-    for rows, width in (*SHAPES, (1, 1), (9, 7), (70, 24)):
+    for rows, width in (*SHAPES, (1, 1), (9, 7), (70, 24), (530, 8)):  # the last: more parts than a block adds at once
         yield Call(f"{rows}x{width}", (draw(rows, width), draw(width)))
     yield Call("3 dimensions", (draw(2, 3, 96), draw(96)))
     yield Call("not contiguous", (draw(40, 6).t(), draw(80)[::2]))

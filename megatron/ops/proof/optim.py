@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from itertools import product
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from megatron.ops.proof.subject import Call, Draw, Subject
 
 BETAS, EPS = (0.9, 0.999), 1e-8
 HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+OFF = ", off a pack: "
 
 
 def adamw(
@@ -35,13 +37,19 @@ def kernel(ops: Any) -> Callable[..., Any]:
     def call(
         weights: Tensor, m: Tensor, v: Tensor, grad: Tensor, ends: Tensor, rates: Tensor, control: Tensor, kept: str
     ) -> Any:
-        weights, m, v = weights.clone(), m.clone(), v.clone()
+        kept, _, off = kept.partition(OFF)
+
+        def own(name: str, tensor: Tensor) -> Tensor:
+            """Of one's own; the one called `off` begins within a pack."""
+            return tensor.new_empty(len(tensor) + 1)[1:].copy_(tensor) if name == off else tensor.clone()
+
+        weights, m, v = own("weights", weights), own("m", m), own("v", v)
         rest = m, v, grad, ends, rates, control, *BETAS, EPS
         if kept == "remainder":
-            high, low = split(weights)
+            high, low = (own(name, part) for name, part in zip(("high", "low"), split(weights)))
             ops.adamw_remainder_(high, low, *rest)
             return joined(high, low), m, v, torch.ones_like(m)
-        copy = weights.to(HALVES[kept]) if kept in HALVES else weights.new_empty(0)
+        copy = own("copy", weights.to(HALVES[kept])) if kept in HALVES else weights.new_empty(0)
         ops.adamw_(weights, copy, *rest)
         right = copy == weights.to(copy.dtype) if kept in HALVES else torch.ones_like(weights)
         return weights, m, v, (right | weights.isnan() if kept in HALVES else right).float()
@@ -58,6 +66,9 @@ def calls(draw: Draw) -> Iterator[Call]:
     odd = [tensor[1:] for tensor in _tensors(draw, [7001], draw(7001))[:4]]  # aligned to no pack
     ends, rates = _segments([2000, 5000])
     yield Call("not aligned", (*odd, ends, rates, _control(), "in place"), ())
+    for kept, off in (*product(["bf16"], ("weights", "m", "v", "copy")), *product(["remainder"], ("high", "low"))):
+        call = (*_tensors(draw, [70, 9], draw(79)), _control(), f"{kept}{OFF}{off}")
+        yield Call(f"{kept}, only {off} not aligned", call, ())
 
 
 def _tensors(draw: Draw, sizes: list[int], grad: Tensor) -> tuple[Tensor, ...]:

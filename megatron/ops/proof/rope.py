@@ -26,6 +26,7 @@ def calls(draw: Draw) -> Iterator[Call]:
         (1, 1, 1, 2, 1),
         (2, 0, 3, 8, 4),
         (2, 3, 2, 24, 0),
+        (2, 3, 2, 16, 2),  # halves that begin within a pack
     ):
         yield Call(
             f"{batch}x{seq}x{heads}x{width}, {2 * half} turned",
@@ -38,6 +39,9 @@ def calls(draw: Draw) -> Iterator[Call]:
     yield Call("key of a fused projection", (fused[:, :, :, 4], *angles(draw, 1, 5, 8)), grads=(0,))
     yield Call("heads before positions", (draw(2, 3, 5, 16).transpose(1, 2), *angles(draw, 1, 5, 8)), grads=(0,))
     yield Call("off a pack", (draw(2, 5, 3, 17)[..., 1:], *angles(draw, 1, 5, 8)), grads=(0,))
+    for name, strides in (("batches", (97, 32, 16, 1)), ("positions", (328, 41, 16, 1)), ("heads", (160, 40, 17, 1))):
+        apart = draw(1000).as_strided((2, 3, 2, 16), strides)
+        yield Call(f"only {name} off a pack", (apart, *angles(draw, 1, 3, 8)), grads=(0,))
     yield Call("channels apart", (draw(2, 5, 16, 3).transpose(2, 3), *angles(draw, 1, 5, 8)), grads=(0,))
     yield Call("inf and nan", (draw.with_specials(2, 5, 3, 26), *angles(draw, 1, 5, 8)), grads=(0,))
 

@@ -143,8 +143,11 @@ def _outcome(
 
 
 def _placed(tensor: Tensor, device: str, dtype: torch.dtype | None) -> Tensor:
-    """A copy that keeps the strides: what is not contiguous stays so."""
-    copy = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device).copy_(tensor)
+    """A copy that keeps the strides and where in a pack it begins: what is not contiguous or aligned stays so."""
+    begin = tensor.storage_offset() % 16
+    span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride())) if tensor.numel() else 0
+    memory = torch.empty(begin + span, dtype=tensor.dtype, device=device)
+    copy = memory.as_strided(tensor.shape, tensor.stride(), begin).copy_(tensor)
     return copy.to(dtype) if dtype is not None and tensor.is_floating_point() else copy
 
 

@@ -21,7 +21,7 @@ COMPILER = """
 import pathlib, sys, time
 here, arguments = pathlib.Path(__file__).parent, sys.argv[1:]
 if "--version" in arguments:
-    sys.exit(print("pretended compiler 1.0"))
+    sys.exit(print("pretended compiler, release 13.1"))
 source = next((a for a in arguments if a.endswith((".cpp", ".cu"))), "link")
 with open(here / "log", "a") as log:
     log.write(pathlib.Path(source).name + "\\n")
@@ -210,6 +210,7 @@ def test_in_place(sandbox: Sandbox) -> None:
     said = sandbox.run("setup.py", "-q", "build_ext", "--inplace")
     assert "kernels: built, with CUDA\n" in said
     assert sandbox.library.is_file() and sandbox.record()["without_cuda"] is None
+    assert sandbox.record()["needs_of_cuda"] == {"capability": [9, 0], "cuda": [13, 1]}
 
 
 def test_in_place_without_a_compiler(sandbox: Sandbox) -> None:

@@ -92,7 +92,9 @@ MISTAKES = {
     "CUDA: ends of the row left out": Mistake(
         "cuda/xent.cu", "ends = head + columns - tail", "ends = head", "cross_entropy"
     ),
-    "CUDA: a sum not rescaled": Mistake("cuda/online.h", "r.sum * exp(r.peak - shift);", "r.sum;", "cross_entropy"),
+    "CUDA: a sum not rescaled": Mistake(
+        "cuda/online.h", "r.sum * exp_for<T>(r.peak - shift);", "r.sum;", "cross_entropy"
+    ),
 }
 
 

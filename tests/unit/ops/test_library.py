@@ -16,7 +16,7 @@ import torch
 from megatron.errors import ConfigError
 from megatron.ops import library as module
 from megatron.ops import ref, resolve
-from megatron.ops.library import PATH, SOURCES, Library, library, load
+from megatron.ops.library import PATH, SOURCES, Gpu, Library, library, load
 from tests.helpers.kernels import builder
 from tests.policy.rules import ROOT
 
@@ -167,6 +167,37 @@ def test_a_kernel_that_no_gpu_has_checked_is_not_taken_by_itself() -> None:
     assert asked["swiglu"].backend == "native"
     with pytest.raises(ConfigError, match=r"built without CUDA \(no nvcc was found\)"):
         resolve("native", "cuda", native=Library(None, "no nvcc was found"))
+
+
+@pytest.mark.parametrize(
+    ("gpu", "reason"),
+    [
+        (Gpu((8, 0), (13, 0)), "compiled for GPUs of capability 9.0 or newer, not 8.0"),
+        (Gpu((9, 0), (12, 8)), "built with CUDA 13.1, and the GPU's driver knows CUDA 12.8 at most: update the driver"),
+        (Gpu((9, 0), (13, 0)), None),  # of one major version every driver runs every CUDA
+        (Gpu((10, 0), (13, 2)), None),
+        (Gpu((9, 0), (0, 0)), None),
+    ],
+)
+def test_a_gpu_that_the_kernels_were_not_compiled_for(
+    gpu: Gpu, reason: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megatron.ops.select.this_gpu", lambda: gpu)
+    built = Library(needs=Gpu((9, 0), (13, 1)))
+    choice = {choice.op: choice for choice in resolve("auto", "cuda", native=built).choices}["swiglu"]
+    assert choice.backend == ("native" if reason is None else "torch")
+    if reason is not None:
+        assert f"native is {reason}" in choice.reason
+        with pytest.raises(ConfigError, match=f"--kernels native: the native kernels are {reason}"):
+            resolve("native", "cuda", native=built)
+    assert resolve("native", "cpu", native=built).choices[0].backend == "native"
+
+
+def test_a_build_with_cuda_says_which_gpus_can_run_it() -> None:
+    if library().missing is not None or library().without_cuda is not None:
+        pytest.skip("no kernels here, or none for CUDA")
+    needs = library().needs
+    assert needs is not None and needs.capability == (9, 0) and needs.cuda >= (12, 0)
 
 
 # ---------------------------------------------------------------- what it needs of the system

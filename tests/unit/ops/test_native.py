@@ -53,6 +53,13 @@ def test_the_order_of_threads_and_blocks_does_not_matter(op: str, order: str) ->
         assert problems(SUBJECTS[op], where, SUBJECTS[op].dtypes[-1]) == []
 
 
+def test_a_sum_of_squares_of_more_parts_than_a_block_has_threads() -> None:
+    """Of 2^16 numbers each: too slow for the table of proofs."""
+    flat = torch.zeros(258 * 2**16 + 3, dtype=torch.bfloat16)
+    flat[:: 2**16] = 1.0
+    assert backend("emulated").ops.square_sum(flat) == 259
+
+
 @pytest.mark.parametrize("op", SUBJECTS | CPU_SUBJECTS)
 def test_two_threads_give_what_one_gives(op: str) -> None:
     where, subject, results = backend("cpu"), (SUBJECTS | CPU_SUBJECTS)[op], []

@@ -30,6 +30,15 @@ class Names(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.parametrize("name", ["cpu", "emulated"])
+def test_positions_further_apart_than_32_bits_reach(name: str) -> None:
+    far = torch.empty(2**31 + 64, dtype=torch.bfloat16).as_strided((2, 1, 2, 8), (2**31 + 16, 16, 8, 1))
+    near = torch.randn(2, 1, 2, 8).bfloat16()
+    far.copy_(near)  # of 4 GB a few pages are ever there
+    rope = OPERATIONS["rope"].make(backend(name).ops)
+    assert torch.equal(rope(far, *angles(1, 4)), rope(near, *angles(1, 4)))
+
+
 def test_a_view_of_a_fused_projection_is_not_copied() -> None:
     fused = torch.randn(2, 5, 4, 6, 16)  # [batch, seq, groups, per_group + 2, head_dim]
     key, rope, (cos, sin) = fused[:, :, :, 4], OPERATIONS["rope"].make(backend("cpu").ops), angles(5, 8)
