@@ -99,8 +99,8 @@ MK_HD float exp_for(float x) {
 }
 
 // 1 / x, likewise.
-template <class T>
-MK_HD float reciprocal_for(float x) {
+template <class T, class V>
+MK_HD V reciprocal_for(V x) {
 #if defined(__CUDA_ARCH__)
   if constexpr (kShort<T>) {
     float result;
@@ -135,12 +135,12 @@ constexpr float kLogisticLeast = -87.5f, kLogisticMost = 88.6f;
 template <class T, class V>
 MK_HD Logistic<V> logistic_of_minus(V x) {
 #if defined(__CUDACC__)
-  const V e = exp_for<T>(x), value = reciprocal_for<T>(1.0f + e);
+  const V e = exp_for<T>(x);
 #else
   const Exponential<V> by_two = exponential<T>(x);
   const V e = by_two.mantissa * power_of_two(by_two.shifted);
-  const V value = 1.0f / (1.0f + e);
 #endif
+  const V value = reciprocal_for<T>(1.0f + e);
   // A short result adds the complement to something near 1 wherever little is left of it.
   if constexpr (kShort<T>) return {value, 1.0f - value};
   return {value, where_less(0.5f, value, e * value, 1.0f - value)};
@@ -157,11 +157,7 @@ MK_HD Normal<V> normal(V x) {
   const V magnitude = where_less(x, 0.0f, -x, x);
   const V a = at_most(magnitude, 20.0f);  // nothing is left beyond; NaN passes
   // The tail is exp(-a^2 / 2) * t * P(t) with t = 1 / (a + 3.2): a fit by least relative error, 5e-8, over all a >= 0.
-#if defined(__CUDACC__)
   const V t = reciprocal_for<T>(a + 3.2f);
-#else
-  const V t = 1.0f / (a + 3.2f);
-#endif
   const V s = 6.4f * t - 1.0f;
   V p = -1.163800708e-4f;
   p = p * s + 9.095062745e-5f;
