@@ -1,5 +1,6 @@
 // What this processor can multiply and add when nothing waits for memory: the limit of every matrix product.
-// Compiled by benchmarks/peak.py for the machine at hand.
+// Compiled by benchmarks/peak.py for the machine at hand. Known for x86-64 with fused multiplication and addition; for
+// bf16 where the processor multiplies it by AVX512-BF16, or not at all (then it is fp32's).
 #if defined(__AVX512BF16__)
 #include <immintrin.h>
 #endif
@@ -10,15 +11,8 @@ namespace {
 constexpr int SUMS = 12;
 #if defined(__AVX512F__)
 constexpr int LANES = 16;
-#elif defined(__AVX__)
+#else
 constexpr int LANES = 8;
-#else
-constexpr int LANES = 4;
-#endif
-#if defined(__x86_64__)
-#define IN_A_REGISTER "+v"
-#else
-#define IN_A_REGISTER "+w"
 #endif
 typedef float Lanes __attribute__((vector_size(LANES * sizeof(float))));
 
@@ -30,7 +24,7 @@ void repeat(long times, Sum zero, Step step) {
 #pragma GCC unroll 16
     for (int k = 0; k < SUMS; k++) {
       Sum next = step(sums[k]);
-      asm volatile("" : IN_A_REGISTER(next));  // it is computed, and stays there
+      asm volatile("" : "+v"(next));  // it is computed, and stays there
       sums[k] = next;
     }
   }
@@ -38,12 +32,17 @@ void repeat(long times, Sum zero, Step step) {
 
 }  // namespace
 
-// Operations (a multiplication and an addition are two) that one repetition makes, in fp32 and in bf16.
+// Operations (a multiplication and an addition are two) that one repetition makes, in fp32 or in bf16; 0: not known.
 extern "C" long peak_operations(int halves) {
-#if defined(__AVX512BF16__)
-  if (halves) return 2L * SUMS * 32;
-#endif
+#if !defined(__FMA__)
+  return 0;
+#elif defined(__AMX_BF16__)
+  return halves ? 0 : 2L * SUMS * LANES;
+#elif defined(__AVX512BF16__)
+  return 2L * SUMS * (halves ? 32 : LANES);
+#else
   return 2L * SUMS * LANES;
+#endif
 }
 
 extern "C" void peak_repeat(long times, int halves) {
@@ -54,8 +53,10 @@ extern "C" void peak_repeat(long times, int halves) {
     return;
   }
 #endif
+#if defined(__FMA__)
   Lanes factor, term;
   for (int i = 0; i < LANES; i++) factor[i] = 0.5f, term[i] = 1.0f;
-  asm volatile("" : IN_A_REGISTER(factor), IN_A_REGISTER(term));  // not known to the compiler
+  asm volatile("" : "+v"(factor), "+v"(term));  // not known to the compiler
   repeat(times, term, [&](Lanes sum) { return sum * factor + term; });
+#endif
 }

@@ -19,7 +19,6 @@ from benchmarks.turns import NotInstalledError
 
 _SOURCE = Path(__file__).with_suffix(".cpp")
 _FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-shared", "-fPIC")
-_CPUINFO = Path("/proc/cpuinfo")
 
 
 def operations(shape: Shape) -> int:
@@ -33,10 +32,11 @@ def operations(shape: Shape) -> int:
 
 def peak_step(shape: Shape, dtype: torch.dtype, threads: int) -> Step:
     halves = int(dtype == torch.bfloat16)
-    if halves and _CPUINFO.exists() and "amx_bf16" in _CPUINFO.read_text():
-        raise NotInstalledError("the peak of AMX, which this processor has, is not known")
     library = _compiled()
-    times = operations(shape) // threads // library.peak_operations(halves)
+    at_once = library.peak_operations(halves)
+    if at_once == 0:
+        raise NotInstalledError(f"this processor's peak in {dtype} is not known: {_SOURCE.name} says where it is")
+    times = operations(shape) // threads // at_once
     pool = ThreadPoolExecutor(threads)
 
     def step() -> torch.Tensor:

@@ -32,8 +32,7 @@ def test_operations_are_those_of_the_plain_step() -> None:
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
-def test_a_step_runs(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(peak, "_CPUINFO", tmp_path / "none")
+def test_a_step_runs(dtype: torch.dtype) -> None:
     assert peak.peak_step(SHAPE, dtype, threads=2)().item() == 0
 
 
@@ -43,9 +42,12 @@ def test_a_compiler_that_fails_leaves_it_out(monkeypatch: pytest.MonkeyPatch, tm
         peak.peak_step(SHAPE, torch.float32, threads=1)
 
 
-def test_amx_is_left_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    cpuinfo = tmp_path / "cpuinfo"
-    cpuinfo.write_text("flags : avx512f amx_bf16\n")
-    monkeypatch.setattr(peak, "_CPUINFO", cpuinfo)
-    with pytest.raises(NotInstalledError, match="AMX"):
-        peak.peak_step(SHAPE, torch.bfloat16, threads=1)
+@pytest.mark.parametrize(
+    ("flag", "dtype"), (("-mamx-bf16", torch.bfloat16), ("-mno-fma", torch.float32), ("-mno-fma", torch.bfloat16))
+)
+def test_a_processor_whose_peak_is_not_known_is_left_out(
+    flag: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peak, "_FLAGS", (*peak._FLAGS, flag))
+    with pytest.raises(NotInstalledError, match=f"peak in {dtype} is not known"):
+        peak.peak_step(SHAPE, dtype, threads=1)
