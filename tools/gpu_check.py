@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib.util
 import json
 import os
 import platform
@@ -28,9 +27,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cache
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -38,6 +35,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import gpu_peers, gpu_steps
+from csrc.build import cuda_program
 from megatron.config.tool import run_tool
 from megatron.ops.library import PATH, VERIFIED, library
 from megatron.ops.proof import SUBJECTS, Draw, Subject, check, flat_tensors
@@ -79,17 +77,6 @@ def output_of(*command: str, seconds: float = 30) -> str:
     return said if done.returncode == 0 else f"exit code {done.returncode}: {said or 'no message'}"
 
 
-@cache
-def builder() -> ModuleType:
-    """csrc/build.py, which is no part of a package."""
-    spec = importlib.util.spec_from_file_location("build_kernels", BUILD)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # its dataclasses look for it there
-    spec.loader.exec_module(module)
-    return module
-
-
 def environment(device: str) -> dict[str, str]:
     found = {"python": platform.python_version(), "torch": torch.__version__, "cuda of torch": str(torch.version.cuda)}
     if device == "cuda":
@@ -101,7 +88,7 @@ def environment(device: str) -> dict[str, str]:
         }
     else:
         found["device"] = platform.processor() or platform.machine()
-    return found | {"nvcc": output_of(builder().cuda_program("nvcc") or "nvcc", "--version").rpartition("\n")[2]}
+    return found | {"nvcc": output_of(cuda_program("nvcc") or "nvcc", "--version").rpartition("\n")[2]}
 
 
 # ---------------------------------------------------------------- the library
@@ -218,7 +205,7 @@ def judge_one(args: argparse.Namespace) -> int:
 def sanitize(seed: int, seconds: float = 150) -> dict[str, str]:
     """The same comparison under each of compute-sanitizer's tools at the same time, on small shapes; 'clean' or what
     was said last."""
-    program = builder().cuda_program("compute-sanitizer")
+    program = cuda_program("compute-sanitizer")
     if program is None:
         return dict.fromkeys(SANITIZERS, "not run: compute-sanitizer is not installed")
     with tempfile.TemporaryDirectory() as folder:
