@@ -43,7 +43,8 @@ from megatron.data.loader import build_loader
 from megatron.data.mock import MockDataset
 from megatron.layout import padded_vocab_size
 from megatron.model.flops import flops_per_token
-from megatron.utils.device import accelerator_memory, peak_resident_bytes
+from megatron.utils.device import accelerator_memory
+from megatron.utils.process import peak_resident_bytes
 
 WAITS = (5.0, 10.0, 20.0, 30.0)  # seconds for memory, in the first steps: others hold theirs while they compile
 SETTLING = 2  # steps of a turn that do not count: memory that was given back is taken again

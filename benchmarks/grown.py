@@ -1,5 +1,4 @@
-"""Arguments of a kernel made as large as a GPU needs them: smaller ones stay in its cache, and what is measured is the
-time to launch."""
+"""Enlarges a kernel's arguments for a GPU: small ones stay in its cache, and only the launch time is measured."""
 
 from __future__ import annotations
 
@@ -8,12 +7,12 @@ from typing import Any
 
 from torch import Tensor
 
-ELEMENTS = 1 << 28  # that the first argument should have
-MOST = 64  # times what it was
+ELEMENTS = 1 << 28  # of the first argument
+MOST = 64  # the largest factor
 
 
 def grown(args: Sequence[Any]) -> tuple[Any, ...]:
-    """The first argument's rows, and those of whatever has as many, several times over. Vectors of numbers stay."""
+    """Repeats the rows of the first argument and of all arguments with as many rows. Other vectors stay."""
     first = args[0]
     if first.dim() < 2:
         return tuple(args)

@@ -1,15 +1,15 @@
-"""Index building against numpy and its limits, start-up on many documents, and the first batch of a run.
+"""Speed of index building against numpy and lower bounds, of start-up, and of the first batch of a run.
 
     python benchmarks/index_build.py                            # 10 M documents, 1 G tokens, one epoch of seq 1024
-    python benchmarks/index_build.py --start-up 1e8             # opening so many documents: 2 GB of index
+    python benchmarks/index_build.py --start-up 1e8             # opening 1e8 documents: 2 GB of index
     python benchmarks/index_build.py --first-batch 1e7          # from an empty cache and from a warm one
 
-Megatron-LM's own helpers cannot be installed without building it, so the peer is its algorithm written plainly: the
-document numbers from np.mgrid, RandomState.shuffle, cumsum and searchsorted in place of its C++ loop (measured beside
-it elsewhere: as fast), and a shuffled arange. Its arrays are equal to ours, and that is checked. The limits are
-RandomState.shuffle alone, the lengths gathered in shuffled order, and a copy of as many bytes as the arrays have.
-Contenders take turns, a ratio is the median over rounds of times of the same round, and memory is the peak of a
-process of its own (Linux): what it grew by, from its resident size to ru_maxrss, over the bytes of the arrays.
+Megatron-LM's helpers cannot be installed without building them, so the peer is its algorithm in numpy: np.mgrid,
+RandomState.shuffle, cumsum and searchsorted instead of the C++ loop (measured: as fast), and a shuffled arange. Its
+arrays are checked to equal ours. The lower bounds are RandomState.shuffle alone, gathering the lengths in shuffled
+order, and copying as many bytes as the arrays have. Contenders take turns, and a ratio is the median over rounds of
+times from the same round. Memory is the growth of a fresh process from its resident size to ru_maxrss (Linux), over the
+bytes of the arrays.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.data.index_builders import Builders, samples_in
-from megatron.data.index_file import HEADER, MAGIC, VERSION
+from megatron.data.indexed.index_file import HEADER, MAGIC, VERSION
 
 Arrays = tuple[np.ndarray, np.ndarray, np.ndarray]
 SEED, VOCAB = 1234, 50304
@@ -43,7 +43,7 @@ SEED, VOCAB = 1234, 50304
 
 
 def make_lengths(documents: int, tokens: int) -> np.ndarray:
-    """Lengths between 1 and about twice the mean, without temporaries that would count as somebody's memory."""
+    """Lengths between 1 and about twice the mean, without temporaries that would distort the measured memory."""
     lengths = np.empty(documents, dtype=np.int32)
     random, most = np.random.default_rng(SEED), max(2, 2 * tokens // documents)
     for start in range(0, documents, 1 << 14):
@@ -53,7 +53,7 @@ def make_lengths(documents: int, tokens: int) -> np.ndarray:
 
 
 def ours(lengths: np.ndarray, seq: int, builders: Builders) -> Arrays:
-    """As GPTDataset builds them."""
+    """The arrays as GPTDataset builds them."""
     random = np.random.RandomState(SEED)
     total = samples_in(int(lengths.sum(dtype=np.int64)), seq)
     documents = builders.document_index(0, len(lengths), 1, False, random)
@@ -105,7 +105,7 @@ def in_turns(runs: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[
     times: dict[str, list[float]] = {name: [] for name in runs}
     names = list(runs)
     for number in range(rounds):
-        for name in names[number % len(names) :] + names[: number % len(names)]:  # nobody always follows the same one
+        for name in names[number % len(names) :] + names[: number % len(names)]:  # all orders
             start = time.perf_counter()
             runs[name]()
             times[name].append(time.perf_counter() - start)
@@ -113,7 +113,7 @@ def in_turns(runs: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[
 
 
 def memory_growth(name: str, documents: int, tokens: int, seq: int) -> float:
-    """Peak of a fresh process above what it held before, over the bytes of the arrays."""
+    """The memory growth of a fresh process, over the bytes of the arrays."""
     call = [sys.executable, __file__, "--memory-of", name]
     call += ["--documents", str(documents), "--tokens", str(tokens), "--seq", str(seq)]
     return float(subprocess.run(call, check=True, capture_output=True, text=True).stdout.split()[-1])
@@ -121,7 +121,7 @@ def memory_growth(name: str, documents: int, tokens: int, seq: int) -> float:
 
 def print_memory_growth(name: str, documents: int, tokens: int, seq: int) -> None:
     lengths = make_lengths(documents, tokens)
-    contenders(lengths[:1000], 8)[name]()  # what is loaded at first use is not the arrays'
+    contenders(lengths[:1000], 8)[name]()  # memory of what is loaded at first use does not count
     make = contenders(lengths, seq)[name]
     before = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()  # now; the peak was higher
     arrays = make()
@@ -156,9 +156,9 @@ def measure_index(documents: int, tokens: int, seq: int, rounds: int) -> dict[st
 
 
 def write_synthetic(prefix: Path, documents: int, mean: int) -> None:
-    """An .idx of so many documents, a .bin of zeros that takes no room on the disk, and their record."""
-    from megatron.data.indexed import IndexedDataset
-    from megatron.data.record import DataRecord, write_record
+    """Writes an .idx of so many documents, a sparse .bin of zeros, and their record."""
+    from megatron.data.indexed.dataset import IndexedDataset
+    from megatron.data.indexed.record import DataRecord, write_record
 
     lengths = make_lengths(documents, documents * mean)
     with open(f"{prefix}.idx", "wb") as stream:
@@ -180,7 +180,7 @@ def write_synthetic(prefix: Path, documents: int, mean: int) -> None:
 
 
 class Clock:
-    """Seconds of each part of a start, in order."""
+    """The seconds of each part of a start, in order."""
 
     def __init__(self) -> None:
         self.parts: dict[str, float] = {}
@@ -198,7 +198,7 @@ def start_up(prefix: Path, cache: Path, seq: int) -> dict[str, float]:
     with clock("import of megatron.data"):
         from megatron.data.cache import IndexCache
         from megatron.data.gpt_dataset import GPTDataset
-        from megatron.data.indexed import IndexedDataset
+        from megatron.data.indexed.dataset import IndexedDataset
     with clock("open, every entry checked"):
         data = IndexedDataset(prefix)
     with clock("fingerprint"):
@@ -213,7 +213,7 @@ def start_up(prefix: Path, cache: Path, seq: int) -> dict[str, float]:
 
 
 def first_batch(prefix: Path, cache: Path, seq: int, workers: int, step: float) -> dict[str, float]:
-    """What pretrain_gpt.py does before its first step, as far as data goes; then the wait of 40 steps."""
+    """What pretrain_gpt.py does with data before its first step; then the waits of 40 steps."""
     clock = Clock()
     with clock("import of torch"):
         import torch

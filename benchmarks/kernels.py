@@ -31,10 +31,11 @@ from torch.optim.adamw import adamw
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.grown import grown
-from megatron.ops import builtin, ref
 from megatron.ops.library import library
-from megatron.ops.native import OPERATIONS
+from megatron.ops.operation import Target
 from megatron.ops.proof import flat_tensors
+from megatron.ops.rows import ROWS
+from megatron.ops.sdpa import sdpa
 from megatron.utils.cpu import set_allocator
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -58,6 +59,26 @@ class Case:
 
     def runs_on(self, device: str) -> bool:
         return device == "cpu" or not self.cpu_only
+
+
+def case_of(op: str, shape: str, inputs: Any, moved: Callable[[tuple[Any, ...]], int], **options: Any) -> Case:
+    """Of an operation of a model: beside PyTorch's own function, or the formula where there is none. `arguments` are
+    given to all."""
+    row, arguments = ROWS[op], options.pop("arguments", {})
+    eager = options.pop("eager", row.without_native(Target("cpu")).function)
+    formula = options.pop("formula", row.formula)
+    assert row.native is not None
+    bound = row.native.bound
+    return Case(
+        op=op,
+        shape=shape,
+        ours=lambda ops: partial(bound(ops), **arguments),
+        eager=partial(eager, **arguments),
+        formula=partial(formula, **arguments),
+        inputs=inputs,
+        moved=moved,
+        **options,
+    )
 
 
 def size(tensor: Tensor) -> int:
@@ -85,31 +106,16 @@ def norm_inputs(summed: bool, bias: bool) -> Callable[[torch.dtype, str], tuple[
 def norm_case(op: str, *, summed: bool = False, bias: bool = False) -> Case:
     # Forward x -> out, backward x, grad -> grad_x; a sum adds the residual, itself, and its gradient.
     passes = 8 if summed else 5
-    plain, fused = (getattr(module, op.removeprefix("add_")) for module in (ref, builtin))
-    return Case(
-        op=op,
-        shape="4096 x 768",
-        ours=OPERATIONS[op].make,
-        eager=ref.of_sum(fused) if summed else fused,
-        formula=ref.of_sum(plain) if summed else plain,
-        inputs=norm_inputs(summed, bias),
-        moved=lambda args: size(args[0]) * passes,
-    )
+    return case_of(op, "4096 x 768", norm_inputs(summed, bias), lambda args: size(args[0]) * passes)
 
 
 def gelu_case(op: str, name: str, tanh: bool, *tensors: tuple[int, ...], passes: float = 5) -> Case:
-    return Case(
-        op=op,
-        shape=f"4096 x {name}, {'tanh' if tanh else 'erf'}",
-        ours=OPERATIONS[op].make,
-        eager=getattr(builtin, op),
-        formula=getattr(ref, op),
-        inputs=lambda dtype, device: (*(randn(*shape, dtype=dtype, device=device) for shape in tensors), tanh),
-        moved=lambda args: int(size(args[0]) * passes),
+    return case_of(
+        op,
+        f"4096 x {name}, {'tanh' if tanh else 'erf'}",
+        lambda dtype, device: (*(randn(*shape, dtype=dtype, device=device) for shape in tensors), tanh),
+        lambda args: int(size(args[0]) * passes),
     )
-
-
-CAUSAL: dict[str, Any] = {"mask": None, "causal": True, "scale": 0.125}
 
 
 def attention_inputs(batch: int, heads: int, seq: int, dtype: torch.dtype, device: str) -> tuple[Tensor, ...]:
@@ -122,70 +128,53 @@ CASES: tuple[Case, ...] = (
     norm_case("layer_norm", bias=True),
     norm_case("add_rms_norm", summed=True),
     norm_case("add_layer_norm", summed=True, bias=True),
-    Case(
-        op="rope",
-        shape="4 x 1024 x 12 x 64",
-        ours=OPERATIONS["rope"].make,
-        eager=ref.rope,
-        formula=ref.rope,
-        inputs=lambda dtype, device: (
-            randn(4, 1024, 12, 64, dtype=dtype, device=device),
-            *angles(1024, 32, dtype, device),
-        ),
-        moved=lambda args: size(args[0]) * 4,
+    case_of(
+        "rope",
+        "4 x 1024 x 12 x 64",
+        lambda dtype, device: (randn(4, 1024, 12, 64, dtype=dtype, device=device), *angles(1024, 32, dtype, device)),
+        lambda args: size(args[0]) * 4,
         constants=(1, 2),
     ),
     *(gelu_case("gelu", "3072", tanh, (4096, 3072)) for tanh in (True, False)),
     *(gelu_case("bias_gelu", "3072", tanh, (4096, 3072), (3072,)) for tanh in (True, False)),
     *(gelu_case("geglu", "2*2048", tanh, (4096, 4096), passes=4) for tanh in (True, False)),
-    Case(
-        op="squared_relu",
-        shape="4096 x 3072",
-        ours=OPERATIONS["squared_relu"].make,
-        eager=ref.squared_relu,
-        formula=ref.squared_relu,
-        inputs=lambda dtype, device: (randn(4096, 3072, dtype=dtype, device=device),),
-        moved=lambda args: size(args[0]) * 5,
+    case_of(
+        "squared_relu",
+        "4096 x 3072",
+        lambda dtype, device: (randn(4096, 3072, dtype=dtype, device=device),),
+        lambda args: size(args[0]) * 5,
     ),
-    Case(
-        op="swiglu",
-        shape="4096 x 2*2048",
-        ours=OPERATIONS["swiglu"].make,
-        eager=builtin.swiglu,
-        formula=ref.swiglu,
-        inputs=lambda dtype, device: (randn(4096, 4096, dtype=dtype, device=device),),
-        moved=lambda args: size(args[0]) * 8 // 2,  # forward 1 + 1/2, backward 1 + 1/2 + 1
+    case_of(
+        "swiglu",
+        "4096 x 2*2048",
+        lambda dtype, device: (randn(4096, 4096, dtype=dtype, device=device),),
+        lambda args: size(args[0]) * 8 // 2,  # forward 1 + 1/2, backward 1 + 1/2 + 1
     ),
-    Case(
-        op="cross_entropy",
-        shape="1024 x 32768",
-        ours=OPERATIONS["cross_entropy"].make,
-        eager=builtin.cross_entropy,
-        formula=ref.cross_entropy,
-        inputs=lambda dtype, device: (
+    case_of(
+        "cross_entropy",
+        "1024 x 32768",
+        lambda dtype, device: (
             randn(1024, 32768, dtype=dtype, device=device),
             torch.randint(32768, (1024,), device=device),
         ),
-        moved=lambda args: size(args[0]) * 3,  # forward 1, backward 1 + 1
+        lambda args: size(args[0]) * 3,  # forward 1, backward 1 + 1
     ),
-    Case(
-        op="softmax",
-        shape="48 x 256 x 1024, causal",
-        ours=lambda ops: partial(OPERATIONS["softmax"].make(ops), mask=None, scale=0.125, causal=True),
-        eager=partial(ref.softmax, mask=None, scale=0.125, causal=True),
-        formula=partial(ref.softmax, mask=None, scale=0.125, causal=True),
-        inputs=lambda dtype, device: (randn(4, 12, 256, 1024, dtype=dtype, device=device),),
-        moved=lambda args: size(args[0]) * 5,  # forward 1 + 1, backward 2 + 1
+    case_of(
+        "softmax",
+        "48 x 256 x 1024, causal",
+        lambda dtype, device: (randn(4, 12, 256, 1024, dtype=dtype, device=device),),
+        lambda args: size(args[0]) * 5,  # forward 1 + 1, backward 2 + 1
+        arguments={"mask": None, "scale": 0.125, "causal": True},
     ),
     *(
-        Case(
-            op="attention",
-            shape=f"{batch}, {heads}, {seq}, 64, causal",
-            ours=lambda ops: partial(OPERATIONS["attention"].make(ops), **CAUSAL),
-            eager=partial(builtin.sdpa, **CAUSAL),
-            formula=partial(builtin.sdpa, **CAUSAL),
-            inputs=partial(attention_inputs, batch, heads, seq),
-            moved=lambda args: size(args[0]) * 11,  # forward 3 + 1, backward 4 + 3
+        case_of(
+            "attention",
+            f"{batch}, {heads}, {seq}, 64, causal",
+            partial(attention_inputs, batch, heads, seq),
+            lambda args: size(args[0]) * 11,  # forward 3 + 1, backward 4 + 3
+            arguments={"mask": None, "causal": True, "scale": 0.125},
+            eager=sdpa,
+            formula=sdpa,
             cpu_only=True,
         )
         for batch, heads, seq in ((8, 6, 256), (8, 8, 512), (4, 12, 1024), (2, 8, 2048))

@@ -28,8 +28,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.pipeline_parallel.simulate import bubble, theoretical_bubble, without_delays
-from megatron.pipeline_parallel.trace import Trace, read_steps
+from megatron.pipeline_parallel.pass_recorder import read_timelines
+from megatron.pipeline_parallel.simulate import without_transfers
 
 ROOT = Path(__file__).resolve().parent.parent
 PP, VIRTUAL = "--pipeline-model-parallel-size", "--num-layers-per-virtual-pipeline-stage"
@@ -114,18 +114,14 @@ def measure_bubbles(shape: argparse.Namespace, folder: Path) -> list[dict[str, o
     rows: list[dict[str, object]] = []
     for contender in schedules:
         run(contender, one_thread_each, folder, trace=True)
-        steps = read_steps(folder / "trace")[2:]
-        found = statistics.median(bubble(step.spans, step.ranks) for step in steps)
-        theory = theoretical_bubble(steps[0].ranks, steps[0].micro_batches, steps[0].chunks)
-        prompt = statistics.median(bubble_without_delays(step) for step in steps)
+        steps = read_timelines(folder / "trace")[2:]
+        found = statistics.median(step.bubble for step in steps)
+        theory = (steps[0].ranks - 1) / (steps[0].micro_batches * steps[0].chunks)
+        prompt = statistics.median(without_transfers(step).bubble for step in steps)
         rows.append({"schedule": contender.name, "bubble": found, "theory": theory, "ratio": found / theory,
                      "without_delays": prompt, "of_that": found / prompt})  # fmt: skip
         say(f"bubble of {contender.name}: {found:.4f}, theory {theory:.4f}, without delays {prompt:.4f}")
     return rows
-
-
-def bubble_without_delays(step: Trace) -> float:
-    return bubble(without_delays(step.spans, step.ranks, step.micro_batches, step.chunks), step.ranks)
 
 
 def say(what: str) -> None:

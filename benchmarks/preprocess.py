@@ -1,13 +1,12 @@
-"""Preprocessing: our encoder and our tool against `tokenizers`, and against what parsing and writing alone cost.
+"""Speed of preprocessing: our encoder and tool against `tokenizers`, and against parsing and writing alone.
 
     python benchmarks/preprocess.py                       # everything, a few minutes
     python benchmarks/preprocess.py --part encoder --rounds 7 --json result.json
 
-Two corpora: the standard library's code, and text in the manner of English (words drawn by their frequency in the
-library's docstrings, every thirtieth one invented). One vocabulary, learned from both. The encoder part gives each
-contender a fresh process on one core, so every cache is cold; they take turns, and the ratios are medians over rounds.
-The tool part runs tools/preprocess_data.py on a corpus and on the same several times over: the difference of the two
-is the steady state, without the start of the processes.
+Two corpora: the standard library's code, and English-like text (words drawn by their frequency in the library's
+docstrings, every thirtieth one invented). One vocabulary, learned from both. The encoder part runs each contender in a
+fresh process on one core, with cold caches; they take turns, and ratios are medians over rounds. The tool part runs
+tools/preprocess_data.py on a corpus and on several copies of it: the difference is the steady state, without start-up.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ import re
 import statistics
 import subprocess
 import sys
-import sysconfig
 import tempfile
 import time
 from collections import Counter
@@ -34,7 +32,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from megatron.tokenizer import TokenizerSettings, build_tokenizer
 from megatron.tokenizer.export import bpe_file_texts, write_files
 from megatron.tokenizer.train import train_bpe
-from tools.make_stdlib_corpus import documents
 
 ROOT = Path(__file__).resolve().parent.parent
 VOCABULARY = 32768
@@ -43,14 +40,20 @@ CORPORA = ("code", "english")
 BASE = "encode_batch_fast"
 ENCODERS = ("ours", "ours --encoder exact", BASE, "gigatoken, no guard")
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
-LIBRARY = Path(sysconfig.get_paths()["stdlib"])
 
 
 # ---------------------------------------------------------------- corpora
 
 
 def code_texts() -> list[str]:
-    return [document["content"] for document in documents(LIBRARY, 1)]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "code.jsonl"
+        tool = ROOT / "tools" / "make_stdlib_corpus.py"
+        subprocess.run(
+            [sys.executable, str(tool), "--output", str(path), "--seed", "1"], check=True, capture_output=True
+        )
+        with path.open(encoding="utf-8") as file:
+            return [json.loads(line)["content"] for line in file]
 
 
 def english_texts(megabytes: float) -> list[str]:
@@ -143,7 +146,7 @@ def batches(texts: list[str]) -> Iterator[list[str]]:
 
 
 def measure_encoder(name: str, folder: Path, corpus: str, core: int, clock: str) -> float:
-    """Megabytes of text in a second; this process is told to do nothing else."""
+    """Megabytes of text per second, in a process for this measurement alone."""
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {core})
     texts = read_texts(folder, corpus)
@@ -157,7 +160,7 @@ def measure_encoder(name: str, folder: Path, corpus: str, core: int, clock: str)
 
 
 def fresh(*arguments: str, threads: bool = False) -> float:
-    # One thread or many: tokenizers has no call for it and reads this variable.
+    # One thread or many: tokenizers has no API for it and reads this variable.
     command = ["env", f"TOKENIZERS_PARALLELISM={str(threads).lower()}", sys.executable, __file__, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     return float(done.stdout.split()[-1])
@@ -185,7 +188,7 @@ def encoder_part(folder: Path, rounds: int, core: int, clock: str) -> dict[str, 
 
 
 def measure_threads(folder: Path, corpus: str) -> float:
-    """encode_batch_fast on all the cores it may use."""
+    """Megabytes per second of encode_batch_fast on all available cores."""
     texts = read_texts(folder, corpus)
     size = sum(len(text.encode("utf-8")) for text in texts)
     encode = encoder_of(BASE, folder)
@@ -205,7 +208,7 @@ def tool_seconds(folder: Path, corpus: Path, workers: int, encoder: str) -> floa
 
 
 def measure_tool(folder: Path, corpus: str, *, workers: int, times: int, encoder: str) -> float:
-    """Steady state: what the corpus several times over takes more than the corpus once."""
+    """Megabytes per second in the steady state: the time of `times` copies of the corpus minus that of one."""
     once, often = folder / f"{corpus}.jsonl", folder / f"{corpus}-{times}.jsonl"
     if not often.exists():
         often.write_bytes(once.read_bytes() * times)
@@ -215,7 +218,7 @@ def measure_tool(folder: Path, corpus: str, *, workers: int, times: int, encoder
 
 
 def measure_limit(folder: Path, corpus: str) -> float:
-    """Parsing the JSON and writing a file as large as the tokens, on one core, and nothing else."""
+    """Megabytes per second of only parsing the JSON and writing as many bytes as the tokens, on one core."""
     import orjson
 
     path = folder / f"{corpus}.jsonl"
@@ -224,7 +227,7 @@ def measure_limit(folder: Path, corpus: str) -> float:
     with path.open("rb") as lines, (folder / "limit.bin").open("wb") as out:
         for line in lines:
             text = orjson.loads(line)["text"]
-            out.write(b"\0" * (len(text) // 2))  # about four bytes of text are a token of two bytes
+            out.write(b"\0" * (len(text) // 2))  # a token of two bytes is about four bytes of text
     return size / 1e6 / (time.perf_counter() - start)
 
 
@@ -252,7 +255,7 @@ def tool_part(folder: Path, rounds: int, workers: int, times: int) -> dict[str, 
 
 
 def show(title: str, values: dict[str, float]) -> None:
-    """A table that docs/performance.md can take as it is."""
+    """Prints a table in the format of docs/performance.md."""
     print(f"\n| {title} | MB/s or ratio |\n|---|---|")
     for name, value in values.items():
         number = f"{value:.2f}x" if " / " in name else f"{value:.1f}"

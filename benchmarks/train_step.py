@@ -40,10 +40,9 @@ from megatron.data_parallel import GradBuffers
 from megatron.distributed.state import Axis
 from megatron.model import GPT, initialise
 from megatron.ops import resolve
-from megatron.optimizer import build_optimizer
-from megatron.parallelize.wgrads import send_weight_gradients
+from megatron.optimizer import Optimizer
 from megatron.utils.cpu import set_allocator, set_fp32_products
-from megatron.utils.device import peak_resident_bytes
+from megatron.utils.process import peak_resident_bytes
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
@@ -71,14 +70,14 @@ def ours_step(shape: Shape, dtype: torch.dtype, tokens: Tensor, labels: Tensor, 
     )
     ops = resolve(kernels, "cpu")
     model = GPT(config, vocab_size=shape.vocab, kernels=ops)
-    initialise(model, config, 1, shape.vocab)
+    initialise(model, 1)
     model.to(dtype).train()
     flat = any((ops.adamw, ops.wgrad_accumulation))
     grads = GradBuffers(model.named_parameters(), Axis.single("dp"), flat=flat, accumulate=ops.wgrad_accumulation)
     if ops.wgrad_accumulation is not None:
-        send_weight_gradients(model, grads)
+        model.make.wgrads.connect(grads, model)
     settings = OptimizerConfig(clip_grad=CLIP, adam_beta1=BETAS[0], adam_beta2=BETAS[1])
-    optimizer = build_optimizer(grads, settings, PrecisionConfig(bf16=dtype == torch.bfloat16), kernels=ops)
+    optimizer = Optimizer(grads, settings, PrecisionConfig(bf16=dtype == torch.bfloat16), kernels=ops)
 
     def step() -> Tensor:
         grads.zero()

@@ -3,10 +3,18 @@
     python csrc/build.py                   # megatron/ops/_kernels.so
     python csrc/build.py --emulated DIR    # DIR/_kernels.so: the CUDA kernels, run on the CPU by common/emulator.h
 
-setup.py calls it; nothing else ever compiles. Objects are kept under build/kernels by the hash of all that made them,
-so an unchanged file is never compiled twice. One build at a time holds a lock, which the system takes back however the
-holder ends. Where CUDA does not compile, the CPU kernels are built all the same. CXX and CUDA_HOME choose compilers.
-Standard library only.
+setup.py calls it; nothing else ever compiles. Every operation has a folder, and file names say what is built of it:
+
+    math.h      arguments and formulas that the CPU's and the GPU's kernels share
+    cpu*.cpp    CPU kernels, compiled once per instruction set
+    cuda*.cu    CUDA kernels
+    torch.cpp   checks of the tensors and registration with torch
+    product.h   if there: the CPU kernels multiply matrices (see PRODUCT_FLAGS)
+
+common/ holds what several of them share; data/ is another extension. Objects are kept under build/kernels by the hash
+of all that made them, so an unchanged file is never compiled twice. One build at a time holds a lock, which the system
+releases however the holder ends. Where CUDA does not compile, the CPU kernels are built all the same. CXX and CUDA_HOME
+choose compilers. Standard library only.
 """
 
 from __future__ import annotations
@@ -41,18 +49,18 @@ COMMON_FLAGS = (
     "-fvisibility=hidden",
     "-fno-strict-aliasing",
 )
-# Wherever the checkout lies, the object is the same one: no part of what it is known by.
+# Objects do not depend on where the checkout lies, so the path is no part of their hash.
 PREFIX_MAP = f"-ffile-prefix-map={CSRC.parent}=."
-# GCC takes variables in its own intrinsics for uninitialized ones.
+# -Wno-uninitialized: GCC warns about its own intrinsics.
 CPU_FLAGS = ("-fopenmp-simd", "-fno-math-errno", "-fno-trapping-math", "-Wall", "-Wno-uninitialized")
 WIDE = ("-march=x86-64-v4", "-mprefer-vector-width=512")
 TIERS = {"v3": ("-march=x86-64-v3",), "v4": WIDE, "v4_bf16": (*WIDE, "-mavx512bf16")}
-# What multiplies matrices: it alone is compiled for instructions that multiply bf16, and it says itself where a sum is
-# fused with a product. Were a score in one pass and not in the other, a large one would not be the same number.
-WITH_PRODUCTS, SAYS_WHAT_IS_FUSED = "attention", ("-ffp-contract=off",)
+# Kernels that multiply matrices are also compiled for the bf16 instructions (v4_bf16), and fuse a multiplication with
+# an addition only where the source says so: the backward pass must compute the very scores of the forward pass.
+PRODUCT_HEADER, PRODUCT_FLAGS = "product.h", ("-ffp-contract=off",)
 GPU_FLAGS = ("-gencode=arch=compute_90,code=sm_90", "-gencode=arch=compute_90,code=compute_90")
 CUDA_HOME = "/usr/local/cuda"
-PARTS, SUFFIXES = ("common", "cpu", "cuda", "torch"), (".h", ".cpp", ".cu")
+OTHER_EXTENSION, SUFFIXES = "data", (".h", ".cpp", ".cu")
 UNUSED_DAYS = 14  # after which an object is deleted
 LOCK_SECONDS = 900.0
 SANITIZERS = ("-fsanitize=undefined", "-fno-sanitize-recover=all", "-g", "-O1")
@@ -80,11 +88,11 @@ class Unit:
 
     def object(self, cache: Path, compilers: str) -> Path:
         key = hashlib.sha256("\0".join((compilers, *self.command, source_hash(self.source))).encode())
-        return cache / f"{self.source.stem}-{key.hexdigest()[:24]}.o"
+        return cache / f"{self.source.parent.name}-{self.source.stem}-{key.hexdigest()[:24]}.o"
 
 
 def source_hash(*sources: Path) -> str:
-    """Of files and of everything they include from csrc/."""
+    """Hash of files and of everything that they include from csrc/."""
     seen: dict[Path, bytes] = {}
     pending = [source.resolve() for source in sources]
     while pending:
@@ -102,8 +110,20 @@ def source_hash(*sources: Path) -> str:
 
 
 def sources() -> list[Path]:
-    """Everything that the shared object is made from; data/ is another extension."""
-    return sorted(path for part in PARTS for path in (CSRC / part).iterdir() if path.suffix in SUFFIXES)
+    """Everything that the shared object is made from."""
+    return sorted(path for path in CSRC.glob("*/*") if path.suffix in SUFFIXES and path.parent.name != OTHER_EXTENSION)
+
+
+def binding_sources() -> list[Path]:
+    return [path for path in sources() if path.suffix == ".cpp" and not path.stem.startswith("cpu")]
+
+
+def cpu_sources() -> list[Path]:
+    return [path for path in sources() if path.suffix == ".cpp" and path.stem.startswith("cpu")]
+
+
+def cuda_sources() -> list[Path]:
+    return [path for path in sources() if path.suffix == ".cu"]
 
 
 def torch_headers() -> Path:
@@ -148,23 +168,23 @@ def find_cuda() -> Cuda:
 def torch_units(cxx: Sequence[str], *, cuda: bool, emulated: bool) -> list[Unit]:
     flags = ["-Wall", "-isystem", str(torch_headers()), f"-DTORCH_TARGET_VERSION={TORCH_TARGET}"]
     flags += ["-DMK_HAS_CUDA"] * cuda + ["-DMK_EMULATED", *SANITIZERS] * emulated
-    return [Unit(source, (*cxx, *COMMON_FLAGS, *flags)) for source in sorted((CSRC / "torch").glob("*.cpp"))]
+    return [Unit(source, (*cxx, *COMMON_FLAGS, *flags)) for source in binding_sources()]
 
 
 def cpu_units(cxx: Sequence[str]) -> list[Unit]:
     tiers = TIERS if platform.machine() in ("x86_64", "AMD64") else {"base": ()}
     units = []
-    for source in sorted((CSRC / "cpu").glob("*.cpp")):
-        products = source.stem.startswith(WITH_PRODUCTS)
+    for source in cpu_sources():
+        products = (source.parent / PRODUCT_HEADER).is_file()
         for tier, flags in tiers.items():
             if products or tier != "v4_bf16":
-                own = (*flags, *(SAYS_WHAT_IS_FUSED if products else ()), f"-DMK_TIER={tier}")
+                own = (*flags, *(PRODUCT_FLAGS if products else ()), f"-DMK_TIER={tier}")
                 units.append(Unit(source, (*cxx, *COMMON_FLAGS, *CPU_FLAGS, *own)))
     return units
 
 
 def cuda_units(command: Sequence[str], failure: type[BuildError]) -> list[Unit]:
-    return [Unit(source, tuple(command), failure) for source in sorted((CSRC / "cuda").glob("*.cu"))]
+    return [Unit(source, tuple(command), failure) for source in cuda_sources()]
 
 
 def nvcc_command(cuda: Cuda) -> tuple[str, ...]:
@@ -206,7 +226,7 @@ def compile_unit(unit: Unit, cache: Path, compilers: str) -> Path:
 
 
 def link(cxx: Sequence[str], objects: Sequence[Path], output: Path, flags: Sequence[str]) -> None:
-    # torch by name only: the one that loads us is already there, wherever it is installed.
+    # No path to torch is stored: the torch that loads the object is in the process already.
     command = [*cxx, *map(str, objects), "-shared", "-Wl,-z,relro,-z,now"]
     command += [f"-L{torch_headers().parent / 'lib'}", "-ltorch_cpu", *flags]
     temporary = output.with_suffix(f".{os.getpid()}.tmp")
@@ -219,7 +239,7 @@ def link(cxx: Sequence[str], objects: Sequence[Path], output: Path, flags: Seque
 
 @contextmanager
 def alone(cache: Path, seconds: float) -> Iterator[None]:
-    """One build at a time in a cache. The lock goes with the process that holds it, so it is never stale."""
+    """Holds the lock of a cache: one build at a time. The lock ends with the process, so it is never stale."""
     cache.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + seconds
     with open(cache / "lock", "a+") as lock:
@@ -244,7 +264,7 @@ def alone(cache: Path, seconds: float) -> Iterator[None]:
 
 
 def clean(cache: Path, output: Path) -> None:
-    """What builds that were killed have left (nobody else builds now), and objects that nobody has used for long."""
+    """Deletes the temporary files of killed builds (the lock is held) and objects unused for UNUSED_DAYS."""
     oldest = time.time() - UNUSED_DAYS * 86400
     for path in (*cache.glob("*.tmp*"), *output.parent.glob(f"{output.stem}.*.tmp")):
         path.unlink(missing_ok=True)
@@ -255,12 +275,12 @@ def clean(cache: Path, output: Path) -> None:
 
 @dataclass(frozen=True)
 class Recipe:
-    """Everything that one shared object is made with."""
+    """How one shared object is compiled and linked."""
 
     cxx: tuple[str, ...]
     units: tuple[Unit, ...]
     link_flags: tuple[str, ...]
-    compilers: str  # what they say of themselves
+    compilers: str  # their --version
 
 
 def recipe(cxx: tuple[str, ...], cuda: Cuda | None, *, emulated: bool) -> Recipe:
@@ -296,7 +316,7 @@ def compile_and_link(cxx: tuple[str, ...], cuda: Cuda | None, output: Path, cach
 
 
 def needs_of_cuda(cuda: Cuda) -> dict[str, list[int]]:
-    """What a machine must have for the CUDA kernels: a GPU not older than this, and a driver for this CUDA."""
+    """Minimum compute capability and CUDA version (the driver's) of the CUDA kernels."""
     oldest = min(int(number) for flag in GPU_FLAGS for number in re.findall(r"sm_(\d+)", flag))
     release = re.search(r"release (\d+)\.(\d+)", outcome([cuda.nvcc, "--version"], CudaError).stdout)
     if release is None:
@@ -305,16 +325,14 @@ def needs_of_cuda(cuda: Cuda) -> dict[str, list[int]]:
 
 
 def write_record(output: Path, without_cuda: str | None, needs: dict[str, list[int]] | None) -> dict[str, object]:
+    cuda_rooms = sorted({source.parent for source in cuda_sources()})
     record: dict[str, object] = {
         "sha256": hashlib.sha256(output.read_bytes()).hexdigest(),
         "machine": platform.machine(),
         "without_cuda": without_cuda,
         "needs_of_cuda": needs,
         "sources": {str(path.relative_to(CSRC)): hashlib.sha256(path.read_bytes()).hexdigest() for path in sources()},
-        "cuda_sources": {
-            path.stem: source_hash(path, CSRC / "torch" / f"{path.stem}.cpp")
-            for path in sorted((CSRC / "cuda").glob("*.cu"))
-        },
+        "cuda_sources": {room.name: source_hash(*room.glob("cuda*.cu"), room / "torch.cpp") for room in cuda_rooms},
     }
     beside = output.with_suffix(".json")
     temporary = beside.with_suffix(f".{os.getpid()}.tmp")

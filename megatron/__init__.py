@@ -1,7 +1,8 @@
 """A Megatron-style pretraining framework. Importing it loads nothing heavy: `--help` needs no torch.
 
 `megatron.pretrain(datasets_provider, model_provider, forward_step)` is the training loop for your own script
-(pretrain_gpt.py is one of them); `megatron.initialize(argv)` gives the parts without the loop.
+(pretrain_gpt.py is one of them), and `megatron.Hook` adds to it; `megatron.initialize(argv)` gives the ranks, device
+and settings without the loop.
 """
 
 from __future__ import annotations
@@ -19,9 +20,13 @@ if sys.version_info < (3, 11):  # noqa: UP036 - a checkout can meet an older one
     raise SystemExit(2)
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "initialize", "pretrain"]
+__all__ = ["Hook", "__version__", "initialize", "pretrain"]
 
-_LAZY = {"pretrain": "megatron.training.pretrain", "initialize": "megatron.training.initialize"}
+_LAZY = {
+    "Hook": "megatron.training.hooks",
+    "initialize": "megatron.training.initialize",
+    "pretrain": "megatron.training.pretrain",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -1,11 +1,11 @@
-"""Every error a user can meet. Each names the setting, its value and the way out, in one readable line.
+"""All errors meant for users. Each message is one line with the setting, its value and the way out.
 
 The exit codes are a contract with launch scripts and restart policies (docs/getting_started.md).
 """
 
 
 class MegatronError(Exception):
-    """Base of all errors that are the world's fault, not the program's (those are assertions)."""
+    """Base of all errors whose cause is outside of the program. (Bugs are assertions.)"""
 
     exit_code: int = 1
 

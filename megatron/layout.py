@@ -1,12 +1,11 @@
-"""Which rank belongs to which group: pure arithmetic, no torch.
+"""The parallel layout: which rank belongs to which group. Pure arithmetic, no torch.
 
 Ranks are numbered with tensor parallel fastest, then context, data and pipeline parallel (Megatron's order):
 
     rank = tp + TP * (cp + CP * (dp + DP * pp))
 
-Expert parallel is not a factor of the world of its own. It divides the CP x DP ranks that share a pipeline stage
-and a tensor slice: with `j = cp + CP * dp`, the expert coordinate is `j % EP` and `j // EP` counts the copies of
-each expert.
+Expert parallelism is no factor of the world size. It divides the CP x DP ranks that share a pipeline stage and a tensor
+slice: with `j = cp + CP * dp`, the expert coordinate is `j % EP`, and `j // EP` numbers the replicas of each expert.
 """
 
 from __future__ import annotations
@@ -20,17 +19,20 @@ CP_FLAG = "--context-parallel-size"
 EP_FLAG = "--expert-model-parallel-size"
 PP_FLAG = "--pipeline-model-parallel-size"
 
+RANK_ORDER = "tp-cp-dp-pp"
+"""The factors of the rank, the fastest first."""
+
 AXES = ("tp", "cp", "ep", "dp", "pp", "dp_cp", "expert_dp", "embedding", "model", "world")
 """Every axis that has groups.
 
-`dp_cp` sums the gradients of dense parameters, `expert_dp` those of experts, `embedding` joins the first and the last
-pipeline stage (a tied head is on both), `model` (tp x pp) holds one copy of the model, and `world` is everybody.
+`dp_cp` reduces the gradients of dense parameters, `expert_dp` those of experts. `embedding` joins the first and the
+last pipeline stage (a tied head is on both), `model` (tp x pp) holds one replica of the model, `world` is all ranks.
 """
 
 
 @dataclass(frozen=True)
 class Coordinates:
-    """The place of one rank on every axis."""
+    """The coordinates of one rank on every axis."""
 
     tp: int
     cp: int
@@ -92,7 +94,7 @@ class Layout:
         )
 
     def groups(self, axis: str) -> tuple[tuple[int, ...], ...]:
-        """All groups of `axis`, each in the order of its members' coordinate; every rank is in exactly one."""
+        """All groups of `axis`, their members in order; every rank is in exactly one."""
         groups: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.world_size):
             groups.setdefault(self._key(axis, rank), []).append(rank)
@@ -104,13 +106,13 @@ class Layout:
         return tuple(other for other in range(self.world_size) if self._key(axis, other) == key)
 
     def _key(self, axis: str, rank: int) -> tuple[int, ...]:
-        """What the members of a group of `axis` have in common."""
+        """The coordinates that identify the group of `axis` that holds `rank`."""
         if axis not in AXES:
             raise ValueError(f"unknown axis {axis!r}; there are {', '.join(AXES)}")
         place = self.coordinates(rank)
         key = tuple(getattr(place, name) for name in _SAME_WITHIN_GROUP[axis])
         if axis == "embedding" and 0 < place.pp < self.pp - 1:
-            return (*key, place.pp)  # a stage in the middle is alone
+            return (*key, place.pp)  # a middle stage forms a group of its own
         return key
 
     def _sizes(self) -> tuple[tuple[str, int], ...]:
@@ -155,7 +157,7 @@ _SAME_WITHIN_GROUP = {
 
 
 def nearest_divisors(number: int, size: int) -> tuple[int, ...]:
-    """The largest divisor of `number` below `size` and the smallest above it, as far as they exist."""
+    """The largest divisor of `number` up to `size` and the smallest above it, as far as they exist."""
     divisors = [d for d in range(1, number + 1) if number % d == 0]
     below = [d for d in divisors if d <= size]
     above = [d for d in divisors if d > size]
@@ -163,7 +165,7 @@ def nearest_divisors(number: int, size: int) -> tuple[int, ...]:
 
 
 def nearest_multiples(number: int, unit: int) -> tuple[int, ...]:
-    """The multiples of `unit` on both sides of `number`, without 0."""
+    """The multiples of `unit` next to `number`, below and above, without 0."""
     below = number // unit * unit
     return tuple(n for n in (below, below + unit) if n)
 

@@ -36,16 +36,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import gpu_peers, gpu_steps
 from csrc.build import cuda_program
-from megatron.config.tool import run_tool
 from megatron.ops.library import PATH, VERIFIED, library
-from megatron.ops.proof import SUBJECTS, Draw, Subject, check, flat_tensors
+from megatron.ops.proof import PROOFS, Draw, Proof, check, flat_tensors
 from megatron.ops.select import why_not_native
+from megatron.utils.command_line import run_tool
+from megatron.utils.durable import write_atomically
 
 ROOT = Path(__file__).resolve().parent.parent
 SMALL = 20_000  # elements: what compute-sanitizer does in seconds
 SANITIZER_FOUND = 9  # its exit code when it found something
 WRONG = 3  # our own when a kernel was wrong
-OUR_KERNELS = "kns=2mk4cuda"  # what their mangled names have in common: what torch launches is not our business
+OUR_KERNELS = "kns=2mk4cuda"  # in all their mangled names: torch's own kernels are not checked
 YET_TO_RUN = "not run: the check was cut off before"
 SANITIZERS = ("memcheck", "racecheck", "synccheck")
 BUILD = ROOT / "csrc" / "build.py"
@@ -55,10 +56,10 @@ DRIVER = ("nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--forma
 
 @dataclass(frozen=True)
 class Verdict:
-    """What one operation did in one dtype: the largest error, that of its CPU twin, and what was wrong."""
+    """The result for one operation in one dtype: the largest error, that of its CPU twin, and what was wrong."""
 
     op: str
-    source: str
+    room: str
     dtype: str
     tensors: int
     error: float
@@ -95,14 +96,14 @@ def environment(device: str) -> dict[str, str]:
 
 
 def why_not(device: str) -> str | None:
-    """Asked of a new process: a library that was built meanwhile is seen, and one that crashes is survived."""
+    """Why the kernels do not load, asked in a new process, which sees a new build and may crash; or None."""
     code = "from megatron.ops.select import why_not_native as w; from megatron.ops.library import library as l; "
     said = output_of(sys.executable, "-c", f"{code}print(w(l(), {device!r}) or '')", seconds=120)
     return said or None
 
 
 def make_ready(device: str) -> str | None:
-    """Builds the kernels unless they load as they are; why they still do not, or None."""
+    """Builds the kernels if they do not load. Returns why they still do not, or None."""
     reason = why_not(device)
     if reason is None:
         return None
@@ -119,33 +120,33 @@ def elements(args: Iterable[Any]) -> int:
 
 
 def judge(
-    subject: Subject, dtype: torch.dtype, seed: int, where: tuple[Any, str], twin: Any, largest: int | None = None
+    proof: Proof, dtype: torch.dtype, seed: int, where: tuple[Any, str], twin: Any, largest: int | None = None
 ) -> Verdict:
     """`where`: torch.ops.<namespace> and the device; `twin`: the operations of the CPU, or None."""
     errors, twin_errors, wrong = [0.0], [0.0], []
-    for call in subject.calls(Draw(dtype, torch.Generator().manual_seed(seed))):
+    for call in proof.calls(Draw(dtype, torch.Generator().manual_seed(seed))):
         if largest is not None and elements(call.args) > largest:
             continue
         try:
-            findings = check(subject, call, *where)
+            findings = check(proof, call, *where)
         except Exception as error:  # a launch that failed, an argument that was changed, an output of a wrong shape
             wrong.append(f"{call.name}: {(str(error).splitlines() or [type(error).__name__])[0]}")
             continue
         errors += [finding.error for finding in findings]
         wrong += [f"{call.name}: {finding.tensor}: {finding.wrong}" for finding in findings if finding.wrong]
         if twin is not None:
-            twin_errors += [finding.error for finding in check(subject, call, twin, "cpu")]
+            twin_errors += [finding.error for finding in check(proof, call, twin, "cpu")]
     name = str(dtype).removeprefix("torch.")
-    return Verdict(subject.name, subject.source, name, len(errors) - 1, max(errors), max(twin_errors), tuple(wrong))
+    return Verdict(proof.name, proof.room, name, len(errors) - 1, max(errors), max(twin_errors), tuple(wrong))
 
 
 def judge_all(
     seed: int, where: tuple[Any, str], twin: Any, say: Callable[[str], None] = print, largest: int | None = None
 ) -> list[Verdict]:
     verdicts = []
-    for subject in SUBJECTS.values():
-        for dtype in subject.dtypes:
-            verdict = judge(subject, dtype, seed, where, twin, largest)
+    for proof in PROOFS.values():
+        for dtype in proof.dtypes:
+            verdict = judge(proof, dtype, seed, where, twin, largest)
             verdicts.append(verdict)
             say(line(verdict))
     return verdicts
@@ -159,9 +160,9 @@ def line(verdict: Verdict) -> str:
 
 
 def judge_apart(args: argparse.Namespace, seconds: float) -> list[Verdict]:
-    """Every source in a process of its own, at the same time: after an illegal access a process can use its GPU no
-    more, and the other sources are to be judged all the same."""
-    sources = sorted({subject.source for subject in SUBJECTS.values()})
+    """Judges each folder of csrc/ in a process of its own, all at once: after an illegal access a process can no longer
+    use its GPU, and the other folders are judged all the same."""
+    sources = sorted({proof.room for proof in PROOFS.values()})
     until, verdicts = time.monotonic() + seconds, []
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, __file__, "--part", "ops", "--device", args.device, "--seed", str(args.seed)]
@@ -189,22 +190,22 @@ def judge_apart(args: argparse.Namespace, seconds: float) -> list[Verdict]:
 
 
 def judge_one(args: argparse.Namespace) -> int:
-    """What `judge_apart` starts; writes what is known after every dtype."""
+    """Judges one folder, as started by `judge_apart`; saves its verdicts after every dtype."""
     twin = library().ops if args.device == "cuda" else None
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // 6))  # the others compute their oracles, too
     verdicts: list[Verdict] = []
-    for subject in SUBJECTS.values():
-        if subject.source == args.judge:
-            for dtype in subject.dtypes:
-                verdicts.append(judge(subject, dtype, args.seed, (library().ops, args.device), twin))
+    for proof in PROOFS.values():
+        if proof.room == args.judge:
+            for dtype in proof.dtypes:
+                verdicts.append(judge(proof, dtype, args.seed, (library().ops, args.device), twin))
                 print(line(verdicts[-1]), flush=True)
                 args.out.write_text(json.dumps([asdict(verdict) for verdict in verdicts]))
     return 0
 
 
 def sanitize(seed: int, seconds: float = 150) -> dict[str, str]:
-    """The same comparison under each of compute-sanitizer's tools at the same time, on small shapes; 'clean' or what
-    was said last."""
+    """Runs the comparison on small shapes under each of compute-sanitizer's tools, all at once. Returns 'clean' for a
+    tool, or the end of its output."""
     program = cuda_program("compute-sanitizer")
     if program is None:
         return dict.fromkeys(SANITIZERS, "not run: compute-sanitizer is not installed")
@@ -217,7 +218,7 @@ def sanitize(seed: int, seconds: float = 150) -> dict[str, str]:
                 said = (Path(folder) / tool).read_text(errors="replace").strip()
                 results[tool] = _verdict(code, said)
             except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)  # the program that it looks at, too
+                os.killpg(process.pid, signal.SIGKILL)  # and the program under it
                 process.wait()
                 results[tool] = f"not run: it took longer than {seconds:.0f} s"
             print(f"compute-sanitizer {tool}: {results[tool]}", flush=True)
@@ -229,20 +230,21 @@ def _sanitizing(program: str, tool: str, seed: int, seconds: float, output: Path
     # It gives up on a program that has not used CUDA for 10 s, and torch alone may take that long to be imported.
     command += ["--target-processes", "application-only", "--launch-timeout", f"{max(10, seconds):.0f}"]
     if tool == "memcheck":
-        command += ["--report-api-errors", "no"]  # torch asks the driver for things that it may not have
+        command += ["--report-api-errors", "no"]  # torch probes the driver for optional features
     command += [sys.executable, __file__, "--part", "ops", "--only-small", "--seed", str(seed)]
     with output.open("wb") as file:
         return subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
 
 
 def end_allocations_with_tensors() -> None:
-    """compute-sanitizer sees a step beyond the end of an allocation: torch's would go on far behind a small tensor."""
+    """One allocation per tensor, so that compute-sanitizer sees accesses beyond a tensor's end: torch's allocator puts
+    many tensors into one."""
     torch.cuda.init()  # before it this setting is ignored
     torch.cuda.memory.caching_allocator_enable(False)
 
 
 def _verdict(code: int, said: str) -> str:
-    """A tool that could not look at the program has found nothing in it."""
+    """'clean', what the tool found, or that it did not run."""
     if code == 0:
         return "clean"
     return said[-600:] if code in (SANITIZER_FOUND, WRONG) else f"not run: exit code {code}: {said[-300:]}"
@@ -252,7 +254,7 @@ def _verdict(code: int, said: str) -> str:
 
 
 def times(device: str, rounds: int, seconds: float) -> list[dict[str, Any]]:
-    """bf16 first: it is what trains. What was measured before it failed or the time was out counts."""
+    """Times of every kernel, first in bf16, which trains. Keeps what was measured before a failure or timeout."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "times.json"
         command = [sys.executable, "benchmarks/kernels.py", "--device", device, "--rounds", str(rounds)]
@@ -266,24 +268,24 @@ def times(device: str, rounds: int, seconds: float) -> list[dict[str, Any]]:
 
 
 def verified_sources(verdicts: Sequence[Verdict], built: dict[str, str], sanitized: dict[str, str]) -> dict[str, str]:
-    """The sources of which every operation was right in every dtype; none if a sanitizer found anything, or while one
-    is still to be tried. One that does not work here has found nothing: the record names it, and why."""
+    """Folder -> hash of its sources, for the folders whose operations were right in every dtype.
+
+    None if a sanitizer found anything, or while one has still to run. One that does not work here does not count: the
+    record names it, and why."""
     if any(said != "clean" and (said == YET_TO_RUN or not said.startswith("not run")) for said in sanitized.values()):
         return {}
-    judged = {verdict.source for verdict in verdicts if verdict.tensors}
-    failed = {verdict.source for verdict in verdicts if verdict.wrong}
+    judged = {verdict.room for verdict in verdicts if verdict.tensors}
+    failed = {verdict.room for verdict in verdicts if verdict.wrong}
     return {source: digest for source, digest in sorted(built.items()) if source in judged - failed}
 
 
 def write_record(path: Path, record: dict[str, Any]) -> None:
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    temporary.replace(path)
+    write_atomically(path, [f"{json.dumps(record, indent=1)}\n".encode()])
 
 
 def check_ops(args: argparse.Namespace) -> int:
     start = time.monotonic()
-    apart = args.only_small or args.judge is not None  # started by another, which has made everything ready
+    apart = args.only_small or args.judge is not None  # started by a process that has prepared everything
     if (reason := why_not_native(library(), args.device) if apart else make_ready(args.device)) is not None:
         print(f"the kernels are {reason}", file=sys.stderr)
         return 1
@@ -326,7 +328,7 @@ def check_ops(args: argparse.Namespace) -> int:
 
 
 def check_benchmark(args: argparse.Namespace) -> int:
-    """It writes the record itself, as it goes."""
+    """Runs a benchmark, which writes the record itself as it goes."""
     words = ["--device", args.device, "--seconds", str(args.seconds), "--json", str(args.out)]
     if args.device == "cpu":
         words += ["--sizes", "tiny"]
@@ -335,7 +337,7 @@ def check_benchmark(args: argparse.Namespace) -> int:
 
 
 def about_run(args: argparse.Namespace) -> dict[str, Any]:
-    """With what every part's record begins."""
+    """The beginning of every part's record."""
     return {
         "part": args.part,
         "device_type": args.device,
@@ -358,7 +360,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only-small", action="store_true", help="only compare, only small shapes, write nothing")
     parser.add_argument(
         "--judge",
-        choices=sorted({subject.source for subject in SUBJECTS.values()}),
+        choices=sorted({proof.room for proof in PROOFS.values()}),
         help="only compare this source; --out gets the verdicts",
     )
     parser.add_argument("more", nargs="*", help="of steps and peers, after --: for their benchmark")

@@ -18,8 +18,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs from a checkout that is not installed
 
-from megatron.config.tool import Parser, run_tool
 from megatron.errors import ConfigError, DataError, StorageError
+from megatron.utils.command_line import Parser, run_tool
 
 # Tests repeat themselves; lookup tables and bundled wheels are no code to learn from.
 LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "encodings", "pydoc_data", "_bundled"}

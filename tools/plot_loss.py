@@ -14,8 +14,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs from a checkout that is not installed
 
-from megatron.config.tool import Parser, integer, run_tool
 from megatron.errors import ConfigError
+from megatron.utils.command_line import Parser, integer, run_tool
 
 Curve = dict[int, float]  # iteration -> loss
 MARKS = {"train": ("•", "*"), "valid": ("◆", "v")}  # the second where the terminal has no Unicode

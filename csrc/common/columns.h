@@ -1,6 +1,6 @@
-// Sums over rows, as the gradients of weights and biases are: rows are cut into parts, every part is summed in order
-// into a row of its own, and the parts are summed in order. The cut depends on the number of rows alone, so the same
-// input gives the same bits whatever the number of threads.
+// Sums over rows, for the gradients of weights and biases: rows are cut into parts, each part is summed in order into a
+// row of its own, then the parts are summed in order. The cut depends on the number of rows alone, so the same input
+// gives the same bits for any number of threads.
 #pragma once
 
 #include "dtype.h"

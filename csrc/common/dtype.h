@@ -1,4 +1,4 @@
-// The element types that kernels take, and how one number of them is read and written. Shared by host and device.
+// The element types of the kernels, and their conversion from and to float. Shared by host and device.
 #pragma once
 
 #include <cstdint>
@@ -37,7 +37,7 @@ MK_HD float from_bits(uint32_t bits) {
 MK_HD float load(float x) { return x; }
 MK_HD float load(bf16 x) { return from_bits(uint32_t(x.bits) << 16); }
 
-// Without branches, so that loops over it become vector instructions: both results are computed, one is taken.
+// Without branches, so that loops are vectorized: both results are computed, one is selected.
 MK_HD float load(f16 x) {
 #if defined(__CUDA_ARCH__)
   float wide;  // a GPU has an instruction for it
@@ -92,14 +92,14 @@ MK_HD f16 store<f16>(float x) {
 #endif
 }
 
-// A number as the type T would keep it.
+// A number rounded to the type T.
 template <class T>
 MK_HD float rounded(float x) {
   return load(store<T>(x));
 }
 
 #if !defined(__CUDACC__)
-// The same without narrowing on the way, which costs vectors more than the rounding.
+// The same without narrowing in between, which costs vector code more than the rounding.
 template <>
 MK_HD float rounded<bf16>(float x) {
   const uint32_t bits = bits_of(x);

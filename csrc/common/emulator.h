@@ -1,8 +1,8 @@
 // CUDA kernels on a CPU: every thread of a block is a fiber, __syncthreads and the warp functions are barriers between
-// fibers. Exact, and stricter than a GPU: shared memory starts as NaN, what a lane may not read is NaN, several
-// orders of threads and blocks are tried, and the C++ sanitizer sees every access. It finds wrong indices, races in
-// shared memory, barriers that not all threads reach and misaligned packs; it cannot find races of blocks, and it knows
-// no tensor cores.
+// fibers. Stricter than a GPU: shared memory starts as NaN, a lane reads NaN where CUDA leaves the value undefined,
+// several orders of threads and blocks are tried, and the C++ sanitizer sees every access. It finds wrong indices, data
+// races in shared memory, barriers that not all threads reach and misaligned packs. It does not find data races between
+// blocks, and has no tensor cores.
 #pragma once
 
 #include <algorithm>
@@ -50,12 +50,12 @@ struct Fiber {
   unsigned mask = 0;               // of the lanes that meet at a barrier of the warp
   int line = 0;                    // of the barrier of the block at which it waits
   long synced = 0;                 // how many barriers of the warp it has passed in this block
-  uint64_t offered = kPoison;      // to the lanes it will meet
-  uint64_t published = kPoison;    // to the lanes it met last, which may not all have read it yet
+  uint64_t offered = kPoison;      // to the lanes of the next exchange
+  uint64_t published = kPoison;    // to the lanes of the last exchange, not all of which may have read it yet
   long meeting = -1;
 };
 
-// One for the process, kept from launch to launch: making fibers is what costs.
+// One per process, kept between launches: creating fibers is expensive.
 struct Machine {
   std::mutex launching;
   std::vector<std::unique_ptr<Fiber>> fibers;
@@ -67,7 +67,7 @@ struct Machine {
   long epoch = 0;  // a new one for every block: shared memory is poisoned again
   long meetings = 0;
   long interval = 0;  // a new one from every barrier of a block on
-  std::string fault;  // the first thing that a GPU leaves undefined: the launch fails with it
+  std::string fault;  // the first undefined behaviour: the launch fails with it
   int order = 0;      // 0: threads and blocks in order, 1: in reverse, 2: odd ones first, others: shuffled by it
 };
 
@@ -78,7 +78,7 @@ inline Machine& machine() {
 
 inline Fiber& current() { return *machine().fibers[machine().current]; }
 
-// Told when the block has ended: nothing can be thrown across fibers.
+// Reported when the block has ended: an exception cannot cross fibers.
 inline void fault(const std::string& what) {
   if (machine().fault.empty()) machine().fault = what;
 }
@@ -91,7 +91,7 @@ inline void yield(Wait wait) {
   if (_setjmp(fiber.context) == 0) _longjmp(machine().scheduler, 1);
 }
 
-// A fiber never ends: with its next block it begins again here.
+// A fiber never ends: it runs the same thread of the next block.
 inline void enter() {
   for (;;) {
     machine().body();
@@ -144,7 +144,8 @@ inline void offer(uint64_t value, unsigned mask) {
   warp_barrier(mask);
 }
 
-// What a lane of this meeting offered; poison from one that was not there (ended, not in the mask): CUDA leaves it open.
+// What a lane offered to this exchange; poison for a lane that has ended or is not in the mask, which CUDA leaves
+// undefined.
 inline uint64_t offered_by(int source) {
   const Machine& m = machine();
   const int index = m.current / kWarp * kWarp + source;
@@ -187,7 +188,7 @@ inline std::vector<int> in_order(int count) {
   return result;
 }
 
-// Lets go the lanes of a warp that have all met; true if there were any.
+// Releases the lanes of a warp that are all at their barrier; true if there were any.
 inline bool release_warp(int begin, int end) {
   Machine& m = machine();
   const auto& fibers = m.fibers;
@@ -213,7 +214,7 @@ inline bool release_warp(int begin, int end) {
   return released;
 }
 
-// As far as the warp can get without the others: the order that finds missing barriers best.
+// Runs a warp as far as it gets without the others: the order that exposes missing barriers best.
 inline void run_warp(int begin, const std::vector<int>& lanes) {
   const int end = begin + int(lanes.size());
   do {
@@ -226,7 +227,7 @@ inline void run_warp(int begin, const std::vector<int>& lanes) {
   Machine& m = machine();
   int at[4] = {};
   for (int i = 0; i < m.threads; ++i) ++at[int(m.fibers[i]->wait)];
-  m.fibers.clear();  // they stand in the middle of a kernel that will not go on
+  m.fibers.clear();  // suspended in a kernel that will not be resumed
   throw std::runtime_error(std::string(m.kernel) + ": deadlock in block (" + std::to_string(m.index.x) + ", " +
                            std::to_string(m.index.y) + ", " + std::to_string(m.index.z) + "): of " +
                            std::to_string(m.threads) + " threads " + std::to_string(at[int(Wait::block)]) +
@@ -234,7 +235,7 @@ inline void run_warp(int begin, const std::vector<int>& lanes) {
                            std::to_string(at[int(Wait::done)]) + " have ended");
 }
 
-// True while there are threads to run; they stand at the same barrier, or else it is a deadlock or undefined.
+// True while there are threads to run. All must be at the same barrier: anything else is a deadlock or undefined.
 inline bool release_block() {
   Machine& m = machine();
   int waiting = 0, done = 0, line = 0;
@@ -315,12 +316,12 @@ Launch<Kernel> launch(const char* name, Kernel kernel, dim3 grid, dim3 block) {
 
 #include "emulator_shared.h"
 
-// For whoever loaded the library: see Machine::order.
+// Called by the tests: see Machine::order.
 extern "C" __attribute__((visibility("default"), used)) inline void mk_emulator_order(int order) {
   ::mk::emulator::machine().order = order;
 }
 
-// The sanitizer ends the process in a way that Python's faulthandler sees, which names the test.
+// The sanitizer aborts, so that Python's faulthandler prints the test's name.
 extern "C" __attribute__((visibility("default"), used)) inline const char* __ubsan_default_options() {
   return "abort_on_error=1:print_stacktrace=1";
 }
@@ -355,7 +356,7 @@ inline int __any_sync(unsigned mask, int vote) { return ::mk::emulator::ballot(m
 inline int __all_sync(unsigned mask, int vote) { return ::mk::emulator::ballot(mask, vote == 0) == 0; }
 inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
 
-// Threads run one at a time: what is atomic needs nothing more.
+// Fibers run one at a time, so every operation is atomic.
 template <class T>
 T atomicAdd(T* address, T value) {
   const T before = *address;

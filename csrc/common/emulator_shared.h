@@ -1,6 +1,6 @@
-// Shared memory of the emulator: NaN when a block begins, and every access is noted. Two threads that touch the same
-// number, of which one writes, without a barrier between them are a race, whether or not the order in which the fibers
-// run makes it visible. Included by emulator.h alone, which says what a Fiber and a Machine are.
+// Shared memory of the emulator: NaN when a block begins, and every access is recorded. Two threads that access the
+// same number, at least one writing, with no barrier between them are a data race, even if the order in which the
+// fibers ran hides it. Included by emulator.h alone, which defines Fiber and Machine.
 #pragma once
 
 namespace mk::emulator {
@@ -60,7 +60,7 @@ struct Reference {
   Reference& operator+=(T value) { return *this = T(*this) + value; }
 };
 
-// Static: one for the block that runs.
+// Static: blocks run one at a time.
 template <class T, size_t kCount>
 struct Shared {
   const char* name;

@@ -1,6 +1,6 @@
 // MK_LAUNCH(kernel, grid, block, stream)(arguments...) is kernel<<<grid, block, 0, stream>>>(arguments...) under nvcc,
-// and a run of every thread on the CPU under the emulator. MK_SHARED(T, name, count) is __shared__ T name[count]: static
-// shared memory only.
+// and a run of every thread on the CPU under the emulator. MK_SHARED(T, name, count) is __shared__ T name[count]:
+// static shared memory only.
 #pragma once
 
 #if defined(MK_EMULATED)

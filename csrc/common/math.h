@@ -1,12 +1,10 @@
-// Scalar functions of the kernels, the same for CUDA threads and for loops that the C++ compiler turns into vector
-// instructions: no branches, no calls, no tables. Errors are relative to the exact value.
+// Elementary functions for CUDA threads and for vectorized loops on the CPU: no branches, no calls, no tables. Errors
+// are relative to the exact value.
 #pragma once
 
-#include "dtype.h"
+#include <cmath>
 
-#if defined(__CUDACC__)
-#include <math.h>
-#endif
+#include "dtype.h"
 
 namespace mk {
 
@@ -19,13 +17,13 @@ MK_HD float fused(float a, float b, float c) {
 #endif
 }
 
-// What the functions below are computed for: to every digit of fp32, or to be stored as T, which has 16 bits. The short
-// forms are within 2^-18, which is a thousandth of what rounding to bf16 changes and a hundredth for fp16.
+// Whether a function's result is stored as a T of 16 bits: then a shorter form within 2^-18 is enough, a thousandth of
+// the rounding error of bf16 and a hundredth of that of fp16. Otherwise it is accurate to fp32.
 template <class T>
 constexpr bool kShort = sizeof(T) == 2;
 
-// Functions of a number or of many at once: V is float, or what cpu/lanes.h has for it together with the first five.
-MK_HD float at_least(float x, float least) { return x < least ? least : x; }  // NaN passes, and below
+// V is float, or the vector type of lanes.h, which has its own versions of the first five functions.
+MK_HD float at_least(float x, float least) { return x < least ? least : x; }  // NaN passes, here and below
 MK_HD float at_most(float x, float most) { return x > most ? most : x; }
 
 MK_HD float where_less(float a, float b, float yes, float no) { return a < b ? yes : no; }
@@ -62,7 +60,7 @@ MK_HD V exp2_near_zero(V r) {
 
 template <class T = float, class V>
 MK_HD Exponential<V> exponential(V x) {
-  // x log2(e) = n + r with |r| <= 1/2. The magic number rounds to an integer, and has the exponent's bias in it.
+  // x log2(e) = n + r with |r| <= 1/2. Adding the magic number rounds to an integer and adds the exponent's bias.
   const V magic = 12582912.0f + 127.0f;  // 1.5 * 2^23
   const V log2_e = 1.44269502f, rest = 1.92596303e-8f;
   const V shifted = fused(x, log2_e, magic);
@@ -85,7 +83,7 @@ MK_HD float exp(float x) {
 #endif
 }
 
-// exp(x) where T is what the result is stored as, or what it was computed from: on a GPU two instructions for a short T.
+// exp(x) where the result is stored as T or computed from it: on a GPU two instructions if T has 16 bits.
 template <class T>
 MK_HD float exp_for(float x) {
 #if defined(__CUDA_ARCH__)
@@ -111,8 +109,8 @@ MK_HD V reciprocal_for(V x) {
   return 1.0f / x;
 }
 
-// exp(x) for x of at most 1, as of differences from a maximum: half the work. Results below 2^-126.5 are 0; NaN and inf
-// give NaN.
+// exp(x) for x <= 1, such as differences from a maximum: half the work. Results below 2^-126.5 are 0; NaN and inf give
+// NaN.
 template <class T = float, class V>
 MK_HD V exp_of_difference(V x) {
 #if defined(__CUDACC__)
@@ -123,104 +121,7 @@ MK_HD V exp_of_difference(V x) {
 #endif
 }
 
-template <class V>
-struct Logistic {
-  V value, complement;  // which is 1 - value
-};
-
-// The logistic function of -x for an x between kLogisticLeast, where it is 1, and kLogisticMost, where it is 0. Without
-// differences of nearly equal numbers: relative accuracy everywhere.
-constexpr float kLogisticLeast = -87.5f, kLogisticMost = 88.6f;
-
-template <class T, class V>
-MK_HD Logistic<V> logistic_of_minus(V x) {
-#if defined(__CUDACC__)
-  const V e = exp_for<T>(x);
-#else
-  const Exponential<V> by_two = exponential<T>(x);
-  const V e = by_two.mantissa * power_of_two(by_two.shifted);
-#endif
-  const V value = reciprocal_for<T>(1.0f + e);
-  // A short result adds the complement to something near 1 wherever little is left of it.
-  if constexpr (kShort<T>) return {value, 1.0f - value};
-  return {value, where_less(0.5f, value, e * value, 1.0f - value)};
-}
-
-template <class V>
-struct Normal {
-  V cdf, density;
-};
-
-// The normal distribution: Phi(x), within 8 ulp also far below zero, and its density.
-template <class T, class V>
-MK_HD Normal<V> normal(V x) {
-  const V magnitude = where_less(x, 0.0f, -x, x);
-  const V a = at_most(magnitude, 20.0f);  // nothing is left beyond; NaN passes
-  // The tail is exp(-a^2 / 2) * t * P(t) with t = 1 / (a + 3.2): a fit by least relative error, 5e-8, over all a >= 0.
-  const V t = reciprocal_for<T>(a + 3.2f);
-  const V s = 6.4f * t - 1.0f;
-  V p = -1.163800708e-4f;
-  p = p * s + 9.095062745e-5f;
-  p = p * s + 1.060802337e-3f;
-  p = p * s - 7.282505896e-4f;
-  p = p * s - 8.246963614e-3f;
-  p = p * s - 1.619729809e-3f;
-  p = p * s + 7.402684103e-2f;
-  p = p * s + 2.658403343e-1f;
-  p = p * s + 5.338045901e-1f;
-  p = p * s + 7.358878856e-1f;
-  // What a * a loses in rounding would be multiplied by a * a / 2 in the exponential.
-  const V square = a * a, lost = fused(a, a, -square);
-  const V e = exp_of_difference<T>(-0.5f * square) * (1.0f - 0.5f * lost);
-  const V tail = e * (t * p);
-  return {where_less(x, 0.0f, tail, 1.0f - tail), e * 0.3989422804f};
-}
-
-// The activations: value(x), and both value and slope, to be stored as T. Infinite inputs give what the plain formula
-// gives.
-template <class V>
-struct Graph {
-  V value, slope;
-};
-
-struct Silu {
-  template <class T, class V>
-  MK_HD static Graph<V> graph(V x) {
-    const Logistic<V> gate = logistic_of_minus<T>(at_most(at_least(-x, kLogisticLeast), kLogisticMost));
-    const V value = x * gate.value;
-    return {value, value * gate.complement + gate.value};
-  }
-};
-
-// (1 + tanh(u)) / 2 is the logistic function of 2 u, which has no difference of nearly equal numbers.
-struct GeluTanh {
-  static constexpr float kTwice = 1.5957691216f;  // 2 sqrt(2 / pi)
-  static constexpr float kCubic = kTwice * 0.044715f;
-
-  template <class T, class V>
-  MK_HD static Graph<V> graph(V x) {
-    const V bounded = at_most(at_least(x, -10.055f), 10.0f);  // 2 u comes just to the limits
-    const V square = bounded * bounded;
-    const Logistic<V> gate = logistic_of_minus<T>(bounded * (-kCubic * square - kTwice));
-    const V value = x * gate.value, inner = 3.0f * kCubic * square + kTwice;
-    return {value, value * (inner * gate.complement) + gate.value};
-  }
-};
-
-struct GeluErf {
-  template <class T, class V>
-  MK_HD static Graph<V> graph(V x) {
-    const Normal<V> n = normal<T>(x);
-    return {x * n.cdf, n.cdf + x * n.density};
-  }
-};
-
-struct SquaredRelu {
-  template <class T, class V>
-  MK_HD static Graph<V> graph(V x) {
-    const V kept = where_less(x, 0.0f, 0.0f, x);
-    return {kept * kept, 2.0f * kept};
-  }
-};
+// What a softmax subtracts from its numbers before exp: their maximum, or 0 where all are -inf (-inf - -inf is NaN).
+MK_HD float shift_of(float peak) { return peak == -INFINITY ? 0.0f : peak; }
 
 }  // namespace mk

@@ -11,7 +11,7 @@ struct Sum {
 };
 
 struct Max {
-  __device__ static float join(float a, float b) {  // NaN wins
+  __device__ static float join(float a, float b) {  // NaN if either is NaN
 #if defined(__CUDA_ARCH__)
     float larger;  // one instruction; fmaxf would drop NaN
     asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(a), "f"(b));

@@ -24,7 +24,7 @@ MK_HD Pack<T> load_pack(const T* pointer) {
 template <class T>
 MK_HD void store_pack(T* pointer, const Pack<T>& pack) {
 #if defined(__CUDA_ARCH__)
-  // An ordinary store, but as an intrinsic: an assignment nvcc takes apart into members, and stores those one by one.
+  // An ordinary store, but as an intrinsic: nvcc splits an assignment into one store per member.
   uint32_t words[4];
   memcpy(words, &pack, sizeof words);
   __stwb(reinterpret_cast<uint4*>(pointer), make_uint4(words[0], words[1], words[2], words[3]));

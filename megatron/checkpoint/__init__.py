@@ -1,6 +1,7 @@
-"""Checkpoints: the classic Megatron tree, files that execute nothing, a manifest that checks every byte."""
+"""Checkpoints: Megatron's classic tree, files that execute no code, and a manifest that checks every byte."""
 
 from megatron.checkpoint.architecture import check_architecture, model_config
+from megatron.checkpoint.determinism import determinism_fingerprint
 from megatron.checkpoint.load import FoundStep, find_checkpoint, load_checkpoint
 from megatron.checkpoint.lock import DirectoryLock
 from megatron.checkpoint.reader import StepReader
@@ -19,6 +20,7 @@ __all__ = [
     "StepReader",
     "TrainState",
     "check_architecture",
+    "determinism_fingerprint",
     "find_checkpoint",
     "hold_directory",
     "inspect_step",

@@ -1,4 +1,4 @@
-"""Whether a checkpoint is of the model that is about to be built, before anything is allocated."""
+"""Checks that a checkpoint is of the model about to be built, before anything is allocated."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 from megatron.config import ModelConfig, MoEConfig
 from megatron.errors import CheckpointError
 
-# What a field means decides, not how it was spelled: 4 x hidden given or left unset is the same model.
-_MEANINGS = (
+# Effective values are compared: an MLP of 4 x hidden is the same model whether the width was given or left unset.
+_EFFECTIVE = (
     "num_layers",
     "hidden_size",
     "ffn_size",
@@ -31,7 +31,7 @@ _MEANINGS = (
     "apply_residual_connection_post_layernorm",
     "apply_query_key_layer_scaling",
 )
-_MOE_MEANINGS = (
+_EFFECTIVE_MOE = (
     "num_experts",
     "moe_router_topk",
     "moe_router_pre_softmax",
@@ -62,12 +62,12 @@ _ROPE_SCALING = {
     ),
 }
 _FLAG = {"ffn_size": "ffn-hidden-size", "head_dim": "kv-channels", "query_groups": "num-query-groups"}
-# What a longer context changes on purpose: tensors stay as they are, so --finetune may.
+# Settings of the context length, which --finetune may change: they affect no tensor.
 CONTEXT = {"rotary_base", "rope_scaling", "window", *(name for names in _ROPE_SCALING.values() for name in names)}
 
 
 def model_config(values: Mapping[str, Any]) -> ModelConfig:
-    """The model section of a saved config, as the section itself."""
+    """The model section of a saved configuration."""
     known = {field.name for field in fields(ModelConfig)}
     unknown = sorted(set(values) - known)
     if unknown:
@@ -79,7 +79,7 @@ def model_config(values: Mapping[str, Any]) -> ModelConfig:
 
 
 def moe_config(saved: Mapping[str, Any]) -> MoEConfig:
-    """The experts of a saved configuration; older ones know of none."""
+    """The experts of a saved configuration; older ones have none."""
     values, known = dict(saved.get("moe") or {}), {field.name for field in fields(MoEConfig)}
     if not values.get("num_experts"):
         return MoEConfig()
@@ -91,31 +91,25 @@ def moe_config(saved: Mapping[str, Any]) -> MoEConfig:
     return MoEConfig(**values)
 
 
-def experts_meaning(config: ModelConfig, moe: MoEConfig) -> dict[str, Any]:
-    """The same of the experts: {} of a dense model."""
-    if not moe.is_on:
-        return {}
-    values = {name: getattr(moe, name) for name in _MOE_MEANINGS}
-    values["moe_layer_freq"] = moe.expert_layers(config.num_layers)
-    values["moe_ffn_hidden_size"] = moe.moe_ffn_hidden_size or config.ffn_size
-    if moe.moe_expert_capacity_factor is not None:
-        values["moe_token_drop_policy"] = moe.moe_token_drop_policy
-    return values
-
-
-def meaning(config: ModelConfig) -> dict[str, Any]:
-    """What decides the function that a model computes."""
-    values = {name: getattr(config, name) for name in _MEANINGS}
+def architecture(config: ModelConfig, moe: MoEConfig) -> dict[str, Any]:
+    """The effective settings that define the function of a model; without experts, those of experts are left out."""
+    values = {name: getattr(config, name) for name in _EFFECTIVE}
     if config.positions == "learned":
         values["max_position_embeddings"] = config.max_position_embeddings
     if config.positions == "rope":
         names = (*_ROPE, *_ROPE_SCALING[config.rope_scaling])
         values |= {name: getattr(config, name) for name in names}
+    if moe.is_on:
+        values |= {name: getattr(moe, name) for name in _EFFECTIVE_MOE}
+        values["moe_layer_freq"] = moe.expert_layers(config.num_layers)
+        values["moe_ffn_hidden_size"] = moe.moe_ffn_hidden_size or config.ffn_size
+        if moe.moe_expert_capacity_factor is not None:
+            values["moe_token_drop_policy"] = moe.moe_token_drop_policy
     return values
 
 
 def differences(left: Mapping[str, Any], right: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """field -> (in the checkpoint, in this run), for all that differ."""
+    """field -> (value in the checkpoint, value in this run), for all fields that differ."""
     names = [*left, *(name for name in right if name not in left)]
     return {name: (left.get(name), right.get(name)) for name in names if left.get(name) != right.get(name)}
 
@@ -123,13 +117,10 @@ def differences(left: Mapping[str, Any], right: Mapping[str, Any]) -> dict[str, 
 def check_architecture(
     saved: Mapping[str, Any], ours: ModelConfig, moe: MoEConfig | None = None, *, finetune: bool = False
 ) -> list[str]:
-    """Refuse another model than that of the `saved` configuration, listing every field; returns what a --finetune may
-    change and did."""
+    """Refuses another model than that of the `saved` configuration, listing every field. Returns the changes that
+    --finetune allows."""
     theirs = model_config(saved["model"])
-    found = differences(
-        meaning(theirs) | experts_meaning(theirs, moe_config(saved)),
-        meaning(ours) | experts_meaning(ours, moe or MoEConfig()),
-    )
+    found = differences(architecture(theirs, moe_config(saved)), architecture(ours, moe or MoEConfig()))
     allowed = {name for name in found if finetune and name in CONTEXT}
     refused = {name: pair for name, pair in found.items() if name not in allowed}
     if refused:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -12,13 +11,13 @@ from megatron.checkpoint.architecture import model_config, moe_config
 from megatron.checkpoint.reader import StepReader
 from megatron.errors import CheckpointError
 from megatron.model import GPT
+from megatron.model.parameters import WORD_TABLE
 from megatron.ops import resolve
-
-WORDS = "embedding.word_embeddings.weight"
+from megatron.utils.dtype import default_dtype
 
 
 @torch.no_grad()
-def build_model(
+def restore_model(
     reader: StepReader,
     *,
     dtype: torch.dtype,
@@ -26,14 +25,14 @@ def build_model(
     kernels: str = "auto",
     tensors: Iterable[tuple[str, Tensor]] | None = None,
 ) -> GPT:
-    """Ready to evaluate. `tensors` stand in for the checkpoint's own, if given."""
+    """Builds the model and fills it, ready to evaluate. `tensors` replace the checkpoint's own weights."""
     saved = reader.manifest
-    if "model" not in saved.config or WORDS not in saved.model:
+    if "model" not in saved.config or WORD_TABLE not in saved.model:
         raise CheckpointError(f"{reader.directory} holds no model of ours (a GPT and its configuration)")
-    with _default_dtype(dtype), device:
+    with default_dtype(dtype), device:
         model = GPT(
             model_config(saved.config["model"]),
-            vocab_size=saved.model[WORDS].logical_shape[0],
+            vocab_size=saved.model[WORD_TABLE].logical_shape[0],
             kernels=resolve(kernels, device.type),
             moe=moe_config(saved.config),
         )
@@ -44,13 +43,3 @@ def build_model(
     for name, tensor in tensors or ((name, reader.logical(name, record)) for name, record in saved.model.items()):
         parameters[name].copy_(tensor)
     return model.eval()
-
-
-@contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)

@@ -1,4 +1,4 @@
-"""Between global parameter names and where Megatron 23.06 keeps them inside `model_optim_rng.pt`.
+"""The contents of Megatron 23.06's `model_optim_rng.pt`; `model.parameters.classic_path` says where a parameter lies.
 
 There the model is nested three levels deep with a flat `encoder`, layer numbers restart on each pipeline stage, and
 `args` is read by attribute. Whoever reads that file (Megatron, the converter that transformers 4 shipped) finds it.
@@ -6,7 +6,6 @@ There the model is nested three levels deep with a flat `encoder`, layer numbers
 
 from __future__ import annotations
 
-import re
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -17,30 +16,6 @@ from megatron.config import ModelConfig
 from megatron.layout import padded_vocab_size
 
 CHECKPOINT_VERSION = 3.0
-VOCABULARY_TENSORS = ("embedding.word_embeddings.weight", "output_layer.weight")
-
-_LAYER = re.compile(r"layers\.(\d+)\.(.+)")
-_EMBEDDING = re.compile(r"embedding\.(word_embeddings|position_embeddings)\.weight")
-_FINAL_NORM = re.compile(r"final_layernorm\.(weight|bias)")
-
-
-def first_layer(names: Iterable[str]) -> int:
-    """The lowest global layer number of this stage."""
-    numbers = [int(match[1]) for name in names if (match := _LAYER.fullmatch(name))]
-    return min(numbers, default=0)
-
-
-def model_key(name: str, stage_first_layer: int = 0) -> tuple[str, ...]:
-    """Where a parameter lies under `model`. What is not a GPT's keeps its own name, at the top."""
-    if match := _EMBEDDING.fullmatch(name):
-        return ("language_model", "embedding", match[1], "weight")
-    if match := _LAYER.fullmatch(name):
-        return ("language_model", "encoder", f"layers.{int(match[1]) - stage_first_layer}.{match[2]}")
-    if _FINAL_NORM.fullmatch(name):
-        return ("language_model", "encoder", name)
-    if name == "output_layer.weight":
-        return ("language_model", "output_layer", "weight")
-    return (name,)
 
 
 def nest(tensors: Mapping[tuple[str, ...], Tensor]) -> dict[str, Any]:

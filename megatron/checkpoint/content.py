@@ -1,4 +1,4 @@
-"""What one rank writes: its tensors in the classic tree, and the records that say which slices they are."""
+"""What one rank writes: its tensors in the classic tree, and a record of the logical slice that each of them is."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from megatron.checkpoint.architecture import model_config
 from megatron.checkpoint.manifest import Slice, TensorRecord
 from megatron.checkpoint.state import Sharded, TrainState
 from megatron.errors import NonFiniteError
+from megatron.model.parameters import VOCABULARY_TABLES, WORD_TABLE, classic_path, layer_of
 
 
 @dataclass(frozen=True)
 class RankContent:
-    """The dict of one `model_optim_rng.pt`, and its tensors' records."""
+    """The content of one `model_optim_rng.pt`, and the records of its tensors."""
 
     content: dict[str, Any]
     model: dict[str, TensorRecord]
@@ -28,17 +29,17 @@ class RankContent:
 def rank_content(
     state: TrainState, file: str, arguments: Mapping[str, Any], *, tp: int, rng: list[Any] | None
 ) -> RankContent:
-    """`arguments` are those of `classic_arguments`, `tp` the number of ranks that share the vocabulary."""
+    """`arguments` come from `classic_arguments`; `tp` ranks share the vocabulary."""
     padded = arguments.get("padded_vocab_size")
     padded_rows = None if padded is None else int(padded) // tp
-    base = classic.first_layer(state.params)
+    base = min((layer for name in state.params if (layer := layer_of(name)) is not None), default=0)
     model_tensors: dict[tuple[str, ...], Tensor] = {}
     model_records: dict[str, TensorRecord] = {}
     for name, (spec, tensor) in state.params.items():
         stored = _snapshot(name, tensor)
-        if name in classic.VOCABULARY_TENSORS:
+        if name in VOCABULARY_TABLES:
             stored = _pad_rows(stored, padded_rows)
-        key = ("model", *classic.model_key(name, base))
+        key = ("model", *classic_path(name, base))
         model_tensors[key[1:]] = stored
         model_records[name] = _record((spec, stored), file, key)
     optimizer, optimizer_records = _optimizer(state, file)
@@ -52,15 +53,15 @@ def rank_content(
         "rng_state": rng,
         "config": classic.plain(state.config),
         "data": classic.plain(state.data),
-        "has_manifest": True,  # without its manifest this file is a part of something incomplete
+        "has_manifest": True,  # without its manifest the checkpoint is incomplete
     }
     return RankContent(content, model_records, optimizer_records)
 
 
 def classic_arguments(state: TrainState, tp: int) -> dict[str, Any]:
-    """`args` as old tools read it: what the model's settings say, then what the run says itself."""
+    """`args` as old tools read it: derived from the model's settings, then overridden by what the run gives."""
     derived: dict[str, Any] = {}
-    words = state.params.get(classic.VOCABULARY_TENSORS[0])
+    words = state.params.get(WORD_TABLE)
     if "model" in state.config and words is not None:
         derived = classic.model_arguments(model_config(state.config["model"]), words[0].logical_shape[0], tp)
     return {
@@ -95,7 +96,7 @@ def _plain_or_tensor(value: Any) -> Any:
 
 
 def _snapshot(name: str, tensor: Tensor) -> Tensor:
-    """A copy on the CPU with a storage of its own: a view into a flat buffer would take the whole buffer along."""
+    """A copy on the CPU with its own storage; a view into a flat buffer would be saved with the whole buffer."""
     copy = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
     if copy.is_floating_point() and not bool(torch.isfinite(copy).all()):
         raise NonFiniteError(f"{name} holds NaN or infinite values; no checkpoint is written")
@@ -116,7 +117,7 @@ def _record(sharded: Sharded, file: str, key: tuple[str, ...]) -> TensorRecord:
 
 
 def merge_records(parts: list[dict[str, TensorRecord]]) -> dict[str, TensorRecord]:
-    """The slices of all files, under each logical tensor's name."""
+    """Merges the records of all files: one per logical tensor, with all its slices."""
     merged: dict[str, TensorRecord] = {}
     for part in parts:
         for name, record in part.items():

@@ -1,7 +1,7 @@
-"""Which step `--load` means.
+"""Chooses the step that `--load` takes.
 
-A valid tracker decides, so writing another step into it rewinds; `--ckpt-step` overrides it. Only a tracker that is
-missing, unreadable or names no committed step means the newest valid step, with a warning.
+A valid tracker file decides, so writing another step into it rewinds; `--ckpt-step` overrides it. If the tracker is
+missing, unreadable or names no committed step, the newest valid step is taken, with a warning.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from megatron.errors import CheckpointError, ConfigError
 
 @dataclass(frozen=True)
 class Candidates:
-    """Step directories in the order in which to try them; empty: a fresh start."""
+    """Step directories in the order in which they are tried; none means a fresh start."""
 
     directories: tuple[Path, ...]
     release: bool = False
@@ -29,7 +29,7 @@ class Candidates:
 def find_candidates(
     directory: Path, *, save_dir: Path | None = None, step: int | None = None, strict: bool = False
 ) -> Candidates:
-    """The rule of --load. With `strict` (or an explicit step) there is one candidate and no way back."""
+    """The rule of --load. With `strict` or an explicit step there is only one candidate."""
     same_as_save = save_dir is not None and _same_place(directory, save_dir)
     if step is None and same_as_save and _is_directory_or_absent(directory) and paths.holds_nothing(directory):
         return Candidates(())

@@ -1,4 +1,4 @@
-"""Load: choose the step, verify it, refuse what does not fit, then copy the slices that this rank holds."""
+"""Loading: chooses a step, verifies it, refuses what does not fit, and copies the slices that this rank holds."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from megatron.checkpoint import foreign, paths
-from megatron.checkpoint.agree import run_on_first, run_together
+from megatron.checkpoint import determinism, megatron_lm, paths
+from megatron.checkpoint.all_ranks import run_on_all, run_on_first
 from megatron.checkpoint.architecture import check_architecture
 from megatron.checkpoint.find import Candidates, find_candidates
 from megatron.checkpoint.manifest import Manifest
@@ -27,7 +27,7 @@ Log = Callable[[str], object]
 
 @dataclass(frozen=True)
 class FoundStep:
-    """A verified step: what it was saved with is known, no tensor of it has been read."""
+    """A verified step of which only the manifest has been read."""
 
     directory: Path
     manifest: Manifest
@@ -50,9 +50,9 @@ def find_checkpoint(
     history: RunHistory | None = None,
     log: Log = print,
 ) -> FoundStep | None:
-    """The step that --load means, verified on every rank. None: a fresh start, announced.
+    """The step that --load takes, verified on every rank; None is a fresh start, which is logged.
 
-    Called by every rank; `log` speaks on the first.
+    All ranks call it; `log` is called on the first one only.
     """
     say = log if parallel.world.rank == 0 else _say_nothing
     candidates = run_on_first(
@@ -76,7 +76,7 @@ def _first_valid(
 ) -> FoundStep:
     for candidate in candidates.directories:
         try:
-            record = run_together(partial(verified_manifest, candidate, hashes=check_hashes), parallel.world)
+            record = run_on_all(partial(verified_manifest, candidate, hashes=check_hashes), parallel.world)
         except DamagedCheckpointError as error:
             last = candidate == candidates.directories[-1]
             if last:
@@ -86,6 +86,8 @@ def _first_valid(
                 f"{paths.BAD}{candidate.name}")  # fmt: skip
             _remember_bad(history, directory, candidate)
             continue
+        if not check_hashes:
+            say(f"warning: --skip-hash: the checksums of {candidate} were not verified")
         return FoundStep(candidate, record, candidates.release)
     raise AssertionError("find_candidates gave no candidate and no fresh start")
 
@@ -97,7 +99,7 @@ def _remember_bad(history: RunHistory | None, directory: Path, candidate: Path) 
 
 
 def _say_nothing(text: str) -> None:
-    """Only the first rank speaks."""
+    """Only the first rank logs."""
 
 
 def load_checkpoint(
@@ -115,18 +117,19 @@ def load_checkpoint(
     model_config: ModelConfig | None = None,
     moe_config: MoEConfig | None = None,
     history: RunHistory | None = None,
+    fingerprint: determinism.Fingerprint | None = None,
     log: Log = print,
     found: FoundStep | None = None,
 ) -> LoadedState | None:
-    """Fill `params` in place and return the rest of the run; None is a fresh start, which has been announced.
+    """Fills `params` in place and returns the rest of the run's state; None is a fresh start, which has been logged.
 
-    `finetune` takes the weights alone and starts at iteration 0. `found` is a step that `find_checkpoint` gave, so that
-    a caller can look at its configuration before it builds the model.
+    `finetune` takes the weights alone and starts at iteration 0. `fingerprint` is this run's (`determinism.py`).
+    `found` is the step if `find_checkpoint` was called before, to read its settings before building the model.
     """
     if found is None:
-        if finetune and (plain := foreign.find(directory, step)) is not None:
-            run_together(lambda: foreign.load_weights(plain, params, log), parallel.world)
-            return foreign.loaded_state(plain)
+        if finetune and (plain := megatron_lm.find(directory, step)) is not None:
+            run_on_all(lambda: megatron_lm.load_weights(plain, params, log), parallel.world)
+            return megatron_lm.loaded_state(plain)
         found = find_checkpoint(
             directory,
             parallel=parallel,
@@ -141,8 +144,9 @@ def load_checkpoint(
             return None
     say = log if parallel.world.rank == 0 else _say_nothing
     load = _Load(found, params, parallel, finetune or found.release, load_optim, load_rng, say)
-    run_together(lambda: load.check_fit(model_config, moe_config), parallel.world)
-    state = run_together(load.read, parallel.world)
+    run_on_all(lambda: load.check_fit(model_config, moe_config), parallel.world)
+    load.report_changes(fingerprint or {})
+    state = run_on_all(load.read, parallel.world)
     _remember(history, directory, found, state, resumed=not load.weights_only)
     return state
 
@@ -170,7 +174,7 @@ class _Load:
     say: Log
 
     def check_fit(self, model_config: ModelConfig | None, moe_config: MoEConfig | None) -> None:
-        """Everything that can be refused is refused before a byte of a tensor is read."""
+        """Refuses a checkpoint that does not fit before any tensor is read."""
         saved = self.found.manifest
         if model_config is not None and "model" in saved.config:
             for change in check_architecture(saved.config, model_config, moe_config, finetune=self.weights_only):
@@ -188,8 +192,18 @@ class _Load:
                     "resume with the same optimizer and precision, or give --no-load-optim"
                 )
 
+    def report_changes(self, ours: determinism.Fingerprint) -> None:
+        """Warns if this run computes under other conditions than the run that saved the step."""
+        changed = determinism.changes(self.found.manifest.fingerprint, ours)
+        if changed and not self.weights_only:
+            self.say(
+                f"warning: {self.found.directory} was saved under other conditions ({', '.join(changed)}): the next "
+                "steps are not bit-equal to those of the uninterrupted run"
+            )
+
     def _check_names(self, saved: Manifest) -> None:
-        # A stage, or a rank with some of the experts, holds a part: extra names are only wrong where all is held.
+        # A pipeline stage or expert-parallel rank holds some of the names: extra ones are an error only on a whole
+        # model.
         whole = self.parallel.pp.size == 1 and self.parallel.ep.size == 1
         missing = [name for name in self.params if name not in saved.model]
         extra = [name for name in saved.model if name not in self.params] if whole else []
@@ -219,22 +233,19 @@ class _Load:
         reader = StepReader(self.found.directory, saved)
         for name, (spec, tensor) in self.params.items():
             reader.fill(spec, tensor, saved.model[name], cast=self.weights_only)
-        resume = not self.weights_only
+        if self.weights_only:
+            return LoadedState(path=self.found.directory, step=saved.step)
         main = reader.main_file()
-        optimizer = self._read_optimizer(reader) if resume and self.load_optim else None
         return LoadedState(
             path=self.found.directory,
             step=saved.step,
-            iteration=saved.step if resume else 0,
-            consumed_train_samples=saved.consumed_train_samples if resume else 0,
-            consumed_valid_samples=saved.consumed_valid_samples if resume else 0,
-            optimizer=optimizer,
-            optimizer_extra=dict(main["optimizer"]["extra"]) if optimizer is not None else None,
-            scheduler=dict(main["opt_param_scheduler"]) if resume else None,
-            rng=self._read_rng(reader) if resume and self.load_rng else None,
-            config=dict(saved.config),
-            args=dict(saved.args),
-            data=dict(saved.data),
+            iteration=saved.step,
+            consumed_train_samples=saved.consumed_train_samples,
+            consumed_valid_samples=saved.consumed_valid_samples,
+            optimizer=self._read_optimizer(reader) if self.load_optim else None,
+            optimizer_extra=dict(main["optimizer"]["extra"]) if self.load_optim else None,
+            scheduler=dict(main["opt_param_scheduler"]),
+            rng=self._read_rng(reader) if self.load_rng else None,
         )
 
     def _read_optimizer(self, reader: StepReader) -> dict[str, dict[str, Any]]:
@@ -246,7 +257,7 @@ class _Load:
         }
 
     def _read_rng(self, reader: StepReader) -> dict[str, Any] | None:
-        """This rank's own random state; another layout has other ranks, which keep their fresh streams."""
+        """This rank's random state, or None if the layout has changed: ranks then keep their freshly seeded streams."""
         parallel, saved = self.parallel, reader.manifest.layout
         axes = {"tp": parallel.tp, "cp": parallel.cp, "ep": parallel.ep, "dp": parallel.dp, "pp": parallel.pp}
         changed = [

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import json
 import os
 import socket
@@ -12,22 +10,21 @@ from pathlib import Path
 
 from megatron.checkpoint import paths, storage
 from megatron.errors import ConfigError
-
-_UNSUPPORTED = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
+from megatron.utils import durable
 
 
 @dataclass
 class DirectoryLock:
-    """A lock that the kernel drops with the process, so that a crash never leaves a stale one."""
+    """The lock of a save directory, held by this process until `release` or its end."""
 
     path: Path
     descriptor: int | None
-    exclusive: bool  # False where the file system knows no locks
+    exclusive: bool  # False where the file system has no locks
 
     @classmethod
     def acquire(cls, directory: Path, run_id: str) -> DirectoryLock:
         with storage.storage_errors("locking the checkpoint directory", directory):
-            storage.make_directory(directory)
+            durable.make_directory(directory)
             path = directory / paths.LOCK
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
         try:
@@ -46,18 +43,13 @@ class DirectoryLock:
 
 
 def _lock(descriptor: int, directory: Path) -> bool:
-    """Whether the file system can lock; a lock that another run holds is refused, naming it."""
+    """False where the file system has no locks; a ConfigError names the run that holds the lock."""
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return durable.try_lock(descriptor)
     except BlockingIOError as error:
         raise ConfigError(
             f"--save {directory}: in use by {_holder(descriptor)}; stop that run or give another directory"
         ) from error
-    except OSError as error:
-        if error.errno in _UNSUPPORTED:
-            return False
-        raise
-    return True
 
 
 def _sign(descriptor: int, run_id: str) -> None:

@@ -1,6 +1,6 @@
-"""manifest.json: every file with its checksums, every logical tensor with the places that hold its slices.
+"""manifest.json: the checksums of every file, and where the slices of every logical tensor are stored.
 
-Its own bytes are checked too: the text must be exactly what its content serialises to, and carry its own hash.
+The manifest is checked too: it contains its own hash, and its text must be exactly what its content serialises to.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ _MAX_BYTES = 512 * 2**20
 
 
 class BrokenManifestError(CheckpointError):
-    """The manifest is there and is not what was written."""
+    """The manifest exists but is not what was written."""
 
 
 @dataclass(frozen=True)
 class Slice:
-    """One stored piece of a logical tensor."""
+    """One stored slice of a logical tensor."""
 
     file: str
     key: tuple[str, ...]  # path through the nested dict of that file
@@ -40,7 +40,7 @@ class TensorRecord:
     dtype: str
     dim: int
     slices: tuple[Slice, ...]
-    fold: int = 1  # how many dimensions from `dim` on the ranges count through as one
+    fold: int = 1  # the number of dimensions from `dim` on that `ranges` index as one
 
 
 @dataclass(frozen=True)
@@ -51,14 +51,14 @@ class Manifest:
     run_id: str
     layout: Mapping[str, int]
     versions: Mapping[str, str]
-    fingerprint: Mapping[str, Any]  # determinism: what must be equal for the next loss to be bit-equal
+    fingerprint: Mapping[str, Any]  # determinism.py
     data: Mapping[str, Any]
     config: Mapping[str, Any]
     args: Mapping[str, Any]
     files: Mapping[str, FileRecord]
     model: Mapping[str, TensorRecord]
     optimizer: Mapping[str, Mapping[str, TensorRecord]] = field(default_factory=dict)
-    holds: tuple[str, ...] = ()  # which of optimizer, scheduler, rng it was saved with
+    holds: tuple[str, ...] = ()  # which of optimizer, scheduler and rng were saved
     schema: int = SCHEMA
 
 
@@ -101,7 +101,7 @@ def read(directory: Path) -> Manifest:
 
 
 class MissingManifestError(CheckpointError):
-    """A directory under a step's name without a manifest."""
+    """A step directory without a manifest."""
 
 
 def _plain(value: Any) -> Any:

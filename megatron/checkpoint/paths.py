@@ -1,4 +1,4 @@
-"""The names in a checkpoint directory, and what may be trusted as one."""
+"""The file names of a checkpoint directory, and the checks that they stay inside it."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import stat
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from megatron.checkpoint import storage
 from megatron.errors import CheckpointError
+from megatron.utils.durable import write_atomically
 
 TRACKER = "latest_checkpointed_iteration.txt"
 MANIFEST = "manifest.json"
@@ -40,7 +40,7 @@ def rank_directory(tp: int, pp: int, *, pp_size: int, ep: int = 0, ep_size: int 
 
 
 def step_of(name: str) -> int | None:
-    """The step that a directory name stands for; temporary, quarantined and rewound ones stand for none."""
+    """The step of a directory name; None for temporary, quarantined and rewound ones."""
     match = _STEP.fullmatch(name)
     if match is None or step_name(int(match[1])) != name:
         return None
@@ -48,7 +48,7 @@ def step_of(name: str) -> int | None:
 
 
 def list_steps(directory: Path) -> list[int]:
-    """Every directory under a final name, newest first; whether it is valid is another question."""
+    """The steps of all committed directories, newest first, whether valid or not."""
     if not directory.is_dir():
         return []
     steps = (step_of(entry.name) for entry in directory.iterdir() if is_plain_directory(entry))
@@ -56,7 +56,7 @@ def list_steps(directory: Path) -> list[int]:
 
 
 def is_plain_directory(path: Path) -> bool:
-    """A link is refused everywhere below a checkpoint directory: it could lead anywhere, and change under us."""
+    """Symbolic links are refused everywhere below a checkpoint directory: they could lead anywhere, and change."""
     try:
         return stat.S_ISDIR(path.lstat().st_mode)
     except OSError:
@@ -71,7 +71,7 @@ def is_plain_file(path: Path) -> bool:
 
 
 def holds_nothing(directory: Path) -> bool:
-    """No tracker, no step, no release: a place where a run may start fresh."""
+    """Whether a run may start fresh here: there is no tracker, no step and no release."""
     if not directory.exists():
         return True
     names = (directory / TRACKER, directory / RELEASE)
@@ -86,7 +86,7 @@ def _lexists(path: Path) -> bool:
 
 @dataclass(frozen=True)
 class Tracker:
-    """What the tracker file says: a step, `release`, or nothing that can be used, and why."""
+    """The content of the tracker file: a step, `release`, or the problem with it."""
 
     step: int | None = None
     release: bool = False
@@ -113,11 +113,12 @@ def read_tracker(directory: Path) -> Tracker:
 
 
 def write_tracker(directory: Path, text: str) -> None:
-    storage.replace_bytes(directory / TRACKER, text.encode("ascii"))
+    write_atomically(directory / TRACKER, [text.encode("ascii")])
 
 
 def member(root: Path, relative: str) -> Path:
-    """A file that a manifest names, refused if it lies (or leads) outside of the step's own directory."""
+    """The path of a file that a manifest names; refused if it is, or links to, something outside of the step's
+    directory."""
     pure = PurePosixPath(relative)
     strange = pure.is_absolute() or not pure.parts or ".." in pure.parts or "\0" in relative
     if strange or pure.as_posix() != relative:
@@ -131,4 +132,4 @@ def member(root: Path, relative: str) -> Path:
 
 
 class UnsafePathError(CheckpointError):
-    """A name that leads out of the checkpoint."""
+    """A name that leads outside of the checkpoint."""

@@ -1,4 +1,4 @@
-"""The tensors of one verified step, by their place in its files."""
+"""Reads the tensors of one verified step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron.errors import CheckpointError
 
 
 class StepReader:
-    """Files are opened when first needed, and mapped: only what is copied is read."""
+    """Opens files when they are first needed and maps them, so only what is copied is read."""
 
     def __init__(self, directory: Path, manifest: Manifest) -> None:
         self.directory = directory
@@ -38,7 +38,7 @@ class StepReader:
         slices.fill(spec, target, record, read, cast=cast)
 
     def logical(self, name: str, record: TensorRecord) -> Tensor:
-        """A whole tensor in its stored 2-D or 1-D form, without padding rows."""
+        """A whole tensor in its stored shape, without padding rows."""
         spec = slices.whole_spec(name, record)
         full = torch.empty(slices.whole_stored_shape(record), dtype=_dtype(record.dtype))
         self.fill(spec, full, record)
@@ -48,7 +48,7 @@ class StepReader:
         return {name: self.logical(name, record) for name, record in self.manifest.model.items()}
 
     def model_dtype(self) -> torch.dtype:
-        """What the parameters were trained in."""
+        """The dtype that the parameters were trained in."""
         return _dtype(next(iter(self.manifest.model.values())).dtype)
 
     def optimizer_like(self, name: str, spec: ShardSpec, stored_shape: torch.Size) -> dict[str, Tensor]:
@@ -61,7 +61,7 @@ class StepReader:
         return found
 
     def main_file(self) -> Any:
-        """The first rank's file: it holds what is not split."""
+        """The first rank's file, which holds everything that is not split."""
         names = sorted(name for name in self.manifest.files if name.endswith(paths.MODEL_FILE))
         if not names:
             raise CheckpointError(f"{self.directory} holds no {paths.MODEL_FILE}")

@@ -1,19 +1,22 @@
-"""Which steps a save renames or deletes besides writing its own."""
+"""Which older or newer steps a save renames or deletes."""
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
-from megatron.checkpoint import paths, storage
+from megatron.checkpoint import paths
 from megatron.checkpoint.state import RunHistory
+from megatron.utils import durable
 
 
 def sweep(directory: Path, run_id: str, *, exclusive: bool) -> list[str]:
-    """Remove what dead runs left half-written or half-deleted. Under the lock, whatever is there is dead."""
+    """Removes what dead runs left half written or half deleted. While we hold the lock, no other run is alive."""
     messages = []
     for entry in sorted(directory.iterdir()):
         ours = exclusive or entry.name.endswith(f".{run_id}")
-        if entry.name.startswith(paths.TEMPORARY) and ours:
+        unfinished_file = exclusive and durable.target_of(entry.name) is not None
+        if unfinished_file or (entry.name.startswith(paths.TEMPORARY) and ours):
             _remove(entry)
             messages.append(f"removed the unfinished {entry.name}")
         elif entry.name.startswith(paths.TRASH) and exclusive:
@@ -23,7 +26,7 @@ def sweep(directory: Path, run_id: str, *, exclusive: bool) -> list[str]:
 
 
 def set_aside_newer(directory: Path, step: int, history: RunHistory) -> list[str]:
-    """Steps of a future that this run did not come from are renamed: never read again, never deleted."""
+    """Renames steps that are newer than this run's start and not its own: they are never read again, never deleted."""
     start, loaded = history.started_from, history.loaded_step(directory)
     committed = history.committed_steps(directory)
     messages = []
@@ -33,7 +36,7 @@ def set_aside_newer(directory: Path, step: int, history: RunHistory) -> list[str
         bad = other in history.bad_steps(directory)
         prefix = paths.BAD if bad else paths.ABANDONED
         target = free_name(directory, prefix + paths.step_name(other))
-        storage.rename(paths.step_directory(directory, other), target)
+        durable.rename(paths.step_directory(directory, other), target)
         history.bad_steps(directory).discard(other)
         why = "found damaged" if bad else f"not part of this run, which started from iteration {start}"
         messages.append(f"{paths.step_name(other)} renamed to {target.name} ({why})")
@@ -43,7 +46,7 @@ def set_aside_newer(directory: Path, step: int, history: RunHistory) -> list[str
 def retain(
     directory: Path, history: RunHistory, *, keep_last: int | None, interval: int | None, tracker_step: int
 ) -> list[str]:
-    """Delete old steps, only when asked to: never the tracker's, never the loaded one, never the last but one."""
+    """Deletes old steps if asked to, but never the tracker's, the loaded one or the two newest."""
     if keep_last is None and interval is None:
         return []
     steps = paths.list_steps(directory)
@@ -53,8 +56,8 @@ def retain(
     messages = []
     for step in sorted(set(steps) - kept):
         trash = free_name(directory, paths.TRASH + paths.step_name(step))
-        storage.rename(paths.step_directory(directory, step), trash)
-        storage.remove_tree(trash)
+        durable.rename(paths.step_directory(directory, step), trash)
+        shutil.rmtree(trash)
         messages.append(f"deleted {paths.step_name(step)}")
     return messages
 
@@ -68,6 +71,6 @@ def free_name(directory: Path, name: str) -> Path:
 
 def _remove(entry: Path) -> None:
     if paths.is_plain_directory(entry):
-        storage.remove_tree(entry)
+        shutil.rmtree(entry)
     else:
         entry.unlink()

@@ -1,4 +1,4 @@
-"""The only place where a `.pt` file is opened: nothing in it is executed, nothing in it can unfold.
+"""The only place where a `.pt` file is opened: no code in it runs, and it cannot decompress to more than its size.
 
 `weights_only=True` is passed explicitly (no environment variable can undo that) and never retried without.
 """
@@ -23,7 +23,7 @@ class UnsafeFileError(CheckpointError):
 
 
 def load_file(path: Path, *, allow: Sequence[Callable | tuple[Callable, str]] = ()) -> Any:
-    """The content of one file, tensors mapped from disk. `allow` admits named classes of a foreign format."""
+    """The content of one file, its tensors mapped from disk. `allow` admits named classes of another format."""
     check_container(path)
     try:
         with torch.serialization.safe_globals(list(allow)):
@@ -40,7 +40,7 @@ def load_file(path: Path, *, allow: Sequence[Callable | tuple[Callable, str]] = 
 
 
 def check_container(path: Path) -> None:
-    """torch stores its members uncompressed: one that would unfold, or repeats, was made by someone else."""
+    """torch writes uncompressed members with unique names; anything else was not written by torch."""
     try:
         size = path.stat().st_size
         with zipfile.ZipFile(path) as archive:
@@ -58,7 +58,7 @@ def check_container(path: Path) -> None:
 
 
 def check_storages(content: Any, path: Path) -> None:
-    """No tensor may claim more memory than the file that it came from."""
+    """The tensors may not claim more memory than the file has."""
     seen: dict[int, int] = {}
     for tensor in tensors_in(content):
         if tensor.layout != torch.strided or tensor.is_meta:

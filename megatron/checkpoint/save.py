@@ -1,15 +1,16 @@
-"""The save protocol: beside, durable, hashed as written, then one rename that commits.
+"""The save protocol: write to a temporary directory, durably and hashed as written, then commit by one rename.
 
     lock - sweep - space - temporary directory | every rank writes its file | manifest - set newer steps aside -
     rename (the commit point) - tracker - retention
 
-A crash anywhere leaves the last committed step or the new one, never a mixture; an error on one rank is an error on
-all.
+After a crash at any point the directory holds the last committed step or the new one, never a mixture. An error on one
+rank is raised on all ranks.
 """
 
 from __future__ import annotations
 
 import platform
+import shutil
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -21,7 +22,7 @@ import torch
 
 from megatron import __version__
 from megatron.checkpoint import classic, manifest, paths, retention, storage
-from megatron.checkpoint.agree import run_on_first, run_together
+from megatron.checkpoint.all_ranks import run_on_all, run_on_first
 from megatron.checkpoint.content import RankContent, classic_arguments, merge_records, rank_content
 from megatron.checkpoint.manifest import Manifest, TensorRecord
 from megatron.checkpoint.state import RunHistory, SavedInfo, TrainState
@@ -29,6 +30,7 @@ from megatron.checkpoint.storage import FileRecord
 from megatron.distributed.collectives import all_gather_object
 from megatron.distributed.state import ParallelState
 from megatron.errors import CheckpointError, StorageError
+from megatron.utils import durable
 
 SaveTokenizer = Callable[[Path], object]
 _SPACE_FACTOR = 1.2
@@ -47,11 +49,11 @@ def save_checkpoint(
     fingerprint: Mapping[str, Any] | None = None,
     release: bool = False,
 ) -> SavedInfo:
-    """Commit `state` as one step of `directory`. Called by every rank, at a step boundary.
+    """Commits `state` as one step of `directory`. All ranks call it, at a step boundary.
 
-    `history` is this run's own memory (what it loaded and committed, the lock it holds); without one, manifests tell
-    what `run_id` committed, and older steps count as its past. `release` writes weights under Megatron's name for a
-    model without a training state.
+    `history` is what this run has loaded, committed and locked; without one, the steps whose manifests have `run_id`
+    count as committed by this run, and older steps as its past. `release` writes only weights, under the name that
+    Megatron uses for a model without training state. `fingerprint` is described in `determinism.py`.
     """
     started = time.monotonic()
     owned = history if history is not None else _guess_history(directory, run_id, state.iteration)
@@ -72,7 +74,7 @@ def save_checkpoint(
 
 
 def hold_directory(directory: Path, *, parallel: ParallelState, history: RunHistory) -> None:
-    """Lock the save directory for this run, so that a second one is refused before it trains. Every rank calls it."""
+    """Locks the save directory for this run, so that a second run is refused before it trains. All ranks call it."""
 
     def acquire() -> None:
         history.acquire(directory)
@@ -81,7 +83,7 @@ def hold_directory(directory: Path, *, parallel: ParallelState, history: RunHist
 
 
 def _guess_history(directory: Path, run_id: str, iteration: int) -> RunHistory:
-    """What the directory itself tells of this run, for a caller that keeps no history."""
+    """The history of a run as far as its manifests tell, for callers that keep none."""
     history = RunHistory(run_id)
     for step in paths.list_steps(directory):
         if step < iteration:
@@ -94,7 +96,7 @@ def _guess_history(directory: Path, run_id: str, iteration: int) -> RunHistory:
 
 @dataclass(frozen=True)
 class _Written:
-    """One rank's part of a save, as the manifest needs it."""
+    """What one rank has written, for the manifest."""
 
     files: dict[str, FileRecord]
     model: dict[str, TensorRecord]
@@ -102,12 +104,12 @@ class _Written:
 
 
 def _write_all(save: _Save, save_tokenizer: SaveTokenizer | None) -> list[_Written]:
-    """All ranks write; if one cannot, none commits and nothing is left behind."""
+    """All ranks write; if one fails, nothing is committed and the temporary directory is removed."""
     rng = _gather_rng(save.state, save.parallel)
     need = sum(all_gather_object(save.bytes_to_write(), save.parallel.world))
     run_on_first(lambda: save.prepare(need), save.parallel.world)
     try:
-        written = run_together(lambda: save.write_rank(rng, save_tokenizer), save.parallel.world)
+        written = run_on_all(lambda: save.write_rank(rng, save_tokenizer), save.parallel.world)
     except Exception:
         run_on_first(save.discard, save.parallel.world)
         raise
@@ -115,7 +117,7 @@ def _write_all(save: _Save, save_tokenizer: SaveTokenizer | None) -> list[_Writt
 
 
 def _gather_rng(state: TrainState, parallel: ParallelState) -> list[Any] | None:
-    """One entry per data- and context-parallel rank, in their order."""
+    """The random states of the data- and context-parallel ranks, in axis order."""
     entries = all_gather_object(state.rng, parallel.dp_cp)
     present = [dict(entry) for entry in entries if entry is not None]
     return present if len(present) == len(entries) else None
@@ -151,11 +153,11 @@ class _Save:
 
     @property
     def writes(self) -> bool:
-        """One of the ranks that hold the same parameters writes them."""
+        """Whether this rank writes: of the replicas of a parameter, the first one does."""
         return self.parallel.expert_dp.rank == 0
 
     def is_done(self) -> bool:
-        """This run loaded or committed the step: it is on disk as it is in memory."""
+        """Whether this run loaded or committed the step, which is then on disk already."""
         step = self.state.iteration
         known = step == self.history.loaded_step(self.directory) or step in self.history.committed_steps(self.directory)
         return known and not self.release and paths.is_plain_file(self.target / paths.MANIFEST)
@@ -179,13 +181,13 @@ class _Save:
                     f"{_SPACE_FACTOR} times its size; free space there or give another directory"
                 )
             try:
-                storage.make_directory(self.temporary)
+                durable.make_directory(self.temporary)
             except OSError:
                 self.discard()
                 raise
 
     def write_rank(self, rng: list[Any] | None, save_tokenizer: SaveTokenizer | None) -> _Written:
-        """This rank's files, durable and hashed."""
+        """Writes this rank's files, durably and hashed as written."""
         files: dict[str, FileRecord] = {}
         if self.parallel.world.rank == 0 and save_tokenizer is not None:
             files |= self._write_tokenizer(save_tokenizer)
@@ -198,7 +200,7 @@ class _Save:
             files[self.rank_file] = storage.write_durable(
                 path, lambda file: torch.save(content.content, cast(IO[bytes], file))
             )
-            storage.fsync_directory(path.parent)
+            durable.fsync_directory(path.parent)
         return _Written(files, content.model, content.optimizer)
 
     def _content(self, rng: list[Any] | None, *, has_tokenizer: bool) -> RankContent:
@@ -215,14 +217,14 @@ class _Save:
             save_tokenizer(folder)
             written = sorted(path for path in folder.rglob("*") if path.is_file())
             for path in written:
-                storage.fsync_file(path)
-            storage.fsync_tree(folder)
+                durable.fsync_file(path)
+            durable.fsync_tree(folder)
             return {path.relative_to(self.temporary).as_posix(): storage.hash_file(path) for path in written}
 
     def discard(self) -> None:
-        """Best effort: what cannot be removed now is never read, and swept by the next save."""
+        """Best effort: what cannot be removed now is never read, and removed by the next save."""
         with suppress(OSError):
-            storage.remove_tree(self.temporary)
+            shutil.rmtree(self.temporary)
 
     def commit(
         self,
@@ -231,21 +233,21 @@ class _Save:
         retain_last: int | None,
         retain_interval: int | None,
     ) -> list[str]:
-        """From complete files to a committed step. Runs on the first rank alone."""
+        """Commits the written files as a step. Runs on the first rank only."""
         record = self._manifest(written, fingerprint)
         try:
             with storage.storage_errors("completing a checkpoint", self.temporary):
-                storage.write_bytes(self.temporary / paths.MANIFEST, manifest.encode(record))
-                storage.fsync_directory(self.temporary)
+                storage.write_durable(self.temporary / paths.MANIFEST, lambda file: file.write(manifest.encode(record)))
+                durable.fsync_directory(self.temporary)
             with storage.storage_errors("committing a checkpoint", self.target):
                 messages = self._publish()
         except StorageError:
-            self.discard()  # nothing is left of it once it was renamed
+            self.discard()  # which does nothing once it has been renamed
             raise
         return [*messages, *self._retain(retain_last, retain_interval)]
 
     def _retain(self, keep_last: int | None, interval: int | None) -> list[str]:
-        """The step is committed by now, so an old one that cannot be deleted is a warning."""
+        """The new step is committed already, so failing to delete an old one is only a warning."""
         step = self.state.iteration
         try:
             return retention.retain(
@@ -259,7 +261,7 @@ class _Save:
             messages: list[str] = []
         else:
             messages = retention.set_aside_newer(self.directory, self.state.iteration, self.history)
-        storage.rename(self.temporary, self.target)
+        durable.rename(self.temporary, self.target)
         paths.write_tracker(self.directory, paths.RELEASE if self.release else str(self.state.iteration))
         return messages
 

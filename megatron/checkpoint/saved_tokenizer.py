@@ -1,4 +1,4 @@
-"""The tokenizer that a checkpoint was trained with, from the files beside it."""
+"""The tokenizer that a checkpoint was trained with, read from the checkpoint."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from megatron.tokenizer import Tokenizer, TokenizerSettings, build_tokenizer
 
 
 def saved_tokenizer(found: FoundStep) -> Tokenizer | None:
-    """None where the run kept no tokenizer (its data came as ids)."""
+    """None if the run saved no tokenizer, because its data came as token ids."""
     folder = found.tokenizer
     if folder is not None and (folder / "tokenizer.json").is_file():
         settings = TokenizerSettings(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(folder))

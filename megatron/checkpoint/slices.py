@@ -1,7 +1,7 @@
-"""From stored slices to any other split of the same logical tensor.
+"""Resharding: fills any split of a logical tensor from its stored slices.
 
-Who held what when it was saved does not matter: each stored slice is a ShardSpec, and to load is to copy what it has in
-common with the ShardSpec that is wanted, until every index has been copied.
+Each stored slice is described by a ShardSpec. Loading copies the intersections of the stored ShardSpecs with the wanted
+one, whatever layout saved them, and fails if an index is in none.
 """
 
 from __future__ import annotations
@@ -29,15 +29,18 @@ def whole_spec(name: str, record: TensorRecord) -> ShardSpec:
 
 
 def covers_exactly(record: TensorRecord) -> bool:
-    """Every index of the split dimension is in a slice, none out of range, and what overlaps is a copy."""
+    """Whether the slices cover the split dimension without gaps; slices of equal ranges are replicas, no others
+    overlap."""
     dims = len(record.logical_shape)
     if not record.slices or (dims and not 0 <= record.dim <= record.dim + record.fold - 1 < dims):
         return False
     size = whole_spec("", record).size
     whole = ((0, size),)
-    intervals = sorted({interval for piece in record.slices for interval in piece.ranges or whole})
+    held = {interval for piece in record.slices for interval in (whole if piece.ranges is None else piece.ranges)}
     position = 0
-    for start, stop in intervals:
+    for start, stop in sorted(held):
+        if start == stop <= size:
+            continue  # a rank that holds nothing but padding rows of a vocabulary
         if start != position or stop <= start:
             return False
         position = stop
@@ -45,7 +48,8 @@ def covers_exactly(record: TensorRecord) -> bool:
 
 
 def whole_stored_shape(record: TensorRecord) -> tuple[int, ...]:
-    """How the unsplit tensor is stored, without padding. A slice shows which dimensions its columns join."""
+    """The stored shape of the unsplit tensor, without padding. Which dimensions are joined follows from a slice's
+    shape."""
     logical, piece = record.logical_shape, record.slices[0]
     if len(piece.shape) == len(logical):
         return logical
@@ -60,7 +64,7 @@ def whole_stored_shape(record: TensorRecord) -> tuple[int, ...]:
 
 
 def fill(spec: ShardSpec, target: Tensor, record: TensorRecord, read: Read, *, cast: bool = False) -> None:
-    """Copy into `target` (stored local shape) what `spec` holds of the logical tensor that `record` describes."""
+    """Fills `target`, in its stored local shape, with the part of the logical tensor that `spec` describes."""
     check_compatible(spec, target.dtype, record, cast=cast)
     if _copy_same(spec, target, record, read):
         return
@@ -75,7 +79,7 @@ def fill(spec: ShardSpec, target: Tensor, record: TensorRecord, read: Read, *, c
 
 
 def _copy_same(spec: ShardSpec, target: Tensor, record: TensorRecord, read: Read) -> bool:
-    """The same split as when it was saved: equal to the last padding row."""
+    """Copies a slice that was saved with the same split, including its padding rows."""
     for piece in record.slices:
         if piece.ranges == spec.ranges and piece.shape == tuple(target.shape):
             target.copy_(read(piece))
@@ -84,7 +88,7 @@ def _copy_same(spec: ShardSpec, target: Tensor, record: TensorRecord, read: Read
 
 
 def _distinct(slices: Iterable[Slice]) -> list[Slice]:
-    """One of each group of copies."""
+    """The slices without replicas."""
     first: dict[tuple[tuple[int, int], ...] | None, Slice] = {}
     for piece in slices:
         first.setdefault(piece.ranges, piece)

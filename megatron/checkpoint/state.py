@@ -1,4 +1,4 @@
-"""What goes into a checkpoint and what comes out of one. Plain values: no part of the run is known here."""
+"""What is put into a checkpoint and what comes out of one, in plain values."""
 
 from __future__ import annotations
 
@@ -15,33 +15,33 @@ from megatron.distributed.shard import ShardSpec
 Sharded = tuple[ShardSpec, Tensor]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TrainState:
-    """Everything a run is, at a step boundary."""
+    """The whole state of a run at a step boundary; by default, weights at iteration 0."""
 
-    iteration: int
-    consumed_train_samples: int
-    consumed_valid_samples: int
     params: Mapping[str, Sharded]
-    optimizer: Mapping[str, Mapping[str, Sharded]] | None  # parameter -> {"exp_avg", "exp_avg_sq", "master", ...}
-    optimizer_extra: Mapping[str, Any]  # step count, loss scaler: plain values
-    scheduler: Mapping[str, Any]  # FORMATS' opt_param_scheduler keys
-    rng: Mapping[str, Any] | None  # plain ints and uint8 tensors of this rank
     config: Mapping[str, Any]  # the resolved RunConfig as a plain dict
-    args: Mapping[str, Any]  # under Megatron's classic names
-    data: Mapping[str, Any]  # integers and dataset fingerprints
+    iteration: int = 0
+    consumed_train_samples: int = 0
+    consumed_valid_samples: int = 0
+    optimizer: Mapping[str, Mapping[str, Sharded]] | None = None  # parameter -> {"exp_avg", "master", ...}
+    optimizer_extra: Mapping[str, Any] = field(default_factory=dict)  # step count, loss scaler: plain values
+    scheduler: Mapping[str, Any] = field(default_factory=dict)  # Megatron's opt_param_scheduler keys
+    rng: Mapping[str, Any] | None = None  # plain ints and uint8 tensors of this rank
+    args: Mapping[str, Any] = field(default_factory=dict)  # under Megatron's classic names
+    data: Mapping[str, Any] = field(default_factory=dict)  # integers and dataset fingerprints
 
 
 @dataclass
 class RunHistory:
-    """What this run did in its directories: it decides what a save may leave, rename or call newer than us.
+    """What this run has loaded, committed and locked, from which a save decides which steps to keep or rename.
 
-    One per run, made by whoever drives it and handed to every load and save.
+    There is one per run, and it is passed to every load and save.
     """
 
     run_id: str
-    started_from: int = 0  # the iteration at which this run took up training
-    loaded: dict[Path, int] = field(default_factory=dict)  # directory -> the step that was resumed from
+    started_from: int = 0  # the iteration at which this run started or resumed training
+    loaded: dict[Path, int] = field(default_factory=dict)  # directory -> the step that was resumed
     committed: dict[Path, set[int]] = field(default_factory=dict)
     bad: dict[Path, set[int]] = field(default_factory=dict)  # found damaged while loading
     locks: dict[Path, DirectoryLock] = field(default_factory=dict)
@@ -56,7 +56,8 @@ class RunHistory:
         return self.bad.setdefault(directory.resolve(), set())
 
     def acquire(self, directory: Path) -> DirectoryLock:
-        """Hold the save directory until `close`; a second run is refused, naming this one. Call on rank 0 only."""
+        """Locks the save directory until `close`; a second run is refused with the name of this one. For rank 0
+        only."""
         key = directory.resolve()
         if key not in self.locks:
             self.locks[key] = DirectoryLock.acquire(key, self.run_id)
@@ -76,24 +77,20 @@ class SavedInfo:
     step: int
     bytes_written: int
     seconds: float
-    already_there: bool = False  # this run had loaded or committed the step: nothing was written
+    already_there: bool = False  # the step was loaded or committed by this run, so nothing was written
     messages: tuple[str, ...] = ()  # what was renamed or deleted on the way; to be logged once
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LoadedState:
-    """What a load gives besides the parameters, which it filled in place."""
+    """What a load returns besides the parameters, which it fills in place; by default, a load of weights only."""
 
     path: Path
     step: int  # of the directory
-    iteration: int  # where training goes on: 0 for weights only
-    consumed_train_samples: int
-    consumed_valid_samples: int
-    optimizer: dict[str, dict[str, Tensor]] | None  # in each parameter's stored local shape
-    optimizer_extra: dict[str, Any] | None
-    scheduler: dict[str, Any] | None
-    rng: dict[str, Any] | None
-    config: dict[str, Any]
-    args: dict[str, Any]
-    data: dict[str, Any]
-    messages: tuple[str, ...] = ()  # warnings, to be logged once
+    iteration: int = 0  # where training continues
+    consumed_train_samples: int = 0
+    consumed_valid_samples: int = 0
+    optimizer: dict[str, dict[str, Tensor]] | None = None  # in each parameter's stored local shape
+    optimizer_extra: dict[str, Any] | None = None
+    scheduler: dict[str, Any] | None = None
+    rng: dict[str, Any] | None = None

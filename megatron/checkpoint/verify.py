@@ -1,9 +1,8 @@
-"""Is a step on disk what was saved? The loader and tools/verify_checkpoint.py ask the same question here."""
+"""Verifies that a step on disk is what was saved, for the loader and for tools/verify_checkpoint.py."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -20,7 +19,7 @@ Kind = Literal["corrupt", "unsafe", "incomplete"]
 
 
 class DamagedCheckpointError(CheckpointError):
-    """A step that is not what was saved: another step may do, this one never."""
+    """This step is not what was saved; the loader may fall back to another one."""
 
 
 @dataclass(frozen=True)
@@ -29,10 +28,8 @@ class Problem:
     text: str
 
 
-def inspect_step(
-    directory: Path, *, only: Collection[str] | None = None, hashes: bool = True, deep: bool = False
-) -> tuple[Manifest | None, list[Problem]]:
-    """All that is wrong with one step directory. `only` limits the reading of contents, never the list of files."""
+def inspect_step(directory: Path, *, hashes: bool = True, deep: bool = False) -> tuple[Manifest | None, list[Problem]]:
+    """All problems of one step directory. Sizes are always compared; `deep` also opens every tensor."""
     try:
         record = manifest.read(directory)
     except manifest.MissingManifestError as error:
@@ -43,14 +40,14 @@ def inspect_step(
         return None, [Problem("corrupt", str(error))]
     problems = _step_number(directory, record) + _coverage(directory, record) + _extra_files(directory, record)
     for name, expected in record.files.items():
-        problems += _file(directory, name, expected, hashes=hashes and (only is None or name in only))
+        problems += _file(directory, name, expected, hashes=hashes)
     if deep and not problems:
         problems += _contents(directory, record)
     return record, problems
 
 
 def verified_manifest(directory: Path, *, hashes: bool = True) -> Manifest:
-    """The manifest of a step whose every file is what it says, or an error that names what is not."""
+    """The manifest of a step after verifying it; raises an error that names the first problem."""
     record, problems = inspect_step(directory, hashes=hashes)
     if problems or record is None:
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
@@ -82,7 +79,7 @@ def _all_tensors(record: Manifest) -> list[tuple[str, TensorRecord]]:
 
 
 def _extra_files(directory: Path, record: Manifest) -> list[Problem]:
-    """A weight file that nobody listed is a sign that two checkpoints were mixed."""
+    """Links, and weight files that the manifest does not list: a sign that two checkpoints were mixed."""
     problems = []
     for folder, subfolders, files in os.walk(directory):
         for name in [*subfolders, *files]:
@@ -122,7 +119,7 @@ def _where(found: FileRecord, expected: FileRecord) -> str:
 
 
 def _contents(directory: Path, record: Manifest) -> list[Problem]:
-    """Every tensor, opened: shape, dtype, finite."""
+    """Opens every tensor and checks its shape, its dtype and that it is finite."""
     problems = []
     for file in sorted(name for name in record.files if name.endswith(".pt")):
         try:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron.config.tool import Parser, run_tool
 from megatron.errors import ConfigError
+from megatron.utils.command_line import Parser, run_tool
 
 EXIT = {"corrupt": 1, "unsafe": 3, "incomplete": 4}
 
@@ -27,7 +26,7 @@ def parser() -> Parser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return run_tool("error", lambda: verify(parser().parse_known_flags(sys.argv[1:] if argv is None else argv)))
+    return run_tool("error", lambda: verify(parser().parse_known_flags(argv)))
 
 
 def verify(arguments: argparse.Namespace) -> int:
@@ -47,7 +46,7 @@ def verify(arguments: argparse.Namespace) -> int:
         if not problems:
             print(f"{step.name}: good")
         codes += [EXIT[problem.kind] for problem in problems]
-    # What is unsafe matters more than what is damaged, and that more than what is missing.
+    # The most severe problem decides: unsafe, then corrupt, then incomplete.
     return next((code for code in (3, 1, 4) if code in codes), 0)
 
 

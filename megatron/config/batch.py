@@ -2,63 +2,84 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from megatron.config.run import RunConfig
 
 
-def data_parallel_size(config: RunConfig, world_size: int) -> int:
-    """Ranks that hold different samples; `check_world` has made sure that it divides."""
-    return world_size // config.parallel.model_parallel_size
+@dataclass(frozen=True)
+class BatchPlan:
+    """The batch sizes of a run on `dp` data-parallel ranks. Steps and samples are those of all ranks together."""
 
+    config: RunConfig
+    dp: int
 
-def global_batch_size(config: RunConfig, dp: int) -> int:
-    """Samples per optimizer step once a ramp-up, if any, is over."""
-    training = config.training
-    return training.global_batch_size if training.global_batch_size is not None else training.micro_batch_size * dp
+    @staticmethod
+    def on(config: RunConfig, world_size: int) -> BatchPlan:
+        """`check_world` has checked that the division is exact."""
+        return BatchPlan(config, world_size // config.parallel.model_parallel_size)
 
+    @property
+    def final_batch_size(self) -> int:
+        """Samples per step once a ramp-up, if any, is over, and in evaluation."""
+        training = self.config.training
+        return training.micro_batch_size * self.dp if training.global_batch_size is None else training.global_batch_size
 
-def batch_size_at(config: RunConfig, dp: int, consumed: int) -> int:
-    """Global batch size of the step that starts after `consumed` samples.
+    def batch_size(self, consumed: int) -> int:
+        """Samples of the step that starts after `consumed` samples.
 
-    The ramp is Megatron's: equal shares of the ramp's samples for each increment, in floating point as there, so that
-    the batch size changes at the same sample.
-    """
-    final = global_batch_size(config, dp)
-    ramp = config.training.rampup_batch_size
-    if ramp is None:
-        return final
-    start, increment, ramp_samples = ramp
-    increments = (final - start) // increment
-    if increments == 0 or ramp_samples == 0 or consumed > ramp_samples:
-        return final
-    steps = int(consumed / (ramp_samples / increments))
-    return start + steps * increment
+        As in Megatron every increment takes an equal share of the ramp's samples, computed in floating point so that
+        the batch size changes at the same sample.
+        """
+        final = self.final_batch_size
+        ramp = self.config.training.rampup_batch_size
+        if ramp is None:
+            return final
+        start, increment, ramp_samples = ramp
+        increments = (final - start) // increment
+        if increments == 0 or ramp_samples == 0 or consumed > ramp_samples:
+            return final
+        steps = int(consumed / (ramp_samples / increments))
+        return start + steps * increment
 
+    def micro_batches(self, batch_size: int) -> int:
+        """Of one rank in a step."""
+        return batch_size // (self.config.training.micro_batch_size * self.dp)
 
-def num_micro_batches_at(config: RunConfig, dp: int, consumed: int) -> int:
-    return batch_size_at(config, dp, consumed) // (config.training.micro_batch_size * dp)
+    @property
+    def total_iterations(self) -> int:
+        """Of a run from its beginning. A resumed run asks `iterations_left`: its earlier steps may have had another
+        batch size."""
+        return self.iterations_left(0, 0)
 
+    @property
+    def train_samples(self) -> int:
+        """Samples that the whole run asks of the dataset."""
+        training = self.config.training
+        if training.train_samples is not None:
+            return training.train_samples
+        return (training.train_iters or 0) * self.final_batch_size
 
-def train_iters(config: RunConfig, dp: int) -> int:
-    """Steps of the whole run; with --train-samples the last, incomplete batch is not trained on, as in Megatron."""
-    training = config.training
-    if training.train_iters is not None:
-        return training.train_iters
-    if training.train_samples is None:
-        return 0
-    steps = consumed = 0
-    ramp_end = training.rampup_batch_size[2] if training.rampup_batch_size is not None else -1
-    while consumed <= ramp_end:
-        batch = batch_size_at(config, dp, consumed)
-        if consumed + batch > training.train_samples:
-            return steps
-        consumed += batch
-        steps += 1
-    return steps + (training.train_samples - consumed) // global_batch_size(config, dp)
+    def is_finished(self, iteration: int, consumed: int) -> bool:
+        """A run counts in iterations or in samples. As in Megatron the last, incomplete batch is not trained on."""
+        training = self.config.training
+        if training.train_iters is not None:
+            return iteration >= training.train_iters
+        return consumed + self.batch_size(consumed) > (training.train_samples or 0)
 
+    def iterations_left(self, iteration: int, consumed: int) -> int:
+        training = self.config.training
+        if training.train_iters is not None:
+            return max(0, training.train_iters - iteration)
+        left = 0
+        ramp_end = training.rampup_batch_size[2] if training.rampup_batch_size is not None else -1
+        while consumed <= ramp_end and not self.is_finished(iteration, consumed):
+            consumed += self.batch_size(consumed)
+            left += 1
+        return left + max(0, (training.train_samples or 0) - consumed) // self.final_batch_size
 
-def train_samples(config: RunConfig, dp: int) -> int:
-    """Samples that the whole run asks of the dataset."""
-    training = config.training
-    if training.train_samples is not None:
-        return training.train_samples
-    return (training.train_iters or 0) * global_batch_size(config, dp)
+    def samples_left(self, iteration: int, consumed: int) -> int:
+        training = self.config.training
+        if training.train_iters is not None:
+            return self.iterations_left(iteration, consumed) * self.final_batch_size
+        return max(0, (training.train_samples or 0) - consumed)

@@ -1,7 +1,4 @@
-"""Which data a run reads, as it is written: splits, mixtures, and the files that hold long ones.
-
-The one parser of these words: the checks of the settings and the datasets both use it.
-"""
+"""The only parser of --split and of data blends, given as flags or in files: checks and datasets both use it."""
 
 from __future__ import annotations
 
@@ -19,35 +16,40 @@ if TYPE_CHECKING:
     from megatron.config.sections.data import DataConfig
 
 SPLITS = ("train", "valid", "test")
-MAX_SOURCES = 2**15 - 1  # a blend stores the number of a source in 16 bits
-_SHOWN = 8  # words of a mixture in a message
+MAX_SOURCES = 2**15 - 1  # a blended index stores the number of a source in 16 bits
+_SHOWN = 8  # words of a blend in a message
+
+
+Shares = tuple[float, float, float]
+"""Of training, validation and test; they add up to one."""
 
 
 @dataclass(frozen=True)
 class Blend:
     """Sources and their weights; without weights each source is taken once, in proportion to its size."""
 
-    flag: str  # how it was given, for messages
+    flag: str  # the flag (and file) that gave it, for messages
     prefixes: tuple[str, ...]
     weights: tuple[float, ...] | None
 
 
 @dataclass(frozen=True)
 class DataSources:
-    """What each split is made of. `cut`: one mixture for all, whose sequences --split shares out."""
+    """The blend of each split. `cut`: there is one blend for all three, whose sequences are divided by `shares`."""
 
     cut: bool
     train: Blend | None
     valid: Blend | None
     test: Blend | None
+    shares: Shares  # of --split
 
     @property
     def blends(self) -> tuple[Blend | None, Blend | None, Blend | None]:
         return self.train, self.valid, self.test
 
 
-def parse_split(text: str) -> tuple[float, float, float]:
-    """'969, 30, 1', '98/2/0' or one number: shares of training, validation and test that add up to one."""
+def parse_split(text: str) -> Shares:
+    """Parses '969, 30, 1', '98/2/0' or a single number."""
     way_out = "give up to three numbers of 0 or more that are not all 0, as in --split 969,30,1"
     try:
         shares = [float(part.strip()) for part in re.split("[,/]", text)]
@@ -59,13 +61,13 @@ def parse_split(text: str) -> tuple[float, float, float]:
         raise ConfigError(f"--split {text}: cannot be a split; {way_out}")
     shares += [0.0] * (3 - len(shares))
     total = 0.0
-    for share in shares:  # not sum(): since Python 3.12 it rounds in another way, and the bounds must not move
+    for share in shares:  # not sum(): Python 3.12 changed its rounding, and the bounds must not move
         total += share
     return (shares[0] / total, shares[1] / total, shares[2] / total)
 
 
 def parse_blend(flag: str, words: Sequence[str]) -> Blend:
-    """`prefix`, `weight prefix weight prefix ...`, or bare prefixes."""
+    """Parses `PREFIX`, `WEIGHT PREFIX WEIGHT PREFIX ...`, or several bare prefixes."""
     entries = [word.strip() for word in words]
     given = f"{flag} {' '.join(entries[:_SHOWN])}{' ...' if len(entries) > _SHOWN else ''}"
     way_out = f"give one PREFIX, several, or WEIGHT PREFIX pairs as in {flag.split()[0]} 0.3 web 0.7 code"
@@ -104,22 +106,26 @@ def _number(text: str) -> float | None:
 
 
 def data_sources(data: DataConfig) -> DataSources:
-    """The mixtures of a run, from the command line or from the files that it names."""
+    """The blends of a run, from the command line or from the files that it names."""
+    shares = parse_split(data.split)  # a mistake is refused even where --split has no effect
     if data.data_path is not None:
         blend = parse_blend("--data-path", data.data_path)
-        return DataSources(True, blend, blend, blend)
+        return DataSources(True, blend, blend, blend, shares)
     if data.data_args_path is not None:
         blend = _read_blend(data.data_args_path)
-        return DataSources(True, blend, blend, blend)
+        return DataSources(True, blend, blend, blend, shares)
     if data.per_split_data_args_path is not None:
-        return DataSources(False, *_read_per_split(data.per_split_data_args_path))
-    words = (data.train_data_path, data.valid_data_path, data.test_data_path)
-    blends = [parse_blend(f"--{name}-data-path", given) if given else None for name, given in zip(SPLITS, words)]
-    return DataSources(False, *blends)
+        train, valid, test = _read_per_split(data.per_split_data_args_path)
+    else:
+        words = (data.train_data_path, data.valid_data_path, data.test_data_path)
+        train, valid, test = (
+            parse_blend(f"--{name}-data-path", given) if given else None for name, given in zip(SPLITS, words)
+        )
+    return DataSources(False, train, valid, test, shares)
 
 
 def _read_blend(path: str) -> Blend:
-    """The words of --data-path, in any number of lines."""
+    """A file with the words of --data-path, on any number of lines."""
     flag = f"--data-args-path {path}"
     words = _read(flag, path).split()
     if not words:

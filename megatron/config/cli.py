@@ -1,4 +1,4 @@
-"""The command line: every section's fields as flags in Megatron's spelling, read into one RunConfig."""
+"""The training command line: reads flags in Megatron's spelling, presets and YAML into one RunConfig."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from functools import cache
 from typing import Any, NoReturn
 
 from megatron.config.checks import check
+from megatron.config.compat import CompatFlag, RetiredFlag
 from megatron.config.flag import Setting
-from megatron.config.known import KnownFlag, Retired
-from megatron.config.meaning import notices_of
+from megatron.config.notices import notices_of
 from megatron.config.presets import PRESETS
 from megatron.config.run import SECTIONS, RunConfig, all_settings, build
 from megatron.config.sources import (
@@ -28,23 +28,21 @@ from megatron.config.values import nearest, show
 from megatron.errors import ConfigError
 
 
-def parse_args(
-    argv: Sequence[str] | None = None, *, description: str | None = None, needs_data: bool = True
-) -> RunConfig:
-    """The configuration of a training run, checked; every mistake is a ConfigError of one line.
+def parse_args(argv: Sequence[str] | None = None, *, needs_data: bool = True) -> RunConfig:
+    """The checked settings of a training run; every mistake is a one-line ConfigError.
 
-    `needs_data=False` is for a script that brings its own datasets, and so needs neither data path nor tokenizer.
-    Lines the user should see once are in `.notices`; where each value came from is in `.origins`.
+    `needs_data=False`: the script brings its own datasets, so neither data path nor tokenizer is required. `.notices`
+    are lines to print once, `.origins` tells where each value came from.
     """
-    config = resolve(list(sys.argv[1:] if argv is None else argv), description)
+    config = resolve(list(sys.argv[1:] if argv is None else argv))
     check(config, needs_data=needs_data, complete=not config.checkpoint.use_checkpoint_args)
     return config
 
 
-def resolve(argv: list[str], description: str | None = None) -> RunConfig:
-    """Merge the sources (default < preset < file < flag) without the checks across settings."""
+def resolve(argv: list[str]) -> RunConfig:
+    """Merges the sources (default < preset < file < flag) without the checks across settings."""
     flags = Assignments(origin="flag")
-    for given in tokenize(argv, description):
+    for given in tokenize(argv):
         flags.add(given, spelling_table()[given.spelling])
     sources = [flags]
     if flags.values.get("config") is not None:
@@ -68,10 +66,10 @@ def _preset(name: str) -> Assignments:
     return Assignments(origin=f"preset {name}", values=dict(PRESETS[name]))
 
 
-def tokenize(argv: Sequence[str], description: str | None = None) -> list[Given]:
-    """argv -> what was given, with every spelling as it is in the table. Unknown flags are refused here."""
+def tokenize(argv: Sequence[str]) -> list[Given]:
+    """Splits argv into (spelling in the table, raw value); unknown flags are refused here."""
     given, rest = _normalize(argv)
-    namespace, stray = make_parser(description).parse_known_args(rest, argparse.Namespace(given=given))
+    namespace, stray = make_parser().parse_known_args(rest, argparse.Namespace(given=given))
     if stray:
         raise _refuse_stray(stray[0], argv)
     result: list[Given] = namespace.given
@@ -91,7 +89,8 @@ def _refuse_stray(word: str, argv: Sequence[str]) -> ConfigError:
 
 
 def _normalize(argv: Sequence[str]) -> tuple[list[Given], list[str]]:
-    """Resolve underscores, take `--switch=false` apart, and protect negative numbers such as -1e-5 from argparse."""
+    """Resolves underscores, splits `--switch=false`, and attaches negative numbers such as -1e-5 to their flag, because
+    argparse would take them for flags."""
     table, spellings = spelling_table(), canonical_spellings()
     given: list[Given] = []
     rest: list[str] = []
@@ -132,7 +131,7 @@ def _switch_value(spelling: str, text: str) -> bool:
 
 
 class _Collect(argparse.Action):
-    """Append what was given, in order, so that contradictions are seen and not overwritten."""
+    """Appends every occurrence in order: plain argparse would let a later value silently replace an earlier one."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         namespace.given.append(Given(str(option_string), True if self.nargs == 0 else values))
@@ -150,10 +149,10 @@ class _Parser(argparse.ArgumentParser):
 
 
 @cache
-def make_parser(description: str | None = None) -> argparse.ArgumentParser:
-    """An argparse parser that knows every spelling; its groups are the sections."""
+def make_parser() -> argparse.ArgumentParser:
+    """An argparse parser of every spelling, with one group per section."""
     parser = _Parser(
-        description=description or "Pretrain a GPT. Flags are spelled as in Megatron-LM; docs/flags.md lists them all.",
+        description="Pretrain a GPT. Flags are spelled as in Megatron-LM; docs/flags.md lists them all.",
         allow_abbrev=False,
         epilog="A switch can be turned off again (after a preset or a file) with --switch=false.",
         usage="%(prog)s [flags]",
@@ -163,7 +162,7 @@ def make_parser(description: str | None = None) -> argparse.ArgumentParser:
         for setting in (s for s in all_settings() if s.section == section):
             group.add_argument(*setting.spellings, **_argparse_options(setting))
     for target in spelling_table().values():
-        if isinstance(target, Retired | KnownFlag):
+        if isinstance(target, RetiredFlag | CompatFlag):
             nargs: int | str | None = {"switch": 0, "value": None, "values": "+"}[target.takes]
             parser.add_argument(target.spelling, action=_Collect, nargs=nargs, dest="given", help=argparse.SUPPRESS)
     return parser

@@ -1,8 +1,7 @@
-"""How a dataclass field says what its flag is called, what it accepts and whether this version can do it.
+"""Declares settings: a section is a frozen dataclass whose fields are made by `flag(default, help, ...)`.
 
-A section is an ordinary frozen dataclass; each field is declared with `flag(default, help, ...)`, which is
-`dataclasses.field` with a `Flag` in its metadata. The command line, the YAML reader, the checks and docs/flags.md
-are all generated from these declarations, so a setting is described in exactly one place.
+`flag` is `dataclasses.field` with a `Flag` in its metadata: the spelling, the accepted values, and whether this version
+supports it. The command line, the YAML reader, the checks and docs/flags.md are generated from these declarations.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ Status = Literal["works", "no-op", "later", "never"]
 
 @dataclass(frozen=True, kw_only=True)
 class Flag:
-    """What the command line has to know about one field."""
+    """The command-line description of one field."""
 
     help: str
     status: Status = "works"
@@ -34,31 +33,30 @@ class Flag:
     at_most: float | None = None
     below: float | None = None
     neutral: tuple[Any, ...] = ()  # later/never: accepted values besides the default
-    refused: dict[str, str] | None = None  # known values that this project does not do -> the way out
+    refused: dict[str, str] | None = None  # known values that are not supported -> the way out
     required: bool = False  # the default (0 or "") only means "not given"
-    cli_only: bool = False  # says how to run, not what to compute: never written into a checkpoint
+    cli_only: bool = False  # concerns this launch only: never written into a checkpoint
 
 
 def flag(default: Any, help: str, **options: Any) -> Any:
-    """A dataclass field with its command-line description."""
+    """A dataclass field with a `Flag`."""
     return dataclasses.field(default=default, metadata={"flag": Flag(help=help, **options)})
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One field of one section, with everything derived from its declaration."""
+    """One field of one section and what follows from its declaration."""
 
     section: str
     name: str
     flag: Flag
     default: Any
     base: type  # bool, int, float or str
-    optional: bool  # None is a value (always "not given")
     many: bool  # a tuple of `base`
 
     @property
     def spelling(self) -> str:
-        """The spelling shown to the user: for a default-on switch, the one that turns it off."""
+        """The spelling shown to users; of a switch that is on by default, the one that turns it off."""
         return self.flag.off or self.flag.spelling or "--" + self.name.replace("_", "-")
 
     @property
@@ -71,27 +69,26 @@ class Setting:
 
     @property
     def has_default(self) -> bool:
-        """Is the default a value to show? (None, False, and a 0 where at least 1 is asked for, mean "not given".)"""
+        """Whether the default is worth showing. None, False, and 0 where at least 1 is required, mean "not given"."""
         too_small = self.flag.at_least is not None and not self.many and (self.default or 0) < self.flag.at_least
         return not self.is_switch and self.default is not None and not too_small
 
 
-def _analyse(annotation: Any) -> tuple[type, bool, bool]:
-    """(base type, optional, many) of a field's annotation."""
-    optional = False
+def _analyse(annotation: Any) -> tuple[type, bool]:
+    """(base type, whether it is a tuple of that) of a field's annotation; None is always "not given"."""
     if typing.get_origin(annotation) in (types.UnionType, typing.Union):
         members = [a for a in typing.get_args(annotation) if a is not type(None)]
         assert len(members) == 1, annotation
-        annotation, optional = members[0], True
+        annotation = members[0]
     if typing.get_origin(annotation) is tuple:
-        return typing.get_args(annotation)[0], optional, True
+        return typing.get_args(annotation)[0], True
     assert annotation in (bool, int, float, str), annotation
-    return annotation, optional, False
+    return annotation, False
 
 
 def settings_of(section: str, cls: type) -> Iterator[Setting]:
     """The settings of one section class, in the order of their declaration."""
     hints = typing.get_type_hints(cls)
     for field in dataclasses.fields(cls):
-        base, optional, many = _analyse(hints[field.name])
-        yield Setting(section, field.name, field.metadata["flag"], field.default, base, optional, many)
+        base, many = _analyse(hints[field.name])
+        yield Setting(section, field.name, field.metadata["flag"], field.default, base, many)

@@ -1,7 +1,7 @@
 """`--model NAME`: the shapes of well-known models. Precedence: default < preset < file < flag.
 
-A preset says what the model is, never how it is trained: batch, sequence length, learning rate and tokenizer stay the
-user's. The vocabulary comes from the tokenizer.
+A preset sets the model only: batch size, sequence length, learning rate and tokenizer are the user's to give. The
+vocabulary comes from the tokenizer.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`RunConfig`: the sections of one run, built once and handed down. A class takes its section, not the whole."""
+"""`RunConfig`: all settings of a run, in sections. It is built once; a class is handed the section that it needs."""
 
 from __future__ import annotations
 
@@ -6,73 +6,35 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from functools import cache
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
+from megatron.config import sections
 from megatron.config.flag import Setting, settings_of
-from megatron.config.sections import (
-    CheckpointConfig,
-    CpuConfig,
-    DataConfig,
-    EvaluationConfig,
-    KernelsConfig,
-    LoggingConfig,
-    ModelConfig,
-    MoEConfig,
-    OptimizerConfig,
-    ParallelConfig,
-    PrecisionConfig,
-    ProfileConfig,
-    RecomputeConfig,
-    RuntimeConfig,
-    ScheduleConfig,
-    TokenizerConfig,
-    TrainingConfig,
-)
-
-SECTIONS: Mapping[str, type] = MappingProxyType(
-    {
-        "model": ModelConfig,
-        "moe": MoEConfig,
-        "parallel": ParallelConfig,
-        "training": TrainingConfig,
-        "optimizer": OptimizerConfig,
-        "schedule": ScheduleConfig,
-        "precision": PrecisionConfig,
-        "recompute": RecomputeConfig,
-        "kernels": KernelsConfig,
-        "cpu": CpuConfig,
-        "data": DataConfig,
-        "tokenizer": TokenizerConfig,
-        "checkpoint": CheckpointConfig,
-        "logging": LoggingConfig,
-        "evaluation": EvaluationConfig,
-        "profile": ProfileConfig,
-        "runtime": RuntimeConfig,
-    }
-)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    model: ModelConfig = field(default_factory=ModelConfig)
-    moe: MoEConfig = field(default_factory=MoEConfig)
-    parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    training: TrainingConfig = field(default_factory=TrainingConfig)
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
-    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
-    recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
-    kernels: KernelsConfig = field(default_factory=KernelsConfig)
-    cpu: CpuConfig = field(default_factory=CpuConfig)
-    data: DataConfig = field(default_factory=DataConfig)
-    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    logging: LoggingConfig = field(default_factory=LoggingConfig)
-    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
-    profile: ProfileConfig = field(default_factory=ProfileConfig)
-    runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
+    """One field per section; the flags, the YAML reader, the checkpoints and docs/flags.md follow from them."""
 
-    # How the values came about; no part of the configuration's meaning, and never saved.
+    model: sections.ModelConfig = field(default_factory=sections.ModelConfig)
+    moe: sections.MoEConfig = field(default_factory=sections.MoEConfig)
+    parallel: sections.ParallelConfig = field(default_factory=sections.ParallelConfig)
+    training: sections.TrainingConfig = field(default_factory=sections.TrainingConfig)
+    optimizer: sections.OptimizerConfig = field(default_factory=sections.OptimizerConfig)
+    schedule: sections.ScheduleConfig = field(default_factory=sections.ScheduleConfig)
+    precision: sections.PrecisionConfig = field(default_factory=sections.PrecisionConfig)
+    recompute: sections.RecomputeConfig = field(default_factory=sections.RecomputeConfig)
+    kernels: sections.KernelsConfig = field(default_factory=sections.KernelsConfig)
+    cpu: sections.CpuConfig = field(default_factory=sections.CpuConfig)
+    data: sections.DataConfig = field(default_factory=sections.DataConfig)
+    tokenizer: sections.TokenizerConfig = field(default_factory=sections.TokenizerConfig)
+    checkpoint: sections.CheckpointConfig = field(default_factory=sections.CheckpointConfig)
+    logging: sections.LoggingConfig = field(default_factory=sections.LoggingConfig)
+    evaluation: sections.EvaluationConfig = field(default_factory=sections.EvaluationConfig)
+    profile: sections.ProfileConfig = field(default_factory=sections.ProfileConfig)
+    runtime: sections.RuntimeConfig = field(default_factory=sections.RuntimeConfig)
+
+    # Where the values came from. Neither compared nor saved.
     notices: tuple[str, ...] = field(default=(), compare=False)
     origins: Mapping[str, str] = field(default_factory=dict, compare=False)
 
@@ -80,24 +42,30 @@ class RunConfig:
         return getattr(getattr(self, setting.section), setting.name)
 
 
+SECTIONS: Mapping[str, type] = MappingProxyType(
+    {f.name: cast(type, f.default_factory) for f in fields(RunConfig) if f.compare}
+)
+"""Section name -> its class, in the order of RunConfig's fields."""
+
+
 @cache
 def all_settings() -> tuple[Setting, ...]:
-    """Every setting of every section, in the order of the sections."""
+    """Every setting, in the order of the sections."""
     return tuple(setting for section, cls in SECTIONS.items() for setting in settings_of(section, cls))
 
 
 @cache
 def settings_by_name() -> Mapping[str, Setting]:
-    """Field name -> setting; field names are unique over all sections, as Megatron's flags are."""
+    """Settings by field name, which is unique over all sections as Megatron's flags are."""
     by_name = {setting.name: setting for setting in all_settings()}
     assert len(by_name) == len(all_settings()), "two sections have a field of the same name"
     return MappingProxyType(by_name)
 
 
 def build(values: Mapping[str, Any], **meta: Any) -> RunConfig:
-    """A RunConfig with the given fields (by field name) set and all others at their default."""
-    sections = {}
+    """A RunConfig with these fields (by name, of any section) set and all others at their default."""
+    built = {}
     for section, cls in SECTIONS.items():
         names = {f.name for f in fields(cls)}
-        sections[section] = cls(**{name: value for name, value in values.items() if name in names})
-    return RunConfig(**sections, **meta)
+        built[section] = cls(**{name: value for name, value in values.items() if name in names})
+    return RunConfig(**built, **meta)

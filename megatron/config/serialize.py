@@ -1,4 +1,4 @@
-"""RunConfig <-> plain dicts (what checkpoints hold) and YAML, and a table of every value with its origin."""
+"""RunConfig to and from plain dicts (in checkpoints), to YAML, and to the table of --print-config."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron.errors import ConfigError
 
 
 def to_dict(config: RunConfig) -> dict[str, dict[str, Any]]:
-    """{section: {field: value}} of plain values and lists, without what only concerns this launch."""
+    """{section: {field: value}} in plain values and lists, without the settings that only concern this launch."""
     plain: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
     for setting in all_settings():
         if not setting.flag.cli_only:
@@ -21,8 +21,9 @@ def to_dict(config: RunConfig) -> dict[str, dict[str, Any]]:
     return plain
 
 
-def from_dict(plain: Mapping[str, Mapping[str, Any]], *, source: str = "checkpoint") -> RunConfig:
-    """The configuration that `to_dict` described; missing fields have their default, unknown ones are refused."""
+def from_dict(plain: Mapping[str, Mapping[str, Any]]) -> RunConfig:
+    """The configuration that `to_dict` of a checkpoint describes; missing fields get their default, unknown ones are
+    refused."""
     values: dict[str, Any] = {}
     unknown: list[str] = []
     for section, fields in plain.items():
@@ -40,13 +41,13 @@ def from_dict(plain: Mapping[str, Mapping[str, Any]], *, source: str = "checkpoi
                 values[name] = parse_value(setting, value)
     if unknown:
         raise ConfigError(
-            f"{source}: this version does not know {', '.join(unknown)}; use the version of Megatron that wrote it"
+            f"checkpoint: this version does not know {', '.join(unknown)}; use the version of Megatron that wrote it"
         )
-    return build(values, origins=dict.fromkeys(values, source))
+    return build(values, origins=dict.fromkeys(values, "checkpoint"))
 
 
 def to_yaml(config: RunConfig) -> str:
-    """A file that `--config` reads back; only values that differ from their default."""
+    """The text of a `--config` file with the values that differ from their default."""
     import yaml
 
     defaults = to_dict(RunConfig())
@@ -57,7 +58,8 @@ def to_yaml(config: RunConfig) -> str:
     return yaml.safe_dump({section: fields for section, fields in changed.items() if fields}, sort_keys=False)
 
 
-# What a checkpoint decides under --use-checkpoint-args: the function that the weights are the weights of.
+# --use-checkpoint-args takes these sections, which define the function that the weights were trained for, except for
+# the fields below: they affect training only.
 _ADOPTED_SECTIONS = ("model", "moe", "tokenizer")
 _NOT_ADOPTED = (
     "model",
@@ -76,10 +78,8 @@ _NOT_ADOPTED = (
 
 
 def adopt_checkpoint_args(config: RunConfig, saved: Mapping[str, Mapping[str, Any]]) -> RunConfig:
-    """--use-checkpoint-args: model shape, tokenizer and sequence length of the checkpoint.
-
-    A flag that says otherwise is refused: two sources that disagree are never settled in silence.
-    """
+    """--use-checkpoint-args: takes model shape, tokenizer and sequence length from the checkpoint; a flag or file that
+    contradicts them is refused."""
     loaded = from_dict(saved)
     changes: dict[str, dict[str, Any]] = {}
     origins = dict(config.origins)
@@ -100,7 +100,7 @@ def adopt_checkpoint_args(config: RunConfig, saved: Mapping[str, Mapping[str, An
 
 
 def describe(config: RunConfig) -> str:
-    """--print-config: every value and where it came from, as a table."""
+    """The table of --print-config: every value and where it came from."""
     rows = [("setting", "value", "from")]
     for section in SECTIONS:
         rows.append((f"[{section}]", "", ""))

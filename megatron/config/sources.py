@@ -1,7 +1,4 @@
-"""Where values come from: flags, a YAML file, a preset; and how the sources are merged.
-
-Each source becomes a list of `Given`s; `Assignments` turns them into field values, one value per field and source.
-"""
+"""Reads the values of one source (the command line or a YAML file) into `Assignments`, one value per field."""
 
 from __future__ import annotations
 
@@ -12,18 +9,18 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from megatron.config.compat import CompatFlag, RetiredFlag, apply_compat, compat_flags, refused_family, retired_flags
 from megatron.config.flag import Setting
-from megatron.config.known import KnownFlag, Retired, known_flags, refused_family, retired, use_known
 from megatron.config.run import SECTIONS, all_settings, settings_by_name
 from megatron.config.values import nearest, parse_switch, parse_value, show
 from megatron.errors import ConfigError
 
-Target = Setting | Retired | KnownFlag
+Target = Setting | RetiredFlag | CompatFlag
 
 
 @dataclass(frozen=True)
 class Given:
-    """One setting as it was given: the spelling, and True/False or the raw words."""
+    """One setting as it was written: the spelling, and True, False or the raw value."""
 
     spelling: str
     raw: Any
@@ -31,9 +28,9 @@ class Given:
 
 @cache
 def spelling_table() -> Mapping[str, Target]:
-    """Every spelling that is known -> what it stands for."""
+    """Every accepted spelling and what it stands for."""
     table: dict[str, Target] = {spelling: s for s in all_settings() for spelling in s.spellings}
-    for extra in (retired(), known_flags()):
+    for extra in (retired_flags(), compat_flags()):
         assert not table.keys() & extra.keys(), table.keys() & extra.keys()
         table.update(extra)
     return MappingProxyType(table)
@@ -41,11 +38,11 @@ def spelling_table() -> Mapping[str, Target]:
 
 @cache
 def canonical_spellings() -> Mapping[str, str]:
-    """Spelling with dashes only -> spelling in the table (Megatron has a few with underscores)."""
+    """Spellings with dashes only -> spellings in the table, a few of which have underscores in Megatron."""
     return MappingProxyType({spelling.replace("_", "-"): spelling for spelling in spelling_table()})
 
 
-# What other trainers call it; the nearest of our own names would only mislead.
+# Flags of other trainers, where the nearest spelling of ours would be something else.
 _ELSEWHERE = {
     "--learning-rate": "--lr",
     "--max-steps": "--train-iters",
@@ -72,7 +69,7 @@ def refuse_unknown(name: str) -> ConfigError:
 
 @dataclass
 class Assignments:
-    """Values by field name from one source, and the lines to print about them."""
+    """The values of one source by field name, and the lines to print about them."""
 
     origin: str
     values: dict[str, Any] = field(default_factory=dict)
@@ -80,8 +77,8 @@ class Assignments:
     _spelled: dict[str, str] = field(default_factory=dict)
 
     def set(self, setting: Setting, value: Any, spelled: str) -> None:
-        """One flag given twice: the last counts, as shell scripts that end in "$@" mean it, and that is said.
-        Two different spellings that disagree are a mistake."""
+        """A flag given twice takes its last value and prints a line, because shell scripts end in "$@"; two different
+        spellings that disagree are refused."""
         if setting.name in self.values and self.values[setting.name] != value:
             before = self._spelled[setting.name]
             if before.split()[0] != spelled.split()[0]:
@@ -92,9 +89,9 @@ class Assignments:
 
     def add(self, given: Given, target: Target) -> None:
         spelled = given.spelling if given.raw is True else f"{given.spelling} {show(given.raw)}"
-        if isinstance(target, KnownFlag):
-            self._add_known(given, target)
-        elif isinstance(target, Retired):
+        if isinstance(target, CompatFlag):
+            self._add_compat(given, target)
+        elif isinstance(target, RetiredFlag):
             if given.raw is False:
                 return
             text = "" if given.raw is True else show(given.raw)
@@ -110,16 +107,16 @@ class Assignments:
                 self.notices.append(f"{given.spelling}: taken as {target.spelling}")
             self.set(target, value, spelled)
 
-    def _add_known(self, given: Given, target: KnownFlag) -> None:
+    def _add_compat(self, given: Given, target: CompatFlag) -> None:
         if given.raw is False:  # `--deepspeed=false`, or `deepspeed: false` in a file
             return
-        line = use_known(target, "" if given.raw is True else show(given.raw))
+        line = apply_compat(target, "" if given.raw is True else show(given.raw))
         if line is not None:
             self.notices.append(line)
 
 
 def interpret(given: Given, setting: Setting) -> Any:
-    """The value of a given setting; what this version cannot do is refused here, by name."""
+    """The parsed value; what this version does not support is refused here, by name."""
     later = setting.flag.status in ("later", "never")
     try:
         if setting.is_switch:
@@ -131,7 +128,7 @@ def interpret(given: Given, setting: Setting) -> Any:
     except ConfigError:
         if not later:
             raise
-        value = given.raw  # whatever it is, it asks for something that is not there
+        value = given.raw  # whatever the value is, it asks for something that is not supported
     if later and value != setting.default and value not in setting.flag.neutral:
         spelled = given.spelling if setting.is_switch else f"{given.spelling} {show(given.raw)}"
         verdict = "not supported yet" if setting.flag.status == "later" else "not supported"
@@ -140,7 +137,7 @@ def interpret(given: Given, setting: Setting) -> Any:
 
 
 def read_yaml(path: str) -> dict[str, Any]:
-    """The settings of a YAML file, flat: groups named like our sections are opened."""
+    """The settings of a YAML file as one flat dict; groups named like sections are flattened."""
     import yaml  # here, because a command line without --config needs no YAML
 
     file = Path(path)
@@ -163,7 +160,7 @@ def read_yaml(path: str) -> dict[str, Any]:
 
 
 def _key_given_twice(node: Any) -> str | None:
-    """A key that a mapping has twice: YAML would keep the last and say nothing."""
+    """A key that occurs twice in one mapping, of which YAML would silently keep the last value."""
     seen: set[str] = set()
     for key, value in node.value if node is not None and node.id == "mapping" else ():
         if key.value in seen:
@@ -191,7 +188,7 @@ def _flatten(path: str, content: Mapping[Any, Any]) -> dict[str, Any]:
 
 
 def file_assignments(path: str) -> Assignments:
-    """The values of a YAML file; keys are flag names or field names, with dashes or underscores."""
+    """The values of a YAML file, whose keys are flag or field names with dashes or underscores."""
     assignments = Assignments(origin=f"file {path}")
     table, spellings = spelling_table(), canonical_spellings()
     fields = {name.replace("_", "-"): setting for name, setting in settings_by_name().items()}
@@ -202,7 +199,7 @@ def file_assignments(path: str) -> Assignments:
         try:
             if spelling is not None:
                 target = table[spelling]
-                if isinstance(target, Retired | KnownFlag) and target.takes == "switch" and not isinstance(raw, bool):
+                if not isinstance(target, Setting) and target.takes == "switch" and not isinstance(raw, bool):
                     raise ConfigError(f"{spelling} {show(raw)}: it is a switch; write true or false")
                 assignments.add(Given(spelling, raw), target)
             elif key in fields:  # `bias_gelu_fusion: false`, the positive name of a --no-X switch

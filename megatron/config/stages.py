@@ -1,4 +1,4 @@
-"""Which layers each pipeline stage holds."""
+"""Divides the layers over the pipeline stages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LAST_FLAG = "--decoder-last-pipeline-num-layers"
 
 @dataclass(frozen=True)
 class StageLayers:
-    """The layers of every stage, in the order of the model: stage c * ranks + r is chunk c of rank r."""
+    """The layers of every stage in the order of the model. Stage c * ranks + r is chunk c of rank r."""
 
     stages: tuple[range, ...]
     ranks: int
@@ -36,8 +36,8 @@ def split_layers(
     first: int | None = None,
     last: int | None = None,
 ) -> StageLayers:
-    """Equal stages; `first` and `last` say how many layers the first and the last rank have, the others share the
-    rest; with `layers_per_chunk` every rank has several stages of so many layers."""
+    """Equal stages, unless `first` or `last` gives the number of layers of the first or last rank: the others then
+    share the rest. With `layers_per_chunk` every rank holds several (virtual) stages of that many layers."""
     if layers_per_chunk is not None:
         return StageLayers(_runs([layers_per_chunk] * _chunks(layers, ranks, layers_per_chunk, first, last)), ranks)
     given = {0: first, ranks - 1: last} if ranks > 1 else {}

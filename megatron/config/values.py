@@ -1,4 +1,4 @@
-"""Text or YAML -> the value of one setting, or one readable line about why not."""
+"""Parses text or YAML into the value of one setting, or raises a one-line ConfigError."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _KIND = {int: "a whole number", float: "a number", str: "text", bool: "true or f
 
 
 def show(value: Any) -> str:
-    """A value as the user would type it."""
+    """A value as a user would type it."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, list | tuple):
@@ -31,7 +31,7 @@ def nearest(word: str, candidates: Iterable[str]) -> str:
 
 
 def parse_switch(setting: Setting, raw: Any) -> bool:
-    """The truth of a switch as given: the caller turns it round for `--no-X`."""
+    """The boolean as written; for `--no-X` the caller inverts it."""
     if isinstance(raw, bool):
         return raw
     text = str(raw).lower()
@@ -77,7 +77,7 @@ def _way_out(setting: Setting) -> str:
 
 
 def check_one(setting: Setting, value: Any) -> None:
-    """Choices and bounds of one (non-tuple) value."""
+    """Checks the choices and bounds of a single value."""
     flag, spelled = setting.flag, f"{setting.spelling} {show(value)}"
     if flag.refused and value in flag.refused:
         raise ConfigError(f"{spelled}: {flag.refused[value]}")
@@ -93,12 +93,12 @@ def check_one(setting: Setting, value: Any) -> None:
 
 
 def _split_tuple(raw: Any) -> Sequence[Any]:
-    """Several words of a command line, or a YAML list or scalar."""
+    """The words of a command line or YAML list as a sequence; a scalar becomes a sequence of one."""
     return list(raw) if isinstance(raw, list | tuple) else [raw]
 
 
 def _numbers(parts: Sequence[Any]) -> Sequence[Any]:
-    """Numbers may also be written "1,2", "(1,2)" or "[1, 2]", as some of Megatron's scripts do."""
+    """Splits numbers written as "1,2", "(1,2)" or "[1, 2]", which some of Megatron's scripts do."""
     words: list[Any] = []
     for part in parts:
         words += part.strip("()[] ").replace(",", " ").split() if isinstance(part, str) else [part]
@@ -106,7 +106,7 @@ def _numbers(parts: Sequence[Any]) -> Sequence[Any]:
 
 
 def parse_value(setting: Setting, raw: Any) -> Any:
-    """The checked value of a setting that is no switch; `raw` is a word, a list of words or a YAML value."""
+    """The checked value of a setting other than a switch; `raw` is a word, a list of words or a YAML value."""
     if not setting.many:
         parts = _split_tuple(raw)
         if len(parts) != 1:

@@ -1,4 +1,4 @@
-"""One sequence shared by several ranks: how it is cut, and attention that sees all of it."""
+"""Context parallelism: how a sequence is split over ranks, and attention over the whole of it."""
 
 from megatron.context_parallel.gathered import GatheredAttention
 from megatron.context_parallel.order import slice_batch

@@ -1,8 +1,8 @@
-"""Attention of some queries over some keys, with what it takes to merge it with attention over other keys.
+"""Blockwise attention: attention of a chunk of queries over a chunk of keys, and merging the results of several.
 
-softmax over all keys is a weighted mean of the softmaxes over parts of them; the weight of a part is exp of its
-log-sum-exp. So the parts may come one after another. Scores, sums and the merged result are in fp32 (fp64 for fp64);
-memory is bounded by working on a few queries at a time, and everything is summed in one fixed order.
+Softmax over all keys is the mean of the softmaxes over their parts, weighted with exp(log-sum-exp) of each part, so the
+parts can be processed one after another. Scores, sums and the merged result are in fp32 (in fp64 for fp64). Memory is
+bounded by working on a few queries at a time, and all sums have a fixed order.
 """
 
 from __future__ import annotations
@@ -16,46 +16,46 @@ import torch
 from torch import Tensor
 
 from megatron.distributed.rng import stream_seed
-from megatron.ops.ref import widened
+from megatron.ops.precision import widened
 
 _ROWS = {"cpu": 128}  # queries at a time
 _ROWS_ACCELERATOR = 1024
-_SCORES = 1 << 26  # and so many scores at most
-_HEADROOM = 64.0  # fp16 scores are rounded at 1 / 64 of their size (a power of two costs no digits): none overflows
+_SCORES = 1 << 26  # the most scores at a time
+_HEADROOM = 64.0  # fp16 scores are computed divided by 64, so that none overflows; a power of two is exact
 
 
 @dataclass(frozen=True)
 class Softmax:
-    """What is computed of every pair of chunks."""
+    """The softmax of one attention call."""
 
     scale: float
     dropout_p: float = 0.0
-    seed: int = 0  # of the dropout: the backward pass draws the same again
+    seed: int = 0  # of the dropout mask, which the backward pass draws again
 
 
 @dataclass(frozen=True)
 class Pair:
-    """A chunk of queries and a chunk of keys that does not begin after it."""
+    """A chunk of queries and a chunk of keys that starts no later."""
 
     query_chunk: int
     key_chunk: int
     distance: int  # tokens from the first key to the first query
-    look_back: int | None  # how many tokens; None is all
+    look_back: int | None  # the window in tokens; None is unlimited
     query_documents: Tensor | None  # [batch, queries]
     key_documents: Tensor | None
 
     @property
     def may_hide_all(self) -> bool:
-        """Whether there may be a query here that may look at none of the keys."""
+        """Whether a query may see none of the keys."""
         return self.look_back is not None or self.query_documents is not None
 
     def keys_before(self, stop: int, keys: int) -> int:
-        """How many of the keys some of the queries before `stop` may look at."""
+        """The number of keys that the queries before `stop` can see at most."""
         return min(keys, self.distance + stop)
 
     def hidden(self, start: int, stop: int, keys: int, device: torch.device) -> tuple[int, Tensor] | None:
-        """Which of the first `keys` keys the queries start..stop may not look at: the number of the first key that is
-        asked about (before it all may), and from there on true where hidden, [batch or 1, 1, 1, rows, keys]."""
+        """The mask of queries start..stop over the first `keys` keys: (index of its first key, before which all keys
+        are visible; true where hidden, [batch or 1, 1, 1, rows, keys from there on])."""
         parts, first = [], 0
         if self.query_documents is not None and self.key_documents is not None:
             parts.append(self.query_documents[:, start:stop, None] != self.key_documents[:, None, :keys])
@@ -74,7 +74,7 @@ class Pair:
 
 def forward(query: Tensor, key: Tensor, value: Tensor, pair: Pair, softmax: Softmax) -> tuple[Tensor, Tensor]:
     """query [batch, heads, queries, d], key and value [batch, groups, keys, d] -> result [batch, heads, queries, d] and
-    log-sum-exp of the scores [batch, heads, queries], both wide. A query that may look at none gives 0 and -inf."""
+    log-sum-exp of the scores [batch, heads, queries], both wide. A query that sees no key gives 0 and -inf."""
     wide = torch.promote_types(query.dtype, torch.float32)
     result = torch.empty_like(query, dtype=wide, memory_format=torch.contiguous_format)
     log_sum = query.new_empty(query.shape[:3], dtype=wide)
@@ -91,7 +91,7 @@ def forward(query: Tensor, key: Tensor, value: Tensor, pair: Pair, softmax: Soft
 
 
 def merge(result: Tensor, log_sum: Tensor, other: Tensor, other_sum: Tensor) -> None:
-    """Attention over the keys of both, in place of the first."""
+    """Merges attention over other keys into `result` and `log_sum`, in place."""
     total = torch.logaddexp(log_sum, other_sum)
     reference = _finite(total)
     result.mul_((log_sum - reference).exp_().unsqueeze(-1))
@@ -101,7 +101,7 @@ def merge(result: Tensor, log_sum: Tensor, other: Tensor, other_sum: Tensor) -> 
 
 @dataclass(frozen=True)
 class Finished:
-    """Of the chunk of queries, after all merges."""
+    """What the backward pass needs of a chunk of queries after all merges."""
 
     log_sum: Tensor  # [batch, heads, queries]
     grad: Tensor  # of the result [batch, heads, queries, d]
@@ -117,7 +117,7 @@ def backward(
     finished: Finished,
     into: tuple[Tensor, Tensor, Tensor],
 ) -> None:
-    """Adds this pair's part to the (wide) gradients of query, key and value."""
+    """Adds this pair's contribution to the (wide) gradients of query, key and value."""
     grad_query, grad_key, grad_value = into
     groups = key.shape[1]
     for start, stop, keys in _blocks(query, key, pair):
@@ -139,7 +139,7 @@ def backward(
 
 
 def _blocks(query: Tensor, key: Tensor, pair: Pair) -> Iterator[tuple[int, int, int]]:
-    """(start, stop, keys): some queries, and how many keys they may look at."""
+    """(start, stop, keys): a block of queries, and the number of keys that it can see."""
     batch, heads, queries, _ = query.shape
     rows = min(_ROWS.get(query.device.type, _ROWS_ACCELERATOR), max(1, _SCORES // (batch * heads * key.shape[2])))
     for start in range(0, queries, rows):
@@ -148,8 +148,8 @@ def _blocks(query: Tensor, key: Tensor, pair: Pair) -> Iterator[tuple[int, int, 
 
 
 def _scores(query: Tensor, key: Tensor, pair: Pair, start: int, softmax: Softmax) -> Tensor:
-    """[batch, groups, heads per group, rows, keys], -inf where hidden. Heads that share a key are rows of one product:
-    keys are never repeated."""
+    """[batch, groups, heads per group, rows, keys], -inf where hidden. Heads that share a key are rows of one matrix
+    product, so keys are never repeated."""
     headroom = _HEADROOM if query.dtype == torch.float16 else 1.0
     scaled = _by_group(query, key.shape[1]) * (softmax.scale / headroom)
     scores = widened(scaled.flatten(2, 3) @ key.transpose(-1, -2)).unflatten(2, scaled.shape[2:4])
@@ -163,7 +163,7 @@ def _scores(query: Tensor, key: Tensor, pair: Pair, start: int, softmax: Softmax
 
 
 def _softmax(scores: Tensor, may_hide_all: bool) -> tuple[Tensor, Tensor]:
-    """Probabilities and log-sum-exp, the latter from the largest probability exp(peak - log-sum-exp), never small."""
+    """Probabilities and log-sum-exp, which is computed from the largest probability exp(peak - log-sum-exp)."""
     probabilities, peak = torch.softmax(scores, -1), scores.amax(-1)
     log_sum = peak - probabilities.amax(-1).log_()
     if may_hide_all:
@@ -174,7 +174,7 @@ def _softmax(scores: Tensor, may_hide_all: bool) -> tuple[Tensor, Tensor]:
 
 
 def _kept(probabilities: Tensor, pair: Pair, start: int, softmax: Softmax) -> Tensor | None:
-    """What dropout multiplies with: 0 or 1 / (1 - p), the same each time it is asked."""
+    """The dropout factors, 0 or 1 / (1 - p), equal at every call."""
     if softmax.dropout_p == 0.0:
         return None
     generator = torch.Generator(probabilities.device)
@@ -185,7 +185,7 @@ def _kept(probabilities: Tensor, pair: Pair, start: int, softmax: Softmax) -> Te
 
 
 def _finite(log_sum: Tensor) -> Tensor:
-    """Where nothing is visible any finite number does: exp(-inf - 0) is the 0 that is wanted."""
+    """Replaces -inf, of queries that see no key, by 0: exp(-inf - 0) is then 0 instead of NaN."""
     return log_sum.masked_fill(log_sum == -math.inf, 0.0)
 
 

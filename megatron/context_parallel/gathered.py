@@ -1,4 +1,5 @@
-"""Attention after gathering everybody's keys and values: one message per layer, memory for the whole sequence's."""
+"""All-gather attention: every rank gathers all keys and values, with one message per layer and the memory of all
+keys."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ _SEQUENCE = 2  # of [batch, heads, seq, d]
 
 
 class GatheredAttention(nn.Module):
-    """Each of the two chunks of queries is a plain attention over the keys up to its own end."""
+    """Each of the rank's two chunks of queries attends to the keys up to its end with the plain core attention."""
 
     def __init__(self, core: CoreAttention, cp: Axis, window: Window) -> None:
         super().__init__()
@@ -28,7 +29,7 @@ class GatheredAttention(nn.Module):
     def visible(
         cp: Axis, tokens: int, window: Window, document_ids: Tensor | None, device: torch.device
     ) -> tuple[Tensor | None, bool]:
-        """[batch or 1, 1, this rank's tokens, all tokens], unless causality says it all."""
+        """A mask [batch or 1, 1, this rank's tokens, all tokens], or None if attention is only causal."""
         size = tokens // 2
         masks = []
         for chunk in chunks_of(cp.rank, cp.size):

@@ -1,13 +1,12 @@
-"""The balanced cut of a sequence: in 2N chunks, of which rank r of N holds chunk r and chunk 2N - 1 - r.
+"""The balanced split of a sequence into 2N chunks, of which rank r of N holds chunks r and 2N - 1 - r.
 
-Under a causal mask late tokens have more to look at than early ones. So cut, every rank has the same work. Three orders
-occur: that of the sequence, that of a rank's own part (its two chunks, ascending), and "by rank" (the parts of ranks
-0, 1, ... laid end to end, which is what collectives deliver).
+Under a causal mask late tokens attend to more keys than early ones; with this split all ranks have the same work.
+Tokens occur in three orders: of the sequence, of a rank's own part (its two chunks, ascending), and "by rank" (the
+parts of ranks 0, 1, ... concatenated, as collectives deliver them).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -16,12 +15,11 @@ from torch import Tensor
 from megatron.distributed.state import Axis
 from megatron.errors import ConfigError
 from megatron.layout import CP_FLAG, nearest_multiples
-
-Batch = Mapping[str, Any]
+from megatron.model.passes import Batch
 
 
 def chunks_of(rank: int, ranks: int) -> tuple[int, int]:
-    """The two chunks that a rank holds, ascending."""
+    """The two chunks of a rank, ascending."""
     return rank, 2 * ranks - 1 - rank
 
 
@@ -35,17 +33,17 @@ def own_part(x: Tensor, cp: Axis, dim: int) -> Tensor:
 
 
 def in_sequence(x: Tensor, ranks: int, dim: int) -> Tensor:
-    """From the order by rank to that of the sequence."""
+    """Reorders from by-rank order to sequence order."""
     return _reordered(x, _by_rank(ranks), dim, back=True)
 
 
 def by_rank(x: Tensor, ranks: int, dim: int) -> Tensor:
-    """From the order of the sequence to that by rank."""
+    """Reorders from sequence order to by-rank order."""
     return _reordered(x, _by_rank(ranks), dim, back=False)
 
 
 def own_positions(tokens: int, cp: Axis, device: torch.device) -> Tensor:
-    """Where in the sequence the `tokens` of this rank stand."""
+    """The positions in the sequence of this rank's `tokens` tokens."""
     first, second = chunks_of(cp.rank, cp.size)
     size = tokens // 2
     steps = torch.arange(size, device=device)
@@ -53,10 +51,8 @@ def own_positions(tokens: int, cp: Axis, device: torch.device) -> Tensor:
 
 
 def slice_batch(batch: Batch, cp: Axis) -> Batch:
-    """Every tensor [batch, seq, ...] of a batch cut to this rank's part of the sequence.
-
-    Document ids stay whole: attention asks them about everybody's tokens.
-    """
+    """Cuts every tensor [batch, seq, ...] of a batch to this rank's part of the sequence, except document ids, which
+    attention needs of all tokens."""
     if cp.size == 1:
         return batch
     shape = _tokens_shape(batch, cp)

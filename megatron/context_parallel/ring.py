@@ -1,7 +1,7 @@
-"""Ring attention: keys and values go round, and each rank merges its queries' attention over what comes by.
+"""Ring attention: blocks of keys and values rotate over the ranks, and each rank merges its queries' attention to them.
 
-While a block of keys and values is worked on, the next one is on its way. In the backward pass they go round once
-more, with their gradients one step behind, so that nobody ever holds more than two blocks.
+The next block is received while the present one is processed. In the backward pass the blocks rotate once more, with
+their gradients one step behind, so that no rank holds more than two blocks.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from megatron.model.attention import CoreAttention, Window
 
 
 class RingAttention(nn.Module):
-    """Dropout falls on this rank's queries from a stream of its own, as it does wherever ranks see other tokens."""
+    """Dropout uses a random stream per rank, because ranks hold different queries."""
 
     def __init__(self, core: CoreAttention, cp: Axis, window: Window) -> None:
         super().__init__()
         self.core, self.cp = core, cp
-        # Causality hides everything to the right whatever the window says; -1 is no limit.
+        # Only the left side of the window matters under a causal mask; -1 is unlimited.
         self.look_back = None if window is None or window[0] < 0 else window[0]
 
     @staticmethod
     def visible(
         cp: Axis, tokens: int, window: Window, document_ids: Tensor | None, device: torch.device
     ) -> tuple[Tensor | None, bool]:
-        """The documents of all tokens in place of a mask: what is hidden is worked out block by block."""
+        """The document ids of all tokens instead of a mask, which `forward` derives block by block."""
         return document_ids, True
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
@@ -55,8 +55,8 @@ class _Ringed:
     look_back: int | None
 
     def pairs(self, owner: int, chunk: int, document_ids: Tensor | None) -> Iterator[tuple[int, int, Pair]]:
-        """(which of my chunks, which of the owner's, both) wherever a query may look at a key. Own chunks come with
-        themselves first: from then on every query has looked at something."""
+        """(index of my chunk, index of the owner's chunk, their `Pair`) of all pairs in which a query may see a key. In
+        my own block each chunk is paired with itself first, so every query has seen a key from then on."""
         mine, theirs = chunks_of(self.cp.rank, self.cp.size), chunks_of(owner, self.cp.size)
         for q, query_chunk in enumerate(mine):
             for k, key_chunk in sorted(enumerate(theirs), reverse=True):
@@ -73,7 +73,7 @@ def _chunk(document_ids: Tensor | None, number: int, size: int) -> Tensor | None
 
 
 def _rotation(block: Tensor, cp: Axis) -> Iterator[tuple[int, Tensor]]:
-    """(owner, block) of every rank, my own first."""
+    """(owner, block) of every rank, my own first; the next block is received meanwhile."""
     for step in range(cp.size):
         last = step == cp.size - 1
         arriving = None if last else collectives.start_shift(block, cp)
@@ -121,9 +121,9 @@ class _Ring(Function):
             for q, k, pair in ring.pairs(owner, chunk, document_ids):
                 into = grad_queries[q], grad_keys[k], grad_values[k]
                 blocks.backward(queries[q], keys[k], values[k], pair, ring.softmax, finished[q], into)
-            if arriving is not None:  # what the ranks before me found for this block
+            if arriving is not None:  # the contributions of the previous ranks to this block
                 grad_block += arriving.wait()
             arriving = collectives.start_shift(grad_block, ring.cp)
         assert arriving is not None
-        grad_key, grad_value = arriving.wait().to(key.dtype)  # the last shift brings my own home
+        grad_key, grad_value = arriving.wait().to(key.dtype)  # the last shift returns my own block's gradients
         return grad_query.to(query.dtype), grad_key, grad_value, None, None

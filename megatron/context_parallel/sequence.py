@@ -1,4 +1,4 @@
-"""What the model is told of a sequence of which only a part is here."""
+"""The model's view of a sequence of which this rank holds a part."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from megatron.model.attention import KVCache, SequenceView, Window
 
 
 class ContextAttention(Protocol):
-    """A core attention whose queries are this rank's part of the sequence. `visible` makes, once per pass, the `mask`
-    and `causal` that it is called with in every layer; what they mean is between the two."""
+    """A core attention whose queries are this rank's part of the sequence. `visible` computes, once per pass, the
+    `mask` and `causal` arguments of its calls in all layers; their meaning is private to each implementation."""
 
     @staticmethod
     def visible(
@@ -24,7 +24,7 @@ class ContextAttention(Protocol):
 
 
 class SharedSequence(SequenceView):
-    """This rank's part, as `order` cuts it. `document_ids` are those of the whole sequence."""
+    """This rank's part of the split in `order.py`. `document_ids` are those of the whole sequence."""
 
     def __init__(self, cp: Axis, attention: type[ContextAttention]) -> None:
         self.cp, self.attention = cp, attention

@@ -1,4 +1,5 @@
-"""Attention with the heads divided instead of the sequence (DeepSpeed's Ulysses): the plain core in two all-to-alls."""
+"""All-to-all attention (DeepSpeed's Ulysses): exchanges the split of the sequence for a split of the heads, and
+back."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from megatron.model.attention import CoreAttention, Window, attention_mask
 
 
 class UlyssesAttention(nn.Module):
-    """Fewer KV groups than ranks are repeated, so that every rank has those of its query heads."""
+    """If there are fewer KV heads than ranks they are repeated, so that every rank has those of its query heads."""
 
     def __init__(self, core: CoreAttention, cp: Axis, window: Window) -> None:
         super().__init__()

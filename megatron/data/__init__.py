@@ -1,1 +1,1 @@
-"""Which tokens are trained on: from .bin/.idx files to batches. Nothing here imports torch but the loader."""
+"""From .bin/.idx files to batches of tokens. Only the loader imports torch."""

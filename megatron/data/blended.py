@@ -1,4 +1,4 @@
-"""Several sources mixed by weight, in Megatron-LM's own order."""
+"""Mixes several sources by weight, in Megatron-LM's own order."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron.errors import DataError
 
 
 class TokenDataset(Protocol):
-    """What a loader reads: samples by number, and where a token of one comes from."""
+    """What a loader reads: samples by index, and the origin of each token."""
 
     seq_length: int
 
@@ -31,7 +31,7 @@ def normalised(weights: Sequence[float] | np.ndarray) -> np.ndarray:
 
 
 def shares_of(weights: Sequence[float], rule: str) -> list[float]:
-    """Weights that add up to one, rounded as Megatron rounds: the blend normalises them a second time."""
+    """Normalised weights, rounded as Megatron rounds them; the blend normalises them a second time."""
     if rule == "main":
         return normalised(weights).tolist()
     total = 0.0
@@ -41,7 +41,7 @@ def shares_of(weights: Sequence[float], rule: str) -> list[float]:
 
 
 def part_samples(wanted: int, weight: float, rule: str, *, surplus: bool = True) -> int:
-    """How many samples a source is built for; the surplus is there so that rounding never exhausts it."""
+    """The number of samples to build a source for. The surplus keeps rounding from exhausting it."""
     if not surplus:
         return math.ceil(wanted * weight)
     if rule == "main":
@@ -50,7 +50,7 @@ def part_samples(wanted: int, weight: float, rule: str, *, surplus: bool = True)
 
 
 class BlendedDataset:
-    """Sample i comes from the source that is furthest behind its share. `size` is cut where a source is used up."""
+    """Sample i comes from the source furthest behind its share. Ends early where a source is exhausted."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class BlendedDataset:
         builders: Builders | None = None,
         cache: IndexCache | None = None,
     ) -> None:
-        """`needed` of the `size` samples must be there; `exhaustive` takes every sample of every source once."""
+        """At least `needed` of the `size` samples must exist. `exhaustive` takes every sample of every source once."""
         assert len(datasets) == len(weights) > 0
         self.datasets = list(datasets)
         self.seq_length = datasets[0].seq_length

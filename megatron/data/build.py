@@ -1,6 +1,6 @@
-"""The training, validation and test datasets of a run, and the table that says what is in them.
+"""Builds the training, validation and test datasets of a run, and the table that describes them.
 
-Every rank builds for itself, from files alone; none waits for another.
+Every rank builds its own from files alone and waits for no other rank.
 """
 
 from __future__ import annotations
@@ -13,30 +13,30 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megatron.config.blend import SPLITS, Blend, data_sources, parse_split
+from megatron.config.blend import SPLITS, Blend, data_sources
 from megatron.data.blended import BlendedDataset, TokenDataset, part_samples, shares_of
 from megatron.data.cache import IndexCache, cache_directory, remove_leftovers
 from megatron.data.fim import FillInTheMiddle, FIMDataset, TextTokenizer
 from megatron.data.gpt_dataset import GPTDataset
 from megatron.data.index_builders import Builders, epochs_needed
-from megatron.data.indexed import IndexedDataset
+from megatron.data.indexed.dataset import IndexedDataset
 from megatron.data.mock import MockDataset
 from megatron.data.sources import Sources, border_flag
 from megatron.data.splits import split_bounds
-from megatron.data.table import Row, abbreviated, refuse_repeated, render, warn_repeated
+from megatron.data.table import MixtureRow, abbreviated, refuse_repeated, render, warn_repeated
 from megatron.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from megatron.config.sections.data import DataConfig
 
-_CACHED_FROM = 1 << 16  # sequences of all epochs; an index of fewer is built faster than it is found on a disk
+_CACHED_FROM = 1 << 16  # sequences of all epochs; a smaller index is faster to build than to load
 _SAID_EVERY = 10.0  # seconds
-_FEW = 32  # sources; files for each small index of thousands would cost more than all that they save
+_FEW = 32  # sources; with thousands, a cache file for each small index costs more than it saves
 
 
 @dataclass(frozen=True)
 class Datasets:
-    """None where a split is empty or nothing was asked of it. `table`, `notes` and `warnings` are to be printed."""
+    """The datasets of a run; None where a split is empty or unused. `table`, `notes`, `warnings` are to be printed."""
 
     train: TokenDataset | None
     valid: TokenDataset | None
@@ -49,8 +49,8 @@ class Datasets:
 
 
 @dataclass(frozen=True)
-class Part:
-    """The sequences first <= i < last of one source, and its weight in the blend (None: by size)."""
+class SourceSlice:
+    """Sequences first <= i < last of one source, with its weight in the blend (None: proportional to size)."""
 
     data: IndexedDataset
     fingerprint: str
@@ -71,9 +71,9 @@ def build_train_valid_test(
     tokenizer: TextTokenizer | None = None,
     builders: Builders | None = None,
 ) -> Datasets:
-    """`num_samples` per split, as splits.sample_counts gives them; None asks for one epoch of the split.
+    """Builds the datasets of the three splits.
 
-    `tokenizer` cuts text for --fim-data, and is asked for nothing else.
+    `num_samples` per split comes from splits.sample_counts; None means one epoch. `tokenizer` is only for --fim-data.
     """
     flag = border_flag(config)
     if flag is not None and eod_id is None:
@@ -113,7 +113,7 @@ def _mock(
 
     train, valid, test = (dataset(split) for split in range(3))
     rows = [
-        Row(name, "mock data", None, 0, 0, len(built), 0.0)
+        MixtureRow(name, "mock data", None, 0, 0, len(built), 0.0)
         for name, built in zip(SPLITS, (train, valid, test))
         if built is not None
     ]
@@ -123,7 +123,7 @@ def _mock(
 
 
 class _Progress:
-    """A line every few seconds of long work."""
+    """Reports long work, one line every few seconds."""
 
     def __init__(self, say: Callable[[str], None] | None) -> None:
         self._say, self._last = say, time.perf_counter()
@@ -138,7 +138,7 @@ class _Progress:
 class _Builder:
     def __init__(self, config: DataConfig, sources: Sources, seed: int, builders: Builders) -> None:
         self.config, self.sources, self.seed, self.builders = config, sources, seed, builders
-        self.rows: list[Row] = []
+        self.rows: list[MixtureRow] = []
         self.notes: list[str] = []
         self.tidied: set[Path] = set()  # directories of indices
         self.progress = _Progress(builders.say)
@@ -152,7 +152,6 @@ class _Builder:
             )
         if not any(self.asked.blends):
             raise ConfigError("--data-path: not given; give the PREFIX of preprocessed data, or --mock-data")
-        parse_split(config.split)  # a typo is refused even where it has no effect
 
     def build(self, num_samples: Sequence[int | None]) -> Datasets:
         start = time.perf_counter()
@@ -189,17 +188,17 @@ class _Builder:
         return blend.prefixes
 
     def _mixture(self) -> str:
-        """What decides the order besides the content: the weights, and which split a source is in."""
+        """What decides the sample order besides the content: weights, and the split of each source."""
         lines = []
         for name, blend in zip(SPLITS, self.asked.blends):
             if blend is None or self._direct(blend) or (blend.weights is None and self.asked.cut):
-                continue  # said by the content and its order alone
+                continue  # the content and its order already determine it
             weights = " ".join(weight.hex() for weight in blend.weights or ())
             lines.append(f"{name} {' '.join(self.sources.open(p).index_fingerprint for p in blend.prefixes)} {weights}")
         return "\n".join(lines)
 
     def _split(self, split: int, wanted: int | None) -> TokenDataset | None:
-        """The dataset of one split. An empty one is None, and said; only training cannot do without."""
+        """The dataset of one split; None, with a note, where it is empty. An empty training split is an error."""
         name, blend = SPLITS[split], self.asked.blends[split]
         if blend is None:
             self.notes.append(f"{name}: no data path, so no {name} data")
@@ -222,7 +221,7 @@ class _Builder:
         return self._weighted(name, blend.flag, used, wanted)
 
     def _direct(self, blend: Blend) -> bool:
-        """One source with nothing around it. A weight, which changes no share, makes Megatron build it for more."""
+        """True if the split is one source without a blend. For a weight Megatron builds a surplus, and so must we."""
         weighted = blend.weights is not None and (self.config.split_rule != "main" or self.asked.cut)
         return len(blend.prefixes) == 1 and not weighted
 
@@ -237,24 +236,24 @@ class _Builder:
             raise DataError(f"the training split is empty ({why}); use more data or another --split")
         self.notes.append(f"{name}: empty ({why})")
 
-    def _part(self, prefix: str, split: int, weight: float | None) -> Part:
+    def _part(self, prefix: str, split: int, weight: float | None) -> SourceSlice:
         source = self.sources.open(prefix)
         data = source.data
         bounds = (0, len(data))
         if self.asked.cut:
-            cuts = split_bounds(self.config.split, len(data), self.config.split_rule)
+            cuts = split_bounds(self.asked.shares, len(data), self.config.split_rule)
             bounds = (cuts[split], max(cuts[split], cuts[split + 1]))
         tokens = int(data.sequence_lengths[bounds[0] : bounds[1]].sum(dtype=np.int64))
-        return Part(data, source.index_fingerprint, *bounds, weight, tokens)
+        return SourceSlice(data, source.index_fingerprint, *bounds, weight, tokens)
 
-    def _datasets(self, name: str, parts: Sequence[Part], samples: Sequence[int | None]) -> list[GPTDataset]:
+    def _datasets(self, name: str, parts: Sequence[SourceSlice], samples: Sequence[int | None]) -> list[GPTDataset]:
         built: list[GPTDataset] = []
         for part, wanted in zip(parts, samples):
             self.progress.say(f"{name}: indices of {len(built)} of {len(parts)} sources ready")
             built.append(self._dataset(part, wanted))
         return built
 
-    def _dataset(self, part: Part, samples: int | None) -> GPTDataset:
+    def _dataset(self, part: SourceSlice, samples: int | None) -> GPTDataset:
         epochs = 1 if samples is None else epochs_needed(part.tokens, self.config.seq_length, samples)
         small = epochs * (part.last - part.first) < _CACHED_FROM and epochs * part.tokens < _CACHED_FROM * 16
         worth_it = not small or (self.config.data_cache_path is not None and len(self.sources) <= _FEW)
@@ -281,7 +280,7 @@ class _Builder:
             remove_leftovers(directory)
         return IndexCache(directory, required=asked is not None)
 
-    def _single(self, name: str, part: Part, wanted: int | None) -> TokenDataset | None:
+    def _single(self, name: str, part: SourceSlice, wanted: int | None) -> TokenDataset | None:
         dataset = self._dataset(part, wanted)
         if not len(dataset):
             self._empty(name, f"{part.tokens} tokens, and one sample takes {self.config.seq_length + 1}", wanted)
@@ -289,7 +288,7 @@ class _Builder:
         self._row(name, part, None, len(dataset) if wanted is None else wanted)
         return dataset
 
-    def _weighted(self, name: str, flag: str, parts: list[Part], wanted: int | None) -> TokenDataset:
+    def _weighted(self, name: str, flag: str, parts: list[SourceSlice], wanted: int | None) -> TokenDataset:
         if wanted is None:
             raise ConfigError(
                 f"{flag}: weights, but the whole {name} split is asked for; give the paths without weights"
@@ -303,8 +302,8 @@ class _Builder:
             size = sum(part_samples(wanted, share, rule, surplus=False) for share in shares)
         return self._blend(name, parts, datasets, shares, size, wanted, exhaustive=False)
 
-    def _exhaustive(self, name: str, flag: str, parts: list[Part], wanted: int | None) -> TokenDataset | None:
-        """Bare prefixes: every sample of every source at most once, in proportion to their numbers."""
+    def _exhaustive(self, name: str, flag: str, parts: list[SourceSlice], wanted: int | None) -> TokenDataset | None:
+        """Prefixes without weights: every sample of every source at most once, sources proportional to their size."""
         datasets = self._datasets(name, parts, [None] * len(parts))
         kept = [(part, dataset) for part, dataset in zip(parts, datasets) if len(dataset)]
         if not kept:
@@ -326,7 +325,7 @@ class _Builder:
     def _blend(
         self,
         name: str,
-        parts: Sequence[Part],
+        parts: Sequence[SourceSlice],
         datasets: Sequence[GPTDataset],
         weights: Sequence[float],
         size: int,
@@ -344,7 +343,7 @@ class _Builder:
             self._row(name, part, weight, count)
         return blend
 
-    def _row(self, name: str, part: Part, weight: float | None, samples: int) -> None:
+    def _row(self, name: str, part: SourceSlice, weight: float | None, samples: int) -> None:
         tokens = part.tokens
         epochs = samples * self.config.seq_length / tokens
-        self.rows.append(Row(name, part.data.prefix, weight, part.last - part.first, tokens, samples, epochs))
+        self.rows.append(MixtureRow(name, part.data.prefix, weight, part.last - part.first, tokens, samples, epochs))

@@ -1,7 +1,7 @@
-"""Index arrays kept between runs, keyed by what they were built from. A cache is valid or it is built again.
+"""Caches index arrays between runs, keyed by what they were built from. A damaged entry is rebuilt.
 
-Every process may build and store at the same time: what they write is equal, each file appears whole, and the
-description that makes an entry valid comes last. Nobody waits for anybody. Deleting it is always safe.
+Processes may build and store the same entry concurrently without waiting: they write equal content, each file is
+replaced atomically, and the description that makes an entry valid is written last. Deleting a cache is always safe.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import re
 import tempfile
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from tokenize import TokenError
@@ -22,28 +22,29 @@ from typing import Any, Literal
 
 import numpy as np
 
-from megatron.data.files import as_bytes, storage_error, write_atomically
+from megatron.data.indexed.files import as_bytes
 from megatron.errors import StorageError
+from megatron.utils.durable import target_of, write_atomically, writing
 
 FORMAT = 1
-_MAPPED_FROM = 1 << 20  # bytes; smaller arrays are read, for a process may have only so many maps
+_MAPPED_FROM = 1 << 20  # bytes; smaller arrays are read, because the number of maps of a process is limited
 _DAY = 24 * 3600.0  # seconds
-_OWN_TEMPORARY = re.compile(r"\.[0-9a-f]{32}-[a-z]+\.(npy|json)\.\d+-[0-9a-f]{8}\.tmp")  # of write_atomically
-# What numpy raises on damage: a header is parsed as Python, and may ask for any size.
+_ENTRY = re.compile(r"[0-9a-f]{32}-[a-z]+\.(npy|json)")
+# What numpy raises on damage: the header is parsed as Python and may name any size.
 _LOAD_ERRORS = (OSError, ValueError, EOFError, SyntaxError, TokenError, OverflowError, MemoryError, RecursionError)
-_ATTEMPTS = 3  # at storing what somebody deletes meanwhile
+_ATTEMPTS = 3  # at storing an entry while its directory is being deleted
 Arrays = dict[str, np.ndarray]
 
 
 class IndexCache:
     def __init__(self, directory: Path, *, required: bool = False) -> None:
-        """`required`: the user named this directory, so not being able to write there is an error."""
+        """`required`: the user named this directory, so failing to write there is an error, not a note."""
         self.directory = directory
         self.required = required
         self.notes: list[str] = []  # what the user should be told
 
     def load_or_build(self, description: Mapping[str, Any], build: Callable[[], Arrays]) -> Arrays:
-        """The arrays of this description: mapped from disk if they are there and sound, else built and stored."""
+        """Returns the arrays of this description, mapped from a valid cache entry or else built and stored."""
         text = json.dumps({"format": FORMAT, **description}, sort_keys=True)
         key = hashlib.sha256(text.encode()).hexdigest()[:32]
         try:
@@ -62,8 +63,8 @@ class IndexCache:
             self.notes.append(f"index cache not stored, so built at every start: {error}")
             return arrays
         if all(array.nbytes <= _MAPPED_FROM for array in arrays.values()):
-            return arrays  # they would be read, not mapped
-        del arrays  # never both copies in memory
+            return arrays  # reading them back would map nothing
+        del arrays  # not both copies in memory at once
         try:
             loaded = self._load(key, text)  # mapped: the ranks of a machine share one copy
         except _DamagedError as damage:
@@ -105,21 +106,23 @@ class IndexCache:
                     raise
 
     def _make_directory(self) -> None:
-        try:
+        with writing(self.directory):
             self.directory.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise storage_error(self.directory, error) from error
 
     def _write(self, key: str, text: str, arrays: Arrays) -> None:
-        # Not synced: what a power cut tears, its checksum gives away. Thousands of sources would wait for minutes.
         for name, array in arrays.items():
-            write_atomically(self._path(key, f"{name}.npy"), _npy(array), sync=False)
+            self._write_file(self._path(key, f"{name}.npy"), _npy(array))
         content = {"built_from": text, "crc": {name: _crc(array) for name, array in arrays.items()}}
-        write_atomically(self._path(key, "description.json"), [json.dumps(content).encode()], sync=False)
+        self._write_file(self._path(key, "description.json"), [json.dumps(content).encode()])
+
+    def _write_file(self, path: Path, chunks: Iterable[bytes | memoryview]) -> None:
+        # Not synced: checksums detect files torn by a power cut, and thousands of fsyncs would take minutes.
+        with writing(path):
+            write_atomically(path, chunks, sync=False)
 
 
 class _DamagedError(Exception):
-    """An entry that is there and cannot be used."""
+    """The entry exists but cannot be used."""
 
 
 def _crc(array: np.ndarray) -> int:
@@ -134,18 +137,18 @@ def _npy(array: np.ndarray) -> Iterator[bytes | memoryview]:
 
 
 def remove_leftovers(directory: Path) -> None:
-    """Files that killed builders left half-written. Nobody writes one for a day."""
+    """Removes temporary files of killed builders: those older than a day, longer than any write takes."""
     long_ago = time.time() - _DAY
     for path in directory.glob(".*.tmp"):
-        if not _OWN_TEMPORARY.fullmatch(path.name):
+        if not _ENTRY.fullmatch(target_of(path.name) or ""):
             continue
-        with suppress(OSError):  # another process removes it, too, or may and we may not
+        with suppress(OSError):  # another process removed it, or we lack the permission
             if path.stat().st_mtime < long_ago:
                 path.unlink()
 
 
 def cache_directory(asked: str | None, prefix: str) -> Path:
-    """Where indices of this data are kept: where the user said, else beside the data, else in the temporary space."""
+    """The directory for the indices of this data: the user's, else beside the data, else a temporary one."""
     if asked is not None:
         return Path(asked)
     beside = Path(prefix).absolute().parent
@@ -155,7 +158,7 @@ def cache_directory(asked: str | None, prefix: str) -> Path:
 
 
 def _private_temporary() -> Path:
-    """A directory that no other user of the machine can write to."""
+    """A temporary directory that no other user can write to."""
     directory = Path(tempfile.gettempdir()) / f"megatron-index-cache-{os.getuid()}"
     try:
         directory.mkdir(mode=0o700, exist_ok=True)

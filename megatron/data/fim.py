@@ -1,9 +1,9 @@
-"""Fill in the middle: documents cut in three, their middle moved to the end, so that a model learns to insert.
+"""Fill in the middle: cuts documents in three and moves the middle to the end, so that a model learns to insert.
 
 Prefix, middle and suffix (PSM) become `<prefix> prefix <suffix> suffix <middle> middle`, or with the suffix first (SPM)
 `<prefix> <suffix> suffix <middle> prefix middle`. The cuts fall between any two characters; only a token that is cut is
-encoded anew, so put back in order the text is what it was. What a sample becomes depends on the seed and on its number
-alone. Rearranging adds tokens; a sample keeps its length and loses its last ones.
+re-encoded, so the parts in their original order give the original text. The result depends only on the seed and the
+sample's index. Rearranging adds tokens; the sample is truncated to its length.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from megatron.errors import ConfigError
 if TYPE_CHECKING:
     from megatron.config.sections.data import DataConfig
 
-_STREAM = 0xF13  # keeps these draws apart from others that begin with the same seed
+_STREAM = 0xF13  # separates these draws from others with the same seed
 
 
 class TextTokenizer(Protocol):
-    """What is needed of a tokenizer; no text may encode to a special token."""
+    """The part of a tokenizer that is used here. No text may encode to a special token."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -39,7 +39,7 @@ class TextTokenizer(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class FillInTheMiddle:
-    """How often, how, and between which tokens."""
+    """The rates, the modes and the special tokens."""
 
     rate: float
     spm_rate: float
@@ -47,7 +47,7 @@ class FillInTheMiddle:
     middle: int
     suffix: int
     eod: int
-    fragment: int | None = None  # cuts a document into fragments that are rearranged by themselves
+    fragment: int | None = None  # splits a document into fragments that are rearranged separately
     fragment_rate: float = 0.0
     no_prefix: str | None = None
 
@@ -106,8 +106,8 @@ class FIMDataset:
     def __getitem__(self, index: int) -> np.ndarray:
         tokens = self.dataset[index]
         if tokens.min() < 0 or tokens.max() >= self._vocab_size:
-            return tokens  # as it lies, so that the loader refuses it by its place
-        # The old generator: its numbers are promised to stay the same in every version of numpy.
+            return tokens  # unchanged, so that the loader reports the token with its place
+        # The legacy generator: numpy guarantees its stream in every version.
         rng = np.random.RandomState([_STREAM, self.seed, self.split, index & 0xFFFFFFFF, index >> 32])
         parts = []
         for document, end in cut_at(tokens, self.fim.eod):
@@ -143,7 +143,7 @@ class FIMDataset:
         return text is not None and self.tokenizer.detokenize(tokens[: 4 * len(text)].tolist()).startswith(text)
 
     def _characters(self, tokens: np.ndarray) -> np.ndarray:
-        """Of each token; 0 for one that holds only a part of a character, so that no cut falls inside a character."""
+        """Characters of each token; 0 for a token that holds part of a character, so that no cut falls inside one."""
         lengths = self._lengths[tokens]
         if (lengths < 0).any():
             for token in np.unique(tokens[lengths < 0]).tolist():
@@ -153,8 +153,8 @@ class FIMDataset:
         return lengths
 
     def _pieces(self, tokens: np.ndarray, ends: np.ndarray, cuts: Sequence[int]) -> list[np.ndarray]:
-        """One piece more than there are cuts; `ends` is where each token ends, in characters."""
-        places = np.searchsorted(ends, cuts, side="right").tolist()  # the token that holds the character after the cut
+        """The tokens between the cuts, one piece more than cuts. `ends` is where each token ends, in characters."""
+        places = np.searchsorted(ends, cuts, side="right").tolist()  # the token with the character after the cut
         pieces: list[list[np.ndarray | list[int]]] = [[]]
         done = 0
         for place in sorted(set(places)):
@@ -170,12 +170,12 @@ class FIMDataset:
         return [np.concatenate([np.asarray(part, dtype=np.int64) for part in piece]) for piece in pieces]
 
     def _cut_token(self, token: int, cuts: Sequence[int]) -> list[list[int]]:
-        """A token cut after so many characters; before it where its text does not come back as it was."""
+        """Splits a token after so many characters; or before it, where its text does not survive a round trip."""
         before: list[list[int]] = [*([] for _ in cuts), [token]]
         if not any(cuts):
             return before
         text, encode = self.tokenizer.detokenize([token]), self.tokenizer.tokenize
-        if encode(text) != [token]:  # a special token, or one that text never becomes
+        if encode(text) != [token]:  # a special token, or one that no text encodes to
             return before
         bounds = [0, *cuts, len(text)]
         parts = [encode(text[start:stop]) if start < stop else [] for start, stop in pairwise(bounds)]
@@ -183,7 +183,7 @@ class FIMDataset:
 
 
 def cut_at(tokens: np.ndarray, mark: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """(what lies before a mark, the mark) one after another, and at last what follows the last mark, with nothing."""
+    """Yields (tokens before a mark, the mark) in order, then (tokens after the last mark, nothing)."""
     start = 0
     for place in np.flatnonzero(tokens == mark).tolist():
         yield tokens[start:place], tokens[place : place + 1]

@@ -1,7 +1,7 @@
-"""Samples of one source in Megatron-LM's own order, number for number.
+"""Samples of one source in exactly Megatron-LM's order.
 
-The sequences of a split are repeated for as many epochs as the samples need, shuffled and laid end to end; every
-seq_length tokens a sample ends, and its last token is the first of the next. Then the samples are shuffled.
+The sequences of a split are repeated for as many epochs as the samples need, shuffled and concatenated. The stream is
+cut every seq_length tokens, with one token of overlap between samples. Then the samples are shuffled.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import numpy as np
 
 from megatron.data.cache import Arrays, IndexCache
 from megatron.data.index_builders import Builders, epochs_needed, samples_in, separate_last_epoch
-from megatron.data.indexed import IndexedDataset
+from megatron.data.indexed.dataset import IndexedDataset
 from megatron.errors import ConfigError, DataError
 
 
 @dataclass(frozen=True)
 class TokenPlace:
-    """Where a token of a sample comes from."""
+    """The origin of a token of a sample."""
 
     prefix: str
     document: int
@@ -45,7 +45,7 @@ class GPTDataset:
         cache: IndexCache | None = None,
         fingerprint: str | None = None,
     ) -> None:
-        """Sequences first <= i < last; `num_samples` None is one epoch. `fingerprint` is the data's, if it is known."""
+        """Uses sequences first <= i < last. `num_samples` None means one epoch; `fingerprint`: the data's, if known."""
         assert 0 <= first < last <= len(data) and seq_length > 0
         if not 0 <= seed < 2**32:
             raise ConfigError(f"--seed {seed}: the sample order needs 0 to {2**32 - 1}; choose another")
@@ -82,7 +82,7 @@ class GPTDataset:
         }
 
     def _build(self, builders: Builders, seed: int) -> Arrays:
-        """One generator, used in this order: documents, then samples. Another order is another run."""
+        """One generator draws documents, then samples. Changing that order changes the sample order of every run."""
         rng = np.random.RandomState(seed)
         total = samples_in(self.epochs * self.tokens_per_epoch, self.seq_length)
         first_part = total
@@ -109,7 +109,7 @@ class GPTDataset:
         return out
 
     def locate(self, index: int, token: int) -> TokenPlace:
-        """Where token number `token` of sample `index` comes from."""
+        """The origin of token `token` of sample `index`."""
         sample = int(self.order[index])
         place, offset = self.samples[sample].tolist()
         while True:

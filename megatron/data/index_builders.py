@@ -1,11 +1,10 @@
-"""The arrays that say where each sample lies: C++ where it was built, and numpy that gives exactly the same.
+"""Builds the index arrays of samples: in C++ where it was compiled, else in numpy with identical results.
 
-Which of the two runs never changes a number. `Builders.resolve()` picks, and says which and why.
+`Builders.resolve()` picks one and says which and why.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
@@ -15,20 +14,21 @@ from typing import Literal
 import numpy as np
 
 from megatron.errors import ConfigError
+from megatron.utils.process import usable_cpus
 
 _INTERFACE = 2  # of csrc/data/helpers.cpp
 _INT32_MAX = np.iinfo(np.int32).max
 _UINT32_MAX = np.iinfo(np.uint32).max
-_BLOCK = 1 << 18  # documents that numpy takes at a time: its temporaries stay small beside the arrays
+_BLOCK = 1 << 18  # documents per block in numpy, to keep its temporaries small
 _WORTH_A_THREAD = 1 << 18  # entries
-_MOST_THREADS = 8  # the memory is the limit long before
-_WORTH_SAYING = 1 << 25  # entries: from here on it takes seconds
+_MOST_THREADS = 8  # memory runs out long before
+_WORTH_SAYING = 1 << 25  # entries; building more takes seconds
 
 Implementation = Literal["auto", "c++", "numpy"]
 
 
 def epochs_needed(tokens_per_epoch: int, seq_length: int, samples: int) -> int:
-    """Smallest E with (E * tokens - 1) // seq >= samples; at least one."""
+    """The smallest E >= 1 with (E * tokens - 1) // seq >= samples."""
     assert tokens_per_epoch > 0
     return max(1, -(-(samples * seq_length + 1) // tokens_per_epoch))
 
@@ -38,7 +38,7 @@ def samples_in(tokens: int, seq_length: int) -> int:
 
 
 def separate_last_epoch(tokens_per_epoch: int, seq_length: int, epochs: int, samples: int) -> bool:
-    """Whether the last epoch is shuffled by itself: when less than 80 % of it is wanted."""
+    """True if the last epoch is shuffled separately: when less than 80 % of it is used."""
     if epochs == 1:
         return False
     from_last = samples - samples_in((epochs - 1) * tokens_per_epoch, seq_length)
@@ -46,7 +46,7 @@ def separate_last_epoch(tokens_per_epoch: int, seq_length: int, epochs: int, sam
 
 
 def position_dtype(positions: int) -> np.dtype:
-    """Of the sample index: an offset always fits 32 bits, a place in the document index may not."""
+    """The dtype of the sample index: an offset always fits 32 bits, a position in the document index may not."""
     return np.dtype(np.int32 if positions <= _INT32_MAX else np.int64)
 
 
@@ -56,12 +56,12 @@ def shuffle_dtype(samples: int) -> np.dtype:
 
 @dataclass(frozen=True)
 class Builders:
-    """The two implementations behind one face."""
+    """One interface to the two implementations."""
 
     helpers: ModuleType | None
     reason: str
     threads: int = 1  # of the C++ loops; their number changes no result
-    say: Callable[[str], None] | None = None  # told what is being done when that takes long
+    say: Callable[[str], None] | None = None  # called with a line about work that takes long
 
     @classmethod
     def resolve(cls, implementation: Implementation = "auto", *, say: Callable[[str], None] | None = None) -> Builders:
@@ -73,7 +73,7 @@ class Builders:
             reason = f"not built ({error}); run: pip install pybind11 && python setup.py build_ext --inplace"
         else:
             if getattr(helpers, "interface", None) == _INTERFACE:
-                return cls(helpers, "c++", min(_MOST_THREADS, _usable_cores()), say)
+                return cls(helpers, "c++", min(_MOST_THREADS, usable_cpus()), say)
             reason = "built from other sources; run: python setup.py build_ext --inplace"
         if implementation == "c++":
             raise ConfigError(f"data index builders in C++: {reason}")
@@ -87,7 +87,7 @@ class Builders:
         return max(1, min(self.threads, entries // _WORTH_A_THREAD))
 
     def shuffle(self, values: np.ndarray, rng: np.random.RandomState) -> None:
-        """rng.shuffle(values), in place, number for number."""
+        """rng.shuffle(values) in place, bit for bit."""
         if self.helpers is None or len(values) > _UINT32_MAX:
             rng.shuffle(values)
             return
@@ -100,7 +100,7 @@ class Builders:
     def document_index(
         self, first: int, count: int, epochs: int, separate: bool, rng: np.random.RandomState
     ) -> np.ndarray:
-        """Sequences first .. first + count, `epochs` times over, shuffled; the last epoch alone if separate."""
+        """Sequences first .. first + count, `epochs` times and shuffled; the last epoch apart if `separate`."""
         self._tell(epochs * count, "shuffling {} sequences")
         dtype = np.int32 if first + count <= _INT32_MAX else np.int64
         index = np.empty(epochs * count, dtype=dtype)
@@ -114,7 +114,7 @@ class Builders:
         return index
 
     def shuffle_index(self, first_part: int, samples: int, rng: np.random.RandomState) -> np.ndarray:
-        """0 .. samples, the first part and the rest each shuffled by itself."""
+        """0 .. samples, with the first part and the rest shuffled separately."""
         self._tell(samples, "shuffling {} samples")
         index = np.arange(samples, dtype=shuffle_dtype(samples))
         self.shuffle(index[:first_part], rng)
@@ -124,7 +124,7 @@ class Builders:
 
     def sample_index(self, lengths: np.ndarray, documents: np.ndarray, seq_length: int, samples: int) -> np.ndarray:
         """[samples + 1, 2]: (place in `documents`, token offset) of each bound between samples."""
-        self._tell(len(documents), "laying {} sequences end to end")
+        self._tell(len(documents), "concatenating {} sequences")
         out = np.zeros((samples + 1, 2), dtype=position_dtype(len(documents)))
         if self.helpers is None:
             _sample_index(lengths, documents, seq_length, out)
@@ -134,7 +134,7 @@ class Builders:
         return out
 
     def blend(self, weights: np.ndarray, size: int, limits: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
-        """(dataset of each sample, int16; its number within that dataset, int64). No dataset gives over its limit."""
+        """(dataset of each sample, int16; its index in that dataset, int64). No dataset exceeds its limit."""
         self._tell(size, "choosing the source of each of {} samples")
         datasets, numbers = np.empty(size, dtype=np.int16), np.empty(size, dtype=np.int64)
         weights = np.ascontiguousarray(weights, dtype=np.float64)
@@ -144,13 +144,8 @@ class Builders:
         return datasets, numbers
 
 
-def _usable_cores() -> int:
-    affinity = getattr(os, "sched_getaffinity", None)  # what a container or Slurm lets this process use
-    return (len(affinity(0)) if affinity is not None else os.cpu_count()) or 1
-
-
 def _sample_index(lengths: np.ndarray, documents: np.ndarray, seq_length: int, out: np.ndarray) -> None:
-    """Bound k > 0 lies on token k * seq of the documents laid end to end; the documents in blocks, to save memory."""
+    """Bound k > 0 is at token k * seq of the concatenated documents, which are taken in blocks to save memory."""
     samples, begin, bound = len(out) - 1, 0, 1
     for start in range(0, len(documents), _BLOCK):
         if bound > samples:
@@ -158,7 +153,7 @@ def _sample_index(lengths: np.ndarray, documents: np.ndarray, seq_length: int, o
         ends = np.cumsum(lengths[documents[start : start + _BLOCK]], dtype=np.int64) + begin
         last = min(samples, (int(ends[-1]) - 1) // seq_length)
         tokens = np.arange(bound, last + 1, dtype=np.int64) * seq_length
-        places = np.searchsorted(ends, tokens, side="right")  # zero-length documents end where they begin
+        places = np.searchsorted(ends, tokens, side="right")  # skips zero-length documents
         starts = np.where(places > 0, ends[places - 1], begin)
         out[bound : last + 1, 0] = places + start
         out[bound : last + 1, 1] = tokens - starts
@@ -175,7 +170,7 @@ def _blend(weights: np.ndarray, limits: np.ndarray | None, datasets: np.ndarray,
         np.subtract(errors, taken, out=errors)
         if limits is not None:
             errors[taken >= limits] = -np.inf
-        best = int(errors.argmax())  # the first of equals
+        best = int(errors.argmax())  # ties go to the first
         if errors[best] == -np.inf:
             raise IndexError("the datasets have fewer samples than the blend needs")
         datasets[sample], numbers[sample] = best, taken[best]

@@ -1,7 +1,7 @@
-"""From samples to batches of tensors, in worker processes that stay ahead of the training step.
+"""Collates samples into batches of tensors, prefetched by worker processes.
 
-The only module of this package that needs torch. The random state of the process is never touched, and a batch
-depends on nothing but the dataset and the numbers of its samples.
+The only module of this package that imports torch. It never touches the random state of the process, and a batch is a
+function of the dataset and its sample indices alone.
 """
 
 from __future__ import annotations
@@ -22,17 +22,18 @@ from torch.utils.data import DataLoader, Dataset
 
 from megatron.data.blended import TokenDataset
 from megatron.data.masks import MaskConfig, document_ids, loss_mask, position_ids
-from megatron.data.read_ahead import ReadAhead
 from megatron.data.sampler import BlockShape, cyclic_batches, single_batches
 from megatron.errors import ConfigError, DataError, MegatronError
+from megatron.utils.read_ahead import ReadAhead
 
 Batch = dict[str, torch.Tensor]
 _ALIGNMENT = 64  # bytes
-_PATIENCE = 1.0  # seconds for a batch on its way when the loader is closed
+_BATCHES_AHEAD = 2  # per worker
+_PATIENCE = 1.0  # seconds to wait for a batch in flight when the loader is closed
 
 
 class BatchDataset(Dataset[Batch | MegatronError]):
-    """A whole batch for a list of sample numbers. Errors are returned: raised in a worker they lose their words."""
+    """A whole batch per list of sample indices. Errors are returned, because a worker's exception loses its message."""
 
     def __init__(self, dataset: TokenDataset, masks: MaskConfig, vocab_size: int | None) -> None:
         self.dataset, self.masks, self.vocab_size = dataset, masks, vocab_size
@@ -74,11 +75,11 @@ class BatchDataset(Dataset[Batch | MegatronError]):
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """A batch in one piece of memory. What passes a tensor between processes costs the same for any size of it, so
-    five tensors one by one take the trainer five times as long."""
+    """A batch in one buffer. Passing a tensor between processes costs the same for any size, so five separate tensors
+    would take the trainer five times as long."""
 
     memory: torch.Tensor
-    layout: dict[str, tuple[int, torch.dtype, torch.Size]]  # where a tensor begins, and what it is
+    layout: dict[str, tuple[int, torch.dtype, torch.Size]]  # offset, shape and dtype of each tensor
 
     @classmethod
     def of(cls, batch: Batch | MegatronError) -> PackedBatch | MegatronError:
@@ -107,17 +108,17 @@ class PackedBatch:
 
 
 class BatchIterator(Iterator[Batch]):
-    """The batches of one rank. `close()` ends the workers; so do forgetting it and the end of the process."""
+    """The batches of one rank. The workers end with `close()`, with this object, or with the process."""
 
     def __init__(self, loader: DataLoader[Any], *, read_ahead: int = 2) -> None:
-        """`read_ahead`: batches that lie ready in this process beside those that lie with the workers."""
+        """`read_ahead`: batches prefetched in this process, in addition to those prefetched by the workers."""
         with _child_signal_kept(), _signals_held():
             source: Iterator[Any] = iter(loader)
         self.workers: list[BaseProcess] = list(getattr(source, "_workers", []))
         ahead = ReadAhead(map(_unpacked, source), depth=read_ahead) if self.workers else None
         self._batches: Iterator[Any] = source if ahead is None else ahead
-        # Python waits at exit for its children, and these do not listen to its polite request. Registered after
-        # torch has registered its own wait of 5 s a worker, so called before that.
+        # At exit Python waits for its children, and the workers ignore SIGTERM. Registered after torch's own handler,
+        # which waits 5 s per worker, so this one runs first.
         self._end = weakref.finalize(self, _end_workers, source, ahead, self.workers, os.getpid())
         if self.workers:
             atexit.register(self._end)
@@ -125,7 +126,7 @@ class BatchIterator(Iterator[Batch]):
     def __next__(self) -> Batch:
         try:
             batch = next(self._batches)
-        except (RuntimeError, OSError, EOFError) as error:  # a batch of a dead worker may break on its way, too
+        except (RuntimeError, OSError, EOFError) as error:  # a dead worker may also break the transfer of a batch
             ends = self._ends_of_dead_workers()
             if not ends:
                 raise
@@ -141,7 +142,7 @@ class BatchIterator(Iterator[Batch]):
 
     def _ends_of_dead_workers(self) -> str:
         for worker in self.workers:
-            worker.join(0.2)  # the pipe may break a moment before the process is gone
+            worker.join(0.2)  # the pipe may break a moment before the process exits
         return ", ".join(_how_it_ended(worker) for worker in self.workers if not worker.is_alive())
 
     def close(self) -> None:
@@ -152,7 +153,7 @@ class BatchIterator(Iterator[Batch]):
 
 
 def _unpacked(batch: Any) -> Any:
-    """Out of the memory shared with the worker, of which there may be little."""
+    """Copies the batch out of shared memory, which may be scarce."""
     if not isinstance(batch, PackedBatch):
         return batch
     memory = batch.memory if batch.memory.is_pinned() else batch.memory.clone()
@@ -161,20 +162,20 @@ def _unpacked(batch: Any) -> Any:
 
 def _end_workers(batches: Iterator[Any], ahead: ReadAhead[Any] | None, workers: list[BaseProcess], owner: int) -> None:
     if os.getpid() != owner:
-        return  # a worker of another loader, which has a copy of everything
+        return  # a forked worker of another loader inherited this object
     if ahead is not None:
         ahead.stop(_PATIENCE)
     stop = getattr(batches, "_shutdown_workers", None)
     if stop is not None:
         stop()
     for worker in workers:
-        worker.kill()  # of those still there
+        worker.kill()  # those still alive
 
 
 @contextmanager
 def _child_signal_kept() -> Iterator[None]:
-    """torch reports a dead worker by raising in the handler of SIGCHLD: anywhere, in the middle of a step or of a
-    save. Without that handler it is reported all the same, by the next batch."""
+    """Keeps torch from installing its SIGCHLD handler, which raises at any point of a step or save when a worker dies.
+    A dead worker is still reported, by the next batch."""
     before = signal.getsignal(signal.SIGCHLD)
     yield
     if before is not None and signal.getsignal(signal.SIGCHLD) is not before:
@@ -183,7 +184,7 @@ def _child_signal_kept() -> Iterator[None]:
 
 @contextmanager
 def _signals_held() -> Iterator[None]:
-    """A signal to the process group must not meet a worker before it has said that it ignores it."""
+    """Blocks signals to the process group until the new workers have set them to be ignored."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
     try:
         yield
@@ -209,11 +210,10 @@ def build_loader(
     dataloader_type: str = "single",
     data_sharding: bool = True,
     pin_memory: bool = False,
-    prefetch_factor: int = 2,
     read_ahead: int = 2,
 ) -> BatchIterator:
-    """Micro-batches of this rank from `consumed_samples` on: tokens, labels, position_ids [b, s] int64, loss_mask
-    [b, s] float32, sample_ids [b], and document_ids [b, s] under reset_attention_mask."""
+    """The micro-batches of this rank after `consumed_samples`: tokens, labels, position_ids [b, s] int64, loss_mask
+    [b, s] float32, sample_ids [b], and document_ids [b, s] with reset_attention_mask."""
     shape = BlockShape(micro_batch_size=micro_batch_size, dp_rank=dp_rank, dp_size=dp_size)
     if dataloader_type == "single":
         batches = single_batches(len(dataset), consumed_samples, shape)
@@ -225,24 +225,24 @@ def build_loader(
     if num_workers:
         options = {
             "collate_fn": PackedBatch.of,
-            "prefetch_factor": prefetch_factor,
+            "prefetch_factor": _BATCHES_AHEAD,
             "worker_init_fn": leave_signals_to_the_trainer,
         }
     loader = DataLoader(
         BatchDataset(dataset, masks or MaskConfig(), vocab_size),
-        batch_size=None,  # the sampler hands out whole batches
+        batch_size=None,  # the sampler yields whole batches
         sampler=batches,
         num_workers=num_workers,
         pin_memory=pin_memory,
-        generator=torch.Generator(),  # else the loader draws a seed from the global generator
+        generator=torch.Generator(),  # otherwise the loader draws a seed from the global generator
         **options,
     )
     return BatchIterator(loader, read_ahead=read_ahead)
 
 
 def leave_signals_to_the_trainer(worker: int) -> None:
-    """A launcher signals the whole process group. The trainer still needs batches to finish its step and save;
-    a worker ends when the trainer does."""
+    """Makes a worker ignore the signals that a launcher sends to the process group: the trainer still needs batches to
+    finish its step and save. A worker ends when the trainer does."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 

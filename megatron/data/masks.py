@@ -1,4 +1,4 @@
-"""What a batch says about itself: which tokens count, where they stand, and to which document they belong."""
+"""The loss mask, position ids and document ids of a batch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class MaskConfig:
-    """The end-of-document id, and what is done where it occurs in the input."""
+    """The end-of-document id, and how it affects masks and positions."""
 
     eod_id: int | None = None
     reset_position_ids: bool = False
@@ -26,14 +26,14 @@ class MaskConfig:
 
 
 def loss_mask(tokens: np.ndarray, masks: MaskConfig) -> np.ndarray:
-    """[b, s] -> float32 [b, s]: 0 where the input is the end of a document and that is not to be learned from."""
+    """[b, s] -> float32 [b, s]: 0 where the input is an end-of-document token that is masked out."""
     if not masks.eod_mask_loss:
         return np.ones(tokens.shape, dtype=np.float32)
     return (tokens != masks.eod_id).astype(np.float32)
 
 
 def position_ids(tokens: np.ndarray, masks: MaskConfig) -> np.ndarray:
-    """[b, s] -> int64 [b, s]: 0, 1, 2, ...; from 0 again after each end of document when asked."""
+    """[b, s] -> int64 [b, s]: 0, 1, 2, ...; restarting after each end of document if configured."""
     positions = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int64), tokens.shape)
     if not masks.reset_position_ids:
         return positions.copy()
@@ -42,9 +42,9 @@ def position_ids(tokens: np.ndarray, masks: MaskConfig) -> np.ndarray:
 
 
 def document_ids(tokens: np.ndarray, masks: MaskConfig) -> np.ndarray | None:
-    """[b, s] -> int64 [b, s]: the number of ends of documents before each position; None if nobody asked.
+    """[b, s] -> int64 [b, s]: the number of documents that end before each position; None if not configured.
 
-    Attention may pass where two positions have the same number: the end of a document belongs to it.
+    Positions with the same id may attend to each other. An end-of-document token belongs to its document.
     """
     if not masks.reset_attention_mask:
         return None

@@ -1,4 +1,4 @@
-"""Many datasets end to end, as one. Streams, so memory is flat; every part is checked against its record on the way."""
+"""Concatenates datasets into one. Streams in constant memory and checks every input against its record on the way."""
 
 from __future__ import annotations
 
@@ -8,19 +8,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron.data.builder import DatasetSummary, IndexedDatasetBuilder
-from megatron.data.checksums import BlockChecksums, FileChecksums, damaged_block
-from megatron.data.indexed import IndexedDataset, bin_path
+from megatron.data.indexed.builder import DatasetSummary, IndexedDatasetBuilder
+from megatron.data.indexed.checksums import FileChecksums, damaged_block
+from megatron.data.indexed.dataset import IndexedDataset, bin_path
+from megatron.data.indexed.record import DataRecord, make_record, read_record, record_path, write_record
 from megatron.data.parts import Group, partition_of
-from megatron.data.record import DataRecord, make_record, read_record, record_path, write_record
 from megatron.errors import ConfigError, DataError
+from megatron.utils.durable import BlockHasher
 
 _NAMED = 3
 
 
 @dataclass(frozen=True)
-class Part:
-    """One input, looked at before anything is written."""
+class MergeInput:
+    """One input dataset, inspected before anything is written."""
 
     prefix: str
     dtype: str
@@ -31,7 +32,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Merged:
+class MergeResult:
     summary: DatasetSummary
     parts: int
     notes: tuple[str, ...]
@@ -46,10 +47,10 @@ def merge(
     overwrite: bool = False,
     impl: Impl | None = None,
     on_bytes: Callable[[int, int], None] | None = None,
-) -> list[Merged]:
-    """All outputs get their names when all of them are whole, or none does. `impl` None: as the parts have it.
+) -> list[MergeResult]:
+    """Merges each group into its output. The outputs get their final names together, when all are complete.
 
-    `on_bytes` is told how much has been copied, and of how much.
+    `impl` None keeps the inputs' kind of index. `on_bytes` receives the bytes copied so far and the total.
     """
     parts = [[look_at(prefix) for prefix in group.prefixes] for group in groups]
     for members in parts:
@@ -77,12 +78,14 @@ def merge(
         return [_finish(builder, members) for builder, members in zip(builders, parts, strict=True)]
 
 
-def look_at(prefix: str) -> Part:
+def look_at(prefix: str) -> MergeInput:
     data = IndexedDataset(prefix)
     record = read_record(prefix)
     if record is not None:
         _refuse_foreign_record(prefix, record, data)
-    part = Part(prefix, data.dtype.name, data.num_tokens, data.num_tokens * data.dtype.itemsize, data.legacy, record)
+    part = MergeInput(
+        prefix, data.dtype.name, data.num_tokens, data.num_tokens * data.dtype.itemsize, data.legacy, record
+    )
     data.close()
     return part
 
@@ -106,12 +109,12 @@ def _refuse_foreign_record(prefix: str, record: DataRecord, data: IndexedDataset
     ):
         raise DataError(
             f"{path}: is partition {said.get('rank')} of {said.get('world')} by its record and {named.rank} of "
-            f"{named.world} by its name; give it its own name back"
+            f"{named.world} by its name; rename it back"
         )
 
 
-def refuse_differences(parts: Sequence[Part]) -> None:
-    """Tokens of another width, of another tokenizer, or marked otherwise cannot lie in one dataset."""
+def refuse_differences(parts: Sequence[MergeInput]) -> None:
+    """Refuses inputs that differ in token dtype, tokenizer or end-of-document marking."""
     first = parts[0]
     for part in parts:
         if part.dtype != first.dtype:
@@ -135,8 +138,8 @@ def refuse_differences(parts: Sequence[Part]) -> None:
             )
 
 
-def refuse_other_runs(parts: Sequence[Part]) -> None:
-    """Partitions of one name that are not of one run: of files that came or went in between, or set otherwise."""
+def refuse_other_runs(parts: Sequence[MergeInput]) -> None:
+    """Refuses partitions that come from different runs: other input files or other settings."""
     first_of: dict[tuple[str, str], tuple[str, dict[str, Any]]] = {}
     for part in parts:
         named, said = partition_of(part.prefix), part.record.extra.get("partition") if part.record else None
@@ -155,13 +158,13 @@ def refuse_other_runs(parts: Sequence[Part]) -> None:
             )
 
 
-def _impl_of(parts: Sequence[Part]) -> Impl:
+def _impl_of(parts: Sequence[MergeInput]) -> Impl:
     return "lazy" if all(part.legacy for part in parts) else "mmap"
 
 
-def _append(builder: IndexedDatasetBuilder, part: Part, count: Callable[[memoryview], None]) -> None:
+def _append(builder: IndexedDatasetBuilder, part: MergeInput, count: Callable[[memoryview], None]) -> None:
     known = part.record.bin if part.record is not None else None
-    sums = BlockChecksums(known.block_bytes) if known is not None else None
+    sums = BlockHasher(known.block_bytes) if known is not None else None
 
     def see(data: memoryview) -> None:
         if sums is not None:
@@ -173,30 +176,30 @@ def _append(builder: IndexedDatasetBuilder, part: Part, count: Callable[[memoryv
         _compare(bin_path(part.prefix), sums, known)
 
 
-def _compare(path: Path, sums: BlockChecksums, known: FileChecksums) -> None:
-    for number, (found, wanted) in enumerate(zip(sums.finish(), known.blocks, strict=False)):
+def _compare(path: Path, sums: BlockHasher, known: FileChecksums) -> None:
+    for number, (found, wanted) in enumerate(zip(sums.blocks(), known.blocks, strict=False)):
         if found != wanted:
             raise damaged_block(path, number, known)
     if sums.size != known.size:
         raise DataError(f"{path}: {sums.size} bytes, and {known.size} were written; copy the file again")
 
 
-def _finish(builder: IndexedDatasetBuilder, parts: Sequence[Part]) -> Merged:
+def _finish(builder: IndexedDatasetBuilder, parts: Sequence[MergeInput]) -> MergeResult:
     summary = builder.finalize()
     missing = [part.prefix for part in parts if part.record is None]
     records = [part.record for part in parts if part.record is not None]
     if not missing:
         write_record(builder.prefix, joined_record(builder.prefix, records, summary.max_id, summary.checksums))
-        return Merged(summary, len(parts), ())
+        return MergeResult(summary, len(parts), ())
     more = f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
     note = f"no record was written: {', '.join(missing[:_NAMED])}{more} came without one (.meta.json)"
-    return Merged(summary, len(parts), (note,))
+    return MergeResult(summary, len(parts), (note,))
 
 
 def joined_record(
     prefix: str, records: Sequence[DataRecord], max_id: int, checksums: FileChecksums | None = None
 ) -> DataRecord:
-    """Of parts that one tokenizer made: the sources of all, and what else all agree on."""
+    """The record of datasets made with one tokenizer: all their sources, and the settings they share."""
     first = records[0]
     return make_record(
         prefix,
@@ -212,12 +215,12 @@ def joined_record(
 
 def _sources(records: Sequence[DataRecord]) -> tuple[str, ...]:
     if all(record.source == records[0].source for record in records):
-        return records[0].source  # partitions: each names all files of the run
+        return records[0].source  # each partition names all files of the run
     return tuple(dict.fromkeys(name for record in records for name in record.source))
 
 
 def _whole(records: Sequence[DataRecord]) -> dict[str, Any]:
-    """The settings of the run in one piece, if these are its partitions."""
+    """The settings of the unpartitioned run, if these are all its partitions."""
     said = [record.extra.get("partition") for record in records]
     parts = [part for part in said if isinstance(part, dict) and part.get("whole")]
     whole = {part["whole"] for part in parts}
@@ -228,7 +231,7 @@ def _whole(records: Sequence[DataRecord]) -> dict[str, Any]:
 
 
 def _agreed(extras: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """`partition` speaks of a part, never of the whole."""
+    """The settings all records share, without `partition`."""
     first, *others = list(extras)
     kept = {name: value for name, value in first.items() if name != "partition"}
     absent = object()

@@ -1,4 +1,4 @@
-"""Synthetic samples, so that a run needs no files. Each is a function of its number: any layout sees the same."""
+"""Synthetic samples for a run without files. A sample is a function of its index, so every layout sees the same."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from megatron.errors import ConfigError
 
 
 class MockDataset:
-    """Counting in a random step from a random start: something a model can learn, and any vocabulary can hold."""
+    """Arithmetic sequences with random start and step: learnable, and valid for any vocabulary."""
 
     def __init__(
         self, *, size: int, seq_length: int, vocab_size: int | None, seed: int, split: int, eod_id: int | None = None

@@ -1,4 +1,4 @@
-"""Which datasets a merge takes, in which order, and what each group of them is called."""
+"""Selects the datasets of a merge, their order and grouping, and the name of each output."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.data.indexed import bin_path, idx_path
+from megatron.data.indexed.dataset import bin_path, idx_path, without_ending
 from megatron.errors import ConfigError
 
 _PART = re.compile(r"(?P<base>.+)_part(?P<rank>\d+)_of_(?P<world>\d+)_(?P<rest>.+)")
@@ -18,7 +18,7 @@ _NAMED = 5
 
 @dataclass(frozen=True)
 class Group:
-    """What becomes one output."""
+    """The inputs of one output."""
 
     output: str
     prefixes: tuple[str, ...]
@@ -26,7 +26,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Partition:
-    """What the name of a dataset says: `base_part002_of_004_text_document` is rank 2 of 4."""
+    """The partition that a dataset's name states: `base_part002_of_004_text_document` is rank 2 of 4."""
 
     base: str
     rest: str
@@ -42,7 +42,7 @@ def partition_of(prefix: str) -> Partition | None:
 
 
 def find_prefixes(inputs: Sequence[str], output: str) -> list[str]:
-    """Prefixes, patterns of them, and folders, each by name. What an earlier merge wrote there is no input."""
+    """Expands prefixes, patterns and folders to prefixes sorted by name, without the output of an earlier merge."""
     found: list[str] = []
     for word in inputs:
         if Path(word).is_dir():
@@ -50,7 +50,7 @@ def find_prefixes(inputs: Sequence[str], output: str) -> list[str]:
         elif glob.has_magic(word) and not os.path.lexists(idx_path(word)):
             found += _matches(word)
         else:
-            found.append(_without_ending(word))
+            found.append(without_ending(word))
     for prefix in found:
         if found.count(prefix) > 1:
             raise ConfigError(f"--input: {prefix} is named twice; name it once (weights in --data-path repeat data)")
@@ -63,27 +63,23 @@ def _pairs_in(folder: Path) -> list[str]:
         for path in (bin_path(name), idx_path(name)):
             if not os.path.lexists(path):
                 raise ConfigError(
-                    f"--input {folder}: {path.name} is missing beside its other half; copy it again, or move the other"
+                    f"--input {folder}: {path.name} is missing, its other half is not; copy it again, or move the other"
                 )
     if not names:
-        raise ConfigError(f"--input {folder}: holds no .bin and .idx; give the folder that the datasets lie in")
+        raise ConfigError(f"--input {folder}: holds no .bin and .idx; give the folder of the datasets")
     return sorted(names)
 
 
 def _matches(pattern: str) -> list[str]:
-    paths = {_without_ending(path) for path in glob.glob(pattern) if path.endswith((".bin", ".idx"))}
+    paths = {without_ending(path) for path in glob.glob(pattern) if path.endswith((".bin", ".idx"))}
     paths |= {path.removesuffix(".idx") for path in glob.glob(f"{pattern}.idx")}
     if not paths:
         raise ConfigError(f"--input {pattern}: matches no dataset; check the pattern")
     return sorted(paths)
 
 
-def _without_ending(word: str) -> str:
-    return word.removesuffix(".bin").removesuffix(".idx")
-
-
 def _is_output(prefix: str, output: str) -> bool:
-    """The output itself, or what it is called where several keys are merged."""
+    """True for the output's own name, and for its names when several keys are merged."""
     same_folder = Path(prefix).parent.resolve() == Path(output).parent.resolve()
     name, own = Path(prefix).name, Path(output).name
     keyed = name.startswith(f"{own}_") and name.endswith(("_document", "_sentence"))
@@ -91,8 +87,8 @@ def _is_output(prefix: str, output: str) -> bool:
 
 
 def plan_groups(prefixes: Iterable[str], output: str) -> list[Group]:
-    """Partitions are put in order, and only whole sets are taken. Several keys become an output each."""
-    units: dict[tuple[str, str], list[str]] = {}  # a set of partitions, or one other dataset
+    """Orders partitions by rank and requires complete sets. Each key becomes an output."""
+    units: dict[tuple[str, str], list[str]] = {}  # the partitions of one run, or a single dataset
     for prefix in prefixes:
         part = partition_of(prefix)
         units.setdefault((prefix, "") if part is None else (part.base, part.rest), []).append(prefix)
@@ -118,7 +114,7 @@ def _in_order(base: str, rest: str, members: list[str]) -> list[str]:
     worlds = sorted({part.world for part in parts.values()})
     if len(worlds) > 1:
         raise ConfigError(
-            f"--input: {base}: partitions of {worlds[0]} and of {worlds[1]} lie together; move those of an older run"
+            f"--input: {base}: partitions of {worlds[0]} and of {worlds[1]} are mixed; move those of an older run"
         )
     by_rank: dict[int, str] = {}
     for prefix, part in parts.items():

@@ -1,7 +1,7 @@
 """Files behind a URL (s3://, gs://, https://, file://, memory://, ...), through fsspec.
 
-fsspec is imported when the first URL is met. Only whole answers count: a range that comes back shorter than it
-was asked for is asked for again, and then is an error that names the URL; it never passes for the end of a file.
+fsspec is imported when the first URL is met. A range that comes back short is requested again,
+and then is an error that names the URL; it is never taken for the end of the file.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.errors import ConfigError, DataError, MegatronError, StorageError
+from megatron.utils.durable import write_atomically
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 _PACKAGES = {
@@ -26,7 +27,7 @@ _PACKAGES = {
     **dict.fromkeys(("http", "https"), "aiohttp"),
 }
 _VERSIONS = ("ETag", "etag", "VersionId", "generation", "mtime", "LastModified", "last_modified", "updated", "created")
-PAUSES = (0.5, 1.0, 2.0)  # seconds before a request is made again
+PAUSES = (0.5, 1.0, 2.0)  # seconds before each retry
 
 
 def is_url(name: str | Path) -> bool:
@@ -36,11 +37,11 @@ def is_url(name: str | Path) -> bool:
 @dataclass(frozen=True)
 class RemoteStatus:
     size: int
-    version: str  # the same version is the same content, as far as the store tells
+    version: str  # equal versions mean equal content, as far as the store tells
 
 
 def _store(url: str) -> tuple[Any, str]:
-    """The file system of a URL, and the path in it."""
+    """(file system, path in it) of a URL."""
     scheme = url.partition("://")[0].lower()
     try:
         from fsspec.core import url_to_fs
@@ -60,7 +61,7 @@ def _store(url: str) -> tuple[Any, str]:
 
 @contextmanager
 def _reported(url: str, doing: str, error_class: type[MegatronError] = DataError) -> Iterator[None]:
-    """Each kind of store raises classes of its own."""
+    """Turns whatever a store raises into one of our errors; each kind of store has its own classes."""
     try:
         yield
     except MegatronError:
@@ -98,7 +99,7 @@ def exists(url: str) -> bool:
 def is_folder(url: str) -> bool:
     store, path = _store(url)
     if url.startswith(("http://", "https://")):
-        return url.endswith("/")  # asking would fetch the file
+        return url.endswith("/")  # a request would fetch the file
     with _reported(url, "looking at it"):
         store.invalidate_cache()
         return bool(store.isdir(path))
@@ -109,7 +110,7 @@ def has_magic(url: str) -> bool:
 
 
 def matches(pattern: str) -> list[str]:
-    """URLs of files, by name."""
+    """The URLs of the files that match, sorted."""
     store, path = _store(pattern)
     with _reported(pattern, "listing"):
         store.invalidate_cache()
@@ -118,7 +119,7 @@ def matches(pattern: str) -> list[str]:
 
 
 def files_in(url: str) -> list[str]:
-    """URLs of all files in a folder, however deep, by name."""
+    """The URLs of all files below a folder, sorted."""
     store, path = _store(url)
     with _reported(url, "listing"):
         store.invalidate_cache()
@@ -126,7 +127,7 @@ def files_in(url: str) -> list[str]:
 
 
 class RemoteFile(io.RawIOBase):
-    """Reads ranges, each of them whole."""
+    """A seekable file that reads complete ranges."""
 
     def __init__(self, url: str, size: int) -> None:
         self._url, self._size, self._position = url, size, 0
@@ -160,7 +161,7 @@ class RemoteFile(io.RawIOBase):
                 if len(data) == stop - start:
                     return data
                 reason = f"{len(data)} bytes came"
-            except Exception as error:  # each kind of store raises classes of its own
+            except Exception as error:  # each kind of store raises its own classes
                 reason = _short(error)
             if pause is not None:
                 time.sleep(pause)
@@ -175,20 +176,20 @@ def open_remote(url: str, size: int, buffering: int) -> io.BufferedReader:
 
 
 def download(url: str, path: Path) -> None:
-    """Whole, or not there. An object that changes meanwhile is refused."""
-    status = status_of(url)
-    temporary = path.with_name(f"{path.name}.download")
+    """Fetches the object whole or not at all. One that changes meanwhile is refused."""
     try:
-        with open_remote(url, status.size, 8 << 20) as source, open(temporary, "wb") as target:
-            while block := source.read(8 << 20):
-                target.write(block)
-        if status_of(url) != status:
-            raise DataError(f"{url}: was changed while it was read; run again when nobody writes it")
-        temporary.replace(path)
+        write_atomically(path, _blocks(url), sync=False, temporary=path.with_name(f"{path.name}.download"))
     except OSError as error:
         raise StorageError(f"{path}: cannot be written ({error.strerror or error}); choose another folder") from None
-    finally:
-        temporary.unlink(missing_ok=True)
+
+
+def _blocks(url: str) -> Iterator[bytes]:
+    status = status_of(url)
+    with open_remote(url, status.size, 8 << 20) as source:
+        while block := source.read(8 << 20):
+            yield block
+    if status_of(url) != status:
+        raise DataError(f"{url}: was changed while it was read; run again when nobody writes it")
 
 
 def upload(path: Path, url: str) -> None:

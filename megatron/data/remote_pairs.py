@@ -1,4 +1,4 @@
-"""Datasets behind URLs: fetched to a folder to be read, and put there when they are whole."""
+"""Downloads datasets from URLs to a folder, and uploads complete ones."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from megatron.data import remote
+from megatron.data.indexed.dataset import without_ending
 from megatron.errors import ConfigError
 
 _HALVES = (".bin", ".idx")
@@ -14,7 +15,7 @@ _RECORD = ".meta.json"
 
 
 def fetch_words(words: Iterable[str], folder: Path) -> list[str]:
-    """Each URL (a prefix, a pattern of them, a folder) replaced by the local prefixes of what it names."""
+    """Downloads what each URL names (a prefix, a pattern, a folder) and replaces it by the local prefixes."""
     local = []
     for word in words:
         local += [fetch_pair(prefix, folder) for prefix in _prefixes_of(word)] if remote.is_url(word) else [word]
@@ -22,7 +23,7 @@ def fetch_words(words: Iterable[str], folder: Path) -> list[str]:
 
 
 def fetch_pair(prefix: str, folder: Path) -> str:
-    """Both halves and the record, if it has one. What lay together lies together again; returns the local prefix."""
+    """Downloads .bin, .idx and the record, if any; returns the local prefix. Each URL folder gets a local one."""
     parent, _, name = prefix.rpartition("/")
     place = folder / hashlib.sha256(parent.encode()).hexdigest()[:8]
     place.mkdir(parents=True, exist_ok=True)
@@ -40,17 +41,13 @@ def _prefixes_of(word: str) -> list[str]:
     elif remote.is_folder(word):
         base = word.rstrip("/")
         names = [name for name in remote.files_in(word) if name.rpartition("/")[0] == base]
-        way_out = "give the folder that the datasets lie in"
+        way_out = "give the folder of the datasets"
     else:
         return [without_ending(word)]
     found = {without_ending(name) for name in names if name.endswith(_HALVES)}
     if not found:
         raise ConfigError(f"--input {word}: holds no .bin and .idx; {way_out}")
     return sorted(found)
-
-
-def without_ending(word: str) -> str:
-    return word.removesuffix(".bin").removesuffix(".idx")
 
 
 def refuse_existing(prefix: str, outputs: Sequence[str]) -> None:
@@ -62,12 +59,13 @@ def refuse_existing(prefix: str, outputs: Sequence[str]) -> None:
 
 
 def beside(prefix: str, local: str) -> str:
-    """The URL of a local output: its name, where the prefix lies."""
+    """The URL of a local output: the same name, in the folder of `prefix`."""
     return f"{prefix.rpartition('/')[0]}/{Path(local).name}"
 
 
 def put_pair(local: str, url: str) -> None:
-    """The record last, and an old one first away: whoever sees a record sees its data. Then the local files go."""
+    """Uploads a dataset and deletes the local files. An old record is removed first and the new one written last, so a
+    record never describes other data."""
     for ending in (_RECORD, ".idx"):
         remote.remove(url + ending)
     endings = [ending for ending in (*_HALVES, _RECORD) if Path(local + ending).exists()]

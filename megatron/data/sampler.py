@@ -1,7 +1,7 @@
-"""Which samples each rank takes, step by step: a pure function of the samples consumed so far.
+"""The samples of each rank and step: a pure function of the samples consumed so far.
 
-A block of micro_batch_size * dp_size samples is cut among the data-parallel ranks. Any number of blocks makes a
-global batch, so the samples of a step depend on the global batch size alone.
+Each block of micro_batch_size * dp_size samples is split among the data-parallel ranks. A global batch is a whole
+number of blocks, so the samples of a step depend on the global batch size alone.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class BlockShape:
 
 
 def single_batches(total_samples: int, consumed_samples: int, shape: BlockShape) -> Iterator[list[int]]:
-    """Ids in order from `consumed_samples`; contiguous micro-batches by rank; an incomplete block is dropped."""
+    """Sample ids in order from `consumed_samples`, a contiguous micro-batch per rank. Drops an incomplete block."""
     _check_consumed(total_samples, consumed_samples)
     for start in range(consumed_samples, total_samples - shape.block + 1, shape.block):
         begin = start + shape.dp_rank * shape.micro_batch_size
@@ -34,12 +34,12 @@ def single_batches(total_samples: int, consumed_samples: int, shape: BlockShape)
 def cyclic_batches(
     total_samples: int, consumed_samples: int, shape: BlockShape, *, data_sharding: bool = True
 ) -> Iterator[list[int]]:
-    """Epoch after epoch without end, each shuffled by torch.randperm seeded with the number of the epoch.
+    """Endless epochs, each shuffled by torch.randperm seeded with the epoch's number.
 
     With data_sharding every rank shuffles a bucket of its own, as Megatron does: the order then depends on the
-    number of data-parallel ranks. Without it one permutation is dealt out, the same for any number of ranks.
+    number of data-parallel ranks. Without it one permutation is shared by any number of ranks.
     """
-    import torch  # here alone: the rest of this package must start without it
+    import torch  # imported here alone: the rest of this package must work without torch
 
     active = total_samples - total_samples % shape.block
     if not active:

@@ -1,4 +1,4 @@
-"""The sources of a run: each is opened and checked once, whatever splits and mixtures it is in."""
+"""Opens and checks each source of a run once, whatever splits and blends use it."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megatron.data.files import allow_open_files, is_mapped
-from megatron.data.indexed import IndexedDataset, idx_path
-from megatron.data.maps import MapPool
-from megatron.data.record import DataRecord, check_record, read_record, record_path
+from megatron.data.indexed.dataset import IndexedDataset, idx_path
+from megatron.data.indexed.files import allow_open_files, is_mapped
+from megatron.data.indexed.maps import MapPool
+from megatron.data.indexed.record import DataRecord, check_record, read_record, record_path
 from megatron.data.remote import is_url
 from megatron.errors import ConfigError
 
 if TYPE_CHECKING:
     from megatron.config.sections.data import DataConfig
 
-_NAMED = 3  # sources that a note names one by one; of more it names the first
+_NAMED = 3  # a note lists at most this many sources; of more it names the first
 _MAPPED_AT_ONCE = 512  # .bin files
-_LOOKED_AT = 64  # documents whose last token is looked at
-_BLOCK = 1 << 16  # documents taken at a time
+_LOOKED_AT = 64  # documents whose last token is checked
+_BLOCK = 1 << 16  # documents per block
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Source:
 
 
 class Sources:
-    """`eod_id`, `vocab_size` and `tokenizer_fingerprint` are the run's: data made otherwise is refused."""
+    """The opened sources. Data made with another eod_id, vocabulary or tokenizer than the run's is refused."""
 
     def __init__(
         self, config: DataConfig, *, vocab_size: int | None, eod_id: int | None, tokenizer_fingerprint: str | None
@@ -51,7 +51,7 @@ class Sources:
         return len(self._opened)
 
     def prepare(self, prefixes: Sequence[str]) -> None:
-        """Room for these sources as well; a blend too large for this process is refused before the first is opened."""
+        """Raises the limit on open files for these sources, or refuses a blend too large for it, before opening any."""
         for prefix in filter(is_url, prefixes):
             name = prefix.rstrip("/").rpartition("/")[2]
             raise ConfigError(
@@ -92,7 +92,7 @@ class Sources:
         return Source(data, fingerprint, hashlib.sha256(content).hexdigest())
 
     def _check_borders(self, data: IndexedDataset, record: DataRecord | None, flag: str) -> None:
-        """Where no document ends with the token that marks its end, what was asked for would do nothing."""
+        """Refuses a setting that depends on end-of-document tokens for data without them, where it would do nothing."""
         last = _last_sequences(data, _LOOKED_AT)
         marked = any(int(data.get(sequence)[-1]) == self._eod_id for sequence in last)
         if (last and not marked) or (record is not None and record.extra.get("append_eod") is False):
@@ -118,7 +118,7 @@ class Sources:
         ]
 
     def fingerprint(self, mixture: str) -> str:
-        """Of what the files hold, wherever they lie, and of how they are mixed ("" where there is nothing to mix)."""
+        """Identifies the content of the files, whatever their paths, and how they are mixed ("" without a blend)."""
         digest = hashlib.sha256()
         for source in self._opened.values():
             digest.update(f"{source.index_fingerprint} {source.record_digest}\n".encode())
@@ -127,7 +127,7 @@ class Sources:
 
 
 def _last_sequences(data: IndexedDataset, count: int) -> list[int]:
-    """Of the first `count` documents that end with a token. Of many documents only the beginning is looked at."""
+    """The last sequences of the first `count` documents that are not empty."""
     found: list[int] = []
     for start in range(0, data.num_documents, _BLOCK):
         bounds = data.document_indices[start : start + _BLOCK + 1]
@@ -145,7 +145,7 @@ def _listed(prefixes: list[str], text: str) -> list[str]:
 
 
 def border_flag(config: DataConfig) -> str | None:
-    """The setting that needs documents to end with the end-of-document token, if one is on."""
+    """The flag in use that needs an end-of-document token after each document, if any."""
     for name in ("reset_attention_mask", "dataloader_inter_document_masking", "reset_position_ids", "eod_mask_loss"):
         if getattr(config, name):
             return "--" + name.replace("_", "-")

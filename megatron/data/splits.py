@@ -1,16 +1,15 @@
-"""Which sequences are for training, validation and test, and how many samples a run asks of each."""
+"""Splits sequences into training, validation and test, and counts the samples that a run needs of each."""
 
 from __future__ import annotations
 
-from megatron.config.blend import parse_split
+from megatron.config.blend import Shares
 from megatron.errors import ConfigError
 
 SPLIT_RULES = ("23.06", "main")
 
 
-def split_bounds(text: str, sequences: int, rule: str = "23.06") -> tuple[int, int, int, int]:
-    """Bounds b: split k holds the sequences b[k] <= i < b[k + 1]."""
-    shares = parse_split(text)
+def split_bounds(shares: Shares, sequences: int, rule: str = "23.06") -> tuple[int, int, int, int]:
+    """The bounds b, where split k holds sequences b[k] <= i < b[k + 1]."""
     if rule == "main":
         cumulative = [0.0]
         for share in shares:
@@ -21,7 +20,7 @@ def split_bounds(text: str, sequences: int, rule: str = "23.06") -> tuple[int, i
         for share in shares:
             bounds.append(bounds[-1] + round(share * float(sequences)))
         surplus = bounds[-1] - sequences
-        # Megatron can come out below 0 here, and then trains on documents of another split; we stop at 0.
+        # Megatron's bound can be negative here, which trains on documents of another split; ours is at least 0.
         bounds = [0] + [max(0, bound - surplus) for bound in bounds[1:]]
     else:
         raise ConfigError(f"--split-rule {rule!r}: not known; use one of {', '.join(SPLIT_RULES)}")
@@ -36,7 +35,7 @@ def sample_counts(
     eval_iters: int,
     global_batch_size: int,
 ) -> tuple[int, int, int]:
-    """Samples that a run asks for: (train, valid, test). An evaluation follows every interval and the end."""
+    """The samples that a run needs: (train, valid, test). It evaluates after every interval and at the end."""
     if train_samples is not None:
         train = train_samples
         iterations = train_iters if train_iters is not None else train_samples // global_batch_size

@@ -1,4 +1,4 @@
-"""What a run will read, in a table that is printed before the first step."""
+"""The table of what a run will read, printed before the first step."""
 
 from __future__ import annotations
 
@@ -7,27 +7,27 @@ from dataclasses import dataclass
 
 from megatron.errors import ConfigError
 
-OFTEN = 4.0  # epochs of one source from which a run is warned
+OFTEN = 4.0  # warn when a source is repeated for more epochs
 _MOST_ROWS = 20
-_LARGEST, _MOST_REPEATED = 5, 2  # rows of a split that stay in a table that would be longer
+_LARGEST, _MOST_REPEATED = 5, 2  # rows per split that are kept in an abbreviated table
 
 
 @dataclass(frozen=True)
-class Row:
+class MixtureRow:
     split: str
     source: str
     weight: float | None  # its share in the split
     sequences: int
     tokens: int  # of one epoch
-    samples: int  # that the run takes
-    epochs: float  # that these samples are
+    samples: int  # that the run uses
+    epochs: float  # that these samples amount to
 
 
 _HEADINGS = ("split", "source", "weight", "sequences", "tokens", "samples", "epochs")
 
 
-def render(rows: Sequence[Row]) -> str:
-    """Aligned columns; names to the left, numbers to the right."""
+def render(rows: Sequence[MixtureRow]) -> str:
+    """Renders aligned columns: names to the left, numbers to the right."""
     cells = [_HEADINGS] + [
         (
             row.split,
@@ -49,11 +49,11 @@ def render(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-def abbreviated(rows: Sequence[Row]) -> list[Row]:
-    """All rows where they are few; else of each split the largest sources, the most repeated, the rest and the sum."""
+def abbreviated(rows: Sequence[MixtureRow]) -> list[MixtureRow]:
+    """All rows if they are few; else the largest and most repeated sources of each split, the rest and the sum."""
     if len(rows) <= _MOST_ROWS:
         return list(rows)
-    shown: list[Row] = []
+    shown: list[MixtureRow] = []
     for split in dict.fromkeys(row.split for row in rows):
         own = [row for row in rows if row.split == split]
         kept = sorted(own, key=lambda row: -row.samples)[:_LARGEST]
@@ -68,10 +68,10 @@ def abbreviated(rows: Sequence[Row]) -> list[Row]:
     return shown
 
 
-def _together(name: str, rows: Sequence[Row]) -> Row:
+def _together(name: str, rows: Sequence[MixtureRow]) -> MixtureRow:
     weights = [row.weight for row in rows if row.weight is not None]
     tokens = sum(row.tokens for row in rows)
-    return Row(
+    return MixtureRow(
         split=rows[0].split,
         source=name,
         weight=sum(weights) if weights else None,
@@ -82,8 +82,8 @@ def _together(name: str, rows: Sequence[Row]) -> Row:
     )
 
 
-def _repeated(rows: Sequence[Row], more_than: float) -> list[Row]:
-    """The sources that training reads more often than this, the most repeated first."""
+def _repeated(rows: Sequence[MixtureRow], more_than: float) -> list[MixtureRow]:
+    """The training sources repeated for more epochs than this, most repeated first."""
     found = [row for row in rows if row.split == "train" and row.epochs > more_than]
     return sorted(found, key=lambda row: -row.epochs)
 
@@ -92,7 +92,7 @@ def _others(count: int) -> str:
     return "1 other source" if count == 1 else f"{count:,} other sources"
 
 
-def warn_repeated(rows: Sequence[Row]) -> Iterator[str]:
+def warn_repeated(rows: Sequence[MixtureRow]) -> Iterator[str]:
     found = _repeated(rows, OFTEN)
     if found:
         others = f" (and {_others(len(found) - 1)} more than {OFTEN:g} times)" if len(found) > 1 else ""
@@ -102,7 +102,7 @@ def warn_repeated(rows: Sequence[Row]) -> Iterator[str]:
         )
 
 
-def refuse_repeated(rows: Sequence[Row], max_epochs: float | None) -> None:
+def refuse_repeated(rows: Sequence[MixtureRow], max_epochs: float | None) -> None:
     found = [] if max_epochs is None else _repeated(rows, max_epochs)
     if found:
         row, others = found[0], f", and {_others(len(found) - 1)} too often" if len(found) > 1 else ""

@@ -1,4 +1,4 @@
-"""Collectives over one axis. An axis of size 1 returns at once and never touches torch.distributed."""
+"""Collectives over one axis. On an axis of size 1 they return at once, without torch.distributed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeVar
 import torch
 import torch.distributed as dist
 
-from megatron.distributed.operations import Operation
+from megatron.distributed.comm_log import CommOp
 from megatron.distributed.state import Axis
 
 ReduceName = Literal["sum", "max", "min"]
@@ -24,11 +24,11 @@ _REDUCE = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.Reduc
 
 @dataclass(frozen=True)
 class Pending:
-    """A collective under way."""
+    """A collective in flight."""
 
     work: dist.Work
     axis: Axis
-    operation: Operation
+    operation: CommOp
 
     def wait(self) -> None:
         with self.axis.wait(self.operation):
@@ -43,16 +43,16 @@ def all_reduce(tensor: torch.Tensor, axis: Axis, op: ReduceName = "sum") -> torc
     return tensor
 
 
-def start_all_reduce(tensor: torch.Tensor, axis: Axis, op: ReduceName = "sum") -> Pending | None:
-    """Starts the same; the result is there after `wait()` on what it returns (None: nothing to wait for)."""
+def start_all_reduce(tensor: torch.Tensor, axis: Axis) -> Pending | None:
+    """Starts summing `tensor` in place; the result is there after `wait()` on what it returns (None: it is there)."""
     if axis.size == 1:
         return None
     operation = axis.begin("all_reduce", tuple(tensor.shape))
-    return Pending(dist.all_reduce(tensor, _REDUCE[op], axis.group, async_op=True), axis, operation)
+    return Pending(dist.all_reduce(tensor, dist.ReduceOp.SUM, axis.group, async_op=True), axis, operation)
 
 
 def broadcast(tensor: torch.Tensor, axis: Axis, source: int = 0) -> torch.Tensor:
-    """Overwrites `tensor` with that of the member at place `source` of the axis, and returns it."""
+    """Overwrites `tensor` with the one of axis rank `source`, and returns it."""
     if axis.size > 1:
         with axis.during("broadcast", tuple(tensor.shape)):
             dist.broadcast(tensor, axis.ranks[source], axis.group)
@@ -60,7 +60,7 @@ def broadcast(tensor: torch.Tensor, axis: Axis, source: int = 0) -> torch.Tensor
 
 
 def all_gather(tensor: torch.Tensor, axis: Axis) -> list[torch.Tensor]:
-    """The tensors of all members, in the order of the axis; they must have one shape."""
+    """The tensors of all members in axis order; they must have the same shape."""
     if axis.size == 1:
         return [tensor]
     gathered = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(axis.size)]
@@ -70,13 +70,13 @@ def all_gather(tensor: torch.Tensor, axis: Axis) -> list[torch.Tensor]:
 
 
 def gather_along(tensor: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
-    """The members' tensors (of one shape) laid end to end along `dim`."""
+    """The members' tensors, of equal shape, concatenated along `dim`."""
     result, pending = start_gather_along(tensor, axis, dim)
     return result() if pending is None else _after(pending, result)
 
 
 def start_gather_along(tensor: torch.Tensor, axis: Axis, dim: int) -> tuple[Callable[[], torch.Tensor], Pending | None]:
-    """Starts the same; after `wait()` on the second, the first returns the result."""
+    """Starts `gather_along`; after `wait()` on the second value, the first one returns the result."""
     if axis.size == 1:
         return lambda: tensor, None
     flat = tensor.new_empty((axis.size * tensor.shape[0], *tensor.shape[1:]))
@@ -90,17 +90,17 @@ def start_gather_along(tensor: torch.Tensor, axis: Axis, dim: int) -> tuple[Call
 
 
 def scatter_sum(tensor: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
-    """The sum over the members of this member's piece along `dim` (reduce-scatter); `dim` must divide by the size."""
+    """Reduce-scatter: this member's piece along `dim` of the sum over all members. The axis size must divide `dim`."""
     result, pending = start_scatter_sum(tensor, axis, dim)
     return result if pending is None else _after(pending, lambda: result)
 
 
 def start_scatter_sum(tensor: torch.Tensor, axis: Axis, dim: int) -> tuple[torch.Tensor, Pending | None]:
-    """Starts the same; the result is there after `wait()`."""
+    """Starts `scatter_sum`; the result is complete after `wait()`."""
     if axis.size == 1:
         return tensor, None
     assert tensor.shape[dim] % axis.size == 0, f"{tuple(tensor.shape)} along {dim} over {axis.size} ranks"
-    if tensor.shape[:dim].numel() != 1:  # its pieces must lie one after another
+    if tensor.shape[:dim].numel() != 1:  # the pieces must be contiguous
         tensor = torch.stack(tensor.chunk(axis.size, dim))
         result = torch.empty_like(tensor[0])
     else:
@@ -129,7 +129,8 @@ def all_to_all(tensor: torch.Tensor, axis: Axis) -> torch.Tensor:
 
 
 def exchange(rows: torch.Tensor, send: Sequence[int], receive: Sequence[int], axis: Axis) -> torch.Tensor:
-    """Rows laid out by the member they go to, `send` of them; the result by the member they come from, `receive`."""
+    """All-to-all of unequal parts: `rows` are grouped by destination, `send[i]` of them for member i; the result is
+    grouped by source, `receive[i]` of them from member i."""
     if axis.size == 1:
         return rows
     received = rows.new_empty((sum(receive), *rows.shape[1:]))
@@ -140,9 +141,9 @@ def exchange(rows: torch.Tensor, send: Sequence[int], receive: Sequence[int], ax
 
 @dataclass(frozen=True)
 class Shift:
-    """A tensor on its way round."""
+    """A `start_shift` in flight."""
 
-    sent: torch.Tensor  # kept until it has left
+    sent: torch.Tensor  # kept alive until it is sent
     received: torch.Tensor
     pending: list[Pending]
 
@@ -153,8 +154,8 @@ class Shift:
 
 
 def start_shift(tensor: torch.Tensor, axis: Axis) -> Shift:
-    """Sends `tensor` to the next member, round, and receives that of the member before, of the same shape. All members
-    start the same shifts in the same order."""
+    """Sends `tensor` to the next member of the ring and receives one of the same shape from the previous member. All
+    members must start the same shifts in the same order."""
     if axis.size == 1:
         return Shift(tensor, tensor, [])
     tensor = tensor.contiguous()
@@ -168,7 +169,7 @@ def start_shift(tensor: torch.Tensor, axis: Axis) -> Shift:
 
 
 def own_piece(tensor: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
-    """This member's piece of a tensor that all have: no communication."""
+    """This member's piece of a tensor that all members hold; no communication."""
     if axis.size == 1:
         return tensor
     assert tensor.shape[dim] % axis.size == 0, f"{tuple(tensor.shape)} along {dim} over {axis.size} ranks"
@@ -176,7 +177,7 @@ def own_piece(tensor: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
 
 
 def all_gather_object(value: T, axis: Axis) -> list[T]:
-    """Small Python values of all members, in the order of the axis."""
+    """Small Python values of all members, in axis order."""
     if axis.size == 1:
         return [value]
     gathered: list[Any] = [None] * axis.size
@@ -186,7 +187,7 @@ def all_gather_object(value: T, axis: Axis) -> list[T]:
 
 
 def gather_object(value: T, axis: Axis, target: int = 0) -> list[T] | None:
-    """Small Python values of all members, on the member at place `target` only; None on the others."""
+    """Small Python values of all members on axis rank `target`; None on the others."""
     if axis.size == 1:
         return [value]
     gathered: list[Any] | None = [None] * axis.size if axis.rank == target else None
@@ -196,7 +197,7 @@ def gather_object(value: T, axis: Axis, target: int = 0) -> list[T] | None:
 
 
 def broadcast_object(value: T | None, axis: Axis, source: int = 0) -> T:
-    """The Python value of the member at place `source`, on every member."""
+    """The Python value of axis rank `source`, on every member."""
     box = [value]
     if axis.size > 1:
         with axis.during("broadcast_object"):

@@ -1,4 +1,4 @@
-"""Which of the machine's cores a rank computes on, and when the system interrupts it there."""
+"""CPU threads of a rank: how many, on which cores, and under which scheduling policy."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _QUOTA = Path("/sys/fs/cgroup/cpu.max")
 _TASKS = Path("/proc/self/task")
 
 Core = frozenset[int]
-"""The numbers under which the system runs threads on one physical core; two where it has simultaneous threads."""
+"""The logical CPUs of one physical core; two of them with hyper-threading."""
 
 
 def usable_cores(cpus: Path = _CPUS) -> list[Core]:
-    """The physical cores of this process's affinity, in their order."""
+    """The physical cores that this process may run on, in order."""
     if not hasattr(os, "sched_getaffinity"):
         return [frozenset({number}) for number in range(os.cpu_count() or 1)]
     allowed = os.sched_getaffinity(0)
@@ -29,21 +29,21 @@ def usable_cores(cpus: Path = _CPUS) -> list[Core]:
 
 
 def _siblings(cpus: Path, number: int) -> Core:
-    """From a list such as "0-1" or "0,64"."""
+    """The logical CPUs of the same core, from a list such as "0-1" or "0,64"."""
     try:
         text = (cpus / f"cpu{number}/topology/thread_siblings_list").read_text()
         ranges = [part.split("-") for part in text.strip().split(",")]
         return frozenset(n for bounds in ranges for n in range(int(bounds[0]), int(bounds[-1]) + 1))
-    except (OSError, ValueError):  # not told
+    except (OSError, ValueError):  # the system does not tell
         return frozenset({number})
 
 
 def quota_cores(cores: int, quota_file: Path = _QUOTA) -> int:
-    """At most as many as the container is given time for."""
+    """`cores`, limited to the CPU quota of the container (cgroup v2)."""
     try:
         quota, period = quota_file.read_text().split()
         return cores if quota == "max" else min(cores, max(1, int(quota) // int(period)))
-    except (OSError, ValueError):  # no control group of that kind
+    except (OSError, ValueError):  # no cgroup v2
         return cores
 
 
@@ -57,14 +57,15 @@ def threads_per_process(info: LaunchInfo, setting: int | None = None, cores: int
 
 
 def set_threads(info: LaunchInfo, setting: int | None = None) -> int:
-    """Sets torch's thread count, whatever the launcher exported: one and two threads give different bits."""
+    """Sets torch's thread count, which decides the last bits of results, whatever OMP_NUM_THREADS the launcher
+    exported."""
     threads = threads_per_process(info, setting)
     torch.set_num_threads(threads)
     return threads
 
 
 def pin(info: LaunchInfo, cores: list[Core] | None = None) -> Core:
-    """Keeps this process, and the threads it will start, on its share of the machine's cores."""
+    """Pins this process, and the threads it will start, to its share of the machine's cores."""
     if not hasattr(os, "sched_setaffinity"):
         raise ConfigError("--cpu-pinning: this system does not let a process choose its cores; leave it out")
     cores = usable_cores() if cores is None else cores
@@ -81,10 +82,11 @@ def pin(info: LaunchInfo, cores: list[Core] | None = None) -> Core:
 
 
 def set_scheduling(choice: str, info: LaunchInfo) -> str:
-    """`batch`: a thread of this process that wakes does not interrupt another that runs. Returns a line for the log.
+    """Sets the scheduling policy of this process's threads; returns a line for the log.
 
-    Between ranks of one machine a message arrives while its sender still sends it. At the ordinary policy the receiving
-    thread interrupts the sender at its first bytes, and again at the next ones.
+    Under `batch` (SCHED_BATCH) a thread that wakes up does not preempt a running one. Under the ordinary policy, when
+    two ranks of one machine communicate, the receiving thread preempts the sender at the first bytes of a message, and
+    again at the next ones.
     """
     if hasattr(os, "sched_getscheduler") and os.sched_getscheduler(0) != os.SCHED_OTHER:
         return "CPU scheduling: as this process was started, which --cpu-scheduling leaves alone"
@@ -108,5 +110,5 @@ def _ordinary(choice: str, reason: str) -> str:
 
 
 def _threads() -> list[int]:
-    """Of this process: a thread inherits only from the one that started it."""
+    """The threads of this process. Each must be set: a thread inherits only from the one that started it."""
     return [int(task.name) for task in _TASKS.iterdir()] if _TASKS.is_dir() else [0]

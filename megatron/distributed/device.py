@@ -1,4 +1,4 @@
-"""Which device this process computes on, and which backend its collectives use."""
+"""Chooses the device of this process and the backend of its collectives."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def accelerator_type() -> str | None:
 
 
 def resolve_device(setting: str = "auto", local_rank: int = 0) -> torch.device:
-    """`--device`: "auto" is the accelerator if there is one, else the CPU; a kind without a number is this rank's."""
+    """`--device`: "auto" is the accelerator if there is one, else the CPU; "cuda" without an index is this rank's."""
     available = accelerator_type()
     if setting == "auto":
         setting = available or "cpu"
@@ -41,19 +41,19 @@ def resolve_device(setting: str = "auto", local_rank: int = 0) -> torch.device:
 
 
 def activate(device: torch.device) -> None:
-    """Makes `device` the one that a bare "cuda" (or "npu") means in this process."""
+    """Makes `device` the current one, which a bare "cuda" (or "npu") refers to."""
     if device.type != "cpu":
         torch.accelerator.set_device_index(device.index or 0)
 
 
 def resolve_backend(setting: str | None, device: torch.device) -> str:
-    """`--distributed-backend`: what was asked for if it fits the device, else the device's own."""
+    """`--distributed-backend`: the given backend if it serves the device; by default the device's own."""
     own = dist.get_default_backend_for_device(device) if device.type != "cpu" else "gloo"
     chosen = setting or own
     if chosen != "gloo" and device.type == "cpu":
         raise ConfigError(
             f"--distributed-backend {chosen}: needs an accelerator, and this run is on the CPU; "
-            "use --distributed-backend gloo or leave the flag away"
+            "use --distributed-backend gloo or leave the flag out"
         )
     if chosen not in ("gloo", own):
         raise ConfigError(f"--distributed-backend {chosen}: does not serve {device.type}; use {own} or gloo")
@@ -63,5 +63,5 @@ def resolve_backend(setting: str | None, device: torch.device) -> str:
 
 
 def group_backend(backend: str, device: torch.device) -> str:
-    """The backend string for a process group: tensors on the CPU always go by gloo, so objects need no device."""
+    """The backend string of a process group. CPU tensors always use gloo, so that Python objects need no device."""
     return "gloo" if backend == "gloo" else f"cpu:gloo,{device.type}:{backend}"

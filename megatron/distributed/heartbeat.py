@@ -1,8 +1,8 @@
-"""A heartbeat outside the collectives: a rank that dies, stops or gets out of step is named, and the others end.
+"""Heartbeats: when a rank dies, is stopped or gets out of step, it is named and all ranks end.
 
-Each rank tells once a second, through the launcher's store, its step, its phase and what it waits for, and looks after
-the next rank; what it finds it tells all. The threads need nothing of the thread that trains, which may hang in a
-collective. A rank that is slow and beats is left alone: --distributed-timeout-minutes bounds it.
+Once a second each rank publishes its step, its phase and what it waits for in the launcher's store, and checks the next
+rank; a failure is announced to all ranks. This runs in threads of its own, because the training thread may hang in a
+collective. A rank that is merely slow is left alone: --distributed-timeout-minutes bounds that.
 """
 
 from __future__ import annotations
@@ -19,228 +19,233 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from megatron.distributed.beats import Beat, State, out_of_step, process_state, verdict, waiting_in_a_circle
+from megatron.distributed.comm_log import CommLog
+from megatron.distributed.failure_detection import (
+    RankStatus,
+    State,
+    deadlock,
+    mismatched_collectives,
+    process_state,
+    why_lost,
+)
 from megatron.distributed.launch import LaunchInfo
-from megatron.distributed.operations import Operations
 from megatron.errors import HangError, MegatronError, PeerLostError
 
-_EVERY = 1.0
+_INTERVAL = 1.0
 _WAY_OUT = "Start again with --load to go on from the last checkpoint"
 
 Where = Callable[[], tuple[int, str]]
-"""The step and the phase that this rank is in."""
+"""Returns the step and the phase that this rank is in."""
 OnEnd = Callable[[MegatronError, bool], None]
-"""What a rank does about it, and does not return from; the flag: whether this rank is the one to say it."""
+"""Ends this process because of the error; the flag says whether this rank is the one to print it."""
 
 
 class Heartbeat:
-    """Beats from `start()` to `leave()` or `fail()`."""
+    """Publishes this rank's status and checks the others, from `start()` to `leave()` or `fail()`."""
 
-    def __init__(
-        self, info: LaunchInfo, operations: Operations, where: Where, on_end: OnEnd, *, patience: float
-    ) -> None:
-        self._info, self._operations, self._where, self._on_end = info, operations, where, on_end
+    def __init__(self, info: LaunchInfo, comm_log: CommLog, where: Where, on_end: OnEnd, *, patience: float) -> None:
+        self._info, self._comm_log, self._where, self._on_end = info, comm_log, where, on_end
         self._patience = patience
         self._number = 0
-        self._host, self._pids = socket.gethostname(), _namespace()
-        self._answered = time.monotonic()
-        self._heard: dict[int, tuple[int, float]] = {}  # rank -> (its last number, when that came)
-        self._known: dict[int, Beat] = {}
-        self._closed, self._ended = threading.Event(), threading.Lock()
-        self._using = threading.Lock()
+        self._host, self._pid_namespace = socket.gethostname(), _own_pid_namespace()
+        self._store_answered = time.monotonic()
+        self._last_seen: dict[int, tuple[int, float]] = {}  # rank -> (number of its last heartbeat, when that was seen)
+        self._statuses: dict[int, RankStatus] = {}
+        self._closed, self._ending = threading.Event(), threading.Lock()
+        self._store_lock = threading.Lock()
 
     def start(self) -> None:
         info = self._info
-        # A connection of its own: what the training thread asks of the store may wait for minutes.
+        # A connection of its own: a request of the training thread may block for minutes.
         store = dist.TCPStore(
             info.master_addr, info.master_port, None, False, timedelta(seconds=self._patience), wait_for_workers=False
         )
         self._store = dist.PrefixStore(f"heartbeat/{info.run_id}/attempt_{info.attempt}", store)
-        self._tell("alive")
-        if not info.agent_store:  # rank 0 keeps the store, and is to be known when that does not answer
+        self._publish("alive")
+        if not info.agent_store:  # rank 0 hosts the store: its status is needed if the store stops answering
             self._store.wait(["rank_0"], timedelta(minutes=5))
             self._read(0)
-        for work in (self._run, self._watch_the_store):
+        for work in (self._run, self._watch_store):
             threading.Thread(target=work, name="heartbeat", daemon=True).start()
 
     def leave(self) -> None:
-        """This rank has done its work; nobody shall miss it."""
+        """This rank has finished its work."""
         self._close("left", "")
 
     def fail(self, text: str) -> None:
-        """This rank ends with an error of its own, which it says itself."""
+        """This rank ends with an error of its own, which it prints itself."""
         self._close("failed", text)
-        self._let_others_read()
+        self._keep_store_alive()
 
     def explain(self) -> None:
-        """A collective failed: ends the process with the cause if one is found; returns if a rank has an error of its
-        own to say, or nothing is found for a while."""
-        deadline = time.monotonic() + self._patience + 3 * _EVERY
-        while time.monotonic() < deadline and not any(beat.state == "failed" for beat in self._known.values()):
-            with self._using, suppress(RuntimeError):
-                self._look_for_the_announcement()
-                self._judge_all(self._everybody())
+        """Called after a failed collective: ends the process with the cause if one is found. Returns if another rank
+        reported an error of its own, or if no cause is found in time."""
+        deadline = time.monotonic() + self._patience + 3 * _INTERVAL
+        while time.monotonic() < deadline and not any(status.state == "failed" for status in self._statuses.values()):
+            with self._store_lock, suppress(RuntimeError):
+                self._read_announcement()
+                self._check_all(self._all_statuses())
             time.sleep(0.2)
 
     def asked_to_end(self) -> None:
-        """By the launcher, perhaps because a rank of this machine is gone: then ends the process with that."""
-        if self._using.acquire(timeout=1.0):
+        """Called on SIGTERM. The launcher sends it when a rank of this machine has died, which is then the cause."""
+        if self._store_lock.acquire(timeout=1.0):
             with suppress(RuntimeError):
-                self._look_for_the_announcement()
+                self._read_announcement()
                 first = self._info.rank - self._info.local_rank
                 for rank in range(first, first + self._info.local_world_size):
-                    beat = self._read(rank) if rank != self._info.rank else None
-                    if beat is not None:
-                        self._judge(beat)
-            self._using.release()
+                    status = self._read(rank) if rank != self._info.rank else None
+                    if status is not None:
+                        self._check(status)
+            self._store_lock.release()
         self.fail("ended by SIGTERM")
 
-    # this rank
+    # ---- this rank
 
     def _close(self, state: State, text: str) -> None:
         self._closed.set()
-        if not self._using.acquire(timeout=2.0):
+        if not self._store_lock.acquire(timeout=2.0):
             return  # the store does not answer
         try:
-            with suppress(RuntimeError):  # its host may have gone before
-                self._tell(state, text)
+            with suppress(RuntimeError):  # its host may have ended already
+                self._publish(state, text)
         finally:
-            self._using.release()
+            self._store_lock.release()
 
-    def _tell(self, state: State, text: str = "") -> None:
+    def _publish(self, state: State, text: str = "") -> None:
         self._number += 1
-        operations, (step, phase) = self._operations, self._where()
-        beat = Beat(
+        comm_log, (step, phase) = self._comm_log, self._where()
+        status = RankStatus(
             rank=self._info.rank,
             number=self._number,
             host=self._host,
             pid=os.getpid(),
-            pids=self._pids,
+            pid_namespace=self._pid_namespace,
             step=step,
             phase=phase,
             state=state,
             text=text[:300],
-            still=time.monotonic() - operations.moved,
-            waiting=operations.waiting,
-            last=operations.last,
-            counts=dict(operations.counts),
+            idle=time.monotonic() - comm_log.moved,
+            waiting=comm_log.waiting,
+            last=comm_log.last,
+            counts=dict(comm_log.counts),
         )
-        if beat.still > 2 * _EVERY:  # needed only where something hangs
-            beat = replace(beat, recent={axis: list(some) for axis, some in operations.recent.items()})
-        self._store.set(f"rank_{self._info.rank}", beat.encode())
-        self._answered = time.monotonic()
+        if status.idle > 2 * _INTERVAL:  # only needed to diagnose a hang
+            status = replace(status, recent={axis: list(some) for axis, some in comm_log.recent.items()})
+        self._store.set(f"rank_{self._info.rank}", status.encode())
+        self._store_answered = time.monotonic()
 
     def _run(self) -> None:
-        while not self._closed.wait(_EVERY):
-            with self._using, suppress(RuntimeError):  # no answer: the other thread counts the seconds
+        while not self._closed.wait(_INTERVAL):
+            with self._store_lock, suppress(RuntimeError):  # no answer: the other thread measures for how long
                 if self._closed.is_set():
                     return
-                self._tell("alive")
-                self._look_for_the_announcement()
-                self._look_after_the_next()
-                if time.monotonic() - self._operations.moved > self._patience and self._operations.waiting:
-                    self._judge_all(self._everybody())
+                self._publish("alive")
+                self._read_announcement()
+                self._check_next_rank()
+                if time.monotonic() - self._comm_log.moved > self._patience and self._comm_log.waiting:
+                    self._check_all(self._all_statuses())
 
-    # the others
+    # ---- the other ranks
 
-    def _look_after_the_next(self) -> None:
-        """The next rank that has not left: each rank is looked after by one, however many there are."""
+    def _check_next_rank(self) -> None:
+        """Checks the next rank that has not finished, so that every rank is checked by exactly one other."""
         world, rank = self._info.world_size, self._info.rank
         if not self._info.agent_store:
-            self._read(0)  # what is known of it must be fresh
+            self._read(0)  # keep its status current
         for offset in range(1, world):
-            beat = self._read((rank + offset) % world)
-            if beat is None:
-                return  # it is only starting
-            if beat.state != "left":
-                self._judge(beat)
+            status = self._read((rank + offset) % world)
+            if status is None:
+                return  # it is still starting
+            if status.state != "left":
+                self._check(status)
                 return
 
-    def _judge_all(self, beats: list[Beat]) -> None:
-        for beat in beats:
-            if beat.rank != self._info.rank:
-                self._judge(beat)
+    def _check_all(self, statuses: list[RankStatus]) -> None:
+        for status in statuses:
+            if status.rank != self._info.rank:
+                self._check(status)
         for found in (
-            out_of_step(beats),
-            waiting_in_a_circle(beats, self._info.world_size, self._patience),
+            mismatched_collectives(statuses),
+            deadlock(statuses, self._info.world_size, self._patience),
         ):
             if found is not None:
                 self._announce(f"hang {found}")
 
-    def _judge(self, beat: Beat) -> None:
-        silent = time.monotonic() - self._heard[beat.rank][1]
-        process = process_state(beat, self._host, self._pids)
-        found = verdict(beat, silent, process, self._patience)
+    def _check(self, status: RankStatus) -> None:
+        silent = time.monotonic() - self._last_seen[status.rank][1]
+        process = process_state(status, self._host, self._pid_namespace)
+        found = why_lost(status, silent, process, self._patience)
         if found is None:
             return
-        beat = self._read(beat.rank) or beat  # it may have left in between
-        if beat.state == "alive" or verdict(beat, silent, process, self._patience):
-            self._announce(f"lost {beat.name} {found}; it was last seen in {beat}{self._here()}")
+        status = self._read(status.rank) or status  # it may have finished in between
+        if status.state == "alive" or why_lost(status, silent, process, self._patience):
+            self._announce(f"lost {status.name} {found}; it was last seen in {status}{self._own_place()}")
 
-    def _read(self, rank: int) -> Beat | None:
+    def _read(self, rank: int) -> RankStatus | None:
         key = f"rank_{rank}"
         if not self._store.check([key]):
             return None
-        beat = Beat.decode(self._store.get(key).decode())
-        self._answered = time.monotonic()
-        self._known[rank] = beat
-        if self._heard.get(rank, (-1, 0.0))[0] != beat.number:
-            self._heard[rank] = (beat.number, time.monotonic())
-        return beat
+        status = RankStatus.decode(self._store.get(key).decode())
+        self._store_answered = time.monotonic()
+        self._statuses[rank] = status
+        if self._last_seen.get(rank, (-1, 0.0))[0] != status.number:
+            self._last_seen[rank] = (status.number, time.monotonic())
+        return status
 
-    def _everybody(self) -> list[Beat]:
-        beats = [self._read(rank) for rank in range(self._info.world_size)]
-        return [beat for beat in beats if beat is not None]
+    def _all_statuses(self) -> list[RankStatus]:
+        statuses = [self._read(rank) for rank in range(self._info.world_size)]
+        return [status for status in statuses if status is not None]
 
-    # the end
+    # ---- ending the run
 
     def _announce(self, text: str) -> None:
-        """To all ranks; the first to find something is the one to say it."""
+        """Announces a failure to all ranks. The first rank to announce one is the one that prints it."""
         mine = f"{self._info.rank} {text}"
-        told = self._store.compare_set("announced", "", mine).decode()
-        self._end(told.partition(" ")[2], speaks=told == mine)
+        announced = self._store.compare_set("announced", "", mine).decode()
+        self._end(announced.partition(" ")[2], prints=announced == mine)
 
-    def _here(self) -> str:
-        """What is seen of another rank may be a second old; this is not."""
+    def _own_place(self) -> str:
+        """Where this rank is now, for messages; another rank's status may be a second old."""
         step, phase = self._where()
-        waiting = self._operations.waiting or self._operations.last
+        waiting = self._comm_log.waiting or self._comm_log.last
         return f"; rank {self._info.rank} is at step {step}{f', {phase}' if phase else ''}, {waiting or 'starting'}"
 
-    def _look_for_the_announcement(self) -> None:
+    def _read_announcement(self) -> None:
         if self._store.check(["announced"]):
-            self._end(self._store.get("announced").decode().partition(" ")[2], speaks=False)
+            self._end(self._store.get("announced").decode().partition(" ")[2], prints=False)
 
-    def _end(self, told: str, *, speaks: bool) -> None:
-        kind, _, text = told.partition(" ")
+    def _end(self, announced: str, *, prints: bool) -> None:
+        kind, _, text = announced.partition(" ")
         error = HangError(f"{text}. {_WAY_OUT}") if kind == "hang" else PeerLostError(f"{text}. {_WAY_OUT}")
-        with self._ended:  # never given back: the first thread ends the process
-            self._on_end(error, speaks)
-            self._let_others_read()
+        with self._ending:  # never released: the first thread ends the process
+            self._on_end(error, prints)
+            self._keep_store_alive()
             os._exit(error.exit_code)
 
-    def _let_others_read(self) -> None:
-        """Where rank 0 keeps the store, the store ends with this process."""
+    def _keep_store_alive(self) -> None:
+        """Where rank 0 hosts the store, it lives on for a moment, because the store ends with it."""
         if self._info.rank == 0 and not self._info.agent_store:
-            time.sleep(3 * _EVERY)
+            time.sleep(3 * _INTERVAL)
 
-    def _watch_the_store(self) -> None:
-        """Without the store nobody can tell anybody: every rank judges its host by itself, and says so."""
-        while not self._closed.wait(_EVERY):
-            silent = time.monotonic() - self._answered
-            if silent <= 3 * _EVERY:
+    def _watch_store(self) -> None:
+        """Without the store no rank can announce anything: each one judges the store's host, and prints its verdict."""
+        while not self._closed.wait(_INTERVAL):
+            silent = time.monotonic() - self._store_answered
+            if silent <= 3 * _INTERVAL:
                 continue
-            host = self._known.get(0)
+            host = self._statuses.get(0)
             if self._info.agent_store or host is None:
                 found, where = (None, "") if silent <= self._patience else ("does not answer", "")
                 name = f"the launcher's store at {self._info.master_addr}:{self._info.master_port}"
             else:
-                found = verdict(host, silent, process_state(host, self._host, self._pids), self._patience)
-                name, where = f"{host.name}", f"; it was last seen in {host}{self._here()}"
+                found = why_lost(host, silent, process_state(host, self._host, self._pid_namespace), self._patience)
+                name, where = f"{host.name}", f"; it was last seen in {host}{self._own_place()}"
             if found is not None:
-                self._end(f"lost {name} {found}{where}", speaks=True)
+                self._end(f"lost {name} {found}{where}", prints=True)
 
 
-def _namespace() -> str:
+def _own_pid_namespace() -> str:
     try:
         return str(Path("/proc/self/ns/pid").readlink())
     except OSError:  # no such file system here

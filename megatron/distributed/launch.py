@@ -1,12 +1,11 @@
-"""How this process was started, and its process group from first to last.
+"""How this process was launched, and the life of its process group.
 
-The only module that reads the environment: torchrun, `python -m torch.distributed.launch` and Slurm tell a process
-its rank through it. Nobody has to export anything.
+The only module that reads the environment, through which torchrun, `python -m torch.distributed.launch` and Slurm tell
+a process its rank. Users need not export anything.
 """
 
 from __future__ import annotations
 
-import ctypes
 import os
 import re
 import signal
@@ -20,11 +19,12 @@ import torch.distributed as dist
 
 from megatron.distributed.device import activate, group_backend
 from megatron.errors import ConfigError, PeerLostError
+from megatron.utils.process import signal_at_parent_death
 
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchInfo:
-    """What the launcher told this process. The default is a process of its own, started by plain `python`."""
+    """What the launcher told this process. The default is a single process started by plain `python`."""
 
     rank: int = 0
     world_size: int = 1
@@ -35,7 +35,6 @@ class LaunchInfo:
     run_id: str = "none"
     attempt: int = 0
     """How often the launcher has restarted the job."""
-    max_restarts: int = 0
     launcher: str = "python"
     """"torchrun" (also torch.distributed.launch), "slurm", "environment" (RANK and friends set by hand) or "python"."""
     agent_store: bool = False
@@ -53,7 +52,7 @@ class LaunchInfo:
         env = os.environ if env is None else env
         if "RANK" in env or "WORLD_SIZE" in env:
             info = _from_torch(env, local_rank)
-        elif _number(env, "SLURM_STEP_NUM_TASKS", 1) > 1:  # set by srun only, not in the batch script
+        elif _number(env, "SLURM_STEP_NUM_TASKS", 1) > 1:  # set by srun, not in the batch script
             info = _from_slurm(env)
         else:
             info = LaunchInfo(local_rank=local_rank or 0, parent=os.getppid())
@@ -71,7 +70,7 @@ def _from_torch(env: Mapping[str, str], local_rank: int | None) -> LaunchInfo:
         )
     from_env = _number(env, "LOCAL_RANK", -1)
     if local_rank is not None and from_env >= 0 and local_rank != from_env:
-        raise ConfigError(f"--local-rank {local_rank} contradicts LOCAL_RANK={from_env} of the launcher; leave it away")
+        raise ConfigError(f"--local-rank {local_rank} contradicts LOCAL_RANK={from_env} of the launcher; leave it out")
     rank = _number(env, "RANK", 0)
     elastic = "TORCHELASTIC_RUN_ID" in env
     if from_env < 0:
@@ -85,7 +84,6 @@ def _from_torch(env: Mapping[str, str], local_rank: int | None) -> LaunchInfo:
         master_port=_number(env, "MASTER_PORT", 0),
         run_id=env.get("TORCHELASTIC_RUN_ID", "none"),
         attempt=_number(env, "TORCHELASTIC_RESTART_COUNT", 0),
-        max_restarts=_number(env, "TORCHELASTIC_MAX_RESTARTS", 0),
         launcher="torchrun" if elastic else "environment",
         agent_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         parent=os.getppid(),
@@ -101,7 +99,7 @@ def _from_slurm(env: Mapping[str, str]) -> LaunchInfo:
         local_rank=_number(env, "SLURM_LOCALID", 0),
         local_world_size=int(first.group(1)) if first else 1,
         master_addr=env.get("MASTER_ADDR") or first_host(env.get("SLURM_STEP_NODELIST", "127.0.0.1")),
-        # Two jobs on one machine must not meet: the port follows from the job and step numbers.
+        # The port follows from the job and step numbers, so that two jobs on one machine use different ones.
         master_port=_number(env, "MASTER_PORT", 20000 + (job * 7 + _number(env, "SLURM_STEP_ID", 0)) % 20000),
         run_id=f"slurm-{job}",
         attempt=_number(env, "SLURM_RESTART_COUNT", 0),
@@ -136,17 +134,18 @@ def _check(info: LaunchInfo) -> None:
 
 
 def init_process_group(info: LaunchInfo, backend: str, timeout: timedelta, device: torch.device | None = None) -> None:
-    """Makes `device` the current one and joins the ranks of this attempt. One process alone needs no group.
+    """Makes `device` the current one and joins the process group; a single process needs none.
 
-    Each restart has a part of the store to itself: keys that a killed attempt left behind make the next one connect
-    to processes that are gone.
+    Every restart uses a key prefix of its own in the store, because the keys of a killed attempt would make it connect
+    to processes that no longer exist.
     """
     device = device or torch.device("cpu")
     activate(device)
     if info.world_size == 1:
         return
     if info.single_node and sys.platform == "linux":
-        # All ranks are on this machine: the loopback needs no host name and no firewall, and nobody else can connect.
+        # All ranks are on this machine: loopback works without host names and firewall rules, and nobody else can
+        # connect.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     host_here = info.rank == 0 and not info.agent_store
     try:
@@ -175,16 +174,16 @@ def _rendezvous_error(info: LaunchInfo, address: str, host_here: bool, error: Ex
 
 
 def keep_products_repeatable() -> None:
-    """cuBLAS sums in one order only if its workspace has a fixed size, which it reads from the environment at its first
-    product; under deterministic algorithms torch refuses every product without it."""
+    """Fixes the size of cuBLAS's workspace, which makes its summation order deterministic. cuBLAS reads it from the
+    environment at its first product, and torch's deterministic mode refuses products without it."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 def shutdown(*, barrier: bool = True, timeout: timedelta = timedelta(minutes=10)) -> None:
-    """Leaves the process group. Without this a finished job can end in SIGABRT and be counted as failed.
+    """Leaves the process group. Without it a finished job may end in SIGABRT and count as failed.
 
-    The ranks wait for each other (one may still be uploading logs), but not for ever. After an error on this rank
-    pass `barrier=False`: the others will not come.
+    The ranks wait for each other up to `timeout`, since one may still be uploading logs. After an error on this rank
+    pass `barrier=False`, because the others will not reach the barrier.
     """
     if not dist.is_initialized():
         return
@@ -203,21 +202,18 @@ def shutdown(*, barrier: bool = True, timeout: timedelta = timedelta(minutes=10)
 
 
 def die_with_parent(info: LaunchInfo) -> bool:
-    """Asks the kernel for SIGTERM when the launcher dies, so that no orphan keeps writing checkpoints.
+    """Asks the kernel for SIGTERM when the launcher dies, so that no orphaned rank keeps writing checkpoints. Returns
+    whether it will.
 
-    Only where a launcher supervises its ranks: a process started from a shell must outlive the shell. Returns whether
-    the guard is in place.
+    Only under torchrun, which supervises its ranks: a process started from a shell must outlive the shell.
     """
-    if info.launcher != "torchrun" or sys.platform != "linux":
+    if info.launcher != "torchrun" or not signal_at_parent_death(signal.SIGTERM):
         return False
-    set_parent_death_signal = 1  # PR_SET_PDEATHSIG
-    if ctypes.CDLL(None, use_errno=True).prctl(set_parent_death_signal, signal.SIGTERM, 0, 0, 0) != 0:
-        return False
-    if not parent_alive(info):  # it died before the guard stood
+    if not parent_alive(info):  # it died before the prctl
         os.kill(os.getpid(), signal.SIGTERM)
     return True
 
 
 def parent_alive(info: LaunchInfo) -> bool:
-    """Whether the process that started this one still runs (an orphan gets another parent)."""
+    """Whether the parent process still runs (an orphan is given another parent)."""
     return info.parent in (0, os.getppid())

@@ -1,4 +1,4 @@
-"""Random streams: how each rank is seeded, and the generators' states as plain values.
+"""Random streams: the seeds of each rank, and generator states as plain values.
 
 Only dropout (and what users draw in their own code) uses these generators. The initial weights come from a generator
 per parameter name, and the sample order from one of the data's own, so neither depends on the rank.
@@ -28,7 +28,7 @@ RngState = dict[str, Any]
 
 
 def stream_seed(seed: int, *names: int | str) -> int:
-    """A 63-bit seed for the stream called `names`: streams with different names are unrelated."""
+    """A 63-bit seed of the stream called `names`; streams of different names are independent."""
     text = "/".join(str(part) for part in (seed, *names))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
@@ -69,7 +69,7 @@ def get_rng_state(device: torch.device | str = "cpu") -> RngState:
 
 
 def set_rng_state(state: RngState, device: torch.device | str = "cpu") -> None:
-    """Puts every generator back to where `get_rng_state` saw it."""
+    """Restores every generator to the state that `get_rng_state` returned."""
     device = torch.device(device)
     python, numpy = state["python"], state["numpy"]
     random.setstate((python["version"], tuple(python["words"]), python["gauss"]))
@@ -81,11 +81,11 @@ def set_rng_state(state: RngState, device: torch.device | str = "cpu") -> None:
 
 
 class SplitRandom:
-    """A stream of random numbers of its own for each rank of an axis, for tensors that are split over it.
+    """A separate random stream for each rank of an axis, for dropout on tensors that are split over the axis.
 
-    Inside `with stream.fork():` the default generator draws from that stream; afterwards it stands where it would
-    without the fork, and is the same on all ranks again. The fork's seed is drawn from the default generator, so that
-    generator's state is all the state there is: what restores it for a recomputation or a resume restores this too.
+    Inside `with stream.fork():` the default generator draws from that stream; afterwards it continues as without the
+    fork, equal on all ranks. The fork's seed is drawn from the default generator, so there is no other state: whatever
+    restores that generator, for recomputation or a resume, restores the stream too.
     """
 
     def __init__(self, axis: Axis, device: torch.device | str = "cpu") -> None:
@@ -107,7 +107,7 @@ class SplitRandom:
 
 
 def default_generator(device: torch.device) -> torch.Generator:
-    """The generator that torch draws from on this device when nobody names one."""
+    """The generator that torch uses on this device by default."""
     if device.type == "cpu":
         return torch.default_generator
     module = torch.get_device_module(device)
@@ -115,7 +115,7 @@ def default_generator(device: torch.device) -> torch.Generator:
 
 
 def next_seed(generator: torch.Generator) -> int:
-    """A number from the generator's state, which moves on. (An accelerator's is on the host: nothing waits for it.)"""
+    """A seed from the generator, which advances. No host sync: an accelerator's generator state is on the host."""
     if generator.device.type == "cpu":
         return int(torch.randint(2**62, (), generator=generator).item())
     offset = generator.get_offset()

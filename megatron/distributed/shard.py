@@ -1,4 +1,4 @@
-"""What part of which parameter a stored tensor is.
+"""ShardSpec: which part of a parameter a stored tensor holds.
 
 Weights are stored 1-D and 2-D. Each has one logical view (fused QKV: `(groups, q_per_group + 2, head_dim, hidden)`),
 and every split is a list of index ranges along one dimension of that view. Splitting, joining and moving to another
@@ -33,7 +33,7 @@ class ShardSpec:
     fold: int = 1
     """How many dimensions from `dim` on the ranges count through as one (the heads of all KV groups, say)."""
     copies: tuple[Range, ...] = ()
-    """What of `ranges` an earlier rank holds too: sums over all ranks, such as a norm, leave it out here."""
+    """The part of `ranges` that an earlier rank holds too: sums over all ranks, such as a norm, skip it."""
 
     def __post_init__(self) -> None:
         dims = len(self.logical_shape)
@@ -86,14 +86,14 @@ class ShardSpec:
         return replace(self, ranges=None, replica_axes=(), copies=())
 
     def counted(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """The parts of the stored tensor that no earlier rank holds: over all ranks, every element once. Rows that only
-        pad a table are none."""
+        """The parts of the stored tensor that no earlier rank holds: over all ranks, every element is counted once.
+        Padding rows are left out."""
         if not self.copies:
             return [self.view(tensor)]
         return self._parts(tensor, lambda held: without(held, self.copies))
 
     def copied(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """The others: what an earlier rank holds too."""
+        """The rest of `counted`: the parts that an earlier rank holds too."""
         return self._parts(tensor, lambda held: without(held, tuple(without(held, self.copies)))) if self.copies else []
 
     def _parts(self, tensor: torch.Tensor, which: Callable[[Range], Iterable[Range]]) -> list[torch.Tensor]:
@@ -104,7 +104,7 @@ class ShardSpec:
         return parts
 
     def view(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The stored tensor in its logical local shape, sharing its memory; rows that only pad it are cut."""
+        """A view of the stored tensor in its logical local shape, without padding rows."""
         if tensor.numel() != prod(self.local_shape):
             rows = self.local_shape[0] if self.local_shape else 0
             padded = self.dim == 0 and tensor.shape[1:] == self.local_shape[1:] and tensor.shape[0] > rows
@@ -113,7 +113,7 @@ class ShardSpec:
         return tensor.view(self.local_shape)
 
     def take(self, full: torch.Tensor) -> torch.Tensor:
-        """This rank's part of the whole parameter (given in its logical or stored shape), as a logical local view.
+        """Slices this rank's part out of the whole parameter (logical or stored shape), in the logical local shape.
 
         A view of `full` if it is one range, else a copy.
         """
@@ -137,7 +137,7 @@ def even_ranges(size: int, parts: int, index: int) -> tuple[Range, ...]:
 
 
 def pieces(source: ShardSpec, target: ShardSpec) -> Iterator[tuple[Range, Range]]:
-    """What two parts of one parameter have in common: (place in the source's local view, in the target's), along dim.
+    """The intersection of two parts of one parameter: (range in the source's local view, in the target's) along dim.
 
     Copying each pair moves everything that the source has and the target wants.
     """
@@ -155,7 +155,7 @@ def pieces(source: ShardSpec, target: ShardSpec) -> Iterator[tuple[Range, Range]
 
 
 def copy_common(source: ShardSpec, stored: torch.Tensor, target: ShardSpec, into: torch.Tensor) -> int:
-    """Copies what the two parts have in common from one stored tensor to another; how many elements that was."""
+    """Copies the intersection of two parts from one stored tensor to the other; returns the number of elements."""
     source, target = _along_one_dim(source, target)
     dim = target.dim
     copied = 0
@@ -167,7 +167,7 @@ def copy_common(source: ShardSpec, stored: torch.Tensor, target: ShardSpec, into
 
 
 def missing_ranges(parts: Sequence[ShardSpec], wanted: ShardSpec | None = None) -> list[Range]:
-    """Indices of the split dimension that are in none of the parts: what `wanted` (default: the whole) lacks."""
+    """The indices of the split dimension that `wanted` (default: all) has and none of the parts has."""
     assert parts, "no parts given"
     split = next((part for part in parts if not part.is_whole), parts[0])
     assert all(part.is_whole or part.dim == split.dim for part in parts), f"{split.name} is split along two dimensions"
@@ -179,7 +179,7 @@ def missing_ranges(parts: Sequence[ShardSpec], wanted: ShardSpec | None = None) 
 
 
 def without(held: Range, removed: Sequence[Range]) -> Iterator[Range]:
-    """What is left of one range."""
+    """Subtracts ranges from one range."""
     position, stop = held
     for a, b in sorted(removed):
         if min(a, stop) > position:
@@ -190,7 +190,7 @@ def without(held: Range, removed: Sequence[Range]) -> Iterator[Range]:
 
 
 def _along_one_dim(source: ShardSpec, target: ShardSpec) -> tuple[ShardSpec, ShardSpec]:
-    """Both with ranges that count the same thing. A whole parameter may be seen as one range of any dimension."""
+    """Both with ranges along the same dimension and fold. An unsplit parameter is one range of any dimension."""
     if (source.dim, source.fold) == (target.dim, target.fold):
         return source, target
     if source.is_whole:
@@ -202,14 +202,14 @@ def _along_one_dim(source: ShardSpec, target: ShardSpec) -> tuple[ShardSpec, Sha
 
 
 def _folded(spec: ShardSpec, fold: int) -> ShardSpec:
-    """The same part, its ranges counting through more dimensions."""
+    """The same part with its ranges counted over more folded dimensions."""
     each = prod(spec.logical_shape[spec.dim + spec.fold : spec.dim + fold])
     ranges = None if spec.ranges is None else tuple((a * each, b * each) for a, b in spec.ranges)
     return replace(spec, fold=fold, ranges=ranges, copies=tuple((a * each, b * each) for a, b in spec.copies))
 
 
 def _with_offsets(ranges: Iterable[Range]) -> Iterator[tuple[int, Range]]:
-    """Each range with its place in the local view."""
+    """Each range with its offset in the local view."""
     offset = 0
     for start, stop in ranges:
         yield offset, (start, stop)

@@ -1,4 +1,4 @@
-"""The parallel axes of one rank, as a value that is handed to whoever needs one of them."""
+"""The parallel axes of one rank, as a value that is passed explicitly."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from functools import partial
 
 import torch.distributed as dist
 
-from megatron.distributed.operations import Operation, Operations
+from megatron.distributed.comm_log import CommLog, CommOp
 from megatron.layout import AXES, Layout
 
 GroupMaker = Callable[[str, tuple[int, ...]], dist.ProcessGroup]
@@ -19,7 +19,7 @@ GroupMaker = Callable[[str, tuple[int, ...]], dist.ProcessGroup]
 
 @dataclass(frozen=True)
 class Axis:
-    """One group that this rank is in: its place there, and who else is.
+    """One process group that this rank belongs to: its rank in it, and the members.
 
     The process group is torch's, which keeps it until `destroy_process_group`; an axis only points to it. A group
     that outlives that call still has running threads when the interpreter ends, and one such exit in twenty aborts.
@@ -30,8 +30,8 @@ class Axis:
     size: int
     ranks: tuple[int, ...]
     _group: dist.ProcessGroup | weakref.ref[dist.ProcessGroup] | None = field(default=None, repr=False)
-    operations: Operations | None = field(default=None, repr=False, compare=False)
-    """Where it is noted what happens on this axis."""
+    comm_log: CommLog | None = field(default=None, repr=False, compare=False)
+    """Log of the collectives on this axis, for diagnosis."""
 
     def __post_init__(self) -> None:
         if self._group is not None and not isinstance(self._group, weakref.ref):
@@ -53,24 +53,24 @@ class Axis:
             raise RuntimeError(f"the process group of the {self.name} axis was destroyed")
         return group
 
-    def begin(self, name: str, shape: tuple[int, ...] | None = None) -> Operation:
-        """Notes a collective of this axis; `shape` where that of all members' tensors is the same."""
-        if self.operations is None:
-            return Operation(name, self.name, self.ranks)
-        return self.operations.began(name, self.name, self.ranks, shape)
+    def begin(self, name: str, shape: tuple[int, ...] | None = None) -> CommOp:
+        """Logs the start of a collective; `shape` is given where all members have the same."""
+        if self.comm_log is None:
+            return CommOp(name, self.name, self.ranks)
+        return self.comm_log.began(name, self.name, self.ranks, shape)
 
-    def wait(self, operation: Operation) -> AbstractContextManager[None]:
-        """Around a call that returns when the other members have come."""
-        return nullcontext() if self.operations is None else self.operations.wait(operation)
+    def wait(self, operation: CommOp) -> AbstractContextManager[None]:
+        """Wraps a call that blocks until the other members have joined."""
+        return nullcontext() if self.comm_log is None else self.comm_log.wait(operation)
 
     def during(self, name: str, shape: tuple[int, ...] | None = None) -> AbstractContextManager[None]:
-        """Around a collective that returns when it is done."""
+        """Wraps a blocking collective."""
         return self.wait(self.begin(name, shape))
 
 
 @dataclass(frozen=True)
 class ParallelState:
-    """Every axis of one rank in one layout. Two states may live in one process."""
+    """All axes of one rank in one layout. Several states may exist in one process."""
 
     layout: Layout
     rank: int
@@ -85,9 +85,9 @@ class ParallelState:
     model: Axis
     world: Axis
     pp_links: tuple[Axis, ...] = ()
-    """`pp` four times, each with a process group of its own: for each of two directions, what goes to the next stage
-    and what goes back. Only where the backend tells messages apart by nothing but their order (nccl)."""
-    operations: Operations = field(default_factory=Operations, repr=False, compare=False)
+    """Four process groups over the ranks of `pp`, one for each kind and direction of point-to-point message, where the
+    backend matches messages by order only (nccl)."""
+    comm_log: CommLog = field(default_factory=CommLog, repr=False, compare=False)
 
     @staticmethod
     def build(
@@ -105,14 +105,12 @@ class ParallelState:
         """
         make_group = make_group or partial(_new_group, timeout=timeout)
         made: dict[tuple[int, ...], dist.ProcessGroup] = {}
-        operations = Operations()
-        axes = {
-            name: replace(_build_axis(layout, rank, name, make_group, made), operations=operations) for name in AXES
-        }
+        comm_log = CommLog()
+        axes = {name: replace(_build_axis(layout, rank, name, make_group, made), comm_log=comm_log) for name in AXES}
         if links is None:
             links = layout.pp > 1 and dist.is_initialized() and dist.get_backend() != "gloo"
         pp_links = _build_links(layout, axes["pp"], timeout) if links else ()
-        return ParallelState(layout, rank, pp_links=pp_links, operations=operations, **axes)
+        return ParallelState(layout, rank, pp_links=pp_links, comm_log=comm_log, **axes)
 
     @staticmethod
     def plan(layout: Layout, rank: int) -> ParallelState:
@@ -135,7 +133,7 @@ def _build_axis(
 ) -> Axis:
     mine = layout.group_of(name, rank)
     for ranks in layout.groups(name):
-        # Also of ranks that are alone on this axis: to make a group is a call of the whole world.
+        # Every rank makes every group: creating one is a collective of the whole world.
         if len(ranks) > 1 and ranks not in made:  # dp and dp_cp are often the same ranks: one communicator serves both
             made[ranks] = make_group(name, ranks)
     if len(mine) == 1:
@@ -144,7 +142,7 @@ def _build_axis(
 
 
 def _build_links(layout: Layout, pp: Axis, timeout: timedelta | None) -> tuple[Axis, ...]:
-    """Every rank makes the groups of all pipelines, as torch wants it."""
+    """Makes the groups of all pipelines on every rank, as torch requires."""
     links = []
     for _ in range(4):
         groups = {
@@ -159,5 +157,5 @@ def _new_group(name: str, ranks: tuple[int, ...], timeout: timedelta | None) -> 
         raise RuntimeError(f"the {name} axis has {len(ranks)} ranks, but no process group was initialised")
     if len(ranks) == dist.get_world_size() and dist.group.WORLD is not None:
         return dist.group.WORLD
-    # Outsiders get a placeholder, which is never looked up.
+    # Ranks outside the group get a placeholder.
     return dist.new_group(list(ranks), timeout=timeout, group_desc=name)

@@ -1,18 +1,11 @@
 """Model, gradients and optimizer behind one training step."""
 
-from megatron.engine.engine import (
-    Batch,
-    Engine,
-    Evaluation,
-    EvaluationResult,
-    ForwardStep,
-    Passes,
-    SinglePass,
-    StartedStep,
-    StepResult,
-)
+from megatron.engine.build import build_engine
+from megatron.engine.engine import Engine, StepResult
+from megatron.engine.evaluation import Evaluation, EvaluationResult
 from megatron.engine.graphs import GraphedPasses
 from megatron.engine.routers import RouterSteps
+from megatron.model.passes import Batch, ForwardStep
 
 __all__ = [
     "Batch",
@@ -21,9 +14,7 @@ __all__ = [
     "EvaluationResult",
     "ForwardStep",
     "GraphedPasses",
-    "Passes",
     "RouterSteps",
-    "SinglePass",
-    "StartedStep",
     "StepResult",
+    "build_engine",
 ]

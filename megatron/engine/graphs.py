@@ -1,8 +1,8 @@
-"""`--cuda-graphs`: forward and backward of a micro-batch are recorded once and replayed, without Python in between.
+"""`--cuda-graphs`: forward and backward of a micro-batch are recorded once as a CUDA graph and replayed.
 
-A recording knows addresses, not values. So a micro-batch and the factor on its loss are copied into tensors of the
-recording, its results are copied out of them before the next replay, and every replay adds to the gradient buffers,
-which begin each step full of zeros: what Python would decide per micro-batch (is it the first?) is decided beforehand.
+A graph has fixed addresses. So a micro-batch and the factor on its loss are copied into tensors of the recording, and
+its results are copied out before the next replay. A graph has no control flow in Python either: every replay adds to
+the gradient buffers, which are zeroed at the beginning of a step, instead of asking whether it is the first.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ import torch
 from torch import Tensor
 
 from megatron.data_parallel import GradBuffers
-from megatron.engine.engine import Batch, SinglePass
 from megatron.errors import ConfigError
+from megatron.model.passes import Batch, SinglePass
 
 T = TypeVar("T")
 Signature = tuple[tuple[str, Any, Any], ...]
 
 _MOST = 4
-"""Shapes that are recorded; each holds the memory of a whole pass."""
+"""Most shapes that are recorded; each recording holds the memory of a whole pass."""
 
 
 class Graph(Protocol):
-    """megatron.utils.cuda.CudaGraph, or what stands in for it on a CPU."""
+    """megatron.utils.cuda.CudaGraph, or its stand-in on a CPU in tests."""
 
     def warm_up(self, work: Callable[[], object]) -> None: ...
 
@@ -52,10 +52,10 @@ class _Recording:
 
 
 class GraphedPasses:
-    """`SinglePass`, replayed; evaluation is left to it."""
+    """`SinglePass` by replay. Forward passes without gradients are not recorded."""
 
     def __init__(self, plain: SinglePass, grads: GradBuffers, make_graph: Callable[[], Graph]) -> None:
-        assert grads.flat, "a gradient that is somewhere else in every step cannot be recorded"
+        assert grads.flat, "a graph needs gradients at fixed addresses"
         self._plain, self._grads, self._make_graph = plain, grads, make_graph
         self._recordings: dict[Signature, _Recording] = {}
 
@@ -65,15 +65,15 @@ class GraphedPasses:
     def forward_backward(
         self, batches: Sequence[Batch], factor: float | Tensor, arm: Callable[[], None]
     ) -> list[tuple[Tensor, Tensor]]:
-        """`arm` is never called: no reduction begins while gradients are still replayed."""
+        """`arm` is never called: no reduction starts before the last replay."""
         for batch in batches:
             if _signature(batch) not in self._recordings:
                 self._recordings[_signature(batch)] = self._record(batch)
-        self._grads.fill_with_zeros()  # also of what warming up left there
+        self._grads.fill_with_zeros()  # also after a warm-up
         return [self._recordings[_signature(batch)].run(batch, factor) for batch in batches]
 
     def forget(self) -> None:
-        """Lets go of the recordings and of their memory; what comes next is recorded anew."""
+        """Frees the recordings and their memory; the next passes are recorded anew."""
         self._recordings.clear()
 
     def _record(self, batch: Batch) -> _Recording:

@@ -1,4 +1,4 @@
-"""The routers' side of a training step: the scale of their losses, and after it what all ranks saw together."""
+"""What a training step does for routers of experts: scales their losses, reports these and steps the biases."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class RouterSteps:
         """`model` is what this rank holds; `reports` are those of its routers."""
         self.reports, self.parallel, self.device = reports, parallel, device
         self.routers = [module for module in model.modules() if isinstance(module, Router)]
-        # Where ranks share no sequence, tensor-parallel ones see the same tokens and report the same.
+        # Without sequence parallelism, tensor-parallel ranks see the same tokens and report the same numbers.
         shared_by = parallel.cp.size * parallel.tp.size
         self._copies = 1 if reports.pieces == shared_by else parallel.tp.size
         self._layers = reports.config.expert_layers(reports.num_layers)
@@ -28,8 +28,8 @@ class RouterSteps:
     def begin(self, batches: Sequence[Mapping[str, Any]], *, batch_size: int, factor: float | Tensor) -> None:
         """Before the first pass. `factor` is what the sum of the tokens' losses is multiplied by.
 
-        In the end the gradients are divided by it and by the number of counted tokens, which is right for tokens'
-        losses; a router's loss is a mean over sequences, and is multiplied by that number beforehand.
+        At the end of the step all gradients are divided by it and by the number of counted tokens. A router's loss is
+        a mean over sequences, not a sum over tokens, so it is multiplied by that number beforehand.
         """
         scale: Tensor | float = 1.0
         if self.reports.has_losses:
@@ -42,7 +42,7 @@ class RouterSteps:
 
     @torch.no_grad()
     def end(self, *, batch_size: int, updated: Tensor) -> tuple[Sequence[str], Tensor]:
-        """After the update (`updated` is 0 if it was left out): steps the routers' biases, and returns the names of
+        """After the update (`updated` is 0 if it was skipped): steps the routers' biases, and returns the names of
         their losses and the means over sequences and layers. A collective of all ranks."""
         config = self.reports.config
         if not self.reports.wanted:
@@ -61,7 +61,7 @@ class RouterSteps:
         return names, losses / (batch_size * len(self._layers))
 
     def _step_biases(self, counts: Tensor, updated: Tensor) -> None:
-        """An expert that got more than its share becomes less likely to be chosen, by one step."""
+        """Lowers the bias of experts that got more than the mean number of tokens, and raises that of the others."""
         for router in self.routers:
             if router.expert_bias is not None:
                 seen = counts[self._layers.index(router.layer)]

@@ -1,4 +1,4 @@
-"""Tokens to the ranks of their experts and back, by all-to-all with as many rows as there are.
+"""Token dispatcher: sends tokens to the ranks of their experts and back, by all-to-all without padding.
 
     tokens sorted by expert --ep--> rows of my experts --tp--> the same for my slice of every expert --> sorted again
     result in the tokens' order <--ep-- its rows <--tp-- sums over the slices <-- experts
@@ -24,9 +24,9 @@ Run = Callable[[Tensor, list[int]], Tensor]
 
 
 class ExpertDispatcher(nn.Module):
-    """Rank r of the `ep` axis has the r-th of equal parts of the experts.
+    """Rank r of the `ep` axis owns the r-th of equal shares of the experts.
 
-    `copied` and `summed` are tensor parallelism's; `split_tokens`: every tensor-parallel rank has its own tokens.
+    `copied` and `summed` are tensor parallelism's; `split_tokens`: each tensor-parallel rank has different tokens.
     """
 
     def __init__(self, ep: Axis, tp: Axis, *, split_tokens: bool, copied: Mapping, summed: Mapping) -> None:
@@ -55,7 +55,7 @@ class ExpertDispatcher(nn.Module):
 
 
 def _by_expert(rows: Tensor, counts: Tensor, experts: Run) -> Tensor:
-    """Runs the experts on rows that lie in several runs [runs, experts], each sorted by expert."""
+    """Runs the experts on rows from several senders, counts [senders, experts], each sender's sorted by expert."""
     if counts.shape[0] == 1:
         return experts(rows, counts[0].tolist())
     numbers = torch.arange(counts.shape[1], device=counts.device).repeat(counts.shape[0])

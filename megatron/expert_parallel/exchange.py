@@ -1,4 +1,4 @@
-"""Rows that change ranks or places, and whose gradients go the same way back."""
+"""All-to-all and permutation of rows, with their gradients."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class _Exchanged(Function):
 
 
 class _Permuted(Function):
-    """Backward writes every row once, where torch's own would add them up in any order."""
+    """Backward is a plain permutation: torch's own would scatter-add, in an order that is not deterministic."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, order: Tensor) -> Tensor:

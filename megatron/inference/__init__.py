@@ -1,4 +1,4 @@
-"""Using a trained model."""
+"""Text generation with a trained model."""
 
 from megatron.inference.generate import Continuation, generate
 from megatron.inference.load import LoadedModel, load_model

@@ -7,8 +7,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron.config.tool import Parser, run_tool
 from megatron.errors import ConfigError
+from megatron.utils.command_line import Parser, run_tool
 
 
 def parser() -> Parser:
@@ -34,7 +34,7 @@ def parser() -> Parser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return run_tool("error", lambda: run(parser().parse_known_flags(sys.argv[1:] if argv is None else argv)))
+    return run_tool("error", lambda: run(parser().parse_known_flags(argv)))
 
 
 def run(arguments: argparse.Namespace) -> None:

@@ -1,4 +1,4 @@
-"""Continue prompts, one token at a time, with keys and values kept."""
+"""Continues prompts one token at a time, with a cache of keys and values."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DEFAULT_NEW_TOKENS = 64
 
 @dataclass(frozen=True)
 class Continuation:
-    """What one prompt was continued with; `ended` by the end-of-document token, which is not part of it."""
+    """The continuation of one prompt. `ended`: by the end-of-document token, which is not part of it."""
 
     tokens: tuple[int, ...]
     ended: bool
@@ -35,8 +35,8 @@ def generate(
 ) -> list[Continuation]:
     """One continuation per prompt. `on_token(prompt number, token)` is called as soon as each token is known.
 
-    Prompts of different lengths run side by side: a row takes its own prompt's tokens until they end, so nothing is
-    padded and no row sees another.
+    Prompts of different lengths are processed together without padding: a row is fed its prompt's tokens until they
+    end, and rows do not affect each other.
     """
     sampling = sampling or Sampling(greedy=True)
     count = new_token_count(model, prompts, max_new_tokens)
@@ -62,7 +62,7 @@ def generate(
 
 
 def new_token_count(model: GPT, prompts: Sequence[Sequence[int]], asked: int | None) -> int:
-    """How many tokens can be added; what cannot be done is refused before any work."""
+    """The number of tokens to add; a number that the model has no room for is refused."""
     if not prompts or any(not prompt for prompt in prompts):
         raise ConfigError("--prompt: an empty prompt has nothing to continue; give at least one token of text")
     if asked is not None and asked < 1:
@@ -85,7 +85,7 @@ def new_token_count(model: GPT, prompts: Sequence[Sequence[int]], asked: int | N
 
 
 class _Rows:
-    """The tokens of all prompts and what follows them."""
+    """The tokens of all prompts and of their continuations."""
 
     def __init__(
         self,
@@ -111,7 +111,7 @@ class _Rows:
         return all(done or len(added) == self._new_tokens for done, added in zip(self._ended, self._added))
 
     def open_at(self, position: int) -> list[int]:
-        """The rows whose prompt is over and that still want a token."""
+        """The rows that need a new token at this position."""
         return [
             row
             for row, length in enumerate(self.lengths)

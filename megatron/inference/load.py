@@ -1,4 +1,4 @@
-"""A model and its tokenizer from a checkpoint alone."""
+"""Loads a model and its tokenizer from a checkpoint."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from megatron.checkpoint import FoundStep, StepReader, find_checkpoint
-from megatron.checkpoint.build import build_model
+from megatron.checkpoint.build import restore_model
 from megatron.checkpoint.hf import DTYPES
 from megatron.checkpoint.saved_tokenizer import saved_tokenizer
 from megatron.distributed.state import ParallelState
@@ -35,7 +35,7 @@ def load_model(
     kernels: str = "auto",
     log: Callable[[str], object] = print,
 ) -> LoadedModel:
-    """Build what the checkpoint describes and fill it; in the dtype it was trained in, unless another is asked for."""
+    """Builds and fills the model that the checkpoint describes, by default in the dtype that it was trained in."""
     found = find_checkpoint(directory, parallel=ParallelState.build(Layout(1), 0), step=step, log=log)
     assert found is not None, "without a save directory there is no fresh start"
     tokenizer = saved_tokenizer(found)
@@ -43,7 +43,7 @@ def load_model(
         raise CheckpointError(f"{found.directory} holds no tokenizer, so text cannot be turned into ids")
     reader = StepReader(found.directory, found.manifest)
     trained = reader.model_dtype()
-    model = build_model(reader, dtype=_dtype(dtype) if dtype else trained, device=device, kernels=kernels)
+    model = restore_model(reader, dtype=_dtype(dtype) if dtype else trained, device=device, kernels=kernels)
     return LoadedModel(model, tokenizer, found)
 
 

@@ -1,4 +1,4 @@
-"""From logits to the next token: greedy, or drawn after temperature, top-k and top-p, in that order."""
+"""Chooses the next token from logits: greedily, or sampled after temperature, top-k and top-p, in that order."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How tokens are chosen. `top_k` 0 and `top_p` 0 or 1 leave the distribution whole."""
+    """How tokens are chosen. `top_k` 0 and `top_p` 0 or 1 keep the whole distribution."""
 
     greedy: bool = False
     temperature: float = 1.0
@@ -31,7 +31,7 @@ class Sampling:
             raise ConfigError(f"--top-p {self.top_p}: must be between 0 and 1; 0 and 1 keep all tokens")
 
     def generators(self, count: int) -> list[torch.Generator]:
-        """One stream per prompt, so that what a prompt gives does not depend on the others beside it."""
+        """One generator per prompt, so that a continuation does not depend on the other prompts of the batch."""
         return [torch.Generator().manual_seed(self.seed + index) for index in range(count)]
 
     def choose(self, logits: Tensor, generators: list[torch.Generator]) -> Tensor:
@@ -53,13 +53,13 @@ class Sampling:
 
 
 def keep_top_k(logits: Tensor, count: int) -> Tensor:
-    """The `count` likeliest tokens, and those as likely as the last of them."""
+    """Keeps the `count` likeliest tokens, and those as likely as the last of them."""
     threshold = logits.topk(min(count, logits.shape[-1]), dim=-1).values[..., -1:]
     return logits.masked_fill(logits < threshold, float("-inf"))
 
 
 def keep_top_p(logits: Tensor, share: float) -> Tensor:
-    """The smallest set of likeliest tokens whose chances reach `share`; never fewer than one."""
+    """Keeps the smallest set of likeliest tokens whose probabilities add up to `share`, at least one."""
     ordered, order = logits.sort(dim=-1, descending=False)
     below = ordered.softmax(-1).cumsum(-1) <= 1 - share  # from the least likely upwards
     below[..., -1] = False

@@ -1,22 +1,19 @@
-"""Self-attention: fused QKV per key/value group, positions, the core that may be replaced, output projection."""
+"""Attention without parameters: which keys a query may see, the product over them, and the cache of past ones."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from megatron.config import ModelConfig
-from megatron.model.linear import Linear
-from megatron.model.norm import Norm
 from megatron.ops import Kernels
-from megatron.ops.fused_qkv import split_qkv
 
 
 class KVCache:
-    """Keys and values of past tokens, in tensors allocated once; the model advances `length` after every pass."""
+    """KV cache for generation, preallocated to `max_length` tokens; the model advances `length` after every pass."""
 
     def __init__(
         self,
@@ -46,7 +43,7 @@ class KVCache:
 
 @dataclass(frozen=True)
 class AttentionContext:
-    """What every layer of one forward pass shares."""
+    """Inputs of the attention that all layers of one forward pass share."""
 
     mask: Tensor | None = None  # true = may look; broadcasts to [batch, heads, queries, keys]; includes causality
     causal: bool = True  # the core adds the causal triangle; False where the mask has it or nothing is hidden
@@ -65,8 +62,8 @@ def attention_mask(
     document_ids: Tensor | None,
     device: torch.device,
 ) -> tuple[Tensor | None, bool]:
-    """(mask, causal) for the last `queries` of `keys` positions; document_ids [batch, keys]. No tensor is made where
-    the triangle says it all."""
+    """(mask, causal) for the last `queries` of `keys` positions; document_ids [batch, keys]. The mask is
+    None where plain causal attention is all there is."""
     left = -1 if window is None else window[0]  # causality hides everything to the right whatever the window says
     windowed = left >= 0 and left + 1 < keys
     if document_ids is None and not windowed:
@@ -83,11 +80,11 @@ def attention_mask(
 
 
 class SequenceView:
-    """How the tokens of one forward pass stand in their sequence: here, all that are not in the cache follow it.
-    Parallel layouts that cut the sequence replace this, and the core attention with it."""
+    """Positions and visibility of the tokens of one forward pass: here the whole sequence, or what follows the cache.
+    Context parallelism has a view of its own, with its own core attention."""
 
     def past(self, cache: KVCache | None) -> int:
-        """Tokens before those of this pass."""
+        """The number of tokens before those of this pass."""
         return 0 if cache is None else cache.length
 
     def positions(self, tokens: int, past: int, device: torch.device) -> Tensor:
@@ -101,7 +98,7 @@ class SequenceView:
 
 
 class CoreAttention(nn.Module):
-    """softmax(QK / sqrt(d)) V. Parallel layouts replace this module."""
+    """softmax(QK / sqrt(d)) V."""
 
     def __init__(self, config: ModelConfig, layer_number: int, kernels: Kernels) -> None:
         super().__init__()
@@ -122,36 +119,3 @@ class CoreAttention(nn.Module):
             dropout_p=self.dropout_p if self.training else 0.0,
             layer_scaling=self.layer_scaling,
         )
-
-
-class SelfAttention(nn.Module):
-    def __init__(self, config: ModelConfig, layer: int, kernels: Kernels, core_wrapper: Callable[..., Tensor]) -> None:
-        super().__init__()
-        self.layer = layer
-        self.head_dim = config.head_dim
-        self.query_per_group = config.num_attention_heads // config.query_groups
-        qkv_rows = config.query_groups * (self.query_per_group + 2) * self.head_dim
-        self.query_key_value = Linear(config.hidden_size, qkv_rows, bias=config.qkv_bias)
-        self.dense = Linear(config.num_attention_heads * self.head_dim, config.hidden_size, bias=config.linear_bias)
-        self.q_layernorm = Norm(self.head_dim, config, kernels) if config.qk_layernorm else None
-        self.k_layernorm = Norm(self.head_dim, config, kernels) if config.qk_layernorm else None
-        self.core_attention = CoreAttention(config, layer + 1, kernels)
-        self.kernels = kernels
-        self.core_wrapper = core_wrapper  # calls its first argument on the others, possibly recomputing it
-
-    def forward(self, x: Tensor, context: AttentionContext) -> Tensor:
-        query, key, value = self._query_key_value(x)  # [batch, seq, heads or groups, head_dim]
-        if context.rope is not None:
-            query, key = self.kernels.rope(query, *context.rope), self.kernels.rope(key, *context.rope)
-        query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-        if context.cache is not None:
-            key, value = context.cache.extend(self.layer, key, value)
-        core = self.core_wrapper(self.core_attention, query, key, value, context.mask, context.causal)
-        return self.dense(core.transpose(1, 2).flatten(2))  # [batch, seq, hidden]
-
-    def _query_key_value(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        qkv = self.query_key_value(x).unflatten(2, (-1, self.query_per_group + 2, self.head_dim))
-        query, key, value = split_qkv(qkv)
-        if self.q_layernorm is not None and self.k_layernorm is not None:
-            query, key = self.q_layernorm(query), self.k_layernorm(key)
-        return query, key, value

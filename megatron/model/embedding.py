@@ -2,45 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
-from megatron.config import ModelConfig
-from megatron.ops.ref import widened
-
-# (x, probability, training) -> x with dropout; parallel layouts pass their own, which draws from another stream.
-Dropout = Callable[[Tensor, float, bool], Tensor]
-
-
-class Table(nn.Module):
-    """A lookup table whose weights are left for the initialisation by name."""
-
-    def __init__(self, rows: int, width: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(rows, width))
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return F.embedding(ids, self.weight)  # [...] -> [..., width]
-
-    def extra_repr(self) -> str:
-        return f"{self.weight.shape[0]}, {self.weight.shape[1]}"
+from megatron.model.factory import ModuleFactory
 
 
 class Embedding(nn.Module):
-    def __init__(self, config: ModelConfig, padded_vocab_size: int, dropout: Dropout) -> None:
+    def __init__(self, make: ModuleFactory, padded_vocab_size: int) -> None:
         super().__init__()
-        self.word_embeddings = Table(padded_vocab_size, config.hidden_size)
-        learned = config.positions == "learned"
-        self.position_embeddings = Table(config.max_position_embeddings, config.hidden_size) if learned else None
-        self.dropout = dropout
-        self.hidden_dropout = config.hidden_dropout
-        self.fp32_residual = config.fp32_residual_connection
+        self.word_embeddings = make.vocabulary_table(padded_vocab_size)
+        self.position_embeddings = make.position_table() if make.config.positions == "learned" else None
+        self.dropout, self.hidden_dropout = make.dropout, make.config.hidden_dropout
+        self.fp32_residual = make.config.fp32_residual_connection
 
     def forward(self, tokens: Tensor, position_ids: Tensor, words: Tensor | None = None) -> Tensor:
         """`words`: the tokens' rows of the table, where they were looked up already."""
@@ -52,42 +26,9 @@ class Embedding(nn.Module):
         return self.dropout(hidden, self.hidden_dropout, self.training)
 
 
-def look_up_and_share(table: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """F.embedding(ids, table), and the table for a tied head, whose gradients then are one tensor from the start.
+class TiedHead(nn.Module):
+    """Holds the tied word table on a last pipeline stage that has no embedding, under the embedding's name."""
 
-    Composed, backward would make a gradient of the table's size for the rows alone, nearly all of it zero, and add up
-    the two. The head must hand back a gradient that nobody else holds: the rows are added to it in place.
-    """
-    rows, shared = _LookUpAndShare.apply(table, ids)
-    return rows, shared
-
-
-class _LookUpAndShare(Function):
-    @staticmethod
-    def forward(ctx: Any, table: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(ids)
-        ctx.shape = table.shape
-        ctx.set_materialize_grads(False)
-        return F.embedding(ids, table), table.view_as(table)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_rows: Tensor | None, grad_table: Tensor | None) -> tuple[Tensor | None, None]:
-        if grad_rows is None:
-            return grad_table, None
-        if grad_table is None:
-            grad_table = grad_rows.new_zeros(ctx.shape)
-        (ids,) = ctx.saved_tensors
-        used, place = ids.reshape(-1).unique(return_inverse=True)
-        sums = widened(grad_table[used])  # [distinct ids, width]: rounded once, however often an id occurs
-        sums.index_add_(0, place, widened(grad_rows.reshape(-1, ctx.shape[1])))
-        return grad_table.index_copy_(0, used, sums.to(grad_table.dtype)), None
-
-
-class HeadTable(nn.Module):
-    """In place of the embedding on a last pipeline stage with a tied head: the same table under the same name, for
-    the head alone."""
-
-    def __init__(self, table: nn.Module) -> None:
+    def __init__(self, make: ModuleFactory, padded_vocab_size: int) -> None:
         super().__init__()
-        self.word_embeddings = table
+        self.word_embeddings = make.vocabulary_table(padded_vocab_size)

@@ -1,24 +1,35 @@
-"""The model. Plain PyTorch: nothing here knows about ranks, and the result is the oracle of every parallel layout."""
+"""The GPT, in plain PyTorch: nothing here knows about ranks, so that one process is the oracle of every layout."""
 
 from __future__ import annotations
 
-import torch.nn.functional as F
+from collections.abc import Iterable
+from dataclasses import dataclass
+
 from torch import Tensor, nn
 
 from megatron.config import ModelConfig, MoEConfig, RecomputeConfig
-from megatron.model.attention import AttentionContext, KVCache, SequenceView
+from megatron.model.attention import AttentionContext, KVCache
 from megatron.model.block import Block
-from megatron.model.embedding import Dropout, Embedding, Table, look_up_and_share
-from megatron.model.loss import HeadAndLoss
-from megatron.model.moe_losses import RouterReports
-from megatron.model.norm import Norm
-from megatron.model.recompute import Checkpoint, Recompute, checkpoint
+from megatron.model.embedding import Embedding, TiedHead
+from megatron.model.factory import ModuleFactory
+from megatron.model.inventory import inventory
+from megatron.model.parameters import Parameter, parameters
 from megatron.model.rope import RotaryEmbedding
+from megatron.model.table import Table, look_up_and_share
 from megatron.ops import Kernels
 
 
+@dataclass(frozen=True)
+class Stage:
+    """The layers that one forward pass runs, where a pipeline rank holds several stages."""
+
+    layers: range
+    last: bool
+    """Whether the head follows."""
+
+
 class GPT(nn.Module):
-    """A decoder-only language model, or a run of its layers.
+    """A decoder-only language model, or the layers of it that one pipeline rank holds.
 
     Parameters are created in torch's default dtype and on its default device, and left unset: `model.init` draws them
     by name. Layers are keyed by their number in the whole model, so names never depend on what else is held here.
@@ -31,43 +42,32 @@ class GPT(nn.Module):
         vocab_size: int,
         padded_vocab_size: int | None = None,
         kernels: Kernels,
-        layers: range | None = None,
+        layers: Iterable[int] | None = None,
         first: bool = True,
         last: bool = True,
         moe: MoEConfig | None = None,
         recompute: RecomputeConfig | None = None,
-        dropout: Dropout = F.dropout,
-        checkpoint: Checkpoint = checkpoint,
+        make: ModuleFactory | None = None,
     ) -> None:
+        """`make`: makes the modules of a parallel layout instead of plain ones (megatron/parallelize)."""
         super().__init__()
         rows = vocab_size if padded_vocab_size is None else padded_vocab_size
         assert rows >= vocab_size, f"{rows} padded vocabulary rows cannot hold {vocab_size} tokens"
-        assert first or not last or not config.tied, "a tied head needs the embedding in the same part of the model"
-        held = range(config.num_layers) if layers is None else layers
-        self.config = config
-        self.vocab_size = vocab_size
-        self.routers = RouterReports(moe, config.num_layers) if moe is not None and moe.is_on else None
-        with_experts = moe.expert_layers(config.num_layers) if moe is not None else ()
-        self.recompute = Recompute.of(recompute, checkpoint)
-        self.embedding = Embedding(config, rows, dropout) if first else None
+        if make is None:
+            make = ModuleFactory(config, kernels, moe, recompute)
+        given = (config, kernels, moe or make.moe, recompute or make.recompute_config)
+        known = (make.config, make.kernels, make.moe, make.recompute_config)
+        assert all(one is other for one, other in zip(given, known)), "the factory was made with other settings"
+        self.config, self.make, self.vocab_size, self.padded_vocab_size = config, make, vocab_size, rows
+        self.routers, self.recompute, self.sequence = make.routers, make.recompute, make.sequence()
+        self.embedding = _embedding(make, rows, first=first, last=last)
         self.rotary = RotaryEmbedding(config) if config.positions == "rope" else None
-        self.layers = nn.ModuleDict(
-            {
-                str(n): Block(
-                    config,
-                    n,
-                    kernels,
-                    dropout=dropout,
-                    recompute=self.recompute,
-                    routers=self.routers if n in with_experts else None,
-                )
-                for n in held
-            }
-        )
-        self.final_layernorm = Norm(config.hidden_size, config, kernels) if last else None
-        self.output_layer = Table(rows, config.hidden_size) if last and not config.tied else None
-        self.head_and_loss = HeadAndLoss(vocab_size, kernels) if last else None
-        self.sequence = SequenceView()
+        held = range(config.num_layers) if layers is None else layers
+        self.layers = nn.ModuleDict({str(layer): Block(make, layer) for layer in held})
+        self.final_layernorm = make.norm(config.hidden_size) if last else None
+        self.output_layer = make.vocabulary_table(rows) if last and not config.tied else None
+        self.head_and_loss = make.head_and_loss(vocab_size) if last else None
+        self.as_made = inventory(self)
 
     def forward(
         self,
@@ -78,29 +78,35 @@ class GPT(nn.Module):
         document_ids: Tensor | None = None,
         cache: KVCache | None = None,
         hidden: Tensor | None = None,
+        stage: Stage | None = None,
     ) -> Tensor:
-        """tokens, position_ids, labels, document_ids [batch, seq]; `hidden` is the previous part's result.
+        """tokens, position_ids, labels, document_ids [batch, seq]; `hidden` is the previous stage's result; `stage`
+        says which of the layers to run, unless it is all of them.
 
-        Returns logits [batch, seq, vocabulary]; with labels the loss of every token [batch, seq] in fp32; from a part
-        of the model that is not the last, its hidden states [batch, seq, hidden].
+        Returns logits [batch, seq, vocabulary]; with labels the loss of every token [batch, seq] in fp32; from a stage
+        that is not the last, its hidden states [batch, seq, hidden].
         """
         past, seq = self.sequence.past(cache), tokens.shape[1]
         words = shared = None
         if position_ids is None:
             position_ids = self.sequence.positions(seq, past, tokens.device).unsqueeze(0)  # [1, seq]
         if hidden is None:
-            assert self.embedding is not None, "a part without the embedding needs the hidden states of the one before"
+            assert self.embedding is not None, "a stage without the embedding needs hidden states"
             if labels is not None:
                 words, shared = self._look_up(tokens)
             hidden = self.embedding(tokens, position_ids, words)
         context = self._context(position_ids, document_ids, seq, cache)
-        hidden = self._run_layers(hidden, context)
+        hidden = self._run_layers(hidden, context, stage)
         if cache is not None:
             cache.length += seq
-        if self.final_layernorm is None or self.head_and_loss is None:
+        if self.final_layernorm is None or self.head_and_loss is None or (stage is not None and not stage.last):
             return hidden
         weight = self.head_weight if shared is None else shared
         return self.head_and_loss(self.final_layernorm(hidden), weight, labels)
+
+    def table(self) -> dict[str, Parameter]:
+        """Every parameter of the whole model, whatever part of it is here, by name."""
+        return parameters(self.config, self.vocab_size, self.make.moe)
 
     @property
     def head_weight(self) -> Tensor:
@@ -111,11 +117,13 @@ class GPT(nn.Module):
         return self.embedding.word_embeddings.weight
 
     def _look_up(self, tokens: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """The tokens' rows, and the table for the head, where one tensor can be the gradient of both. On a CPU: an
-        accelerator would have to wait for the number of distinct tokens."""
-        table = self.embedding.word_embeddings if self.embedding is not None else None
+        """The tokens' rows and the tied table for the head, looked up so that both add to one gradient tensor. CPU
+        only: the number of distinct tokens would be a host sync on an accelerator."""
+        assert self.embedding is not None
+        table = self.embedding.word_embeddings
         alone = self.head_and_loss is None or self.output_layer is not None
-        if alone or not isinstance(table, Table) or tokens.device.type != "cpu" or not table.weight.requires_grad:
+        split = type(table) is not Table
+        if alone or split or tokens.device.type != "cpu" or not table.weight.requires_grad:
             return None, None
         return look_up_and_share(table.weight, tokens)
 
@@ -142,8 +150,8 @@ class GPT(nn.Module):
         rope = None if self.rotary is None else self.rotary(position_ids, dtype)
         return AttentionContext(mask, causal, rope, cache)
 
-    def _run_layers(self, hidden: Tensor, context: AttentionContext) -> Tensor:
-        blocks = list(self.layers.values())
+    def _run_layers(self, hidden: Tensor, context: AttentionContext, stage: Stage | None) -> Tensor:
+        blocks = [self.layers[name] for name in (self.layers if stage is None else map(str, stage.layers))]
 
         def run(start: int, stop: int, x: Tensor) -> Tensor:
             for block in blocks[start:stop]:
@@ -153,3 +161,9 @@ class GPT(nn.Module):
         for positions, recomputed in self.recompute.groups(len(blocks)):
             hidden = self.recompute.run(run, recomputed, positions.start, positions.stop, hidden)
         return hidden
+
+
+def _embedding(make: ModuleFactory, rows: int, *, first: bool, last: bool) -> Embedding | TiedHead | None:
+    if first:
+        return Embedding(make, rows)
+    return TiedHead(make, rows) if last and make.config.tied else None

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from megatron.config import ModelConfig
-
-# Their output is added to the residual stream 2 x layers times.
-_OUTPUT_PROJECTIONS = ("self_attention.dense.weight", "dense_4h_to_h.weight")
+from megatron.model.gpt import GPT
+from megatron.model.parameters import Parameter, Uniform
 
 
 def generator(name: str, seed: int) -> torch.Generator:
@@ -26,44 +23,22 @@ def draw(name: str, logical_shape: Sequence[int], std: float, seed: int) -> Tens
     return values.normal_(0.0, 1.0, generator=generator(name, seed)).mul_(std)
 
 
-def initial_std(name: str, config: ModelConfig) -> float:
-    if name.endswith(_OUTPUT_PROJECTIONS):
-        return config.init_method_std / math.sqrt(2.0 * config.num_layers)
-    return config.init_method_std
-
-
-def initial_value(name: str, logical_shape: Sequence[int], config: ModelConfig, seed: int) -> Tensor:
-    """The whole parameter `name`, in fp32 on the CPU."""
-    shape = tuple(logical_shape)
-    if name.endswith(".bias"):
-        return torch.zeros(shape, dtype=torch.float32, device="cpu")
-    if name.endswith("layernorm.weight"):
-        return torch.full(shape, 0.0 if config.apply_layernorm_1p else 1.0, dtype=torch.float32, device="cpu")
-    if config.init_method_xavier_uniform:
-        return _xavier_uniform(name, shape, seed)
-    return draw(name, shape, initial_std(name, config), seed)
-
-
-def _xavier_uniform(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
-    """Bound sqrt(6 / (fan in + fan out)) of the stored matrix."""
-    fan_out, fan_in = stored_shape(name, shape)
-    bound = math.sqrt(6.0 / (fan_in + fan_out))
-    values = torch.empty(shape, dtype=torch.float32, device="cpu")
-    return values.uniform_(-bound, bound, generator=generator(name, seed))
-
-
-def stored_shape(name: str, shape: tuple[int, ...]) -> tuple[int, int]:
-    """Rows and columns of the matrix that this logical view is stored as."""
-    if name.endswith("self_attention.dense.weight"):  # (hidden, heads, head_dim): the columns are split
-        return shape[0], math.prod(shape[1:])
-    return math.prod(shape[:-1]), shape[-1]
+def initial_value(parameter: Parameter, seed: int) -> Tensor:
+    """The logical view of the whole parameter, in fp32 on the CPU."""
+    name, shape, start = parameter.name, parameter.row.shape, parameter.row.start
+    if isinstance(start, float):
+        return torch.full(shape, start, dtype=torch.float32, device="cpu")
+    if isinstance(start, Uniform):
+        values = torch.empty(shape, dtype=torch.float32, device="cpu")
+        return values.uniform_(-start.bound, start.bound, generator=generator(name, seed))
+    return draw(name, shape, start.std, seed)
 
 
 @torch.no_grad()
-def initialise(model: nn.Module, config: ModelConfig, seed: int, vocab_size: int) -> None:
+def initialise(model: GPT, seed: int) -> None:
     """Set every parameter of an unsplit GPT. Padded vocabulary rows are zero: they have no meaning."""
-    for name, parameter in model.named_parameters():
-        parameter.zero_()
-        rows = vocab_size if name in ("embedding.word_embeddings.weight", "output_layer.weight") else len(parameter)
-        shape = (rows, *parameter.shape[1:])
-        parameter[:rows].copy_(initial_value(name, shape, config, seed))
+    table = model.table()
+    for name, stored in model.named_parameters():
+        value = initial_value(table[name], seed).view(table[name].row.stored_shape)
+        stored.zero_()
+        stored[: len(value)].copy_(value)

@@ -1,4 +1,4 @@
-"""The head: hidden states to logits, or straight to the loss of every token. Parallel layouts replace this module."""
+"""The head: hidden states to logits, or straight to the loss of every token."""
 
 from __future__ import annotations
 

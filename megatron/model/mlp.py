@@ -4,21 +4,19 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from megatron.config import ModelConfig
-from megatron.model.linear import Linear
-from megatron.ops import Kernels
+from megatron.model.factory import ModuleFactory
+from megatron.model.parameters import DOWN, UP
 
 
 class MLP(nn.Module):
-    def __init__(self, config: ModelConfig, kernels: Kernels, width: int | None = None) -> None:
-        """`width`: that of --ffn-hidden-size if unset."""
+    def __init__(self, make: ModuleFactory, name: str, width: int) -> None:
+        """`name` is that of the module in the whole model, `width` that of the whole layer."""
         super().__init__()
-        width = config.ffn_size if width is None else width
+        config = make.config
         inner = width * (2 if config.gated else 1)  # gated: the rows are [gate; up]
-        self.dense_h_to_4h = Linear(config.hidden_size, inner, bias=config.linear_bias)
-        self.dense_4h_to_h = Linear(width, config.hidden_size, bias=config.linear_bias)
-        self.activation = config.activation
-        self.kernels = kernels
+        self.dense_h_to_4h = make.linear(f"{name}.{UP}", config.hidden_size, inner, bias=config.linear_bias)
+        self.dense_4h_to_h = make.linear(f"{name}.{DOWN}", width, config.hidden_size, bias=config.linear_bias)
+        self.activation, self.kernels = config.activation, make.kernels
 
     def forward(self, x: Tensor) -> Tensor:
         return self.dense_4h_to_h(self.activate(self.dense_h_to_4h(x)))  # [batch, seq, hidden]

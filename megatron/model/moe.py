@@ -1,166 +1,38 @@
 """Mixture of experts: a router sends every token to a few of many MLPs, and adds up what they return.
 
-    scores  s = softmax(logits) or sigmoid(logits)           [tokens, experts]
-    choice  the k largest s (+ bias)                          [tokens, k]
-    weights p: softmax over the chosen logits; the chosen s itself (pre-softmax); or sigmoid scores over their sum
     y = sum over the chosen experts of p * expert(x)   + shared expert(x)
 
 Tokens are sorted by expert, so that each expert multiplies one contiguous slice (`ops/grouped_linear.py`). The
-dispatcher between sorting and experts may be replaced by one that moves tokens to ranks; here it only calls the
-experts.
+dispatcher between sorting and experts calls them, or moves tokens to the ranks that have them.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.config import ModelConfig, MoEConfig
+from megatron.model.factory import ModuleFactory
 from megatron.model.mlp import MLP
-from megatron.model.moe_losses import RouterReports, Watch, balance_loss, z_loss
-from megatron.ops import Kernels
-from megatron.ops.grouped_linear import Put
-
-
-@dataclass(frozen=True)
-class Routing:
-    """Where the tokens of [batch, seq] go: both [batch, seq, k]."""
-
-    experts: Tensor
-    weights: Tensor
-    kept: Tensor | None = None  # False: beyond the expert's capacity
-
-
-class Router(nn.Module):
-    """`expert_bias` moves the choice, never the weights; it is state, not a parameter: training steps it."""
-
-    expert_bias: Tensor | None
-
-    def __init__(self, hidden_size: int, layer: int, config: MoEConfig, reports: RouterReports) -> None:
-        super().__init__()
-        assert config.num_experts is not None
-        self.weight = nn.Parameter(torch.empty(config.num_experts, hidden_size))
-        bias = torch.zeros(config.num_experts, dtype=torch.float32) if config.moe_router_enable_expert_bias else None
-        self.register_buffer("expert_bias", bias)
-        self.layer, self.config, self.reports = layer, config, reports
-        # Sums what ranks counted of one sequence, where they share it; a parallel layout replaces it.
-        self.sum_of_sequence: Callable[[Tensor], Tensor] = lambda counts: counts
-
-    def forward(self, x: Tensor) -> Routing:
-        logits = self._logits(x)  # [batch, seq, experts]
-        scores = logits.softmax(-1) if self._softmax else logits.sigmoid()
-        biased = scores.detach() if self.expert_bias is None else scores.detach() + self.expert_bias
-        choosable = within_groups(biased, self.config)
-        experts = choosable.topk(self.config.moe_router_topk, dim=-1).indices  # [batch, seq, k]
-        weights = self._weights(logits, scores, experts)
-        if self.training and torch.is_grad_enabled() and self.reports.wanted:
-            weights = self._watched(weights, logits, scores, experts)
-        kept = None
-        if self.config.moe_expert_capacity_factor is not None:
-            kept = within_capacity(experts, weights.detach(), self._capacity(x.shape[1]), self.config)
-        return Routing(experts, weights.to(x.dtype), kept)
-
-    @property
-    def _softmax(self) -> bool:
-        return self.config.moe_router_score_function == "softmax"
-
-    def _logits(self, x: Tensor) -> Tensor:
-        if self.config.moe_router_dtype is None:
-            logits = F.linear(x, self.weight)
-            return logits.to(torch.promote_types(logits.dtype, torch.float32))
-        wanted = torch.float64 if self.config.moe_router_dtype == "fp64" else torch.float32
-        dtype = torch.promote_types(x.dtype, wanted)
-        return F.linear(x.to(dtype), self.weight.to(dtype))
-
-    def _weights(self, logits: Tensor, scores: Tensor, experts: Tensor) -> Tensor:
-        factor = self.config.moe_router_topk_scaling_factor or 1.0
-        if self._softmax and not self.config.moe_router_pre_softmax:
-            return logits.gather(-1, experts).softmax(-1)  # = the chosen scores over their sum
-        chosen = scores.gather(-1, experts)
-        if not self._softmax and self.config.moe_router_topk > 1:
-            chosen = chosen / (chosen.sum(-1, keepdim=True) + 1e-20)
-        return chosen * factor if factor != 1.0 else chosen
-
-    def _watched(self, weights: Tensor, logits: Tensor, scores: Tensor, experts: Tensor) -> Tensor:
-        """The weights, with the router's own losses behind them."""
-        config = self.config
-        chosen = experts.flatten(1)
-        counts = torch.zeros_like(chosen[:, :1]).repeat(1, scores.shape[-1])  # [batch, experts]: tokens that chose each
-        counts.scatter_add_(1, chosen, torch.ones_like(chosen))
-        losses: dict[str, Tensor] = {}
-        if config.balances:
-            shares = scores if self._softmax else scores / (scores.sum(-1, keepdim=True) + 1e-20)
-            losses["load_balancing_loss"] = balance_loss(
-                shares, self.sum_of_sequence(counts), config.moe_router_topk, self.reports.pieces, config.balanced_over
-            )
-        if config.moe_z_loss_coeff:
-            losses["z_loss"] = z_loss(logits, self.reports.pieces)
-        return self.reports.attach(weights, Watch(self.layer, counts.sum(0)), losses)
-
-    def _capacity(self, seq: int) -> int:
-        factor, experts = self.config.moe_expert_capacity_factor, self.weight.shape[0]
-        assert factor is not None
-        return math.ceil(seq * self.config.moe_router_topk / experts * factor)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Router:
-        """The bias stays in fp32 whatever the model becomes: its steps are too small for half precision."""
-        super()._apply(fn, recurse)
-        if self.expert_bias is not None:
-            self.expert_bias = self.expert_bias.float()
-        return self
-
-    def extra_repr(self) -> str:
-        return f"{self.weight.shape[1]}, {self.weight.shape[0]} experts, top {self.config.moe_router_topk}"
-
-
-@torch.no_grad()
-def within_groups(scores: Tensor, config: MoEConfig) -> Tensor:
-    """The scores [..., experts] with -inf for the experts of the groups that the token may not choose: it may the
-    groups whose best experts have the largest sum, as many experts of each as fall to a group."""
-    groups, chosen = config.moe_router_num_groups, config.moe_router_group_topk
-    if groups is None or chosen is None:
-        return scores
-    grouped = scores.unflatten(-1, (groups, -1))  # [..., groups, experts of each]
-    best = grouped.topk(config.moe_router_topk // chosen, dim=-1).values.sum(-1).topk(chosen, dim=-1).indices
-    closed = torch.ones(grouped.shape[:-1], dtype=torch.bool, device=scores.device).scatter_(-1, best, False)
-    return grouped.masked_fill(closed.unsqueeze(-1), float("-inf")).flatten(-2)
-
-
-@torch.no_grad()
-def within_capacity(experts: Tensor, weights: Tensor, capacity: int, config: MoEConfig) -> Tensor:
-    """[batch, seq, k]: which of a sequence's choices an expert takes, at most `capacity` of them: those of the largest
-    weights, or the first. Each sequence for itself, so the batch it is in and the layout do not matter."""
-    batch, seq, topk = experts.shape
-    chosen, weights = experts.reshape(batch, seq * topk), weights.reshape(batch, seq * topk)
-    if config.moe_token_drop_policy == "probs":
-        order = weights.argsort(dim=1, descending=True, stable=True)
-    else:
-        order = torch.arange(seq * topk, device=experts.device).expand(batch, -1)
-    order = order.gather(1, chosen.gather(1, order).argsort(dim=1, stable=True))  # by expert, the best first
-    ranked = chosen.gather(1, order)
-    steps = torch.arange(seq * topk, device=experts.device).expand(batch, -1).contiguous()
-    first = torch.searchsorted(ranked, ranked)  # where each one's expert begins
-    kept = torch.empty_like(chosen, dtype=torch.bool).scatter_(1, order, steps - first < capacity)
-    return kept.view(batch, seq, topk)
+from megatron.model.parameters import EXPERT, SHARED_EXPERT
+from megatron.model.router import Router, Routing
 
 
 class Experts(nn.ModuleDict):
-    """The experts that are here, under their number in the whole layer; their products are taken together."""
+    """This rank's experts, keyed by their number in the whole layer; their matrix products are grouped."""
 
-    def __init__(self, numbers: Sequence[int], make: Callable[[], MLP], kernels: Kernels) -> None:
-        super().__init__({str(number): make() for number in numbers})
-        self.kernels = kernels
-        self.put_weight_gradient: Put | None = None  # where the weights' gradients are computed later
+    def __init__(self, make: ModuleFactory, layer: int) -> None:
+        width = make.moe.moe_ffn_hidden_size or make.config.ffn_size
+        names = {number: EXPERT.format(layer=layer, expert=number) for number in make.experts()}
+        super().__init__({str(number): MLP(make, name, width) for number, name in names.items()})
+        self.kernels = make.kernels
+        self.put_weight_gradient = make.wgrads.put if make.wgrads.deferred else None
 
     def forward(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
-        """rows [tokens, hidden], sorted by expert; `counts` says how many each gets. The gradient of one without any
-        is zero, not missing."""
+        """rows [tokens, hidden], sorted by expert; counts: the number of rows of each expert. An expert without rows
+        gets a gradient of zero, not None."""
         experts = [expert for expert in self.values() if isinstance(expert, MLP)]
         inner = self._linear(rows, counts, [expert.dense_h_to_4h.weight for expert in experts])
         return self._linear(experts[0].activate(inner), counts, [expert.dense_4h_to_h.weight for expert in experts])
@@ -169,28 +41,17 @@ class Experts(nn.ModuleDict):
         return self.kernels.grouped_linear(rows, counts, weights, self.put_weight_gradient)
 
 
-class LocalDispatcher(nn.Module):
-    """All experts are here."""
-
-    def forward(self, rows: Tensor, counts: Tensor, experts: Experts) -> Tensor:
-        """rows [tokens, hidden], sorted by expert; counts [experts]. The experts' results, in the same order."""
-        return experts(rows, counts.tolist())
-
-
 class MoE(nn.Module):
-    """Stands where a layer's MLP stands otherwise."""
+    """The feed-forward half of a layer with experts."""
 
-    def __init__(
-        self, config: ModelConfig, moe: MoEConfig, layer: int, kernels: Kernels, reports: RouterReports
-    ) -> None:
+    def __init__(self, make: ModuleFactory, layer: int) -> None:
         super().__init__()
-        assert moe.num_experts is not None
-        width, shared = moe.moe_ffn_hidden_size, moe.moe_shared_expert_intermediate_size
-        self.router = Router(config.hidden_size, layer, moe, reports)
-        self.experts = Experts(range(moe.num_experts), lambda: MLP(config, kernels, width), kernels)
-        self.shared_expert = MLP(config, kernels, shared) if shared is not None else None
-        self.dispatcher: nn.Module = LocalDispatcher()
-        self.num_experts = moe.num_experts
+        shared = make.moe.moe_shared_expert_intermediate_size
+        self.router = Router(make, layer)
+        self.experts = Experts(make, layer)
+        self.shared_expert = None if shared is None else MLP(make, SHARED_EXPERT.format(layer=layer), shared)
+        self.dispatcher = make.dispatcher()
+        self.num_experts = self.router.weight.shape[0]
 
     def forward(self, x: Tensor) -> Tensor:
         routing = self.router(x)
@@ -212,8 +73,8 @@ class MoE(nn.Module):
 
 
 class _Taken(torch.autograd.Function):
-    """[tokens, hidden] -> the rows of the choices `order`; choice c is of token c // k. In backward every choice has a
-    place of its own, and a token's are added in their order: the same bits every time."""
+    """[tokens, hidden] -> the rows of the choices `order`; choice c is of token c // k. Backward
+    adds the gradients of a token's choices in a fixed order, so that it is deterministic."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: Tensor, topk: int) -> Tensor:

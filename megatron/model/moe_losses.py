@@ -1,4 +1,4 @@
-"""What routers are trained for besides the tokens' loss, and what they tell of a step.
+"""Auxiliary losses of routers (load balancing, z-loss), and the statistics that they report.
 
 The objective is
 
@@ -27,7 +27,7 @@ def balance_loss(
     """sum over experts of (part of the choices that it got) * (mean share of the scores) * experts: 1 if even.
 
     shares [batch, seq, experts] of the tokens that are here, one of `pieces` of their sequences; counts
-    [batch, experts] of whole sequences. What is here of the sum over the batch's sequences.
+    [batch, experts] of whole sequences. This rank's share of the sum over the batch's sequences.
     """
     _, seq, experts = shares.shape
     tokens = seq * pieces
@@ -38,14 +38,14 @@ def balance_loss(
 
 
 def z_loss(logits: Tensor, pieces: int) -> Tensor:
-    """Mean over a sequence's tokens of log(sum(exp(logits)))^2: keeps logits small. What is here of the sum over the
-    batch's sequences."""
+    """Mean over a sequence's tokens of log(sum(exp(logits)))^2: keeps logits small. This rank's share of the sum
+    over the batch's sequences."""
     return logits.logsumexp(-1).square().sum() / (logits.shape[1] * pieces)
 
 
 @dataclass(frozen=True)
 class Watch:
-    """What one router saw of one micro-batch."""
+    """One router's statistics of one micro-batch."""
 
     layer: int
     counts: Tensor  # [experts]: how many of the tokens here chose each
@@ -53,12 +53,12 @@ class Watch:
 
 @dataclass
 class RouterReports:
-    """Between the routers of one model and whoever drives it."""
+    """Collects losses and counts from all routers of one model; the engine sets the scale and reads the sums."""
 
     config: MoEConfig
     num_layers: int
     pieces: int = 1
-    """Ranks that share each sequence and see other tokens of it."""
+    """How many ranks each sequence is split over."""
     scale: Tensor | float = 1.0
     """What a router loss's gradient is multiplied by; set before every step."""
     losses: dict[str, Tensor] = field(default_factory=dict)
@@ -79,13 +79,13 @@ class RouterReports:
         return {"load_balancing_loss": self.config.moe_aux_loss_coeff, "z_loss": self.config.moe_z_loss_coeff or 0.0}
 
     def begin(self, scale: Tensor | float) -> None:
-        """A step begins."""
+        """Starts a step: sets the scale and clears the sums."""
         self.scale = scale
         self.losses.clear()
         self.counts.clear()
 
     def attach(self, weights: Tensor, watch: Watch, losses: Mapping[str, Tensor]) -> Tensor:
-        """`weights` unchanged; backward through them is also that of the losses."""
+        """Returns `weights` unchanged, with the losses attached: backward through them adds the losses' gradients."""
         return _Attached.apply(weights, self, watch, tuple(losses), *losses.values())
 
     def add(self, watch: Watch, losses: Mapping[str, Tensor]) -> None:
@@ -96,7 +96,7 @@ class RouterReports:
 
 
 class _Attached(torch.autograd.Function):
-    """Reports in backward, which happens once, and not in forward, which recomputation does twice."""
+    """Reports in backward, which runs once, and not in forward, which recomputation runs twice."""
 
     @staticmethod
     def forward(

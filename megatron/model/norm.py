@@ -10,7 +10,7 @@ from megatron.ops import Kernels
 
 
 class Norm(nn.Module):
-    """The result has the dtype of the weight, so a residual stream in fp32 feeds layers in half precision."""
+    """Returns the dtype of the weight, so that an fp32 residual stream feeds half-precision layers."""
 
     def __init__(self, width: int, config: ModelConfig, kernels: Kernels) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Norm(nn.Module):
         return self.kernels.layer_norm(x, weight, bias, self.eps).to(dtype)  # [..., width]
 
     def of_sum(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """(norm of the sum, x + residual), in one walk over them where all are of one type."""
+        """(norm of the sum, x + residual), fused into one pass over memory where all have one dtype."""
         watched = self._forward_hooks or self._forward_pre_hooks or self._backward_hooks or self._backward_pre_hooks
         if watched or not x.dtype == residual.dtype == self.weight.dtype:
             total = residual + x

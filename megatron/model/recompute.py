@@ -12,13 +12,17 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from megatron.config import RecomputeConfig
 from megatron.errors import ConfigError
 
-# (function, *tensors) -> its result, with a promise to compute it again instead of keeping what it saved.
-Checkpoint = Callable[..., Any]
+Wrapper = Callable[..., Any]
+"""(function, *tensors) -> its result."""
 
 
 def checkpoint(function: Callable[..., Any], *arguments: Any) -> Any:
     """torch's, with the random state put back so that dropout falls on the same elements the second time."""
     return torch_checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=True)
+
+
+def when_training(function: Callable[..., Any], *arguments: Any) -> Any:
+    return checkpoint(function, *arguments) if torch.is_grad_enabled() else function(*arguments)
 
 
 def call(function: Callable[..., Any], *arguments: Any) -> Any:
@@ -32,14 +36,13 @@ class Recompute:
     method: str = "none"  # none, uniform, block, selective
     num_layers: int = 1
     modules: frozenset[str] = frozenset()
-    checkpoint: Checkpoint = checkpoint
 
     @classmethod
-    def of(cls, config: RecomputeConfig | None, function: Checkpoint = checkpoint) -> Recompute:
+    def of(cls, config: RecomputeConfig | None) -> Recompute:
         if config is None:
             return cls()
         if config.full:
-            return cls(config.recompute_method or "uniform", config.recompute_num_layers, checkpoint=function)
+            return cls(config.recompute_method or "uniform", config.recompute_num_layers)
         if config.selective:
             modules = frozenset(config.recompute_modules or ("core_attn",))
             unknown = modules - {"core_attn", "mlp"}
@@ -47,17 +50,14 @@ class Recompute:
                 raise ConfigError(
                     f"--recompute-modules {' '.join(sorted(unknown))}: not supported; use core_attn and/or mlp"
                 )
-            return cls("selective", modules=modules, checkpoint=function)
+            return cls("selective", modules=modules)
         return cls()
 
-    def wrapper(self, module: str) -> Checkpoint:
+    def wrapper(self, module: str) -> Wrapper:
         """How a layer calls its part `module`."""
         if self.method != "selective" or module not in self.modules:
             return call
-        return self._when_training
-
-    def _when_training(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        return self.checkpoint(function, *arguments) if torch.is_grad_enabled() else function(*arguments)
+        return when_training
 
     def groups(self, count: int) -> list[tuple[range, bool]]:
         """Split `count` layers into runs (positions, recomputed?) that are called one after another."""
@@ -70,4 +70,4 @@ class Recompute:
         return [(range(count), False)]
 
     def run(self, function: Callable[..., Any], recomputed: bool, *arguments: Any) -> Any:
-        return self._when_training(function, *arguments) if recomputed else function(*arguments)
+        return when_training(function, *arguments) if recomputed else function(*arguments)

@@ -24,8 +24,8 @@ def split_qkv(qkv: Tensor) -> Triple:
 
 
 def whole(thirds: Triple) -> Tensor | None:
-    """[batch, seq, heads, 3, d], if that is what the three [batch, seq, heads, d] were cut from. A compiler knows no
-    addresses, and would leave the whole block uncompiled."""
+    """The tensor [batch, seq, heads, 3, d] that the three [batch, seq, heads, d] are views of, or None. Not under
+    torch.compile: it cannot trace addresses, and would leave the whole block uncompiled."""
     if torch.compiler.is_compiling():
         return None
     first, width = thirds[0], thirds[0].shape[-1]

@@ -1,4 +1,4 @@
-"""Linear layers of several groups of rows, the groups lying one after another: what the experts of a rank compute.
+"""Linear layers over contiguous groups of rows, a weight for each group: the experts of a rank.
 
     y[rows of group g] = x[rows of group g] @ weights[g].T          x [rows, in], weights[g] [out, in], y [rows, out]
     dx[rows of g]      = dy[rows of g] @ weights[g]
@@ -20,6 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
+
+from megatron.ops.operation import Implementation, Operation, Target
 
 Put = Callable[[nn.Parameter, Tensor, Tensor], None]
 """Takes the factors dy, x of the product dy.T @ x that is a weight's gradient (`Wgrads.put`)."""
@@ -73,7 +75,7 @@ def by_grouped_mm(x: Tensor, counts: Sequence[int], weights: Sequence[nn.Paramet
 
 
 def _fits(x: Tensor, weights: Sequence[Tensor]) -> bool:
-    """The kernel takes rows of whole 16 bytes of bf16."""
+    """The kernel takes bf16 rows whose size is a multiple of 16 bytes."""
     return x.is_cuda and x.dtype == torch.bfloat16 and all(size % 8 == 0 for size in weights[0].shape)
 
 
@@ -83,7 +85,7 @@ def _grouped_linear(
     if put is None:
         return _GroupedLinear.apply(how, None, list(counts), x, *weights)
     assert x.requires_grad or not torch.is_grad_enabled(), "without a gradient of its input backward passes a layer by"
-    # Detached, so that backward does not announce gradients that the queue will bring.
+    # Detached, so that autograd does not announce gradients that the queue computes later.
     puts = [partial(put, weight) for weight in weights]
     return _GroupedLinear.apply(how, puts, list(counts), x, *(weight.detach() for weight in weights))
 
@@ -126,7 +128,7 @@ def _ends(counts: Sequence[int], like: Tensor) -> Tensor:
 
 
 def _stacked(weights: Sequence[Tensor]) -> Tensor:
-    """[groups, out, in]: without a copy where the weights lie one after another."""
+    """[groups, out, in]: a view where the weights are adjacent in memory, else a copy."""
     first, size = weights[0], weights[0].numel()
     base = first.untyped_storage().data_ptr()
     if all(
@@ -137,3 +139,14 @@ def _stacked(weights: Sequence[Tensor]) -> Tensor:
     ):
         return first.as_strided((len(weights), *first.shape), (size, *first.stride()))
     return torch.stack(list(weights))
+
+
+def _portable(target: Target) -> Implementation:
+    if target.device_type == "cuda":
+        reason = "one product for all experts in bf16; one for each in other types"
+        return Implementation("torch", by_grouped_mm, reason)
+    reason = "a product for each expert: PyTorch's grouped one is a loop here, and copies weights"
+    return Implementation("ref", by_loop, reason)
+
+
+OPERATIONS = (Operation("grouped_linear", by_loop, _portable),)

@@ -1,4 +1,4 @@
-"""The kernels compiled from csrc/: found, checked and loaded, or the reason why not. Nothing is compiled here."""
+"""Finds, checks and loads the kernels compiled from csrc/, or says why not. Nothing is compiled here."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ PATH = FOLDER / "_kernels.so"
 VERIFIED = FOLDER / "gpu_verified.json"
 NAMESPACE = "megatron_native"
 SOURCES = FOLDER.parents[1] / "csrc"
-PARTS = ("common", "cpu", "cuda", "torch")
-# Installed away from its sources, the package can only be installed again.
+OTHER_EXTENSION = "data"  # of csrc/
+# A package that was installed without its sources can only be installed again.
 BUILD = (
     "python setup.py build_ext --inplace" if SOURCES.is_dir() else "pip install --no-build-isolation, in its sources"
 )
@@ -28,14 +28,14 @@ BUILD = (
 
 @dataclass(frozen=True)
 class Gpu:
-    """What decides whether compiled kernels run on a machine's GPU: pairs of major and minor."""
+    """Compute capability and CUDA version, as (major, minor): of a machine's GPU, or required by compiled kernels."""
 
     capability: tuple[int, int]
     cuda: tuple[int, int]  # the newest that the driver knows; (0, 0): torch does not say
 
 
 def this_gpu() -> Gpu | None:
-    """That of the current device, if there is one."""
+    """The current device, if there is one."""
     if not torch.cuda.is_available():
         return None
     version = getattr(torch._C, "_cuda_getDriverVersion", lambda: 0)()  # 12080 is 12.8
@@ -44,8 +44,10 @@ def this_gpu() -> Gpu | None:
 
 @dataclass(frozen=True)
 class Library:
-    """Why nothing was loaded, or why no CUDA; `unverified`: the CUDA sources that no GPU has checked as they are;
-    `needs`: the oldest GPU and the CUDA that its CUDA kernels are compiled for."""
+    """The loaded kernels, or why there are none (`missing`) or none for CUDA.
+
+    `unverified`: folders of csrc/ whose CUDA kernels no GPU has verified as they are. `needs`: the minimum compute
+    capability and CUDA version of the CUDA kernels."""
 
     missing: str | None = None
     without_cuda: str | None = None
@@ -53,7 +55,7 @@ class Library:
     needs: Gpu | None = None
 
     def why_not_on(self, gpu: Gpu | None) -> str | None:
-        """Why its CUDA kernels would not even start there."""
+        """Why its CUDA kernels cannot be launched on this GPU, or None."""
         if gpu is None or self.needs is None:
             return None
         if gpu.capability < self.needs.capability:
@@ -73,7 +75,7 @@ class Library:
 
 @dataclass(frozen=True)
 class _Record:
-    """What csrc/build.py wrote beside the shared object."""
+    """The record that csrc/build.py writes beside the shared object."""
 
     sha256: str
     machine: str
@@ -85,7 +87,7 @@ class _Record:
 
 @cache
 def library() -> Library:
-    """That of this installation, loaded on the first call."""
+    """The kernels of this installation, loaded on the first call."""
     return load(PATH)
 
 
@@ -106,9 +108,9 @@ def load(path: Path, sources: Path = SOURCES) -> Library:
         return Library(f"not usable: {error.filename} cannot be read ({error.strerror}); make it readable, or {BUILD}")
     if reason is not None:
         return Library(f"{reason}; build again: {BUILD}")
-    from megatron.ops import native
+    from megatron.ops.rows import register  # they need what they register with
 
-    native.register(NAMESPACE)
+    register(NAMESPACE)
     verified = _verified_sources()
     unverified = frozenset(name for name, digest in record.cuda_sources.items() if verified.get(name) != digest)
     return Library(None, record.without_cuda, unverified, record.needs)
@@ -124,11 +126,11 @@ def _dotted(pair: tuple[int, int]) -> str:
 
 
 def _why_unusable(path: Path, record: _Record, sources: Path) -> str | None:
-    """Loads it, if it can be."""
-    # A truncated object would not fail to load: it would kill the process when a missing page is touched.
+    """Loads the shared object, or says why it cannot be used."""
+    # A truncated object would load, and crash the process when a missing page is touched.
     if _digest(path) != record.sha256:
         return f"not usable: {path.name} is not what was built (truncated or replaced)"
-    # The system's own word for this is that there is no such file.
+    # The system's own message would be that there is no such file.
     if record.machine != platform.machine():
         return f"not usable: {path.name} was built for {record.machine}, and this machine is {platform.machine()}"
     if sources.is_dir() and _hashes(sources) != record.sources:
@@ -149,13 +151,15 @@ def _digest(path: Path) -> str:
 
 
 def _hashes(sources: Path) -> dict[str, str]:
-    """As csrc/build.py records them. They are compared where the sources are, so that a build is never a stale one."""
-    files = (path for part in PARTS for path in (sources / part).glob("*") if path.suffix in (".h", ".cpp", ".cu"))
-    return {path.relative_to(sources).as_posix(): _digest(path) for path in files}
+    """Hashes of the sources as csrc/build.py records them; a build whose sources have changed is stale."""
+    files = (path for path in sources.glob("*/*") if path.suffix in (".h", ".cpp", ".cu"))
+    return {
+        path.relative_to(sources).as_posix(): _digest(path) for path in files if path.parent.name != OTHER_EXTENSION
+    }
 
 
 def _verified_sources() -> Mapping[str, str]:
-    """Source name -> hash of what tools/gpu_check.py last found right on a GPU."""
+    """Folder of csrc/ -> hash of the sources that tools/gpu_check.py verified on a GPU."""
     try:
         record = json.loads(VERIFIED.read_text(encoding="utf-8"))
         return dict(record["sources"]) if record["device_type"] == "cuda" else {}

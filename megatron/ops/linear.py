@@ -23,7 +23,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 @cache
 def adds_bias() -> bool:
-    """Whether this torch, on this processor, has that operation for bf16, and it gives what its linear gives."""
+    """Whether that operation exists for bf16 in this torch on this processor, and gives the bits of F.linear."""
     x, weight, bias = (torch.arange(n, dtype=torch.float32).sin().bfloat16() for n in (5 * 32, 48 * 32, 48))
     x, weight = x.view(5, 32), weight.view(48, 32)
     try:

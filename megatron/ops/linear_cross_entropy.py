@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -17,11 +18,21 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron.ops import packed
+from megatron.ops.cross_entropy import NativeLogits, cross_entropy
 from megatron.ops.logits import TORCH_LOGITS, LogitsMath, block_rows
+from megatron.ops.operation import (
+    Implementation,
+    Native,
+    Operation,
+    Target,
+    described,
+    unsupported_devices,
+    unsupported_floats,
+)
 
 
 class Workspace:
-    """Keeps the largest buffer of a step for the next one.
+    """Keeps the logits' buffer, the largest of a step, for the next one.
 
     A C allocator gives large blocks back to the system at once, and touching fresh pages costs a fifth of the head's
     matrix product. Peak memory does not change: the buffer is live when memory is at its peak anyway. Accelerators
@@ -63,13 +74,33 @@ def linear_cross_entropy(
     vocab_size: int,
     workspace: Workspace | None = None,
     part: VocabularyPart | None = None,
-    math: LogitsMath = TORCH_LOGITS,
 ) -> Tensor:
-    """See `ref.linear_cross_entropy`. A `workspace` allows one backward pass per forward: it takes the buffer; so does
-    a `part`, whose loss is the same on every rank."""
+    """Loss of every token under logits = hidden @ weight.T, padded rows of `weight` left out.
+
+    hidden [tokens, hidden], weight [padded vocabulary, hidden], labels [tokens] -> [tokens] in fp32 (or fp64).
+    """
+    if part is not None:  # a split vocabulary has no plainer formula
+        return fused_linear_cross_entropy(
+            hidden, weight, labels, vocab_size, workspace, part, product=packed.selected()
+        )
+    return cross_entropy(hidden @ weight[:vocab_size].t(), labels)
+
+
+def fused_linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    vocab_size: int,
+    workspace: Workspace | None = None,
+    part: VocabularyPart | None = None,
+    math: LogitsMath = TORCH_LOGITS,
+    product: packed.Product = torch.matmul,
+) -> Tensor:
+    """See `linear_cross_entropy`. A `workspace` allows one backward pass per forward: it takes the buffer; so does a
+    `part`, whose loss is the same on every rank. `product` gives the gradient of `hidden`."""
     if not (torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)):
         return _loss_only(hidden, weight, labels, vocab_size, part, math)
-    return _LinearCrossEntropy.apply(hidden, weight, labels, vocab_size, workspace, part, math)
+    return _LinearCrossEntropy.apply(hidden, weight, labels, vocab_size, workspace, part, math, product)
 
 
 def _held(weight: Tensor, vocab_size: int, part: VocabularyPart | None) -> tuple[int, int]:
@@ -81,7 +112,7 @@ def _held(weight: Tensor, vocab_size: int, part: VocabularyPart | None) -> tuple
 def _loss_only(
     hidden: Tensor, weight: Tensor, labels: Tensor, vocab_size: int, part: VocabularyPart | None, math: LogitsMath
 ) -> Tensor:
-    """No gradient will be asked for: the logits of a few hundred tokens at a time are enough."""
+    """Without gradients: only the logits of a few hundred tokens exist at a time."""
     first, held = _held(weight, vocab_size, part)
     rows = max(256, block_rows(held, hidden.device))
     statistics = [
@@ -115,22 +146,24 @@ class _LinearCrossEntropy(torch.autograd.Function):
         workspace: Workspace | None,
         part: VocabularyPart | None,
         math: LogitsMath,
+        product: packed.Product,
     ) -> Tensor:
         first, held = _held(weight, vocab_size, part)
-        # A CPU multiplies odd sizes as fast as even ones; a GPU wants the padding.
+        # On a CPU odd sizes are as fast as even ones; on a GPU the padded size is faster.
         used = weight[:held] if weight.device.type == "cpu" else weight
         shape = (hidden.shape[0], used.shape[0])  # [tokens, vocabulary]
         logits = hidden.new_empty(shape) if workspace is None else workspace.take(shape, hidden)
         torch.mm(hidden, used.t(), out=logits)
         log_sum_exp = None
-        # The gradient waits for the backward pass where other ranks' logits belong to it, and in fp16, which cannot
-        # hold softmax - onehot before the loss scale is in it.
+        # Deferred to the backward pass: the gradient over a split vocabulary, which needs the other ranks' logits, and
+        # that in fp16, in which softmax - onehot would underflow without the loss scale.
         if part is not None or logits.dtype == torch.float16:
             losses, log_sum_exp = _joined(math.statistics(logits, labels, first, held, vocab_size), part)
         else:
             losses = math.in_place_(logits, labels, held)
         ctx.save_for_backward(hidden, weight, labels, log_sum_exp)
-        ctx.logits, ctx.columns, ctx.workspace, ctx.math = logits, (first, held), workspace, math
+        ctx.logits, ctx.columns, ctx.workspace = logits, (first, held), workspace
+        ctx.math, ctx.product = math, product
         return losses
 
     @staticmethod
@@ -149,7 +182,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             scaled = (hidden * grad.unsqueeze(-1)).to(hidden.dtype)
         grad_hidden = grad_weight = None
         if ctx.needs_input_grad[0]:
-            grad_hidden = packed.times(logits, used) if packed.pays(logits, used) else logits @ used
+            grad_hidden = ctx.product(logits, used)
             if log_sum_exp is None:
                 grad_hidden = (grad_hidden * grad.unsqueeze(-1)).to(hidden.dtype)
         if ctx.needs_input_grad[1]:
@@ -158,4 +191,30 @@ class _LinearCrossEntropy(torch.autograd.Function):
             grad_weight[logits.shape[1] :].zero_()
         if workspace is not None:
             workspace.give_back(logits)
-        return grad_hidden, grad_weight, None, None, None, None, None
+        return grad_hidden, grad_weight, *(None,) * 6
+
+
+def _unsupported(
+    hidden: Tensor, weight: Tensor, labels: Tensor, vocab_size: int, workspace: Any = None, part: Any = None
+) -> str | None:
+    matrices = hidden.dim() == weight.dim() == 2 and hidden.shape[1] == weight.shape[1]
+    if not matrices or labels.dtype != torch.int64 or labels.shape != hidden.shape[:1]:
+        return (
+            f"hidden {described(hidden)}, weight {described(weight)} and labels {described(labels)}: "
+            "[tokens, hidden], [vocabulary, hidden] and int64 [tokens] would do"
+        )
+    return unsupported_floats(hidden, weight) or unsupported_devices(hidden, labels)
+
+
+def _portable(target: Target) -> Implementation:
+    function = partial(fused_linear_cross_entropy, product=packed.selected())
+    return Implementation("torch", function, f"the logits become their own gradient in place{packed.note(target)}")
+
+
+def _native_linear_cross_entropy(ops: Any, *args: Any, **named: Any) -> Tensor:
+    fused = partial(fused_linear_cross_entropy, math=NativeLogits(ops), product=packed.selected())
+    return fused(*args, **named)
+
+
+_NATIVE = Native("cross_entropy", _native_linear_cross_entropy, _unsupported, left_to_compiler=False, note=packed.note)
+OPERATIONS = (Operation("linear_cross_entropy", linear_cross_entropy, _portable, _NATIVE),)

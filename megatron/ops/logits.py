@@ -1,4 +1,4 @@
-"""What cross-entropy does to logits that it owns, in torch's operations: the fallback of csrc/, and every other dtype.
+"""Cross-entropy on logits that may be overwritten, in torch's operations: for every dtype, and the fallback of csrc/.
 
 All of it walks blocks whose fp32 copies stay in a CPU's cache. `first` is where this rank's columns begin in the
 vocabulary; a split vocabulary and fp16 take `statistics`, then `gradient_`, the others `in_place_` alone.
@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megatron.ops.ref import widened
+from megatron.ops.precision import widened
 
 
 class LogitsMath(Protocol):
@@ -77,7 +77,7 @@ TORCH_LOGITS: LogitsMath = TorchLogits()
 
 
 def _check_labels(labels: Tensor, vocab_size: int) -> None:
-    """A label that no rank holds would give a plausible loss. A device is not waited for."""
+    """Refuses labels outside of the vocabulary: their loss would look plausible. Not on a device: no host sync."""
     if labels.device.type == "cpu" and labels.numel() and not 0 <= int(labels.min()) <= int(labels.max()) < vocab_size:
         raise IndexError(
             f"cross_entropy: labels reach from {labels.min()} to {labels.max()}, the vocabulary has "
@@ -98,7 +98,7 @@ def block_rows(columns: int, device: torch.device) -> int:
 
 
 def _row_blocks(logits: Tensor, columns: int) -> Iterator[slice]:
-    """Tokens whose logits are worked on together; none where no row of the vocabulary is held."""
+    """Blocks of tokens; none if this rank holds no row of the vocabulary."""
     step = block_rows(columns, logits.device)
     for start in range(0, logits.shape[0] if columns else 0, step):
         yield slice(start, start + step)

@@ -1,41 +1,65 @@
-"""Products of many rows with a large weight in bf16 on a CPU, the weight first laid out as the product reads it.
+"""Products of many rows with a large bf16 weight on a CPU, the weight first packed into oneDNN's own layout.
 
-oneDNN lays out a weight that it meets in the usual order piece by piece, and again for every block of rows. One copy in
-its own order, made before, costs 6 % of the product that gives the head's input its gradient and saves 10 %. (The
-logits would gain 5 %, but need a new buffer each step, for which the heap grew by a tenth of the process.) While a
-copy is made there are two: with the logits alive that is up to twice the weight more at the step's peak.
+From the usual layout oneDNN packs a weight piece by piece, again for every block of rows. Packing it once costs 6 % of
+the product that is the gradient of the head's input and saves 10 %. (The logits would gain 5 %, but need a new buffer
+each step, which grew the heap by a tenth of the process.) Packing takes two copies: up to twice the weight more at the
+peak of the step.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 
 import torch
 from torch import Tensor
 
+from megatron.ops.operation import Target
 from megatron.utils.cpu import memory_is_kept
 
 _MANY_ROWS = 2048
-"""From here on the layout is known to pay."""
+"""From so many rows on packing was measured to pay."""
 _LARGE_WEIGHT = 1 << 22
 _BLOCK = 96
 """Rows transposed at a time: with their columns they stay in the cache."""
 
 
-def pays(x: Tensor, weight: Tensor) -> bool:
-    """Whether x @ weight should go through `times`. Only in memory that is kept from step to step: the
-    copies are new tensors, and touching fresh pages costs more than is gained."""
+Product = Callable[[Tensor, Tensor], Tensor]
+
+
+def selected() -> Product:
+    """x @ weight of x [rows, out] and weight [out, in]: the implementation for this process."""
+    return times_where_it_pays if pays() else torch.matmul
+
+
+def note(target: Target) -> str:
+    """For the table of the selection."""
+    if target.device_type != "cpu":
+        return ""
+    if pays():
+        return "; large bf16 products with a weight packed by oneDNN"
+    return "" if memory_is_kept() else "; no packed weights, for freed memory is not kept (--cpu-allocator)"
+
+
+def pays() -> bool:
+    """Only in memory that is kept from step to step: the copies are new tensors, and touching fresh pages costs more
+    than is gained."""
+    return memory_is_kept() and packs()
+
+
+def times_where_it_pays(x: Tensor, weight: Tensor) -> Tensor:
     halves = x.device.type == "cpu" and x.dtype == weight.dtype == torch.bfloat16
-    return halves and x.shape[0] >= _MANY_ROWS and weight.numel() >= _LARGE_WEIGHT and packs() and memory_is_kept()
+    large = x.shape[0] >= _MANY_ROWS and weight.numel() >= _LARGE_WEIGHT
+    return times(x, weight) if halves and large else x @ weight
 
 
 def laid_out(weight: Tensor, rows: int) -> Tensor:
-    """For products of `rows` rows with weight.t(): a tensor that only `product` can read."""
+    """The packed weight, for products of `rows` rows with weight.t(): only `product` can read it."""
     return torch.ops.mkldnn._reorder_linear_weight(weight, rows)
 
 
 def product(x: Tensor, weight: Tensor) -> Tensor:
-    """x [rows, in] @ weight.t() of a weight [out, in] that is laid out."""
+    """x [rows, in] @ weight.t() of a packed weight [out, in]."""
     return torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
 
 
@@ -45,7 +69,7 @@ def times(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def transposed(weight: Tensor) -> Tensor:
-    """weight.t(), contiguous: in two walks that stay in the cache, in half the time of torch's one that does not."""
+    """weight.t(), contiguous: two passes that stay in the cache take half the time of torch's one that does not."""
     rows, columns = weight.shape
     whole = rows - rows % _BLOCK
     result = weight.new_empty(columns, rows)
@@ -57,7 +81,7 @@ def transposed(weight: Tensor) -> Tensor:
 
 @cache
 def packs() -> bool:
-    """Whether this torch, on this processor, has these operations for bf16, and they multiply rightly."""
+    """Whether these operations exist for bf16 in this torch on this processor, and multiply correctly."""
     x, weight = (torch.arange(n, dtype=torch.float32).sin().bfloat16() for n in (40 * 64, 48 * 64))
     x, weight = x.view(40, 64), weight.view(48, 64)
     try:

@@ -1,4 +1,4 @@
-"""One switch decides which implementation of every operation runs: `--kernels auto|native|ref[,-op...]`.
+"""One switch selects the implementation of every operation: `--kernels auto|native|ref[,-op...]`.
 
 Resolved once, handed to constructors, printed as a table. It never changes the function that is computed.
 """
@@ -6,19 +6,21 @@ Resolved once, handed to constructors, printed as a table. It never changes the 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from megatron.errors import ConfigError
-from megatron.ops import builtin, cpu_attention, grouped_linear, ref, sdpa_order, wgrad
+from megatron.ops import attention as attention_op
+from megatron.ops import wgrad
 from megatron.ops.library import Library, library, this_gpu
-from megatron.ops.linear_cross_entropy import VocabularyPart, Workspace, linear_cross_entropy
-from megatron.ops.native import OPERATIONS
-from megatron.ops.native.operation import Fallbacks, on_stderr
+from megatron.ops.operation import Fallbacks, Implementation, Operation, Target, on_stderr, with_fallback
+from megatron.ops.rows import ROWS
+
+OPS: tuple[str, ...] = tuple(ROWS)
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,10 @@ class Choice:
 
 @dataclass(frozen=True, kw_only=True)
 class Kernels:
-    """The operations a model is built from. Signatures and meaning: megatron/ops/ref.py."""
+    """The operations that a model is built from. Their formulas are in the modules of this package.
+
+    The fields give the type checker their signatures; an operation without a field here is an attribute all the same.
+    """
 
     layer_norm: Callable[[Tensor, Tensor, Tensor | None, float], Tensor]
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
@@ -48,71 +53,27 @@ class Kernels:
     cross_entropy: Callable[[Tensor, Tensor], Tensor]
     linear_cross_entropy: Callable[..., Tensor]
     grouped_linear: Callable[..., Tensor]
-    # For the optimizer; None leaves it to torch's own functions. See megatron/ops/native/optim.py.
+    # For the optimizer; None leaves it to torch's own functions. See megatron/ops/optim.py.
     adamw: Callable[..., None] | None = None
     grad_norm: Callable[[Tensor], Tensor] | None = None
     # For data parallelism's buffers; None leaves weight gradients to backward. See megatron/ops/wgrad.py.
     wgrad_accumulation: wgrad.Accumulate | None = None
+    others: Mapping[str, Callable[..., Any] | None] = field(default_factory=dict)
     choices: tuple[Choice, ...] = field(default=(), compare=False)
     note: str | None = field(default=None, compare=False)
 
+    def __getattr__(self, name: str) -> Any:
+        others = vars(self).get("others", {})  # a copy in the making has none yet
+        if name not in others:
+            raise AttributeError(f"there is no operation {name!r}")
+        return others[name]
+
     def table(self) -> str:
-        """One line per operation: name, backend, reason; then, if there is one, what holds for all of them."""
+        """One line per operation: name, backend, reason; then, if there is one, a note that holds for all of them."""
         rows = [("op", "backend", "reason"), *((c.op, c.backend, c.reason) for c in self.choices)]
         op_width, backend_width = (max(len(row[column]) for row in rows) for column in (0, 1))
         lines = [f"{op:<{op_width}}  {backend:<{backend_width}}  {why}" for op, backend, why in rows]
         return "\n".join(lines if self.note is None else [*lines, self.note])
-
-
-def _ref_linear_cross_entropy(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    vocab_size: int,
-    workspace: Workspace | None = None,
-    part: VocabularyPart | None = None,
-) -> Tensor:
-    if part is None:
-        return ref.linear_cross_entropy(hidden, weight, labels, vocab_size)
-    return linear_cross_entropy(hidden, weight, labels, vocab_size, workspace, part)  # ranks know no plainer formula
-
-
-_REF: dict[str, Callable[..., Any]] = {
-    "layer_norm": ref.layer_norm,
-    "rms_norm": ref.rms_norm,
-    "add_layer_norm": ref.of_sum(ref.layer_norm),
-    "add_rms_norm": ref.of_sum(ref.rms_norm),
-    "gelu": ref.gelu,
-    "bias_gelu": ref.bias_gelu,
-    "swiglu": ref.swiglu,
-    "geglu": ref.geglu,
-    "squared_relu": ref.squared_relu,
-    "rope": ref.rope,
-    "bias_dropout_add": ref.bias_dropout_add,
-    "softmax": ref.softmax,
-    "attention": ref.attention,
-    "cross_entropy": ref.cross_entropy,
-    "linear_cross_entropy": _ref_linear_cross_entropy,
-    "grouped_linear": grouped_linear.by_loop,
-}
-_TORCH: dict[str, Callable[..., Any]] = {
-    "layer_norm": builtin.layer_norm,
-    "rms_norm": builtin.rms_norm,
-    "add_layer_norm": ref.of_sum(builtin.layer_norm),
-    "add_rms_norm": ref.of_sum(builtin.rms_norm),
-    "gelu": builtin.gelu,
-    "bias_gelu": builtin.bias_gelu,
-    "swiglu": builtin.swiglu,
-    "geglu": builtin.geglu,
-    "attention": builtin.sdpa,
-    "cross_entropy": builtin.cross_entropy,
-    "linear_cross_entropy": linear_cross_entropy,
-    "grouped_linear": grouped_linear.by_grouped_mm,
-}
-_CPU: dict[str, Callable[..., Any]] = {**_TORCH, "attention": cpu_attention.attention}
-# Fused elsewhere (in the gradient buffers), but named here so that one table shows everything that can be fused.
-_NOT_A_MODEL_OP = ("wgrad_accumulation", "adamw", "grad_norm")
-OPS: tuple[str, ...] = (*_REF, *_NOT_A_MODEL_OP)
 
 
 def resolve(
@@ -129,40 +90,57 @@ def resolve(
     """
     mode, excluded = _parse(spec)
     native = library() if native is None else native
+    target = Target(device_type, attention)
     why_not = why_not_native(native, device_type)
     if mode == "native" and why_not is not None:
         raise ConfigError(f"--kernels {spec}: the native kernels are {why_not}; or use --kernels auto")
     fallbacks = None if mode == "native" else Fallbacks(warn)
-    choices, functions = [], {}
-    for op in OPS:
-        choice = _choose(op, mode, op in excluded, device_type, attention, native)
-        choices.append(choice)
-        if op in _REF:
-            functions[op] = _function(choice, device_type, native, fallbacks)
-        elif choice.backend == "native":
-            functions[op] = OPERATIONS[op].make(native.ops)
-        elif op == "wgrad_accumulation" and choice.backend == "torch":
-            functions[op] = wgrad.accumulate
-    if device_type == "cuda" and functions["attention"] is builtin.sdpa:
-        functions["attention"] = partial(builtin.sdpa, order=sdpa_order.order(flash_first=attention == "flash"))
-    if functions["attention"] is ref.attention:
-        functions["attention"] = partial(ref.attention, softmax_op=functions["softmax"])
-    note = None if native.missing is None or mode == "ref" else f"the native kernels are {native.missing}"
-    return Kernels(**functions, choices=tuple(choices), note=note)
+    chosen = {
+        row.name: Implementation("ref", row.formula, "left out by --kernels")
+        if row.name in excluded
+        else _choose(row, mode, target, native, why_not, fallbacks)
+        for row in ROWS.values()
+    }
+    functions: dict[str, Any] = {name: implementation.function for name, implementation in chosen.items()}
+    if functions["attention"] is attention_op.attention:
+        functions["attention"] = partial(attention_op.attention, softmax_op=functions["softmax"])
+    typed = {item.name for item in fields(Kernels)} & functions.keys()
+    return Kernels(
+        **{name: functions.pop(name) for name in typed},
+        others=functions,
+        choices=tuple(Choice(name, picked.backend, picked.reason) for name, picked in chosen.items()),
+        note=None if native.missing is None or mode == "ref" else f"the native kernels are {native.missing}",
+    )
+
+
+def _choose(
+    row: Operation, mode: str, target: Target, native: Library, why_not: str | None, fallbacks: Fallbacks | None
+) -> Implementation:
+    if mode == "ref":
+        return Implementation("ref", row.formula, "--kernels ref")
+    if (required := row.required(target)) is not None:
+        return required
+    portable = row.without_native(target)
+    if row.native is None or (row.native.cpu_only and target.device_type == "cuda"):
+        return portable
+    unverified = target.device_type == "cuda" and row.native.room in native.unverified
+    if why_not is None and unverified and mode == "auto":
+        why_not = "not yet verified on a GPU as it is (tools/gpu_check.py)"
+    if why_not is None:
+        verified = ", NOT verified on a GPU" if unverified else ""
+        function = row.native.bound(native.ops)
+        if portable.function is not None:
+            function = with_fallback(row.name, row.native, function, portable.function, fallbacks)
+        return Implementation("native", function, f"csrc{verified}{row.native.note(target)}")
+    if native.missing is not None:  # said once, under the table
+        return portable
+    return replace(portable, reason=f"{portable.reason}; native is {why_not}")
 
 
 def left_to_compiler(kernels: Kernels) -> list[str]:
-    """Of the operations with kernels of ours, those that a compiled layer does by their formulas."""
-    native = (choice.op for choice in kernels.choices if choice.backend == "native")
-    return [op for op in native if OPERATIONS[op].left_to_compiler]
-
-
-def _function(choice: Choice, device_type: str, native: Library, fallbacks: Fallbacks | None) -> Callable[..., Any]:
-    tables = {"ref": _REF, "torch": _TORCH, "cpu": _CPU}
-    if choice.backend != "native":
-        return tables[choice.backend][choice.op]
-    fallback = {**_REF, **(_CPU if device_type == "cpu" else _TORCH)}[choice.op]
-    return OPERATIONS[choice.op].with_fallback(native.ops, fallback, fallbacks)
+    """Of the operations with native kernels, those that a compiled layer computes by their formulas."""
+    rows = (ROWS[choice.op] for choice in kernels.choices if choice.backend == "native")
+    return [row.name for row in rows if row.native is not None and row.native.left_to_compiler]
 
 
 def why_not_native(native: Library, device_type: str) -> str | None:
@@ -188,48 +166,3 @@ def _parse(spec: str) -> tuple[str, frozenset[str]]:
             hint = f"did you mean -{near[0]}? " if near else ""
             raise ConfigError(f"--kernels {spec}: no operation {part[1:]!r}; {hint}there are {', '.join(OPS)}")
     return mode, frozenset(part[1:] for part in rest)
-
-
-def _choose(op: str, mode: str, excluded: bool, device_type: str, attention: str, native: Library) -> Choice:
-    if excluded:
-        return Choice(op, "ref", "left out by --kernels")
-    if mode == "ref":
-        return Choice(op, "ref", "--kernels ref")
-    if op == "attention" and attention in ("unfused", "local"):
-        return Choice(op, "ref", f"--attention-backend {attention}")
-    if op == "attention" and attention in ("flash", "fused"):
-        order = f": {sdpa_order.explanation(flash_first=attention == 'flash')}" if device_type == "cuda" else ""
-        return Choice(op, "torch", f"--attention-backend {attention}: PyTorch's scaled_dot_product_attention{order}")
-    why_not = None
-    if op in OPERATIONS and (OPERATIONS[op].source or device_type != "cuda"):
-        why_not = why_not_native(native, device_type)
-        unverified = device_type == "cuda" and OPERATIONS[op].source in native.unverified
-        if why_not is None and unverified and mode == "auto":
-            why_not = "not yet verified on a GPU as it is (tools/gpu_check.py)"
-        if why_not is None:
-            verified = ", NOT verified on a GPU" if unverified else ""
-            return Choice(op, "native", f"csrc{verified}{OPERATIONS[op].note}")
-    choice = _choose_torch(op, device_type)
-    if why_not is None or native.missing is not None:  # said once, under the table
-        return choice
-    return replace(choice, reason=f"{choice.reason}; native is {why_not}")
-
-
-def _choose_torch(op: str, device_type: str) -> Choice:
-    if op == "attention" and device_type == "cpu":
-        return Choice(op, "cpu", "products over blocks of queries; PyTorch's own for long sequences and generation")
-    if op == "linear_cross_entropy":
-        return Choice(op, "torch", "the logits become their own gradient in place")
-    if op == "grouped_linear":
-        if device_type == "cuda":
-            return Choice(op, "torch", "one product for all experts in bf16; one for each in other types")
-        return Choice(op, "ref", "a product for each expert: PyTorch's grouped one is a loop here, and copies weights")
-    if op == "wgrad_accumulation":
-        return Choice(op, "torch", wgrad.explanation(device_type))
-    if op in ("adamw", "grad_norm"):
-        return Choice(op, "torch", "PyTorch's own functions, a tensor at a time")
-    if op == "attention" and device_type == "cuda":
-        return Choice(op, "torch", f"PyTorch's scaled_dot_product_attention: {sdpa_order.explanation()}")
-    if op in _TORCH:
-        return Choice(op, "torch", "PyTorch's own fused function")
-    return Choice(op, "ref", "no faster implementation is built")

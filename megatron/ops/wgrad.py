@@ -1,4 +1,4 @@
-"""A weight's gradient, a matrix product, added straight into the buffer where it is summed up."""
+"""A weight's gradient, a matrix product, added straight into the buffer where gradients are accumulated."""
 
 from __future__ import annotations
 
@@ -9,17 +9,20 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from megatron.ops.operation import Implementation, Operation, Target
+
 Accumulate = Callable[[Tensor, Tensor, Tensor, bool], bool]
 
 
 class Wgrads(Protocol):
     def put(self, parameter: nn.Parameter, grad: Tensor, x: Tensor) -> None:
-        """Takes a product's factors; backward itself then announces no gradient of the parameter."""
+        """Takes the factors of the gradient's product; autograd then announces no gradient of the parameter."""
 
 
 def accumulate(into: Tensor, grad: Tensor, x: Tensor, add: bool) -> bool:
-    """`into` [out, in] becomes, or grows by, grad.t() @ x of grad [tokens, out] and x [tokens, in]. False, and nothing
-    done, where no product can write to that type of buffer."""
+    """Writes grad.t() @ x to `into` [out, in], or adds it (`add`), of grad [tokens, out] and x [tokens, in].
+
+    Returns False, and does nothing, if no product can write to that type of buffer."""
     if into.dtype == grad.dtype == x.dtype:
         if add:
             into.addmm_(grad.t(), x)
@@ -37,8 +40,9 @@ def accumulate(into: Tensor, grad: Tensor, x: Tensor, add: bool) -> bool:
 
 @cache
 def widens(device_type: str) -> bool:
-    """Whether this torch multiplies bf16 into fp32, and adds to what is there: found by small products whose results
-    are known. The CPU's would first make fp32 copies of both factors: slower than a bf16 product added afterwards."""
+    """Whether this torch has bf16 products that write and add to fp32, tried on small ones with known results.
+
+    On the CPU such a product copies both factors to fp32: slower than adding a bf16 product afterwards."""
     if device_type != "cuda" or not torch.cuda.is_available():
         return False
     grad = torch.arange(256, device=device_type).view(16, 16).remainder(7).to(torch.bfloat16)
@@ -53,6 +57,10 @@ def widens(device_type: str) -> bool:
     return bool(torch.equal(into.double(), exact + 0.125)) and bool(torch.equal(first.double(), exact))
 
 
-def explanation(device_type: str) -> str:
-    halves = "half precision too" if widens(device_type) else "half precision is widened and added afterwards"
-    return f"the product adds straight into the gradient buffer; {halves}"
+def _portable(target: Target) -> Implementation:
+    halves = "half precision too" if widens(target.device_type) else "half precision is widened and added afterwards"
+    return Implementation("torch", accumulate, f"the product adds straight into the gradient buffer; {halves}")
+
+
+# Called by data parallelism's buffers, not by a model; in the table, which shows everything that can be fused.
+OPERATIONS = (Operation("wgrad_accumulation", None, _portable),)

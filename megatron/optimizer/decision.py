@@ -1,4 +1,4 @@
-"""Whether a step is made, and what its gradients are multiplied by: numbers on the device, so that no host waits."""
+"""Decides on the device whether the update is made and how gradients are scaled, without a host sync."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ class Decision:
     norm: Tensor
     """Global L2 norm of the true gradient, before clipping."""
     applied: Tensor
-    """1, or 0 where a number is not finite: then nothing is touched."""
+    """1, or 0 if a number is not finite: then no weight is changed."""
     clipped: Tensor
     factor: Tensor
-    """What the gradients in the buffers are multiplied by: unscaling and clipping in one."""
+    """The factor on the gradients in the buffers: unscaling and clipping in one."""
 
     def report(self) -> Tensor:
-        """For the host, when it asks: [norm, applied, clipped]."""
+        """[norm, applied, clipped], for the host."""
         return torch.stack([self.norm, self.applied, self.clipped])
 
 
 def decide(raw_norm: Tensor, grad_scale: float | Tensor, clip_grad: float, finite: Tensor | None = None) -> Decision:
-    """`raw_norm` is that of what the buffers hold: the true gradients times `grad_scale`. `finite`: what else must
-    hold for the step to be made, such as a finite loss."""
+    """`raw_norm` is the norm of the buffers, which hold the true gradients times `grad_scale`. `finite`: a further
+    condition for the update, such as a finite loss."""
     multiplier = torch.ones_like(raw_norm) / grad_scale
     norm = raw_norm * multiplier.abs()
     applied = torch.isfinite(norm)
@@ -37,6 +37,6 @@ def decide(raw_norm: Tensor, grad_scale: float | Tensor, clip_grad: float, finit
         applied = applied & finite
     clipped = applied & (norm + _CLIP_EPSILON > clip_grad) if clip_grad > 0.0 else torch.zeros_like(applied)
     factor = torch.where(clipped, multiplier * (clip_grad / (norm + _CLIP_EPSILON)), multiplier)
-    # What is in the buffers stays as it is where it is looked at later: to find the bad gradient.
+    # Without an update the buffers stay as they are, so that the non-finite gradient can be found.
     factor = torch.where(applied, factor, torch.ones_like(factor))
     return Decision(norm, applied.to(norm.dtype), clipped.to(norm.dtype), factor)

@@ -1,7 +1,7 @@
 """AdamW over flat buffers through csrc/: weights, moments and gradients of many parameters in one launch.
 
-The parameters of a gradient bucket are moved side by side, in the bucket's order: the model's own (bf16 or fp16, or
-fp32 itself) and their fp32 masters. What a checkpoint holds is the same as with torch's update, name by name.
+The parameters of a gradient bucket become views of one buffer, in the bucket's order, and so do their fp32 masters.
+A checkpoint holds the same tensors as with torch's update, by name.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ import torch
 from torch import Tensor
 
 from megatron.data_parallel import GradBuffers
-from megatron.ops.native.optim import joined, split
+from megatron.ops.optim import joined, split
 from megatron.optimizer.decision import Decision
-from megatron.optimizer.inner import GroupRule, OptimizerState
+from megatron.optimizer.update_rules import GroupRule, OptimizerState
 
 _HALF = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
 class _Run:
-    """Neighbours in one gradient bucket whose parameters have one dtype."""
+    """Consecutive parameters of one gradient bucket with the same dtype."""
 
     names: list[str]
     places: list[slice]
@@ -35,11 +35,11 @@ class _Run:
     exp_avg: Tensor
     exp_avg_sq: Tensor
     ends: Tensor
-    """Where each parameter ends, and in `rates` what its learning rate and weight decay are multiplied by."""
+    """The end of each parameter; `rates` are its factors on learning rate and weight decay."""
     rates: Tensor
 
     def of(self, flat: Tensor, like: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """The parameters' parts of a flat tensor, in their shapes."""
+        """The views of a flat tensor that belong to the parameters, in their shapes."""
         for name, place in zip(self.names, self.places, strict=True):
             yield name, flat[place].view(like[name].shape)
 
@@ -55,7 +55,7 @@ class FlatAdam:
         *,
         remainders: bool = False,
     ) -> None:
-        """`remainders`: of a bf16 parameter's master only the 16 bits that the parameter lacks are kept."""
+        """`remainders`: of the fp32 master of a bf16 parameter, keep only the 16 bits that the parameter lacks."""
         self._betas, self._eps, self._kernel = betas, eps, kernel
         self._params = {name: grads.parameter(name) for name in grads.names}
         self._remainders = remainders
@@ -83,7 +83,7 @@ class FlatAdam:
             )
 
     def state(self) -> OptimizerState:
-        """The live tensors; but with remainders the masters are made for the call."""
+        """The live tensors; with remainders the masters are computed for the call."""
         found: OptimizerState = {}
         for run in self._runs:
             kinds = {"exp_avg": run.exp_avg, "exp_avg_sq": run.exp_avg_sq}
@@ -96,7 +96,7 @@ class FlatAdam:
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Mapping[str, Tensor]], steps: int) -> None:
-        """The parameters follow their masters."""
+        """Half-precision parameters are rounded from their masters."""
         self._steps.fill_(steps)
         for run in self._runs:
             flats = {"exp_avg": run.exp_avg, "exp_avg_sq": run.exp_avg_sq}

@@ -15,7 +15,7 @@ ScalerState = dict[str, float | int]
 
 
 class LossScaler(Protocol):
-    """What the optimizer asks of a scaler."""
+    """What the optimizer needs of a scaler."""
 
     scale: float
 
@@ -29,7 +29,7 @@ class LossScaler(Protocol):
 
 @dataclass
 class ConstantLossScaler:
-    """A factor that never moves. 1 is no scaling."""
+    """A constant factor. 1 is no scaling."""
 
     scale: float = 1.0
 
@@ -40,7 +40,7 @@ class ConstantLossScaler:
         return {}
 
     def load_state(self, state: ScalerState) -> None:
-        """A setting, not a state: the one given now counts."""
+        """No-op: a constant scale is a setting of this run."""
 
 
 @dataclass
@@ -95,7 +95,7 @@ class DynamicLossScaler:
 
 
 class ScaleOnDevice:
-    """What `scaler` will be when it has been told of all steps so far: the same numbers, kept by the device."""
+    """The state of `scaler` on the device, up to date while the host has not yet read the step in flight."""
 
     def __init__(self, scaler: DynamicLossScaler, device: torch.device) -> None:
         self._scaler = scaler
@@ -106,13 +106,13 @@ class ScaleOnDevice:
         self.follow()
 
     def follow(self) -> None:
-        """After the scaler was loaded."""
+        """Copies the host's scaler, after that was loaded."""
         self.scale.fill_(self._scaler.scale)
         self._growth.fill_(self._scaler.growth_tracker)
         self._hysteresis.fill_(self._scaler.hysteresis_tracker)
 
     def update(self, overflow: Tensor) -> None:
-        """`DynamicLossScaler.update`, both ways of it computed and one taken."""
+        """`DynamicLossScaler.update` without control flow: both outcomes are computed and one is selected."""
         scaler, zero = self._scaler, torch.zeros_like(self.scale)
         left = (self._hysteresis - 1).clamp(min=0)
         lowered = torch.where(left == 0, (self.scale / 2).clamp(min=scaler.min_scale), self.scale)

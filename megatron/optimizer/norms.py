@@ -1,8 +1,8 @@
-"""Norms and counts over many tensors, each element read once. The results are tensors: nothing waits for a device.
+"""Norms and counts over many tensors, each element read once. The results are tensors: no host sync.
 
 `torch.linalg.vector_norm` over one large fp32 tensor adds up in fp32: over 40 million elements it was found 0.3 %
 too small. Here each tensor is cut into rows of `_ROW` elements, and the rows' norms are added up in double precision:
-3e-9 at the same speed. The kernel of csrc adds up in double precision throughout.
+an error of 3e-9 at the same speed. The native kernel adds up in double precision throughout.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megatron.ops import Kernels
 _ROW = 4096
 
 SplitOver = tuple[Axis, ...]
-"""The axes that a tensor is split over: each rank holds a part, and the parts are added up. () is a whole tensor."""
+"""The axes that a tensor is split over, and its norm summed over. () is a tensor that every rank holds whole."""
 SquareSum = Callable[[Sequence[Tensor]], Tensor]
 """Over all elements of tensors on one device, in double precision. Not finite exactly if one of them is not."""
 
@@ -43,7 +43,7 @@ def row_norms(tensor: Tensor, dtype: torch.dtype | None = None) -> list[Tensor]:
 
 
 def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
-    """By rows, whose norms are in the tensors' own type; looks at the result, for which the host has to wait."""
+    """By rows, with the rows' norms in the tensors' own type. Reads the result: a host sync."""
     parts = [part for tensor in tensors for part in row_norms(tensor)]
     if not parts:
         return torch.zeros((), dtype=torch.float64)
@@ -54,13 +54,13 @@ def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def sum_of_wide_squares(tensors: Sequence[Tensor]) -> Tensor:
-    """In double precision from the first square on: nothing overflows, so nobody has to look."""
+    """In double precision from the first square on: it cannot overflow, so it needs no host sync."""
     parts = [part for tensor in tensors for part in row_norms(tensor, torch.float64)]
     return torch.cat(parts).square().sum() if parts else torch.zeros((), dtype=torch.float64)
 
 
 class FlatSquareSum:
-    """Through csrc, one call for all tensors that lie side by side in one buffer."""
+    """Through csrc, with one call for all neighbouring tensors of one buffer."""
 
     def __init__(self, kernel: Callable[[Tensor], Tensor]) -> None:
         self._kernel = kernel
@@ -114,8 +114,8 @@ def global_norm(
     *,
     square_sum: SquareSum = sum_of_squares,
 ) -> Tensor:
-    """The L2 norm over all tensors of the model, each counted once however it is split or copied. `copies` add nothing
-    to it; but if one of them is not finite, neither is the norm, and every rank hears of it."""
+    """The L2 norm over all tensors of the model, each counted once however it is split or replicated. `copies` are
+    elements that another rank counts: they make the norm non-finite if they are not finite, and add nothing else."""
     squares = {axes: square_sum(tensors) for axes, tensors in groups.items()}
     for axes, tensors in (copies or {}).items():
         if tensors:

@@ -1,4 +1,4 @@
-"""One optimizer step: unscale, look for bad numbers, clip, update in full precision, copy back.
+"""One optimizer step: unscale, check for non-finite numbers, clip, update in full precision, copy back.
 
     (loss * optimizer.loss_scale).backward(); grads.reduce()
     info = optimizer.step(lr, weight_decay)
@@ -6,8 +6,8 @@
 Half-precision parameters have fp32 masters, which the update works on; parameters in fp32 or fp64 are their own.
 
 `asynchronous`: no number of a step is read while it runs. `start_step` hands the work over and returns what the step
-did as a tensor; when its values have reached the host, `settle` takes note of them. The next step may have been started
-by then up to its update, so whatever of the loss scale a backward pass needs lies on the device too.
+did as a tensor; `settle` is given its values when they have reached the host. The next step's backward may already be
+in flight then, so the loss scale is also kept on the device.
 """
 
 from __future__ import annotations
@@ -20,21 +20,22 @@ import torch
 from torch import Tensor, nn
 
 from megatron.config.sections.optimizer import OptimizerConfig
+from megatron.config.sections.precision import PrecisionConfig
 from megatron.data_parallel import GradBuffers
 from megatron.distributed.shard import ShardSpec
 from megatron.errors import CheckpointError, ConfigError
 from megatron.ops import Kernels
 from megatron.optimizer.decision import decide
 from megatron.optimizer.flat import FlatAdam
-from megatron.optimizer.inner import GroupRule, OptimizerState, TorchUpdate, Update, build_rule, check_betas
-from megatron.optimizer.loss_scaler import ConstantLossScaler, DynamicLossScaler, LossScaler, ScaleOnDevice
+from megatron.optimizer.loss_scaler import DynamicLossScaler, LossScaler, ScaleOnDevice, build_loss_scaler
 from megatron.optimizer.norms import SplitOver, SquareSum, global_norm, global_zeros, square_sum_for
+from megatron.optimizer.update_rules import GroupRule, OptimizerState, TorchUpdate, Update, build_rule, check_betas
 
 ExtraState = dict[str, Any]
 """step, skipped_in_a_row, loss_scaler: plain numbers."""
 
 REPORT_SIZE = 3
-"""Numbers that a step reports."""
+"""Length of the tensor that `start_step` returns."""
 
 
 def megatron_rule(name: str, parameter: nn.Parameter) -> GroupRule:
@@ -63,7 +64,7 @@ class Optimizer:
         self,
         grads: GradBuffers,
         config: OptimizerConfig,
-        scaler: LossScaler | None = None,
+        precision: PrecisionConfig,
         *,
         rule: Callable[[str, nn.Parameter], GroupRule] = megatron_rule,
         split_over: Mapping[str, SplitOver] | None = None,
@@ -72,11 +73,11 @@ class Optimizer:
         kernels: Kernels | None = None,
         asynchronous: bool = False,
     ) -> None:
-        """`rule` groups the parameters. `split_over`: the axes a parameter is split over, () if not named; `norm_axes`:
-        all that occur on any rank, since all ranks must add over the same; `specs` say what of a part another rank
-        holds too. `kernels`: whether AdamW and the norm run through csrc; without them, torch's own do."""
+        """`rule` groups the parameters. `split_over`: the axes that a parameter is split over, () if it is not named.
+        `norm_axes`: all values of `split_over` on any rank, since all ranks must sum over the same axes. `specs` say
+        which elements another rank holds as well. `kernels`: whether AdamW and the norm are native or torch's own."""
         self.grads = grads
-        self.scaler: LossScaler = scaler or ConstantLossScaler()
+        self.scaler: LossScaler = build_loss_scaler(precision)
         self.skipped_in_a_row = 0
         self.asynchronous = asynchronous
         self._clip_grad = config.clip_grad
@@ -93,17 +94,17 @@ class Optimizer:
 
     @property
     def loss_scale(self) -> float:
-        """What the loss is multiplied by before backward, as far as the host knows."""
+        """The factor on the loss, after the steps that have been settled."""
         return self.scaler.scale
 
     @property
     def next_loss_scale(self) -> float | Tensor:
-        """What the next loss is multiplied by: of a step that has not been settled, the device alone knows it."""
+        """The factor on the next loss. With a step in flight the device alone knows it."""
         return self.scaler.scale if self._scale_on_device is None else self._scale_on_device.scale.clone()
 
     @property
     def static_scale(self) -> bool:
-        """Whether a gradient that is not finite is an error, not a loss scale on its way down."""
+        """Whether a non-finite gradient is an error, and not how a dynamic loss scale finds its value."""
         return not isinstance(self.scaler, DynamicLossScaler)
 
     def step(self, lr: float, weight_decay: float, grad_scale: float | None = None) -> StepInfo:
@@ -122,7 +123,7 @@ class Optimizer:
         grad_scale: float | Tensor | None = None,
         finite: Tensor | None = None,
     ) -> Tensor:
-        """`step`, whose outcome stays on the device. `finite`: what else must hold for the update to be made."""
+        """`step`, whose outcome stays on the device. `finite`: a further condition for the update."""
         grads = list(self.grads.grads())
         copies = self._by_axes(grads, counted=False)
         norm = global_norm(self._by_axes(grads), copies, square_sum=self._square_sum)
@@ -133,7 +134,7 @@ class Optimizer:
         return decision.report()
 
     def settle(self, report: Sequence[float]) -> StepInfo:
-        """Takes note of what the oldest step did that has not been settled."""
+        """Updates the host's counters and loss scale with the report of the oldest step that has not been settled."""
         norm, applied, clipped = report
         scale, skipped = self.scaler.scale, not applied
         self.scaler.update(overflow=skipped)
@@ -170,7 +171,7 @@ class Optimizer:
 
     @torch.no_grad()
     def load_state(self, state: Mapping[str, Mapping[str, torch.Tensor]], extra: Mapping[str, Any]) -> None:
-        """Goes on from `state()` and `extra_state()` of another run; the parameters follow their masters."""
+        """Restores `state()` and `extra_state()`; half-precision parameters are rounded from their masters."""
         own = self.state()
         _check_same("optimizer's parameters", set(own), set(state))
         _check_same("optimizer's counters", set(self.extra_state()), set(extra))
@@ -192,7 +193,7 @@ class Optimizer:
     def _by_axes(
         self, tensors: list[tuple[str, torch.Tensor]], counted: bool = True
     ) -> dict[SplitOver, list[torch.Tensor]]:
-        """What counts, or the copies of what another rank counts."""
+        """By the axes they are split over: the elements that this rank counts, or those that another rank counts."""
         groups: dict[SplitOver, list[torch.Tensor]] = {axes: [] for axes in self._norm_axes}
         for name, tensor in tensors:
             spec = self._specs.get(name)
@@ -212,7 +213,7 @@ def build_update(
     device: torch.device,
     asynchronous: bool,
 ) -> Update:
-    """Flat where there is a kernel for it and the gradients lie in buffers; else torch's rule, a tensor at a time."""
+    """AdamW on flat buffers if there is a kernel and all gradients are in buffers; else torch's, tensor by tensor."""
     kernel = kernels.adamw if kernels is not None else None
     dtypes = {grads.grad_dtype(name) for name in grads.names}
     if config.optimizer == "adam" and kernel is not None and grads.flat and dtypes <= {torch.float32}:

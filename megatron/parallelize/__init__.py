@@ -1,18 +1,17 @@
-"""The table of how each parameter is split, and what follows from it: specs, parallel layers, initial values."""
+"""Builds the model of one rank from the plain model, the table of parameters and the layout."""
 
-from megatron.parallelize.initialise import initialise_gpt
+from megatron.parallelize.build import Parallel, held_parameters, is_plain, parallelize, stage_layers
+from megatron.parallelize.initialise import initialise_part
 from megatron.parallelize.replicas import ReplicaSums
-from megatron.parallelize.table import Row, foreign_specs, gpt_specs, gpt_table, match_table, persistent_buffers
-from megatron.parallelize.tensor import split_tensors
+from megatron.parallelize.specs import persistent_buffers
 
 __all__ = [
+    "Parallel",
     "ReplicaSums",
-    "Row",
-    "foreign_specs",
-    "gpt_specs",
-    "gpt_table",
-    "initialise_gpt",
-    "match_table",
+    "held_parameters",
+    "initialise_part",
+    "is_plain",
+    "parallelize",
     "persistent_buffers",
-    "split_tensors",
+    "stage_layers",
 ]

@@ -7,15 +7,15 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from megatron.config import ModelConfig
 from megatron.distributed.shard import ShardSpec
 from megatron.model.init import initial_value
+from megatron.model.parameters import Parameter
 
 
 @torch.no_grad()
-def initialise_gpt(model: nn.Module, specs: Mapping[str, ShardSpec], config: ModelConfig, seed: int) -> None:
-    for name, parameter in model.named_parameters():
+def initialise_part(part: nn.Module, specs: Mapping[str, ShardSpec], table: Mapping[str, Parameter], seed: int) -> None:
+    """Sets the parameters of one rank's part of the model."""
+    for name, stored in part.named_parameters():
         spec = specs[name]
-        parameter.zero_()  # vocabulary padding rows stay zero: they have no meaning
-        drawn = initial_value(name, spec.logical_shape, config, seed)
-        spec.view(parameter).copy_(spec.take(drawn))
+        stored.zero_()  # vocabulary padding rows stay zero: they have no meaning
+        spec.view(stored).copy_(spec.take(initial_value(table[name], seed)))

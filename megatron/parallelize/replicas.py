@@ -1,6 +1,6 @@
-"""Gradients of parameters that several ranks hold and that each rank saw another part of the work of.
+"""Sums the gradients of replicated parameters whose replicas saw different inputs.
 
-Which these are stands in the specs (`replica_axes`), so nothing has to be kept in a list by hand.
+Which parameters these are follows from their specs (`replica_axes`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megatron.distributed.state import Axis, ParallelState
 
 
 class ReplicaSums:
-    """Called on the gradients once a step, after their sum over the data-parallel ranks."""
+    """Called once a step, after the data-parallel reduction."""
 
     def __init__(self, specs: Mapping[str, ShardSpec], state: ParallelState) -> None:
         self._by_axis: dict[str, list[ShardSpec]] = {}
@@ -40,8 +40,7 @@ class ReplicaSums:
 
 
 def _sum_together(specs: Sequence[ShardSpec], grads: Sequence[Tensor], axis: Axis) -> None:
-    """One message. Where the ranks hold different parts that overlap, the parameter travels in its whole shape, zero
-    where this rank holds nothing of it."""
+    """Sums in one message. Shards that only overlap are sent in the whole parameter's shape, zero outside the shard."""
     differ = axis.name == "tp"  # on other axes everybody holds the same part
     wholes = [
         grad.new_zeros(spec.split_shape) if differ and spec.ranges is not None else grad

@@ -1,1 +1,1 @@
-"""Layers spread over ranks: schedules as data, an executor, links between stages, and a simulator."""
+"""Pipeline parallelism: schedules as data, the executor that runs them, links between stages, and a simulator."""

@@ -1,11 +1,10 @@
-"""A pipeline's step as a picture: a lane for each rank, a box for each pass, what is left white is bubble."""
+"""Draws the timeline of a pipelined step: a lane per rank, a box per pass; the bubble stays white."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
-from megatron.pipeline_parallel.simulate import Span
+from megatron.pipeline_parallel.timeline import Span, Timeline
 
 _LANE, _LEFT, _TOP, _WIDTH, _GAP = 34, 70, 46, 1400, 6
 _COLOURS = {  # by kind and chunk: later chunks are darker
@@ -16,23 +15,22 @@ _COLOURS = {  # by kind and chunk: later chunks are darker
 _INK, _PAPER, _EDGE = (30, 30, 30), (255, 255, 255), (120, 120, 120)
 
 
-def draw_png(spans: Sequence[Span], ranks: int, title: str, path: str) -> None:
-    """Forward passes blue, gradients green, weight gradients that waited orange."""
+def draw_timeline(step: Timeline, title: str, path: str) -> None:
+    """Writes a PNG: forward passes blue, backward passes green, deferred weight gradients orange."""
     from PIL import Image, ImageDraw
 
-    height = _TOP + ranks * (_LANE + _GAP) + 40
+    height = _TOP + step.ranks * (_LANE + _GAP) + 40
     picture = Image.new("RGB", (_LEFT + _WIDTH + 20, height), _PAPER)
     pen = ImageDraw.Draw(picture)
     pen.text((10, 12), title, fill=_INK)
-    end = max(span.end for span in spans)
-    for rank in range(ranks):
+    for rank in range(step.ranks):
         pen.text((10, _TOP + rank * (_LANE + _GAP) + 10), f"stage {rank}", fill=_INK)
-    for span in spans:
-        _box(pen, span, end)
-    bottom = _TOP + ranks * (_LANE + _GAP) + 6
+    for span in step.spans:
+        _box(pen, span, step.end)
+    bottom = _TOP + step.ranks * (_LANE + _GAP) + 6
     pen.line((_LEFT, bottom, _LEFT + _WIDTH, bottom), fill=_INK)
     pen.text((_LEFT, bottom + 6), "0", fill=_INK)
-    pen.text((_LEFT + _WIDTH - 60, bottom + 6), f"{end:.4g}", fill=_INK)
+    pen.text((_LEFT + _WIDTH - 60, bottom + 6), f"{step.end:.4g}", fill=_INK)
     picture.save(path)
 
 

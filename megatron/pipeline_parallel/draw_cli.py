@@ -1,23 +1,25 @@
-"""tools/draw_pipeline.py: the picture of a schedule, from a run's own times or by simulation, with its bubble."""
+"""The command line of tools/draw_pipeline.py: draws a recorded or a simulated step and prints its bubble."""
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron.config.tool import Parser, integer, run_tool
 from megatron.errors import ConfigError
-from megatron.pipeline_parallel.draw import draw_png
+from megatron.pipeline_parallel.draw import draw_timeline
+from megatron.pipeline_parallel.pass_recorder import read_timelines
 from megatron.pipeline_parallel.schedules import SCHEDULES
-from megatron.pipeline_parallel.simulate import Span, bubble, cost_of_kinds, simulate, theoretical_bubble
-from megatron.pipeline_parallel.trace import read_trace
+from megatron.pipeline_parallel.simulate import cost_of_kinds, simulate
+from megatron.pipeline_parallel.timeline import Timeline
+from megatron.utils.command_line import Parser, integer, run_tool
 
 NAME = "draw_pipeline.py"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return run_tool(NAME, lambda: _draw(sys.argv[1:] if argv is None else argv))
+    return run_tool(NAME, lambda: _draw(build_parser().parse_known_flags(argv)))
 
 
 def build_parser() -> Parser:
@@ -31,28 +33,22 @@ def build_parser() -> Parser:
     return parser
 
 
-def _draw(argv: Sequence[str]) -> None:
-    arguments = build_parser().parse_known_flags(argv)
+def _draw(arguments: argparse.Namespace) -> None:
     if (arguments.trace is None) == (arguments.schedule is None):
         raise ConfigError("--trace and --schedule: give one of them, a run's times or what to simulate")
-    spans: Sequence[Span]
     if arguments.trace is not None:
-        trace = read_trace(Path(arguments.trace))
-        spans, ranks, micro_batches, chunks = trace.spans, trace.ranks, trace.micro_batches, trace.chunks
-        source = f"measured, {max(span.end for span in spans):.3f} s"
+        step = read_timelines(Path(arguments.trace))[-1]
+        source = f"measured, {step.end:.3f} s"
     else:
-        ranks, micro_batches, chunks = arguments.stages, arguments.micro_batches, arguments.chunks
-        spans = _simulated(arguments.schedule, ranks, micro_batches, chunks)
+        step = _simulated(arguments.schedule, arguments.stages, arguments.micro_batches, arguments.chunks)
         source = f"simulated, {arguments.schedule}, equal stages"
-    queued = any(span.action.kind == "W" for span in spans)
-    expected = theoretical_bubble(ranks, micro_batches, chunks, queued=queued)
-    found = bubble(spans, ranks)
     title = (
-        f"{source}; {ranks} stages, {micro_batches} micro-batches, {chunks} chunks a rank; bubble {found:.1%} of the "
-        f"work, {'(p-1)/(3 m)' if queued else '(p-1)/(m v)'} is {expected:.1%}"
+        f"{source}; {step.ranks} stages, {step.micro_batches} micro-batches, {step.chunks} chunks a rank; bubble "
+        f"{step.bubble:.1%} of the work, {'(p-1)/(3 m)' if step.defers_wgrads else '(p-1)/(m v)'} is "
+        f"{step.theoretical_bubble:.1%}"
     )
     try:
-        draw_png(spans, ranks, title, arguments.output)
+        draw_timeline(step, title, arguments.output)
     except ImportError:
         raise ConfigError(
             f"--output {arguments.output}: drawing needs pillow, which is not installed for {sys.executable}; "
@@ -61,10 +57,10 @@ def _draw(argv: Sequence[str]) -> None:
     print(f"{arguments.output}: {title}")
 
 
-def _simulated(schedule: str, ranks: int, micro_batches: int, chunks: int) -> list[Span]:
+def _simulated(schedule: str, ranks: int, micro_batches: int, chunks: int) -> Timeline:
     if (chunks > 1) != (schedule == "interleaved"):
         raise ConfigError(f"--chunks {chunks}: --schedule interleaved, and it alone, has several chunks a rank")
     if schedule == "interleaved" and micro_batches % ranks:
         raise ConfigError(f"--micro-batches {micro_batches}: interleaved needs a multiple of --stages {ranks}")
-    waits = schedule == "zero-bubble"
-    return simulate(SCHEDULES[schedule], ranks, micro_batches, chunks, cost=cost_of_kinds(1, 1 if waits else 2, 1))
+    backward = 1 if schedule == "zero-bubble" else 2  # without the weight gradients, or with them
+    return simulate(SCHEDULES[schedule], ranks, micro_batches, chunks, cost=cost_of_kinds(1, backward, 1))

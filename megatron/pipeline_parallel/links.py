@@ -1,4 +1,4 @@
-"""Activations and their gradients between the ranks that hold neighbouring stages."""
+"""Sends activations and gradients between the ranks of neighbouring stages, without waiting."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.distributed.operations import Operation
+from megatron.distributed.comm_log import CommOp
 from megatron.distributed.state import Axis
 
-What = Literal["activation", "gradient"]
-Link = tuple[What, bool]
-"""What travels, and whether from one end of the axis around to the other."""
+Content = Literal["activation", "gradient"]
+Link = tuple[Content, bool]
+"""What is sent, and whether it wraps around from one end of the pipeline axis to the other."""
 
 _LINKS: tuple[Link, ...] = (("activation", False), ("activation", True), ("gradient", False), ("gradient", True))
 
 
 @dataclass(frozen=True)
 class Message:
-    """What a stage needs from, or has for, another: the tag says which on both sides."""
+    """One tensor between two stages; sender and receiver derive the same tag from it."""
 
-    what: What
-    stage: int  # of the whole model, the one that receives
+    what: Content
+    stage: int  # the receiving one, numbered over the whole model
     micro_batch: int
 
     @property
@@ -35,15 +35,15 @@ class Message:
 
 
 class Links:
-    """Sends and receives without waiting: receives come ahead of their use, sends are forgotten until done.
+    """Asynchronous sends and receives: receives are posted ahead of their use, sends are kept alive until complete.
 
-    gloo finds a message by its tag. nccl works off what two ranks exchange in the order in which each of them asked
-    for it, so there every direction of every kind has a process group to itself: on one side of such a link there are
-    only sends, on the other only receives, and both follow the order of the passes.
+    gloo matches messages by tag. nccl has no tags and pairs the operations of two ranks in the order in which each rank
+    issued them, so there every direction of activations and of gradients has a process group of its own: one side only
+    sends on it, the other only receives, and both in the order of the passes.
     """
 
     def __init__(self, pp: Axis, links: Sequence[Axis] = ()) -> None:
-        """`links`: a process group for each direction (`ParallelState.pp_links`), where the backend has no tags."""
+        """`links`: `ParallelState.pp_links`, one group per direction, for backends without tags."""
         self._pp = pp
         self._axes = dict(zip(_LINKS, links, strict=True)) if links else dict.fromkeys(_LINKS, pp)
         self._receiving: dict[Message, tuple[Tensor, dist.Work]] = {}
@@ -60,7 +60,7 @@ class Links:
             self._sending.popleft()
 
     def expect(self, message: Message, shape: tuple[int, ...], like: Tensor, source: int) -> None:
-        """Posts the receive; `take` waits for it."""
+        """Posts a receive; `take` waits for it."""
         assert message not in self._receiving, f"{message} is expected already"
         tensor = torch.empty(shape, dtype=like.dtype, device=like.device)
         group = self._axes[self._link(message, self._pp.rank)].group
@@ -69,20 +69,21 @@ class Links:
         self._receiving[message] = tensor, work
 
     def _link(self, message: Message, receiver: int) -> Link:
-        """With virtual stages the last rank passes on to the first: between two ranks, both directions have both."""
+        """With virtual stages the last rank also sends to the first. With two ranks each direction then carries both
+        kinds of traffic, so the wrap-around has links of its own."""
         end = 0 if message.what == "activation" else self._pp.size - 1
         return message.what, receiver == end
 
     def take(self, message: Message) -> Tensor:
         tensor, work = self._receiving.pop(message)
         name = f"receive the {message.what} of micro-batch {message.micro_batch} for stage {message.stage}"
-        with self._pp.wait(Operation(name, self._pp.name, self._pp.ranks)):
+        with self._pp.wait(CommOp(name, self._pp.name, self._pp.ranks)):
             work.wait()
         return tensor
 
     def finish(self) -> None:
-        """Waits until everything sent has left."""
+        """Waits until all sends are complete."""
         while self._sending:
-            with self._pp.wait(Operation("send what is left", self._pp.name, self._pp.ranks)):
+            with self._pp.wait(CommOp("send the remaining messages", self._pp.name, self._pp.ranks)):
                 self._sending.popleft()[1].wait()
-        assert not self._receiving, f"received and never used: {list(self._receiving)}"
+        assert not self._receiving, f"receives without a use: {list(self._receiving)}"

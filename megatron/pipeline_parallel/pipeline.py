@@ -1,56 +1,56 @@
-"""One rank's part of a pipelined step: works off its schedule, with activations coming in and gradients going back.
+"""Executes one rank's schedule: receives activations, runs its stages forward and backward, sends gradients back.
 
     pipeline = Pipeline(stages, state.pp, SCHEDULES["1f1b"], ...)
-    losses, totals = pipeline.forward_backward(micro_batches, factor, grads)
+    results = pipeline.forward_backward(micro_batches, factor, arm)
 
-It stands where the engine's single pass stands otherwise: it knows nothing of optimizers, and of the model only that
-a stage turns a batch and the hidden states of the stage before into hidden states, or on the last stage into a loss.
+A `Pipeline` is the `Passes` of a model in several stages, as `SinglePass` is that of a whole model. It knows nothing of
+the optimizer, and of the model only that a stage maps a batch and the previous stage's hidden states to hidden states,
+or, on the last stage, to a loss.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron.distributed.state import Axis
-from megatron.distributed.wgrad_queue import WgradQueue
+from megatron.model.passes import Batch, ForwardStep
+from megatron.model.wgrads import WgradQueue
 from megatron.pipeline_parallel.links import Links, Message
-from megatron.pipeline_parallel.schedules import Action, Schedule
-from megatron.pipeline_parallel.trace import StepTrace
+from megatron.pipeline_parallel.pass_recorder import PassRecorder
+from megatron.pipeline_parallel.schedules import Action, PipelineSchedule
 
-Batch = Mapping[str, Any]
-LossStep = Callable[[Any, Batch], tuple[Tensor, Tensor]]
-"""(model, batch) -> (sum of the losses over the counted tokens, their number)."""
-HiddenStep = Callable[[nn.Module, Batch, Tensor | None], Tensor]
-"""(stage, batch, hidden states of the stage before or None for the first) -> its hidden states."""
+HiddenStep = Callable[[Any, Batch, Tensor | None], Tensor]
+"""(stage, batch, the previous stage's hidden states or None on the first stage) -> this stage's hidden states."""
 HiddenLike = Callable[[Batch], tuple[tuple[int, ...], Tensor]]
-"""batch -> shape of the hidden states between stages, and a tensor of their dtype and device."""
-_AHEAD = 2  # receives posted ahead of their use
+"""batch -> the shape of the hidden states between stages, and any tensor of their dtype and device."""
+_POSTED_AHEAD = 2  # receives
 
 
 class Pipeline:
     def __init__(
         self,
-        stages: Sequence[nn.Module],
+        stages: Sequence[Callable[..., Tensor]],
         pp: Axis,
-        schedule: Schedule,
+        schedule: PipelineSchedule,
         *,
-        loss_step: LossStep,
+        loss_step: ForwardStep,
         hidden_step: HiddenStep,
         hidden_like: HiddenLike,
         wgrad_queue: WgradQueue | None = None,
         links: Sequence[Axis] = (),
+        recorder: PassRecorder | None = None,
     ) -> None:
-        """`stages` are this rank's, in the order of the model; `links` is `ParallelState.pp_links`."""
+        """`stages`: this rank's, in the order of the model. `links`: `ParallelState.pp_links`. `recorder` is told when
+        each pass ran."""
         self.stages, self.pp, self.schedule = list(stages), pp, schedule
         self.loss_step, self.hidden_step, self.hidden_like = loss_step, hidden_step, hidden_like
-        self.wgrad_queue = wgrad_queue
+        self.wgrad_queue, self.recorder = wgrad_queue, recorder
         self.links = Links(pp, links)
-        self.trace: StepTrace | None = None  # told of every action with its start and end, to draw it
 
     @property
     def last(self) -> int:
@@ -60,16 +60,16 @@ class Pipeline:
     def forward_backward(
         self, batches: Sequence[Batch], factor: float | Tensor, arm: Callable[[], None]
     ) -> list[tuple[Tensor, Tensor]]:
-        """Gradients of the summed loss times `factor`. On the rank of the last stage (loss sum, count) of every
-        micro-batch, elsewhere nothing. `arm` is called when only the last micro-batch's gradients are still to come."""
+        """Adds the gradients of `factor` times the summed loss, as `Passes` describes. The rank of the last stage
+        returns (loss sum, count) of every micro-batch, the others an empty list."""
         step = _Step(self, batches, factor)
-        if self.trace is not None:
-            self.trace.restart(self.pp, len(batches), len(self.stages))
+        if self.recorder is not None:
+            self.recorder.begin_step(self.pp, len(batches), len(self.stages))
         actions = self.schedule(self.pp.size, self.pp.rank, len(batches), len(self.stages))
         needs = [message for action in actions if (message := step.needs(action)) is not None]
         posted = iter(needs)
         armed_at = _last_pass(actions, len(batches) - 1)
-        for _ in range(_AHEAD):
+        for _ in range(_POSTED_AHEAD):
             step.expect(posted)
         for position, action in enumerate(actions):
             if position == armed_at:
@@ -77,13 +77,14 @@ class Pipeline:
             started = time.time()
             if step.run(action):
                 step.expect(posted)
-            if self.trace is not None:
-                self.trace.note(action, step.started or started, time.time())
+            if self.recorder is not None:
+                self.recorder.record(action, step.started or started, time.time())
         self.links.finish()
         return step.results
 
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor] | None:
-        """One batch through all stages without gradients; the loss on the rank of the last stage."""
+        """Evaluates one batch without gradients; the rank of the last stage returns (loss sum, count), the others
+        None."""
         step = _Step(self, [batch], 1.0)
         for chunk in range(len(self.stages)):
             action = Action("F", chunk, 0)
@@ -95,19 +96,19 @@ class Pipeline:
 
 
 class _Step:
-    """The state of one step: what was kept for the backward passes that are still to come."""
+    """One step in progress: the activations kept for its remaining backward passes, and the losses so far."""
 
     def __init__(self, pipeline: Pipeline, batches: Sequence[Batch], factor: float | Tensor) -> None:
         self.p, self.batches, self.factor = pipeline, batches, factor
         self.kept: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}  # (chunk, micro-batch): input, output
         self.results: list[tuple[Tensor, Tensor]] = []
-        self.started: float | None = None  # when what the last action waited for had arrived
+        self.started: float | None = None  # when the last action's input arrived
 
     def stage(self, action: Action) -> int:
         return action.chunk * self.p.pp.size + self.p.pp.rank
 
     def needs(self, action: Action) -> Message | None:
-        """What must have arrived before the action can run."""
+        """The message that the action takes as its input, if any."""
         stage = self.stage(action)
         if action.kind == "F" and stage > 0:
             return Message("activation", stage, action.micro_batch)
@@ -116,7 +117,7 @@ class _Step:
         return None
 
     def expect(self, messages: Iterator[Message]) -> None:
-        """Posts the receive of the next message, if there is one."""
+        """Posts the receive of the next message in `messages`, if there is one."""
         message = next(messages, None)
         if message is None:
             return
@@ -125,7 +126,7 @@ class _Step:
         self.p.links.expect(message, shape, like, (self.p.pp.rank + step) % self.p.pp.size)
 
     def run(self, action: Action) -> bool:
-        """Whether a message was used up."""
+        """Runs the action; returns whether it consumed a message."""
         self.started = None
         if action.kind == "F":
             self._forward(action)
@@ -148,7 +149,7 @@ class _Step:
         if hidden is not None and torch.is_grad_enabled():
             hidden.requires_grad_()
         if stage == self.p.last:
-            loss_sum, count = self.p.loss_step(BoundStage(module, hidden), batch)
+            loss_sum, count = self.p.loss_step(BoundStage(module, hidden=hidden), batch)
             self.results.append((loss_sum.detach(), torch.as_tensor(count, device=loss_sum.device).detach()))
             output = loss_sum * self.factor
         else:
@@ -171,20 +172,21 @@ class _Step:
 
 
 class BoundStage:
-    """The last stage as the loss function sees it: a model that already has its input from the stage before."""
+    """A model with some arguments given: a stage of several, or the last one with its input, as the loss function
+    sees it."""
 
-    def __init__(self, module: nn.Module, hidden: Tensor | None) -> None:
-        self._module, self._hidden = module, hidden
+    def __init__(self, module: Any, **arguments: Any) -> None:
+        self._module, self._arguments = module, arguments
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._module(*args, **kwargs, hidden=self._hidden)
+        return self._module(*args, **kwargs, **self._arguments)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._module, name)
 
 
 def _last_pass(actions: Sequence[Action], last_micro_batch: int) -> int:
-    """The position from which on every gradient that comes is of the last micro-batch."""
+    """The position from which on all gradients are the last micro-batch's."""
     finishing = "W" if any(action.kind == "W" for action in actions) else "B"
     for position in range(len(actions), 0, -1):
         action = actions[position - 1]

@@ -1,8 +1,8 @@
-"""Pipeline schedules as data: the order in which one rank works off its forward and backward passes.
+"""Pipeline schedules as data: the order in which one rank runs its forward and backward passes.
 
-Each schedule is one function of the pipeline's shape. The executor (`executor.py`) runs what they return, the
-simulator (`simulate.py`) times it, and neither knows one schedule from another. A rank may hold several chunks of the
-model (virtual stages): chunk c of rank r is stage c * ranks + r of the whole.
+Each schedule is a function of the pipeline's shape that returns a list of actions; `pipeline.py` executes such a list
+and `simulate.py` times it, whatever the schedule. A rank may hold several chunks of the model (virtual stages): chunk c
+of rank r is stage c * ranks + r of the model.
 """
 
 from __future__ import annotations
@@ -11,14 +11,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-Kind = Literal["F", "B", "W"]
+PassKind = Literal["F", "B", "W"]
 
 
 @dataclass(frozen=True)
 class Action:
-    """One piece of work. B is the gradient of the input, and of the weights too unless a W of the same follows."""
+    """One pass: F is forward, B is backward. B includes the weight gradients unless a W of the same chunk and
+    micro-batch follows, which computes them."""
 
-    kind: Kind
+    kind: PassKind
     chunk: int
     micro_batch: int
 
@@ -26,19 +27,20 @@ class Action:
         return f"{self.kind}{self.chunk}.{self.micro_batch}"
 
 
-Schedule = Callable[[int, int, int, int], list[Action]]
+PipelineSchedule = Callable[[int, int, int, int], list[Action]]
 """(ranks, rank, micro-batches, chunks per rank) -> that rank's actions, in order."""
 
 
 def gpipe(ranks: int, rank: int, micro_batches: int, chunks: int) -> list[Action]:
-    """All forward passes, then all backward passes: the plainest, and the most memory."""
+    """All forward passes, then all backward passes. It keeps the activations of every micro-batch."""
     assert chunks == 1, "gpipe has one chunk a rank"
     forward = [Action("F", 0, m) for m in range(micro_batches)]
     return forward + [Action("B", 0, m) for m in range(micro_batches)]
 
 
 def one_forward_one_backward(ranks: int, rank: int, micro_batches: int, chunks: int) -> list[Action]:
-    """1F1B: as soon as a gradient can come back it does, so a rank keeps at most `ranks - rank` micro-batches."""
+    """1F1B: each backward pass runs as early as possible, so a rank keeps the activations of `ranks - rank`
+    micro-batches at most."""
     assert chunks == 1, "1f1b has one chunk a rank"
     forward = [Action("F", 0, m) for m in range(micro_batches)]
     backward = [Action("B", 0, m) for m in range(micro_batches)]
@@ -46,9 +48,9 @@ def one_forward_one_backward(ranks: int, rank: int, micro_batches: int, chunks: 
 
 
 def interleaved(ranks: int, rank: int, micro_batches: int, chunks: int) -> list[Action]:
-    """1F1B over chunks: groups of `ranks` micro-batches pass through chunk after chunk; the bubble is 1/chunks as long.
-
-    The micro-batches must divide by the ranks: the schedule of a part of a group would wait for itself."""
+    """1F1B over several chunks per rank: groups of `ranks` micro-batches go through one chunk after another, which
+    divides the bubble by the number of chunks. An incomplete group would deadlock, so the ranks must divide the number
+    of micro-batches."""
     assert micro_batches % ranks == 0, f"{micro_batches} micro-batches in groups of {ranks}"
     forward = list(_in_groups("F", ranks, micro_batches, range(chunks)))
     backward = list(_in_groups("B", ranks, micro_batches, reversed(range(chunks))))
@@ -56,9 +58,10 @@ def interleaved(ranks: int, rank: int, micro_batches: int, chunks: int) -> list[
 
 
 def zero_bubble(ranks: int, rank: int, micro_batches: int, chunks: int) -> list[Action]:
-    """1F1B whose weight gradients (W) wait, longer on later ranks, and at the end fill what would be bubble.
+    """1F1B with deferred weight gradients (W), which fill the idle time at the end of the step.
 
-    A third of 1F1B's bubble where F, B and W take equally long, in the memory of 1F1B's first rank.
+    Where F, B and W take equally long the bubble is a third of 1F1B's. No rank needs more memory than the first
+    rank needs under 1F1B.
     """
     assert chunks == 1, "zero-bubble has one chunk a rank"
     warm_up = min(ranks - rank, micro_batches)
@@ -73,7 +76,7 @@ def zero_bubble(ranks: int, rank: int, micro_batches: int, chunks: int) -> list[
     return actions + [Action("W", 0, m) for m in late]
 
 
-SCHEDULES: dict[str, Schedule] = {
+SCHEDULES: dict[str, PipelineSchedule] = {
     "gpipe": gpipe,
     "1f1b": one_forward_one_backward,
     "interleaved": interleaved,
@@ -91,7 +94,7 @@ def _alternate(forward: list[Action], backward: list[Action], warm_up: int) -> l
     return actions + backward[steady:]
 
 
-def _in_groups(kind: Kind, ranks: int, micro_batches: int, chunks: Iterator[int] | range) -> Iterator[Action]:
+def _in_groups(kind: PassKind, ranks: int, micro_batches: int, chunks: Iterator[int] | range) -> Iterator[Action]:
     order = list(chunks)
     for start in range(0, micro_batches, ranks):
         for chunk in order:

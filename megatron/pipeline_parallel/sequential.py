@@ -1,4 +1,4 @@
-"""Pipeline stages of a user's own nn.Sequential."""
+"""Splits a user's own nn.Sequential into pipeline stages."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from megatron.distributed.state import Axis
 
 
 class SequentialStage(nn.Module):
-    """A run of an nn.Sequential's layers, under their own numbers; its input is the stage's before if there is one."""
+    """Consecutive layers of an nn.Sequential, under their numbers there. `hidden`, the previous stage's output,
+    replaces the input `x`."""
 
     def __init__(self, model: nn.Sequential, layers: range) -> None:
         super().__init__()
@@ -26,12 +27,12 @@ class SequentialStage(nn.Module):
         return y
 
 
-def cut_sequential(model: nn.Sequential, pp: Axis, *, layers_per_chunk: int | None = None) -> list[SequentialStage]:
-    """This rank's stages, in the order of the model. All layers between stages must pass on one shape."""
-    layers = split_layers(len(model), pp.size, layers_per_chunk=layers_per_chunk)
+def cut_sequential(model: nn.Sequential, pp: Axis) -> list[SequentialStage]:
+    """This rank's stages, in the order of the model. The tensors between stages must all have the same shape."""
+    layers = split_layers(len(model), pp.size)
     return [SequentialStage(model, run) for run in layers.of_rank(pp.rank)]
 
 
 def sequential_step(stage: nn.Module, batch: Mapping[str, Any], hidden: Tensor | None) -> Tensor:
-    """`Pipeline`'s hidden step for batches whose input is called "x"."""
+    """The `HiddenStep` of batches whose input is called "x"."""
     return stage(batch["x"], hidden=hidden)

@@ -1,1 +1,1 @@
-"""Text files to .bin/.idx datasets. Importing this package loads nothing."""
+"""From text files to .bin/.idx datasets. Importing this package loads nothing."""

@@ -1,4 +1,4 @@
-"""What a worker does with a segment: parse, tokenise, write the shard, and hand back a few numbers."""
+"""The work of a worker on a segment: parse, tokenise, write the shard, return its size and checksums."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from megatron.data.files import storage_error
-from megatron.data.indexed import token_dtype
+from megatron.data.indexed.index_file import token_dtype
 from megatron.errors import DataError, MegatronError, StorageError
-from megatron.preprocess.documents import Texts
-from megatron.preprocess.segments import Batch, Segment, read_batches
+from megatron.preprocess.input.documents import Texts
+from megatron.preprocess.input.segments import Batch, Segment, read_batches
 from megatron.preprocess.shard import PARTS, Encoded, SegmentFailure, SegmentResult, ShardWriter
 from megatron.tokenizer import EncoderDifference, Tokenizer, TokenizerSettings, build_tokenizer
 from megatron.tokenizer.base import Ids
+from megatron.utils.durable import storage_error
 
-EXAMPLES_SHOWN = 10  # bad lines that are shown; the others are counted
+EXAMPLES_SHOWN = 10  # bad lines that are shown; the rest are only counted
 
-Document = tuple[int, list[Texts]]  # the line within the segment, and for each key its texts
+Document = tuple[int, list[Texts]]  # the line within the segment, and the texts of each key
 
 
 class Splitter(Protocol):
@@ -30,13 +30,13 @@ class Splitter(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Advance:
-    """What a worker has done since it last said so."""
+    """The progress of a worker since its last report."""
 
     number: int  # of the segment
     documents: int
     tokens: int
     size: int  # bytes of input, decompressed
-    line: int  # of the segment, from 0, up to which all is done
+    line: int  # of the segment, counted from 0; all lines before it are done
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +45,7 @@ class EncoderSettings:
     keys: tuple[str, ...]
     append_eod: bool
     folder: Path
-    run: str  # part of the names of the files, so that a worker of a dead run cannot write into ours
+    run: str  # part of the file names, so that a worker of a dead run cannot write into ours
     on_error: Literal["stop", "skip"] = "stop"
     chunk_size: int | None = None
     splitter: Splitter | None = None
@@ -58,7 +58,7 @@ class _Stop(Exception):
 
 
 class SegmentEncoder:
-    """Callable on segments. It can be sent to a fresh process, where it opens the tokenizer for itself."""
+    """Encodes a segment when called. It can be pickled to a fresh process, where it opens the tokenizer again."""
 
     def __init__(self, settings: EncoderSettings, tokenizer: Tokenizer | None = None) -> None:
         self._settings = settings
@@ -128,7 +128,7 @@ class SegmentEncoder:
     def _encode_documents(
         self, documents: list[Document], result: SegmentResult, writers: Sequence[ShardWriter]
     ) -> int:
-        """The number of tokens of all keys."""
+        """Encodes and writes the documents; returns the number of tokens of all keys."""
         encoded = self._encode_keys(documents)
         if encoded is None:
             documents = self._without_refused(documents, result)
@@ -140,7 +140,7 @@ class SegmentEncoder:
         return sum(len(key.tokens) for key in encoded)
 
     def _encode_keys(self, documents: list[Document]) -> list[Encoded] | None:
-        """None if the tokenizer refuses one of them."""
+        """Encodes each key; None if the tokenizer refuses a text."""
         encoded = []
         for key in range(len(self._settings.keys)):
             texts = [self._split(texts[key]) for _, texts in documents]
@@ -158,7 +158,7 @@ class SegmentEncoder:
         return texts if splitter is None else [sentence for text in texts for sentence in splitter.split(text)]
 
     def _without_refused(self, documents: list[Document], result: SegmentResult) -> list[Document]:
-        """Find the documents that the tokenizer refuses, one by one."""
+        """Encodes document by document, to leave out those that the tokenizer refuses."""
         accepted = []
         for number, key_texts in documents:
             try:
@@ -171,7 +171,7 @@ class SegmentEncoder:
         return accepted
 
     def _encode_key(self, documents: list[Texts]) -> Encoded:
-        """Empty sequences are left out, and a document of none gets no end-of-document token: Megatron's rule."""
+        """Drops empty sequences; a document without any gets no end-of-document token. Both are Megatron's rules."""
         texts = [text for mine in documents for text in mine]
         ids = self._tokenizer.encode_batch(texts)
         sizes = np.fromiter(map(len, ids), dtype=np.int64, count=len(ids))
@@ -193,7 +193,7 @@ class SegmentEncoder:
         )
 
     def _narrowed(self, tokens: np.ndarray) -> np.ndarray:
-        """As they are stored. An id that the vocabulary does not have is a fault of ours, never wrapped around."""
+        """Converts ids to the stored dtype. An id outside the vocabulary is our bug, and must not wrap around."""
         assert not len(tokens) or 0 <= int(tokens.min()) <= int(tokens.max()) < self._tokenizer.vocab_size
         return tokens.astype(self._dtype)
 

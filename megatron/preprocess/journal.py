@@ -1,8 +1,8 @@
-"""The work folder of a run, and in it the journal: what is finished, so that it need not be done again.
+"""The work folder of a run, with the journal of what is finished, from which --resume continues.
 
-A line of the journal is one JSON object: a segment's result ("done"), the number of segments at the beginning that
-have been merged ("merged"), or that the outputs are getting their names ("naming"). Nothing in it is believed before
-the bytes it speaks of have been compared with its checksums, so no order of writes has to be forced onto the disk.
+A line of the journal is one JSON object: a segment's result ("done"), the number of leading segments that have been
+merged ("merged"), or that the outputs are being renamed ("naming"). On resume every entry is verified by checksums of
+the bytes it describes, so the journal needs no fsync.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
 
-from megatron.data.builder import open_alone
-from megatron.data.files import storage_error, write_atomically
+from megatron.data.indexed.files import open_alone
 from megatron.errors import ConfigError, DataError
 from megatron.preprocess.shard import SegmentResult
+from megatron.utils.durable import storage_error, write_atomically, writing
 
-_LOCK_SECONDS = 2.0  # a worker just forked of a run just killed may hold the lock until it has had its first turn
+_LOCK_SECONDS = 2.0  # a worker just forked by a run just killed may hold the lock until it first runs
 
 
 @dataclass
 class Kept:
-    """What the journal of an earlier run says."""
+    """The state that the journal of an earlier run recorded."""
 
     results: dict[int, SegmentResult] = field(default_factory=dict)
     merged: int = 0
@@ -35,12 +35,12 @@ class Kept:
 
 
 def work_folder(prefix: str) -> Path:
-    """No file in it has an ending that --input takes for text."""
+    """The work folder of a prefix. No file in it has an ending that --input takes for text."""
     return Path(f"{prefix}.preprocessing")
 
 
 def is_begun(prefix: str) -> bool:
-    """Whether a run to this prefix, alive or not, has a work folder."""
+    """True if a run to this prefix, alive or not, has a work folder."""
     try:
         work_folder(prefix).stat()
     except FileNotFoundError:
@@ -51,7 +51,7 @@ def is_begun(prefix: str) -> bool:
 
 
 class WorkFolder:
-    """Locked while it is open. On the way out it stays if it holds something that --resume can use."""
+    """The work folder, locked while it is open. On exit it is kept if --resume can use its content."""
 
     def __init__(self, prefix: str, *, resume: bool, overwrite: bool) -> None:
         self.prefix, self.path = prefix, work_folder(prefix)
@@ -68,7 +68,7 @@ class WorkFolder:
                         f"--output-prefix {prefix}: {self.path} holds part of an earlier run; give --resume to go on "
                         "from there, or --overwrite to start afresh"
                     )
-                overwrite = True  # it read a pipe, which nobody can read again
+                overwrite = True  # it read a pipe, which cannot be read again
             if not resume or self.kept is None:
                 self._clear()
         except BaseException:
@@ -106,8 +106,8 @@ class WorkFolder:
             raise DataError(f"{self.path / 'settings'}: cannot be read ({error}); give --overwrite") from None
 
     def begin(self, deciding: dict[str, Any], *, resumable: bool, overwrite: bool) -> bool:
-        """Start the journal, or go on with it if the same settings decided what is in it. Whether to overwrite: what
-        the interrupted run was told holds for the one that finishes it."""
+        """Starts the journal, or continues it if the settings that decide its content are equal. Returns whether to
+        overwrite outputs: --overwrite of the interrupted run also holds for the one that resumes it."""
         self.resumable = resumable
         if self.kept is not None:
             saved = self._saved_settings()
@@ -115,12 +115,11 @@ class WorkFolder:
             overwrite = overwrite or bool(saved.get("overwrite"))
         else:
             settings = {"deciding": deciding, "resumable": resumable, "overwrite": overwrite}
-            write_atomically(self.path / "settings", [json.dumps(settings, indent=1).encode()])
-        try:
+            with writing(self.path / "settings"):
+                write_atomically(self.path / "settings", [json.dumps(settings, indent=1).encode()])
+        with writing(self.path / "journal"):
             self._journal = open(self.path / "journal", "ab", buffering=0)  # noqa: SIM115
             self._journal.truncate(self._whole_bytes)
-        except OSError as error:
-            raise storage_error(self.path / "journal", error) from error
         return overwrite
 
     def done(self, result: SegmentResult) -> None:
@@ -135,15 +134,13 @@ class WorkFolder:
 
     def _write(self, entry: dict[str, Any]) -> None:
         assert self._journal is not None
-        try:
-            line = json.dumps(entry, separators=(",", ":")).encode() + b"\n"
+        line = json.dumps(entry, separators=(",", ":")).encode() + b"\n"
+        with writing(self.path / "journal"):
             if self._journal.write(line) != len(line):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        except OSError as error:
-            raise storage_error(self.path / "journal", error) from error
 
     def _read(self) -> Kept:
-        """Up to the first line that is not whole."""
+        """Reads the journal up to the first incomplete or damaged line."""
         kept, self._whole_bytes = Kept(), 0
         try:
             with open(self.path / "journal", "rb") as stream:
@@ -160,19 +157,17 @@ class WorkFolder:
         except FileNotFoundError:
             pass
         except (ValueError, KeyError, TypeError):
-            pass  # a damaged line: what stands before it is whole
+            pass  # a damaged line: those before it are intact
         return kept
 
     def _clear(self) -> None:
-        """All but the lock."""
+        """Removes everything but the lock."""
         self.kept, self._whole_bytes = None, 0
-        try:
-            (self.path / "settings").unlink(missing_ok=True)  # first: without it the rest means nothing
+        with writing(self.path):
+            (self.path / "settings").unlink(missing_ok=True)  # first, because it makes the rest valid
             for path in self.path.iterdir():
                 if path.name != "lock":
                     path.unlink()
-        except OSError as error:
-            raise storage_error(self.path, error) from error
 
     def __enter__(self) -> WorkFolder:
         return self
@@ -192,7 +187,7 @@ class WorkFolder:
 
     @property
     def keeps_something(self) -> bool:
-        """Whether --resume would find something to use."""
+        """True if --resume could use the content."""
         return self.resumable and bool(self._done or (self.kept is not None and self.kept.results))
 
 

@@ -1,4 +1,4 @@
-"""The parent's half of the work: shards to datasets, in the order of the input."""
+"""Merges the workers' shards into datasets, in input order, in the parent process."""
 
 from __future__ import annotations
 
@@ -7,24 +7,25 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron.data.builder import DatasetSummary
-from megatron.data.files import storage_error
-from megatron.data.indexed import token_dtype
-from megatron.data.record import make_record, write_record
+from megatron.data.indexed.builder import DatasetSummary
+from megatron.data.indexed.checksums import FileChecksums
+from megatron.data.indexed.index_file import token_dtype
+from megatron.data.indexed.record import make_record, write_record
 from megatron.errors import DataError, StorageError
 from megatron.preprocess.encoder import EXAMPLES_SHOWN, remove_files
+from megatron.preprocess.input.files import InputFile
+from megatron.preprocess.input.locate import Lines
 from megatron.preprocess.journal import Kept, WorkFolder
-from megatron.preprocess.locate import Lines
-from megatron.preprocess.outputs import Merged, give_names, shard_is_whole, signals_deferred, write_index
+from megatron.preprocess.outputs import GrowingOutput, give_names, shard_is_whole, signals_deferred, write_index
 from megatron.preprocess.settings import PreprocessSettings, digest_of
 from megatron.preprocess.shard import SegmentFailure, SegmentResult
-from megatron.preprocess.sources import Source
 from megatron.tokenizer import Tokenizer
+from megatron.utils.durable import writing
 
 
 @dataclass
 class KeyReport:
-    """What was written for one key."""
+    """The output of one key."""
 
     key: str
     summary: DatasetSummary
@@ -33,7 +34,7 @@ class KeyReport:
 
 @dataclass
 class Report:
-    """What happened, for the summary."""
+    """The counts of a run, for its summary."""
 
     keys: list[KeyReport] = field(default_factory=list)
     documents: int = 0
@@ -50,13 +51,13 @@ class Report:
 
 
 class Merger:
-    """Takes results in any order, and merges them in order."""
+    """Takes results in any order and merges them in input order."""
 
     def __init__(
         self,
         settings: PreprocessSettings,
         folder: WorkFolder,
-        sources: list[Source],
+        sources: list[InputFile],
         tokenizer: Tokenizer,
         say: Callable[[str], None],
     ) -> None:
@@ -64,7 +65,7 @@ class Merger:
         self.sources = {source.path: source for source in sources}
         self._files = sources
         dtype = token_dtype(tokenizer.vocab_size)
-        self._keys = [Merged(folder.path, key, dtype) for key in range(len(settings.json_keys))]
+        self._keys = [GrowingOutput(folder.path, key, dtype) for key in range(len(settings.json_keys))]
         self._pending: dict[int, SegmentResult | SegmentFailure] = {}
         self.next = 0  # segments before this one are merged
         self.position = 0  # in the input, in bytes on disk
@@ -72,9 +73,9 @@ class Merger:
         self.lines = Lines()
 
     def restore(self, kept: Kept | None) -> dict[int, SegmentResult]:
-        """What an earlier run has done, as far as its files still are what it wrote. All else is removed."""
+        """Restores the results of an earlier run whose files match their checksums, and removes the rest."""
         usable: dict[int, SegmentResult] = {}
-        try:
+        with writing(self._folder.path):
             if kept is not None:
                 self._restore_merged(kept)
                 usable = {
@@ -88,8 +89,6 @@ class Merger:
                     path.unlink()
             for merged in self._keys:
                 merged.open()
-        except OSError as error:
-            raise storage_error(self._folder.path, error) from error
         done = {number: result for number, result in (kept.results if kept else {}).items() if number < self.next}
         self.report.kept_segments = self.next + len(usable)
         self._pending.update(usable)
@@ -132,10 +131,8 @@ class Merger:
 
     def _merge(self, result: SegmentResult) -> None:
         for merged in self._keys:
-            try:
+            with writing(merged.path("tokens")):
                 whole = merged.append(result)
-            except OSError as error:
-                raise storage_error(merged.path("tokens"), error) from error
             if not whole:
                 raise StorageError(
                     f"{result.file(self._folder.path, merged.key, 'tokens')}: does not hold what was written into it; "
@@ -147,7 +144,7 @@ class Merger:
         self.lines.enter(self.sources[result.source], result.start)
         shown = report.skipped
         for line, reason in result.examples:
-            if self._settings.on_error == "stop":  # a part that is kept was made with skip
+            if self._settings.on_error == "stop":  # the interrupted run used --on-error skip
                 raise DataError(f"{self.lines.place(line)}: {reason}; give --on-error skip to leave it out")
             if shown < EXAMPLES_SHOWN:
                 self._say(f"skipped {self.lines.place(line)}: {reason}")
@@ -163,11 +160,9 @@ class Merger:
 
     def finish(self, deciding: dict[str, Any]) -> None:
         self._check_outcome()
-        try:
+        with writing(self._folder.path):
             for merged in self._keys:
                 write_index(merged, self._settings.dataset_impl)
-        except OSError as error:
-            raise storage_error(self._folder.path, error) from error
         self._folder.naming()
         with signals_deferred():
             for merged, key, output in zip(self._keys, self._settings.json_keys, self._settings.outputs, strict=True):
@@ -184,7 +179,7 @@ class Merger:
     def _check_outcome(self) -> None:
         report, given = self.report, " ".join(self._settings.inputs)
         if not report.documents and self._settings.world == 1:
-            self._folder.resumable = False  # the same input can only come to the same
+            self._folder.resumable = False  # the same input would give the same outcome
             seen = f"{report.blank_lines} blank and {report.skipped} bad lines"
             raise DataError(f"--input {given}: holds no documents ({seen}); nothing was written")
         fraction = report.skipped / max(report.skipped + report.documents, 1)
@@ -198,7 +193,7 @@ class Merger:
                 self._folder.resumable = False
                 raise DataError(f"--json-keys {key}: every document is empty; nothing was written")
 
-    def _key_report(self, merged: Merged, key: str, output: str) -> KeyReport:
+    def _key_report(self, merged: GrowingOutput, key: str, output: str) -> KeyReport:
         totals = merged.totals
         summary = DatasetSummary(
             prefix=output,
@@ -212,7 +207,7 @@ class Merger:
         )
         return KeyReport(key, summary, totals.text_bytes)
 
-    def _write_record(self, merged: Merged, key: str, output: str, deciding: dict[str, Any]) -> None:
+    def _write_record(self, merged: GrowingOutput, key: str, output: str, deciding: dict[str, Any]) -> None:
         settings = self._settings
         extra: dict[str, Any] = {
             "tokenizer_type": self._tokenizer.name,
@@ -230,6 +225,6 @@ class Merger:
             max_id=merged.totals.max_id,
             source=tuple(source.path.rpartition("/")[2] for source in self._files),
             extra=extra,
-            bin_checksums=merged.checksums.checksums(),
+            bin_checksums=FileChecksums.of(merged.checksums),
         )
         write_record(output, record)

@@ -1,4 +1,4 @@
-"""The datasets being written, one for each key. They grow in the work folder and get their names when all are whole."""
+"""The datasets being written, one per key. They grow in the work folder and are renamed when all are complete."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from typing import BinaryIO
 
 import numpy as np
 
-from megatron.data.checksums import BlockChecksums
-from megatron.data.files import fsync_directory, storage_error
-from megatron.data.growing import GrowingIndex
-from megatron.data.indexed import bin_path, idx_path
-from megatron.data.record import record_path
+from megatron.data.indexed.checksums import BLOCK_BYTES
+from megatron.data.indexed.dataset import bin_path, idx_path
+from megatron.data.indexed.growing import GrowingIndex
+from megatron.data.indexed.record import record_path
 from megatron.errors import ConfigError
 from megatron.preprocess.shard import PARTS, SegmentResult, Totals
+from megatron.utils.durable import BlockHasher, fsync_directory, writing
 
 _COPY_BYTES = 4 << 20
 
 
 def output_prefix(prefix: str, key: str, level: str = "document") -> str:
-    """Megatron's name."""
+    """The prefix of a key's dataset, as Megatron names it."""
     return f"{prefix}_{key}_{level}"
 
 
 def refuse_existing(prefix: str, outputs: Sequence[str]) -> None:
-    """Before any work, and again when the files get their names."""
+    """Refuses existing outputs: before any work, and again before the final renames."""
     for output in outputs:
         for path in (bin_path(output), idx_path(output)):
             if os.path.lexists(path):
@@ -41,14 +41,14 @@ def refuse_existing(prefix: str, outputs: Sequence[str]) -> None:
 
 
 @dataclass
-class Merged:
-    """One key: all segments so far, end to end."""
+class GrowingOutput:
+    """The files of one key: the concatenated segments merged so far."""
 
     folder: Path
     key: int
     dtype: np.dtype
     totals: Totals = field(default_factory=Totals)
-    checksums: BlockChecksums = field(default_factory=BlockChecksums)
+    checksums: BlockHasher = field(default_factory=lambda: BlockHasher(BLOCK_BYTES))
     sizes: list[int] = field(default_factory=lambda: [0] * len(PARTS))
     streams: list[BinaryIO] = field(default_factory=list)
 
@@ -56,7 +56,7 @@ class Merged:
         return self.folder / f"{self.key}.{part}"
 
     def open(self) -> None:
-        """At the end of what has been verified: whatever stands behind it is cut off."""
+        """Opens the files for appending, truncated to what has been verified."""
         for part, size in zip(PARTS, self.sizes, strict=True):
             stream = open(self.path(part), "ab+", buffering=0)  # noqa: SIM115
             self.streams.append(stream)
@@ -67,7 +67,7 @@ class Merged:
             stream.close()
 
     def append(self, result: SegmentResult) -> bool:
-        """False if a file of the shard is not what the worker wrote."""
+        """Appends a shard; False if one of its files does not match the worker's checksum."""
         shard = result.shards[self.key]
         for number, part in enumerate(PARTS):
             path = result.file(self.folder, self.key, part)
@@ -83,7 +83,7 @@ class Merged:
             self.sizes[number] += size
 
     def holds(self, result: SegmentResult) -> bool:
-        """Whether the files go on with this very segment; if so its tokens have been added to the checksums."""
+        """True if the files continue with this segment; then its tokens have been added to the checksums."""
         shard = result.shards[self.key]
         for number, part in enumerate(PARTS):
             if digest_of(self.path(part), self.sizes[number], shard.sizes[number]) != shard.digests[number]:
@@ -105,7 +105,7 @@ def shard_is_whole(result: SegmentResult, folder: Path) -> bool:
 
 
 def digest_of(path: Path, start: int, size: int | None) -> str | None:
-    """Of a part of a file (None: all of it); None if the file does not hold it."""
+    """The sha256 of `size` bytes of a file (None: all from `start`); None if the file is shorter or missing."""
     digest, length = hashlib.sha256(), 0
     try:
         for block in _blocks_of(path, start, size):
@@ -128,7 +128,7 @@ def _blocks_of(path: Path, start: int, size: int | None) -> Iterator[bytes]:
             yield block
 
 
-def _copy(path: Path, stream: BinaryIO, wanted: str, checksums: BlockChecksums | None) -> bool:
+def _copy(path: Path, stream: BinaryIO, wanted: str, checksums: BlockHasher | None) -> bool:
     digest = hashlib.sha256()
     for block in _blocks_of(path, 0, None):
         digest.update(block)
@@ -139,35 +139,33 @@ def _copy(path: Path, stream: BinaryIO, wanted: str, checksums: BlockChecksums |
 
 
 def _write_all(stream: BinaryIO, block: bytes) -> None:
-    """An unbuffered file may take less than it is given."""
+    """Writes a whole block: an unbuffered write may be partial."""
     view = memoryview(block)
     while view:
         view = view[stream.write(view) :]
 
 
-def write_index(merged: Merged, implementation: str) -> Path:
+def write_index(merged: GrowingOutput, implementation: str) -> Path:
     path = merged.path("idx")
     merged.index().write(path, merged.dtype, implementation)
     os.fsync(merged.streams[0].fileno())
     return path
 
 
-def give_names(merged: Merged, output: str) -> None:
-    """The index last: without it the rest cannot be taken for a dataset. An old record or index must never describe
-    the new tokens."""
-    try:
+def give_names(merged: GrowingOutput, output: str) -> None:
+    """Renames the files to their final names, the index last: without it there is no dataset. An old record or index is
+    removed first, since it must not describe the new tokens."""
+    with writing(bin_path(output)):
         for old in (record_path(output), idx_path(output)):
             old.unlink(missing_ok=True)
         fsync_directory(bin_path(output).parent)
         merged.path("tokens").replace(bin_path(output))
         merged.path("idx").replace(idx_path(output))
         fsync_directory(bin_path(output).parent)
-    except OSError as error:
-        raise storage_error(bin_path(output), error) from error
 
 
 def take_names_back(folder: Path, outputs: Sequence[str]) -> None:
-    """Of a run that was ended while its files got their names: what it had named is part of its work again."""
+    """Undoes the renames of a run that was interrupted between them, so that it can be resumed."""
     for key, output in enumerate(outputs):
         kept = folder / f"{key}.tokens"
         if not kept.exists() and bin_path(output).is_file():
@@ -178,7 +176,7 @@ def take_names_back(folder: Path, outputs: Sequence[str]) -> None:
 
 @contextmanager
 def signals_deferred() -> Iterator[None]:
-    """A signal that comes while the files get their names is answered when all have theirs."""
+    """Blocks signals until all files have their final names."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGHUP, signal.SIGINT))
     try:
         yield

@@ -1,15 +1,15 @@
-"""Worker processes that answer tasks.
+"""A pool of worker processes that notices the death of a worker at once and knows the task it had.
 
-Each worker has its own pipe and one task at a time, so that a worker that dies (killed, out of memory) is noticed
-at once, at work or idle, and the very task it held is known; `multiprocessing.Pool` waits for ever, and
-`concurrent.futures` cannot say which task it was. Workers end by themselves when the parent is gone.
+Each worker has its own pipe and one task at a time. `multiprocessing.Pool` hangs when a worker is killed, and
+`concurrent.futures` cannot say which task it had. Workers end when the parent dies.
 
-On Linux the workers are forked, before the parent opens an output or starts a thread, and share the tokenizer it
-has loaded: 32 of them cost a fraction of a second and next to no memory. Elsewhere they are started afresh.
+On Linux the workers are forked before the parent opens an output or starts a thread, and share its loaded tokenizer:
+32 of them start in a fraction of a second and use little memory. Elsewhere they are spawned.
 """
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import multiprocessing
 import os
@@ -24,22 +24,22 @@ from types import TracebackType
 from typing import Any, Generic, Protocol, TypeVar
 
 from megatron.errors import ConfigError
-from megatron.preprocess.ahead import ReadAhead
-from megatron.preprocess.generations import Growth, die_with, in_generations
+from megatron.utils.process import signal_at_parent_death
+from megatron.utils.read_ahead import ReadAhead
 
 Task = TypeVar("Task")
 Answer = TypeVar("Answer")
 
-AHEAD = 2  # tasks handed out ahead of the oldest unanswered one, per worker
+READ_AHEAD = 2  # tasks prefetched
+AHEAD = 2  # tasks in flight beyond the oldest unanswered one, per worker
 STOP_SECONDS = 2.0
-OUT_OF_MEMORY = 137  # as if the kernel had killed it
-# A worker that has grown beyond both is replaced by a fresh one.
-ROOM_BYTES = 9 << 20
-GROWTH_BYTES = 3 << 20
+OUT_OF_MEMORY = 137  # the exit code after the kernel's OOM kill
+_M_MMAP_THRESHOLD = -3  # malloc.h of glibc
+_LARGE_BYTES = 2 << 20
 
 
 class WorkerDiedError(Exception):
-    """A worker ended without an answer to `task` (None: while it waited for one)."""
+    """A worker died without answering `task` (None: it was idle)."""
 
     def __init__(self, task: Any, exit_code: int | None) -> None:
         super().__init__(task, exit_code)
@@ -54,13 +54,13 @@ class Closable(Protocol):
 class _Worker:
     process: BaseProcess
     connection: Connection
-    number: int = -1  # of the task it holds; -1: it waits for one
-    task: Any = None  # what is kept of it
+    number: int = -1  # of its task; -1: idle
+    task: Any = None  # its description
 
 
 class WorkerPool(Generic[Task, Answer]):
-    """`handler` is called in a worker with a task and a function that sends notes to the parent. `private` are open
-    files of the parent that a forked worker must not hold: a lock ends with the last process that does."""
+    """Calls `handler` in a worker with a task and a function that sends notes to the parent. `private` are files that a
+    forked worker closes: a lock lasts as long as any process holds its file open."""
 
     def __init__(
         self,
@@ -87,11 +87,11 @@ class WorkerPool(Generic[Task, Answer]):
 
     def _start(self, handler: Callable[[Task, Callable[[Any], None]], Answer]) -> _Worker:
         ours, theirs = self._context.Pipe(duplex=True)
-        # A forked worker inherits the parent's ends of all pipes; holding them it would hide the parent's death.
+        # A forked worker inherits the parent's ends of all pipes; kept open, they would hide the parent's death.
         inherited: list[Closable] = []
         if self._forked:
             inherited = [*(worker.connection for worker in self._workers), ours, *self._private]
-        arguments = (theirs, inherited, handler, os.getpid(), self._forked)
+        arguments = (theirs, inherited, handler, os.getpid())
         process = self._context.Process(target=_serve, args=arguments, daemon=True)  # type: ignore[attr-defined]
         process.start()
         theirs.close()
@@ -104,12 +104,12 @@ class WorkerPool(Generic[Task, Answer]):
         described: Callable[[Task], Any],
         noted: Callable[[Any], None],
     ) -> Iterator[Answer]:
-        """Answers as they come, tasks started no further than AHEAD per worker beyond the oldest unanswered one.
+        """Yields answers as they come. At most AHEAD tasks per worker are in flight beyond the oldest unanswered one.
 
-        While the next task is slow to come the workers are watched all the same. `noted` is given what a worker says
-        between a task and its answer; `described` is what is kept of a task, for the message if its worker dies.
+        Workers are watched even while the next task is slow to come. `noted` receives the notes of workers;
+        `described` gives what is kept of a task for the message if its worker dies.
         """
-        source = ReadAhead(tasks)
+        source = ReadAhead(tasks, depth=READ_AHEAD)
         exhausted, given = False, 0
         open_tasks: set[int] = set()
         try:
@@ -121,7 +121,7 @@ class WorkerPool(Generic[Task, Answer]):
                     waited.append(source.ready)
                 ready = wait(waited)
                 if source.ready in ready and idle is not None:
-                    task = source.take()
+                    task = next(source, None)
                     if task is None:
                         exhausted = True
                     else:
@@ -138,7 +138,7 @@ class WorkerPool(Generic[Task, Answer]):
                     open_tasks.discard(number)
                     yield content
         finally:
-            source.close()
+            source.stop(0.0)
 
     def __enter__(self) -> WorkerPool[Task, Answer]:
         return self
@@ -156,7 +156,7 @@ class WorkerPool(Generic[Task, Answer]):
         return [worker.process.pid for worker in self._workers if worker.process.pid is not None]
 
     def stop(self) -> None:
-        """Let idle workers leave; end those that do not."""
+        """Lets idle workers end, and kills those that do not."""
         for worker in self._workers:
             worker.connection.close()
         for worker in self._workers:
@@ -174,7 +174,7 @@ class WorkerPool(Generic[Task, Answer]):
 
 
 def _until_closed(connection: Connection) -> None:
-    """Until nobody holds the other end: what works for a process ends just after it."""
+    """Waits until the other end is closed everywhere."""
     try:
         while True:
             connection.recv_bytes()
@@ -212,26 +212,35 @@ def _serve(
     inherited: Sequence[Closable],
     handler: Callable[[Any, Callable[[Any], None]], Any],
     parent: int,
-    forked: bool,
 ) -> None:
     for other in inherited:
         other.close()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides; a terminal sends Ctrl-C to all
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C, which a terminal sends to all
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    die_with(parent)
-    # One worker is one core. `tokenizers` would start a thread for each core in each worker, has no call to prevent
-    # it, and reads this variable; it is set for this process alone.
+    _die_with(parent)
+    _return_large_blocks()
+    # One core per worker. `tokenizers` would start a thread per core in each worker, and only this variable prevents
+    # it; it is set for this process alone.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    if forked:
-        in_generations(lambda: _answer(connection, handler, Growth(ROOM_BYTES, GROWTH_BYTES)))
-    _answer(connection, handler, None)
+    _answer_all(connection, handler)
 
 
-def _answer(
-    connection: Connection, handler: Callable[[Any, Callable[[Any], None]], Any], growth: Growth | None
-) -> bool:
-    """True when this process has grown too large, False when there is nothing more to do."""
+def _die_with(parent: int) -> None:
+    """Asks the kernel to kill this process when its parent dies (Linux; elsewhere it ends after its task)."""
+    if signal_at_parent_death(signal.SIGKILL) and os.getppid() != parent:  # it died before the request
+        os._exit(1)
+
+
+def _return_large_blocks() -> None:
+    """Makes glibc return large freed blocks to the system at once, so that a hash table that doubles does not leave its
+    smaller copies in the heap."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # only glibc has it
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
+
+
+def _answer_all(connection: Connection, handler: Callable[[Any, Callable[[Any], None]], Any]) -> None:
     try:
         while True:
             task = connection.recv()
@@ -239,16 +248,14 @@ def _answer(
             try:
                 message = ("answer", handler(task, lambda note: connection.send(("note", note))))
             except MemoryError:
-                os._exit(OUT_OF_MEMORY)  # at once: whatever else happens here may want memory
+                os._exit(OUT_OF_MEMORY)  # at once, because any cleanup may need memory
             except OSError as error:
                 if error.errno == errno.EPIPE:
-                    return False
+                    return
                 message = ("failure", traceback.format_exc())
             except Exception:
                 message = ("failure", traceback.format_exc())
             del task
             connection.send(message)
-            if growth is not None and growth.too_large():
-                return True
     except (EOFError, OSError):
-        return False  # the parent is gone
+        return  # the parent is gone

@@ -1,4 +1,4 @@
-"""The live display: a bar on a terminal, a line every so many documents elsewhere."""
+"""Progress display: a bar on a terminal, otherwise a line every so many documents."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any, TextIO
 EVERY = 1000  # documents between lines
 
 
-class Progress:
-    """`total` is in input bytes as they lie on disk; 0 when it is not known, and then there is no ETA."""
+class ProgressDisplay:
+    """Shows progress. `total` is the input's bytes on disk; 0 if unknown, and then there is no ETA."""
 
     def __init__(
         self, total: int, log_interval: int | None, *, begun_at: int = 0, stream: TextIO | None = None
     ) -> None:
         self._stream = stream or sys.stderr
         self._total, self._log_interval = total, log_interval or EVERY
-        self._pause = 0.0 if log_interval else 1.0  # seconds between lines, unless their number was asked for
+        self._pause = 0.0 if log_interval else 1.0  # seconds between lines, unless --log-interval was given
         self._started = self._said = time.monotonic()
         self._begun_at = self.position = begun_at
         self.documents = self.tokens = self.read = 0
@@ -33,7 +33,7 @@ class Progress:
         return tqdm(total=total, initial=self._begun_at, unit="B", unit_scale=True, file=stream, dynamic_ncols=True)
 
     def update(self, *, documents: int, tokens: int, read: int, position: int) -> None:
-        """What has been done since the last time, and where in the input it ended."""
+        """Adds the work since the last call; `position` is where in the input it ended."""
         lines_before = self.documents // self._log_interval
         self.documents += documents
         self.tokens += tokens
@@ -66,7 +66,7 @@ class Progress:
         speed = f"({self._rate():.1f} docs/s, {self.megabytes_per_second:.2f} MB/s)"
         return f"Processed {self.documents} documents {speed}, {self.tokens} tokens{left}"
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> ProgressDisplay:
         return self
 
     def __exit__(

@@ -1,8 +1,9 @@
-"""Where sentences end: the rules of Punkt (Kiss and Strunk, 2006) as NLTK 3.10 applies them, in linear time.
+"""Splits text into sentences by the rules of Punkt (Kiss and Strunk, 2006), as NLTK 3.10 applies them, in linear time.
 
-NLTK finds or learns the parameters; the splitting is here, because NLTK's needs about ten times as long, gives up on a
-text after five seconds of a wall clock, and is quadratic in a long word with `--keep-newlines`. What it cuts is equal,
-piece for piece. The text is cut by its candidates: an end mark and the words around it (the *context*) decide alone.
+NLTK finds or learns the parameters, and its own splitter would work offline too. But it raises TimeoutError when a
+match takes five seconds of wall clock (a text of 3 MB does), is quadratic in a long word with `--keep-newlines`, and
+takes four times as long. This one cuts the same pieces. Each candidate, an end mark with the words around it (its
+*context*), is decided by itself.
 """
 
 from __future__ import annotations
@@ -12,15 +13,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
-import regex  # where `re` and `regex` differ about a letter, NLTK goes with `regex`
+import regex  # `re` and `regex` differ about some letters; NLTK uses `regex`
 
-# Which cases a word was seen in, as bits: at the beginning of a sentence, inside one, or where nobody can tell.
+# The contexts in which a word was seen, as bits: at the beginning of a sentence, inside one, or unknown.
 BEGIN_UPPER, INSIDE_UPPER, UNKNOWN_UPPER, BEGIN_LOWER, INSIDE_LOWER, UNKNOWN_LOWER = (1 << bit for bit in range(1, 7))
 UPPER = BEGIN_UPPER | INSIDE_UPPER | UNKNOWN_UPPER
 LOWER = BEGIN_LOWER | INSIDE_LOWER | UNKNOWN_LOWER
 
 _END_MARKS = ".?!"
-_NO_WORD = r"[)\";}\]*:@'({\[\u2018\u2019\u201c\u201d\xab\xbb?!]"  # closes the word that stands before it
+_NO_WORD = r"[)\";}\]*:@'({\[\u2018\u2019\u201c\u201d\xab\xbb?!]"  # ends the word before it
 _RUN = r"(?:-{2,}|\.{2,}|(?:\.\s){2,}\.)"  # dashes and ellipses are one token
 _TOKEN = regex.compile(
     rf"{_RUN}|(?=[^(\"`{{\[:;&#*@)}}\]\-,])\S+?(?=\s|$|{_NO_WORD}|{_RUN}|,(?=$|\s|{_NO_WORD}|{_RUN}))|\S"
@@ -44,7 +45,7 @@ _MOST_REMEMBERED, _LONGEST_REMEMBERED = 1 << 16, 64
 
 @dataclass(frozen=True, slots=True)
 class PunktParameters:
-    """What was learned about a language; words are in lower case and without their period."""
+    """The learned parameters of a language; words are in lower case and without their period."""
 
     abbreviations: frozenset[str]
     collocations: frozenset[tuple[str, str]]
@@ -54,16 +55,16 @@ class PunktParameters:
 
 @dataclass(frozen=True, slots=True)
 class _Candidate:
-    """An end mark that may end a sentence: the piece would stop at `end`, the next one would begin at `following`."""
+    """A mark that may end a sentence at `end`; the next sentence would begin at `following`."""
 
-    start: int  # of the match; with kept newlines this is where its word begins
+    start: int  # of the match; with kept newlines, of its word
     end: int
     context_end: int
     following: int
 
 
 class Boundaries:
-    """Cuts texts. Remembers decisions, within bounds; the same text always gives the same pieces."""
+    """Splits texts. Caches decisions in bounded memory; the same text always gives the same pieces."""
 
     def __init__(self, parameters: PunktParameters, *, keep_spaces: bool) -> None:
         self._parameters = parameters
@@ -93,7 +94,7 @@ class Boundaries:
         return decision
 
     def _contains_end(self, context: str) -> bool:
-        """Whether a sentence ends anywhere in the words of a context, the last one left out."""
+        """True if a sentence ends after any word of the context but the last."""
         lines = context.split("\n") if "\n" in context else [context]
         words = [token for line in lines if line.strip() for token in tokens(line)]
         return any(self._ends_sentence(token, after) for token, after in pairwise(words))
@@ -124,7 +125,7 @@ class Boundaries:
         return ends
 
     def _first_look(self, token: str) -> tuple[bool, bool, bool]:
-        """(abbreviation, ellipsis, end of a sentence) for a token that ends in a period, by itself alone."""
+        """(abbreviation, ellipsis, end of a sentence) of a token that ends in a period, without its neighbours."""
         if token == ".":
             return False, False, True
         if ELLIPSIS.match(token):
@@ -136,7 +137,7 @@ class Boundaries:
         return abbreviation, False, not abbreviation
 
     def _starts_sentence(self, token: str, word: str) -> bool | None:
-        """What the letters' case tells about a word behind a period; None is `nobody knows`."""
+        """Whether a word after a period starts a sentence, judged by its case; None if undecided."""
         if token in (";", ":", ",", ".", "!", "?"):
             return False
         seen = self._parameters.contexts.get(word, 0)
@@ -160,7 +161,7 @@ def _without_period(word: str) -> str:
 
 
 def _candidates(text: str) -> Iterator[_Candidate]:
-    """An end mark before white space and a word, or before punctuation. White space goes to neither sentence."""
+    """Yields end marks before white space and a word, or before punctuation. The white space is dropped."""
     for match in _CANDIDATE.finditer(text):
         end = match.end()
         following = match.start(2) if match.start(2) >= 0 else end
@@ -168,9 +169,9 @@ def _candidates(text: str) -> Iterator[_Candidate]:
 
 
 def _candidates_keeping_spaces(text: str) -> Iterator[_Candidate]:
-    r"""What Megatron-LM's pattern `\S*[.?!]\s*(?=punctuation|\S+)` finds: in each run without white space the last end
-    mark that anything follows, with the white space behind it. Found from the mark outwards, so a long run costs one
-    look. The text's very last mark has nothing behind it, and then the run's mark before it counts."""
+    r"""The matches of Megatron-LM's pattern `\S*[.?!]\s*(?=punctuation|\S+)`: in each run without white space the
+    last end mark that is followed by anything, with the white space after it. Searching from the mark outwards is
+    linear. A mark at the very end of the text is followed by nothing, so the run's mark before it counts."""
     found = _TO_LAST_NON_SPACE.match(text)
     last = found.end() if found else 0
     if last and text[last - 1] in _END_MARKS:
@@ -186,12 +187,12 @@ def _candidates_keeping_spaces(text: str) -> Iterator[_Candidate]:
 
 
 def _with_their_words(text: str, candidates: Iterator[_Candidate]) -> Iterator[tuple[_Candidate, int]]:
-    """Each candidate with the place where the word before it begins. Of marks within one word only the last counts."""
+    """Yields each candidate with the start of the word before it. Only the last mark within a word counts."""
     previous: _Candidate | None = None
     start, stop = 0, 0
     for candidate in candidates:
         space = _TO_LAST_ASCII_SPACE.match(text, stop, candidate.start)
-        # A space right at `stop` counts as none: so it is in NLTK, and only the text's beginning can show it.
+        # As in NLTK, a space exactly at `stop` does not count; this matters only at the beginning of the text.
         word_start = space.end() if space and space.end() - 1 > stop else start
         if previous is not None and stop <= word_start:
             yield previous, start
@@ -201,7 +202,7 @@ def _with_their_words(text: str, candidates: Iterator[_Candidate]) -> Iterator[t
 
 
 def _realign(text: str, slices: Iterator[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """Quotes and brackets that close a sentence go back to it from the next; the white space behind them is dropped."""
+    """Moves closing quotes and brackets from the next sentence back to theirs; drops the white space after them."""
     begin, end = next(slices)
     for next_begin, next_end in slices:
         closing = _CLOSING.match(text, next_begin, next_end)

@@ -1,4 +1,4 @@
-"""The whole job: input files -> workers -> one dataset for each key."""
+"""Runs the whole job: input files -> workers -> one dataset per key."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from megatron.data.record import read_record
+from megatron.data.indexed.record import read_record
 from megatron.errors import ConfigError, DataError, MegatronError, PeerLostError
-from megatron.preprocess.documents import FAST_JSON_HINT, FAST_LOADS
 from megatron.preprocess.encoder import Advance, EncoderSettings, SegmentEncoder, Splitter
+from megatron.preprocess.input.documents import FAST_JSON_HINT, FAST_LOADS
+from megatron.preprocess.input.files import InputFile, expand_inputs
+from megatron.preprocess.input.locate import Assigned, assigned
+from megatron.preprocess.input.segments import Segment, plan_segments, share_bytes
 from megatron.preprocess.journal import WorkFolder, is_begun
-from megatron.preprocess.locate import Assigned, assigned
 from megatron.preprocess.merge import Merger, Report
 from megatron.preprocess.outputs import refuse_existing, take_names_back
 from megatron.preprocess.pool import WorkerDiedError, WorkerPool
-from megatron.preprocess.progress import Progress
-from megatron.preprocess.segments import Segment, plan_segments, share_bytes
+from megatron.preprocess.progress import ProgressDisplay
 from megatron.preprocess.settings import PreprocessSettings, digest_of
 from megatron.preprocess.shard import SegmentFailure, SegmentResult
-from megatron.preprocess.sources import Source, expand_inputs
 from megatron.tokenizer import Tokenizer, build_tokenizer
 
 Say = Callable[[str], None]
 
 
 class Terminated(BaseException):
-    """A signal asked the job to end; everything on the way out cleans up."""
+    """The job was ended by a signal; raised so that everything is cleaned up."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -38,7 +38,7 @@ class Terminated(BaseException):
 
 
 def preprocess(settings: PreprocessSettings, say: Say, complete: Callable[[str], bool] | None = None) -> Report:
-    """`complete` tells --resume whether all outputs are there, made with the settings of this digest."""
+    """Preprocesses the input. `complete` tells --resume whether all outputs of settings with this digest exist."""
     tokenizer = build_tokenizer(settings.tokenizer)
     if settings.append_eod:
         tokenizer.eod  # noqa: B018  refused by name when the vocabulary has none
@@ -52,7 +52,7 @@ def preprocess(settings: PreprocessSettings, say: Say, complete: Callable[[str],
         )
     with ended_by_signals(), _saying_what_is_complete() as finished:
         if not is_begun(settings.prefix) and not settings.overwrite and not settings.resume:
-            refuse_existing(settings.prefix, settings.outputs)  # before there is anything to clean up
+            refuse_existing(settings.prefix, settings.outputs)  # before anything needs cleaning up
         with WorkFolder(settings.prefix, resume=settings.resume, overwrite=settings.overwrite) as folder:
             splitter = prepare_splitter_for(settings, sources, say)
             deciding = settings.deciding(sources, tokenizer, splitter)
@@ -80,7 +80,7 @@ class _Run:
     def __init__(
         self,
         settings: PreprocessSettings,
-        sources: list[Source],
+        sources: list[InputFile],
         tokenizer: Tokenizer,
         splitter: Splitter | None,
         folder: WorkFolder,
@@ -103,8 +103,8 @@ class _Run:
             tokenizer,
         )
         self._merger = Merger(settings, folder, sources, tokenizer, say)
-        self._assigned: dict[int, Assigned] = {}  # what the workers have
-        self._lines_done: dict[int, int] = {}  # of each of these segments
+        self._assigned: dict[int, Assigned] = {}  # segments in flight
+        self._lines_done: dict[int, int] = {}  # lines done of each of these segments
 
     def run(self, deciding: dict[str, Any]) -> Report:
         settings, merger = self._settings, self._merger
@@ -115,7 +115,7 @@ class _Run:
             done = merger.restore(self._folder.kept)
             if merger.report.kept_segments:
                 self._say(f"--resume: {merger.report.kept_segments} segments are done already")
-            with Progress(total, settings.log_interval, begun_at=merger.position) as progress:
+            with ProgressDisplay(total, settings.log_interval, begun_at=merger.position) as progress:
                 self._encode(pool, done, progress)
                 report = merger.report
                 report.seconds, report.megabytes_per_second = progress.seconds, progress.megabytes_per_second
@@ -127,7 +127,7 @@ class _Run:
         self,
         pool: WorkerPool[Segment, SegmentResult | SegmentFailure],
         done: dict[int, SegmentResult],
-        progress: Progress,
+        progress: ProgressDisplay,
     ) -> None:
         def noted(advance: Advance) -> None:
             self._lines_done[advance.number] = advance.line
@@ -183,10 +183,10 @@ class _Run:
         )
 
 
-def prepare_splitter_for(settings: PreprocessSettings, sources: list[Source], say: Say) -> Splitter | None:
+def prepare_splitter_for(settings: PreprocessSettings, sources: list[InputFile], say: Say) -> Splitter | None:
     if not settings.split_sentences:
         return None
-    from megatron.preprocess.sample import texts_of_sample
+    from megatron.preprocess.input.sample import texts_of_sample
     from megatron.preprocess.sentences import prepare_splitter
 
     return prepare_splitter(
@@ -195,15 +195,15 @@ def prepare_splitter_for(settings: PreprocessSettings, sources: list[Source], sa
         parameters_file=settings.parameters_file,
         sample=lambda: texts_of_sample(sources, settings.json_keys),
         say=say,
-        # A new beginning learns anew, but for what is read only once. And one partition must not take from under the
-        # others what they split by.
+        # --overwrite relearns, unless the input can be read only once. One partition must not replace the file that the
+        # others split by.
         anew=settings.overwrite and settings.world == 1 and not any(source.kind == "stdin" for source in sources),
     )
 
 
 @contextmanager
 def _saying_what_is_complete() -> Iterator[list[str]]:
-    """A signal that comes while the work folder is removed finds the outputs in their places."""
+    """Reports the outputs as complete to a signal that arrives while the work folder is removed."""
     finished: list[str] = []
     try:
         yield finished
@@ -233,11 +233,11 @@ def _kept(folder: WorkFolder) -> str:
 
 @contextmanager
 def ended_by_signals() -> Iterator[None]:
-    """SIGTERM, SIGINT and SIGHUP leave through the same exits as an error."""
+    """Turns SIGTERM, SIGINT and SIGHUP into an exception, for the same cleanup as after an error."""
 
     def end(number: int, frame: object) -> None:
         for other in previous:
-            signal.signal(other, signal.SIG_IGN)  # the way out is short; a second signal must not cut it
+            signal.signal(other, signal.SIG_IGN)  # a second signal must not interrupt the cleanup
         raise Terminated(number)
 
     previous = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)}

@@ -1,39 +1,36 @@
-"""`--split-sentences`: trained Punkt data if NLTK has it, else parameters learned once from the input.
+"""`--split-sentences`: uses NLTK's trained Punkt data if installed, else parameters learned once from the input.
 
-Either is written beside the output before it is used, and what is written is what every partition, every worker and
-every resumed run splits by. Nothing is downloaded, and nothing is unpickled.
+The parameters are written beside the output first, and every partition, worker and resumed run reads that file.
+Nothing is downloaded or unpickled.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
-import secrets
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from zipfile import BadZipFile
 
-from megatron.data.files import fsync_directory, storage_error, write_synced
 from megatron.errors import ConfigError, DataError
 from megatron.preprocess.punkt import ALPHA, ELLIPSIS, INITIAL, Boundaries, PunktParameters, tokens, word_type
+from megatron.utils.durable import write_atomically, write_once, writing
 
 FORMAT = "megatron sentence parameters"
 VERSION = 1
-LEARN_FROM = 10_000_000  # characters: some ten seconds, and the abbreviations of a language are found in less
-_LEARN_AT_ONCE = 2_000_000  # NLTK holds an object per word of these
+LEARN_FROM = 10_000_000  # characters: about ten seconds, and more than enough for a language's abbreviations
+_LEARN_AT_ONCE = 2_000_000  # characters; NLTK holds an object per word
 
 
 class SentenceSplitter:
-    """Text to sentences. It may be pickled and forked; each process remembers its own decisions.
+    """Splits text into sentences. It can be pickled and forked; each process has its own cache of decisions.
 
-    Joined, the sentences hold every character of the text but white space: the white space between two sentences is
-    dropped. With `keep_newlines` it stays with the sentence before it, as in Megatron-LM: only what follows a quote or
-    bracket that closes a sentence, and what ends the text, is dropped. Megatron-LM cuts a text of more than a million
-    characters at each millionth, within a word or not, to bound the time; here time is linear and nothing is cut.
+    Only white space is lost: that between two sentences. With `keep_newlines` it stays with the sentence before it, as
+    in Megatron-LM, except after a closing quote or bracket and at the end of the text. Megatron-LM cuts a text at every
+    millionth character, even within a word, to bound the time; here time is linear and nothing is cut.
     """
 
     def __init__(self, parameters: PunktParameters, *, keep_newlines: bool, fingerprint: str = "") -> None:
@@ -54,7 +51,7 @@ class SentenceSplitter:
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
-    """The contents of a parameters file."""
+    """The content of a parameters file."""
 
     parameters: PunktParameters
     language: str
@@ -71,8 +68,8 @@ def prepare_splitter(
     say: Callable[[str], None],
     anew: bool = False,
 ) -> SentenceSplitter:
-    """`sample` gives texts from all over the input, the same ones to every partition. `anew`: what an earlier run has
-    left is replaced."""
+    """Loads or makes the parameters file. `sample` gives texts from all over the input, the same for every partition.
+    `anew` replaces the file of an earlier run."""
     if not re.fullmatch(r"[\w-]+", language):
         raise ConfigError(f"--lang {language}: not the name of a language; use one such as english")
     if parameters_file.exists() and not anew:
@@ -81,7 +78,7 @@ def prepare_splitter(
     else:
         parameters, source, note = _find_or_learn(language, sample, say)
         _write(parameters_file, _encode(parameters, language, source), replace=anew)
-        stored = _load(parameters_file, language)  # another partition may have been first: then its file holds
+        stored = _load(parameters_file, language)  # another partition may have been first; then its file is used
         say(f"sentences: {note}; kept in {parameters_file}")
     fingerprint = hashlib.sha256(f"{stored.checksum} {keep_newlines}".encode()).hexdigest()
     return SentenceSplitter(stored.parameters, keep_newlines=keep_newlines, fingerprint=fingerprint)
@@ -93,7 +90,7 @@ def prepare_splitter(
 def _find_or_learn(
     language: str, sample: Callable[[], Iterator[str]], say: Callable[[str], None]
 ) -> tuple[PunktParameters, str, str]:
-    """(parameters, source, what to say about them)"""
+    """(parameters, source, note for the user)."""
     try:
         import nltk.data
         from nltk.tokenize.punkt import load_punkt_params
@@ -122,7 +119,7 @@ def _unreadable(language: str, folder: str, error: Exception) -> DataError:
 
 
 def learn(texts: Iterator[str], most: int = LEARN_FROM) -> tuple[PunktParameters, int]:
-    """Parameters and the number of characters that they were learned from. Equal texts give equal parameters."""
+    """Learns parameters; returns them and the number of characters used. Equal texts give equal parameters."""
     trainer = _trainer()
     total, pending, held = 0, [], 0
     for text in texts:
@@ -157,7 +154,7 @@ def _trainer() -> Any:
             return word_type(tok)
 
     class Trainer(PunktTrainer):
-        def _unique_types(self, tokens: Any) -> list[str]:  # NLTK goes through a set: another order in each process
+        def _unique_types(self, tokens: Any) -> list[str]:  # NLTK's order differs between processes
             return sorted(super()._unique_types(tokens))
 
     return Trainer(lang_vars=Words(), token_cls=Token)
@@ -173,7 +170,7 @@ def _frozen(found: Any) -> PunktParameters:
 
 
 def _encode(parameters: PunktParameters, language: str, source: str) -> bytes:
-    """Sorted throughout: the same parameters are the same bytes."""
+    """Encodes sorted, so that equal parameters give equal bytes."""
     body = {
         "abbreviations": sorted(parameters.abbreviations),
         "collocations": sorted(map(list, parameters.collocations)),
@@ -189,30 +186,10 @@ def _checksum(content: dict[str, Any]) -> str:
 
 
 def _write(path: Path, content: bytes, *, replace: bool) -> None:
-    """The file appears whole. The first of several writers wins, unless it is to be replaced."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
-    try:
+    """Writes the file atomically. The first of several writers wins, unless `replace`."""
+    with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            write_synced(temporary, [content])
-            if replace:
-                temporary.replace(path)
-            else:
-                _publish(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
-    except OSError as error:
-        raise storage_error(path, error) from error
-
-
-def _publish(temporary: Path, path: Path) -> None:
-    try:
-        os.link(temporary, path)
-    except FileExistsError:
-        return
-    except OSError:  # a file system without links: the last writer wins, and all of them learned the same
-        temporary.replace(path)
-    fsync_directory(path.parent)
+        (write_atomically if replace else write_once)(path, [content])
 
 
 def _load(path: Path, language: str) -> _Stored:

@@ -1,4 +1,4 @@
-"""What a run was asked for, and which part of it decides the tokens."""
+"""The settings of a run, and which of them determine the tokens."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from megatron.preprocess.input.files import InputFile, input_bytes
 from megatron.preprocess.outputs import output_prefix
-from megatron.preprocess.sources import Source, input_bytes
 from megatron.tokenizer import Tokenizer, TokenizerSettings
 
 _SMALLEST, _LARGEST, _PARTS = 256 << 10, 8 << 20, 64
@@ -30,7 +30,7 @@ class PreprocessSettings:
     world: int = 1
     dataset_impl: Literal["mmap", "lazy", "cached"] = "mmap"
     workers: int = 1
-    chunk_size: int | None = None  # documents encoded at a time; None: as many as make a batch
+    chunk_size: int | None = None  # documents encoded at once; None: a batch
     log_interval: int | None = None  # documents between progress lines; None: 1000, and at most a line a second
     overwrite: bool = False
     resume: bool = False
@@ -40,7 +40,7 @@ class PreprocessSettings:
 
     @property
     def prefix(self) -> str:
-        """Of this partition."""
+        """The output prefix of this partition."""
         if self.world == 1:
             return self.output_prefix
         width = max(3, len(str(self.world)))
@@ -57,15 +57,15 @@ class PreprocessSettings:
 
     @property
     def parameters_file(self) -> Path:
-        """Of the sentence splitter: one for all partitions."""
+        """The sentence splitter's file, shared by all partitions."""
         return Path(f"{self.output_prefix}.sentences.json")
 
-    def segment_size(self, sources: Sequence[Source]) -> int:
-        """Enough segments for many workers, and none so large that a worker's memory would show it."""
+    def segment_size(self, sources: Sequence[InputFile]) -> int:
+        """Bytes per segment: small enough for many workers and for a worker's memory."""
         return self.segment_bytes or min(max(input_bytes(sources) // _PARTS, _SMALLEST), _LARGEST)
 
-    def deciding(self, sources: Sequence[Source], tokenizer: Tokenizer, splitter: Any) -> dict[str, Any]:
-        """All that decides the tokens and their cut into segments, under the names that messages use."""
+    def deciding(self, sources: Sequence[InputFile], tokenizer: Tokenizer, splitter: Any) -> dict[str, Any]:
+        """Everything that determines the tokens and the segments, under the names that messages use."""
         return {
             "inputs": [source.identity for source in sources],
             "--json-keys": list(self.json_keys),
@@ -81,16 +81,16 @@ class PreprocessSettings:
             "the version of the work folder": 1,
         }
 
-    def partition(self, deciding: dict[str, Any], sources: Sequence[Source]) -> dict[str, Any]:
-        """What the record of a partition says, so that a merge can see that the parts are of one whole."""
+    def partition(self, deciding: dict[str, Any], sources: Sequence[InputFile]) -> dict[str, Any]:
+        """The record of a partition, by which a merge checks that all partitions are of one run."""
         own = ("--rank", "--world", "inputs")
         files = [[Path(source.path).name, source.size] for source in sources]
         return {
             "rank": self.rank,
             "world": self.world,
-            "inputs": digest_of({"files": files}),  # they may lie elsewhere on another machine
+            "inputs": digest_of({"files": files}),  # paths may differ between machines
             "settings": digest_of({name: value for name, value in deciding.items() if name not in own}),
-            "whole": digest_of({**deciding, "--rank": 0, "--world": 1}),  # "settings" of the run in one piece
+            "whole": digest_of({**deciding, "--rank": 0, "--world": 1}),  # "settings" of the unpartitioned run
         }
 
 

@@ -1,4 +1,4 @@
-"""What a worker hands over: a file or three for each key on the disk, and a few numbers about them."""
+"""What a worker hands over: three files per key on disk, with their sizes and checksums."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from megatron.data.files import as_bytes
+from megatron.data.indexed.files import as_bytes
 from megatron.errors import MegatronError
-from megatron.preprocess.sources import Source
+from megatron.preprocess.input.files import InputFile
 
-PARTS = ("tokens", "lengths", "counts")  # the tokens; the length of each sequence; the sequences of each document
+PARTS = ("tokens", "lengths", "counts")  # tokens; the length of each sequence; the sequences per document
 
 
 @dataclass(slots=True)
 class Totals:
-    """Of one key."""
+    """The counts of one key."""
 
     documents: int = 0
     sequences: int = 0
@@ -42,7 +42,7 @@ class Totals:
 
 @dataclass(slots=True)
 class Shard:
-    """Of one key: what is in its files."""
+    """The sizes and checksums of one key's files."""
 
     totals: Totals
     sizes: list[int]  # of PARTS, in bytes
@@ -51,7 +51,7 @@ class Shard:
 
 @dataclass(slots=True)
 class SegmentResult:
-    """A segment that is done. It travels through a pipe and through the journal, so it is small and plain."""
+    """The result of a finished segment, small and plain because it goes through a pipe and the journal."""
 
     number: int
     source: str
@@ -64,7 +64,7 @@ class SegmentResult:
     documents: int = 0
     blank: int = 0
     bad: dict[str, int] = field(default_factory=dict)  # by kind
-    examples: list[tuple[int, str]] = field(default_factory=list)  # the first bad lines, from 0, with the reason
+    examples: list[tuple[int, str]] = field(default_factory=list)  # the first bad lines, from 0, and why
     shards: list[Shard] = field(default_factory=list)  # one for each key
 
     def file(self, folder: Path, key: int, part: str) -> Path:
@@ -82,19 +82,19 @@ class SegmentResult:
 
 @dataclass(slots=True)
 class SegmentFailure:
-    """Why the run has to end here, as a value."""
+    """An error that ends the run, as a value."""
 
     number: int
     error: type[MegatronError]
     message: str
-    source: Source
+    source: InputFile
     start: int
-    line: int | None = None  # in the segment, from 0
+    line: int | None = None  # in the segment, counted from 0
 
 
 @dataclass(slots=True)
 class Encoded:
-    """Some documents under one key, end to end."""
+    """Concatenated documents of one key."""
 
     tokens: np.ndarray  # as in the .bin
     lengths: np.ndarray  # int32, of each sequence
@@ -103,7 +103,7 @@ class Encoded:
 
 
 class ShardWriter:
-    """The three files of one key; memory is that of the documents at hand."""
+    """Writes the three files of one key; holds only the current documents in memory."""
 
     def __init__(self, paths: list[Path]) -> None:
         self._streams: list[BinaryIO] = []

@@ -1,4 +1,4 @@
-"""A run whose --output-prefix is a URL: written in a local folder, where it can be resumed, and uploaded at the end."""
+"""Runs with a URL as --output-prefix: writes to a local folder, where it can be resumed, and uploads at the end."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megatron.data import remote
-from megatron.data.record import read_record, record_path
+from megatron.data.indexed.record import read_record, record_path
 from megatron.data.remote_pairs import beside, put_pair, refuse_existing
 from megatron.errors import StorageError
 from megatron.preprocess.merge import Report
@@ -20,7 +20,7 @@ Say = Callable[[str], None]
 
 
 def default_folder(url: str) -> Path:
-    """In the current folder, and the same for the same URL, so that --resume finds it."""
+    """A folder in the current one, the same for the same URL, so that --resume finds it."""
     return Path(f"{url.rpartition('/')[2]}-{hashlib.sha256(url.encode()).hexdigest()[:8]}.upload")
 
 
@@ -56,13 +56,13 @@ def preprocess_to_url(settings: PreprocessSettings, folder: Path | None, say: Sa
     for key in report.keys:
         key.summary = dataclasses.replace(key.summary, prefix=outputs[key.summary.prefix])
     local.parameters_file.unlink(missing_ok=True)
-    with contextlib.suppress(OSError):  # it is used by other partitions as well, or is the user's own
+    with contextlib.suppress(OSError):  # other partitions use it as well, or it is the user's own
         folder.rmdir()
     return report
 
 
 def _fetch_parameters(local: PreprocessSettings, url: str) -> None:
-    """Of the sentence splitter: what one partition has learned is for all."""
+    """Downloads the sentence parameters that another partition learned."""
     anew = local.overwrite and local.world == 1
     if local.split_sentences and not anew and not local.parameters_file.exists() and remote.exists(url):
         remote.download(url, local.parameters_file)

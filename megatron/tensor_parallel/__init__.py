@@ -1,4 +1,4 @@
-"""Layers whose weights are split over the tensor-parallel ranks. Each works alone, in any nn.Module."""
+"""Layers whose weights are split over the tensor-parallel ranks; each can be used alone, in any nn.Module."""
 
 from megatron.tensor_parallel.embedding import VocabParallelTable
 from megatron.tensor_parallel.head import VocabParallelHead

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron.distributed import collectives
 from megatron.distributed.state import Axis
+from megatron.model.table import Table
 from megatron.tensor_parallel import mappings
 from megatron.tensor_parallel.mappings import SEQUENCE
 
 
-class VocabParallelTable(nn.Module):
+class VocabParallelTable(Table):
     """Each rank looks up the ids that are in its rows; the others contribute zero to the sum."""
 
-    def __init__(self, weight: nn.Parameter, *, axis: Axis, sequence_parallel: bool = False) -> None:
-        super().__init__()
-        self.weight = weight
+    def __init__(self, rows: int, width: int, *, axis: Axis, sequence_parallel: bool = False) -> None:
+        """`rows` are those of this rank."""
+        super().__init__(rows, width)
         self.axis, self.sequence_parallel = axis, sequence_parallel
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -34,12 +35,11 @@ class VocabParallelTable(nn.Module):
         return f"{self.weight.shape[0]} rows of {self.axis.size} parts, {self.weight.shape[1]}"
 
 
-class SequenceSlicedTable(nn.Module):
-    """A replicated table whose ids are a whole sequence and whose result is this rank's piece of it."""
+class SequenceSlicedTable(Table):
+    """A replicated table that looks up only this rank's piece of the sequence."""
 
-    def __init__(self, weight: nn.Parameter, *, axis: Axis) -> None:
-        super().__init__()
-        self.weight = weight
+    def __init__(self, rows: int, width: int, *, axis: Axis) -> None:
+        super().__init__(rows, width)
         self.axis = axis
 
     def forward(self, ids: Tensor) -> Tensor:

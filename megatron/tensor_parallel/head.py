@@ -17,7 +17,7 @@ from megatron.tensor_parallel.linear import flat
 
 
 class VocabParallelHead(nn.Module):
-    """Takes the place of `HeadAndLoss`; `vocab_size` is the true size, rows behind it have no part in anything."""
+    """`HeadAndLoss` over a split vocabulary. `vocab_size` is the true size; padding rows are ignored."""
 
     def __init__(self, vocab_size: int, kernels: Kernels, *, axis: Axis, sequence_parallel: bool = False) -> None:
         super().__init__()

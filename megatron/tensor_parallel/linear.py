@@ -9,9 +9,8 @@ With `sequence_parallel`, x and y are this rank's piece [batch, seq / ranks, wid
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
@@ -19,97 +18,79 @@ from torch.autograd.function import once_differentiable
 
 from megatron.distributed import collectives
 from megatron.distributed.state import Axis
-from megatron.model.linear import Put, flat, sends_products
+from megatron.model.linear import Linear, Put, flat
+from megatron.model.wgrads import WgradRoute
 from megatron.ops.linear import linear
-from megatron.ops.wgrad import Wgrads
 from megatron.tensor_parallel import mappings
 from megatron.tensor_parallel.mappings import SEQUENCE
 
 
-class _ParallelLinear(nn.Module):
-    """What both kinds have: a part of the weight, the axis that the parts are on, and a plain product where that is
-    one rank."""
+class _ParallelLinear(Linear):
+    """A shard of the weight and the axis that it is split over."""
 
-    def __init__(self, weight: nn.Parameter, *, axis: Axis, bias: bool, sequence_parallel: bool) -> None:
-        super().__init__()
+    splits: Literal["input", "output"]
+    """Which of the features are split."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        axis: Axis,
+        bias: bool = True,
+        sequence_parallel: bool = False,
+        local_features: int | None = None,
+        wgrads: WgradRoute | None = None,
+    ) -> None:
+        """`in_features` and `out_features` are those of the whole layer; `local_features` is this rank's share of the
+        split ones, where the shares are not equal."""
+        whole = in_features if self.splits == "input" else out_features
+        if local_features is None and whole % axis.size:
+            raise ValueError(
+                f"{whole} {self.splits} features do not divide by the {axis.size} ranks of the {axis.name} axis"
+            )
+        local = whole // axis.size if local_features is None else local_features
+        shape = (local, out_features) if self.splits == "input" else (in_features, local)
+        super().__init__(*shape, bias=bias, wgrads=wgrads)
         self.axis, self.sequence_parallel = axis, sequence_parallel
-        self.weight = weight
-        self.bias = nn.Parameter(torch.empty(weight.shape[0])) if bias else None
-        self.wgrads: Wgrads | None = None  # who takes the weight's gradient as a product
+
+    @property
+    def sends_products(self) -> bool:
+        return self.wgrads is not None and self.wgrads.connected
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.axis.size == 1 and self.wgrads is None:
+        if self.axis.size == 1 and not self.sends_products:
             return F.linear(x, self.weight, self.bias)
         return self.product(x)
 
     def product(self, x: Tensor) -> Tensor:
         raise NotImplementedError
 
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, {self.splits} features split over {self.axis.size} ranks"
+
 
 class ColumnParallelLinear(_ParallelLinear):
-    """Holds rows of the weight, so a part of the output features; the bias is split with them.
+    """Holds rows of the weight, so a part of the output features; the bias is split with them."""
 
-    `weight` may be given (this rank's part); otherwise it is made, and left for the initialisation.
-    """
-
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        *,
-        axis: Axis,
-        bias: bool = True,
-        sequence_parallel: bool = False,
-        weight: nn.Parameter | None = None,
-    ) -> None:
-        """`out_features` is that of the whole layer, unless `weight` is given."""
-        if weight is None:
-            weight = nn.Parameter(torch.empty(_share(out_features, axis, "output"), in_features))
-        super().__init__(weight, axis=axis, bias=bias, sequence_parallel=sequence_parallel)
+    splits = "output"
 
     def product(self, x: Tensor) -> Tensor:
         return _linear(x, self.weight, self.bias, self.axis, self.sequence_parallel, self.wgrads)
-
-    def extra_repr(self) -> str:
-        rows, columns = self.weight.shape
-        return f"{columns}, {rows} of {self.axis.size} parts, bias={self.bias is not None}"
 
 
 class RowParallelLinear(_ParallelLinear):
     """Holds columns of the weight: takes a part of the input features; the bias is whole, and added to the sum."""
 
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        *,
-        axis: Axis,
-        bias: bool = True,
-        sequence_parallel: bool = False,
-        weight: nn.Parameter | None = None,
-    ) -> None:
-        """`in_features` is that of the whole layer, unless `weight` is given."""
-        if weight is None:
-            weight = nn.Parameter(torch.empty(out_features, _share(in_features, axis, "input")))
-        super().__init__(weight, axis=axis, bias=bias, sequence_parallel=sequence_parallel)
+    splits = "input"
 
     def product(self, x: Tensor) -> Tensor:
-        if self.wgrads is None:
-            parts = F.linear(x, self.weight)  # [batch, seq, out_features], to be summed
-        else:
+        if self.sends_products:
             parts = _linear(x, self.weight, None, Axis.single("tp"), False, self.wgrads)
+        else:
+            parts = F.linear(x, self.weight)  # [batch, seq, out_features], to be summed
         y = (mappings.scattered if self.sequence_parallel else mappings.summed)(parts, self.axis)
         return y if self.bias is None else y + self.bias
-
-    def extra_repr(self) -> str:
-        rows, columns = self.weight.shape
-        return f"{columns} of {self.axis.size} parts, {rows}, bias={self.bias is not None}"
-
-
-def _share(features: int, axis: Axis, which: str) -> int:
-    if features % axis.size:
-        raise ValueError(f"{features} {which} features do not divide by the {axis.size} ranks of the {axis.name} axis")
-    return features // axis.size
 
 
 def _linear(
@@ -118,17 +99,17 @@ def _linear(
     bias: Tensor | None,
     axis: Axis,
     sequence_parallel: bool,
-    wgrads: Wgrads | None,
+    wgrads: WgradRoute | None,
 ) -> Tensor:
-    if not sends_products(wgrads, x, weight):
+    if wgrads is None or not wgrads.takes(x, weight):
         return _Linear.apply(x, weight, bias, axis, sequence_parallel, None)
-    # Detached, so that backward does not announce a gradient that another brings.
+    # Detached: the weight's gradient goes to `wgrads`, and autograd must not compute it as well.
     return _Linear.apply(x, weight.detach(), bias, axis, sequence_parallel, partial(wgrads.put, weight))
 
 
 class _Linear(Function):
-    """The gradient of the input is on its way to the other ranks while the gradient of the weight is computed, unless
-    `put` takes the factors of that product."""
+    """Overlaps the communication of the input's gradient with the product for the weight's gradient; `put`, if given,
+    takes the factors of that product instead."""
 
     @staticmethod
     def forward(

@@ -1,4 +1,4 @@
-"""Where an activation passes between a split and a replicated part of the model: what forward and backward send.
+"""Collectives between split and replicated parts of the model, with their gradients.
 
 | function          | forward                       | backward                      |
 |-------------------|-------------------------------|-------------------------------|

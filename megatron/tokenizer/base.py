@@ -1,4 +1,4 @@
-"""What every tokenizer offers, and nothing about how it works."""
+"""The interface of all tokenizers."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ END_OF_TEXT = "<|endoftext|>"
 
 
 class EncoderDifference(DataError):
-    """The fast encoder gave other ids than the exact one: nothing it has written can be trusted."""
+    """The fast encoder's ids differ from the exact one's, so nothing it has written can be trusted."""
 
     def __init__(self, index: int, excerpt: str) -> None:
-        self.index = index  # of the text, in the batch that was given
+        self.index = index  # of the text in the batch
         self.excerpt = excerpt
         super().__init__(
             f"the fast encoder differs from the exact one at {excerpt!r}; run again with --encoder exact "
@@ -32,10 +32,10 @@ class EncoderDifference(DataError):
 
 
 class Tokenizer(abc.ABC):
-    """Text to ids and back.
+    """Converts text to ids and back.
 
-    Text that looks like a special token is text: no input string can produce the end-of-document id. That id is
-    only ever added explicitly (`--append-eod`). Nothing else is put around a text, but for the <s> of Llama2Tokenizer.
+    Text that looks like a special token is text: no input string gives the end-of-document id, which is only added
+    explicitly (`--append-eod`). No other token is added to a text, except the <s> of Llama2Tokenizer.
     """
 
     name: str  # Megatron's name of the type, for messages and records
@@ -43,7 +43,7 @@ class Tokenizer(abc.ABC):
     @property
     @abc.abstractmethod
     def vocab_size(self) -> int:
-        """One more than the largest id, before any padding."""
+        """The largest id plus one, before padding."""
 
     @property
     @abc.abstractmethod
@@ -52,13 +52,13 @@ class Tokenizer(abc.ABC):
 
     @property
     def eod(self) -> int:
-        """The end-of-document id; refused by name when the vocabulary has none."""
+        """The end-of-document id; a ConfigError if the vocabulary has none."""
         if self.eod_id is None:
             raise ConfigError(f"{self.name}: {self._why_no_eod()}")
         return self.eod_id
 
     def token_id(self, token: str) -> int | None:
-        """The id of a token by its name, special ones included; None where the vocabulary has no such token."""
+        """The id of a token, special ones included; None if the vocabulary lacks it."""
         return None
 
     def _why_no_eod(self) -> str:
@@ -67,7 +67,7 @@ class Tokenizer(abc.ABC):
     @property
     @abc.abstractmethod
     def fingerprint(self) -> str:
-        """sha256 over what decides the ids; the same for the same tokenizer in another folder or formatting."""
+        """sha256 over everything that determines the ids; independent of the files' place and formatting."""
 
     @abc.abstractmethod
     def tokenize(self, text: str) -> list[int]: ...
@@ -76,25 +76,25 @@ class Tokenizer(abc.ABC):
     def detokenize(self, ids: Iterable[int]) -> str: ...
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
-        """One array per text; engines that are faster on many texts at once override this."""
+        """One array of ids per text; overridden by engines that are faster on many texts."""
         return [np.array(self.tokenize(text), dtype=np.int32) for text in texts]
 
     @property
     def engine(self) -> str:
-        """What encodes batches, for summaries."""
+        """The name of the engine that encodes batches, for summaries."""
         return "exact"
 
     @abc.abstractmethod
     def files(self) -> dict[str, Path]:
-        """File name -> source file: what to keep beside a checkpoint so that the run can be continued anywhere."""
+        """File name -> source file: the files to store with a checkpoint, so that a run can continue anywhere."""
 
     @abc.abstractmethod
     def save_pretrained(self, directory: str | Path, *, model_max_length: int | None = None) -> None:
-        """Write a folder that `transformers.AutoTokenizer.from_pretrained` opens offline."""
+        """Writes a folder that `transformers.AutoTokenizer.from_pretrained` opens offline."""
 
 
 def refuse_surrogates(text: str) -> None:
-    """Half a UTF-16 pair is no character; no engine can encode it."""
+    """Refuses lone surrogates, which no engine can encode."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:

@@ -1,6 +1,6 @@
-"""BertWordPieceLowerCase and BertWordPieceCase: BERT's vocab.txt, a piece in each line.
+"""BertWordPieceLowerCase and BertWordPieceCase: BERT's vocab.txt, one piece per line.
 
-Megatron's rules: words of up to 200 characters, and [BOS] and [EOS] after the vocabulary. There is no end of document.
+Megatron's rules: words of up to 200 characters; [BOS] and [EOS] follow the vocabulary; no end-of-document token.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""vocab.json and merges.txt of a byte-level BPE: read, and checked against each other.
+"""Reads vocab.json and merges.txt of a byte-level BPE and checks them against each other.
 
-The checks exist because a wrong pair of files does not fail by itself: it gives ids that mean something else,
-and a run that trains on noise.
+Without these checks a wrong pair of files would not fail: it would give wrong ids, and a run that trains on noise.
 """
 
 from __future__ import annotations
@@ -18,13 +17,13 @@ from megatron.tokenizer.byte_alphabet import CHARACTER_OF_BYTE, SPACE
 
 Merge = tuple[str, str]
 
-# More unreachable ordinary tokens than this share of the vocabulary means that merges.txt is cut or another one.
+# With a larger share of unreachable ordinary tokens, merges.txt is truncated or of another vocabulary.
 UNREACHABLE_SHARE = 0.01
 
 
 @dataclass(frozen=True)
 class BPE:
-    """A checked vocabulary with its merges, most important merge first."""
+    """A checked vocabulary and its merges in order of rank."""
 
     vocab: dict[str, int]
     merges: list[Merge]
@@ -38,7 +37,7 @@ class BPE:
         return self.vocab.get(END_OF_TEXT)
 
     def fingerprint(self) -> str:
-        """sha256 of the content in one canonical form, whatever the files' names, order and white space."""
+        """sha256 of the content in a canonical form, independent of the files' names, order and white space."""
         by_id = sorted(self.vocab.items(), key=lambda item: item[1])
         content = {"kind": "byte-level-bpe", "pattern": "gpt2", "vocab": by_id, "merges": self.merges}
         canonical = json.dumps(content, ensure_ascii=True, separators=(",", ":"), sort_keys=True)
@@ -46,7 +45,7 @@ class BPE:
 
 
 def read_bpe(vocab_file: Path, merge_file: Path) -> BPE:
-    """Both files, refused by name and line when they are damaged or do not belong together."""
+    """Reads both files; errors name the file and line that is damaged or does not fit the other file."""
     vocab = _read_vocab(vocab_file)
     merges = _read_merges(merge_file)
     check_bpe(vocab, merges, vocab_name=f"--vocab-file {vocab_file}", merges_name=f"--merge-file {merge_file}")
@@ -54,13 +53,13 @@ def read_bpe(vocab_file: Path, merge_file: Path) -> BPE:
 
 
 def merge_pair(merge: str | list[str]) -> Merge:
-    """A merge of a tokenizer.json: older files write "a b", newer ones ["a", "b"]."""
+    """A merge of a tokenizer.json, which is "a b" in older files and ["a", "b"] in newer ones."""
     left, right = merge.split(" ", 1) if isinstance(merge, str) else merge
     return left, right
 
 
 def read_text(path: Path, setting: str) -> str:
-    """A UTF-8 file of the tokenizer, or a ConfigError that names the setting."""
+    """Reads a UTF-8 file of the tokenizer; a ConfigError names the setting."""
     try:
         return path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
@@ -104,7 +103,7 @@ def _read_merges(path: Path) -> list[Merge]:
 
 
 def check_bpe(vocab: dict[str, int], merges: list[Merge], *, vocab_name: str, merges_name: str) -> None:
-    """Refuse a vocabulary that cannot spell every text, and merges that belong to another vocabulary."""
+    """Refuses a vocabulary that cannot encode every text, and merges of another vocabulary."""
     lacking = [byte for byte, character in enumerate(CHARACTER_OF_BYTE) if character not in vocab]
     if lacking:
         raise ConfigError(
@@ -119,7 +118,7 @@ def check_bpe(vocab: dict[str, int], merges: list[Merge], *, vocab_name: str, me
                     f"{token!r}, which the vocabulary lacks; give the two files of one tokenizer"
                 )
     reachable = {left + right for left, right in merges}
-    # A token written with the space's stand-in is ordinary text, so some merge must make it.
+    # A token with the space's substitute character is ordinary text, so some merge must make it.
     orphans = [token for token in vocab if SPACE in token and len(token) > 1 and token not in reachable]
     if len(orphans) > UNREACHABLE_SHARE * len(vocab):
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""The tokenizer that the settings ask for."""
+"""Builds the tokenizer that the settings name."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Protocol
 
 from megatron.errors import ConfigError
 from megatron.tokenizer.base import Tokenizer
-from megatron.tokenizer.fast import Encoder
+from megatron.tokenizer.fast.build import Encoder
 
 GPT2 = "GPT2BPETokenizer"
 HUGGING_FACE = ("HuggingFaceTokenizer", "HFTokenizer")
@@ -21,8 +21,8 @@ NOT_FOR_GPT = ("MultimodalTokenizer", "NullMultimodalTokenizer", "SFTTokenizer")
 WORKING = (GPT2, HUGGING_FACE[0], *SENTENCE_PIECE, TIK, *BERT, NULL)
 
 
-class TokenizerConfig(Protocol):
-    """Any object with these settings: the config section, or `TokenizerSettings`."""
+class TokenizerOptions(Protocol):
+    """The settings of a tokenizer: the config section, or `TokenizerSettings`."""
 
     @property
     def tokenizer_type(self) -> str | None: ...
@@ -54,11 +54,11 @@ class TokenizerSettings:
     tiktoken_pattern: str | None = None
     tiktoken_num_special_tokens: int = 1000
     tiktoken_special_tokens: tuple[str, ...] | None = None
-    encoder: Encoder = "auto"  # auto: the fast encoder where it is exact; fast: refuse where it is not; exact
+    encoder: Encoder = "auto"  # auto: the fast encoder where it is exact; fast: an error where it is not; exact
 
 
-def build_tokenizer(config: TokenizerConfig, *, announce: bool = True) -> Tokenizer:
-    """Build and check it; `announce=False` keeps the note about a slow engine to one process."""
+def build_tokenizer(config: TokenizerOptions, *, announce: bool = True) -> Tokenizer:
+    """Builds and checks the tokenizer. `announce=False` omits the warning about a slow engine."""
     kind = _kind(config)
     if kind != TIK:
         _refuse_unused(config, kind, "tiktoken_pattern", "tiktoken_special_tokens")
@@ -78,7 +78,7 @@ def build_tokenizer(config: TokenizerConfig, *, announce: bool = True) -> Tokeni
     return tokenizer
 
 
-def _kind(config: TokenizerConfig) -> str:
+def _kind(config: TokenizerOptions) -> str:
     kind = config.tokenizer_type
     if kind is None:
         if config.vocab_file and config.merge_file:
@@ -97,7 +97,7 @@ def _kind(config: TokenizerConfig) -> str:
     return kind
 
 
-def _build_gpt2(config: TokenizerConfig, encoder: Encoder, announce: bool) -> Tokenizer:
+def _build_gpt2(config: TokenizerOptions, encoder: Encoder, announce: bool) -> Tokenizer:
     from megatron.tokenizer.gpt2 import GPT2BPETokenizer
 
     _refuse_unused(config, GPT2, "tokenizer_model")
@@ -110,7 +110,7 @@ def _build_gpt2(config: TokenizerConfig, encoder: Encoder, announce: bool) -> To
     return GPT2BPETokenizer(config.vocab_file, config.merge_file, encoder=encoder, announce=announce)
 
 
-def _build_hugging_face(config: TokenizerConfig, kind: str, encoder: Encoder, announce: bool) -> Tokenizer:
+def _build_hugging_face(config: TokenizerOptions, kind: str, encoder: Encoder, announce: bool) -> Tokenizer:
     from megatron.tokenizer.huggingface import HuggingFaceTokenizer
 
     _refuse_unused(config, kind, "vocab_file", "merge_file")
@@ -119,7 +119,7 @@ def _build_hugging_face(config: TokenizerConfig, kind: str, encoder: Encoder, an
     return HuggingFaceTokenizer(config.tokenizer_model, encoder=encoder, announce=announce)
 
 
-def _build_without_fast(config: TokenizerConfig, kind: str, encoder: Encoder) -> Tokenizer:
+def _build_without_fast(config: TokenizerOptions, kind: str, encoder: Encoder) -> Tokenizer:
     if encoder == "fast":
         raise ConfigError(f"--encoder fast: {kind} has no fast encoder; give --encoder auto or exact")
     if kind in BERT:
@@ -148,7 +148,7 @@ def _build_without_fast(config: TokenizerConfig, kind: str, encoder: Encoder) ->
     return next(made for made in classes if made.name == kind)(config.tokenizer_model)
 
 
-def _build_bert(config: TokenizerConfig, kind: str) -> Tokenizer:
+def _build_bert(config: TokenizerOptions, kind: str) -> Tokenizer:
     from megatron.tokenizer.bert import BertWordPieceTokenizer
 
     _refuse_unused(config, kind, "tokenizer_model", "merge_file")
@@ -157,7 +157,7 @@ def _build_bert(config: TokenizerConfig, kind: str) -> Tokenizer:
     return BertWordPieceTokenizer(config.vocab_file, lower_case=kind == BERT[0])
 
 
-def _build_null(config: TokenizerConfig, encoder: Encoder) -> Tokenizer:
+def _build_null(config: TokenizerOptions, encoder: Encoder) -> Tokenizer:
     from megatron.tokenizer.null import NullTokenizer
 
     if encoder == "fast":
@@ -168,7 +168,7 @@ def _build_null(config: TokenizerConfig, encoder: Encoder) -> Tokenizer:
     return NullTokenizer(config.vocab_size)
 
 
-def _refuse_unused(config: TokenizerConfig, kind: str, *names: str) -> None:
+def _refuse_unused(config: TokenizerOptions, kind: str, *names: str) -> None:
     for name in names:
         value = getattr(config, name)
         if value is not None:

@@ -1,10 +1,10 @@
-"""GPT-2's alphabet: one printable character for each of the 256 bytes, so that vocabularies are readable text."""
+"""GPT-2's byte alphabet: a printable character for each of the 256 bytes, which makes vocabularies readable."""
 
 from __future__ import annotations
 
 
 def _byte_to_character() -> tuple[str, ...]:
-    """Visible Latin-1 characters stand for themselves; the other bytes take the characters from U+0100 on."""
+    """Visible Latin-1 characters represent themselves; the other bytes map to the characters from U+0100 on."""
     visible = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     characters = []
     borrowed = 0
@@ -23,7 +23,7 @@ SPACE = CHARACTER_OF_BYTE[ord(" ")]
 
 
 def token_bytes(token: str) -> bytes:
-    """The bytes a token stands for; a token outside the alphabet (a special one) stands for its own text."""
+    """The bytes of a token; a token outside the alphabet (a special one) represents its own text."""
     try:
         return bytes(BYTE_OF_CHARACTER[character] for character in token)
     except KeyError:

@@ -1,7 +1,6 @@
-"""The folder that `transformers` opens: tokenizer.json and the small files around it.
+"""Writes the folder that `transformers` opens: tokenizer.json and the small files beside it.
 
-Written by hand rather than through `transformers`, so that an export needs neither it nor the network and is the
-same bytes with every version of it.
+Does not use `transformers`, so an export needs neither it nor the network, and its bytes do not depend on a version.
 """
 
 from __future__ import annotations
@@ -13,10 +12,11 @@ from typing import Any
 from megatron.errors import StorageError
 from megatron.tokenizer.base import END_OF_TEXT
 from megatron.tokenizer.bpe_files import BPE
+from megatron.utils.durable import write_atomically
 
 
 def write_gpt2_folder(directory: Path, bpe: BPE, model_max_length: int | None) -> None:
-    """tokenizer.json, tokenizer_config.json, special_tokens_map.json, vocab.json and merges.txt."""
+    """Writes tokenizer.json, tokenizer_config.json, special_tokens_map.json, vocab.json and merges.txt."""
     special = dict.fromkeys(("bos_token", "eos_token", "unk_token"), END_OF_TEXT) if bpe.eod_id is not None else {}
     config: dict[str, Any] = {
         "tokenizer_class": "GPT2Tokenizer",
@@ -40,7 +40,7 @@ def write_gpt2_folder(directory: Path, bpe: BPE, model_max_length: int | None) -
 
 
 def bpe_file_texts(bpe: BPE) -> dict[str, str]:
-    """vocab.json and merges.txt as GPT-2 has them."""
+    """The texts of vocab.json and merges.txt in GPT-2's format."""
     vocab = dict(sorted(bpe.vocab.items(), key=lambda item: item[1]))
     merges = "".join(f"{left} {right}\n" for left, right in bpe.merges)
     return {"vocab.json": json.dumps(vocab, ensure_ascii=False), "merges.txt": "#version: 0.2\n" + merges}
@@ -50,9 +50,7 @@ def write_files(directory: Path, texts: dict[str, str]) -> None:
     try:
         directory.mkdir(parents=True, exist_ok=True)
         for name, text in texts.items():
-            partial = directory / f".{name}.partial"
-            partial.write_text(text, encoding="utf-8", newline="\n")
-            partial.replace(directory / name)
+            write_atomically(directory / name, [text.encode("utf-8")], sync=False)
     except OSError as error:
         raise StorageError(f"{directory}: the tokenizer's files could not be written ({error.strerror})") from None
 

@@ -14,13 +14,13 @@ import numpy as np
 from megatron.tokenizer.base import END_OF_TEXT, Ids, Tokenizer, refuse_surrogates
 from megatron.tokenizer.bpe_files import BPE, Merge, read_bpe
 from megatron.tokenizer.export import tokenizer_json, write_gpt2_folder
-from megatron.tokenizer.fast import Encoder, build_guarded
-from megatron.tokenizer.guard import GuardedEncoder
-from megatron.tokenizer.parts import WORD_OR_LINE_END, split_at_words
+from megatron.tokenizer.fast.build import Encoder, build_guarded
+from megatron.tokenizer.fast.guard import GuardedEncoder
+from megatron.tokenizer.fast.words import WORD_OR_LINE_END, split_at_words
 
 Engine = Literal["auto", "tokenizers", "python"]
 
-# Longer texts are encoded in parts: the working memory is then bounded by the part, not by the document.
+# Longer texts are encoded in parts, which bounds the working memory.
 PART_CHARACTERS = 1 << 20
 
 
@@ -134,7 +134,7 @@ class _RustEncoder:
         self._rust.decoder = decoders.ByteLevel()
 
     def encode(self, text: str) -> list[int]:
-        # One by one starts no threads, which a process that is forked afterwards would have to do without.
+        # One text at a time starts no threads, which would not survive a later fork.
         return self._rust.encode(text, add_special_tokens=False).ids
 
     def encode_many(self, texts: Sequence[str]) -> list[list[int]]:

@@ -1,7 +1,7 @@
 """HuggingFaceTokenizer: any tokenizer.json, from a local folder. No hub, no remote code, no `transformers`.
 
-Two things differ from `transformers` by intent: special-token text inside a document is text, and nothing (no BOS)
-is put around a document; an end of document is added by --append-eod alone.
+Two intended differences from `transformers`: special-token text inside a document is text, and no token (such as BOS)
+is added to a document; only --append-eod adds an end of document.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megatron.errors import ConfigError, DataError
 from megatron.tokenizer.base import END_OF_TEXT, Ids, Tokenizer, refuse_surrogates
 from megatron.tokenizer.bpe_files import BPE, merge_pair, read_text
 from megatron.tokenizer.export import write_files
-from megatron.tokenizer.fast import Encoder, build_guarded
+from megatron.tokenizer.fast.build import Encoder, build_guarded
 
 SETTING = "--tokenizer-model"
 KEPT_FILES = (
@@ -91,7 +91,7 @@ class HuggingFaceTokenizer(Tokenizer):
         if self.eod_id is not None and any(
             token["content"] == self._eod_token for token in self._description.get("added_tokens") or ()
         ):
-            # Some files list their eos as an ordinary added token, which text would then match.
+            # Some files list their eos as an ordinary added token, which would then match text.
             self._rust.add_special_tokens([AddedToken(self._eod_token, special=True, normalized=False)])
         self._rust.encode_special_tokens = True
 
@@ -99,7 +99,7 @@ class HuggingFaceTokenizer(Tokenizer):
     def fingerprint(self) -> str:
         as_gpt2 = _as_gpt2(self._description, self._eod_token)
         if as_gpt2 is not None:
-            return as_gpt2.fingerprint()  # the same ids as GPT2BPETokenizer, so the same identity
+            return as_gpt2.fingerprint()  # the same ids as GPT2BPETokenizer, so the same fingerprint
         content = {k: v for k, v in self._description.items() if k not in ("version", "truncation", "padding")}
         model = dict(content.get("model") or {})
         if "merges" in model:
@@ -119,7 +119,7 @@ class HuggingFaceTokenizer(Tokenizer):
         return ids.tolist()
 
     def _encode_exactly(self, text: str) -> Ids:
-        # One by one starts no threads, which a process that is forked afterwards would have to do without.
+        # One text at a time starts no threads, which would not survive a later fork.
         return np.array(self._rust.encode(text, add_special_tokens=False).ids, dtype=np.int32)
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
@@ -142,7 +142,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
     @cached_property
     def _can_spell_eod(self) -> bool:
-        """Whether text may become the end-of-document id: not if it is no token of the model, or no merge makes it."""
+        """True if text can encode to the end-of-document id: it is a token of the model, and some merge makes it."""
         model = self._description.get("model") or {}
         if self.eod_id is None:
             return False
@@ -156,7 +156,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def _refuse_eod(self, arrays: Sequence[Ids]) -> None:
         if self.eod_id is not None and any((ids == self.eod_id).any() for ids in arrays):
-            # Vocabularies without a byte or word pattern (Unigram) can spell their own eos.
+            # Vocabularies without a byte or word pattern (Unigram) can encode text to their own eos.
             raise DataError(
                 f"{self.name}: the text {self._eod_token!r} becomes the end-of-document id in this vocabulary; "
                 "remove it from the text"
@@ -176,7 +176,7 @@ class HuggingFaceTokenizer(Tokenizer):
         files = self.files()
         if "tokenizer_config.json" in files:
             config = _read_json(files.pop("tokenizer_config.json"))
-        config.pop("auto_map", None)  # it names Python files, which are neither loaded nor copied
+        config.pop("auto_map", None)  # names Python files, which are neither loaded nor copied
         if model_max_length is not None:
             config["model_max_length"] = model_max_length
         if "tokenizer.model" in files:
@@ -226,15 +226,15 @@ def _load(path: Path) -> Any:
         ) from None
     try:
         rust = RustTokenizer.from_file(str(path))
-    except Exception as error:  # the library raises the bare class
+    except Exception as error:  # the library raises plain Exception
         raise ConfigError(f"{SETTING} {path}: not a tokenizer that tokenizers can open ({error})") from None
-    rust.no_truncation()  # a limit stored in the file would cut documents in silence
+    rust.no_truncation()  # a limit stored in the file would silently truncate documents
     rust.no_padding()
     return rust
 
 
 def _as_gpt2(description: dict[str, Any], eod_token: str | None) -> BPE | None:
-    """The vocabulary and merges, if this file describes exactly what GPT2BPETokenizer computes."""
+    """The vocabulary and merges, if the file describes exactly GPT2BPETokenizer's encoding."""
     model = description.get("model") or {}
     pre = description.get("pre_tokenizer") or {}
     added = description.get("added_tokens") or []

@@ -1,4 +1,4 @@
-"""NullTokenizer: text that already is ids, for tests and for measuring speed without a vocabulary."""
+"""NullTokenizer: text that consists of ids, for tests and speed measurements without a vocabulary."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron.tokenizer.base import Tokenizer
 
 
 class NullTokenizer(Tokenizer):
-    """Ids written as decimal numbers between spaces. The end-of-document id comes after the given vocabulary."""
+    """Parses decimal ids separated by spaces. The end-of-document id follows the given vocabulary."""
 
     name = "NullTokenizer"
 

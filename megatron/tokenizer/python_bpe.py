@@ -1,7 +1,7 @@
-"""Byte-level BPE in plain Python: the oracle of the tests, and the engine where `tokenizers` is not installed.
+"""Byte-level BPE in plain Python: the tests' oracle, and the engine where `tokenizers` is not installed.
 
-Ids equal those of `tokenizers` for every character that both libraries' Unicode tables know; a character that
-only one of them knows (assigned in the last year or two) may be cut differently from its neighbours.
+Ids equal those of `tokenizers` for every character in both libraries' Unicode tables. A character in only one of them
+(assigned in the last year or two) may be split differently.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from megatron.tokenizer.bpe_files import BPE
 from megatron.tokenizer.byte_alphabet import CHARACTER_OF_BYTE, token_bytes
 
 # Contractions, then words, numbers and other marks, each with at most one leading space, then white space.
-# White space before a word leaves its last character to that word.
+# The last white space character before a word belongs to that word.
 GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
 CACHED_WORDS = 100_000
@@ -43,7 +43,7 @@ class PythonBPE:
         return ids
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Bytes that are not UTF-8 (a model may end inside a character) become U+FFFD."""
+        """Decodes ids. Invalid UTF-8 (a model may stop inside a character) becomes U+FFFD."""
         return b"".join(self._bytes_of.get(index, b"") for index in ids).decode("utf-8", errors="replace")
 
     def _encode_word(self, word: str) -> list[int]:
@@ -58,9 +58,9 @@ class PythonBPE:
 
 
 def merge_all(symbols: list[str], rank: dict[tuple[str, str], int]) -> list[str]:
-    """Join neighbours, always the pair of lowest rank and of those the leftmost, until no pair is in the table.
+    """Merges neighbours, always the pair of lowest rank, leftmost first, until no pair is in the table.
 
-    A linked list with a heap of candidate pairs, so that a word of 10 MB costs n log n and not n squared.
+    A linked list with a heap of candidate pairs, so that a word of 10 MB takes n log n instead of n squared.
     """
     if len(symbols) < 2:
         return symbols
@@ -81,9 +81,9 @@ def merge_all(symbols: list[str], rank: dict[tuple[str, str], int]) -> list[str]
         _, left, left_symbol, right_symbol = heapq.heappop(candidates)
         right = following[left]
         if symbols[left] != left_symbol or right == end or symbols[right] != right_symbol:
-            continue  # one of the two has since been joined with its other neighbour
+            continue  # one of the two has since been merged with its other neighbour
         symbols[left] = left_symbol + right_symbol
-        symbols[right] = ""  # no candidate can match it again
+        symbols[right] = ""  # so that no candidate matches it again
         following[left] = following[right]
         if following[left] < end:
             previous[following[left]] = left

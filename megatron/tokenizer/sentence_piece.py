@@ -1,8 +1,8 @@
 """SentencePieceTokenizer, GPTSentencePieceTokenizer and Llama2Tokenizer: a SentencePiece .model file.
 
-The three differ in what is the end of document, as in Megatron: the first adds <CLS>, <SEP>, <EOD> and <MASK> after
-the model's pieces, the others take the model's own </s>. Llama2Tokenizer alone puts the model's <s> before every text,
-also as in Megatron. Text that looks like a control piece is text.
+As in Megatron they differ in the end of document: the first adds <CLS>, <SEP>, <EOD> and <MASK> after the model's
+pieces, the others use the model's own </s>. Only Llama2Tokenizer adds the model's <s> before every text. Text that
+looks like a control piece is text.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class GPTSentencePieceTokenizer(Tokenizer):
     def token_id(self, token: str) -> int | None:
         if token in self._added:
             return self._added[token]
-        index = int(self._pieces.piece_to_id(token))  # of what is no piece, the id of the unknown one
+        index = int(self._pieces.piece_to_id(token))  # an unknown piece gives the id of the unknown token
         return index if self._pieces.id_to_piece(index) == token else None
 
     def _why_no_eod(self) -> str:
@@ -61,7 +61,7 @@ class GPTSentencePieceTokenizer(Tokenizer):
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
         for text in texts:
             refuse_surrogates(text)
-        # One thread: a worker is a core, and a process that is forked afterwards has no threads.
+        # One thread: a worker has one core, and threads would not survive a later fork.
         encoded = self._pieces.encode(list(texts), out_type=int, num_threads=1)
         arrays = [np.fromiter(ids, dtype=np.int32, count=len(ids)) for ids in encoded]
         self._refuse_eod(arrays)
@@ -76,7 +76,7 @@ class GPTSentencePieceTokenizer(Tokenizer):
 
     @cached_property
     def _text_can_be_eod(self) -> bool:
-        """A control piece is never found in text; a user's own piece is."""
+        """True if the end-of-document piece can match text: a user-defined piece can, a control piece cannot."""
         eod = self.eod_id
         return eod is not None and eod < self._pieces.get_piece_size() and not self._pieces.is_control(eod)
 
@@ -103,7 +103,7 @@ class GPTSentencePieceTokenizer(Tokenizer):
 
 
 class Llama2Tokenizer(GPTSentencePieceTokenizer):
-    """Every text begins with <s>, an empty one too; a model trained without it has none to put there."""
+    """Adds <s> before every text, even an empty one, if the model has it."""
 
     name = "Llama2Tokenizer"
 
@@ -117,7 +117,7 @@ class SentencePieceTokenizer(GPTSentencePieceTokenizer):
     name = "SentencePieceTokenizer"
 
     def _add_tokens(self) -> dict[str, int]:
-        """Megatron's order: the four, then what the model lacks of padding, begin and end."""
+        """Adds tokens in Megatron's order: the four, then those of padding, begin and end that the model lacks."""
         known = {self._pieces.id_to_piece(i): i for i in range(self._pieces.get_piece_size())}
         own = {"<PAD>": self._pieces.pad_id(), "<BOS>": self._pieces.bos_id(), "<EOS>": self._pieces.eos_id()}
         added: dict[str, int] = {}
@@ -137,7 +137,7 @@ def _read(path: Path) -> bytes:
         raise ConfigError(f"--tokenizer-model {path}: there is no such file; nothing is downloaded") from None
     except OSError as error:
         raise ConfigError(f"--tokenizer-model {path}: cannot be read ({error.strerror})") from None
-    if not content:  # which the package would take for a model
+    if not content:  # which the package would mistake for a model
         raise ConfigError(f"--tokenizer-model {path}: is empty; give the tokenizer's .model file")
     return content
 

@@ -1,7 +1,7 @@
-"""TikTokenizer: ranks of byte sequences, encoded by the package tiktoken. Nothing is ever downloaded.
+"""TikTokenizer: ranks of byte sequences, encoded by the package tiktoken. Nothing is downloaded.
 
-The ranks are Megatron's JSON (a list of rank, token_bytes, token_str) or a .tiktoken file (a line for each rank). The
-special tokens come first, so a token's id is its rank after them; </s> is the end of document.
+The ranks are Megatron's JSON (a list of rank, token_bytes, token_str) or a .tiktoken file (a line per rank). The
+special tokens come first, so a token's id is its rank plus their number; </s> is the end of document.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import numpy as np
 from megatron.errors import ConfigError, DataError
 from megatron.tokenizer.base import Ids, Tokenizer, refuse_surrogates
 from megatron.tokenizer.bpe_files import read_text
-from megatron.tokenizer.fast_kinds import NEMOTRON_SPLIT
-from megatron.tokenizer.parts import split_at_words
+from megatron.tokenizer.fast.kinds import NEMOTRON_SPLIT
+from megatron.tokenizer.fast.words import split_at_words
 
 SETTING = "--tokenizer-model"
 PATTERNS = {
@@ -30,8 +30,8 @@ PATTERNS = {
 }
 SPECIAL_TOKENS = ("<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>")
 NEEDED = SPECIAL_TOKENS[:3]
-LARGEST_VOCABULARY = 1 << 17  # where --vocab-size is not given: Megatron's
-PART_CHARACTERS = 1 << 16  # the package's pattern engine gives up on long texts
+LARGEST_VOCABULARY = 1 << 17  # Megatron's default where --vocab-size is not given
+PART_CHARACTERS = 1 << 16  # the package's regex engine fails on long texts
 
 
 class TikTokenizer(Tokenizer):

@@ -1,4 +1,4 @@
-"""Learn a GPT-2 style byte-level BPE from text."""
+"""Learns a GPT-2 style byte-level BPE from text."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ SMALLEST_VOCABULARY = len(CHARACTER_OF_BYTE) + 1  # every byte, and the end of d
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, *, min_frequency: int = 2, show_progress: bool = False) -> BPE:
-    """At most `vocab_size` tokens: the 256 bytes, the merges in order, and last, as in GPT-2, `<|endoftext|>`.
+    """Learns at most `vocab_size` tokens: the 256 bytes, the merges in order and, last as in GPT-2, `<|endoftext|>`.
 
-    The same texts give the same tokens. Too little text gives fewer tokens than asked for.
+    Deterministic. Too little text gives fewer tokens.
     """
     if vocab_size < SMALLEST_VOCABULARY:
         raise ConfigError(f"--vocab-size {vocab_size}: at least {SMALLEST_VOCABULARY} (every byte, and {END_OF_TEXT})")

@@ -1,1 +1,1 @@
-"""From flags to a trained model: `pretrain` builds the parts, `Trainer.fit` is the loop."""
+"""From flags to a trained model: `pretrain` builds the parts (assemble.py), `Trainer.fit` (trainer.py) is the loop."""

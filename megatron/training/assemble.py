@@ -2,67 +2,61 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
-import torch
 from torch import nn
 
 from megatron.checkpoint import RunHistory
-from megatron.config import to_dict
+from megatron.config import BatchPlan
 from megatron.data.build import Datasets
 from megatron.data.splits import sample_counts
-from megatron.data_parallel import GradBuffers
-from megatron.distributed.state import Axis
-from megatron.engine import Engine, Evaluation, ForwardStep, GraphedPasses, RouterSteps, SinglePass
-from megatron.errors import ConfigError
+from megatron.distributed.shard import ShardSpec
+from megatron.engine import Engine, Evaluation, build_engine
 from megatron.model.flops import flops_per_token, peak_flops
 from megatron.model.gpt import GPT
-from megatron.optimizer import Schedule, build_optimizer, build_schedule
-from megatron.parallelize import ReplicaSums, persistent_buffers
-from megatron.parallelize.experts import is_expert
-from megatron.parallelize.wgrads import send_weight_gradients
+from megatron.model.passes import ForwardStep
+from megatron.optimizer import Schedule, build_schedule
 from megatron.pipeline_parallel.pipeline import Pipeline
-from megatron.training.batch_plan import BatchPlan
 from megatron.training.batches import BatchMaker, Provided, as_datasets
 from megatron.training.checkpointing import RunCheckpoints
 from megatron.training.evaluate import SplitEvaluator
-from megatron.training.hooks import Hook, build_hooks, writing
+from megatron.training.hooks import Hook, ManualGarbageCollection, PipelineTrace
 from megatron.training.initialize import Run
-from megatron.training.model import BuiltModel, build_model
-from megatron.training.origin import Origin, find_origin
-from megatron.training.profiling import build_profiling
+from megatron.training.metric_writers import build_metric_writers, writing
+from megatron.training.metrics import Throughput
+from megatron.training.model import build_model
+from megatron.training.profiling.profiler import build_profiler
 from megatron.training.progress import Progress
 from megatron.training.replica_check import ReplicaCheck
+from megatron.training.resume import ResumePoint, find_resume_point
 from megatron.training.stopping import StopConditions
-from megatron.training.throughput import Throughput
 from megatron.training.trainer import Trainer
-from megatron.utils.cuda import CudaGraph
+from megatron.training.training_log import TrainingLog
 from megatron.utils.device import device_name
 
 NumSamples = tuple[int, int | None, int]
-"""Wanted of train, valid and test; None is the whole split once."""
+"""Samples wanted of the training, validation and test sets; None: the whole set once."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Parts:
-    """What one run is made of; leaving the `with` block releases files and handlers."""
+    """What one run is made of; leaving the `with` block ends its hooks and releases files and handlers."""
 
     engine: Evaluation
     evaluator: SplitEvaluator
     progress: Progress
     checkpoints: RunCheckpoints
+    trainer_if_any: Trainer | None  # None under --skip-train
     closing: ExitStack
-    fitting: Trainer | None = None  # None under --skip-train
 
     @property
     def trainer(self) -> Trainer:
-        assert self.fitting is not None, "--skip-train: nothing is trained"
-        return self.fitting
+        assert self.trainer_if_any is not None, "--skip-train: nothing is trained"
+        return self.trainer_if_any
 
     def __enter__(self) -> Self:
         return self
@@ -86,56 +80,81 @@ def assemble(
     model_provider: Callable[[Run], nn.Module],
     forward_step: ForwardStep,
     history: RunHistory | None = None,
+    hooks: Sequence[Hook] = (),
 ) -> Parts:
-    """`history` is what the run holds and remembers of its directories; without one it begins here."""
+    """Builds all parts of a run and loads its checkpoint. `history`: what the run knows of its checkpoint directories;
+    made here if not given. `hooks` come after those that the settings ask for."""
     config, plan = run.config, BatchPlan(run.config, run.parallel.dp.size)
     with ExitStack() as closing:
         if history is None:
             history = RunHistory(run.run_id)
             closing.callback(history.close)
-        origin = find_origin(run, history)
-        origin.check_architecture(config)
-        data = build_data(run, plan, origin, datasets_provider)
+        resume_point = find_resume_point(run, history)
+        resume_point.check_architecture(config)
+        data = build_data(run, plan, resume_point, datasets_provider)
         closing.callback(data.batches.close)
         built = build_model(run, model_provider, forward_step)
-        engine, schedule = _build_engine(run, plan, built, forward_step)
-        if isinstance(built.passes, Pipeline) and built.passes.trace is not None:
-            assert config.parallel.pipeline_trace is not None
-            closing.callback(built.passes.trace.save, Path(config.parallel.pipeline_trace), run.launch.rank)
+        if config.training.skip_train:
+            engine, schedule = Evaluation(built.model, built.passes, run.parallel, device=run.device), None
+        else:
+            engine = build_engine(config, built, run.parallel, run.kernels, run.device)
+            schedule = build_schedule(
+                config.schedule,
+                config.optimizer,
+                global_batch_size=plan.final_batch_size,
+                train_iters=config.training.train_iters,
+                train_samples=config.training.train_samples,
+            )
         progress = Progress()
-        optimizer = engine.optimizer if isinstance(engine, Engine) else None
-        checkpoints = RunCheckpoints(run, built.model, built.specs, optimizer, schedule, data.remembered, history)
+        checkpoints = RunCheckpoints(run, engine, built.specs, schedule, data.remembered, history)
         if config.checkpoint.load:
-            checkpoints.load(progress, origin)
-        hooks = build_hooks(
-            config, to_dict(config), rank=run.launch.rank, world_size=run.launch.world_size, device=run.device
-        )
+            checkpoints.load(progress, resume_point)
+        hooks = [*build_hooks(run, engine, built.specs, progress), *hooks]
         for hook in hooks:
             closing.callback(hook.on_end)
-        parts = Parts(engine, _evaluator(run, plan, engine, data, hooks), progress, checkpoints, closing)
+            hook.on_start(run, built.model)
+        evaluator = _evaluator(run, plan, engine, data, hooks)
+        trainer = None
         if isinstance(engine, Engine) and schedule is not None:
-            parts.fitting = _trainer(run, plan, engine, schedule, data, parts, hooks)
-            if config.parallel.check_replicas_every and run.launch.world_size > 1:
-                parts.fitting.check_replicas = ReplicaCheck(built.model, built.specs, engine.optimizer, run.parallel)
-            closing.callback(parts.fitting.stop.close)
-            closing.callback(parts.fitting.profiling.close)
-        parts.closing = closing.pop_all()
-        return parts
+            trainer = _trainer(run, plan, engine, schedule, data, progress, evaluator, checkpoints, hooks)
+            closing.callback(trainer.stop.close)
+        return Parts(engine, evaluator, progress, checkpoints, trainer, closing.pop_all())
+
+
+def build_hooks(run: Run, engine: Evaluation, specs: Mapping[str, ShardSpec], progress: Progress) -> list[Hook]:
+    """The hooks that the settings ask for. Metrics are equal on all ranks, so one rank writes them."""
+    config, world = run.config, run.launch.world_size
+    hooks: list[Hook] = []
+    if config.training.manual_gc:
+        hooks.append(
+            ManualGarbageCollection(
+                config.training.manual_gc_interval or 0, after_evaluation=config.training.manual_gc_eval
+            )
+        )
+    hooks += build_profiler(config.profile, run.launch.rank, run.device, progress.iteration, run.log)
+    if isinstance(engine.passes, Pipeline) and engine.passes.recorder is not None:
+        assert config.parallel.pipeline_trace is not None
+        hooks.append(PipelineTrace(engine.passes.recorder, Path(config.parallel.pipeline_trace), run.launch.rank))
+    if config.parallel.check_replicas_every and world > 1 and isinstance(engine, Engine):
+        hooks.append(ReplicaCheck(config.parallel.check_replicas_every, engine, specs))
+    if run.log.main:
+        hooks += build_metric_writers(config, world_size=world, device=run.device)
+    return hooks
 
 
 def build_data(
-    run: Run, plan: BatchPlan, origin: Origin, datasets_provider: Callable[[Run, NumSamples], Provided]
+    run: Run, plan: BatchPlan, resume_point: ResumePoint, datasets_provider: Callable[[Run, NumSamples], Provided]
 ) -> Data:
-    """The datasets as the run before had them, if there was one."""
+    """The datasets, checked against those that the run had before it was resumed."""
     training, accepted = not run.config.training.skip_train, []
     if training:
-        accepted += origin.check_settings(run.config)
-    wanted = _samples_wanted(run, plan, origin)
+        accepted += resume_point.check_settings(run.config)
+    wanted = _samples_wanted(run, plan, resume_point)
     datasets = as_datasets(datasets_provider(run, wanted))
     _show(run, datasets)
     if training:
-        accepted += origin.check_content(datasets.fingerprint, accept=run.config.data.accept_changed_data)
-        for warning in (*accepted, *origin.order_warning(wanted[0])):
+        accepted += resume_point.check_content(datasets.fingerprint, accept=run.config.data.accept_changed_data)
+        for warning in (*accepted, *resume_point.order_warning(wanted[0])):
             run.log.warn(warning)
     batches = BatchMaker(run, plan.final_batch_size)
     if run.config.evaluation.eval_iters:
@@ -157,11 +176,11 @@ def _show(run: Run, datasets: Datasets) -> None:
             Path(path).write_text(f"{datasets.full_table}\n", encoding="utf-8")
 
 
-def _samples_wanted(run: Run, plan: BatchPlan, origin: Origin) -> NumSamples:
+def _samples_wanted(run: Run, plan: BatchPlan, resume_point: ResumePoint) -> NumSamples:
     evaluation = run.config.evaluation
     train, valid, test = sample_counts(
         train_iters=plan.total_iterations,
-        train_samples=0 if run.config.training.skip_train else origin.train_samples(plan),
+        train_samples=0 if run.config.training.skip_train else resume_point.train_samples(plan),
         eval_interval=evaluation.eval_interval,
         eval_iters=evaluation.eval_iters,
         global_batch_size=plan.final_batch_size,
@@ -169,110 +188,43 @@ def _samples_wanted(run: Run, plan: BatchPlan, origin: Origin) -> NumSamples:
     return train, None if evaluation.full_validation and valid else valid, test
 
 
-def _build_engine(
-    run: Run, plan: BatchPlan, built: BuiltModel, forward_step: ForwardStep
-) -> tuple[Evaluation, Schedule | None]:
-    """An evaluation needs no gradients, no optimizer and no schedule, and under --skip-train has none."""
-    config, model, specs = run.config, built.model, built.specs
-    if config.training.skip_train:
-        return Evaluation(model, forward_step, run.parallel, device=run.device, passes=built.passes), None
-    experts = [name for name in specs if is_expert(name)]
-    grads = GradBuffers(
-        model.named_parameters(),
-        run.parallel.dp_cp,
-        axes=dict.fromkeys(experts, run.parallel.expert_dp),
-        overlap=config.parallel.overlap_grad_reduce,
-        flat=config.kernels.cuda_graphs or any((run.kernels.adamw, run.kernels.wgrad_accumulation)),
-        accumulate=run.kernels.wgrad_accumulation,
-    )
-    if built.wgrad_queue is not None:
-        built.wgrad_queue.then = grads
-    elif run.kernels.wgrad_accumulation is not None and isinstance(model, GPT):
-        send_weight_gradients(model, grads)
-    dense, shared = _norm_axes(run)
-    schedule = build_schedule(
-        config.schedule,
-        config.optimizer,
-        global_batch_size=plan.final_batch_size,
-        train_iters=config.training.train_iters,
-        train_samples=config.training.train_samples,
-    )
-    engine = Engine(
-        model,
-        forward_step,
-        grads,
-        build_optimizer(
-            grads,
-            config.optimizer,
-            config.precision,
-            split_over=dict.fromkeys(specs, dense) | dict.fromkeys(experts, shared),
-            norm_axes=(dense, shared),
-            specs=specs,
-            kernels=run.kernels,
-            asynchronous=runs_ahead(run.device),
-        ),
-        run.parallel,
-        device=run.device,
-        stop_on_nonfinite=config.training.check_for_nan_in_loss_and_grad,
-        buffers=persistent_buffers(model),
-        sum_replicas=ReplicaSums(specs, run.parallel),
-        passes=_graphed(run, model, forward_step, grads) if config.kernels.cuda_graphs else built.passes,
-        routers=_router_steps(run, model),
-    )
-    return engine, schedule
-
-
-def _graphed(run: Run, model: nn.Module, forward_step: ForwardStep, grads: GradBuffers) -> GraphedPasses:
-    if run.device.type != "cuda":
-        raise ConfigError(f"--cuda-graphs: needs a CUDA device, and this run is on {run.device.type}; leave it out")
-    if not isinstance(model, GPT):
-        raise ConfigError(
-            f"--cuda-graphs: records our GPT alone, and the model provider gave a {type(model).__name__}; leave it out"
-        )
-    return GraphedPasses(SinglePass(model, forward_step), grads, partial(CudaGraph, run.device))
-
-
-def runs_ahead(device: torch.device) -> bool:
-    """Whether steps are handed over while earlier ones are still computed, and nothing waits for their numbers."""
-    return device.type == "cuda"
-
-
-def _norm_axes(run: Run) -> tuple[tuple[Axis, ...], tuple[Axis, ...]]:
-    """What norms are added up over: those of what every rank of a model has a part of, and those of experts."""
-    model, ep = run.parallel.model, run.parallel.ep
-    dense = (model,) if model.size > 1 else ()
-    return dense, (*dense, ep) if ep.size > 1 else dense
-
-
-def _router_steps(run: Run, model: nn.Module) -> RouterSteps | None:
-    if not isinstance(model, GPT) or model.routers is None:
-        return None
-    return RouterSteps(model, model.routers, run.parallel, run.device)
-
-
 def _trainer(
-    run: Run, plan: BatchPlan, engine: Engine, schedule: Schedule, data: Data, parts: Parts, hooks: list[Hook]
+    run: Run,
+    plan: BatchPlan,
+    engine: Engine,
+    schedule: Schedule,
+    data: Data,
+    progress: Progress,
+    evaluator: SplitEvaluator,
+    checkpoints: RunCheckpoints,
+    hooks: Sequence[Hook],
 ) -> Trainer:
-    progress = parts.progress
-    finished = plan.is_finished(progress.iteration, progress.consumed_train_samples)
+    done, consumed = progress.iteration, progress.consumed_train_samples
+    reports = TrainingLog(
+        run.config.logging,
+        engine,
+        plan,
+        _throughput(run, engine.model),
+        hooks,
+        run.log,
+        total_iterations=done + plan.iterations_left(done, consumed),
+    )
     return Trainer(
         run.config,
         engine,
         schedule,
         plan,
-        iter(()) if finished else data.batches.train(data.datasets.train, progress.consumed_train_samples),
+        iter(()) if plan.is_finished(done, consumed) else data.batches.train(data.datasets.train, consumed),
         progress=progress,
-        throughput=_throughput(run, engine.model),
-        evaluator=parts.evaluator,
-        saver=parts.checkpoints if run.config.checkpoint.save else None,
+        evaluator=evaluator,
+        saver=checkpoints if run.config.checkpoint.save else None,
         stop=StopConditions(run.config.training, run.parallel.world, run.device, run.started),
         hooks=hooks,
-        log=run.log,
-        profiling=build_profiling(run.config.profile, run.launch.rank, run.device, progress.iteration, run.log),
+        reports=reports,
     )
 
 
-def _evaluator(run: Run, plan: BatchPlan, engine: Evaluation, data: Data, hooks: list[Hook]) -> SplitEvaluator:
+def _evaluator(run: Run, plan: BatchPlan, engine: Evaluation, data: Data, hooks: Sequence[Hook]) -> SplitEvaluator:
     return SplitEvaluator(
         engine,
         data.batches,

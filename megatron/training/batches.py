@@ -15,12 +15,12 @@ from megatron.data.build import Datasets
 from megatron.data.loader import BatchIterator, build_loader, leave_signals_to_the_trainer
 from megatron.data.masks import MaskConfig
 from megatron.data.sampler import BlockShape, cyclic_batches, single_batches
-from megatron.engine import Batch
 from megatron.errors import ConfigError, DataError, MegatronError
+from megatron.model.passes import Batch
 from megatron.training.initialize import Run
 
 Provided = Datasets | tuple[Any, Any, Any]
-"""What a datasets_provider may return: a script's own three datasets need no more than their place."""
+"""What a datasets_provider may return: our `Datasets`, or a training, a validation and a test set of its own."""
 
 
 def as_datasets(provided: Provided) -> Datasets:
@@ -47,7 +47,8 @@ class BatchMaker:
         return self._load(dataset, consumed, order=self.run.config.data.dataloader_type)
 
     def check_evaluation(self, dataset: Any, split: str) -> None:
-        """Before training: an evaluation takes whole global batches, so that its loss is the same in every layout."""
+        """Refuses a set without one whole global batch: evaluations take whole ones, so that every layout gives the
+        same loss."""
         if dataset is not None and not self._usable(dataset) and not self.run.config.evaluation.full_validation:
             raise DataError(
                 f"the {split} set has {len(dataset)} samples, fewer than one global batch of {self.global_batch_size}; "
@@ -73,7 +74,8 @@ class BatchMaker:
             yield from islice(rest, self.run.parallel.dp.rank, None, self.run.parallel.dp.size)
 
     def _filled_up(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """Ranks that share experts compute equally often: where the samples end, on one of which no token counts."""
+        """Adds batches without counted tokens until every data-parallel rank has equally many: ranks that share experts
+        must compute equally often."""
         count = 0
         for batch in batches:
             count += 1
@@ -95,7 +97,7 @@ class BatchMaker:
 
     @property
     def _read_ahead(self) -> int:
-        """A step takes all its micro-batches at once, so they should all be there when it begins."""
+        """All micro-batches of a step, since it takes them at once."""
         return max(2, min(64, self.global_batch_size // self._block))
 
     def _load(
@@ -153,8 +155,8 @@ def _is_token_dataset(dataset: Any) -> bool:
 
 
 class _OwnBatches(Dataset[dict[str, Any] | MegatronError]):
-    """A script's dataset by lists of sample numbers; its samples are dicts, stacked as torch's loader stacks them.
-    Our own errors are returned: raised in a worker they lose their words."""
+    """A script's own dataset, indexed by lists of sample numbers. Its samples are dicts, collated by torch's rules.
+    Our errors are returned: one raised in a worker process loses its message."""
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset

@@ -8,26 +8,34 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from megatron.checkpoint import LoadedState, RunHistory, TrainState, hold_directory, load_checkpoint, save_checkpoint
+from megatron.checkpoint import (
+    LoadedState,
+    RunHistory,
+    TrainState,
+    determinism_fingerprint,
+    hold_directory,
+    load_checkpoint,
+    save_checkpoint,
+)
 from megatron.config import RunConfig, to_dict
 from megatron.distributed.rng import get_rng_state, set_rng_state
 from megatron.distributed.shard import ShardSpec
+from megatron.engine import Engine, Evaluation
 from megatron.model.gpt import GPT
 from megatron.optimizer import Optimizer, Schedule
 from megatron.parallelize import persistent_buffers
-from megatron.training.exit_reason import ExitRecord
+from megatron.training.exit import ExitRecord, as_megatron_error
 from megatron.training.initialize import Run
-from megatron.training.origin import Origin
-from megatron.training.process import named
 from megatron.training.progress import Progress
+from megatron.training.resume import ResumePoint
 
 
 @contextmanager
 def held_save_directory(run: Run) -> Iterator[tuple[RunHistory, ExitRecord]]:
-    """The --save directory is this run's from the first moment (a second run, or a directory that cannot be written,
-    is refused before any work), and an error of this run is recorded there. A run that only evaluates holds nothing."""
+    """Locks the --save directory for this run, and records there the error that ends it. A second run, or a directory
+    that cannot be written, is refused before any work. A run that only evaluates locks nothing."""
     save = run.config.checkpoint.save
     directory = Path(save) if save and not run.config.training.skip_train else None
     history, record = RunHistory(run.run_id), ExitRecord(directory, run.launch.rank)
@@ -37,7 +45,7 @@ def held_save_directory(run: Run) -> Iterator[tuple[RunHistory, ExitRecord]]:
         record.clear()
         yield history, record
     except (Exception, KeyboardInterrupt) as error:
-        record.failed(named(error))
+        record.failed(as_megatron_error(error))
         raise
     finally:
         history.close()
@@ -45,15 +53,18 @@ def held_save_directory(run: Run) -> Iterator[tuple[RunHistory, ExitRecord]]:
 
 @dataclass
 class RunCheckpoints:
-    """Saves and loads one run. `data` names the datasets: a resumed run must see the same ones."""
+    """Saves and loads one run. `data` identifies the datasets: a resumed run must read the same ones."""
 
     run: Run
-    model: nn.Module
+    engine: Evaluation  # an Engine, but in a run that only evaluates
     specs: Mapping[str, ShardSpec]
-    optimizer: Optimizer | None  # this and the schedule: None in a run that only evaluates
-    schedule: Schedule | None
+    schedule: Schedule | None  # None in a run that only evaluates
     data: Mapping[str, Any]
     history: RunHistory
+
+    @property
+    def optimizer(self) -> Optimizer | None:
+        return self.engine.optimizer if isinstance(self.engine, Engine) else None
 
     def save(self, progress: Progress) -> None:
         config = self.run.config
@@ -66,6 +77,7 @@ class RunCheckpoints:
             run_id=self.run.run_id,
             history=self.history,
             retain_interval=config.checkpoint.save_retain_interval,
+            fingerprint=determinism_fingerprint(self.run.device, self.run.kernels),
         )
         for message in info.messages:
             self.run.log.info(message)
@@ -75,11 +87,11 @@ class RunCheckpoints:
                 f"({info.bytes_written / 1e6:.1f} MB in {info.seconds:.2f} s)"
             )
 
-    def load(self, progress: Progress, origin: Origin) -> bool:
-        """Fill the model, the optimizer and `progress`; False for a fresh start. The random states come last."""
+    def load(self, progress: Progress, resume_point: ResumePoint) -> bool:
+        """Fills the model, the optimizer, `progress` and last the random states; False for a fresh start."""
         config = self.run.config.checkpoint
         assert config.load is not None
-        if origin.found is None and not config.finetune:
+        if resume_point.found is None and not config.finetune:
             return False  # announced when it was looked for
         loaded = load_checkpoint(
             Path(config.load),
@@ -91,11 +103,13 @@ class RunCheckpoints:
             load_rng=config.load_rng and self.optimizer is not None,
             save_dir=Path(config.save) if config.save else None,
             strict=config.strict_load,
-            model_config=self.run.config.model if isinstance(self.model, GPT) else None,
+            check_hashes=not config.skip_hash,
+            model_config=self.run.config.model if isinstance(self.engine.model, GPT) else None,
             moe_config=self.run.config.moe,
             history=self.history,
+            fingerprint=determinism_fingerprint(self.run.device, self.run.kernels),
             log=self.run.log.info,
-            found=origin.found,
+            found=resume_point.found,
         )
         if loaded is None:
             return False
@@ -121,13 +135,14 @@ class RunCheckpoints:
         )
 
     def _state(self, progress: Progress) -> TrainState:
-        assert self.optimizer is not None and self.schedule is not None, "a run that only evaluates saves nothing"
+        own = self.optimizer
+        assert own is not None and self.schedule is not None, "a run that only evaluates saves nothing"
         config = self.run.config.checkpoint
         optimizer = None
         if config.save_optim:
             optimizer = {
                 name: {kind: (self.specs[name], tensor) for kind, tensor in kinds.items()}
-                for name, kinds in self.optimizer.state().items()
+                for name, kinds in own.state().items()
             }
         return TrainState(
             iteration=progress.iteration,
@@ -135,17 +150,17 @@ class RunCheckpoints:
             consumed_valid_samples=progress.consumed_valid_samples,
             params=self._params(),
             optimizer=optimizer,
-            optimizer_extra=self.optimizer.extra_state(),
+            optimizer_extra=own.extra_state(),
             scheduler=self.schedule.state(progress.schedule_samples),
             rng=get_rng_state(self.run.device) if config.save_rng else None,
             config=to_dict(self.run.config),
-            args=classic_args(self.run, progress, is_gpt=isinstance(self.model, GPT)),
+            args=classic_args(self.run, progress, is_gpt=isinstance(self.engine.model, GPT)),
             data=self.data,
         )
 
     def _params(self) -> dict[str, tuple[ShardSpec, Tensor]]:
-        """All that the model is: parameters, and the buffers that belong to its state."""
-        tensors = {**dict(self.model.named_parameters()), **persistent_buffers(self.model)}
+        """The parameters, and the buffers that belong to the model's state."""
+        tensors = {**dict(self.engine.model.named_parameters()), **persistent_buffers(self.engine.model)}
         return {name: (self.specs[name], tensor) for name, tensor in tensors.items()}
 
     def _tokenizer_saver(self) -> Callable[[Path], None] | None:
@@ -157,7 +172,7 @@ class RunCheckpoints:
 
 
 def classic_args(run: Run, progress: Progress, *, is_gpt: bool) -> dict[str, Any]:
-    """What Megatron's own readers of a `model_optim_rng.pt` look up in `args`, but for what the checkpoint itself
+    """The `args` that Megatron's own readers of a `model_optim_rng.pt` look up, except for those that the checkpoint
     derives from the model's settings (shape, activation)."""
     config: RunConfig = run.config
     parallel = run.parallel

@@ -1,4 +1,4 @@
-"""Evaluation on the validation and test splits. It draws no random number and moves nothing that training reads."""
+"""Evaluation on the validation and test splits. It draws no random number and changes nothing that training reads."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any, Protocol
 
-from megatron.engine import Batch, Evaluation
+from megatron.engine import Evaluation
+from megatron.model.passes import Batch
 from megatron.training.hooks import Hook
 from megatron.training.metrics import EvalRecord
 from megatron.training.progress import Progress

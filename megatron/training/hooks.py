@@ -1,187 +1,85 @@
-"""What is optional in a run listens at a few typed moments; the loop itself knows nothing of TensorBoard or W&B."""
+"""Hooks: what a run does besides training. Importing this loads no torch, so that `--help` of a script stays quick."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
-from contextlib import contextmanager
+import gc
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    from torch import nn
 
-from megatron.config import LoggingConfig, RunConfig
-from megatron.errors import ConfigError, StorageError
-from megatron.training.metrics import EvalRecord, TrainRecord
-from megatron.training.settings import wandb_missing
-from megatron.utils.device import accelerator_memory, peak_resident_bytes
+    from megatron.pipeline_parallel.pass_recorder import PassRecorder
+    from megatron.training.initialize import Run
+    from megatron.training.metrics import EvalRecord, TrainRecord
 
 
 class Hook:
-    """All moments do nothing unless overridden. Only rank 0 has hooks that write."""
+    """Override the moments you need and hand the hook to `megatron.pretrain(..., hooks=[...])`.
 
-    def on_step(self, record: TrainRecord, timers: dict[str, float]) -> None:
-        """After every iteration; `logged` iterations also get `on_log`."""
+    Every rank has the hooks and calls them at the same moments, the built-in ones first, then yours in the order given.
+    So a hook may use collectives, and one that writes or prints does so on one rank: `if run.log.main`. The records
+    hold global numbers, equal on all ranks except for times. An exception ends the run.
+    """
 
-    def on_log(self, record: TrainRecord) -> None: ...
+    def on_start(self, run: Run, model: nn.Module) -> None:
+        """Once, when everything is built and loaded. `model` is the part of the model that this rank holds."""
 
-    def on_evaluate(self, record: EvalRecord) -> None: ...
+    def before_iteration(self, iteration: int) -> None:
+        """Before the iteration's data is read. Iterations count from 1."""
 
-    def on_end(self) -> None: ...
+    def after_iteration(self, iteration: int) -> None:
+        """The iteration's work has been handed to the device. An accelerator may still be computing it."""
 
+    def on_step(self, record: TrainRecord, times: Mapping[str, float]) -> None:
+        """After every optimizer step, as soon as its outcome is known: on an accelerator during the next iteration.
 
-class MetricsFile(Hook):
-    """One JSON object a line, floats with all their digits; appended to, so that a resumed run goes on in it."""
-
-    def __init__(self, path: str) -> None:
-        self._path = Path(path)
-        try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = self._path.open("ab", buffering=0)
-        except OSError as error:
-            raise ConfigError(
-                f"--metrics-jsonl {path}: cannot be written ({error.strerror}); name another file"
-            ) from None
+        An iteration passed over by --iterations-to-skip has no step. `record.params_norm` is set only where it is
+        logged. `times` are the seconds that this rank spent in the phases of the step.
+        """
 
     def on_log(self, record: TrainRecord) -> None:
-        self._write(record.as_json())
+        """Every --log-interval iterations, after `on_step`."""
 
     def on_evaluate(self, record: EvalRecord) -> None:
-        self._write(record.as_json())
+        """After each evaluation of the validation or the test split."""
 
     def on_end(self) -> None:
-        self._file.close()
-
-    def _write(self, values: dict[str, Any]) -> None:
-        with writing("--metrics-jsonl", self._path):
-            self._file.write(f"{json.dumps(values)}\n".encode())
+        """Once, when the run is over, also when it ends with an error."""
 
 
-@contextmanager
-def writing(flag: str, path: object) -> Iterator[None]:
-    """A disk that is full or gone ends the run with the name of what could not be written."""
-    try:
-        yield
-    except OSError as error:
-        raise StorageError(
-            f"{flag} {path}: writing failed ({error.strerror}); make room there or name another"
-        ) from error
+class ManualGarbageCollection(Hook):
+    """--manual-gc: Python collects garbage at the same iterations on all ranks. At a moment of Python's choosing a
+    collection delays one rank, and all others wait for it."""
 
+    def __init__(self, interval: int, *, after_evaluation: bool) -> None:
+        """`interval` 0: never between iterations."""
+        self._interval, self._after_evaluation = interval, after_evaluation
+        self._was_enabled = False
 
-class TensorBoard(Hook):
-    """Event files under Megatron's tags."""
+    def on_start(self, run: Run, model: nn.Module) -> None:
+        self._was_enabled = gc.isenabled()
+        gc.disable()
 
-    def __init__(self, config: LoggingConfig, *, world_size: int, device: torch.device) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        assert config.tensorboard_dir is not None
-        self.config, self._world_size, self._device = config, world_size, device
-        try:
-            self._writer = SummaryWriter(log_dir=config.tensorboard_dir, max_queue=config.tensorboard_queue_size)
-        except OSError as error:
-            raise ConfigError(
-                f"--tensorboard-dir {config.tensorboard_dir}: cannot be written ({error.strerror}); "
-                "name another directory"
-            ) from None
-
-    def on_step(self, record: TrainRecord, timers: dict[str, float]) -> None:
-        config = self.config
-        if record.iteration % config.tensorboard_log_interval:
-            return
-        step, samples = record.iteration, record.consumed_train_samples
-        values: dict[str, float] = {}
-        if config.log_learning_rate_to_tensorboard:
-            values["learning-rate"] = record.learning_rate
-        if config.log_batch_size_to_tensorboard:
-            values["batch-size"] = record.global_batch_size
-        values["lm loss"] = record.lm_loss
-        if config.log_loss_scale_to_tensorboard:
-            values["loss-scale"] = record.loss_scale
-        if config.log_world_size_to_tensorboard:
-            values["world-size"] = self._world_size
-        values["grad-norm"] = record.grad_norm
-        if record.num_zeros is not None:
-            values["num-zeros"] = record.num_zeros
-        if record.params_norm is not None:
-            values["params-norm"] = record.params_norm
-        for tag, value in values.items():
-            self._writer.add_scalar(tag, value, step)
-            self._writer.add_scalar(f"{tag} vs samples", value, samples)
-        self._writer.add_scalar("iteration-time", record.seconds_per_iteration, step)
-        self._writer.add_scalar("tokens-per-second", record.tokens_per_second, step)
-        if config.log_timers_to_tensorboard:
-            for name, seconds in timers.items():
-                self._writer.add_scalar(f"{name}-time", seconds, step)
-        if config.log_memory_to_tensorboard:
-            for name, count in self._memory().items():
-                self._writer.add_scalar(name, count, step)
-
-    def on_log(self, record: TrainRecord) -> None:
-        self._writer.flush()
+    def before_iteration(self, iteration: int) -> None:
+        if self._interval and (iteration - 1) % self._interval == 0:
+            gc.collect()
 
     def on_evaluate(self, record: EvalRecord) -> None:
-        name = "validation" if record.split == "valid" else record.split
-        self._scalar(f"lm loss {name}", record.lm_loss, record)
-        if self.config.log_validation_ppl_to_tensorboard:
-            self._scalar(f"lm loss {name} ppl", record.perplexity, record)
-        self._writer.flush()
+        if self._after_evaluation:
+            gc.collect()
 
     def on_end(self) -> None:
-        self._writer.close()
-
-    def _scalar(self, tag: str, value: float, record: EvalRecord) -> None:
-        self._writer.add_scalar(tag, value, record.iteration)
-        self._writer.add_scalar(f"{tag} vs samples", value, record.consumed_train_samples)
-
-    def _memory(self) -> dict[str, int]:
-        sizes = accelerator_memory(self._device)
-        if not sizes:
-            return {"mem-peak-resident-bytes": peak_resident_bytes()}
-        return {"mem-reserved-bytes": sizes["reserved"], "mem-allocated-bytes": sizes["allocated"]}
+        if self._was_enabled:
+            gc.enable()
 
 
-class WeightsAndBiases(Hook):
-    """Asked for by --wandb-project; needs the package, which we never install by ourselves."""
+class PipelineTrace(Hook):
+    """--pipeline-trace: when each pass of the last steps ran on this rank, written when the run is over."""
 
-    def __init__(self, run_config: RunConfig, plain_config: dict[str, Any]) -> None:
-        config = run_config.logging
-        try:
-            import wandb
-        except ImportError:
-            raise wandb_missing(str(config.wandb_project)) from None
-        self._run = wandb.init(
-            project=config.wandb_project,
-            name=config.wandb_exp_name,
-            entity=config.wandb_entity,
-            dir=config.wandb_save_dir,
-            config=plain_config,
-        )
-
-    def on_log(self, record: TrainRecord) -> None:
-        values = {k: v for k, v in record.as_json().items() if isinstance(v, int | float)}
-        self._run.log({"lm loss": record.lm_loss, **values}, step=record.iteration)
-
-    def on_evaluate(self, record: EvalRecord) -> None:
-        name = "validation" if record.split == "valid" else record.split
-        self._run.log(
-            {f"lm loss {name}": record.lm_loss, f"lm loss {name} ppl": record.perplexity}, step=record.iteration
-        )
+    def __init__(self, recorder: PassRecorder, directory: Path, rank: int) -> None:
+        self._recorder, self._directory, self._rank = recorder, directory, rank
 
     def on_end(self) -> None:
-        self._run.finish()
-
-
-def build_hooks(
-    config: RunConfig, plain_config: dict[str, Any], *, rank: int, world_size: int, device: torch.device
-) -> list[Hook]:
-    """The hooks that the flags ask for. Metrics are global values, so one rank writes them."""
-    if rank != 0:
-        return []
-    hooks: list[Hook] = []
-    if config.logging.metrics_jsonl:
-        hooks.append(MetricsFile(config.logging.metrics_jsonl))
-    if config.logging.tensorboard_dir:
-        hooks.append(TensorBoard(config.logging, world_size=world_size, device=device))
-    if config.logging.wandb_project:
-        hooks.append(WeightsAndBiases(config, plain_config))
-    return hooks
+        self._recorder.save(self._directory, self._rank)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import torch
@@ -18,7 +18,7 @@ from megatron.distributed.launch import LaunchInfo, die_with_parent, init_proces
 from megatron.distributed.rng import seed_rank
 from megatron.distributed.state import ParallelState
 from megatron.errors import ConfigError
-from megatron.layout import Layout, padded_vocab_size
+from megatron.layout import padded_vocab_size
 from megatron.ops.select import Kernels, left_to_compiler, resolve
 from megatron.tokenizer import Tokenizer, build_tokenizer
 from megatron.training.settings import read_settings
@@ -29,7 +29,7 @@ from megatron.utils.log import RankLog
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What the three providers are handed."""
+    """One rank's settings, place among the ranks, device, kernels and tokenizer. The providers of a script get it."""
 
     config: RunConfig
     launch: LaunchInfo
@@ -40,7 +40,8 @@ class Run:
     tokenizer: Tokenizer | None  # None with --mock-data or a script's own data, and no tokenizer
     log: RankLog
     run_id: str
-    started: float = field(default_factory=time.monotonic)
+    started: float
+    """When, on `time.monotonic`'s clock."""
 
     @property
     def has_vocabulary(self) -> bool:
@@ -48,7 +49,7 @@ class Run:
 
     @property
     def vocab_size(self) -> int:
-        """The true size; padding exists in memory only."""
+        """Without padding, which exists in memory only."""
         if self.tokenizer is not None:
             return self.tokenizer.vocab_size
         if self.config.tokenizer.vocab_size is None:
@@ -69,17 +70,16 @@ class Run:
 
 
 def initialize(argv: Sequence[str] | None = None, *, needs_data: bool = True) -> Run:
-    """Everything up to a seeded process group. Usage errors come first, before any process waits for another.
-
-    For scripts without the training loop. They leave with `megatron.distributed.launch.shutdown()`.
+    """The start of a script without the training loop: settings read, ranks connected, random streams seeded. Errors of
+    usage come before any process waits for another. Such a script leaves with `megatron.distributed.launch.shutdown()`.
     """
     return start(read_settings(argv, needs_data=needs_data), needs_data=needs_data)
 
 
 def start(config: RunConfig, *, needs_data: bool = True) -> Run:
-    """The run of these settings; its ranks are connected and its random streams seeded."""
+    """The run of these settings on the ranks that the launcher started."""
     started = time.monotonic()
-    launch = _planned(config, LaunchInfo.detect(config.runtime.local_rank))
+    launch = _for_dry_run(config, LaunchInfo.detect(config.runtime.local_rank))
     check_world(config, launch.world_size)
     log = RankLog(launch.rank)
     for notice in config.notices:
@@ -88,44 +88,71 @@ def start(config: RunConfig, *, needs_data: bool = True) -> Run:
     backend = resolve_backend(config.runtime.distributed_backend, device)
     threads = _prepare_cpu(config, launch, device, log)
     _prepare_accelerator(config, device, log)
-    kernels = resolve(config.kernels.spec, device.type, attention=config.kernels.attention, warn=log.warn)
-    tokenizer = tokenizer_of(config, required=needs_data)
-    layout = config.parallel.layout(launch.world_size)
-    _say_slow_choices(config, device, log)
-    parallel = (
-        ParallelState.plan(layout, launch.rank)
-        if config.runtime.dry_run
-        else _connect(config, launch, layout, backend, device)
-    )
-    if not config.runtime.dry_run:
-        _check_same_kernels(config.kernels.spec, kernels, parallel)
-    seed_rank(config.training.seed, layout.coordinates(launch.rank))
+
+    def connect(timeout: timedelta) -> None:
+        die_with_parent(launch)
+        init_process_group(launch, backend, timeout, device)
+
+    run = build_run(config, launch, device=device, log=log, needs_data=needs_data, connect=connect, started=started)
     if config.training.deterministic_mode:
         torch.use_deterministic_algorithms(True)
     verb = "planned for" if config.runtime.dry_run else "running on"
     log.info(
         f"{verb} {launch.world_size} x {device.type} with {threads} CPU threads each, backend {backend}, "
-        f"data parallel {parallel.dp.size}"
+        f"data parallel {run.parallel.dp.size}"
     )
-    log.info(kernels.table())
-    if config.kernels.compile and (left := left_to_compiler(kernels)):
+    log.info(run.kernels.table())
+    if config.kernels.compile and (left := left_to_compiler(run.kernels)):
         log.info(f"--compile: inside a layer the plain formulas of {', '.join(left)} are fused instead")
+    return run
+
+
+def build_run(
+    config: RunConfig,
+    launch: LaunchInfo,
+    *,
+    device: torch.device,
+    dtype: torch.dtype | None = None,
+    log: RankLog | None = None,
+    needs_data: bool = True,
+    connect: Callable[[timedelta], None] = lambda timeout: None,
+    started: float | None = None,
+) -> Run:
+    """The run of these settings on one rank, with its groups made and its random streams seeded.
+
+    `connect` joins the process group, once nothing is left to go wrong on one rank alone; by default the caller has
+    joined it already. `dtype` overrides the settings, which have no fp64: layouts are compared in it.
+    """
+    log = log or RankLog(launch.rank)
+    kernels = resolve(config.kernels.spec, device.type, attention=config.kernels.attention, warn=log.warn)
+    tokenizer = tokenizer_of(config, required=needs_data)
+    _warn_of_slow_precision(config, device, log)
+    layout, run_id = config.parallel.layout(launch.world_size), "dry-run"
+    if config.runtime.dry_run:
+        parallel = ParallelState.plan(layout, launch.rank)
+    else:
+        timeout = timedelta(minutes=config.runtime.distributed_timeout_minutes)
+        connect(timeout)
+        parallel = ParallelState.build(layout, launch.rank, timeout)
+        _check_same_kernels(config.kernels.spec, kernels, parallel)
+        run_id = broadcast_object(uuid.uuid4().hex[:12], parallel.world)
+    seed_rank(config.training.seed, layout.coordinates(launch.rank))
     return Run(
         config=config,
         launch=launch,
         device=device,
-        dtype=getattr(torch, config.precision.params_dtype),
+        dtype=dtype or getattr(torch, config.precision.params_dtype),
         parallel=parallel,
         kernels=kernels,
         tokenizer=tokenizer,
         log=log,
-        run_id="dry-run" if config.runtime.dry_run else broadcast_object(uuid.uuid4().hex[:12], parallel.world),
-        started=started,
+        run_id=run_id,
+        started=time.monotonic() if started is None else started,
     )
 
 
 def _check_same_kernels(spec: str, kernels: Kernels, parallel: ParallelState) -> None:
-    """A machine on which they were not built would round otherwise: copies of a parameter would drift apart."""
+    """Refuses ranks with different kernels, which round differently: replicas of a parameter would drift apart."""
     mine = {choice.op: choice.backend for choice in kernels.choices}, kernels.note
     everyone = all_gather_object(mine, parallel.world)
     first, first_note = everyone[0]
@@ -139,9 +166,8 @@ def _check_same_kernels(spec: str, kernels: Kernels, parallel: ParallelState) ->
 
 
 def _prepare_cpu(config: RunConfig, launch: LaunchInfo, device: torch.device, log: RankLog) -> int:
-    """The settings of the whole process, before it has anything large. Returns the number of threads.
-
-    Where an accelerator computes, only what was asked for is changed.
+    """Sets allocator, product library, cores and threads of the process, before it allocates much. Returns the number
+    of threads. On an accelerator only what was asked for is changed.
     """
     cpu, computes = config.cpu, device.type == "cpu"
     if computes or cpu.cpu_allocator != "auto":
@@ -156,7 +182,7 @@ def _prepare_cpu(config: RunConfig, launch: LaunchInfo, device: torch.device, lo
 
 
 def _prepare_accelerator(config: RunConfig, device: torch.device, log: RankLog) -> None:
-    """Before anything is allocated or multiplied there: the kernels are tried out when they are chosen."""
+    """Selects and configures the device, before anything is allocated there: choosing kernels tries them out."""
     if config.runtime.dry_run or device.type == "cpu":
         return
     activate(device)  # else every rank of the machine would try them on the first device
@@ -168,8 +194,8 @@ def _prepare_accelerator(config: RunConfig, device: torch.device, log: RankLog) 
         log.info("this torch or driver has no expandable segments: more memory may be lost between tensors")
 
 
-def _planned(config: RunConfig, launch: LaunchInfo) -> LaunchInfo:
-    """--dry-run in one process plans for many: none of them has to meet another."""
+def _for_dry_run(config: RunConfig, launch: LaunchInfo) -> LaunchInfo:
+    """With --dry-run, one process describes a run of many ranks."""
     runtime, alone = config.runtime, launch.launcher == "python"
     if runtime.dry_run_ranks is not None and not (runtime.dry_run and alone):
         raise ConfigError(
@@ -178,15 +204,6 @@ def _planned(config: RunConfig, launch: LaunchInfo) -> LaunchInfo:
     if not (runtime.dry_run and alone):
         return launch
     return replace(launch, world_size=runtime.dry_run_ranks or config.parallel.fewest_ranks)
-
-
-def _connect(
-    config: RunConfig, launch: LaunchInfo, layout: Layout, backend: str, device: torch.device
-) -> ParallelState:
-    die_with_parent(launch)
-    timeout = timedelta(minutes=config.runtime.distributed_timeout_minutes)
-    init_process_group(launch, backend, timeout, device)
-    return ParallelState.build(layout, launch.rank, timeout)
 
 
 def tokenizer_of(config: RunConfig, *, required: bool = True) -> Tokenizer | None:
@@ -212,7 +229,7 @@ def _check_vocab_size(given: int, tokenizer: Tokenizer) -> None:
         )
 
 
-def _say_slow_choices(config: RunConfig, device: torch.device, log: RankLog) -> None:
+def _warn_of_slow_precision(config: RunConfig, device: torch.device, log: RankLog) -> None:
     if device.type != "cpu":
         return
     if config.precision.fp16:

@@ -1,4 +1,4 @@
-"""What is reported: one record per logged iteration, and the line that people parse."""
+"""What is reported: a record of each step and of each evaluation, the lines of the log, and rates."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron.utils.timers import human_duration
 
-PPL_CAP = 20.0  # exp() of a larger loss says nothing; Megatron caps it here as well
+PPL_CAP = 20.0  # exp() of a larger loss is meaningless; Megatron has the same cap
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +43,7 @@ class TrainRecord:
         return {"split": "train", **{k: v for k, v in asdict(self).items() if v is not None}}
 
     def line(self) -> str:
-        """Megatron's own wording and order first, because people parse it; then what it never told."""
+        """Megatron's wording and order first, because people parse it; then what Megatron does not report."""
         parts = [
             f" iteration {self.iteration:8d}/{self.total_iterations:8d}",
             f"consumed samples: {self.consumed_train_samples:12d}",
@@ -100,3 +100,29 @@ class EvalRecord:
         )
         rule = "-" * (len(line) + 1)
         return f"{rule}\n{line}\n{rule}"
+
+
+@dataclass(frozen=True)
+class Rates:
+    tokens_per_second: float
+    samples_per_second: float
+    tflops_per_device: float | None
+    utilisation: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Throughput:
+    seq_length: int
+    world_size: int
+    flops_per_token: float | None  # None for a model that is not ours: we do not guess
+    peak_flops: float | None  # of one device; None where it is not known, and then there is no MFU
+
+    def rates(self, samples: int, seconds: float) -> Rates:
+        tokens_per_second = samples * self.seq_length / seconds
+        per_device = None
+        if self.flops_per_token is not None:
+            per_device = tokens_per_second * self.flops_per_token / self.world_size
+        utilisation = per_device / self.peak_flops if per_device is not None and self.peak_flops else None
+        return Rates(
+            tokens_per_second, samples / seconds, None if per_device is None else per_device / 1e12, utilisation
+        )

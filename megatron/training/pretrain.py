@@ -8,16 +8,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from megatron.training.exit_reason import StopReason
-from megatron.training.process import run_as_program
+from megatron.training.exit import StopReason, run_as_program
 
 if TYPE_CHECKING:
     from torch import nn
 
     from megatron.config import RunConfig
-    from megatron.engine import ForwardStep
+    from megatron.model.passes import ForwardStep
     from megatron.training.assemble import Parts
     from megatron.training.batches import Provided
+    from megatron.training.hooks import Hook
     from megatron.training.initialize import Run
 
     # (run, samples wanted of train, valid, test; None is the whole split once) -> the three datasets
@@ -32,19 +32,20 @@ def pretrain(
     argv: Sequence[str] | None = None,
     *,
     needs_data: bool = True,
+    hooks: Sequence[Hook] = (),
 ) -> StopReason:
     """Train as the command line says. Errors end the process with one line and their exit code.
 
     `needs_data=False`: the datasets are the script's own, so neither --data-path nor a tokenizer is asked for. Each is
     anything with `len` and `[i]` whose samples are dicts; `forward_step` gets them stacked, with their `sample_ids`,
-    and casts what it feeds to a model in half precision.
+    and casts what it feeds to a model in half precision. `hooks` are called at moments of the run: see `megatron.Hook`.
     """
 
     def body() -> StopReason:
         from megatron.training.settings import read_settings
 
         config = read_settings(argv, needs_data=needs_data)
-        return _pretrain(config, datasets_provider, model_provider, forward_step, needs_data=needs_data)
+        return _pretrain(config, datasets_provider, model_provider, forward_step, needs_data=needs_data, hooks=hooks)
 
     return run_as_program(body)
 
@@ -56,12 +57,13 @@ def _pretrain(
     forward_step: ForwardStep,
     *,
     needs_data: bool,
+    hooks: Sequence[Hook],
 ) -> StopReason:
     from megatron.training.assemble import assemble
     from megatron.training.checkpointing import held_save_directory
-    from megatron.training.heart import beating
+    from megatron.training.dry_run import render_plan
     from megatron.training.initialize import start
-    from megatron.training.plan import render_plan
+    from megatron.training.watchdog import watched
 
     run = start(config, needs_data=needs_data)
     if config.runtime.dry_run:
@@ -69,10 +71,10 @@ def _pretrain(
         return StopReason("dry_run", "--dry-run")
     with held_save_directory(run) as (history, exit_record):
         with (
-            beating(run, exit_record) as place,
-            assemble(run, datasets_provider, model_provider, forward_step, history) as parts,
+            watched(run, exit_record) as position,
+            assemble(run, datasets_provider, model_provider, forward_step, history, hooks) as parts,
         ):
-            place.parts = parts
+            position.parts = parts
             reason = train_and_evaluate(run, parts)
         exit_record.ended(reason, parts.progress.iteration)
     return reason

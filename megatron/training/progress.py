@@ -11,5 +11,3 @@ class Progress:
     consumed_train_samples: int = 0
     consumed_valid_samples: int = 0
     schedule_samples: int = 0  # a skipped step consumes data but does not move the schedules
-    skipped_iterations: int = 0  # of this interval of the log, as are the NaNs: Megatron's meaning of them
-    nan_iterations: int = 0

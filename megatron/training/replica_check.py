@@ -1,9 +1,9 @@
-"""--check-replicas-every: copies of one parameter must be equal, bit for bit, on all ranks that hold it.
+"""--check-replicas-every: replicas of a parameter must be equal, bit for bit, on all ranks that hold it.
 
-Which ranks share what follows from the specs: two ranks that hold the same index range of a parameter must hold the
-same bits, whatever the axis between them. So every held range gets a fingerprint, and equal ranges are compared: the
-whole model over data-parallel ranks, norms and biases over tensor-parallel ones, keys and values that are fewer than
-the ranks, a tied table on the first and the last stage, experts. Weights, running buffers and the optimizer's state.
+The specs say which index range of each parameter a rank holds, and ranks that hold the same range must hold the same
+bits. So every range gets a fingerprint, and the fingerprints of equal ranges are compared: the whole model over
+data-parallel ranks, norms and biases over tensor-parallel ones, keys and values that are fewer than the ranks, a tied
+table on the first and the last stage, experts. Checked are weights, running buffers and the optimizer's state.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron.distributed.collectives import all_gather_object, all_reduce
 from megatron.distributed.shard import Range, ShardSpec
-from megatron.distributed.state import ParallelState
+from megatron.engine import Engine
 from megatron.errors import ReplicaError
-from megatron.optimizer import Optimizer
 from megatron.parallelize import persistent_buffers
+from megatron.training.hooks import Hook
 
 Key = tuple[str, int, Range]
-"""What of which tensor: its name, the dimension that is split, the index range."""
+"""(name of the tensor, dimension that is split, index range)."""
 Fingerprints = dict[Key, int]
 
 _BLOCK = 1 << 20
@@ -32,20 +32,23 @@ _FACTOR = 0x9E3779B97F4A7C15
 _INTEGER_OF = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-class ReplicaCheck:
-    """A collective: every rank calls it after the same steps."""
+class ReplicaCheck(Hook):
+    """After every `every` iterations. A collective of all ranks."""
 
-    def __init__(
-        self, model: nn.Module, specs: Mapping[str, ShardSpec], optimizer: Optimizer, state: ParallelState
-    ) -> None:
-        self._model, self._specs, self._optimizer, self._state = model, specs, optimizer, state
+    def __init__(self, every: int, engine: Engine, specs: Mapping[str, ShardSpec]) -> None:
+        self._every, self._engine, self._specs, self._state = every, engine, specs, engine.parallel
+
+    def after_iteration(self, iteration: int) -> None:
+        if iteration % self._every == 0:
+            self._engine.settle()  # a step that went bad is the first thing to be said
+            self.check(iteration)
 
     @torch.no_grad()
-    def __call__(self, iteration: int) -> None:
+    def check(self, iteration: int) -> None:
         mine = self._fingerprints()
-        # Who shares a tensor is on one of these two axes with this rank, or shares it with somebody who is.
+        # Every replica of a tensor is reached over one of these two axes, or over both in turn.
         differing = [_differing(all_gather_object(mine, axis)) for axis in (self._state.dp_cp, self._state.model)]
-        flag = torch.tensor([float(any(differing))], device=next(self._model.parameters()).device)
+        flag = torch.tensor([float(any(differing))], device=self._engine.device)
         all_reduce(flag, self._state.world, op="max")
         if flag.item():
             raise ReplicaError(_message(all_gather_object(mine, self._state.world), iteration))
@@ -58,10 +61,10 @@ class ReplicaCheck:
         return found
 
     def _tensors(self) -> Iterator[tuple[str, Tensor, ShardSpec]]:
-        """In the order of the model: the weights come first, since what else differs follows from them."""
-        state = self._optimizer.state()
-        parameters = dict(self._model.named_parameters())
-        for name, tensor in {**parameters, **persistent_buffers(self._model)}.items():
+        """In the order of the model, weights first: if they differ, the rest differs because of them."""
+        state = self._engine.optimizer.state()
+        parameters = dict(self._engine.model.named_parameters())
+        for name, tensor in {**parameters, **persistent_buffers(self._engine.model)}.items():
             yield name, tensor.detach(), self._spec(name, tensor)
         for name, moments in state.items():
             for key, tensor in moments.items():
@@ -73,7 +76,7 @@ class ReplicaCheck:
 
 
 def _parts(spec: ShardSpec, tensor: Tensor) -> Iterator[tuple[Range, Tensor]]:
-    """Each index range that is held, and its elements; rows that only pad belong to none."""
+    """Each index range that this rank holds, with its elements; padding belongs to none."""
     view = spec.view(tensor)
     offset = 0
     for start, stop in spec.held:
@@ -82,19 +85,19 @@ def _parts(spec: ShardSpec, tensor: Tensor) -> Iterator[tuple[Range, Tensor]]:
 
 
 def fingerprint(tensor: Tensor) -> int:
-    """64 bits of all bits of the tensor, in order. One changed element always changes it (its factor is odd), and
-    any other change does but for one chance in 2**60 or so. Computed where the tensor is."""
+    """A 64-bit hash of the tensor's bits, in order, computed on its device. One changed element always changes it (its
+    factor is odd); any other change goes unseen with a probability of about 2**-60."""
     bits = tensor.contiguous().view(-1).view(_INTEGER_OF[tensor.element_size()])
     whole = bits.numel()
     factors = _factors(min(_BLOCK, whole), bits.device)
     for block in bits.split(_BLOCK):
-        mixed = (block.to(torch.int64) * factors[: block.numel()]).sum()  # wraps around, which is meant
+        mixed = (block.to(torch.int64) * factors[: block.numel()]).sum()  # wraps around on purpose
         whole = (whole * _FACTOR + int(mixed)) & _MASK
     return whole
 
 
 def _factors(count: int, device: torch.device) -> Tensor:
-    """Odd numbers without pattern: splitmix64 of the place."""
+    """Pseudo-random odd numbers: splitmix64 of the index."""
     signed = _FACTOR - (1 << 64)
     x = torch.arange(1, count + 1, dtype=torch.int64, device=device) * signed
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
@@ -103,7 +106,7 @@ def _factors(count: int, device: torch.device) -> Tensor:
 
 
 def _differing(ranks: Iterable[Fingerprints]) -> list[Key]:
-    """The tensors of which two ranks hold different bits, in the order of the model."""
+    """The tensors that differ between two ranks, in the order of the model."""
     seen: Fingerprints = {}
     differing: dict[Key, None] = {}
     for found in ranks:

@@ -1,4 +1,4 @@
-"""The checked settings of a run. Loads no torch unless a checkpoint has to be asked for its own."""
+"""Reads and checks the settings of a run. Loads no torch, unless --use-checkpoint-args has to read a checkpoint."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from megatron.config import RunConfig, adopt_checkpoint_args, check, check_paths, describe
 from megatron.config.cli import resolve
 from megatron.errors import ConfigError
-from megatron.training.process import rank_of_process
+from megatron.training.exit import rank_of_process
 
 
 def read_settings(argv: Sequence[str] | None, *, needs_data: bool = True) -> RunConfig:

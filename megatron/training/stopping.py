@@ -11,15 +11,15 @@ import torch
 from megatron.config import TrainingConfig
 from megatron.distributed.collectives import all_reduce
 from megatron.distributed.state import Axis
-from megatron.training.exit_reason import StopReason
+from megatron.training.exit import StopReason
 
 _STOP = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
 class SignalFlag:
-    """Remembers that a signal came; the loop looks at it at the next step boundary.
+    """Notes that a signal came; the loop looks at it between two steps.
 
-    A second Ctrl-C ends the process at once. One that is ignored (a job in a script's background) stays so.
+    A second Ctrl-C ends the process at once. A signal that is ignored (a job in a script's background) stays ignored.
     """
 
     def __init__(self, signals: tuple[signal.Signals, ...]) -> None:
@@ -38,27 +38,27 @@ class SignalFlag:
 
 
 class StopConditions:
-    """Asked once after every iteration. Clocks and signals differ between ranks, so the ranks agree by a maximum."""
+    """Asked once after every iteration. Clocks and signals differ between ranks: one rank with a reason is enough."""
 
-    def __init__(self, config: TrainingConfig, world: Axis, device: torch.device, started: float | None = None) -> None:
-        """`started` (of time.monotonic): the duration of a job counts from its start, not from its first step."""
+    def __init__(self, config: TrainingConfig, world: Axis, device: torch.device, started: float) -> None:
+        """`started`, of time.monotonic: --exit-duration-in-mins counts from the start of the job."""
         self._config, self._world, self._device = config, world, device
-        self._started = time.monotonic() if started is None else started
+        self._started = started
         self._signals = SignalFlag(_STOP) if config.exit_signal_handler else None
 
     def reason(self, iteration: int) -> StopReason | None:
         config = self._config
         if config.exit_interval and iteration % config.exit_interval == 0:
             return StopReason("exit_interval", f"--exit-interval {config.exit_interval}")
-        signalled, timed_out = self._agree()
+        signalled, timed_out = self._of_any_rank()
         if signalled:
             return StopReason("signal", signal.Signals(signalled).name)
         if timed_out:
             return StopReason("exit_duration", f"--exit-duration-in-mins {config.exit_duration_in_mins}")
         return None
 
-    def _agree(self) -> tuple[int, bool]:
-        """The number of a signal that some rank received, and whether the time of some rank is over."""
+    def _of_any_rank(self) -> tuple[int, bool]:
+        """(the signal that any rank received or 0, whether the time of any rank is up)."""
         minutes = self._config.exit_duration_in_mins
         if self._signals is None and minutes is None:
             return 0, False

@@ -1,1 +1,1 @@
-"""Small tools that know nothing of models or ranks beyond the numbers they are given."""
+"""Helpers that depend on nothing else in the package."""

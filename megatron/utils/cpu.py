@@ -1,5 +1,5 @@
-"""What a process sets once, at its start, so that a CPU computes as fast as it can. The results stay those of full
-precision; docs/design/018-cpu-settings.md says why these settings are the process's and not an object's.
+"""Process-wide CPU settings, made once at start: the allocator and the library of fp32 products. Results keep full
+precision. docs/design/018-cpu-settings.md says why these settings belong to the process and not to an object.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ _MAPS = Path("/proc/self/maps")
 _OVERCOMMIT, _STRICT = Path("/proc/sys/vm/overcommit_memory"), 2
 _LARGE_PAGE, _MADV_HUGEPAGE = 2 << 20, 14  # mman.h of Linux
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4  # malloc.h of glibc
-_NEVER = -1  # the largest number would be 2 GiB: a heap with more to spare gives all of it back
+_NEVER = -1  # the largest positive value is 2 GiB, and a heap with more free than that would return all of it
 _TOP_PAD = 256 << 20
-_ALWAYS_MAPPED = 64 << 20  # twice the size up to which glibc may come to keep a block by itself
-_PROBE_SIZE = 256  # products of this size take the path of the large ones
+_ALWAYS_MAPPED = 64 << 20  # twice the largest mmap threshold that glibc chooses by itself
+_PROBE_SIZE = 256  # products of this size take the same path as large ones
 _NARROW = 1 + 2**-12  # one bit more than bf16 and TF32 hold
 
 
 def set_allocator(choice: str) -> str:
-    """`keep`: memory that was freed stays with the process for the next tensor. Returns a line for the log.
+    """With `keep`, freed memory stays with the process for the next tensor. Returns a line for the log.
 
-    The C library gives every tensor of 32 MiB and more back to the system and gets fresh pages for the next one, which
-    the system has to clear and map one by one. Call this before there are large tensors.
+    By default the C library unmaps every freed tensor of 32 MiB and more, and the next one gets fresh pages, which the
+    system has to clear and map one by one. Call this before any large tensor exists.
     """
     if choice == "system":
         return "CPU memory: large tensors go back to the system when they are freed (--cpu-allocator system)"
@@ -58,11 +58,11 @@ def set_allocator(choice: str) -> str:
 
 
 def _ask_for_large_pages(libc: ctypes.CDLL, overcommit: Path = _OVERCOMMIT) -> bool:
-    """Whether the system agreed to map the heap in pages of 2 MiB, as far as it can: a product that reads a matrix
-    across its rows meets a page per element. The heap's next addresses are taken, marked, and given back, untouched.
+    """Asks for 2 MiB pages in the heap, because a product that reads a matrix down its columns touches a page per
+    element; returns whether the system agreed. The heap's next addresses are allocated, marked and freed, untouched.
     """
     try:
-        if int(overcommit.read_text()) == _STRICT:  # addresses count as memory there
+        if int(overcommit.read_text()) == _STRICT:  # there, reserved addresses count as memory
             return False
     except (OSError, ValueError):
         return False
@@ -81,7 +81,7 @@ def _ask_for_large_pages(libc: ctypes.CDLL, overcommit: Path = _OVERCOMMIT) -> b
 
 @cache
 def memory_is_kept() -> bool:
-    """Whether `set_allocator` keeps freed memory in this process: then a large tensor lies in the heap."""
+    """True if `set_allocator` keeps freed memory in this process: then a large tensor lies in the heap."""
     if platform.libc_ver()[0] != "glibc":
         return False
     large = torch.empty(_ALWAYS_MAPPED, dtype=torch.uint8).data_ptr()
@@ -90,10 +90,10 @@ def memory_is_kept() -> bool:
 
 
 def set_fp32_products(choice: str) -> str:
-    """Which library multiplies fp32 matrices: `mkl`, `onednn`, or `auto`. Returns a line for the log.
+    """Chooses the library of fp32 matrix products: `mkl`, `onednn` or `auto`. Returns a line for the log.
 
-    PyTorch hands fp32 products to oneDNN only where it may round their factors to bf16. oneDNN does that on processors
-    with AMX; on others it computes in full precision, and on AMD's faster than MKL. So it is asked, and checked.
+    PyTorch uses oneDNN for fp32 products only if it may round the factors to bf16. oneDNN does round on processors with
+    AMX; on others it computes in full precision, and on AMD's faster than MKL. So it is enabled, and then checked.
     """
     if not torch.backends.mkldnn.is_available():
         if choice == "onednn":
@@ -113,12 +113,18 @@ def set_fp32_products(choice: str) -> str:
     return "fp32 products: MKL (oneDNN rounds the factors on this processor)"
 
 
+def fp32_products() -> str:
+    """The library that multiplies fp32 matrices in this process: onednn or mkl."""
+    available = torch.backends.mkldnn.is_available()
+    return "onednn" if available and _mkldnn_products().fp32_precision == "bf16" else "mkl"
+
+
 def processor_is_amd(cpuinfo: Path = _CPUINFO) -> bool:
     return "AuthenticAMD" in _words(cpuinfo)
 
 
 def has_bf16_products(cpuinfo: Path = _CPUINFO) -> bool:
-    """Whether the processor multiplies bf16 itself; where the system does not say what it can do, it is believed to."""
+    """True if the processor has bf16 products, or if the system does not say."""
     words = _words(cpuinfo)
     return not words or not words.isdisjoint(("avx512_bf16", "amx_bf16", "bf16"))
 
@@ -131,7 +137,7 @@ def _words(cpuinfo: Path) -> frozenset[str]:
 
 
 def onednn_is_exact() -> bool:
-    """Whether fp32 products through oneDNN keep a bit that bf16 and TF32 would lose, in both factors."""
+    """True if fp32 products through oneDNN keep a bit of both factors that bf16 and TF32 would lose."""
     one = torch.eye(_PROBE_SIZE)
     fine = torch.full((_PROBE_SIZE, _PROBE_SIZE), _NARROW)
     with _onednn_products():
@@ -139,7 +145,7 @@ def onednn_is_exact() -> bool:
 
 
 def _products() -> tuple[Callable[[Tensor, Tensor], Tensor], ...]:
-    """Every way in which a model multiplies."""
+    """Every kind of product in a model."""
     zero = torch.zeros(_PROBE_SIZE)
     return (
         torch.mm,

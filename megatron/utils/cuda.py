@@ -1,4 +1,4 @@
-"""What CUDA alone offers: graphs, a stream for copies, and an allocator that grows its segments."""
+"""Features that only CUDA has: graphs, a copy stream, and expandable allocator segments."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 class CudaGraph:
-    """Work handed to the device once and replayed in one call, with its memory in a pool of its own."""
+    """Captures work once and replays it in one call; its memory is in a separate pool."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -20,8 +20,8 @@ class CudaGraph:
         self._graph = torch.cuda.CUDAGraph()
 
     def warm_up(self, work: Callable[[], object], times: int = 3) -> None:
-        """Libraries choose their algorithms and workspaces in the first calls, which cannot be recorded. Dropout's
-        stream of random numbers is left as it was found: a resumed run warms up again."""
+        """Runs the work uncaptured, because libraries choose algorithms and workspaces in their first calls. Restores
+        the random state, since a resumed run warms up again."""
         state = torch.cuda.get_rng_state(self._device)
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
@@ -31,8 +31,8 @@ class CudaGraph:
         torch.cuda.set_rng_state(state, self._device)
 
     def capture(self, work: Callable[[], T]) -> T:
-        """Returns what the work returns: tensors that every replay fills anew."""
-        # Other threads (the loader's, which pins memory) may go on with calls that a recording does not allow.
+        """Returns the output of the work: tensors that every replay refills."""
+        # Other threads (the loader's, which pins memory) may make calls that are not allowed during capture.
         with torch.cuda.graph(self._graph, stream=self._stream, capture_error_mode="thread_local"):
             return work()
 
@@ -41,7 +41,7 @@ class CudaGraph:
 
 
 class CopyStream:
-    """Copies batches to the device beside what it computes; from pinned memory the host does not wait either."""
+    """Copies batches to the device concurrently with compute; from pinned memory also without host sync."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._stream = device, torch.cuda.Stream(device)
@@ -53,7 +53,7 @@ class CopyStream:
         current.wait_stream(self._stream)
         for value in moved.values():
             if isinstance(value, Tensor):
-                value.record_stream(current)  # its memory is not given to the next copy while it is still read
+                value.record_stream(current)  # its memory is not reused while it is still being read
         return moved
 
     def _moved(self, value: Any) -> Any:
@@ -61,8 +61,8 @@ class CopyStream:
 
 
 def grow_segments() -> bool:
-    """Lets the allocator extend what it has instead of looking for a larger hole: less memory lost between tensors of
-    changing sizes. Before the first allocation. False where this torch has no such setting."""
+    """Lets the allocator extend its segments, which reduces fragmentation with tensors of changing sizes. Call before
+    the first allocation. False where this torch has no such setting."""
     settings = "expandable_segments:True"
     newer = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
     older = getattr(torch.cuda.memory, "_set_allocator_settings", None)

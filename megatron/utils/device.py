@@ -1,18 +1,10 @@
-"""What this process and its accelerator are, and how much memory they have used."""
+"""The names and memory of this process's devices."""
 
 from __future__ import annotations
 
-import resource
-import sys
 from pathlib import Path
 
 import torch
-
-
-def peak_resident_bytes() -> int:
-    """The largest resident set of this process so far."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def device_name(device: torch.device) -> str:
@@ -33,13 +25,13 @@ def accelerator_memory(device: torch.device) -> dict[str, int]:
 
 
 def record_memory_history(device: torch.device) -> None:
-    """From now on every allocation is remembered, with the lines of Python that asked for it (CUDA only)."""
+    """Starts recording allocations with their Python stacks (CUDA only)."""
     if device.type == "cuda":
         torch.cuda.memory._record_memory_history(max_entries=100_000)
 
 
 def end_memory_history(device: torch.device, path: Path) -> None:
-    """Write what was remembered, for pytorch.org/memory_viz, and forget it."""
+    """Writes the recorded allocations for pytorch.org/memory_viz and stops recording."""
     if device.type == "cuda":
         torch.cuda.memory._dump_snapshot(str(path))
         torch.cuda.memory._record_memory_history(enabled=None)

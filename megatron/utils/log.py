@@ -1,4 +1,4 @@
-"""Printing on many ranks: what is the same everywhere is said once."""
+"""Prints once what all ranks would print."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TextIO
 
 @dataclass(frozen=True)
 class RankLog:
-    """A value that is handed down; rank 0 speaks for all, every rank may speak for itself."""
+    """The log of a rank, passed down explicitly; most lines are printed by rank 0 alone."""
 
     rank: int = 0
     stream: TextIO = field(default_factory=lambda: sys.stdout)
@@ -19,7 +19,7 @@ class RankLog:
         return self.rank == 0
 
     def info(self, text: str) -> None:
-        """Said by rank 0 alone."""
+        """Prints on rank 0 only."""
         if self.main:
             print(text, file=self.stream, flush=True)
 

@@ -1,6 +1,6 @@
 """Wall-clock timers for the phases of a step.
 
-On an accelerator they see when work was handed over, not when it ended.
+On an accelerator they measure when work was launched, not when it finished.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Timers:
 
 
 def render_times(times: list[dict[str, float]], option: str) -> str:
-    """Megatron's block of times in ms, from one {name: seconds} of every rank. `option`: max, minmax or all."""
+    """Renders Megatron's table of times in ms from the {name: seconds} of every rank. `option`: max, minmax or all."""
     names = list(dict.fromkeys(name for rank in times for name in rank))
     width = max((len(name) for name in names), default=0)
     lines = [
@@ -60,7 +60,7 @@ def render_times(times: list[dict[str, float]], option: str) -> str:
 
 
 def human_duration(seconds: float) -> str:
-    """3:04:05 or 2 days 03:04:05: the shape people read an ETA in."""
+    """Formats a duration as 3:04:05 or 2 days 03:04:05."""
     whole = int(max(0.0, seconds))
     days, rest = divmod(whole, 86400)
     hours, rest = divmod(rest, 3600)

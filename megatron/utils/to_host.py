@@ -1,4 +1,4 @@
-"""Numbers on their way from a device to the host, which does not wait for them until it reads them."""
+"""Asynchronous copies of numbers from the device to the host."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from torch import Tensor
 
 
 class ToHost:
-    """A copy of a tensor as it is now. `values` waits until it has arrived: only for what was handed to the device
-    before it, not for what was handed over since."""
+    """An asynchronous copy of a tensor's current value. `values` waits for the copy, and so only for work launched
+    before it, not for work launched since."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._event: torch.Event | None = None

@@ -37,7 +37,7 @@ def bad_from_step_2(rank: int, argv: list[str], where: int, kind: str, name: str
             if number == 1 and rank == where:
                 spoil(parts, kind, name)
             try:
-                result = parts.trainer._one_iteration()
+                result = parts.trainer.iterate()
             except NonFiniteError as error:
                 return steps, str(error)
             assert result is not None

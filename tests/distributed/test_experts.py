@@ -12,7 +12,7 @@ from megatron.data_parallel import GradBuffers
 from megatron.distributed.state import Axis, ParallelState
 from megatron.expert_parallel import ExpertDispatcher, exchanged, permuted
 from megatron.layout import Layout
-from megatron.model.moe import LocalDispatcher
+from megatron.model.dispatch import LocalDispatcher
 from megatron.tensor_parallel import mappings
 from tests.helpers.distributed import run_ranks
 

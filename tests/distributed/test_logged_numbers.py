@@ -32,7 +32,7 @@ def steps(rank: int, ranks: int, argv: list[str]) -> list[tuple[float, ...]]:
     numbers = []
     with parts:
         for _ in range(3):
-            result = parts.trainer._one_iteration()
+            result = parts.trainer.iterate()
             assert result is not None and result.num_zeros is not None
             numbers.append((result.lm_loss, result.grad_norm, parts.engine.optimizer.params_norm(), result.num_zeros))
     return numbers

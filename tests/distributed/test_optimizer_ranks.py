@@ -13,7 +13,7 @@ from megatron.config.sections.precision import PrecisionConfig
 from megatron.data_parallel import GradBuffers
 from megatron.distributed.state import Axis, ParallelState
 from megatron.layout import Layout
-from megatron.optimizer import Optimizer, build_optimizer
+from megatron.optimizer import Optimizer
 from megatron.optimizer import optimizer as module
 from tests.helpers.distributed import run_ranks
 
@@ -30,7 +30,7 @@ def train(dp: Axis, dtype: torch.dtype, micro_batches: int) -> Trace:
     """Norms of every step, and the weights after the last."""
     model = make_model(dtype)
     grads = GradBuffers(model.named_parameters(), dp, bucket_size=50, overlap=True)
-    optimizer = build_optimizer(grads, CONFIG, PrecisionConfig(bf16=dtype == torch.bfloat16))
+    optimizer = Optimizer(grads, CONFIG, PrecisionConfig(bf16=dtype == torch.bfloat16))
     norms = []
     for step in range(STEPS):
         x = torch.randn(SAMPLES, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(step)).to(dtype)
@@ -70,7 +70,7 @@ def split_norm(rank: int) -> tuple[float, int, float]:
     state = ParallelState.build(Layout(4, tp=2), rank)
     model = nn.ParameterDict({"split": torch.zeros(3), "whole": torch.zeros(2)}).double()
     grads = GradBuffers(model.named_parameters(), state.dp)
-    optimizer = Optimizer(grads, CONFIG, split_over={"split": (state.tp,)})
+    optimizer = Optimizer(grads, CONFIG, PrecisionConfig(), split_over={"split": (state.tp,)})
     full = torch.tensor([1.0, 2.0, 0.0, 4.0, 0.0, 6.0], dtype=torch.float64)
     grads.grad("split").copy_(full.chunk(2)[state.tp.rank] / 2)  # two data-parallel ranks add up to `full`
     grads.grad("whole").copy_(torch.tensor([3.0, 0.0]) / 2)
@@ -104,7 +104,9 @@ def one_bad_rank(rank: int, split: bool) -> tuple[bool, list[str], float]:
     state = ParallelState.build(Layout(2, tp=2 if split else 1), rank)
     model = nn.ParameterDict({"a": torch.ones(3), "b": torch.ones(3)})
     grads = GradBuffers(model.named_parameters(), state.dp)
-    optimizer = Optimizer(grads, CONFIG, split_over={"a": (state.tp,), "b": (state.tp,)} if split else {})
+    optimizer = Optimizer(
+        grads, CONFIG, PrecisionConfig(), split_over={"a": (state.tp,), "b": (state.tp,)} if split else {}
+    )
     if rank == 1:
         grads.grad("b")[1] = math.nan
     grads.reduce()

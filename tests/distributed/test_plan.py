@@ -11,8 +11,8 @@ from torch import nn
 
 from megatron.config import parse_args
 from megatron.errors import ConfigError
-from megatron.training.model import build_model, held_parameters
-from megatron.training.plan import render_plan
+from megatron.training.dry_run import render_plan
+from megatron.training.model import build_model, count_parameters
 from tests.helpers.distributed import run_ranks
 from tests.helpers.runs import flags, make_run, pretrain_gpt, pretrain_here
 
@@ -22,7 +22,7 @@ EXPERTS = {"num_experts": 4, "disable_bias_linear": True, "expert_model_parallel
 def planned_and_held(rank: int, argv: list[str]) -> tuple[int, int, str]:
     torch.set_num_threads(1)
     run, script = make_run(parse_args(argv), rank=rank, world_size=4), pretrain_gpt()
-    planned = held_parameters(run, script.model_provider, rank)
+    planned = count_parameters(run, script.model_provider, rank)
     built = build_model(run, script.model_provider, script.forward_step).model
     return planned, sum(p.numel() for p in built.parameters()), render_plan(run, script.model_provider)
 
@@ -83,7 +83,7 @@ def test_a_model_of_ones_own_is_not_split() -> None:
     config = parse_args(flags(num_experts=4, disable_bias_linear=True, expert_model_parallel_size=2))
     run = replace(make_run(parse_args(flags())), config=config)
     for build in (
-        lambda: held_parameters(replace(run, launch=replace(run.launch, world_size=2)), lambda _: nn.Linear(2, 2), 0),
+        lambda: count_parameters(replace(run, launch=replace(run.launch, world_size=2)), lambda _: nn.Linear(2, 2), 0),
         lambda: build_model(run, lambda _: nn.Linear(2, 2), lambda *_: None),  # type: ignore[arg-type,return-value]
     ):
         with pytest.raises(ConfigError, match=r"--expert-model-parallel-size split our GPT alone.*gave a Linear"):

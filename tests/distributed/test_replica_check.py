@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron.errors import ReplicaError
+from megatron.training.hooks import Hook
 from megatron.training.replica_check import fingerprint
 from tests.helpers.distributed import run_ranks
 from tests.helpers.runs import flags, make_parts, pretrain_here
@@ -41,17 +42,15 @@ def train(
     _, parts = make_parts(argv, rank=rank, world_size=world_size)
     with parts:
         trainer = parts.trainer
-        step = trainer._one_iteration
 
-        def poke_after_the_third() -> Any:
-            result = step()
-            if trainer.progress.iteration == 4 and rank == poked_rank:
-                state = trainer.engine.optimizer.state()[poked] if moment else {}
-                tensor = state[moment] if moment else dict(trainer.engine.model.named_parameters())[poked]
-                flip_one_bit(tensor, element)
-            return result
+        class Poke(Hook):
+            def after_iteration(self, iteration: int) -> None:
+                if iteration == 4 and rank == poked_rank:
+                    state = trainer.engine.optimizer.state()[poked] if moment else {}
+                    tensor = state[moment] if moment else dict(trainer.engine.model.named_parameters())[poked]
+                    flip_one_bit(tensor, element)
 
-        trainer._one_iteration = poke_after_the_third  # type: ignore[method-assign]
+        trainer.hooks = [Poke(), *trainer.hooks]  # before the check, which comes after the same iteration
         try:
             return trainer.fit().kind
         except ReplicaError as error:

@@ -44,7 +44,7 @@ def masks(rank: int, argv: list[str]) -> dict[str, list[Tensor]]:
     torch.set_num_threads(1)
     _, parts = make_parts(argv, rank=rank, world_size=2, dtype=torch.float64)
     with parts, Masks() as masks:
-        parts.trainer._one_iteration()
+        parts.trainer.iterate()
     return masks.seen
 
 
@@ -72,7 +72,7 @@ def after_a_step(rank: int, ranks: int, cases: list[list[str]]) -> list[Any]:
     for argv in cases:
         _, parts = make_parts(argv, rank=rank, world_size=ranks, dtype=torch.float64)
         with parts:
-            loss = [parts.trainer._one_iteration().lm_loss for _ in range(2)]  # type: ignore[union-attr]
+            loss = [parts.trainer.iterate().lm_loss for _ in range(2)]  # type: ignore[union-attr]
             specs, grads = parts.checkpoints.specs, parts.trainer.engine.grads
             results.append((loss, {name: (specs[name], grad.clone()) for name, grad in grads.grads()}))
     return results

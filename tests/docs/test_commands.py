@@ -72,8 +72,9 @@ def known_flags() -> set[str]:
     """Those of training, and those that tools, benchmarks and example scripts spell out in their sources."""
     sources = [ROOT / "docs" / "flags.md", *(ROOT / "tools").glob("*.py"), *(ROOT / "examples").glob("*.*")]
     sources += [*(ROOT / "benchmarks").glob("*.py"), *(ROOT / "csrc").glob("*.py")]
+    sources.append(ROOT / "megatron" / "config" / "docs.py")
     for package in ("preprocess", "inference", "checkpoint", "pipeline_parallel", "training"):
-        sources += (ROOT / "megatron" / package).glob("*.py")
+        sources += (ROOT / "megatron" / package).rglob("*.py")
     return {flag for path in sources for flag in FLAG.findall(path.read_text(encoding="utf-8"))}
 
 

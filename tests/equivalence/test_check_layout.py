@@ -1,4 +1,4 @@
-"""tools/check_layout.py: equal layouts exit with 0, planted mistakes with 1 and a name, and nothing else passes."""
+"""tools/check_layout.py: equal layouts exit with 0, planted faults with 1 and a name, errors are one line."""
 
 from __future__ import annotations
 
@@ -8,11 +8,8 @@ from typing import Any
 
 import pytest
 
-from megatron.config import RunConfig, check, check_world, parse_args
-from megatron.errors import ConfigError
-from megatron.training.check_layout import PLANTED, main
-from megatron.training.layout_settings import changes, is_large, ranks_of, reproducible, shrink
-from megatron.training.planted import PLANTS
+from megatron.training.check_layout.cli import FAULT_NAMES, main
+from megatron.training.check_layout.faults import FAULTS
 from tests.helpers.kernels import backend
 from tests.helpers.runs import LLAMA_SHAPE, REPOSITORY, flags
 
@@ -59,12 +56,21 @@ SEEN: dict[str, tuple[dict[str, Any], str]] = {
     "no-gradient-reduction": ({"tensor_model_parallel_size": 2}, "gradient of embedding.word_embeddings.weight"),
     "no-replica-sum": ({"tensor_model_parallel_size": 2, "sequence_parallel": True}, "position_embeddings.weight"),
     "one-weight-off": ({"pipeline_model_parallel_size": 2}, "embedding.word_embeddings.weight"),
-    "lost-token": ({"pipeline_model_parallel_size": 2}, "gradient of embedding.word_embeddings.weight"),
+    "lost-token": ({"pipeline_model_parallel_size": 2}, "first the counted tokens of step 1"),
+    "last-token": ({"pipeline_model_parallel_size": 2}, "first the gradient of "),
+    "own-chunk-attention": ({"context_parallel_size": 2}, "first the gradient of "),
+    "last-chunk": ({"context_parallel_size": 2, "cp_comm_type": "allgather"}, "first the gradient of "),
+    "last-stage": ({"pipeline_model_parallel_size": 2}, "first the gradient of "),
+    "wide-window": ({"context_parallel_size": 2, "window_size": (5, 0)}, "first the gradient of "),
+    "unscaled-positions": (
+        {**LLAMA, "pipeline_model_parallel_size": 2, "use_rope_scaling": True, "rope_original_max_position": 16},
+        "first the gradient of ",
+    ),
 }
 
 
 def test_every_plant_is_tried_and_offered() -> None:
-    assert tuple(PLANTS) == PLANTED == tuple(SEEN)
+    assert tuple(FAULTS) == FAULT_NAMES == tuple(SEEN)
 
 
 @pytest.mark.parametrize("plant", SEEN)
@@ -76,8 +82,11 @@ def test_a_planted_mistake_is_found_and_named(plant: str, capsys: Capture) -> No
     assert f"planted on purpose: {plant}" in said and verdict.startswith("DIFFERENT") and named in verdict, said
 
 
-def test_a_mistake_without_effect_is_refused_and_does_not_pass(capsys: Capture) -> None:
-    assert check_layout("--plant", "no-replica-sum", tensor_model_parallel_size=2) == 2
+@pytest.mark.parametrize(
+    "plant", ["no-replica-sum", "own-chunk-attention", "last-stage", "wide-window", "unscaled-positions"]
+)
+def test_a_mistake_without_effect_is_refused_and_does_not_pass(plant: str, capsys: Capture) -> None:
+    assert check_layout("--plant", plant, tensor_model_parallel_size=2) == 2
     assert "this layout has nothing to break so" in capsys.readouterr().err
 
 
@@ -112,6 +121,12 @@ def model_provider(run):
 def forward_step(model, batch):
     if HOW == "kill" and dist.is_initialized() and dist.get_rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
+    if HOW == "raise" and dist.is_initialized() and dist.get_rank() == 1:
+        raise ValueError("planted")
+    if HOW == "exit":
+        sys.exit(0)
+    if HOW == "shapes":
+        return model(batch["x"].double()[:, 1:]), 1
     if HOW == "data" and dist.is_initialized() and dist.get_rank() == 1:
         raise DataError("planted data error")
     x = batch["x"].to(next(model.parameters()).dtype) / 100
@@ -127,6 +142,9 @@ def forward_step(model, batch):
         ("rank", 1, "DIFFERENT beyond 1e-10: first the gradient of weight"),
         ("kill", 17, "check_layout.py: rank 1 was killed (SIGKILL)"),
         ("data", 11, "check_layout.py: rank 1: planted data error"),
+        ("raise", 2, "check_layout.py: rank 1: ValueError: planted ("),
+        ("exit", 2, "check_layout.py: rank 0: SystemExit: 0 ("),
+        ("shapes", 2, "RuntimeError: mat1 and mat2 shapes cannot be multiplied"),
     ],
 )
 def test_a_script_of_ones_own(how: str, code: int, named: str, tmp_path: Path, capsys: Capture) -> None:
@@ -135,7 +153,49 @@ def test_a_script_of_ones_own(how: str, code: int, named: str, tmp_path: Path, c
     argv = flags(mock_data=None, vocab_size=None, micro_batch_size=1)
     assert main(["--script", str(script), "--", *argv]) == code
     said = capsys.readouterr()
-    assert named in said.out + said.err
+    assert named in said.out + said.err and "Traceback" not in said.err
+    assert code in (0, 1) or len(said.err.splitlines()) == 1, said.err
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("raise ValueError('planted')", "cannot be imported: ValueError: planted ("),
+        ("import sys; sys.exit()", "cannot be imported: SystemExit"),
+        ("def", "cannot be imported: SyntaxError"),
+        ("import no_such_module", "cannot be imported: ModuleNotFoundError: No module named 'no_such_module'"),
+        (
+            "from pretrain_gpt import *\ndef model_provider(run):\n    return run.nothing",
+            "has no attribute 'nothing' (",
+        ),
+    ],
+)
+def test_a_script_that_fails_is_one_line(text: str, named: str, tmp_path: Path, capsys: Capture) -> None:
+    script = tmp_path / "pretrain_mine.py"
+    script.write_text(f"import sys\nsys.path.insert(0, {str(REPOSITORY)!r})\n{text}\n")
+    assert main(["--script", str(script), "--", *flags()]) == 2
+    said = capsys.readouterr().err
+    assert named in said and len(said.splitlines()) == 1, said
+    assert main(["--traceback", "--script", str(script), "--", *flags()]) == 2
+    assert "Traceback (most recent call last)" in capsys.readouterr().err
+
+
+CYCLIC = {"dataloader_type": "cyclic"}
+
+
+def test_cyclic_sampling_is_named_as_the_cause(capsys: Capture) -> None:
+    assert check_layout("--steps", "2", **CYCLIC) == 1
+    said = capsys.readouterr().out.splitlines()[-1]
+    assert said.startswith(
+        "DIFFERENT: in step 1 the layout and one process read other samples: --dataloader-type cyclic"
+    )
+    assert "--no-data-sharding" in said
+
+
+def test_cyclic_sampling_with_one_order_is_equal(capsys: Capture) -> None:
+    assert check_layout("--steps", "2", no_data_sharding=True, **CYCLIC) == 0
+    assert check_layout("--steps", "2", tensor_model_parallel_size=2, global_batch_size=1, **CYCLIC) == 0
+    assert capsys.readouterr().out.count("EQUAL within") == 2
 
 
 @pytest.mark.parametrize(
@@ -143,13 +203,15 @@ def test_a_script_of_ones_own(how: str, code: int, named: str, tmp_path: Path, c
     [
         (flags(), "the flags of the training come after --"),
         (["--ranks", "3", "--", *flags(tensor_model_parallel_size=2)], "--ranks 3: the layout needs a multiple of 2"),
+        (["--ranks", "3", "--", *flags()], "--global-batch-size 8 does not divide by --micro-batch-size 2 x 3"),
         (["--", *flags(num_layers="two")], "--num-layers"),
+        (["--", *flags(mock_data=None, data_path="no/such", tokenizer_type="NullTokenizer")], "no/such"),
         (["--", *flags(tensor_model_parallel_size=3)], "--tensor-model-parallel-size 3"),
         (["--step", "3", "--", *flags()], "--step: no such flag; did you mean --steps?"),
         (["--tolerance", "none", "--", *flags()], "none is not a number above 0"),
         (["--script", "no/such.py", "--", *flags()], "--script no/such.py: no such Python file"),
         (["--script", __file__, "--", *flags()], "has no datasets_provider, model_provider, forward_step"),
-        (["--timeout-minutes", "0.001", "--", *flags()], "did not end within 0 s"),
+        (["--timeout-minutes", "0.001", "--", *flags()], "did not finish within 0 s"),
     ],
 )
 def test_mistakes_are_one_line(argv: list[str], named: str, capsys: Capture) -> None:
@@ -158,76 +220,20 @@ def test_mistakes_are_one_line(argv: list[str], named: str, capsys: Capture) -> 
     assert named in said and len(said.splitlines()) == 1, said
 
 
-# What is too large is shrunk and keeps its structure.
-
-LARGE = {
-    "llama3-8b, tp 8 with sequence, pp 4 with virtual stages": (
-        "--model llama3-8b --tensor-model-parallel-size 8 --sequence-parallel --pipeline-model-parallel-size 4 "
-        "--num-layers-per-virtual-pipeline-stage 2 --global-batch-size 512 --train-iters 9 --seq-length 8192"
-    ),
-    "llama3-8b, more ranks than groups": (
-        "--model llama3-8b --tensor-model-parallel-size 16 --global-batch-size 512 --train-iters 9 --seq-length 4096"
-    ),
-    "gpt2-124m, uneven stages": (
-        "--model gpt2-124m --pipeline-model-parallel-size 4 --decoder-first-pipeline-num-layers 2 "
-        "--decoder-last-pipeline-num-layers 2 --global-batch-size 64 --train-iters 9 --seq-length 1024"
-    ),
-    "mixtral, ep 8": (
-        "--model mixtral-8x7b --expert-model-parallel-size 8 --tensor-model-parallel-size 2 --sequence-parallel "
-        "--global-batch-size 256 --train-iters 9 --seq-length 4096"
-    ),
-    "llama3-8b, all-to-all context": (
-        "--model llama3-8b --context-parallel-size 4 --cp-comm-type a2a --tensor-model-parallel-size 2 "
-        "--global-batch-size 64 --train-iters 9 --seq-length 8192"
-    ),
-}
-
-
-def prepared(text: str) -> tuple[RunConfig, int]:
-    words = [*text.split(), "--micro-batch-size", "1", "--lr", "1e-4", "--mock-data", "--vocab-size", "50257"]
-    config = parse_args(words)
-    ranks = ranks_of(config, None)
-    return reproducible(config, ranks, 3, Path("cache")), ranks
-
-
-@pytest.mark.parametrize("case", LARGE)
-def test_a_large_configuration_is_shrunk_to_the_same_structure(case: str) -> None:
-    config, ranks = prepared(LARGE[case])
-    assert is_large(config, ranks, 50257)
-    small = shrink(config, ranks)
-    assert small.model.hidden_size <= 256 and small.data.seq_length <= 256, changes(config, small)
-    check(small, needs_data=False)
-    check_world(small, ranks)
-    before, after, tp = config.model, small.model, config.parallel.tensor_model_parallel_size
-    assert (before.query_groups < before.num_attention_heads) == (after.query_groups < after.num_attention_heads)
-    assert (before.query_groups < tp) == (after.query_groups < tp)
-    assert (before.num_layers == config.parallel.pipeline_model_parallel_size) or after.num_layers > 1
-    assert (before.tied, before.gated, before.positions) == (after.tied, after.gated, after.positions)
-    assert any(line.startswith("--hidden-size ") for line in changes(config, small))
-    for size in ("tensor", "pipeline", "expert"):
-        name = f"{size}_model_parallel_size"
-        assert getattr(small.parallel, name) == getattr(config.parallel, name)
-
-
-@pytest.mark.parametrize(
-    ("cut", "layers", "first", "last"),
-    [
-        ("4 --decoder-first-pipeline-num-layers 20 --decoder-last-pipeline-num-layers 4", 8, 3, 1),
-        ("4 --decoder-first-pipeline-num-layers 6", 7, 1, None),
-        ("4 --decoder-last-pipeline-num-layers 12", 8, None, 2),
-        ("2 --decoder-first-pipeline-num-layers 30", 3, 2, None),
-        ("4", 8, None, None),
-    ],
-)
-def test_uneven_stages_are_shrunk_and_stay_uneven(cut: str, layers: int, first: int | None, last: int | None) -> None:
-    config, ranks = prepared(
-        f"--num-layers 48 --hidden-size 1024 --num-attention-heads 16 --seq-length 512 --max-position-embeddings 512 "
-        f"--train-iters 9 --pipeline-model-parallel-size {cut}"
+@pytest.mark.parametrize("plant", ["own-chunk-attention", "last-chunk", "wide-window", "unscaled-positions"])
+def test_what_is_shrunk_still_shows_every_fault(plant: str, capsys: Capture) -> None:
+    code = check_layout(
+        *("--plant", plant, "--steps", "1"),
+        **{**LLAMA, "num_attention_heads": 16, "hidden_size": 1024, "seq_length": 4096},
+        max_position_embeddings=4096,
+        context_parallel_size=2,
+        window_size=(2000, 0),
+        use_rope_scaling=True,
+        rotary_base=500000,
     )
-    small = shrink(config, ranks)
-    assert small.model.num_layers == layers, changes(config, small)
-    assert small.parallel.decoder_first_pipeline_num_layers == first
-    assert small.parallel.decoder_last_pipeline_num_layers == last
+    said = capsys.readouterr()
+    assert "--seq-length 4096 -> 32" in said.out and "--rope-original-max-position 8192 -> 64" in said.out, said
+    assert code == 1 and "DIFFERENT beyond 1e-10" in said.out, said
 
 
 @pytest.mark.parametrize(("asked", "taken"), [("native", "auto"), ("native,-rope", "auto,-rope"), ("auto", None)])
@@ -246,12 +252,6 @@ def test_plain_formulas_have_nothing_to_say_of_kernels(capsys: Capture) -> None:
     assert "kernels" not in capsys.readouterr().out
 
 
-def test_a_small_configuration_is_not_shrunk() -> None:
-    config, ranks = prepared("--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 "
-                             "--max-position-embeddings 64 --train-iters 9")  # fmt: skip
-    assert not is_large(config, ranks, 50257)
-
-
 def test_a_shrunk_run_says_so(capsys: Capture) -> None:
     code = check_layout(
         "--steps", "1", num_layers=24, hidden_size=1024, seq_length=512, max_position_embeddings=512,
@@ -262,12 +262,3 @@ def test_a_shrunk_run_says_so(capsys: Capture) -> None:
         code == 0
         and "shrunk to be quick (--full runs it as it is): --num-layers 24 -> 2, --hidden-size 1024 ->" in said
     )
-
-
-def test_a_world_that_holds_the_layout() -> None:
-    for words, ranks in (("", 2), ("--tensor-model-parallel-size 2", 4), ("--pipeline-model-parallel-size 2 "
-        "--tensor-model-parallel-size 4", 8)):  # fmt: skip
-        config = parse_args([*flags(num_layers=4), *words.split()])
-        assert ranks_of(config, None) == ranks
-    with pytest.raises(ConfigError, match="use 2"):
-        ranks_of(parse_args(flags()), 1)

@@ -1,6 +1,6 @@
-"""A sequence shared by several ranks trains what one process trains: fp64, 1e-10, every gradient, all three exchanges.
+"""Context parallelism trains what one process trains: fp64, 1e-10, every gradient, all three exchanges.
 
-Then what could go wrong is done on purpose, and must be seen.
+Then bugs are planted, and each must be seen.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from megatron.context_parallel import RingAttention, blocks, gathered, ulysses
 from megatron.context_parallel.ring import _Ringed
 from megatron.distributed import collectives
 from megatron.distributed.state import Axis
-from megatron.engine import engine as engine_module
+from megatron.engine import evaluation as evaluation_module
 from megatron.training.assemble import Parts
 from tests.helpers.distributed import RankFailed, run_ranks
-from tests.helpers.layouts import at_layout, expected, unequal, uneven_mask, worst
+from tests.helpers.layouts import at_layout, expected, unequal, uneven_weights, worst
 from tests.helpers.runs import LLAMA_SHAPE, flags, make_parts
 
 EQUAL = 1e-10
@@ -94,7 +94,7 @@ def evaluate(rank: int, world_size: int, cases: list[list[str]]) -> list[tuple[f
     found = []
     for argv in cases:
         _, parts = make_parts(argv, rank=rank, world_size=world_size, dtype=torch.float64)
-        batches = map(uneven_mask, parts.trainer.train_batches)
+        batches = map(uneven_weights, parts.trainer.train_batches)
         result = parts.engine.evaluate(islice(batches, 4 // parts.engine.parallel.dp.size))
         found.append((result.lm_loss, result.counted_tokens))
     return found
@@ -108,7 +108,7 @@ def test_evaluation_is_the_single_process() -> None:
             assert loss == pytest.approx(alone[0], rel=1e-12) and counted == alone[1]
 
 
-# Planted bugs.
+# Planted bugs: each must be seen.
 
 
 def a_block_not_sent(parts: Parts) -> None:
@@ -131,7 +131,7 @@ def sent_round_the_wrong_ranks(parts: Parts) -> None:
 
 
 def gradients_not_brought_home(parts: Parts) -> None:
-    """With two ranks a layer shifts once forward and three times backward; the last is the way home."""
+    """With two ranks a layer shifts once forward and three times backward; the last shift returns to the owner."""
     original, calls, layers = collectives.start_shift, count(), 2
 
     def all_but_the_last(tensor: Tensor, axis: Axis) -> collectives.Shift:
@@ -173,23 +173,23 @@ def gradients_not_summed_over_cp(parts: Parts) -> None:
 
 
 def local_positions(parts: Parts) -> None:
-    original = engine_module.slice_batch
+    original = evaluation_module.slice_batch
 
     def wrong(batch: Any, cp: Axis) -> Any:
         part = original(batch, cp)
         return {**part, "position_ids": torch.arange(part["tokens"].shape[1]).expand_as(part["tokens"])}
 
-    engine_module.slice_batch = wrong
+    evaluation_module.slice_batch = wrong
 
 
 def labels_not_cut_alike(parts: Parts) -> None:
-    """Contiguous pieces where the rest of the batch is cut in a balanced way."""
-    original = engine_module.slice_batch
+    """Labels are cut into contiguous pieces, and the rest of the batch into balanced chunks."""
+    original = evaluation_module.slice_batch
 
     def wrong(batch: Any, cp: Axis) -> Any:
         return {**original(batch, cp), "labels": batch["labels"].chunk(cp.size, 1)[cp.rank]}
 
-    engine_module.slice_batch = wrong
+    evaluation_module.slice_batch = wrong
 
 
 def not_put_in_order(parts: Parts) -> None:

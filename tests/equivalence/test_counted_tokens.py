@@ -1,4 +1,4 @@
-"""The gradient is that of the sum over the counted tokens divided by their number: beside autograd's own, in fp64.
+"""The loss is the sum over counted tokens divided by their number: its gradient equals autograd's, in fp64.
 
 The other tests compare layouts with one process of the same code, so an error in what the sum is divided by would be on
 both sides.
@@ -12,24 +12,33 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.engine import Engine
+from megatron.engine import Engine, StepResult
 from megatron.model.linear import Linear
-from tests.helpers.layouts import uneven_mask
+from tests.helpers.layouts import uneven_weights
 from tests.helpers.runs import flags, make_parts
 
 SETTINGS: dict[str, Any] = {"attention_dropout": 0, "hidden_dropout": 0, "clip_grad": 0, "optimizer": "sgd"}
 
 
 def gradients(engine_step: bool) -> tuple[float, dict[str, Tensor]]:
-    """The loss and the gradients of the first step: the engine's, or autograd's of the mean written down."""
+    """The loss and the gradients of the first step, by the engine or by autograd on the written-out mean."""
     _, parts = make_parts(flags(**SETTINGS), dtype=torch.float64)
     engine, trainer = parts.trainer.engine, parts.trainer
-    batches = [uneven_mask(batch) for _, batch in zip(range(4), trainer.train_batches)]
+    batches = [uneven_weights(batch) for _, batch in zip(range(4), trainer.train_batches)]
     if engine_step:
-        result = engine.train_step(batches, batch_size=8, tokens_per_sample=16, lr=0.0, weight_decay=0.0)
+        results: list[StepResult] = []
+        engine.train_step(
+            batches,
+            iteration=1,
+            batch_size=8,
+            tokens_per_sample=16,
+            rates=lambda: (0.0, 0.0),
+            then=results.append,
+        )
+        (result,) = results
         return result.lm_loss, {name: grad.clone() for name, grad in engine.grads.grads()}
     tokens, labels, mask = (torch.cat([batch[key] for batch in batches]) for key in ("tokens", "labels", "loss_mask"))
-    assert 0 < mask.sum() < mask.numel()
+    assert mask.sum() > 2 * mask.numel()
     for module in engine.model.modules():
         if isinstance(module, Linear):
             module.wgrads = None  # the oracle's weight gradients are autograd's, not products sent elsewhere

@@ -38,12 +38,11 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 
 def losses(rank: int, ranks: int, argv: list[str], planted: bool = False) -> list[float]:
     torch.set_num_threads(1)
-    _, parts = make_parts(argv, rank=rank, world_size=ranks)
+    records: list[dict[str, Any]] = []
+    _, parts = make_parts(argv, hooks=[Recorder(records)], rank=rank, world_size=ranks)
     if planted:
         without_replica_sums(parts)
-    records: list[dict[str, Any]] = []
     with parts:
-        parts.trainer.hooks = [Recorder(records)]
         parts.trainer.fit()
     return [record["lm_loss"] for record in records]
 

@@ -18,12 +18,12 @@ from safetensors.torch import load_file, save_file
 from megatron.checkpoint import TrainState, find_checkpoint, save_checkpoint
 from megatron.checkpoint.hf import Export, check_export, open_folder, plan_export, read_tensors, write_export
 from megatron.checkpoint.hf.check import compare_logits, our_logits
-from megatron.checkpoint.logical import parameters
 from megatron.config import ModelConfig
 from megatron.distributed.shard import ShardSpec
 from megatron.distributed.state import ParallelState
 from megatron.errors import CheckpointError, ConfigError
 from megatron.layout import Layout
+from megatron.model.parameters import parameters
 
 pytest.importorskip("transformers")
 
@@ -85,12 +85,12 @@ def save_random(
     """A native checkpoint with weights of std 0.2 (norm gains around 1), its vocabulary padded to 64 in the file."""
     generator = torch.Generator().manual_seed(7)
     tensors, params = {}, {}
-    for parameter in parameters(config, vocab_size):
+    for parameter in parameters(config, vocab_size).values():
         weight = torch.randn(parameter.stored_shape, generator=generator) * 0.2
         if parameter.name.endswith("layernorm.weight") and not config.apply_layernorm_1p:
             weight += 1
         tensors[parameter.name] = weight.to(dtype)
-        spec = ShardSpec(name=parameter.name, logical_shape=parameter.logical_shape)
+        spec = ShardSpec(name=parameter.name, logical_shape=parameter.shape)
         params[parameter.name] = (spec, tensors[parameter.name])
     values: dict[str, Any] = {
         "iteration": 1,
@@ -341,7 +341,7 @@ def test_what_transformers_saved_is_imported_whole(tmp_path: Path, family: str) 
     """The other direction: a folder that transformers itself wrote, its own defaults included."""
     import transformers
 
-    from megatron.checkpoint.convert import main as convert
+    from megatron.checkpoint.convert_cli import main as convert
 
     shape = {} if family == "GPT2" else SHAPE
     config = getattr(transformers, f"{family}Config")(vocab_size=61, **(shape | FOREIGN[family]))

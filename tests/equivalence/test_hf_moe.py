@@ -14,12 +14,12 @@ from megatron.checkpoint import TrainState, find_checkpoint, save_checkpoint
 from megatron.checkpoint.hf import check_export, open_folder, plan_export, read_tensors, write_export
 from megatron.checkpoint.hf.check import compare_logits
 from megatron.checkpoint.hf.export import Export
-from megatron.checkpoint.logical import parameters
 from megatron.config import ModelConfig, MoEConfig
 from megatron.distributed.shard import ShardSpec
 from megatron.distributed.state import ParallelState
 from megatron.errors import CheckpointError, ConfigError
 from megatron.layout import Layout
+from megatron.model.parameters import parameters
 
 pytest.importorskip("transformers")
 
@@ -58,12 +58,12 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 def save_random(directory: Path, config: ModelConfig, moe: MoEConfig) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(7)
     tensors, params = {}, {}
-    for parameter in parameters(config, 61, moe):
+    for parameter in parameters(config, 61, moe).values():
         weight = torch.randn(parameter.stored_shape, generator=generator) * 0.2
         if parameter.name.endswith("layernorm.weight"):
             weight += 1
         tensors[parameter.name] = weight
-        params[parameter.name] = (ShardSpec(name=parameter.name, logical_shape=parameter.logical_shape), weight)
+        params[parameter.name] = (ShardSpec(name=parameter.name, logical_shape=parameter.shape), weight)
     state = TrainState(
         iteration=1,
         consumed_train_samples=4,

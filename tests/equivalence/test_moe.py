@@ -1,6 +1,6 @@
-"""Expert parallelism, alone and with every other axis, is one process: fp64, 1e-10.
+"""Expert parallelism, alone and with every other axis, trains what one process trains: fp64, 1e-10.
 
-Losses, norms, every gradient and the weights after five steps, with router losses, uneven loss masks, and experts that
+Losses, norms, every gradient and the weights after three steps, with router losses, weighted tokens, and experts that
 get no token. (What one process computes is held against transformers in test_moe_parity.py.)
 """
 
@@ -132,7 +132,7 @@ def reported(rank: int, ranks: int, argvs: list[list[str]]) -> list[dict[str, fl
     found = []
     for argv in argvs:
         _, parts = make_parts(argv, rank=rank, world_size=ranks, dtype=torch.float64)
-        result = parts.trainer._one_iteration()
+        result = parts.trainer.iterate()
         assert result is not None
         found.append(dict(result.router_losses))
     return found
@@ -196,7 +196,7 @@ def weights_not_multiplied(parts: Parts) -> None:
 
 
 def router_losses_counted_by_every_rank(parts: Parts) -> None:
-    """As if each rank's mean over its own sequences were the mean."""
+    """Each rank's mean over its own sequences is taken for the global mean."""
     steps = parts.trainer.engine.routers
     assert steps is not None
     begin = steps.begin
@@ -271,7 +271,7 @@ def queued_gradients_of_an_expert_forgotten(parts: Parts) -> None:
 
 
 def rows_of_the_next_expert(parts: Parts) -> None:
-    """Every expert works on the rows of the one before it, in the first product."""
+    """In the first product every expert multiplies the rows of the expert before it."""
     for module in experts_of(parts):
         linear = module.experts._linear
 

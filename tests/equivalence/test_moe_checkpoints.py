@@ -25,10 +25,9 @@ Held = dict[str, tuple[ShardSpec, Tensor]]
 def train(rank: int, ranks: int, argv: list[str]) -> tuple[list[dict[str, Any]], Held]:
     """What was logged, and all that this rank's model is at the end."""
     torch.set_num_threads(1)
-    _, parts = make_parts(argv, rank=rank, world_size=ranks)
     records: list[dict[str, Any]] = []
+    _, parts = make_parts(argv, hooks=[Recorder(records)], rank=rank, world_size=ranks)
     with parts:
-        parts.trainer.hooks = [*parts.trainer.hooks, Recorder(records)]
         parts.trainer.fit()
     return records, held(parts)
 

@@ -23,10 +23,9 @@ Held = dict[str, tuple[ShardSpec, Tensor]]
 def train(rank: int, ranks: int, argv: list[str]) -> tuple[list[float], Held]:
     """The losses of the steps made, and the weights that this rank holds at the end."""
     torch.set_num_threads(1)
-    _, parts = make_parts(argv, rank=rank, world_size=ranks)
     records: list[dict[str, Any]] = []
+    _, parts = make_parts(argv, hooks=[Recorder(records)], rank=rank, world_size=ranks)
     with parts:
-        parts.trainer.hooks = [*parts.trainer.hooks, Recorder(records)]
         parts.trainer.fit()
     specs = parts.checkpoints.specs
     weights = {name: (specs[name], p.detach().clone()) for name, p in parts.engine.model.named_parameters()}

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.data.indexed import IndexedDatasetBuilder
+from megatron.data.indexed.builder import IndexedDatasetBuilder
 from tests.helpers.runs import flags, make_parts
 
 STEPS, HEADS, HIDDEN, VOCAB, SEQ = 200, 4, 32, 97, 16
@@ -104,7 +104,7 @@ def test_the_loss_curve_is_that_of_a_plain_loop(corpus: str) -> None:
     trainer = parts.trainer
     trainer.train_batches = (remember(batch, seen) for batch in trainer.train_batches)
     for _ in range(STEPS):
-        result = trainer._one_iteration()
+        result = trainer.iterate()
         assert result is not None
         ours.append(result.lm_loss)
     batches = [torch.cat(seen[step * 4 : step * 4 + 4]) for step in range(STEPS)]

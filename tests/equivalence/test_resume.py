@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.data.indexed import IndexedDatasetBuilder
+from megatron.data.indexed.builder import IndexedDatasetBuilder
 from tests.helpers.runs import flags, launch, read_metrics, same_numbers, train_here
 
 PRECISIONS: dict[str, dict[str, Any]] = {

@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from megatron.model.block import Block
-from megatron.training.outcome import train_outcome
+from megatron.training.check_layout.outcome import train_outcome
 from tests.equivalence.test_model_parallel import GPT2, LLAMA, SP, layout
 from tests.helpers.distributed import run_ranks
-from tests.helpers.layouts import uneven_mask, whole_tensors
+from tests.helpers.layouts import whole_tensors
 from tests.helpers.runs import flags, make_parts
 
 LOSS, GRADIENT = 1e-6, 1e-5
@@ -32,7 +32,7 @@ def first_step(rank: int, ranks: int, argv: list[str], half: bool = False) -> An
         first = next(module for module in parts.engine.model.modules() if isinstance(module, Block))
         first.register_forward_hook(lambda module, given, result: result.bfloat16().float())
     with parts:
-        return train_outcome(parts, 1, uneven_mask)
+        return train_outcome(parts, 1)
 
 
 def distance(family: dict[str, Any], axes: dict[str, Any], half: bool = False) -> tuple[float, float]:
@@ -43,7 +43,7 @@ def distance(family: dict[str, Any], axes: dict[str, Any], half: bool = False) -
     theirs = whole_tensors([alone.gradients])
     assert ours.keys() == theirs.keys() and theirs
     worst = max(((ours[name] - grad).norm() / grad.norm()).item() for name, grad in theirs.items())
-    return max(abs(rank.losses[0] / alone.losses[0] - 1) for rank in split), worst
+    return max(abs(rank.numbers["loss"][0] / alone.numbers["loss"][0] - 1) for rank in split), worst
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Crashes, full disks and lost power at every storage operation of a save: the old step or the new one, no mixture.
+"""Crashes, full disks and power loss at every storage operation of a save leave the old step or the new one.
 
 The process is forked and ended with `os._exit` (no cleanup runs) just before, or for a write in the middle of, its k-th
 storage operation. That does not test fsync, because the page cache survives a process; so the order of writes, fsyncs
@@ -35,7 +35,7 @@ Hook = Callable[[str, str], None]
 
 @contextmanager
 def storage_hook(hook: Hook) -> Iterator[None]:
-    """Call `hook(operation, path)` before every operation that changes what is on disk."""
+    """Calls `hook(operation, path)` before every operation that changes the disk."""
     names = ("rename", "replace", "fsync", "mkdir", "unlink", "rmdir", "remove", "ftruncate")
     originals: dict[str, Any] = {name: getattr(os, name) for name in names}
     original_open, original_write = builtins.open, HashingFile.write
@@ -126,7 +126,7 @@ def save_new(directory: Path, prepare: Callable[[RunHistory], object] | None = N
 
 
 def outcome(directory: Path) -> str:
-    """Which whole state the directory gives; anything else fails the test."""
+    """Which of the states the directory loads, bit for bit; anything else fails the test."""
     is_new = step_loaded(directory) == 20
     assert loaded_equals(directory, NEW if is_new else OLD)
     return "new" if is_new else "old"
@@ -156,13 +156,13 @@ def crash_everywhere(template: Path, work: Path, action: Callable[[Path], None])
             return outcomes
         assert in_child(lambda d=directory: save_new(d)) == 0, f"the same step cannot be saved after operation {count}"
         assert loaded_equals(directory, NEW)
-        assert not [path.name for path in directory.iterdir() if path.name.startswith(".tmp-")]
+        assert not [path.name for path in directory.iterdir() if path.name.startswith(".tmp-") or path.suffix == ".tmp"]
         shutil.rmtree(directory)
     raise AssertionError("the save never came to its end")
 
 
 def one_switch(outcomes: list[str]) -> bool:
-    """All old, then all new."""
+    """The outcomes are old, then, from some operation on, new."""
     first_new = outcomes.index("new")
     return first_new > 0 and set(outcomes[first_new:]) == {"new"}
 

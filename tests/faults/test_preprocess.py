@@ -1,4 +1,4 @@
-"""Preprocessing that is hurt: bad lines, killed workers, signals, full disks. RELIABILITY.md section 7, P02 to P09."""
+"""Preprocessing under injected faults: bad lines, killed workers, signals, full disks."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_too_many_skipped_lines_fail(workshop: Workshop) -> None:
 def test_an_input_without_documents_is_refused(workshop: Workshop, content: list[str]) -> None:
     workshop.corpus("in.jsonl", content)
     assert_refused(workshop, workshop.run(*FLAGS), 11, "holds no documents")
-    assert not (workshop.folder / "out.preprocessing").exists()  # going on could only come to the same
+    assert not (workshop.folder / "out.preprocessing").exists()  # resuming would give the same outcome
 
 
 def test_documents_that_are_all_empty_are_refused(workshop: Workshop) -> None:
@@ -172,7 +172,7 @@ def test_a_line_of_many_megabytes_is_bounded(workshop: Workshop) -> None:
 
 
 def start_long_run(workshop: Workshop, *flags: str) -> tuple[subprocess.Popen[str], list[int]]:
-    """A run that has begun and will not end soon, with its workers' process ids."""
+    """Starts a run that will not end soon; returns it with its workers' process ids."""
     text = "".join(chr(0x4E00 + i % 5000) for i in range(20_000))
     workshop.corpus("in.jsonl", [f'{{"text": "{text}"}}'] * 600)
     command = workshop.command(*FLAGS, "--workers", "3", "--chunk-size", "1", "--encoder", "exact", *flags)
@@ -214,7 +214,7 @@ def test_a_killed_worker_ends_the_run_and_names_the_lines(workshop: Workshop, vi
     os.kill(workers[victim], signal.SIGKILL)
     last = assert_ended(process, workers, 17)
     assert "was killed by signal 9" in last
-    if "in.jsonl, after line " not in last:  # it may just have handed in a segment
+    if "in.jsonl, after line " not in last:  # it may just have finished a segment
         first, _, end = last.partition("in.jsonl, lines ")[2].partition(":")[0].partition(" to ")
         assert 0 <= int(end) - int(first) < 15, "the rest of that worker's segment, and no other"
     assert workshop.leftovers("out_") == []

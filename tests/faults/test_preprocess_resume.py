@@ -1,4 +1,4 @@
-"""Preprocessing that ends before its time, and goes on: at every operation, by every way to end, bit for bit."""
+"""Resume after an interruption at every operation and of every kind gives the same files, bit for bit."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from megatron.data.indexed import IndexedDataset
+from megatron.data.indexed.dataset import IndexedDataset
 from megatron.errors import ConfigError, DataError, StorageError
 from megatron.preprocess import outputs
 from megatron.preprocess.journal import WorkFolder
@@ -138,7 +138,7 @@ def test_killed_at_every_operation_then_resumed(tmp_path: Path) -> None:
         if code == 0:
             break
         assert code == -signal.SIGKILL, operation
-        for key in KEYS:  # whatever looks like a dataset is one
+        for key in KEYS:  # only complete datasets have their final names
             prefix = tmp_path / f"out_{key}_document"
             if prefix.with_name(prefix.name + ".idx").exists():
                 IndexedDataset(prefix)
@@ -159,11 +159,11 @@ def files_of_key(folder: Path, key: str, prefix: str = "out") -> list[bytes]:
 
 
 def interrupted(folder: Path, after: int = 3, **changes: Any) -> None:
-    """A run that ends when so many segments are merged: as if a disk were full."""
+    """A run that fails after so many merged segments, as on a full disk."""
     merged = 0
-    take = outputs.Merged.append
+    take = outputs.GrowingOutput.append
 
-    def append(self: outputs.Merged, result: Any) -> bool:
+    def append(self: outputs.GrowingOutput, result: Any) -> bool:
         nonlocal merged
         merged += self.key == 0
         if merged > after:
@@ -171,13 +171,13 @@ def interrupted(folder: Path, after: int = 3, **changes: Any) -> None:
         return take(self, result)
 
     with pytest.MonkeyPatch.context() as patched, pytest.raises(StorageError) as refusal:
-        patched.setattr(outputs.Merged, "append", append)
+        patched.setattr(outputs.GrowingOutput, "append", append)
         preprocess(settings(folder, **changes), quiet)
     assert "No space left on device" in str(refusal.value) and "--resume" in str(refusal.value)
 
 
 def segments_encoded(folder: Path, **changes: Any) -> tuple[int, list[str]]:
-    """Of a run that resumes: the segments that it has to do, and what it says."""
+    """The segments that a resumed run encodes, and its messages."""
     said: list[str] = []
     done: list[int] = []
     journal = WorkFolder.done
@@ -221,7 +221,7 @@ def test_overwrite_starts_afresh(tmp_path: Path, whole: dict[str, bytes]) -> Non
     assert plain != whole and len(names(tmp_path)) == 6
     interrupted(tmp_path, overwrite=True)
     assert files_of(tmp_path) == plain, "the old output stands until the new one is whole"
-    preprocess(settings(tmp_path, resume=True), quiet)  # it was told to overwrite when it began
+    preprocess(settings(tmp_path, resume=True), quiet)  # the interrupted run had --overwrite
     assert files_of(tmp_path) == whole
 
 
@@ -281,10 +281,10 @@ def test_a_shard_that_was_damaged_is_done_again(tmp_path: Path, whole: dict[str,
 def test_damage_would_show_if_nothing_were_verified(
     tmp_path: Path, whole: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The two tests above can fail."""
+    """The two tests above would fail without verification."""
     interrupted(tmp_path, after=3)
     flip(tmp_path / "out.preprocessing" / "0.tokens", 5)
-    monkeypatch.setattr(outputs.Merged, "holds", lambda self, result: True)
+    monkeypatch.setattr(outputs.GrowingOutput, "holds", lambda self, result: True)
     preprocess(settings(tmp_path, resume=True), quiet)
     assert files_of(tmp_path) != whole
 
@@ -355,7 +355,7 @@ def workers_of(process: subprocess.Popen[str], count: int) -> list[int]:
 
 
 def killed_after(process: subprocess.Popen[str], seconds: float) -> bool:
-    """Killed so long after its workers started; False where it had already ended well, as a fast machine's may."""
+    """Kills a run so long after its workers started; False if it had already succeeded, as on a fast machine."""
     while process.poll() is None and len(children_of(process)) < 2:
         time.sleep(0.01)
     time.sleep(seconds)
@@ -373,7 +373,7 @@ def test_the_parent_killed_at_random_moments(workshop: Workshop) -> None:
     while kills < 4:
         killed = killed_after(start(workshop, *FLAGS, again), moments.uniform(0.0, 0.3))
         kills += killed
-        # A run that had ended is done anew; its speed says nothing about the kill that this test is about.
+        # A run that had ended is repeated, since it was not killed.
         again = "--resume" if killed else "--overwrite"
     done = workshop.run(*FLAGS, "--output-prefix", "out", "--resume")
     assert done.returncode == 0, done.stderr
@@ -418,7 +418,7 @@ def test_a_disk_that_fills_up_in_the_middle_and_is_cleared(workshop: Workshop) -
 
 @pytest.mark.parametrize("sent", [0, 4])
 def test_a_worker_killed_while_a_pipe_is_silent(workshop: Workshop, sent: int) -> None:
-    """`sent` MB of lines have come, and no more will."""
+    """After `sent` MB of lines the pipe stays silent."""
     process = start(workshop, "--input", "-", "--workers", "2", stdin=subprocess.PIPE)
     workers = workers_of(process, 2)
     assert process.stdin is not None

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from megatron.checkpoint import DirectoryLock
+from megatron.checkpoint import DirectoryLock, manifest
 from tests.helpers.runs import REPOSITORY, flags, launch, launch_command, pretrain_here, read_metrics, same_numbers
 
 BOUND = 60.0  # seconds on a loaded machine; what these tests guard against is a wait of minutes, or for ever
@@ -280,6 +280,34 @@ def test_a_damaged_checkpoint_is_passed_over_loudly(tmp_path: Path, capsys: Capt
     said = capsys.readouterr().out
     assert "FALLING BACK" in said and "continuing at iteration 4" in said
     assert pretrain_here(flags(load=tmp_path, strict_load=True)) == 12
+
+
+def test_skip_hash_loads_what_the_checksums_would_refuse(tmp_path: Path, capsys: Capture) -> None:
+    assert pretrain_here(flags(save=tmp_path, save_interval=4)) == 0
+    damaged = next((tmp_path / "iter_0000006").rglob("model_optim_rng.pt"))
+    content = bytearray(damaged.read_bytes())
+    content[len(content) // 2] ^= 1
+    damaged.write_bytes(content)
+    capsys.readouterr()
+    assert pretrain_here(flags(load=tmp_path, strict_load=True, skip_hash=True)) == 0
+    said = capsys.readouterr().out
+    assert said.count("--skip-hash: the checksums of") == 1 and "continuing at iteration 6" in said
+    damaged.write_bytes(content + b"0")  # sizes are compared all the same
+    assert pretrain_here(flags(load=tmp_path, strict_load=True, skip_hash=True)) == 12
+
+
+def test_a_resume_under_other_conditions_says_so(tmp_path: Path, capsys: Capture) -> None:
+    """The manifest's determinism fingerprint: the same conditions say nothing, other kernels are named."""
+    assert pretrain_here(flags(save=tmp_path, save_interval=4, kernels="ref")) == 0
+    fingerprint = manifest.read(tmp_path / "iter_0000006").fingerprint
+    assert fingerprint["device"] == "cpu" and fingerprint["kernels"]["rope"] == "ref"
+    capsys.readouterr()
+    assert pretrain_here(flags(load=tmp_path, kernels="ref")) == 0
+    assert "under other conditions" not in capsys.readouterr().out
+    assert pretrain_here(flags(load=tmp_path, kernels="auto")) == 0
+    assert "was saved under other conditions (kernels." in capsys.readouterr().out
+    assert pretrain_here(flags(load=tmp_path, kernels="auto", finetune=True)) == 0  # weights alone: not that run
+    assert "under other conditions" not in capsys.readouterr().out
 
 
 def test_a_start_forgets_the_reason_of_the_run_before(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.ops import native
 from megatron.ops.library import library
+from megatron.ops.operation import with_fallback
+from megatron.ops.rows import ROWS, register
 from tests.helpers.scripts import load_script
 from tests.policy.rules import ROOT
 
@@ -56,13 +57,27 @@ def backend(name: str) -> Backend:
         except builder().BuildError as error:
             pytest.skip(f"the emulator cannot be built: {error}")
         torch.ops.load_library(path)
-        native.register("megatron_emulated")
+        register("megatron_emulated")
         return Backend(name, "cpu", torch.ops.megatron_emulated, "megatron_emulated")
     if (missing := library().missing) is not None:
         pytest.skip(f"the kernels are {missing}")
     if name == "cuda" and not (torch.cuda.is_available() and library().without_cuda is None):
         pytest.skip("no GPU here, or the kernels were built without CUDA")
     return Backend(name, name, library().ops, "megatron_native")
+
+
+def kernel(op: str, ops: Any) -> Callable[..., Any]:
+    """The native implementation of an operation; `ops` is torch.ops.<namespace>."""
+    native = ROWS[op].native
+    assert native is not None
+    return native.bound(ops)
+
+
+def strict(op: str, ops: Any) -> Callable[..., Any]:
+    """As under --kernels native: refuses what the kernel cannot take."""
+    row = ROWS[op]
+    assert row.native is not None and row.formula is not None
+    return with_fallback(op, row.native, row.native.bound(ops), row.formula, None)
 
 
 BACKENDS = ("cpu", "emulated", "cuda")

@@ -1,11 +1,11 @@
-"""The same few steps at any layout, put together again to whole tensors, beside one process: what "equal" means.
+"""Trains a few steps at a layout, joins the ranks' shards to whole tensors, and compares them with one process.
 
 expected = reference(argv)                     # one process, fp64
 got = at_layout(4, argv + ["--tensor-model-parallel-size", "2"])
 assert worst(got, expected) < 1e-10
 
-Training and joining are those of tools/check_layout.py (megatron/training/outcome.py), so that there is one of them;
-the measure is the tests' own and stricter, and the planted bugs of the tests judge all of it.
+Training and joining are those of tools/check_layout.py (megatron/training/check_layout/outcome.py); the measure is the
+tests' own and stricter, and the planted bugs of the tests judge all of it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,14 @@ import torch
 
 from megatron.errors import ReplicaError
 from megatron.training.assemble import Parts
-from megatron.training.outcome import Outcome, RankOutcome, join, train_outcome, uneven_mask, whole_tensors
+from megatron.training.check_layout.outcome import (
+    Outcome,
+    RankOutcome,
+    join,
+    train_outcome,
+    uneven_weights,
+    whole_tensors,
+)
 from tests.helpers.distributed import run_ranks
 from tests.helpers.runs import flags, make_parts
 
@@ -31,12 +38,12 @@ __all__ = [
     "largest",
     "reference",
     "unequal",
-    "uneven_mask",
+    "uneven_weights",
     "whole_tensors",
     "worst",
 ]
 
-STEPS = 5
+STEPS = 3  # the third is the first with nothing new in it: the optimizer's state and all buffers were used before
 Change = Callable[[Parts], None]
 
 
@@ -50,7 +57,7 @@ def at_layout(ranks: int, argv: Sequence[str], change: Change | None = None, tim
 
 
 def at_layouts(ranks: int, cases: Sequence[Sequence[str]]) -> list[Outcome]:
-    """Many cases, the ranks started once."""
+    """Trains several cases on ranks that are started once."""
     results = run_ranks(ranks, _train_all, ranks, [list(argv) for argv in cases], timeout=60.0 + 60.0 * len(cases))
     return [_joined([rank[case] for rank in results]) for case in range(len(cases))]
 
@@ -60,8 +67,9 @@ def _train_all(rank: int, world_size: int, cases: list[list[str]]) -> list[RankO
 
 
 def worst(got: Outcome, expected: Outcome) -> float:
-    """The largest relative difference of losses, gradient norms, and (per tensor, Frobenius) gradients and weights."""
-    pairs = [*zip(got.losses, expected.losses, strict=True), *zip(got.norms, expected.norms, strict=True)]
+    """The largest relative difference of the steps' numbers, and (per tensor, Frobenius) of gradients and weights."""
+    assert got.numbers.keys() == expected.numbers.keys() and got.samples == expected.samples
+    pairs = [pair for kind, wanted in expected.numbers.items() for pair in zip(got.numbers[kind], wanted, strict=True)]
     differences = [abs(a - b) / abs(b) for a, b in pairs]
     for ours, theirs in ((got.gradients, expected.gradients), (got.weights, expected.weights)):
         assert ours.keys() == theirs.keys() and theirs, sorted(ours.keys() ^ theirs.keys())
@@ -72,14 +80,14 @@ def worst(got: Outcome, expected: Outcome) -> float:
 
 
 def largest(differences: Sequence[float]) -> float:
-    """`max` passes over NaN unless it comes first; here nothing is further apart than a number that is none."""
+    """The maximum, with NaN as infinity: `max` would pass over NaN unless it comes first."""
     return max(inf if isnan(difference) else difference for difference in differences)
 
 
 def unequal(
     ranks: int, cases: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]], tolerance: float
 ) -> dict[str, float]:
-    """The layouts, of (family of settings, settings of the layout), that do not train what one process trains."""
+    """Of the cases (settings of the model, settings of the layout), those that do not train what one process trains."""
     outcomes = at_layouts(ranks, [flags(**family, **axes) for family, axes in cases])
     found = {
         f"{number}: {axes}": worst(outcome, expected(tuple(flags(**family))))
@@ -99,7 +107,7 @@ def _train(rank: int, world_size: int, argv: list[str], change: Change | None) -
     _, parts = make_parts(argv, rank=rank, world_size=world_size, dtype=torch.float64)
     if change is not None:
         change(parts)
-    return train_outcome(parts, STEPS, uneven_mask)
+    return train_outcome(parts, STEPS)
 
 
 def _joined(ranks: list[RankOutcome]) -> Outcome:

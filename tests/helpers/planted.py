@@ -21,12 +21,13 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.ops import native
-from megatron.ops.proof import CPU_SUBJECTS, SUBJECTS, Draw, check
+from megatron.ops.proof import PROOFS, Draw, check
+from megatron.ops.rows import register
+from tests.helpers.attention_proof import CPU_PROOFS
 from tests.helpers.kernels import builder
 from tests.policy.rules import ROOT
 
-TIERS = ("none", "base", "v3", "v4", "v4_bf16")  # csrc/cpu/tiers.h
+TIERS = ("none", "base", "v3", "v4", "v4_bf16")  # csrc/common/tiers.h
 
 
 @dataclass(frozen=True)
@@ -38,17 +39,17 @@ class Mistake:
     new: str
     op: str
     seen: str = ""  # in what the comparison says, which says something
-    on_cpu: bool | None = None  # None: as the file's folder says
+    on_cpu: bool | None = None  # None: as the file's name says
 
     @property
     def emulated(self) -> bool:
-        return not (self.file.startswith("cpu/") if self.on_cpu is None else self.on_cpu)
+        return not (Path(self.file).name.startswith("cpu") if self.on_cpu is None else self.on_cpu)
 
     def must_be_seen(self, folder: Path) -> None:
         """By the comparison that the real kernels pass."""
         root = planted_checkout(folder, self.file, self.old, self.new)
-        stem = (SUBJECTS | CPU_SUBJECTS)[self.op].source or self.op
-        kernels = planted_library(root, Path(self.file), stem, emulated=self.emulated)
+        room = (PROOFS | CPU_PROOFS)[self.op].room
+        kernels = planted_library(root, Path(self.file), room, emulated=self.emulated)
         said = what_the_comparison_says(kernels, self.op, self.emulated)
         assert said and self.seen in said, said or "nothing is found"
 
@@ -80,33 +81,41 @@ def as_built(emulated: bool) -> tuple[Any, tuple[Path, ...]]:
         return recipe, tuple(build.compile_all(recipe, build.CACHE))
 
 
-def planted_library(root: Path, file: Path, stem: str, *, emulated: bool) -> Path:
-    """The kernels with the planted `file`: that source, or where it is a header, cuda/`stem`*.cu, or for what this
-    machine runs cpu/`stem`*.cpp. Of the sanitizers what is planted needs one: each makes the compiler slower."""
-    folder, suffix = ("cuda", ".cu") if emulated else ("cpu", ".cpp")
-    stems = sorted(path.stem for path in (root / "csrc" / folder).glob(f"{stem}*{suffix}"))
-    if file.suffix == suffix:
-        assert file.stem in stems, f"{file} is no source of {stem}"
-        stems = [file.stem]
+def kernel_sources(room: str, *, emulated: bool) -> list[Path]:
+    return sorted((ROOT / "csrc").glob(f"{room}/cuda*.cu" if emulated else f"{room}/cpu*.cpp"))
+
+
+def planted_library(root: Path, file: Path, room: str, *, emulated: bool) -> Path:
+    """The kernels with the planted `file`: that source is compiled anew, or for a header all kernels of `room`. Of the
+    sanitizers the planted bugs need one: each makes the compiler slower."""
+    sources = kernel_sources(room, emulated=emulated)
+    if file.suffix != ".h":
+        assert ROOT / "csrc" / file in sources, f"{file} is no source of {room}"
+        sources = [ROOT / "csrc" / file]
     sanitizers = ("-fno-sanitize=all", "-fsanitize=alignment") if emulated else ()
-    return made_anew(root, root, stems, emulated=emulated, flags=("-O0", "-g0", *sanitizers))
+    return made_anew(root, root, sources, emulated=emulated, flags=("-O0", "-g0", *sanitizers))
 
 
 def made_anew(
-    folder: Path, root: Path, stems: Sequence[str], *, emulated: bool, flags: Sequence[str], at_link: Sequence[str] = ()
+    folder: Path,
+    root: Path,
+    sources: Sequence[Path],
+    *,
+    emulated: bool,
+    flags: Sequence[str],
+    at_link: Sequence[str] = (),
 ) -> Path:
-    """The kernels of which these sources, those of the checkout `root`, are compiled with more flags, into `folder`."""
+    """The kernels with these sources compiled as they are in the checkout `root`, with more flags, into `folder`."""
     recipe, objects = as_built(emulated)
-    part = "cuda" if emulated else "cpu"
     ours = {}  # of every source, the one for the best of the instruction sets that this machine has
     for at, unit in enumerate(recipe.units):
         runs_here = emulated or any(f"-DMK_TIER={tier}" in unit.command for tier in TIERS[: best_tier() + 1])
-        if unit.source.parent.name == part and unit.source.stem in stems and runs_here:
+        if unit.source in sources and runs_here:
             ours[unit.source] = at
-    assert len(ours) == len(stems)
+    assert len(ours) == len(sources)
     anew, commands = list(objects), []
     for source, at in ours.items():
-        anew[at] = folder / f"{source.stem}.o"
+        anew[at] = folder / f"{source.parent.name}-{source.stem}.o"
         changed = root / source.relative_to(ROOT)
         commands.append((*recipe.units[at].command, *flags, "-c", str(changed), "-o", str(anew[at])))
     with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -138,10 +147,10 @@ def compare(kernels: Path, op: str, emulated: bool, said: Path) -> None:
     torch.set_num_threads(1)
     namespace = "megatron_emulated" if emulated else "megatron_native"
     torch.ops.load_library(kernels)
-    native.register(namespace)
-    subject = (SUBJECTS | CPU_SUBJECTS)[op]
-    for dtype in subject.dtypes[:2]:
-        for call in subject.calls(Draw(dtype, torch.Generator().manual_seed(1))):
-            for finding in check(subject, call, getattr(torch.ops, namespace), "cpu"):
+    register(namespace)
+    proof = (PROOFS | CPU_PROOFS)[op]
+    for dtype in proof.dtypes[:2]:
+        for call in proof.calls(Draw(dtype, torch.Generator().manual_seed(1))):
+            for finding in check(proof, call, getattr(torch.ops, namespace), "cpu"):
                 if finding.wrong:
                     sys.exit(f"{call.name}: {finding.tensor}: {finding.wrong}")

@@ -17,12 +17,10 @@ import torch
 import megatron
 from megatron.config import RunConfig, parse_args
 from megatron.distributed.launch import LaunchInfo
-from megatron.distributed.rng import seed_rank
-from megatron.distributed.state import ParallelState
-from megatron.ops import resolve
 from megatron.training.assemble import Parts, assemble
-from megatron.training.initialize import Run, tokenizer_of
-from megatron.utils.log import RankLog
+from megatron.training.hooks import Hook
+from megatron.training.initialize import Run, build_run
+from megatron.training.metrics import TrainRecord
 from tests.helpers.scripts import load_script
 
 REPOSITORY = Path(__file__).parents[2]
@@ -73,33 +71,21 @@ def pretrain_gpt() -> ModuleType:
 
 
 def make_run(config: RunConfig, *, rank: int = 0, world_size: int = 1, dtype: torch.dtype | None = None) -> Run:
-    """What `start` makes, in a process group that the test owns; `dtype` float64 is for tests alone."""
-    layout = config.parallel.layout(world_size)
-    seed_rank(config.training.seed, layout.coordinates(rank))
-    return Run(
-        config=config,
-        launch=LaunchInfo(rank=rank, world_size=world_size, local_rank=rank, local_world_size=world_size),
-        device=torch.device("cpu"),
-        dtype=dtype or getattr(torch, config.precision.params_dtype),
-        parallel=ParallelState.build(layout, rank),
-        kernels=resolve(config.kernels.spec, "cpu", warn=RankLog(rank).warn),
-        tokenizer=tokenizer_of(config),
-        log=RankLog(rank),
-        run_id="test",
-    )
+    """A run in the process group that the test has; `dtype` float64 is for tests alone."""
+    launch = LaunchInfo(rank=rank, world_size=world_size, local_rank=rank, local_world_size=world_size)
+    return build_run(config, launch, device=torch.device("cpu"), dtype=dtype)
 
 
-def make_parts(argv: Sequence[str], **where: Any) -> tuple[Run, Parts]:
+def make_parts(argv: Sequence[str], hooks: Sequence[Hook] = (), **where: Any) -> tuple[Run, Parts]:
     run, script = make_run(parse_args(argv), **where), pretrain_gpt()
-    return run, assemble(run, script.datasets_provider, script.model_provider, script.forward_step)
+    return run, assemble(run, script.datasets_provider, script.model_provider, script.forward_step, hooks=hooks)
 
 
 def train_here(argv: Sequence[str]) -> dict[str, Any]:
     """Train in this process; returns the metrics records, the last weights and the reason of the end."""
-    run, parts = make_parts(argv)
     records: list[dict[str, Any]] = []
+    run, parts = make_parts(argv, hooks=[Recorder(records)])
     with parts:
-        parts.trainer.hooks = [*parts.trainer.hooks, Recorder(records)]
         reason = parts.trainer.fit()
     weights = {name: p.detach().clone() for name, p in parts.engine.model.named_parameters()}
     return {"records": records, "weights": weights, "reason": reason, "parts": parts, "run": run}
@@ -118,18 +104,14 @@ def pretrain_here(argv: Sequence[str]) -> int:
         torch.backends.mkldnn.matmul.fp32_precision = products
 
 
-class Recorder:
+class Recorder(Hook):
     """Keeps every logged record."""
 
     def __init__(self, into: list[dict[str, Any]]) -> None:
         self.into = into
 
-    def on_step(self, record: Any, timers: Any) -> None:
+    def on_log(self, record: TrainRecord) -> None:
         self.into.append(dataclasses.asdict(record))
-
-    def on_log(self, record: Any) -> None: ...
-    def on_evaluate(self, record: Any) -> None: ...
-    def on_end(self) -> None: ...
 
 
 def launch(

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import re
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -21,10 +22,12 @@ LEVELS = {
         3,
     ),
     **dict.fromkeys(["parallelize", "optimizer", "checkpoint"], 4),
-    **dict.fromkeys(["engine", "planner"], 5),
+    **dict.fromkeys(["engine"], 5),
     **dict.fromkeys(["training", "inference"], 6),
 }
 ABOVE_THE_PACKAGE = {"tools", "tests", "benchmarks", "examples", "pretrain_gpt"}
+# What stands above the package, in its own order: each may import what comes before it.
+ABOVE_IN_ORDER = ("benchmarks", "tools", "tests")
 # The launcher's variables, and which compiler builds the kernels.
 ENVIRONMENT_READERS = ("megatron/distributed/launch.py", "csrc/build.py")
 # A closed list: libraries that listen to nothing but a variable, set for one child process. Nothing of ours reads it.
@@ -113,6 +116,63 @@ def upward_imports(source: str, path: str) -> list[str]:
             where = "a sibling" if LEVELS[other] == LEVELS[own] else "above it"
             found.append(f"{path}:{line}: megatron.{own} imports {name}, {where}")
     return found
+
+
+def upward_imports_of_scripts(source: str, path: str) -> list[str]:
+    """Tools import benchmarks and the package, benchmarks the package; neither imports the tests."""
+    own = Path(path).parts[0]
+    above = ABOVE_IN_ORDER[ABOVE_IN_ORDER.index(own) + 1 :]
+    names = imported_modules(ast.parse(source), ".".join(Path(path).with_suffix("").parts), is_package=False)
+    return [f"{path}:{line}: {own} imports {name}, above it" for line, name in names if name.split(".")[0] in above]
+
+
+def import_cycle(sources: Mapping[str, str]) -> list[str]:
+    """Modules that import each other in a ring ([] without one), given {path: source}.
+
+    Imports inside functions and under TYPE_CHECKING count as well. `from package import module` is an import of the
+    module, not of the package.
+    """
+    modules = {}
+    for path in sources:
+        parts = Path(path).with_suffix("").parts
+        is_package = parts[-1] == "__init__"
+        modules[".".join(parts[:-1] if is_package else parts)] = (path, is_package)
+    graph: dict[str, set[str]] = {}
+    for module, (path, is_package) in modules.items():
+        imported = imported_modules(ast.parse(sources[path]), module, is_package)
+        graph[module] = {known_module(name, modules) for _, name in imported} - {module, ""}
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def known_module(name: str, modules: Mapping[str, object]) -> str:
+    """The module that `name`, which may be something in it, belongs to; '' if it is none of these."""
+    while name and name not in modules:
+        name = name.rpartition(".")[0]
+    return name
+
+
+def imports_of_nothing(source: str, path: str) -> list[str]:
+    """Imports of modules of ours that do not exist: the type checker passes over them, and a lazy one is not seen
+    until somebody needs it."""
+    parts = Path(path).with_suffix("").parts
+    is_package = parts[-1] == "__init__"
+    found = imported_modules(ast.parse(source), ".".join(parts[:-1] if is_package else parts), is_package)
+    ours = [(line, name) for line, name in found if name.split(".")[0] in {"megatron", "tests", "tools", "benchmarks"}]
+    return [f"{path}:{line}: there is no module {name}" for line, name in ours if not _exists(name)]
+
+
+def _exists(name: str) -> bool:
+    """A module, or something that the module before the last dot may define."""
+
+    def is_module(dotted_name: str) -> bool:
+        place = ROOT.joinpath(*dotted_name.split("."))
+        return place.is_dir() or place.with_suffix(".py").is_file()
+
+    return is_module(name) or is_module(name.rpartition(".")[0])
 
 
 # ---------------------------------------------------------------- what no file does

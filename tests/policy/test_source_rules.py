@@ -25,6 +25,10 @@ def package() -> list[Path]:
     return rules.repository_files(".py", under="megatron/")
 
 
+def scripts() -> list[Path]:
+    return [*rules.repository_files(".py", under="tools/"), *rules.repository_files(".py", under="benchmarks/")]
+
+
 def all_tests() -> list[Path]:
     return rules.repository_files(".py", under="tests/")
 
@@ -36,6 +40,8 @@ def texts() -> list[Path]:
 
 HOLDS: list[tuple[Rule, Callable[[], list[Path]]]] = [
     (rules.upward_imports, package),
+    (rules.upward_imports_of_scripts, scripts),
+    (rules.imports_of_nothing, lambda: rules.repository_files(".py")),
     (rules.global_statements, rules.shipped_python),
     (rules.environment_reads, rules.shipped_python),
     (rules.unsafe_loading, rules.shipped_python),
@@ -61,6 +67,12 @@ PLANTED: list[tuple[Rule, str, str]] = [
     (rules.upward_imports, "megatron/ops/__init__.py", "from ..config import run"),
     (rules.upward_imports, "megatron/utils/logging.py", "import tools.generate"),
     (rules.upward_imports, "megatron/newcomer/part.py", "x = 1"),
+    (rules.upward_imports_of_scripts, "tools/a.py", "from tests.helpers import distributed"),
+    (rules.upward_imports_of_scripts, "benchmarks/a.py", "def lazily():\n    import tests.helpers"),
+    (rules.upward_imports_of_scripts, "benchmarks/a.py", "from tools.generate import main"),
+    (rules.imports_of_nothing, "megatron/model/gpt.py", "def lazily():\n    from megatron.model.gone import GPT"),
+    (rules.imports_of_nothing, "megatron/model/gpt.py", "from .gone import GPT"),
+    (rules.imports_of_nothing, "tests/a.py", "import megatron.gone.module"),
     (rules.global_statements, "megatron/a.py", "x = 1\ndef f():\n    global x\n    x = 2"),
     (rules.environment_reads, "megatron/model/gpt.py", "import os\nfast = os.environ['FAST']"),
     (rules.environment_reads, "tools/generate.py", "import os\nfast = os.getenv('FAST')"),
@@ -98,6 +110,8 @@ def test_the_rule_finds_a_planted_violation(rule: Rule, path: str, source: str) 
 ALLOWED: list[tuple[Rule, str, str]] = [
     (rules.upward_imports, "megatron/model/gpt.py", "from megatron.ops import Kernels\nfrom .block import Block"),
     (rules.upward_imports, "megatron/layout.py", "from megatron.errors import ConfigError"),
+    (rules.upward_imports_of_scripts, "tools/a.py", "import megatron\nfrom benchmarks import gpu_peers"),
+    (rules.upward_imports_of_scripts, "benchmarks/a.py", "from benchmarks.turns import Turn\nimport megatron.data"),
     (rules.environment_reads, rules.ENVIRONMENT_READERS[0], "import os\nrank = os.environ['RANK']"),
     (
         rules.environment_reads,
@@ -115,6 +129,41 @@ ALLOWED: list[tuple[Rule, str, str]] = [
 @pytest.mark.parametrize(("rule", "path", "source"), ALLOWED)
 def test_the_rule_lets_good_code_pass(rule: Rule, path: str, source: str) -> None:
     assert rule(source, path) == []
+
+
+def test_no_modules_import_each_other() -> None:
+    paths = [*package(), *scripts()]
+    assert (
+        rules.import_cycle({path.relative_to(rules.ROOT).as_posix(): path.read_text("utf-8") for path in paths}) == []
+    )
+
+
+CYCLES = {
+    "top level": {"megatron/a.py": "import megatron.b", "megatron/b.py": "from megatron.a import name"},
+    "inside a function": {
+        "megatron/a.py": "from megatron import b",
+        "megatron/b.py": "def f():\n    from megatron.c import x",
+        "megatron/c.py": "from . import a",
+    },
+    "for types": {
+        "megatron/a/__init__.py": "from megatron.a.b import B",
+        "megatron/a/b.py": "if TYPE_CHECKING:\n    from megatron.a import C",
+    },
+}
+
+
+@pytest.mark.parametrize("sources", CYCLES.values(), ids=CYCLES)
+def test_a_planted_cycle_is_found(sources: dict[str, str]) -> None:
+    assert set(rules.import_cycle(sources)) >= {"megatron.a"}
+
+
+def test_a_package_that_offers_its_modules_is_no_cycle() -> None:
+    sources = {
+        "megatron/a/__init__.py": "from megatron.a.b import B",
+        "megatron/a/b.py": "from megatron.a import c",
+        "megatron/a/c.py": "import os",
+    }
+    assert rules.import_cycle(sources) == []
 
 
 LONGEST_FILE, LONGEST_FUNCTION = 500, 80

@@ -27,7 +27,15 @@ def python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize(
     "module",
-    ["megatron", "megatron.config", "megatron.layout", "megatron.data", "megatron.tokenizer", "megatron.errors"],
+    [
+        "megatron",
+        "megatron.config",
+        "megatron.layout",
+        "megatron.data",
+        "megatron.tokenizer",
+        "megatron.errors",
+        "megatron.training.hooks",
+    ],
 )
 def test_importing_loads_no_torch(module: str) -> None:
     done = python(NO_TORCH + f"import {module}")

@@ -1,4 +1,4 @@
-"""Models to and from `transformers`, in safetensors: GPT-2, Llama, Qwen2, Qwen3, Mistral, Mixtral, Qwen3-MoE."""
+"""Import from and export to `transformers`, in safetensors: GPT-2, Llama, Qwen2, Qwen3, Mistral, Mixtral, Qwen3-MoE."""
 
 from megatron.checkpoint.hf.check import check_export
 from megatron.checkpoint.hf.export import DTYPES, Export, plan_export, write_export

@@ -1,6 +1,6 @@
-"""An export is opened as a user would open it, and must compute what we compute at every position.
+"""Checks an export: opened with transformers, it must compute our logits at every position.
 
-Logits are compared in fp32 whatever the weights' dtype, so the comparison sees the function and not the rounding.
+Logits are compared in fp32 whatever the dtype of the weights, so that rounding hides no difference.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.build import build_model
+from megatron.checkpoint.build import restore_model
 from megatron.checkpoint.hf.export import Export, our_tensors
 from megatron.checkpoint.hf.importer import open_folder, read_tensors
 from megatron.errors import CheckpointError
 
 TOLERANCE = 1e-4  # of the largest logit
 _POSITIONS = 96
-_BYTES_PER_WEIGHT = 4 * 3  # ours, theirs, and what either needs while it is built
+_BYTES_PER_WEIGHT = 4 * 3  # our model, theirs, and the temporary memory of building one
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,8 @@ class Comparison:
 
 
 def check_export(export: Export, folder: Path, log: Callable[[str], object]) -> None:
-    """Raise unless the folder holds our model. Logits where transformers is there and memory allows, else weights."""
+    """Raises unless the folder holds our model: compares logits if transformers is installed and memory allows, else
+    weights."""
     compare_weights(export, folder)
     log("check: every weight reads back bit-equal")
     if importlib.util.find_spec("transformers") is None:
@@ -54,23 +55,23 @@ def check_export(export: Export, folder: Path, log: Callable[[str], object]) -> 
 
 
 def compare_weights(export: Export, folder: Path) -> None:
-    """What an import would give back is what we have; also catches a wrong config.json."""
+    """Compares what an import would read with our weights and settings."""
     source = open_folder(folder)
     ours = dict(our_tensors(export))
-    exact = not export.config.apply_layernorm_1p  # theirs has no such form: gamma comes back, not gamma - 1
+    exact = not export.config.apply_layernorm_1p  # theirs stores gamma, not gamma - 1
     for name, _, tensor in read_tensors(source):
         expected = ours.pop(name, None)
         if expected is None:
-            raise CheckpointError(f"{folder}: read back, there is a {name} that was never written")
+            raise CheckpointError(f"{folder}: reading it back gives a {name} that was never written")
         if exact and not torch.equal(expected, tensor):
             raise CheckpointError(f"{folder}: {name} reads back different from what was written")
     if ours:
-        raise CheckpointError(f"{folder}: lost on the way: {', '.join(ours)}")
+        raise CheckpointError(f"{folder}: the export has lost {', '.join(ours)}")
 
 
 @torch.no_grad()
 def compare_logits(export: Export, folder: Path) -> Comparison:
-    """Our logits and theirs on random tokens; raises on a difference that rounding does not explain."""
+    """Compares our logits with theirs on random tokens; raises if the difference is larger than rounding explains."""
     generator = torch.Generator().manual_seed(1234)
     length = min(_POSITIONS, export.facts.context or _POSITIONS)
     tokens = torch.randint(0, export.facts.vocab_size, (2, length), generator=generator)
@@ -87,8 +88,8 @@ def compare_logits(export: Export, folder: Path) -> Comparison:
 
 
 def our_logits(export: Export, tokens: Tensor) -> Tensor:
-    """In plain reference operations: what is compared is the function."""
-    model = build_model(
+    """Our model in reference kernels, because functions are compared, not implementations."""
+    model = restore_model(
         export.reader,
         dtype=torch.float32,
         device=torch.device("cpu"),
@@ -109,7 +110,7 @@ def their_logits(folder: Path, tokens: Tensor) -> Tensor:
 
 
 def available_memory() -> int | None:
-    """Bytes that can be had without swapping, where the system says so."""
+    """Bytes available without swapping; None where the system does not tell."""
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))

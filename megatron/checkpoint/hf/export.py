@@ -1,4 +1,4 @@
-"""A verified native checkpoint -> a folder that `transformers` opens offline."""
+"""Exports a verified native checkpoint to a folder that `transformers` opens offline."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ from torch import Tensor
 
 from megatron.checkpoint import storage
 from megatron.checkpoint.architecture import model_config, moe_config
-from megatron.checkpoint.hf.config_out import Facts, config_json, generation_json
-from megatron.checkpoint.hf.family import Family, choose
-from megatron.checkpoint.hf.mapping import Exchange, exchanges, zero_biases
+from megatron.checkpoint.hf.exchange import Exchange, gain_less_one
+from megatron.checkpoint.hf.families import choose
+from megatron.checkpoint.hf.family import Facts, Family
 from megatron.checkpoint.load import FoundStep
 from megatron.checkpoint.reader import StepReader
 from megatron.config import ModelConfig, MoEConfig
 from megatron.errors import CheckpointError, ConfigError
+from megatron.model.parameters import WORD_TABLE
+from megatron.utils import durable
 
 SHARD_BYTES = 5 * 10**9
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -30,7 +32,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 @dataclass(frozen=True)
 class Export:
-    """What an export is going to write; made before anything is written."""
+    """The plan of an export, made before anything is written."""
 
     reader: StepReader
     config: ModelConfig
@@ -44,18 +46,18 @@ class Export:
 
     @property
     def exchanges(self) -> list[Exchange]:
-        return list(exchanges(self.config, self.facts.vocab_size, self.family.style, self.moe))
+        return list(self.family.exchanges(self.config, self.facts.vocab_size, self.moe))
 
 
 def plan_export(found: FoundStep, *, dtype: str | None = None, eod_id: int | None = None) -> Export:
-    """Choose the family and check that the checkpoint holds exactly that model."""
+    """Chooses the family and checks that the checkpoint holds exactly that model."""
     saved = found.manifest
     if "model" not in saved.config:
         raise CheckpointError(f"{found.directory} holds no configuration of a GPT; only our GPT can be exported")
     config = model_config(saved.config["model"])
     moe = moe_config(saved.config)
     family = choose(config, moe)
-    words = saved.model.get("embedding.word_embeddings.weight")
+    words = saved.model.get(WORD_TABLE)
     if words is None:
         raise CheckpointError(f"{found.directory} holds no word embedding; only our GPT can be exported")
     trained = words.dtype.removeprefix("torch.")
@@ -69,7 +71,7 @@ def plan_export(found: FoundStep, *, dtype: str | None = None, eod_id: int | Non
 
 
 def _check_complete(export: Export, found: FoundStep) -> None:
-    expected = {e.parameter.name: e.parameter.logical_shape for e in export.exchanges}
+    expected = {e.parameter.name: e.parameter.shape for e in export.exchanges}
     held = {name: record.logical_shape for name, record in found.manifest.model.items()}
     if expected != held:
         differing = sorted(n for n in expected.keys() | held.keys() if expected.get(n) != held.get(n))
@@ -87,14 +89,14 @@ def write_export(
     check: Callable[[Path], object] | None = None,
     log: Callable[[str], object] = print,
 ) -> None:
-    """Write beside, have it checked, then rename: a folder named `out` is always whole and always checked."""
+    """Writes to a temporary folder, checks it, and renames it: a folder named `out` is always complete and checked."""
     if out.exists() and not overwrite:
         raise ConfigError(f"--save {out}: exists already; give another folder, or --overwrite")
     temporary = out.with_name(f".tmp-{out.name}")
     with storage.storage_errors("writing the export", temporary):
         if temporary.exists():
-            storage.remove_tree(temporary)
-        storage.make_directory(temporary)
+            shutil.rmtree(temporary)
+        durable.make_directory(temporary)
         try:
             _write_files(export, temporary, tokenizer, log)
             if check is not None:
@@ -112,24 +114,25 @@ def _write_files(export: Export, folder: Path, tokenizer: Path | None, log: Call
     else:
         log("warning: the checkpoint has no tokenizer beside it; the export has none either")
     _write_weights(export, folder, log)
-    _write_json(folder / "config.json", config_json(export.config, export.family, export.facts, export.moe))
-    _write_json(folder / "generation_config.json", generation_json(export.facts))
+    _write_json(folder / "config.json", export.family.config_json(export.config, export.moe, export.facts))
+    eod = export.facts.eod_id
+    _write_json(folder / "generation_config.json", {"bos_token_id": eod, "eos_token_id": eod, "pad_token_id": eod})
 
 
 def _publish(temporary: Path, out: Path) -> None:
     for path in temporary.rglob("*"):
         if path.is_file():
-            storage.fsync_file(path)
-    storage.fsync_tree(temporary)
+            durable.fsync_file(path)
+    durable.fsync_tree(temporary)
     if out.exists():
         old = out.with_name(f".trash-{out.name}")
         if old.exists():
-            storage.remove_tree(old)
-        storage.rename(out, old)
-        storage.rename(temporary, out)
-        storage.remove_tree(old)
+            shutil.rmtree(old)
+        durable.rename(out, old)
+        durable.rename(temporary, out)
+        shutil.rmtree(old)
     else:
-        storage.rename(temporary, out)
+        durable.rename(temporary, out)
 
 
 def _write_json(path: Path, values: dict[str, Any]) -> None:
@@ -137,7 +140,7 @@ def _write_json(path: Path, values: dict[str, Any]) -> None:
 
 
 def _write_weights(export: Export, folder: Path, log: Callable[[str], object]) -> None:
-    """One file, or numbered shards of at most 5 GB; one shard is in memory at a time."""
+    """Write one file, or numbered shards of at most 5 GB; one shard is in memory at a time."""
     shards = _plan_shards(export)
     total, worst = 0, 0.0
     index: dict[str, str] = {}
@@ -149,8 +152,8 @@ def _write_weights(export: Export, folder: Path, log: Callable[[str], object]) -
             worst = max(worst, error)
             tensors |= converted
         if number == len(shards):
-            zeros = zero_biases(export.config, export.family.style)
-            tensors |= {n: torch.zeros(shape, dtype=export.dtype) for n, shape in zeros.items()}
+            zeros = export.family.zero_biases(export.config, export.facts.vocab_size)
+            tensors |= {theirs: tensor.to(export.dtype) for theirs, tensor in zeros.items()}
         save_file(tensors, folder / name, metadata={"format": "pt"})
         index |= dict.fromkeys(tensors, name)
         total += sum(t.numel() * t.element_size() for t in tensors.values())
@@ -180,7 +183,7 @@ def _convert(export: Export, exchange: Exchange) -> tuple[dict[str, Tensor], flo
     error = 0.0
     converted = {}
     for theirs, tensor in exchange.to_hf(stored).items():
-        narrowed = tensor.to(export.dtype, copy=True)  # a storage of its own, as safetensors wants
+        narrowed = tensor.to(export.dtype, copy=True)  # safetensors needs tensors with their own storage
         if narrowed.dtype != tensor.dtype and narrowed.numel():
             error = max(error, float((narrowed.to(torch.float64) - tensor.to(torch.float64)).abs().max()))
         converted[theirs] = narrowed
@@ -193,8 +196,8 @@ def our_tensors(export: Export) -> Iterator[tuple[str, Tensor]]:
     """The weights of our own model, in the dtype of the export."""
     for name, record in export.reader.manifest.model.items():
         tensor = export.reader.logical(name, record)
-        if export.config.apply_layernorm_1p and name.endswith("layernorm.weight"):
-            # The gain is what is rounded, not its distance from 1; in fp32 the distance between them is exact.
+        if gain_less_one(export.config, name):
+            # The export rounds gamma itself; subtracting 1 from the rounded value is exact in fp32.
             yield name, (tensor + 1).to(export.dtype).float() - 1
         else:
             yield name, tensor.to(export.dtype)

@@ -1,181 +1,161 @@
-"""Which class of `transformers` computes the same function, and its config.json. A shape that none has is refused."""
+"""What a family of `transformers` models is to us. Each family is one subclass in `families/`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Literal
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
+import torch
+from torch import Tensor
+
+from megatron.checkpoint.hf.exchange import Exchange, TensorLayout, gain_less_one
 from megatron.config import ModelConfig, MoEConfig
 from megatron.errors import ConfigError
+from megatron.model.parameters import parameters
 
-Style = Literal["gpt2", "llama", "mixtral", "qwen3_moe"]  # how tensors are named and laid out
+Lacking = list[tuple[str, bool]]
+"""(setting, whether this model has it) of each setting that a family cannot express."""
+
+# Biases that a family cannot say and zeros replace. Kept in config.json, so that an import gives the same model again.
+_OWN_KEY = "megatron_settings"
+_OWN_SETTINGS = ("add_bias_linear", "add_qkv_bias")
 
 
 @dataclass(frozen=True)
-class Family:
-    architecture: str
-    model_type: str
-    style: Style
-    lacks: Callable[[ModelConfig], str | None]  # the setting that this family lacks
-    lacks_of_experts: Callable[[ModelConfig, MoEConfig], str | None]
+class Facts:
+    """What an export needs to know besides the model's shape."""
+
+    vocab_size: int
+    dtype: str  # "float32", "bfloat16", "float16"
+    context: int  # positions that the model was trained for
+    eod_id: int | None
+
+
+class Family(ABC):
+    """One class of `transformers`: the models that it expresses, its tensors, its config.json in both directions."""
+
+    architecture: ClassVar[str]
+    model_type: ClassVar[str]
+    tensors: ClassVar[Mapping[str, TensorLayout]]
+    """By our module, as the parameter table spells it."""
+    buffers: ClassVar[tuple[str, ...]] = ()
+    """Endings of tensors that old versions of transformers saved and that hold no weights."""
+    always_biased: ClassVar[bool] = False
+    """Its linear layers have biases whatever config.json says."""
+    tied_by_default: ClassVar[bool] = False
+    """What a config.json without tie_word_embeddings means."""
+
+    # ------------------------------------------------------------ which models
+
+    @abstractmethod
+    def lacks(self, c: ModelConfig) -> Lacking:
+        """Settings of the model apart from its experts."""
+
+    def lacks_of_experts(self, c: ModelConfig, moe: MoEConfig) -> Lacking:
+        return [(f"--num-experts {moe.num_experts}", moe.is_on)]
 
     def unsupported(self, config: ModelConfig, moe: MoEConfig) -> str | None:
-        return self.lacks_of_experts(config, moe) or self.lacks(config)
+        """A setting of this model that the family cannot express; None if it expresses the model."""
+        lacking = self.lacks_of_experts(config, moe) + self.lacks(config)
+        return next((setting for setting, present in lacking if present), None)
+
+    # ------------------------------------------------------------ weights
+
+    def exchanges(self, config: ModelConfig, vocab_size: int, moe: MoEConfig | None = None) -> Iterator[Exchange]:
+        """All parameters of a model, in its order."""
+        for parameter in parameters(config, vocab_size, moe).values():
+            module = parameter.row.name.rpartition(".")[0]
+            yield Exchange(parameter, self.tensors[module], gain_less_one(config, parameter.name))
+
+    def zero_biases(self, config: ModelConfig, vocab_size: int) -> dict[str, Tensor]:
+        """Their biases that this model lacks: with zeros they compute the same function."""
+        if not self.always_biased:
+            return {}
+        ours = parameters(config, vocab_size)
+        biased = self.exchanges(replace(config, add_bias_linear=True), vocab_size)
+        missing = [exchange for exchange in biased if exchange.parameter.name not in ours]
+        return {
+            name: zeros
+            for exchange in missing
+            for name, zeros in exchange.to_hf(torch.zeros(exchange.parameter.stored_shape)).items()
+        }
+
+    def table(self, name: str) -> str:
+        """Their name of one of our vocabulary tables."""
+        module, _, kind = name.rpartition(".")
+        return f"{self.tensors[module].modules[0]}.{kind}"
+
+    # ------------------------------------------------------------ config.json
+
+    def config_json(self, config: ModelConfig, moe: MoEConfig, facts: Facts) -> dict[str, Any]:
+        return {
+            "architectures": [self.architecture],
+            "model_type": self.model_type,
+            "vocab_size": facts.vocab_size,
+            "torch_dtype": facts.dtype,
+            "tie_word_embeddings": config.tied,
+            "initializer_range": config.init_method_std,
+            "use_cache": True,
+            "bos_token_id": facts.eod_id,
+            "eos_token_id": facts.eod_id,
+            **self.model_to_json(config, facts.context),
+            **self.experts_to_json(config, moe),
+            _OWN_KEY: {
+                "add_bias_linear": config.add_bias_linear,
+                "add_qkv_bias": config.qkv_bias and not config.linear_bias,
+            },
+        }
+
+    def read_config(self, values: Mapping[str, Any]) -> tuple[ModelConfig, MoEConfig]:
+        """The model that a config.json describes. What we cannot compute is refused by its name there."""
+        if values.get("auto_map"):
+            raise ConfigError("config.json: auto_map asks for the model's own code to run; that is never done")
+        try:
+            given, moe = self.model_from_json(values), self.experts_from_json(values)
+        except KeyError as error:
+            raise ConfigError(f"config.json: {error.args[0]} is missing") from error
+        own = values.get(_OWN_KEY) or {}
+        given |= {name: bool(own[name]) for name in _OWN_SETTINGS if name in own}
+        given["untie_embeddings_and_output_weights"] = not values.get("tie_word_embeddings", self.tied_by_default)
+        given["init_method_std"] = values.get("initializer_range", 0.02)
+        return ModelConfig(**given), moe
+
+    @abstractmethod
+    def model_to_json(self, config: ModelConfig, context: int) -> dict[str, Any]: ...
+
+    @abstractmethod
+    def model_from_json(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Arguments of ModelConfig."""
+
+    def experts_to_json(self, config: ModelConfig, moe: MoEConfig) -> dict[str, Any]:
+        return {}
+
+    def experts_from_json(self, values: Mapping[str, Any]) -> MoEConfig:
+        """The weight of the load-balance loss belongs to training, and is not taken over."""
+        return MoEConfig()
 
 
-def choose(config: ModelConfig, moe: MoEConfig | None = None) -> Family:
-    """The simplest family that computes what `config` describes."""
-    moe = moe or MoEConfig()
-    for family in FAMILIES:
-        if family.unsupported(config, moe) is None:
-            return family
-    nearest = _nearest_with_experts(config) if moe.is_on else _nearest_dense(config)
-    raise ConfigError(
-        f"{nearest.unsupported(config, moe)}: no Hugging Face model of the GPT-2, Llama, Qwen, Mistral or Mixtral "
-        f"families computes this (nearest: {nearest.architecture}); the checkpoint can be used with "
-        "tools/generate.py, not exported"
-    )
+def refuse_unless(values: Mapping[str, Any], **expected: Any) -> None:
+    """Raise unless each setting has the one value that we compute, or is left out."""
+    for name, usual in expected.items():
+        if values.get(name, usual) != usual:
+            raise ConfigError(f"config.json: {name} {values[name]!r} is not supported; only {usual!r}")
 
 
-def _nearest_with_experts(config: ModelConfig) -> Family:
-    return _QWEN3_MOE if config.qk_layernorm else _MIXTRAL
+def positions_flag(config: ModelConfig) -> str:
+    kind = {"rope": "rope", "learned": "learned_absolute", "none": "none"}[config.positions]
+    return f"--position-embedding-type {kind}"
 
 
-def _nearest_dense(config: ModelConfig) -> Family:
-    if config.positions == "learned":
-        return _GPT2
-    if config.qk_layernorm:
-        return _QWEN3
-    if config.window is not None:
-        return _MISTRAL
-    return _LLAMA
-
-
-def _gpt2_lacks(c: ModelConfig) -> str | None:
-    lacking = {
-        _positions(c): c.positions != "learned",
-        f"--normalization {c.normalization}": c.normalization != "LayerNorm",
-        "--swiglu": c.swiglu,
-        f"--num-query-groups {c.query_groups}": c.query_groups != c.num_attention_heads,
-        f"--kv-channels {c.head_dim}": c.head_dim * c.num_attention_heads != c.hidden_size,
-        "--qk-layernorm": c.qk_layernorm,
-        f"--window-size {c.window}": c.window is not None,
-    }
-    return _first(lacking) or _no_family_has(c)
-
-
-def _rotary_lacks(c: ModelConfig) -> str | None:
-    lacking = {
-        _positions(c): c.positions != "rope",
-        f"--normalization {c.normalization}": c.normalization != "RMSNorm",
-        f"{_activation(c)} (without --swiglu)": not c.swiglu,
-        f"--rotary-percent {c.rotary_percent}": c.rotary_percent != 1.0,
-        f"--window-size {c.window}": c.window is not None and (c.window[1] != 0 or c.window[0] < 0),
-    }
-    return _first(lacking) or _no_family_has(c)
-
-
-def _llama_lacks(c: ModelConfig) -> str | None:
-    lacking = {
-        "--qk-layernorm": c.qk_layernorm,
-        f"--window-size {c.window}": c.window is not None,
-        "--add-qkv-bias": c.qkv_bias and not c.linear_bias,
-    }
-    return _rotary_lacks(c) or _first(lacking)
-
-
-def _mistral_lacks(c: ModelConfig) -> str | None:
-    lacking = {
-        "--qk-layernorm": c.qk_layernorm,
-        "biases (without --disable-bias-linear)": c.linear_bias,
-        "--add-qkv-bias": c.qkv_bias,
-    }
-    return _rotary_lacks(c) or _first(lacking)
-
-
-def _qwen2_lacks(c: ModelConfig) -> str | None:
-    lacking = {
-        "--qk-layernorm": c.qk_layernorm,
-        "biases (without --disable-bias-linear)": c.linear_bias,
-        "no QKV bias (without --add-qkv-bias)": not c.qkv_bias,
-    }
-    return _rotary_lacks(c) or _first(lacking)
-
-
-def _qwen3_lacks(c: ModelConfig) -> str | None:
-    lacking = {
-        "--qk-layernorm with biases (without --disable-bias-linear)": c.linear_bias,
-        "--qk-layernorm with --add-qkv-bias": c.qkv_bias,
-        "no --qk-layernorm": not c.qk_layernorm,
-    }
-    return _rotary_lacks(c) or _first(lacking)
-
-
-def _qwen3_moe_lacks(c: ModelConfig) -> str | None:
-    return _qwen3_lacks(c) or _first({f"--window-size {c.window}": c.window is not None})
-
-
-def _no_experts(c: ModelConfig, moe: MoEConfig) -> str | None:
-    return _first({f"--num-experts {moe.num_experts}": moe.is_on})
-
-
-def _experts_lack(moe: MoEConfig) -> str | None:
-    lacking = {
-        "no --num-experts": not moe.is_on,
-        f"--moe-router-score-function {moe.moe_router_score_function}": moe.moe_router_score_function != "softmax",
-        "--moe-router-topk-scaling-factor": moe.moe_router_topk_scaling_factor is not None,
-        f"--moe-router-num-groups {moe.moe_router_num_groups}": moe.moe_router_num_groups is not None,
-        f"--moe-expert-capacity-factor {moe.moe_expert_capacity_factor}": moe.moe_expert_capacity_factor is not None,
-        "--moe-shared-expert-intermediate-size": moe.moe_shared_expert_intermediate_size is not None,
-    }
-    return _first(lacking)
-
-
-def _mixtral_experts_lack(c: ModelConfig, moe: MoEConfig) -> str | None:
-    some = moe.is_on and len(moe.expert_layers(c.num_layers)) < c.num_layers
-    lacking = {
-        "--moe-router-pre-softmax": moe.moe_router_pre_softmax,
-        f"--moe-layer-freq {moe.moe_layer_freq}": some,
-    }
-    return _experts_lack(moe) or _first(lacking)
-
-
-def _qwen3_experts_lack(_: ModelConfig, moe: MoEConfig) -> str | None:
-    return _experts_lack(moe)
-
-
-def _no_family_has(c: ModelConfig) -> str | None:
-    return "--apply-residual-connection-post-layernorm" if c.apply_residual_connection_post_layernorm else None
-
-
-def _first(lacking: dict[str, bool]) -> str | None:
-    return next((setting for setting, lacks in lacking.items() if lacks), None)
-
-
-def _positions(c: ModelConfig) -> str:
-    if c.positions == "none":
-        return "--position-embedding-type none"
-    return f"--position-embedding-type {'rope' if c.positions == 'rope' else 'learned_absolute'}"
-
-
-def _activation(c: ModelConfig) -> str:
-    return "--squared-relu" if c.squared_relu else "GELU"
-
-
-_GPT2 = Family("GPT2LMHeadModel", "gpt2", "gpt2", _gpt2_lacks, _no_experts)
-_LLAMA = Family("LlamaForCausalLM", "llama", "llama", _llama_lacks, _no_experts)
-_MISTRAL = Family("MistralForCausalLM", "mistral", "llama", _mistral_lacks, _no_experts)
-_QWEN2 = Family("Qwen2ForCausalLM", "qwen2", "llama", _qwen2_lacks, _no_experts)
-_QWEN3 = Family("Qwen3ForCausalLM", "qwen3", "llama", _qwen3_lacks, _no_experts)
-_MIXTRAL = Family("MixtralForCausalLM", "mixtral", "mixtral", _mistral_lacks, _mixtral_experts_lack)
-_QWEN3_MOE = Family("Qwen3MoeForCausalLM", "qwen3_moe", "qwen3_moe", _qwen3_moe_lacks, _qwen3_experts_lack)
-FAMILIES = (_GPT2, _LLAMA, _QWEN2, _QWEN3, _MISTRAL, _MIXTRAL, _QWEN3_MOE)
-
-
-def by_model_type(model_type: Any) -> Family:
-    for family in FAMILIES:
-        if family.model_type == model_type:
-            return family
-    known = ", ".join(family.model_type for family in FAMILIES)
-    raise ConfigError(f"config.json: model_type {model_type!r} cannot be imported; supported: {known}")
+def softmax_routing_lacks(moe: MoEConfig) -> Lacking:
+    """What families whose experts are chosen by a plain softmax cannot express."""
+    return [
+        ("no --num-experts", not moe.is_on),
+        (f"--moe-router-score-function {moe.moe_router_score_function}", moe.moe_router_score_function != "softmax"),
+        ("--moe-router-topk-scaling-factor", moe.moe_router_topk_scaling_factor is not None),
+        (f"--moe-router-num-groups {moe.moe_router_num_groups}", moe.moe_router_num_groups is not None),
+        (f"--moe-expert-capacity-factor {moe.moe_expert_capacity_factor}", moe.moe_expert_capacity_factor is not None),
+        ("--moe-shared-expert-intermediate-size", moe.moe_shared_expert_intermediate_size is not None),
+    ]

@@ -1,4 +1,4 @@
-"""A Hugging Face folder of a known family -> our parameters and settings. Only config.json and safetensors are read."""
+"""Imports a Hugging Face folder of a known family; only config.json and safetensors files are read."""
 
 from __future__ import annotations
 
@@ -14,21 +14,18 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megatron.checkpoint import paths
-from megatron.checkpoint.hf.config_in import model_config_from, moe_config_from
 from megatron.checkpoint.hf.export import DTYPES, INDEX, WEIGHTS
-from megatron.checkpoint.hf.family import Family, by_model_type
-from megatron.checkpoint.hf.mapping import exchanges, zero_biases
+from megatron.checkpoint.hf.families import by_model_type
+from megatron.checkpoint.hf.family import Family
 from megatron.config import ModelConfig, MoEConfig
 from megatron.errors import CheckpointError, ConfigError
+from megatron.model.parameters import HEAD_TABLE, WORD_TABLE
 from megatron.tokenizer.huggingface import KEPT_FILES
-
-# Buffers that old versions of transformers saved; they hold no weights.
-_IGNORED_ENDINGS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 
 
 @dataclass(frozen=True)
 class HuggingFaceFolder:
-    """A model on disk, described but not read."""
+    """The description of a model on disk; no tensor has been read."""
 
     folder: Path
     family: Family
@@ -48,7 +45,7 @@ def open_folder(folder: Path) -> HuggingFaceFolder:
         raise ConfigError(f"--load {folder}: no such directory")
     values = _read_json(folder / "config.json")
     family = by_model_type(values.get("model_type"))
-    config, moe = model_config_from(values, family), moe_config_from(values, family)
+    config, moe = family.read_config(values)
     files = _tensor_files(folder)
     vocab_size = values.get("vocab_size")
     if not isinstance(vocab_size, int):
@@ -57,9 +54,9 @@ def open_folder(folder: Path) -> HuggingFaceFolder:
 
 
 def read_tensors(source: HuggingFaceFolder) -> Iterator[tuple[str, tuple[int, ...], Tensor]]:
-    """(name, logical shape, stored tensor) of each of our parameters. A tensor of the folder is used or refused."""
-    wanted = list(exchanges(source.config, source.vocab_size, source.family.style, source.moe))
-    zeros = zero_biases(source.config, source.family.style)
+    """(name, logical shape, stored tensor) of each of our parameters. A tensor that would not be used is refused."""
+    wanted = list(source.family.exchanges(source.config, source.vocab_size, source.moe))
+    zeros = source.family.zero_biases(source.config, source.vocab_size)
     _check_names(source, {name for exchange in wanted for name in exchange.theirs} | zeros.keys())
     with ExitStack() as stack:
         read = _reader(source, stack)
@@ -75,7 +72,7 @@ def read_tensors(source: HuggingFaceFolder) -> Iterator[tuple[str, tuple[int, ..
                 raise CheckpointError(
                     f"{source.folder}: {', '.join(exchange.theirs)} do not have the shapes that config.json describes"
                 ) from error
-            yield exchange.parameter.name, exchange.parameter.logical_shape, stored
+            yield exchange.parameter.name, exchange.parameter.shape, stored
 
 
 def _reader(source: HuggingFaceFolder, stack: ExitStack) -> Callable[[str], Tensor]:
@@ -119,7 +116,7 @@ def _header_names(path: Path) -> list[str]:
 
 
 def _stored_dtype(files: Mapping[str, Path], family: Family) -> str:
-    name = "transformer.wte.weight" if family.style == "gpt2" else "model.embed_tokens.weight"
+    name = family.table(WORD_TABLE)
     if name not in files:
         raise CheckpointError(f"no {name} in the folder: it is not a {family.architecture}")
     with safe_open(files[name], framework="pt") as file:
@@ -131,9 +128,9 @@ def _stored_dtype(files: Mapping[str, Path], family: Family) -> str:
 
 
 def _check_names(source: HuggingFaceFolder, wanted: set[str]) -> None:
-    held = {name for name in source.files if not name.endswith(_IGNORED_ENDINGS)}
+    held = {name for name in source.files if not name.endswith(source.family.buffers)}
     if source.config.tied:
-        held.discard("lm_head.weight")
+        held.discard(source.family.table(HEAD_TABLE))
     missing, extra = sorted(wanted - held), sorted(held - wanted)
     if missing or extra:
         raise CheckpointError(

@@ -1,7 +1,7 @@
-"""Every check across settings. Each error names the settings, their values and the way out.
+"""All checks across settings. Each raises a ConfigError that names the settings, their values and the way out.
 
-`check` needs nothing but the configuration; `check_world` needs the number of ranks, and `check_paths` looks at the
-file system. (Device and backend are checked where the device is known.) All raise ConfigError and change nothing.
+`check` needs nothing but the settings, `check_world` the number of ranks and `check_paths` the file system. Device and
+backend are checked where the device is known (`distributed/device.py`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ __all__ = ["check", "check_paths", "check_world"]
 
 
 def check(config: RunConfig, *, needs_data: bool = True, complete: bool = True) -> None:
-    """All checks that need nothing but the configuration itself.
+    """All checks that need nothing but the settings.
 
     `complete=False`: --use-checkpoint-args has yet to fill in shape, tokenizer and sequence length.
     """

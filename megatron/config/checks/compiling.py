@@ -1,8 +1,8 @@
-"""What --compile cannot be combined with: only a layer that one rank computes alone, once, is compiled."""
+"""What --compile cannot be combined with: only layers that one rank computes alone and once are compiled."""
 
 from __future__ import annotations
 
-from megatron.config.meaning import spelled
+from megatron.config.notices import spelled
 from megatron.config.run import RunConfig
 from megatron.errors import ConfigError
 

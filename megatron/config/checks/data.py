@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron.config.blend import parse_blend, parse_split
-from megatron.config.meaning import given, spelled
+from megatron.config.notices import given, spelled
 from megatron.config.run import RunConfig
 from megatron.errors import ConfigError
 
@@ -17,7 +17,7 @@ def _given(config: RunConfig, names: tuple[str, ...]) -> list[str]:
 
 
 def check_paths_and_split(config: RunConfig) -> None:
-    """What the words say; the files that some of them name are looked at in `check_paths`."""
+    """The syntax of data paths and --split, and which of them exclude each other. `check_paths` looks at the files."""
     data = config.data
     parse_split(data.split)
     for name in ("data_path", *_SEPARATE):

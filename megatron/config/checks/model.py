@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron.config.meaning import given, spelled
+from megatron.config.notices import given, spelled
 from megatron.config.run import RunConfig, all_settings
 from megatron.errors import ConfigError
 
@@ -160,7 +160,7 @@ def check_kernels(config: RunConfig) -> None:
 
 
 def check_cuda_graphs(config: RunConfig) -> None:
-    """What Python, or the host's knowledge of a number, decides within a pass cannot be replayed."""
+    """CUDA graphs cannot capture communication, or control flow that depends on host values."""
     parallel, recompute = config.parallel, config.recompute
     if not config.kernels.cuda_graphs:
         return

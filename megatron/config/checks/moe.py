@@ -1,16 +1,16 @@
-"""Checks of mixture of experts, as far as they need no number of ranks."""
+"""Checks of mixture-of-experts settings that do not depend on the number of ranks."""
 
 from __future__ import annotations
 
 from megatron.config.checks.parallel import nearest_tensor_sizes
-from megatron.config.meaning import spelled
+from megatron.config.notices import spelled
 from megatron.config.run import RunConfig
 from megatron.errors import ConfigError
 from megatron.layout import nearest_divisors
 
 
 def check_layers(config: RunConfig) -> None:
-    """The list of MoE layers can be read, and has one entry per layer."""
+    """--moe-layer-freq can be parsed and selects at least one layer."""
     moe, layers = config.moe, config.model.num_layers
     if not layers or not moe.is_on:
         return
@@ -55,7 +55,7 @@ def check_router(config: RunConfig) -> None:
 
 
 def check_groups(config: RunConfig) -> None:
-    """Groups are even, and enough of them are chosen to have a token's experts."""
+    """Groups have equal sizes, and the chosen groups hold enough experts for every token."""
     moe = config.moe
     groups, chosen, experts = moe.moe_router_num_groups, moe.moe_router_group_topk, moe.num_experts
     if experts is None:
@@ -85,7 +85,7 @@ def check_groups(config: RunConfig) -> None:
 
 
 def check_capacity(config: RunConfig) -> None:
-    """What is dropped is decided by looking at a whole sequence."""
+    """Token dropping looks at whole sequences, so nothing may split them."""
     moe, parallel = config.moe, config.parallel
     if not moe.is_on or moe.moe_expert_capacity_factor is None:
         return
@@ -98,7 +98,7 @@ def check_capacity(config: RunConfig) -> None:
 
 
 def check_experts(config: RunConfig) -> None:
-    """Ranks share experts evenly, and have some to share."""
+    """The experts divide over the expert-parallel ranks, and their widths over the tensor-parallel ranks."""
     experts, ep = config.moe.num_experts, config.parallel.expert_model_parallel_size
     if ep > 1 and experts is None:
         raise ConfigError(

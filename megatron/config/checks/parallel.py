@@ -1,10 +1,10 @@
-"""Checks of how the work is divided, as far as they need no number of ranks."""
+"""Checks of parallel layouts that do not depend on the number of ranks."""
 
 from __future__ import annotations
 
 from math import lcm
 
-from megatron.config.meaning import spelled
+from megatron.config.notices import spelled
 from megatron.config.run import RunConfig
 from megatron.config.stages import split_layers
 from megatron.errors import ConfigError
@@ -12,7 +12,7 @@ from megatron.layout import nearest_divisors, nearest_multiples
 
 
 def check_context(config: RunConfig) -> None:
-    """The sequence is cut into two chunks per rank."""
+    """Context parallelism: every rank holds two chunks of the sequence."""
     parallel = config.parallel
     kinds, cp = parallel.cp_comm_type, parallel.context_parallel_size
     if len(kinds) > 1:
@@ -58,7 +58,8 @@ def _check_heads(config: RunConfig) -> None:
 
 
 def check_tensor(config: RunConfig) -> None:
-    """Every rank has whole heads, whole groups of keys and values or copies of one, and equal parts of the rest."""
+    """Tensor parallelism: every rank holds whole heads, whole KV heads (or a copy of one), and equal parts of the
+    MLP."""
     parallel, model, tp = config.parallel, config.model, config.parallel.tensor_model_parallel_size
     if parallel.sequence_parallel and tp == 1:
         raise ConfigError(
@@ -75,7 +76,7 @@ def check_tensor(config: RunConfig) -> None:
             f"{spelled(config, 'num_query_groups')}: {spelled(config, 'tensor_model_parallel_size')} neither divides "
             f"them nor is a multiple of them; use --tensor-model-parallel-size {nearest_tensor_sizes(config)}"
         )
-    shared = parallel.context_parallel_size > 1  # and then checked together with that
+    shared = parallel.context_parallel_size > 1  # checked together with --context-parallel-size
     if parallel.sequence_parallel and not shared and config.data.seq_length % tp:
         lengths = " or ".join(map(str, nearest_multiples(config.data.seq_length, tp)))
         raise ConfigError(
@@ -94,7 +95,7 @@ def _check_divides(config: RunConfig, setting: str, size: int) -> None:
 
 
 def nearest_tensor_sizes(config: RunConfig) -> str:
-    """The sizes on both sides of the given one that hold everything that tensor parallelism splits."""
+    """The valid tensor-parallel sizes next below and above the given one, for messages."""
     model, moe, tp = config.model, config.moe, config.parallel.tensor_model_parallel_size
     heads, groups = model.num_attention_heads, model.query_groups
     of_experts = (moe.moe_ffn_hidden_size, moe.moe_shared_expert_intermediate_size) if moe.is_on else ()
@@ -109,7 +110,7 @@ def nearest_tensor_sizes(config: RunConfig) -> str:
 
 
 def check_pipeline(config: RunConfig) -> None:
-    """The layers divide over the stages, and the schedule is one for them."""
+    """Pipeline parallelism: the layers divide over the stages, and the schedule fits the (virtual) stages."""
     parallel, pp = config.parallel, config.parallel.pipeline_model_parallel_size
     virtual = parallel.num_layers_per_virtual_pipeline_stage
     if config.model.num_layers:

@@ -1,4 +1,4 @@
-"""Checks of the file system: files that the settings name must exist before any work is done."""
+"""Checks that the files which the settings name exist, before any work is done."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from megatron.errors import ConfigError
 
 
 def check_paths(config: RunConfig) -> None:
-    """Data, tokenizer and configuration files exist. (A missing checkpoint is the checkpoint reader's to judge.)"""
+    """Data, tokenizer and configuration files exist. (Checkpoints are checked by the code that loads them.)"""
     for flag, path, hint in _named_files(config):
         if path.is_dir():
             raise ConfigError(f"{flag} {path}: is a directory; name the file in it")
         if not path.exists():
             raise ConfigError(f"{flag} {path}: no such file; {hint}")
-        if not path.is_file():  # a pipe would be read once, and by one rank
+        if not path.is_file():  # a pipe can be read only once, by one rank
             raise ConfigError(f"{flag} {path}: not a regular file; copy its content to a file and name that")
     model = config.tokenizer.tokenizer_model
     if model is not None and not Path(model).exists():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import fields
 
-from megatron.config.meaning import given, spelled
+from megatron.config.notices import given, spelled
 from megatron.config.run import RunConfig
 from megatron.config.sections import ProfileConfig
 from megatron.errors import ConfigError
@@ -24,7 +24,7 @@ def check_length(config: RunConfig) -> None:
 
 
 def check_units(config: RunConfig) -> None:
-    """A run counts in iterations or in samples, and its schedule with it (as in Megatron)."""
+    """The run and its schedule count in the same unit, iterations or samples (as in Megatron)."""
     by_samples = config.training.train_samples is not None
     if config.training.train_iters is None and not by_samples:
         return
@@ -144,14 +144,14 @@ def check_weight_decay(config: RunConfig) -> None:
 
 
 def _of_a_trace() -> list[str]:
-    """The flags that say something about a trace; a no-op says nothing, and a snapshot has a line of its own."""
+    """Settings that have no meaning without --profile. A no-op never has one; the memory snapshot has its own check."""
     names = [field.name for field in fields(ProfileConfig)]
     return [name for name in names if name not in ("profile", "use_pytorch_profiler", "memory_snapshot_path")]
 
 
 def check_profile(config: RunConfig) -> None:
     profile = config.profile
-    if not profile.profile and not given(config, "profile"):  # who gives --profile=false has switched a file's off
+    if not profile.profile and not given(config, "profile"):  # =false overrides a file
         for name in _of_a_trace():
             if given(config, name):
                 raise ConfigError(f"{spelled(config, name)}: nothing is traced; add --profile, or leave it out")

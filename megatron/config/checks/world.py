@@ -1,23 +1,24 @@
-"""Checks that need to know how many ranks there are."""
+"""Checks that depend on the number of ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron.config.batch import data_parallel_size, global_batch_size
-from megatron.config.meaning import spelled
+from megatron.config.batch import BatchPlan
+from megatron.config.notices import spelled
 from megatron.config.run import RunConfig
 from megatron.errors import ConfigError
 from megatron.layout import nearest_divisors, nearest_multiples
 
 
 def check_world(config: RunConfig, world_size: int) -> None:
-    """Layout and batch sizes fit the number of ranks."""
-    config.parallel.layout(world_size)  # which says what does not fit
-    dp = data_parallel_size(config, world_size)
+    """The layout and the batch sizes fit the number of ranks."""
+    config.parallel.layout(world_size)  # raises if a size does not fit
+    plan = BatchPlan.on(config, world_size)
+    dp = plan.dp
     micro = config.training.micro_batch_size
     step = micro * dp
-    final = global_batch_size(config, dp)
+    final = plan.final_batch_size
     if final % step:
         fitting = f", or --micro-batch-size {_either(nearest_divisors(final // dp, micro))}" if final % dp == 0 else ""
         raise ConfigError(
@@ -25,7 +26,7 @@ def check_world(config: RunConfig, world_size: int) -> None:
             f"{dp} data-parallel ranks; use --global-batch-size {_either(nearest_multiples(final, step))} (a multiple "
             f"of {step}){fitting}"
         )
-    _check_interleaved(config, dp)
+    _check_interleaved(plan)
     absent = [rank for rank in config.profile.profile_ranks if not 0 <= rank < world_size]
     if config.profile.profile and absent:
         raise ConfigError(
@@ -43,14 +44,15 @@ def _either(sizes: Sequence[int]) -> str:
     return " or ".join(map(str, sizes))
 
 
-def _check_interleaved(config: RunConfig, dp: int) -> None:
-    """Micro-batches pass through the virtual stages in groups as large as the pipeline."""
+def _check_interleaved(plan: BatchPlan) -> None:
+    """The interleaved schedule needs a multiple of the pipeline size in micro-batches."""
+    config, dp = plan.config, plan.dp
     parallel, pp = config.parallel, config.parallel.pipeline_model_parallel_size
     if parallel.schedule != "interleaved":
         return
     unit = config.training.micro_batch_size * dp * pp
     ramp = config.training.rampup_batch_size
-    sizes = [global_batch_size(config, dp), *(ramp[:2] if ramp is not None else ())]
+    sizes = [plan.final_batch_size, *(ramp[:2] if ramp is not None else ())]
     if any(size % unit for size in sizes):
         named = "rampup_batch_size" if ramp is not None else "global_batch_size"
         nearest = "" if ramp is not None else f", such as {_either(nearest_multiples(sizes[0], unit))}"

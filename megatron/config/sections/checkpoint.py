@@ -1,4 +1,4 @@
-"""What is saved and loaded."""
+"""Saving and loading of checkpoints."""
 
 from __future__ import annotations
 
@@ -28,6 +28,11 @@ class CheckpointConfig:
     )
     strict_load: bool = flag(
         False, "Refuse a damaged checkpoint or a lost tracker instead of falling back to the newest valid step."
+    )
+    skip_hash: bool = flag(
+        False,
+        "Do not verify checksums before loading, which reads every file once more; sizes are always compared.",
+        cli_only=True,
     )
     perform_initialization: bool = flag(
         True, "Do not draw initial weights (they are loaded from --load).", off="--no-initialization"

@@ -34,19 +34,21 @@ class DataConfig:
     train_data_path: tuple[str, ...] | None = flag(None, "As --data-path, for training only.", nargs="+")
     valid_data_path: tuple[str, ...] | None = flag(None, "As --data-path, for validation only.", nargs="+")
     test_data_path: tuple[str, ...] | None = flag(None, "As --data-path, for the test only.", nargs="+")
-    data_args_path: str | None = flag(None, "File with the words of --data-path, for long mixtures.")
+    data_args_path: str | None = flag(None, "File with the words of --data-path, for long blends.")
     per_split_data_args_path: str | None = flag(
         None, 'JSON file {"train": [...], "valid": [...], "test": [...]}, each the words of --data-path.'
     )
     split: str = flag("969, 30, 1", "Proportions of documents for training, validation and test.")
-    split_rule: str = flag("23.06", "Whose rounding cuts the documents.", choices=("23.06", "main"))
+    split_rule: str = flag(
+        "23.06", "Rounding of --split, as in Megatron-LM 23.06 or on main.", choices=("23.06", "main")
+    )
     max_epochs: float | None = flag(
-        None, "Refuse to train on any source more often than this. Unset: more than 4 times is warned of.", above=0
+        None, "Most epochs of any one source; more are refused. Unset: more than 4 print a warning.", above=0
     )
     data_table_path: str | None = flag(
-        None, "File for the whole table of sources, which is abbreviated on the screen when it is long."
+        None, "File for the whole table of sources; a long one is abbreviated in the log."
     )
-    data_cache_path: str | None = flag(None, "Directory of the index caches. Unset: beside the data.")
+    data_cache_path: str | None = flag(None, "Directory of the cached sample indices. Unset: beside the data.")
     seq_length: int = flag(0, "Tokens per sample.", at_least=1, required=True, aliases=("--encoder-seq-length",))
     num_workers: int = flag(2, "Processes that load data; 0 loads in the training process.", at_least=0)
     dataloader_type: str = flag(
@@ -70,17 +72,17 @@ class DataConfig:
     mock_data: bool = flag(False, "Synthetic tokens instead of data files.")
     accept_changed_data: bool = flag(
         False,
-        "Resume although the data, its weights or its order are not those of the checkpoint; what differs is printed.",
+        "Resume although the data, its weights or its order differ from the checkpoint's; the differences are printed.",
         cli_only=True,
     )
-    fim_data: bool = flag(False, "Fill-in-the-middle: documents cut in three, the middle last.")
+    fim_data: bool = flag(False, "Fill-in-the-middle: documents are split in three, the middle part last.")
     fim_rate: float = flag(0.5, "Share of documents that are rearranged.", at_least=0, at_most=1)
     fim_spm_rate: float = flag(0.5, "Share of these with the suffix before the prefix.", at_least=0, at_most=1)
-    fim_split_sample: str | None = flag(None, "Token that cuts a document into fragments, each rearranged by itself.")
+    fim_split_sample: str | None = flag(None, "Token that splits a document into fragments, each rearranged alone.")
     fim_fragment_rate: float | None = flag(
         None, "Share of fragments that are rearranged, with --fim-split-sample.", at_least=0, at_most=1
     )
-    fim_no_prefix: str | None = flag(None, "What begins with this text is not rearranged.")
+    fim_no_prefix: str | None = flag(None, "Text that begins like this is not rearranged.")
     fim_prefix_token: str = flag("<fim_prefix>", "Token before the prefix.")
     fim_middle_token: str = flag("<fim_middle>", "Token before the middle.")
     fim_suffix_token: str = flag("<fim_suffix>", "Token before the suffix.")

@@ -1,4 +1,4 @@
-"""Which implementation of each operation runs. Nothing here changes the function that is computed."""
+"""Which implementation of each operation runs. No value changes the function that is computed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ class KernelsConfig:
     kernels: str = flag("auto", "auto, native or ref, and operations to leave out: auto,-rope,-layer_norm.")
     compile: bool = flag(
         False,
-        "Give every transformer layer to torch.compile: a minute at the start, then elementwise operations are fused.",
+        "Compile every transformer layer with torch.compile: elementwise operations are fused, and starting takes a "
+        "minute longer.",
     )
     masked_softmax_fusion: bool = flag(True, "Short for -softmax in --kernels.", off="--no-masked-softmax-fusion")
     bias_swiglu_fusion: bool = flag(True, "Short for -swiglu in --kernels.", off="--no-bias-swiglu-fusion")
@@ -29,7 +30,8 @@ class KernelsConfig:
 
     cuda_graphs: bool = flag(
         False,
-        "CUDA: record forward and backward of a micro-batch once and replay them (one rank per model, no experts).",
+        "Capture forward and backward of a micro-batch as CUDA graphs and replay them (one rank per model, no "
+        "experts).",
     )
 
     @property

@@ -1,4 +1,4 @@
-"""What is reported, where, and how often; and evaluation."""
+"""Logging, and evaluation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The shape of the model: what is computed, for the GPT-2 and the Llama/Qwen/Mistral families."""
+"""The model's architecture, for the GPT-2 and the Llama/Qwen/Mistral families."""
 
 from __future__ import annotations
 

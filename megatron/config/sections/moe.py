@@ -1,4 +1,4 @@
-"""Mixture of experts: routers, experts, and what keeps their load even. Further architectures stand here by name."""
+"""Mixture of experts: routers, experts and load balancing; and architectures that are known but not built yet."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class MoEConfig:
     moe_router_load_balancing_type: str = flag(
         "aux_loss",
         "What the load-balance loss looks at: every sequence (seq_aux_loss), or all of a micro-batch together "
-        "(aux_loss, which therefore moves with --micro-batch-size).",
+        "(aux_loss, which therefore depends on --micro-batch-size).",
         choices=("aux_loss", "seq_aux_loss", "none"),
         refused={
             "sinkhorn": "Sinkhorn routing is not supported; use seq_aux_loss",
@@ -59,7 +59,8 @@ class MoEConfig:
     moe_router_bias_update_rate: float = flag(1e-3, "Step of that bias.", at_least=0.0)
     moe_expert_capacity_factor: float | None = flag(
         None,
-        "An expert takes at most this times its even share of every sequence; the rest is dropped. Unset: no token is.",
+        "An expert takes at most this times its even share of each sequence's tokens and drops the rest. "
+        "Unset: dropless.",
         above=0.0,
     )
     moe_token_drop_policy: str = flag(
@@ -67,12 +68,12 @@ class MoEConfig:
     )
     moe_token_dispatcher_type: str = flag(
         "alltoall",
-        "How tokens travel to experts on other ranks.",
+        "How tokens are sent to experts on other ranks.",
         choices=("alltoall", "allgather"),
         refused={"flex": "DeepEP is not supported; use alltoall, which computes the same"},
         status="no-op",
-        note="tokens travel by all-to-all, each to the ranks of its experts alone; to gather all of them everywhere "
-        "computes the same and sends more",
+        note="tokens are always sent by all-to-all, each to the ranks of its experts only; an all-gather computes the "
+        "same and sends more",
     )
     moe_grouped_gemm: bool = flag(
         False,
@@ -82,7 +83,7 @@ class MoEConfig:
         "--kernels auto,-grouped_linear multiplies expert after expert",
     )
     moe_shared_expert_intermediate_size: int | None = flag(
-        None, "Width of the expert that every token goes to.", at_least=1
+        None, "Width of the shared expert, which every token goes to.", at_least=1
     )
     multi_latent_attention: bool = flag(
         False, "Multi-latent attention.", status="later", note="use --num-query-groups for a small KV cache"
@@ -110,7 +111,7 @@ class MoEConfig:
         return "sequence" if self.moe_router_load_balancing_type == "seq_aux_loss" else "micro-batch"
 
     def expert_layers(self, num_layers: int) -> tuple[int, ...]:
-        """The layers that have experts, out of `num_layers`."""
+        """The layers, of `num_layers`, that have experts."""
         return tuple(n for n, on in enumerate(_pattern(self.moe_layer_freq, num_layers)) if on) if self.is_on else ()
 
 

@@ -33,8 +33,9 @@ class OptimizerConfig:
     adam_eps: float = flag(1e-8, "Adam's epsilon.", above=0.0)
     store_param_remainders: bool = flag(
         False,
-        "Of each bf16 weight keep the 16 bits that it lacks instead of an fp32 copy: the same training, but that a "
-        "weight halfway between two bf16 numbers is rounded away from zero. Needs the native adamw of --kernels.",
+        "Store the low 16 bits of the fp32 master weights beside the bf16 weights, instead of whole fp32 copies. "
+        "Training is the same, except that a weight halfway between two bf16 numbers is rounded away from zero. Needs "
+        "the native adamw of --kernels.",
     )
     sgd_momentum: float = flag(0.9, "Momentum of SGD.", at_least=0.0, below=1.0)
     muon_momentum: float = flag(0.9, "Momentum of Muon.", status="later", note="leave it out")
@@ -52,10 +53,10 @@ class ScheduleConfig:
     lr_decay_iters: int | None = flag(None, "Length of the decay in steps. Unset: --train-iters.", at_least=1)
     lr_decay_samples: int | None = flag(None, "Length of the decay in samples. Unset: --train-samples.", at_least=1)
     lr_warmup_fraction: float | None = flag(
-        None, "Linear warm-up over this share of the decay length.", at_least=0.0, at_most=1.0
+        None, "Linear warm-up as a share of the decay length.", at_least=0.0, at_most=1.0
     )
-    lr_warmup_iters: int = flag(0, "Linear warm-up over so many steps.", at_least=0)
-    lr_warmup_samples: int = flag(0, "Linear warm-up over so many samples.", at_least=0)
+    lr_warmup_iters: int = flag(0, "Steps of the linear warm-up.", at_least=0)
+    lr_warmup_samples: int = flag(0, "Samples of the linear warm-up.", at_least=0)
     lr_warmup_init: float = flag(0.0, "Learning rate at the start of the warm-up.", at_least=0.0)
     lr_wsd_decay_style: str = flag(
         "exponential", "Shape of WSD's last part.", choices=("exponential", "linear", "cosine", "minus_sqrt")

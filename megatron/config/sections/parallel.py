@@ -1,4 +1,4 @@
-"""How the work is divided over processes."""
+"""How the work is divided over ranks."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ class ParallelConfig:
     decoder_first_pipeline_num_layers: int | None = flag(None, "Layers of the first stage.", at_least=1)
     decoder_last_pipeline_num_layers: int | None = flag(None, "Layers of the last stage.", at_least=1)
     pipeline_trace: str | None = flag(
-        None, "Directory where each rank leaves when its passes of the last steps ran, for tools/draw_pipeline.py."
+        None, "Directory where each rank records when the passes of its last steps ran, for tools/draw_pipeline.py."
     )
     sequence_parallel: bool = flag(False, "Split norms and dropout over the tensor-parallel ranks.")
     context_parallel_size: int = flag(1, "Ranks that share each sequence.", at_least=1)
     cp_comm_type: tuple[str, ...] = flag(
         ("p2p",),
-        "How context-parallel ranks share attention: p2p (keys and values go round a ring), a2a (each has some of the "
-        "heads), allgather (all get all keys and values).",
+        "How context-parallel ranks share attention: p2p (ring attention), a2a (all-to-all: each rank attends with "
+        "some of the heads), allgather (each rank gathers all keys and values).",
         nargs="+",
         choices=("p2p", "a2a", "allgather", "all_gather"),
         refused={"a2a+p2p": "the two are not combined here; use a2a where the heads divide, else p2p"},
@@ -51,14 +51,14 @@ class ParallelConfig:
     )
     check_replicas_every: int | None = flag(
         None,
-        "Steps between comparisons, bit for bit, of what several ranks hold a copy of (parameters and the optimizer's "
-        "state); a difference stops the run and names the parameter and the ranks.",
+        "Steps between bitwise comparisons of replicated parameters and optimizer state; a difference stops the run "
+        "and names the parameter and the ranks.",
         at_least=1,
     )
     use_distributed_optimizer: bool = flag(
         False, "Shard optimizer state over the data-parallel ranks (ZeRO-1).", status="later", note="remove it"
     )
-    overlap_grad_reduce: bool = flag(False, "Reduce gradients while the backward pass still runs.")
+    overlap_grad_reduce: bool = flag(False, "Reduce gradients during the backward pass.")
     overlap_param_gather: bool = flag(
         False, "Gather parameters while the forward pass runs.", status="later", note="remove it"
     )
@@ -72,7 +72,7 @@ class ParallelConfig:
     )
     overlap_p2p_communication: bool = flag(
         True, "Do not overlap pipeline communication.", off="--no-overlap-p2p-communication", status="no-op",
-        note="stages never wait for each other where they need not, which changes no result",
+        note="it always overlaps where it can, which changes no result",
     )  # fmt: skip
     tp_comm_overlap: bool = flag(
         False,
@@ -92,8 +92,7 @@ class ParallelConfig:
 
     @property
     def fewest_ranks(self) -> int:
-        """The smallest world that holds the layout: experts are shared by ranks that the other axes leave, or by those
-        that share sequences."""
+        """The smallest world size of this layout. Expert parallelism divides the context- and data-parallel ranks."""
         model, cp = self.model_parallel_size, self.context_parallel_size
         return lcm(model, model // cp * self.expert_model_parallel_size)
 

@@ -1,4 +1,4 @@
-"""Number formats, loss scaling, and what is computed twice to save memory."""
+"""Number formats, loss scaling, and activation recomputation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the run happens, and what the command itself does. None of it changes what is computed."""
+"""Devices, processes, and what the command itself does. No value changes what is computed."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ class RuntimeConfig:
     distributed_backend: str | None = flag(
         None, "Backend of the collectives. Unset: from the device.", choices=("nccl", "gloo", "hccl", "xccl")
     )
-    distributed_timeout_minutes: float = flag(10, "Longest wait in a collective.", above=0.0)
+    distributed_timeout_minutes: float = flag(10, "Timeout of a collective.", above=0.0)
     heartbeat_timeout_seconds: float = flag(
-        20, "A rank that is not heard of for so long ends the run, which names it; 0: ranks do not look.", at_least=0.0
+        20,
+        "End the run, naming the rank, when a rank has sent no heartbeat for this long; 0 turns heartbeats off.",
+        at_least=0.0,
     )
     local_rank: int | None = flag(
         None, "Set by torch.distributed.launch; must agree with LOCAL_RANK.", at_least=0, cli_only=True
@@ -23,11 +25,11 @@ class RuntimeConfig:
     config: str | None = flag(None, "YAML file of settings; flags override it.", cli_only=True)
     print_config: bool = flag(False, "Print every value with its origin.", cli_only=True)
     dry_run: bool = flag(
-        False, "Check everything, print the plan and exit; one process can plan for many.", cli_only=True
+        False, "Check everything, print the plan and exit; one process can plan for many ranks.", cli_only=True
     )
     dry_run_ranks: int | None = flag(
         None,
-        "Processes to plan for. Unset: those that were started, or of one alone the fewest that hold its layout.",
+        "Ranks to plan for. Unset: those that were started, or for a single process the fewest that the layout needs.",
         at_least=1,
         cli_only=True,
     )

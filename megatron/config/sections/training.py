@@ -1,4 +1,4 @@
-"""Batch sizes, the length of the run, and when it stops."""
+"""Batch sizes, the length of the run, and its stop conditions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class TrainingConfig:
         None, "Samples per optimizer step over all ranks. Unset: micro-batch size x data-parallel size.", at_least=1
     )
     rampup_batch_size: tuple[int, ...] | None = flag(
-        None, "START INCREMENT SAMPLES: grow the batch to --global-batch-size over so many samples.", nargs=3
+        None, "START INCREMENT SAMPLES: grow the batch from START to --global-batch-size over SAMPLES samples.", nargs=3
     )
     train_iters: int | None = flag(None, "Steps to train (or --train-samples).", at_least=1)
     train_samples: int | None = flag(None, "Samples to train on (or --train-iters).", at_least=1)
@@ -28,10 +28,10 @@ class TrainingConfig:
     seed: int = flag(1234, "Seed of initial weights, sample order and dropout.", at_least=0)
     skip_train: bool = flag(False, "Only evaluate.")
     iterations_to_skip: tuple[int, ...] | None = flag(
-        None, "Iterations whose data is consumed without a step.", nargs="+"
+        None, "Iterations that consume their data without a step.", nargs="+"
     )
-    deterministic_mode: bool = flag(False, "Only operations that give the same bits in every run.")
-    manual_gc: bool = flag(False, "Collect Python's garbage at fixed iterations instead of whenever.")
+    deterministic_mode: bool = flag(False, "Use only operations that give the same bits in every run.")
+    manual_gc: bool = flag(False, "Run Python's garbage collector at fixed iterations only.")
     manual_gc_interval: int = flag(0, "Iterations between two collections under --manual-gc; 0 is never.", at_least=0)
     manual_gc_eval: bool = flag(True, "Do not collect around evaluations.", off="--no-manual-gc-eval")
     check_for_nan_in_loss_and_grad: bool = flag(

@@ -1,16 +1,18 @@
-"""What every kernel of csrc/ is checked on: one table for the tests and for tools/gpu_check.py.
+"""How every kernel of csrc/ is verified on a machine: inputs, an oracle in fp64, tolerances.
 
-An operation is checked everywhere (CPU, emulated CUDA, a GPU) as soon as its Subject stands here; what is built for the
-CPU alone is in a table of its own.
+Loaded only where something is verified (tools/gpu_check.py, the tests). Every module here that defines PROOFS is found
+by its file; a kernel is verified on each backend (CPU, emulated CUDA, a GPU) as soon as its proof is there.
 """
 
 from __future__ import annotations
 
-from megatron.ops.proof import activation, attention, cross_entropy, norm, optim, rope, softmax
-from megatron.ops.proof.subject import Call, Draw, Finding, Subject, check, flat_tensors
+from importlib import import_module
+from pathlib import Path
 
-_MODULES = (activation, cross_entropy, norm, optim, rope, softmax)
-SUBJECTS: dict[str, Subject] = {subject.name: subject for module in _MODULES for subject in module.SUBJECTS}
-CPU_SUBJECTS: dict[str, Subject] = {subject.name: subject for subject in attention.SUBJECTS}
+from megatron.ops.proof.compare import Call, Draw, Finding, Proof, check, flat_tensors
 
-__all__ = ["CPU_SUBJECTS", "SUBJECTS", "Call", "Draw", "Finding", "Subject", "check", "flat_tensors"]
+_NAMES = sorted(path.stem for path in Path(__file__).parent.glob("[a-z]*.py"))
+_MODULES = [module for name in _NAMES if hasattr(module := import_module(f"{__name__}.{name}"), "PROOFS")]
+PROOFS: dict[str, Proof] = {proof.name: proof for module in _MODULES for proof in module.PROOFS}
+
+__all__ = ["PROOFS", "Call", "Draw", "Finding", "Proof", "check", "flat_tensors"]

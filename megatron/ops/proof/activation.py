@@ -7,9 +7,7 @@ from typing import Any
 
 import torch
 
-from megatron.ops import ref
-from megatron.ops.native import OPERATIONS
-from megatron.ops.proof.subject import Call, Draw, Subject
+from megatron.ops.proof.compare import Call, Draw, proof_of
 
 SHAPES = ((0, 4), (1, 2), (3, 14), (5, 16), (2, 1000), (2, 1002), (7, 2048))
 
@@ -57,18 +55,10 @@ def with_many_rows(
     return generate
 
 
-def subject(name: str, oracle: Callable[..., Any], calls: Callable[[Draw], Iterator[Call]]) -> Subject:
-    return Subject(name=name, source="activation", kernel=OPERATIONS[name].make, oracle=oracle, calls=calls)
-
-
-SUBJECTS = (
-    subject("swiglu", ref.swiglu, with_many_rows(inputs, lambda draw, rows: (draw(rows, 2),))),
-    subject("geglu", ref.geglu, both_forms(inputs)),
-    subject("gelu", ref.gelu, both_forms(inputs)),
-    subject(
-        "bias_gelu",
-        ref.bias_gelu,
-        with_many_rows(both_forms(with_bias), lambda draw, rows: (draw(rows, 1), draw(1), True)),
-    ),
-    subject("squared_relu", ref.squared_relu, inputs),
+PROOFS = (
+    proof_of("swiglu", with_many_rows(inputs, lambda draw, rows: (draw(rows, 2),))),
+    proof_of("geglu", both_forms(inputs)),
+    proof_of("gelu", both_forms(inputs)),
+    proof_of("bias_gelu", with_many_rows(both_forms(with_bias), lambda draw, rows: (draw(rows, 1), draw(1), True))),
+    proof_of("squared_relu", inputs),
 )

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.ops import ref
-from megatron.ops.native import OPERATIONS
-from megatron.ops.proof.subject import Call, Draw, Subject
+from megatron.ops.cross_entropy import cross_entropy
+from megatron.ops.precision import widened
+from megatron.ops.proof.compare import Call, Draw, Proof, proof_of
 
 
 def logits_and_labels(draw: Draw) -> Iterator[tuple[str, Tensor, Tensor]]:
@@ -50,7 +50,7 @@ def in_place(ops: Any) -> Callable[..., tuple[Tensor, Tensor]]:
 
 
 def in_place_oracle(logits: Tensor, labels: Tensor, padding: int) -> tuple[Tensor, Tensor]:
-    loss, gradient = _loss_and_gradient(logits, labels, torch.ones(len(labels), dtype=ref.widened(logits).dtype))
+    loss, gradient = _loss_and_gradient(logits, labels, torch.ones(len(labels), dtype=widened(logits).dtype))
     return loss, F.pad(gradient, (0, padding))
 
 
@@ -90,10 +90,10 @@ def split_calls(draw: Draw) -> Iterator[Call]:
 
 
 def _loss_and_gradient(logits: Tensor, labels: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
-    wide = ref.widened(logits)
+    wide = widened(logits)
     gradient = torch.softmax(wide, dim=-1)
     gradient[torch.arange(len(labels)), labels] -= 1.0
-    return ref.cross_entropy(logits, labels), (gradient * grad[:, None].to(wide.dtype)).to(logits.dtype)
+    return cross_entropy(logits, labels), (gradient * grad[:, None].to(wide.dtype)).to(logits.dtype)
 
 
 def linear_calls(draw: Draw) -> Iterator[Call]:
@@ -102,29 +102,18 @@ def linear_calls(draw: Draw) -> Iterator[Call]:
         yield Call(f"{tokens}x{vocabulary} of {rows}", (draw(tokens, hidden), draw(rows, hidden), labels, vocabulary))
 
 
-SUBJECTS = (
-    Subject(
-        name="cross_entropy",
-        source="xent",
-        kernel=OPERATIONS["cross_entropy"].make,
-        oracle=ref.cross_entropy,
-        calls=whole_calls,
-    ),
-    Subject(name="xent_in_place", source="xent", kernel=in_place, oracle=in_place_oracle, calls=in_place_calls),
-    Subject(
-        name="xent_split",
-        source="xent",
-        kernel=split,
-        oracle=split_oracle,
-        calls=split_calls,
-        limits={torch.float32: 1e-5},  # what it is computed from, log_sum_exp, is rounded to fp32
-    ),
-    Subject(
-        name="linear_cross_entropy",
-        source="xent",
-        kernel=OPERATIONS["linear_cross_entropy"].make,
-        oracle=ref.linear_cross_entropy,
-        calls=linear_calls,
+def proof_by(name: str, kernel: Callable[[Any], Any], oracle: Callable[..., Any], calls: Any, **limits: Any) -> Proof:
+    return Proof(name=name, room="cross_entropy", kernel=kernel, oracle=oracle, calls=calls, **limits)
+
+
+PROOFS = (
+    proof_of("cross_entropy", whole_calls),
+    proof_by("xent_in_place", in_place, in_place_oracle, in_place_calls),
+    # What it is computed from, log_sum_exp, is rounded to fp32.
+    proof_by("xent_split", split, split_oracle, split_calls, limits={torch.float32: 1e-5}),
+    proof_of(
+        "linear_cross_entropy",
+        linear_calls,
         limits={torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3},  # its logits are rounded
         as_near_as_ref=2.5,  # few labels: one gradient that is rounded otherwise is seen in all of the weight's
     ),

@@ -8,9 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.ops import ref
-from megatron.ops.native import OPERATIONS
-from megatron.ops.proof.subject import Call, Draw, Subject
+from megatron.ops.proof.compare import Call, Draw, proof_of
 
 EPS = 1e-5
 LIMITS = {torch.float32: 1e-5}
@@ -56,20 +54,9 @@ def calls(*, centred: bool, summed: bool) -> Callable[[Draw], Iterator[Call]]:
     return generate
 
 
-def subject(name: str, oracle: Callable[..., Any], *, centred: bool, summed: bool) -> Subject:
-    return Subject(
-        name=name,
-        source="norm",
-        kernel=OPERATIONS[name].make,
-        oracle=oracle,
-        calls=calls(centred=centred, summed=summed),
-        limits=LIMITS,
-    )
-
-
-SUBJECTS = (
-    subject("layer_norm", ref.layer_norm, centred=True, summed=False),
-    subject("rms_norm", ref.rms_norm, centred=False, summed=False),
-    subject("add_layer_norm", ref.of_sum(ref.layer_norm), centred=True, summed=True),
-    subject("add_rms_norm", ref.of_sum(ref.rms_norm), centred=False, summed=True),
+PROOFS = (
+    proof_of("layer_norm", calls(centred=True, summed=False), limits=LIMITS),
+    proof_of("rms_norm", calls(centred=False, summed=False), limits=LIMITS),
+    proof_of("add_layer_norm", calls(centred=True, summed=True), limits=LIMITS),
+    proof_of("add_rms_norm", calls(centred=False, summed=True), limits=LIMITS),
 )

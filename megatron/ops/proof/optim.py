@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.ops.native.optim import joined, split
-from megatron.ops.proof.subject import Call, Draw, Subject
+from megatron.ops.optim import joined, split
+from megatron.ops.proof.compare import Call, Draw, Proof
 
 BETAS, EPS = (0.9, 0.999), 1e-8
 HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -108,18 +108,18 @@ def square_sum_calls(draw: Draw) -> Iterator[Call]:
         yield Call("squares beyond fp32", (draw(300, spread=1e30),), ())
 
 
-SUBJECTS = (
-    Subject(
+PROOFS = (
+    Proof(
         name="adamw",
-        source="optim",
+        room="optim",
         kernel=kernel,
         oracle=adamw,
         calls=calls,
         dtypes=(torch.float32, torch.bfloat16),  # of the gradients
     ),
-    Subject(
+    Proof(
         name="grad_norm",
-        source="optim",
+        room="optim",
         kernel=lambda ops: ops.square_sum,
         oracle=square_sum,
         calls=square_sum_calls,

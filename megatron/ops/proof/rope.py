@@ -7,9 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from megatron.ops import ref
-from megatron.ops.native import OPERATIONS
-from megatron.ops.proof.subject import Call, Draw, Subject
+from megatron.ops.proof.compare import Call, Draw, proof_of
 
 
 def angles(draw: Draw, batch: int, seq: int, half: int, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
@@ -46,4 +44,4 @@ def calls(draw: Draw) -> Iterator[Call]:
     yield Call("inf and nan", (draw.with_specials(2, 5, 3, 26), *angles(draw, 1, 5, 8)), grads=(0,))
 
 
-SUBJECTS = (Subject(name="rope", source="rope", kernel=OPERATIONS["rope"].make, oracle=ref.rope, calls=calls),)
+PROOFS = (proof_of("rope", calls),)

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from megatron.ops import ref
-from megatron.ops.native import OPERATIONS
-from megatron.ops.proof.subject import Call, Draw, Subject
+from megatron.ops.precision import widened
+from megatron.ops.proof.compare import Call, Draw, proof_of
+from megatron.ops.softmax import softmax
 
 SHAPES = ((1, 1, 1, 1), (2, 3, 5, 7), (1, 2, 33, 33), (2, 1, 3, 1000), (1, 1, 2, 4097), (3, 2, 16, 64))
 
@@ -20,14 +20,14 @@ SHAPES = ((1, 1, 1, 1), (2, 3, 5, 7), (1, 2, 33, 33), (2, 1, 3, 1000), (1, 1, 2,
 class Oracle(Function):
     @staticmethod
     def forward(ctx: Any, scores: Tensor, mask: Tensor | None, scale: float, causal: bool) -> Tensor:
-        out = ref.softmax(scores, mask, scale, causal)
+        out = softmax(scores, mask, scale, causal)
         ctx.save_for_backward(out)
         ctx.scale = scale
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        out, upstream = (ref.widened(tensor) for tensor in (*ctx.saved_tensors, grad))
+        out, upstream = (widened(tensor) for tensor in (*ctx.saved_tensors, grad))
         wide = ctx.scale * out * (upstream - (out * upstream).sum(-1, keepdim=True))
         return wide.to(grad.dtype), None, None, None
 
@@ -67,13 +67,4 @@ def masked_calls(draw: Draw) -> Iterator[Call]:
 
 LIMITS = {torch.float32: 1e-5}  # of a gradient whose numbers cancel
 
-SUBJECTS = (
-    Subject(
-        name="softmax",
-        source="softmax",
-        kernel=OPERATIONS["softmax"].make,
-        oracle=oracle,
-        calls=calls,
-        limits=LIMITS,
-    ),
-)
+PROOFS = (proof_of("softmax", calls, oracle=oracle, limits=LIMITS),)

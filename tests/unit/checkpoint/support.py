@@ -1,4 +1,4 @@
-"""A small training state with every kind of tensor, and the ways to spoil a checkpoint of it."""
+"""A small training state with every kind of tensor, and functions that save and load it."""
 
 from __future__ import annotations
 

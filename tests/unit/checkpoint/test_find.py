@@ -1,4 +1,4 @@
-"""Which step --load takes: the tracker decides, damage falls back loudly, nothing starts at step 0 in silence."""
+"""The step that --load takes: the tracker decides, damage falls back with a warning, no run silently starts at 0."""
 
 from __future__ import annotations
 

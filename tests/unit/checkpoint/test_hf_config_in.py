@@ -1,4 +1,4 @@
-"""A config.json that leaves something out, or says it in an older place, still means what transformers reads in it."""
+"""A config.json with absent keys, or keys in older places, is read as transformers reads it."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from megatron.checkpoint.hf.config_in import model_config_from
-from megatron.checkpoint.hf.family import by_model_type
+from megatron.checkpoint.hf.families import by_model_type
+from megatron.config import ModelConfig
 from megatron.errors import ConfigError
 
 SHAPE: dict[str, Any] = {
@@ -20,33 +20,43 @@ SHAPE: dict[str, Any] = {
 }
 
 
+def imported(model_type: str, values: dict[str, Any]) -> ModelConfig:
+    return by_model_type(model_type).read_config(values)[0]
+
+
 @pytest.mark.parametrize(
     ("given", "window"), [({}, (4095, 0)), ({"sliding_window": None}, None), ({"sliding_window": 7}, (6, 0))]
 )
 def test_mistral_has_a_window_unless_it_says_null(given: dict[str, Any], window: tuple[int, int] | None) -> None:
-    assert model_config_from({**SHAPE, **given}, by_model_type("mistral")).window == window
+    assert imported("mistral", {**SHAPE, **given}).window == window
+
+
+def test_heads_of_qwen3_are_128_wide_unless_it_says_otherwise() -> None:
+    assert imported("qwen3", SHAPE).head_dim == 128
+    assert imported("qwen3", {**SHAPE, "head_dim": 16}).head_dim == 16
+    assert imported("qwen2", SHAPE).head_dim == 64 // 8
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "mistral"])
 def test_only_llama_means_all_heads_by_no_number_of_key_heads(family: str) -> None:
     shape = {name: value for name, value in SHAPE.items() if name != "num_key_value_heads"}
-    assert model_config_from(shape, by_model_type("llama")).query_groups == 8
-    assert model_config_from({**shape, "num_key_value_heads": None}, by_model_type(family)).query_groups == 8
+    assert imported("llama", shape).query_groups == 8
+    assert imported(family, {**shape, "num_key_value_heads": None}).query_groups == 8
     with pytest.raises(ConfigError, match="num_key_value_heads is missing"):
-        model_config_from(shape, by_model_type(family))
+        imported(family, shape)
 
 
 @pytest.mark.parametrize("place", ["rope_parameters", "rope_scaling", None])
 def test_a_partial_rotation_is_refused_wherever_it_stands(place: str | None) -> None:
     partial = {"partial_rotary_factor": 0.5}
     with pytest.raises(ConfigError, match=r"partial_rotary_factor 0\.5 is not supported"):
-        model_config_from({**SHAPE, **(partial if place is None else {place: partial})}, by_model_type("llama"))
+        imported("llama", {**SHAPE, **(partial if place is None else {place: partial})})
     whole = {"partial_rotary_factor": 1.0}
-    assert model_config_from({**SHAPE, **whole}, by_model_type("llama")).rotary_percent == 1.0
+    assert imported("llama", {**SHAPE, **whole}).rotary_percent == 1.0
 
 
 def test_gpt2_with_two_kinds_of_hidden_dropout_is_refused() -> None:
     shape = {"n_layer": 2, "n_embd": 64, "n_head": 4, "n_positions": 32, "resid_pdrop": 0.1}
-    assert model_config_from(shape, by_model_type("gpt2")).hidden_dropout == 0.1
+    assert imported("gpt2", shape).hidden_dropout == 0.1
     with pytest.raises(ConfigError, match=r"embd_pdrop 0\.3 is not supported"):
-        model_config_from({**shape, "embd_pdrop": 0.3}, by_model_type("gpt2"))
+        imported("gpt2", {**shape, "embd_pdrop": 0.3})

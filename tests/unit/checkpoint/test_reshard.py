@@ -1,4 +1,4 @@
-"""Any split loads into any other: artificial tensor-parallel ranks write one manifest, others read it."""
+"""Resharding: tensor-parallel ranks of any number save, and any other number loads."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ WORDS = "embedding.word_embeddings.weight"
 
 
 def shard(params: dict[str, Sharded], tp: int, rank: int) -> dict[str, Sharded]:
-    """What one tensor-parallel rank holds: the vocabulary with its own padding, copies whole."""
+    """The parameters of one tensor-parallel rank: shards, the vocabulary with the rank's padding, and replicas."""
     held: dict[str, Sharded] = {}
     for name, (spec, tensor) in params.items():
         whole = tensor.detach()[: SHAPES[name][0][0]] if name == WORDS else tensor.detach()
@@ -32,6 +32,9 @@ def shard(params: dict[str, Sharded], tp: int, rank: int) -> dict[str, Sharded]:
             held[name] = (spec, tensor.detach().clone())
             continue
         part = replace(spec, ranges=even_ranges(spec.size, tp, rank))
+        if name == WORDS:  # equal shares of the padded table: the last ranks may hold padding alone
+            rows = PADDED // tp
+            part = replace(spec, ranges=((min(rank * rows, spec.size), min(rank * rows + rows, spec.size)),))
         local = part.take(whole)
         stored = local.reshape(local.shape[0], -1) if name in COLUMNS else local.reshape(-1, *SHAPES[name][1][1:])
         if name == WORDS:
@@ -71,6 +74,20 @@ def test_every_split_loads_into_every_other(tmp_path: Path, saved: int, wanted: 
             assert torch.equal(moment, tensor * 2), (name, rank)
 
 
+def test_a_rank_that_holds_nothing_but_padding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 13 words in a table padded to 32, two of four ranks hold none."""
+    monkeypatch.setitem(globals(), "PADDED", 32)
+    save_split(tmp_path, 4)
+    _, problems = inspect_step(tmp_path / "iter_0000010", deep=True)
+    assert problems == []
+    record = manifest.read(tmp_path / "iter_0000010")
+    reader = StepReader(tmp_path / "iter_0000010", record)
+    for name, (spec, tensor) in make_params().items():
+        target = torch.full_like(tensor, 7.0)
+        reader.fill(spec, target, record.model[name])
+        assert torch.equal(target, tensor), name
+
+
 def test_whole_tensors_come_back_from_a_split_save(tmp_path: Path) -> None:
     save_split(tmp_path, 4)
     reader = StepReader(tmp_path / "iter_0000010", manifest.read(tmp_path / "iter_0000010"))
@@ -90,7 +107,7 @@ def test_load_on_another_layout_says_that_random_states_do_not_apply(tmp_path: P
 
 
 def test_planted_swap_of_two_slices_is_seen(tmp_path: Path) -> None:
-    """The comparison above has power: exchange what two ranks hold and it fails."""
+    """Fault injection: exchanging the slices of two ranks makes the comparison above fail."""
     save_split(tmp_path, 2)
     record = manifest.read(tmp_path / "iter_0000010")
     name = "layers.0.mlp.dense_h_to_4h.weight"
@@ -118,6 +135,9 @@ def test_a_gap_is_refused() -> None:
         ([((0, 4),), ((0, 4),), ((4, 8),)], True),  # a copy, as KV heads fewer than ranks are
         ([((0, 2), (4, 6)), ((2, 4), (6, 8))], True),
         ([None, None], True),
+        ([((0, 8),), ((8, 8),)], True),  # a rank that holds nothing but padding rows of a vocabulary
+        ([((0, 7),), ((7, 7),)], False),
+        ([((0, 8),), ((9, 9),)], False),
         ([((0, 5),), ((4, 8),)], False),
         ([((0, 4),), ((4, 9),)], False),
         ([((0, 4),)], False),

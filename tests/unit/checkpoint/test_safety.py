@@ -1,4 +1,4 @@
-"""A checkpoint is safe to open, and no damaged byte of one is ever used."""
+"""Opening a checkpoint runs no code, and no damaged byte of one is ever used."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Evil:
 
 
 def rewrite_manifest(directory: Path, change: Any) -> None:
-    """As an attacker would: the manifest agrees with itself."""
+    """Rewrites the manifest with a valid checksum, as an attacker would."""
     path = directory / STEP / "manifest.json"
     body = json.loads(path.read_text())["manifest"]
     change(body)

@@ -1,14 +1,15 @@
-"""What is saved comes back bit for bit, under the names that tools look for."""
+"""A checkpoint restores every bit, in files with the names that other tools expect."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from megatron.checkpoint import RunHistory, hold_directory, inspect_step
+from megatron.checkpoint import RunHistory, hold_directory, inspect_step, manifest
 from megatron.errors import CheckpointError, ConfigError, NonFiniteError
 from tests.unit.checkpoint.support import (
     MODEL,
@@ -21,6 +22,27 @@ from tests.unit.checkpoint.support import (
     save,
 )
 
+# A manifest of another form would need another schema number, and a reader of both.
+MANIFEST_KEYS = [
+    "args",
+    "config",
+    "consumed_train_samples",
+    "consumed_valid_samples",
+    "data",
+    "files",
+    "fingerprint",
+    "holds",
+    "layout",
+    "model",
+    "optimizer",
+    "run_id",
+    "schema",
+    "step",
+    "versions",
+]
+EARLIER = Path(__file__).parents[2] / "golden" / "checkpoint"
+TENSOR_KEYS = {"logical_shape", "dtype", "dim", "slices", "fold"}
+
 
 def test_round_trip_is_bit_equal(tmp_path: Path) -> None:
     state = make_state()
@@ -32,7 +54,8 @@ def test_round_trip_is_bit_equal(tmp_path: Path) -> None:
     assert loaded.consumed_train_samples == 40 and loaded.consumed_valid_samples == 2
     assert loaded.optimizer_extra == state.optimizer_extra
     assert loaded.scheduler == state.scheduler
-    assert loaded.data == state.data and loaded.config == state.config
+    record = manifest.read(tmp_path / "iter_0000010")
+    assert record.data == state.data and record.config == state.config
     assert loaded.rng is not None and state.rng is not None
     assert torch.equal(loaded.rng["torch_cpu"], state.rng["torch_cpu"])
     assert loaded.rng["python"] == state.rng["python"]
@@ -227,6 +250,56 @@ def test_release_is_weights_at_iteration_zero(tmp_path: Path) -> None:
     loaded = load(tmp_path, params)
     assert loaded is not None and loaded.iteration == 0 and loaded.optimizer is None
     assert all(torch.equal(params[name][1], tensor) for name, (_, tensor) in state.params.items())
+
+
+def test_the_fingerprint_of_the_run_is_compared_on_resume(tmp_path: Path) -> None:
+    saved = {"device": "cpu", "cpu_threads": 2, "kernels": {"rope": "native", "gelu": "torch"}}
+    save(tmp_path, make_state(), fingerprint=saved)
+    ours = {"device": "cpu", "cpu_threads": 1, "kernels": {"rope": "ref", "gelu": "torch", "adamw": "native"}}
+
+    def warnings(**options: Any) -> list[str]:
+        messages: list[str] = []
+        load(tmp_path, messages=messages, **options)
+        return [message for message in messages if "under other conditions" in message]
+
+    (warning,) = warnings(fingerprint=ours)
+    assert "(cpu_threads 2 -> 1, kernels.rope native -> ref)" in warning
+    assert warnings(fingerprint=saved) == warnings() == warnings(fingerprint=ours, finetune=True) == []
+
+
+def test_a_manifest_without_a_fingerprint_is_an_earlier_versions(tmp_path: Path) -> None:
+    save(tmp_path, make_state())
+    assert manifest.read(tmp_path / "iter_0000010").fingerprint == {}
+    messages: list[str] = []
+    load(tmp_path, fingerprint={"cpu_threads": 1}, messages=messages)
+    assert messages == []
+
+
+def test_a_checkpoint_of_an_earlier_version_verifies_and_loads() -> None:
+    """tests/golden/checkpoint is `make_state()`, saved before manifests had a fingerprint."""
+    assert inspect_step(EARLIER / "iter_0000010", deep=True)[1] == []
+    params, messages = make_params(seed=77), []
+    loaded = load(EARLIER, params, fingerprint={"cpu_threads": 1}, messages=messages)
+    assert loaded is not None and loaded.iteration == 10 and loaded.consumed_train_samples == 40
+    assert loaded.optimizer is not None and messages == []
+    content = torch.load(EARLIER / "iter_0000010/mp_rank_00/model_optim_rng.pt", weights_only=True)
+    qkv = "layers.0.self_attention.query_key_value.weight"
+    model = content["model"]["language_model"]
+    assert torch.equal(params[qkv][1], model["encoder"][qkv])
+    words = "embedding.word_embeddings.weight"
+    assert torch.equal(params[words][1], model["embedding"]["word_embeddings"]["weight"])
+    for name, kinds in content["optimizer"]["state"].items():
+        assert all(torch.equal(loaded.optimizer[name][kind], tensor) for kind, tensor in kinds.items())
+    assert loaded.rng is not None and torch.equal(loaded.rng["torch_cpu"], torch.arange(16, dtype=torch.uint8))
+
+
+def test_the_manifest_keeps_its_format(tmp_path: Path) -> None:
+    save(tmp_path, make_state())
+    body = json.loads((tmp_path / "iter_0000010/manifest.json").read_text())["manifest"]
+    assert sorted(body) == sorted(MANIFEST_KEYS) and body["schema"] == 1
+    assert {key for entry in body["files"].values() for key in entry} == {"size", "sha256", "blocks"}
+    assert {key for tensor in body["model"].values() for key in tensor} == TENSOR_KEYS
+    assert {key for t in body["model"].values() for s in t["slices"] for key in s} == {"file", "key", "ranges", "shape"}
 
 
 def test_find_gives_the_config_before_a_model_exists(tmp_path: Path) -> None:

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from megatron.checkpoint import TrainState, save_checkpoint
-from megatron.checkpoint.convert import main as convert
-from megatron.checkpoint.logical import parameters
+from megatron.checkpoint.convert_cli import main as convert
 from megatron.config import ModelConfig
 from megatron.distributed.shard import ShardSpec
 from megatron.distributed.state import ParallelState
 from megatron.inference.cli import main as generate
 from megatron.layout import Layout
+from megatron.model.parameters import parameters
 
 WORDS = ["<|endoftext|>", *"abcdefghij", "Ġ", "def", "Ġhello"]
 
@@ -51,10 +51,10 @@ def save_model(directory: Path, config: ModelConfig, tokenizer: Any = write_toke
     generator = torch.Generator().manual_seed(1)
     params = {
         p.name: (
-            ShardSpec(name=p.name, logical_shape=p.logical_shape),
+            ShardSpec(name=p.name, logical_shape=p.shape),
             torch.randn(p.stored_shape, generator=generator) * 0.2,
         )
-        for p in parameters(config, len(WORDS))
+        for p in parameters(config, len(WORDS)).values()
     }
     state = TrainState(
         iteration=5, consumed_train_samples=0, consumed_valid_samples=0, params=params, optimizer=None,

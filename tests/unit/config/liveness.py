@@ -1,4 +1,4 @@
-"""Which settings does the program read? A scan of its source, so that no setting can be accepted and ignored.
+"""Finds the settings that the program reads by scanning its source, so that no setting can be accepted and ignored.
 
 A field is read where it is an attribute of something that holds its section (`config.save`, `config.checkpoint.save`,
 a parameter annotated `CheckpointConfig`), or is named in a string that such code hands to getattr. Properties of the
@@ -33,7 +33,7 @@ def last_name(node: ast.expr) -> str:
 
 
 def annotated_holders(tree: ast.AST) -> dict[str, str]:
-    """Names annotated with a section class -> the section."""
+    """Maps names that are annotated with a section class to the section."""
     found = {}
     for node in ast.walk(tree):
         target: str = ""
@@ -80,7 +80,7 @@ def config_functions(root: Path) -> Iterator[tuple[str, Reads]]:
 
 
 def program_files(root: Path) -> list[Path]:
-    """Everything that runs, but the configuration itself."""
+    """All source files that run, except megatron/config."""
     files = [*sorted((root / "megatron").rglob("*.py")), *sorted((root / "tools").glob("*.py"))]
     files += sorted(root.glob("pretrain_*.py"))
     return [path for path in files if (root / "megatron/config") not in path.parents]
@@ -107,7 +107,7 @@ def live_fields(root: Path) -> set[str]:
 
 
 def without_docstrings(tree: ast.AST) -> None:
-    """A field that is only talked about is not read."""
+    """A field that is only mentioned in a docstring is not read."""
     for node in ast.walk(tree):
         body = getattr(node, "body", None)
         if isinstance(body, list):

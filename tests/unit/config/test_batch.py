@@ -1,4 +1,4 @@
-"""Batch sizes and run lengths against a walk through Megatron's own rules, written out step by step."""
+"""Batch sizes and run lengths compared with Megatron's own rules, written out step by step."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.config import RunConfig, TrainingConfig, batch_size_at, global_batch_size, train_iters, train_samples
-from megatron.config.batch import data_parallel_size, num_micro_batches_at
+from megatron.config import BatchPlan, RunConfig, TrainingConfig
 
 
 def run(**training: object) -> RunConfig:
@@ -35,11 +34,11 @@ def test_the_ramp_is_megatrons(start: int, increment: int, increments: int, samp
     config = run(
         micro_batch_size=1, global_batch_size=final, rampup_batch_size=(start, increment, samples), train_samples=1
     )
-    batch = batch_size_at(config, 1, consumed)
+    batch = BatchPlan(config, 1).batch_size(consumed)
     assert batch == megatron_ramp(start, increment, samples, final, consumed)
     assert start <= batch <= final
-    assert batch_size_at(config, 1, 0) == start
-    assert batch_size_at(config, 1, samples + 1) == final
+    assert BatchPlan(config, 1).batch_size(0) == start
+    assert BatchPlan(config, 1).batch_size(samples + 1) == final
 
 
 def test_the_175b_ramp() -> None:
@@ -49,14 +48,14 @@ def test_the_175b_ramp() -> None:
         rampup_batch_size=(16, 16, 5859375),
         train_samples=146484375,
     )
-    assert batch_size_at(config, 8, 0) == 16
-    assert num_micro_batches_at(config, 8, 0) == 2
-    assert batch_size_at(config, 8, 5859376) == 1536
+    assert BatchPlan(config, 8).batch_size(0) == 16
+    assert BatchPlan(config, 8).micro_batches(16) == 2
+    assert BatchPlan(config, 8).batch_size(5859376) == 1536
     iterations = consumed = 0
     while consumed <= 5859375:
-        consumed += batch_size_at(config, 8, consumed)
+        consumed += BatchPlan(config, 8).batch_size(consumed)
         iterations += 1
-    assert train_iters(config, 8) == iterations + (146484375 - consumed) // 1536
+    assert BatchPlan(config, 8).total_iterations == iterations + (146484375 - consumed) // 1536
 
 
 @pytest.mark.parametrize("samples", [0, 1, 15, 16, 17, 100, 1000])
@@ -65,25 +64,26 @@ def test_a_run_never_takes_more_samples_than_asked(samples: int) -> None:
         micro_batch_size=1, global_batch_size=64, rampup_batch_size=(16, 16, 200), train_samples=samples or None
     )
     iterations, consumed = 0, 0
-    while samples and consumed + batch_size_at(config, 1, consumed) <= samples:
-        consumed += batch_size_at(config, 1, consumed)
+    while samples and consumed + BatchPlan(config, 1).batch_size(consumed) <= samples:
+        consumed += BatchPlan(config, 1).batch_size(consumed)
         iterations += 1
-    assert train_iters(config, 1) == iterations
+    assert BatchPlan(config, 1).total_iterations == iterations
 
 
 def test_a_ramp_that_starts_at_its_end_or_takes_no_samples() -> None:
     for ramp in ((8, 4, 100), (4, 4, 0)):
         config = run(micro_batch_size=1, global_batch_size=8, rampup_batch_size=ramp, train_samples=80)
-        assert batch_size_at(config, 1, 0) == 8
-        assert train_iters(config, 1) == 10
+        assert BatchPlan(config, 1).batch_size(0) == 8
+        assert BatchPlan(config, 1).total_iterations == 10
 
 
 def test_sizes_without_a_ramp() -> None:
-    by_iterations = run(micro_batch_size=4, train_iters=10)
-    assert global_batch_size(by_iterations, 3) == 12
-    assert (train_iters(by_iterations, 3), train_samples(by_iterations, 3)) == (10, 120)
-    by_samples = run(micro_batch_size=4, global_batch_size=24, train_samples=100)
-    assert (train_iters(by_samples, 3), train_samples(by_samples, 3)) == (4, 100)
-    assert num_micro_batches_at(by_samples, 3, 0) == 2
-    assert (train_iters(run(micro_batch_size=4), 3), train_samples(run(micro_batch_size=4), 3)) == (0, 0)
-    assert data_parallel_size(by_samples, 6) == 6
+    by_iterations = BatchPlan(run(micro_batch_size=4, train_iters=10), 3)
+    assert by_iterations.final_batch_size == 12
+    assert (by_iterations.total_iterations, by_iterations.train_samples) == (10, 120)
+    by_samples = BatchPlan(run(micro_batch_size=4, global_batch_size=24, train_samples=100), 3)
+    assert (by_samples.total_iterations, by_samples.train_samples) == (4, 100)
+    assert by_samples.micro_batches(by_samples.batch_size(0)) == 2
+    endless = BatchPlan(run(micro_batch_size=4), 3)
+    assert (endless.total_iterations, endless.train_samples) == (0, 0)
+    assert BatchPlan.on(by_samples.config, 6).dp == 6

@@ -1,4 +1,4 @@
-"""Mixtures and splits as they are written: on the command line and in files."""
+"""Parsing of data blends and --split, on the command line and in files."""
 
 from __future__ import annotations
 

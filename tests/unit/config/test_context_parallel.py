@@ -1,4 +1,4 @@
-"""Context parallelism that cannot be: one line with both flags and the nearest sizes that work."""
+"""Impossible context-parallel settings are refused in one line with both flags and the nearest sizes that work."""
 
 from __future__ import annotations
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from megatron.config import parse_args
 from megatron.config import sources as sources_module
+from megatron.config.compat import compat_flags
 from megatron.config.flag import Setting
-from megatron.config.known import known_flags
 from megatron.config.run import all_settings
 from megatron.errors import ConfigError
 from tests.unit.config.commands import SMALL, argv, without
@@ -72,7 +72,7 @@ def test_every_switch_is_kept_or_refused(setting: Setting) -> None:
         assert config.value(setting) is value
 
 
-@pytest.mark.parametrize("flag", known_flags().values(), ids=lambda flag: flag.spelling)
+@pytest.mark.parametrize("flag", compat_flags().values(), ids=lambda flag: flag.spelling)
 def test_every_known_flag_prints_its_line_or_is_refused(flag: Any) -> None:
     values = {"switch": [], "value": [flag.accepts[0] if flag.accepts else "7"], "values": ["7", "8"]}[flag.takes]
     command = [*argv(SMALL), flag.spelling, *values]

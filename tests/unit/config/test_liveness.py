@@ -1,4 +1,5 @@
-"""P3.2: no setting is accepted and ignored. Every field that works is read by the program, or says here why not."""
+"""P3.2: no setting is accepted and ignored. Every supported field is read by the program, or listed here with a
+reason."""
 
 from __future__ import annotations
 
@@ -40,10 +41,10 @@ def test_the_exceptions_are_fields() -> None:
 
 PROGRAM = '''
 """This text talks about clip_grad."""
-from megatron.config import CheckpointConfig, RunConfig, train_iters
+from megatron.config import BatchPlan, CheckpointConfig, RunConfig
 
 def work(config: RunConfig, where: CheckpointConfig, other) -> None:
-    print(config.training.seed, where.save, other.load, train_iters(config, 1), "a,b".split(","))
+    print(config.training.seed, where.save, other.load, BatchPlan(config, 1).total_iterations, "a,b".split(","))
     if config.model.tied:
         print(getattr(config.schedule, "min_lr"))
 '''

@@ -1,4 +1,4 @@
-"""Experts that cannot be are refused in one line that names the flags and the way out."""
+"""Impossible mixture-of-experts settings are refused in one line with the flags and the way out."""
 
 from __future__ import annotations
 
@@ -112,8 +112,8 @@ def test_a_loss_that_moves_with_the_micro_batch_is_said() -> None:
 def test_the_other_dispatcher_is_said_to_be_the_same() -> None:
     lines = parse_args(flags(**MOE, openai_gelu=True, moe_token_dispatcher_type="allgather")).notices
     assert lines == (
-        "--moe-token-dispatcher-type allgather: tokens travel by all-to-all, each to the ranks of its experts alone; "
-        "to gather all of them everywhere computes the same and sends more",
+        "--moe-token-dispatcher-type allgather: tokens are always sent by all-to-all, each to the ranks of its experts "
+        "only; an all-gather computes the same and sends more",
     )
 
 

@@ -1,4 +1,4 @@
-"""Presets are shapes that exist: names are settings, and the number of parameters is the model's own."""
+"""Presets are valid models with the published number of parameters."""
 
 from __future__ import annotations
 

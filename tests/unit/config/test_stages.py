@@ -1,4 +1,4 @@
-"""Which layers each stage holds."""
+"""The division of layers over pipeline stages."""
 
 from __future__ import annotations
 

@@ -17,7 +17,6 @@ from megatron.layout import Layout
 from megatron.model.attention import CoreAttention, attention_mask
 from megatron.model.gpt import GPT
 from megatron.ops import resolve
-from megatron.parallelize.context import share_sequence
 from tests.helpers.distributed import run_ranks
 
 KINDS = {"p2p": RingAttention, "a2a": UlyssesAttention, "allgather": GatheredAttention}
@@ -108,13 +107,6 @@ def test_dropout_keeps_the_mean_and_repeats_from_its_random_state() -> None:
         assert not torch.equal(results[0][kind][0], results[1][kind][0]), "ranks drop different elements"
 
 
-def test_a_size_of_one_changes_nothing() -> None:
-    model = GPT(config(), vocab_size=11, kernels=resolve("auto", "cpu"))
-    core, sequence = model.layers["0"].self_attention.core_attention, model.sequence
-    share_sequence(model, Axis.single("cp"), "p2p")
-    assert model.layers["0"].self_attention.core_attention is core and model.sequence is sequence
-
-
 def test_positions_that_nobody_gave_are_those_of_the_sequence() -> None:
     cp = Axis("cp", 0, 2, (0, 1))
     found = SharedSequence(cp, RingAttention).positions(6, 0, torch.device("cpu"))
@@ -124,6 +116,6 @@ def test_positions_that_nobody_gave_are_those_of_the_sequence() -> None:
 def test_generation_with_a_cache_is_refused() -> None:
     model = GPT(config(), vocab_size=11, kernels=resolve("auto", "cpu"))
     cache = model.make_cache(1, SEQ)
-    share_sequence(model, Axis("cp", 0, 2, (0, 1)), "a2a")
+    sequence = SharedSequence(Axis("cp", 0, 2, (0, 1)), UlyssesAttention)
     with pytest.raises(ConfigError, match=r"--context-parallel-size 2: .* use --context-parallel-size 1"):
-        model(torch.zeros(1, 6, dtype=torch.long), cache=cache)
+        sequence.past(cache)

@@ -1,4 +1,4 @@
-"""The sample order as the format notes describe it, in plain loops: slow, and sharing nothing with the package."""
+"""The sample order by the format's description, in plain loops that share no code with the package."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron.data.indexed import IndexedDatasetBuilder
+from megatron.data.indexed.builder import IndexedDatasetBuilder
 
 
 def write_dataset(prefix: Path, documents: list[list[int]], dtype: str = "uint16") -> str:

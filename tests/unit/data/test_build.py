@@ -1,4 +1,4 @@
-"""From settings to datasets: the table, the order of a whole run, and every refusal."""
+"""From settings to datasets: the table, the sample order of a whole run, and every error."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import pytest
 from megatron.config.sections.data import DataConfig
 from megatron.data.blended import TokenDataset, part_samples
 from megatron.data.build import Datasets, build_train_valid_test
-from megatron.data.files import allow_open_files
-from megatron.data.indexed import IndexedDatasetBuilder
-from megatron.data.record import make_record, write_record
+from megatron.data.indexed.builder import IndexedDatasetBuilder
+from megatron.data.indexed.files import allow_open_files
+from megatron.data.indexed.record import make_record, write_record
 from megatron.errors import ConfigError, DataError
 from tests.unit.data import oracle
 from tests.unit.data.oracle import random_documents, write_dataset
@@ -110,7 +110,7 @@ def test_a_path_for_each_split(prefixes: dict[str, str], texts: dict[str, list[l
 
 @pytest.mark.parametrize("documents", [1, 3, 16, 500])
 def test_empty_splits_are_fine_and_said(tmp_path: Path, documents: int) -> None:
-    """The incumbent hangs for ever on up to 500 documents with the default split."""
+    """Megatron-LM hangs on up to 500 documents with the default split."""
     prefix = write_dataset(tmp_path / "d", [[1, 2, 3, 4]] * documents)
     built = build(data_path=prefix)
     assert built.train is not None and len(built.train) >= 100

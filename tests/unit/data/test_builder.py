@@ -1,4 +1,4 @@
-"""The writer: whole files or none, and no token that is not the one it was given."""
+"""The writer: complete files or none, and exactly the given tokens."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.data import builder as builder_module
-from megatron.data import growing
-from megatron.data.checksums import verify_blocks
-from megatron.data.indexed import IndexedDataset, IndexedDatasetBuilder
+from megatron.data.indexed import builder as builder_module
+from megatron.data.indexed import growing
+from megatron.data.indexed.builder import IndexedDatasetBuilder
+from megatron.data.indexed.checksums import verify_blocks
+from megatron.data.indexed.dataset import IndexedDataset
 from megatron.errors import ConfigError, DataError, StorageError
 
 
@@ -36,29 +37,13 @@ def test_nothing_has_a_final_name_before_finalize(tmp_path: Path) -> None:
 
 def test_summary(tmp_path: Path) -> None:
     with IndexedDatasetBuilder(tmp_path / "d", np.int32) as builder:
-        builder.add_documents(np.array([5, 6, 70000, 8]), [1, 0, 3])
+        for document in ([5], [], np.array([6, 70000, 8])):
+            builder.add_document(document)
         builder.add_document([1, 2], [1, 1])
         summary = builder.finalize()
     assert summary.dtype == "int32" and summary.prefix == str(tmp_path / "d")
     assert (summary.documents, summary.sequences, summary.tokens) == (4, 5, 6)
     assert (summary.max_id, summary.longest_document, summary.empty_documents) == (70000, 3, 1)
-
-
-def test_blocks_of_documents_equal_one_by_one(tmp_path: Path) -> None:
-    random = np.random.default_rng(0)
-    texts = [random.integers(0, 60000, random.integers(0, 9)) for _ in range(200)]
-    with (
-        IndexedDatasetBuilder(tmp_path / "one", "uint16") as one,
-        IndexedDatasetBuilder(tmp_path / "block", "uint16") as block,
-    ):
-        for text in texts:
-            one.add_document(text)
-        for start in range(0, 200, 50):
-            part = texts[start : start + 50]
-            block.add_documents(np.concatenate(part), [len(text) for text in part])
-        block.add_documents([], [])
-    for suffix in (".bin", ".idx"):
-        assert (tmp_path / f"one{suffix}").read_bytes() == (tmp_path / f"block{suffix}").read_bytes()
 
 
 def test_merging_equals_writing_at_once(tmp_path: Path) -> None:
@@ -152,7 +137,7 @@ def test_two_writers_of_one_output(tmp_path: Path) -> None:
 
 def test_leftover_of_a_killed_run_is_reused(tmp_path: Path) -> None:
     code = (
-        "import os, signal, sys; from megatron.data.indexed import IndexedDatasetBuilder\n"
+        "import os, signal, sys; from megatron.data.indexed.builder import IndexedDatasetBuilder\n"
         "b = IndexedDatasetBuilder(sys.argv[1], 'uint16'); b.add_document([7] * 100000)\n"
         "os.kill(os.getpid(), signal.SIGKILL)"
     )
@@ -233,7 +218,7 @@ def test_run_killed_between_its_two_renames_is_in_nobodys_way(tmp_path: Path, mo
         with pytest.raises(Killed):
             builder.finalize()
     assert names(tmp_path) == ["d.bin", "d.idx.partial"]
-    with pytest.raises(ConfigError, match="exists"):  # while that process lives, its lock does
+    with pytest.raises(ConfigError, match="exists"):  # the lock lasts as long as that process
         IndexedDatasetBuilder(tmp_path / "d", "uint16")
     assert builder._stream is not None
     builder._stream.close()
@@ -245,7 +230,8 @@ def test_run_killed_between_its_two_renames_is_in_nobodys_way(tmp_path: Path, mo
 @pytest.mark.parametrize("impl", ["mmap", "lazy", "cached"])
 def test_each_kind_of_index_holds_the_same(tmp_path: Path, impl: str) -> None:
     with IndexedDatasetBuilder(tmp_path / "d", "uint16", impl=impl) as builder:
-        builder.add_documents([1, 2, 3], [2, 1])
+        builder.add_document([1, 2])
+        builder.add_document([3])
         builder.add_document([4, 5, 6], [1, 2])
         builder.add_document([], [])
         summary = builder.finalize()
@@ -258,14 +244,14 @@ def test_each_kind_of_index_holds_the_same(tmp_path: Path, impl: str) -> None:
 
 
 def test_memory_does_not_grow_with_the_documents(tmp_path: Path) -> None:
-    lengths = np.ones(1000, dtype=np.int32)
+    lengths = [1] * 1000
     tokens = np.ones(1000, dtype=np.uint16)
 
     def peak(blocks: int) -> int:
         builder = IndexedDatasetBuilder(tmp_path / f"d{blocks}", "uint16")
         tracemalloc.start()
         for _ in range(blocks):
-            builder.add_documents(tokens, lengths)
+            builder.add_document(tokens, lengths)
         used = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
         builder.abort()

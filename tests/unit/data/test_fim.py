@@ -1,4 +1,4 @@
-"""Fill in the middle: the text comes back when the pieces are put in order, and chance is what the rates say."""
+"""Fill in the middle: the reordered pieces give the original text, and frequencies match the rates."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def dataset(
 
 
 def put_back(tokens: np.ndarray, fim: FillInTheMiddle) -> tuple[str, np.ndarray]:
-    """(which form, the document as it was) of one rearranged document: an inverse that shares no code with it."""
+    """(form, original document) of a rearranged document: an inverse that shares no code with the package."""
     text = tokens.tolist()
     if fim.prefix not in text:
         return "none", tokens
@@ -113,7 +113,7 @@ def test_put_back_in_order_it_is_the_text(tokenizer: GPT2BPETokenizer, ids: dict
 
 
 def test_a_wrong_order_is_seen(tokenizer: GPT2BPETokenizer, ids: dict[str, int]) -> None:
-    """Plant the bug: middle and suffix changed places."""
+    """Planted bug: middle and suffix swapped."""
     fim = rule(ids)
     swapped = rule(ids, middle=fim.suffix, suffix=fim.middle)
     tokens = tokenizer.tokenize("def middle(first, second):\n    return first + second\n")
@@ -137,7 +137,7 @@ def test_rates(tokenizer: GPT2BPETokenizer, ids: dict[str, int], rate: float, sp
     done = count - forms.count("none")
 
     def near(seen: int, of: int, share: float) -> bool:
-        return abs(seen - of * share) <= 4.5 * (of * share * (1 - share)) ** 0.5  # one wrong alarm in 100 000
+        return abs(seen - of * share) <= 4.5 * (of * share * (1 - share)) ** 0.5  # one false alarm in 100 000
 
     empty = 1 - (len(text) / (len(text) + 1)) ** 2  # without a prefix both forms are the same
     assert near(done, count, rate) and near(forms.count("spm"), done, spm_rate + (1 - spm_rate) * empty)
@@ -230,7 +230,7 @@ def test_what_begins_with_the_exception_is_left(tokenizer: GPT2BPETokenizer, ids
 
 
 def test_special_tokens_of_the_data_are_never_spelled_out(tokenizer: GPT2BPETokenizer, ids: dict[str, int]) -> None:
-    """A token that text does not become is moved whole, however often the cut falls into it."""
+    """A token that no text encodes to is moved whole, even if the cut falls into it."""
     fim, special = rule(ids), ids["<file>"]
     rows = dataset([row_of([special] * 6, fim.eod)] * 50, fim, tokenizer)
     for index in range(50):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from megatron.data.cache import IndexCache
 from megatron.data.gpt_dataset import GPTDataset
 from megatron.data.index_builders import Builders
-from megatron.data.indexed import IndexedDataset
+from megatron.data.indexed.dataset import IndexedDataset
 from megatron.errors import ConfigError, DataError
 from tests.unit.data.oracle import gpt_samples, random_documents, write_dataset
 
@@ -88,7 +88,7 @@ def test_the_cache_changes_nothing(tmp_path: Path) -> None:
 
 
 def test_preprocessing_again_is_never_met_by_an_old_cache(tmp_path: Path) -> None:
-    """The same prefix, the same number of documents and of bytes, the same second: other data, other index."""
+    """Same prefix, document count, size and modification time, but other data: another index."""
     for texts in ([[1] * 20, [2] * 10], [[1] * 10, [2] * 20]):
         for path in tmp_path.glob("d.*"):
             path.unlink()

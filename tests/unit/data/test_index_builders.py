@@ -1,4 +1,4 @@
-"""C++, numpy and plain loops give the same numbers; Megatron's own numbers; and planted bugs are seen."""
+"""C++, numpy and plain loops give equal arrays, equal to Megatron's; planted bugs are found."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ lengths_lists = st.lists(st.integers(0, 30), min_size=1, max_size=40).filter(lam
 
 
 def build(implementation: str, lengths: list[int], wanted: int, seq: int, seed: int) -> oracle.Order:
-    """As GPTDataset puts the pieces together."""
+    """The arrays, built as in GPTDataset."""
     builders = Builders.resolve(implementation)  # type: ignore[arg-type]
     tokens = sum(lengths)
     epochs = epochs_needed(tokens, seq, wanted)
@@ -153,7 +153,7 @@ def test_shuffle_is_that_of_numpy_draw_for_draw(count: int, seed: int, dtype: st
     Builders.resolve("c++").shuffle(mine, ours)
     numpys.shuffle(theirs)
     assert np.array_equal(mine, theirs)
-    assert ours.random_sample() == numpys.random_sample()  # and the generator stands where it should
+    assert ours.random_sample() == numpys.random_sample()  # and the generator's state is right
 
 
 @pytest.mark.skipif(not HAVE_CPP, reason="the C++ helpers are not built")
@@ -235,7 +235,7 @@ def test_long_work_is_said_and_short_work_is_not(implementation: str, monkeypatc
             5,
             [
                 "data index: shuffling 6 sequences ...",
-                "data index: laying 6 sequences end to end ...",
+                "data index: concatenating 6 sequences ...",
                 "data index: shuffling 9 samples ...",
                 "data index: choosing the source of each of 7 samples ...",
             ],
@@ -250,7 +250,7 @@ def test_long_work_is_said_and_short_work_is_not(implementation: str, monkeypatc
 
 
 def test_number_of_threads() -> None:
-    """Small work starts none; nobody gets more than there are cores to use."""
+    """Small arrays use no threads; never more threads than usable cores."""
     resolved = Builders.resolve()
     assert resolved.threads_for(1000) == 1 and resolved.threads_for(1 << 40) == resolved.threads
     assert 1 <= resolved.threads <= 8
@@ -259,7 +259,7 @@ def test_number_of_threads() -> None:
 
 @both
 def test_no_memory_but_that_of_the_arrays(implementation: str) -> None:
-    """numpy reports what it allocates: the peak is the arrays and one block, whatever the number of epochs."""
+    """Allocations as numpy reports them: the peak is the arrays plus one block, for any number of epochs."""
     builders = Builders.resolve(implementation)  # type: ignore[arg-type]
     count = 3_000_000
     lengths = np.full(count, 100, dtype=np.int32)
@@ -339,7 +339,7 @@ def test_blend_equals_plain_loops(implementation: str, weights: list[float], siz
 @settings(max_examples=50, deadline=None)
 @given(weights=weights_lists, size=st.integers(1, 2000))
 def test_blend_counts_stay_near_the_shares(implementation: str, weights: list[float], size: int) -> None:
-    """Megatron's order is not within one sample of them always, so a bound that grows slowly with the sources."""
+    """Megatron's order is not always within one sample of the shares, so the bound grows slowly with the sources."""
     datasets, _ = Builders.resolve(implementation).blend(shares(weights), size)  # type: ignore[arg-type]
     counts = np.bincount(datasets, minlength=len(weights))
     assert np.all(np.abs(counts - size * shares(weights)) <= max(1.0, np.log2(len(weights)) + 1))
@@ -354,7 +354,7 @@ def test_ties_go_to_the_first(implementation: str) -> None:
 @pytest.mark.skipif(not HAVE_CPP, reason="the C++ helpers are not built")
 @pytest.mark.parametrize("kind", ["random", "equal", "skewed", "steps"])
 def test_thousands_of_sources(kind: str) -> None:
-    """Where C++ leaves out those who cannot win, and numpy looks at all."""
+    """C++ skips sources that cannot be next, and numpy compares all."""
     random = np.random.default_rng(0)
     count = 3000
     weights = {

@@ -1,4 +1,4 @@
-"""The checks of an .idx in C++ say what those of numpy say, wherever the damage lies."""
+"""The C++ checks of an .idx report the same as numpy's, wherever the damage is."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.data import index_file
 from megatron.data.index_builders import Builders
-from megatron.data.index_file import check_documents, check_sequences
+from megatron.data.indexed import index_file
+from megatron.data.indexed.index_file import check_documents, check_sequences
 from megatron.errors import DataError
 
 PATH = Path("some.idx")
@@ -75,7 +75,7 @@ def test_documents(steps: list[int], threads: int) -> None:
 @needs_cpp
 @pytest.mark.parametrize("place", range(8))
 def test_each_place_is_looked_at_by_some_thread(place: int) -> None:
-    """A check that left out the border between two threads would pass some of these."""
+    """A check that skipped the border between two threads would pass some of these."""
     assert HELPERS is not None
     lengths = [3] * 8
     for threads in range(1, 9):

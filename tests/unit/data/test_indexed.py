@@ -12,8 +12,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megatron.data import files
-from megatron.data.indexed import IndexedDataset, IndexedDatasetBuilder, token_dtype
+from megatron.data.indexed import files
+from megatron.data.indexed.builder import IndexedDatasetBuilder
+from megatron.data.indexed.dataset import IndexedDataset
+from megatron.data.indexed.index_file import token_dtype
 from megatron.errors import ConfigError, DataError, MegatronError
 
 # PREFIX.idx as written by Megatron-LM's own builder (core 0.16.1) for documents of 3, 0, 7, 2, 5 and 1 tokens, uint16

@@ -1,4 +1,4 @@
-"""Sizes past every 32-bit number. Sparse files: nothing but a few pages is on the disk."""
+"""Sizes beyond 32 bits, in sparse files that use a few pages of disk."""
 
 from __future__ import annotations
 
@@ -9,19 +9,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.data.checksums import BlockChecksums
-from megatron.data.files import as_bytes
-from megatron.data.growing import GrowingIndex, unnamed_file
-from megatron.data.index_file import check_documents, check_sequences
-from megatron.data.indexed import IndexedDataset, IndexedDatasetBuilder
-from megatron.data.legacy import legacy_index_bytes
+from megatron.data.indexed.builder import IndexedDatasetBuilder
+from megatron.data.indexed.checksums import BLOCK_BYTES
+from megatron.data.indexed.dataset import IndexedDataset
+from megatron.data.indexed.files import as_bytes
+from megatron.data.indexed.growing import GrowingIndex, unnamed_file
+from megatron.data.indexed.index_file import check_documents, check_sequences
+from megatron.data.indexed.legacy import legacy_index_bytes
 from megatron.errors import DataError
+from megatron.utils.durable import BlockHasher
 
 LONG = (1 << 31) - 1  # the longest sequence that the format holds
 
 
 def write_sparse(prefix: Path, lengths: list[int], tail: list[int]) -> None:
-    """By hand, as Megatron would; the last tokens are `tail`, all others are in the hole and so 0."""
+    """Writes the files as Megatron would; the last tokens are `tail`, all others are in the hole and so 0."""
     head = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 8, len(lengths), len(lengths) + 1)
     offsets, end = [], 0
     for length in lengths:
@@ -69,7 +71,7 @@ def test_checks_count_past_32_bits(tmp_path: Path) -> None:
     lengths = np.full(1000, LONG, dtype=np.int32)
     offsets = np.arange(1000, dtype=np.int64) * LONG * 4
     assert check_sequences(tmp_path / "x.idx", lengths, offsets, 4) == 1000 * LONG * 4 > 1 << 40
-    offsets[999] -= 1 << 32  # what a 32-bit sum would have said
+    offsets[999] -= 1 << 32  # the result of a 32-bit sum
     with pytest.raises(DataError, match="sequence 999 is said to start at"):
         check_sequences(tmp_path / "x.idx", lengths, offsets, 4)
 
@@ -89,12 +91,12 @@ def test_a_longer_sequence_is_refused_with_the_way_out(tmp_path: Path) -> None:
     with IndexedDatasetBuilder(tmp_path / "d", "uint16") as builder:
         tokens = np.broadcast_to(np.uint16(1), (4,))
         with pytest.raises(DataError, match=rf"sequence of {LONG + 1} tokens; the format holds 0\.\.{LONG}, cut it up"):
-            builder.add_documents(tokens, [LONG + 1])
+            builder.add_document(tokens, [LONG + 1])
         builder.add_document([1, 2], [1, 1])  # in pieces: one document of several sequences
 
 
 def test_checksums_know_sizes_past_32_bits() -> None:
-    sums = BlockChecksums()
-    sums.size = 1 << 41  # as if so much had been written: a whole number of blocks
+    sums = BlockHasher(BLOCK_BYTES)
+    sums.size = 1 << 41  # as after writing so much: a whole number of blocks
     sums.update(as_bytes(np.ones(3, dtype=np.uint8)))
-    assert sums.size == (1 << 41) + 3 and len(sums.finish()) == 1
+    assert sums.size == (1 << 41) + 3 and len(sums.blocks()) == 1

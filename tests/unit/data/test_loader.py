@@ -1,4 +1,4 @@
-"""Batches: right, in order, the same for any number of workers, and no failure goes unsaid."""
+"""Batches are correct, in order, the same for any number of workers, and every failure is reported."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.data.gpt_dataset import GPTDataset
-from megatron.data.indexed import IndexedDataset
+from megatron.data.indexed.dataset import IndexedDataset
 from megatron.data.loader import BatchIterator, PackedBatch, build_loader
 from megatron.data.masks import MaskConfig
 from megatron.data.mock import MockDataset
@@ -148,7 +148,7 @@ def test_workers_leave_the_signals_of_a_launcher_to_the_trainer(dataset: GPTData
 
 
 def test_idle_worker_killed_from_outside(dataset: GPTDataset) -> None:
-    """As the kernel does when memory runs out. What was ready is used up, then the run ends: within 5 s of torch."""
+    """As by the OOM killer. Prefetched batches are used up, then the run ends within torch's 5 s."""
     batches = loader(dataset, num_workers=2)
     next(batches)
     os.kill(batches.workers[0].pid, signal.SIGKILL)  # type: ignore[arg-type]
@@ -191,7 +191,7 @@ def test_workers_that_nobody_closed_end_with_the_process(how: str) -> None:
         [sys.executable, "-c", FORGETFUL, how], cwd=root, capture_output=True, text=True, timeout=120
     )
     assert ended.returncode == {"ends": 0, "raises": 1, "killed": -signal.SIGKILL, "evaluates": 0}[how], ended.stderr
-    deadline = time.monotonic() + 30  # a worker looks for its trainer every 5 s
+    deadline = time.monotonic() + 30  # a worker checks for its trainer every 5 s
     for pid in map(int, ended.stdout.split()):
         while _lives(pid) and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -206,7 +206,7 @@ def _lives(pid: int) -> bool:
 
 
 def test_signal_before_the_first_batch(dataset: GPTDataset) -> None:
-    """A worker is deaf from its first moment, not from when it says so."""
+    """A worker ignores signals from its start."""
     for _ in range(5):
         batches = loader(dataset, num_workers=2)
         for worker in batches.workers:
@@ -245,7 +245,7 @@ def test_batches_do_not_share_memory(dataset: GPTDataset) -> None:
     before = second["tokens"].clone()
     for tensor in first.values():
         tensor.zero_()
-        assert not tensor.is_shared()  # a container gives little of that memory
+        assert not tensor.is_shared()  # containers limit shared memory
     assert torch.equal(second["tokens"], before)
     batches.close()
 
@@ -261,7 +261,7 @@ def test_more_consumed_than_there_is(dataset: GPTDataset) -> None:
 
 
 def test_bin_cut_while_mapped_fails_the_run(tmp_path: Path) -> None:
-    """Reading behind the end of a mapped file is a bus error: no language can catch it, the run must see it."""
+    """Reading beyond the end of a mapped file is a bus error, which kills the worker; the run must report it."""
     prefix = write_dataset(tmp_path / "d", [[1] * 1000] * 300)
     dataset = GPTDataset(IndexedDataset(prefix), first=0, last=300, num_samples=10000, seq_length=8, seed=1)
     os.truncate(f"{prefix}.bin", 4096)

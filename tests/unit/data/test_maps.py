@@ -1,4 +1,4 @@
-"""Only so many files are mapped at once, and nobody notices but the operating system."""
+"""A bounded number of files is mapped, without any other effect."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pytest
 
 from megatron.data import sources
 from megatron.data.build import build_train_valid_test
-from megatron.data.indexed import IndexedDataset
-from megatron.data.maps import MapPool
+from megatron.data.indexed.dataset import IndexedDataset
+from megatron.data.indexed.maps import MapPool
 from megatron.errors import DataError
 from tests.unit.data.oracle import random_documents, write_dataset
 

@@ -1,4 +1,4 @@
-"""Merging: what comes out is what one run would have written, and nothing damaged gets in."""
+"""Merging gives the files of a single run and refuses damaged inputs."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from typing import Any
 
 import pytest
 
-from megatron.data.indexed import IndexedDataset, IndexedDatasetBuilder
+from megatron.data.indexed.builder import IndexedDatasetBuilder
+from megatron.data.indexed.dataset import IndexedDataset
+from megatron.data.indexed.record import make_record, read_record, record_path, write_record
 from megatron.data.merge import merge
 from megatron.data.parts import find_prefixes, plan_groups
-from megatron.data.record import make_record, read_record, record_path, write_record
 from megatron.errors import ConfigError, DataError, MegatronError
-from megatron.preprocess.merge_cli import ByteProgress, main
+from megatron.preprocess.commands.merge_datasets import ByteProgress, main
 
 Document = list[list[int]]  # its sequences
 
@@ -84,7 +85,7 @@ def test_partitions_become_the_single_run(tmp_path: Path, world: int) -> None:
 
 
 def _without_settings(prefix: Path, world: int) -> Any:
-    """A part's settings name its rank, so they are not those of the whole."""
+    """The record without settings: those of a partition name its rank."""
     record = read_record(prefix)
     assert record is not None
     return dataclasses.replace(record, extra=record.extra | ({"settings": "digest 0"} if world == 1 else {}))
@@ -209,7 +210,7 @@ def test_missing_and_doubled_partitions(tmp_path: Path) -> None:
     refused(tmp_path, [folder], r"corpus_part1_of_3_text_document\.bin is missing")
     (folder / "corpus_part1_of_3_text_document.idx").unlink()
     write_parts(folder, some_documents(1, 10), 2)
-    refused(tmp_path, [folder], "partitions of 2 and of 3 lie together")
+    refused(tmp_path, [folder], "partitions of 2 and of 3 are mixed")
 
 
 def test_partition_beyond_the_last(tmp_path: Path) -> None:

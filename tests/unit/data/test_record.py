@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron.data.checksums import FileChecksums
-from megatron.data.indexed import IndexedDataset
-from megatron.data.record import DataRecord, check_record, make_record, read_record, record_path, write_record
+from megatron.data.indexed.checksums import FileChecksums
+from megatron.data.indexed.dataset import IndexedDataset
+from megatron.data.indexed.record import DataRecord, check_record, make_record, read_record, record_path, write_record
 from megatron.errors import ConfigError, DataError
 from tests.unit.data.oracle import write_dataset
 

@@ -88,7 +88,7 @@ def test_a_pure_function_of_the_samples_consumed(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["single", "cyclic without sharding"])
 def test_samples_of_a_step_do_not_depend_on_the_layout(kind: str) -> None:
-    """A global batch of 16, cut every way: the same samples at every step."""
+    """A global batch of 16 under every layout: the same samples at every step."""
 
     def steps(micro: int, size: int) -> list[list[int]]:
         per_rank = []
@@ -123,7 +123,7 @@ def test_cyclic_refusals() -> None:
 
 @given(data=st.data(), dp=st.sampled_from([1, 2, 3, 4, 8]), micro=st.integers(1, 6), accumulation=st.integers(1, 5))
 def test_any_cut_of_a_global_batch_has_its_samples(data: st.DataObject, dp: int, micro: int, accumulation: int) -> None:
-    """Step k of a run that stands at `consumed` takes the same samples in the same order, however they are dealt."""
+    """Step k after `consumed` samples takes the same samples in the same order for every layout."""
     batch, steps = dp * micro * accumulation, 3
     consumed = data.draw(st.integers(0, 50)) * batch
     total = consumed + steps * batch + data.draw(st.integers(0, batch - 1))

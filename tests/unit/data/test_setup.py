@@ -1,4 +1,4 @@
-"""The C++ helpers are an offer: where they cannot be built, one line says so and the installation goes on."""
+"""The C++ helpers are optional: if they cannot be built, one line says so and the installation continues."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sources by the thousand, sources that say how they were made, and the borders of their documents."""
+"""Thousands of sources, their records, and the borders of their documents."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import pytest
 from megatron.config import DataConfig
 from megatron.data.build import Datasets, build_train_valid_test
 from megatron.data.index_builders import Builders
-from megatron.data.indexed import IndexedDatasetBuilder
-from megatron.data.record import make_record, write_record
+from megatron.data.indexed.builder import IndexedDatasetBuilder
+from megatron.data.indexed.record import make_record, write_record
 from megatron.errors import ConfigError, DataError
 from tests.unit.data.oracle import write_dataset
 
@@ -26,7 +26,7 @@ def build(words: list[str], samples: int = 50, **settings: object) -> Datasets:
 
 
 def test_thousands_of_sources(tmp_path: Path) -> None:
-    """Each is in the mixture as often as its weight says; few files, few lines; the same as with one built alone."""
+    """Each source occurs by its weight; few cache files, few log lines; samples equal those of a source built alone."""
     count, words = 1200, []
     for number in range(count):
         prefix = write_dataset(tmp_path / f"s{number}", [[number % 97 + 1] * 7] * 5)
@@ -87,7 +87,7 @@ def test_marked_borders(tmp_path: Path, sentences: bool) -> None:
 
 
 def test_only_the_first_documents_are_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Documents without a last token are passed over, however many they are."""
+    """Empty documents are skipped, however many there are."""
     with IndexedDatasetBuilder(tmp_path / "s", "uint16") as builder:
         for _ in range(50):
             builder.add_document([], [])
@@ -131,7 +131,7 @@ def test_the_fingerprint_is_of_the_weights_too(tmp_path: Path) -> None:
 
 
 def test_the_fingerprint_is_of_the_split_of_a_source_too(tmp_path: Path) -> None:
-    """The same files in the same order: only which of them training reads differs."""
+    """The same files in the same order, but in other splits."""
     one, two, three = (write_dataset(tmp_path / name, [[number, 2, 3]] * 50) for number, name in enumerate("abc"))
     prints = []
     for train, valid in (((one, two), (three,)), ((one,), (two, three)), ((one, two, three), None)):

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron.config.blend import parse_split
 from megatron.data.splits import sample_counts, split_bounds
 from megatron.errors import ConfigError
 
@@ -27,7 +28,7 @@ DEFAULT = "969, 30, 1"
     ],
 )
 def test_bounds(text: str, sequences: int, rule: str, bounds: tuple[int, ...]) -> None:
-    assert split_bounds(text, sequences, rule) == bounds
+    assert split_bounds(parse_split(text), sequences, rule) == bounds
 
 
 def oracle_23_06(numbers: list[float], size: int) -> list[int]:
@@ -44,14 +45,14 @@ def oracle_23_06(numbers: list[float], size: int) -> list[int]:
 @given(numbers=st.lists(st.integers(0, 1000), min_size=3, max_size=3).filter(any), size=st.integers(0, 10**7))
 def test_the_rule_of_23_06(numbers: list[int], size: int) -> None:
     expected = oracle_23_06([float(number) for number in numbers], size)
-    got = split_bounds(",".join(map(str, numbers)), size)
+    got = split_bounds(parse_split(",".join(map(str, numbers))), size)
     assert list(got) == [max(0, bound) for bound in expected]
     assert got[-1] == size and list(got) == sorted(got)
 
 
 def test_unknown_rule() -> None:
     with pytest.raises(ConfigError, match=r"--split-rule 'mine': .*23\.06, main"):
-        split_bounds(DEFAULT, 5, "mine")
+        split_bounds(parse_split(DEFAULT), 5, "mine")
 
 
 def test_sample_counts() -> None:

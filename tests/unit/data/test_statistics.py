@@ -5,8 +5,9 @@ from xml.etree import ElementTree
 
 import numpy as np
 
-from megatron.data.indexed import IndexedDataset, IndexedDatasetBuilder
-from megatron.data.statistics import Bin, document_lengths, draw, draw_svg, log_bins, statistics
+from megatron.data.indexed.builder import IndexedDatasetBuilder
+from megatron.data.indexed.dataset import IndexedDataset
+from megatron.data.indexed.statistics import Bin, document_lengths, draw, draw_svg, log_bins, statistics
 from tests.unit.data.oracle import random_documents, write_dataset
 
 

@@ -1,4 +1,4 @@
-"""The table of sources: whole while it is short, then the largest and the most repeated, and true sums."""
+"""The table of sources: complete while short, else the largest, the most repeated, and correct sums."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.data.table import Row, abbreviated, refuse_repeated, render, warn_repeated
+from megatron.data.table import MixtureRow, abbreviated, refuse_repeated, render, warn_repeated
 from megatron.errors import ConfigError
 
 
-def row(number: int, samples: int = 10, epochs: float = 0.5, tokens: int = 1000, split: str = "train") -> Row:
-    return Row(split, f"s{number}", 1 / 64, 5, tokens, samples, epochs)
+def row(number: int, samples: int = 10, epochs: float = 0.5, tokens: int = 1000, split: str = "train") -> MixtureRow:
+    return MixtureRow(split, f"s{number}", 1 / 64, 5, tokens, samples, epochs)
 
 
 def test_short_tables_are_whole() -> None:

@@ -1,4 +1,4 @@
-"""The full scan finds every planted damage and names its place; sound data passes."""
+"""Verification finds every planted damage and names its place; intact data passes."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron.data import verify
-from megatron.data.checksums import checksums_of
-from megatron.data.indexed import IndexedDataset, IndexedDatasetBuilder
-from megatron.data.record import DataRecord, make_record, write_record
-from megatron.data.verify import Verified, verify_dataset
+from megatron.data.indexed import verify
+from megatron.data.indexed.builder import IndexedDatasetBuilder
+from megatron.data.indexed.checksums import checksums_of
+from megatron.data.indexed.dataset import IndexedDataset
+from megatron.data.indexed.record import DataRecord, make_record, write_record
+from megatron.data.indexed.verify import Verified, verify_dataset
 from megatron.errors import DataError
 
 EOD, VOCABULARY, BLOCK = 9, 1000, 64
@@ -58,7 +59,7 @@ def flip(path: str, position: int, bit: int = 1) -> None:
 
 @pytest.fixture(params=[4 << 20, 8, 6])
 def read_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Pieces as large as the file, and so small that documents lie across them."""
+    """Read sizes as large as the file, and so small that documents span them."""
     monkeypatch.setattr(verify, "_READ_BYTES", request.param)
     return int(request.param)
 

@@ -10,12 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from megatron.data_parallel import GradBuffers
-from megatron.data_parallel import ddp as module
+from megatron.data_parallel import grad_buffers as module
 from megatron.distributed.state import Axis
-from megatron.distributed.wgrad_queue import AddToParameter, WgradQueue
 from megatron.model.linear import Linear
+from megatron.model.wgrads import AddToParameter, WgradQueue, WgradRoute
 from megatron.ops import resolve, wgrad
-from megatron.parallelize.wgrads import send_weight_gradients
 from megatron.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from tests.helpers.distributed import run_ranks
 from tests.helpers.runs import flags, make_parts
@@ -26,12 +25,13 @@ ALONE = Axis.single("dp")
 class Net(nn.Module):
     """Linear layers of all kinds; `tied` is read a second time outside of any layer."""
 
-    def __init__(self, tied: bool) -> None:
+    def __init__(self, tied: bool, route: WgradRoute) -> None:
         super().__init__()
-        self.first = Linear(6, 8, bias=True)
-        self.column = ColumnParallelLinear(8, 8, axis=Axis.single("tp"))
-        self.row = RowParallelLinear(8, 8, axis=Axis.single("tp"), bias=False)
-        self.twice = Linear(8, 8, bias=False)
+        self.route = route
+        self.first = Linear(6, 8, bias=True, wgrads=route)
+        self.column = ColumnParallelLinear(8, 8, axis=Axis.single("tp"), wgrads=route)
+        self.row = RowParallelLinear(8, 8, axis=Axis.single("tp"), bias=False, wgrads=route)
+        self.twice = Linear(8, 8, bias=False, wgrads=route)
         self.tied = self.twice.weight if tied else None
         for number, p in enumerate(self.parameters()):
             torch.nn.init.normal_(p, generator=torch.Generator().manual_seed(number))
@@ -41,13 +41,15 @@ class Net(nn.Module):
         return x if self.tied is None else x @ self.tied
 
 
-def make(dtype: torch.dtype, *, tied: bool = False, products: bool = True) -> tuple[Net, GradBuffers]:
-    net = Net(tied).to(dtype)
+def make(
+    dtype: torch.dtype, *, tied: bool = False, products: bool = True, route: WgradRoute | None = None
+) -> tuple[Net, GradBuffers]:
+    net = Net(tied, route or WgradRoute()).to(dtype)
     if tied:
         net.tied = net.twice.weight
     grads = GradBuffers(net.named_parameters(), ALONE, flat=True, accumulate=wgrad.accumulate)
     if products:
-        send_weight_gradients(net, grads)
+        net.route.connect(grads, net)
     return net, grads
 
 
@@ -84,10 +86,14 @@ def test_the_sums_are_those_of_backward(dtype: torch.dtype, gate: float, micro_b
 
 
 def test_who_sends_products() -> None:
-    net, grads = make(torch.float32)
-    assert all(layer.wgrads is grads for layer in (net.first, net.column, net.row, net.twice))
-    net, grads = make(torch.float32, tied=True)
-    assert net.first.wgrads is grads and net.twice.wgrads is None, "its weight has two gradients"
+    x = torch.randn(2, 8, requires_grad=True)
+    net, _ = make(torch.float32)
+    assert all(net.route.takes(x, layer.weight) for layer in (net.first, net.column, net.row, net.twice))
+    net, _ = make(torch.float32, tied=True)
+    assert net.route.takes(x, net.first.weight)
+    assert not net.route.takes(x, net.twice.weight), "its weight has two gradients"
+    net, _ = make(torch.float32, products=False)
+    assert not net.route.takes(x, net.first.weight), "nobody takes products"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -125,10 +131,8 @@ def test_accumulate_writes_or_refuses(grad_dtype: torch.dtype) -> None:
 
 
 def test_the_queue_hands_products_on_pass_by_pass() -> None:
-    net, grads = make(torch.float64, products=False)
     queue = WgradQueue()
-    queue.then = grads
-    send_weight_gradients(net, queue)
+    net, grads = make(torch.float64, route=queue)
     grads.zero()
     for seed in (0, 1):
         backward(net, seed)
@@ -184,8 +188,8 @@ def with_overlap(rank: int, size: int, products: bool) -> tuple[list[float], lis
     engine.grads = engine.optimizer.grads = small
     engine.optimizer._update._grads = small  # type: ignore[attr-defined]
     if products:
-        send_weight_gradients(engine.model, small)
-    losses = [parts.trainer._one_iteration().lm_loss for _ in range(3)]  # type: ignore[union-attr]
+        engine.model.make.wgrads.connect(small, engine.model)
+    losses = [parts.trainer.iterate().lm_loss for _ in range(3)]  # type: ignore[union-attr]
     return losses, [p.detach().clone() for p in engine.model.parameters()]
 
 
@@ -245,12 +249,7 @@ def plant_tied_weight_missed(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
         module.GradBuffers, "_on_gradient", lambda self, slot, parameter: setattr(parameter, "grad", slot.view)
     )
-    patch.setattr("megatron.parallelize.wgrads.Counter", lambda _: dict.fromkeys(range(0), 0) or _Ones())
-
-
-class _Ones(dict[int, int]):
-    def __missing__(self, key: int) -> int:
-        return 1
+    patch.setattr("megatron.model.wgrads.Counter", lambda _: {})
 
 
 PLANTS = [

@@ -1,4 +1,4 @@
-"""Cores and threads of the ranks of one machine."""
+"""Threads, pinning and scheduling policy of the ranks of one machine."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def policies_are_allowed() -> bool:
 
 
 def policies(choice: str, ranks: int, *, before: str = "") -> tuple[str, set[str]]:
-    """What is said, and the policies of all threads of a process that had one more before."""
+    """The log line, and the policies of all threads of a process that already had a second thread."""
     program = f"""
 import os, threading
 from megatron.distributed.cores import set_scheduling

@@ -1,4 +1,4 @@
-"""Streams per rank, and states that survive a weights-only file."""
+"""Random streams per rank, and generator states that a weights-only file can hold."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -11,12 +11,14 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron.engine import Engine
+from megatron.engine import Engine, Evaluation
+from megatron.engine import build as build_module
 from megatron.errors import DataError, NonFiniteError
 from megatron.optimizer import DynamicLossScaler
 from megatron.optimizer import loss_scaler as scaler_module
 from megatron.optimizer.loss_scaler import ScaleOnDevice
-from megatron.training import assemble as assemble_module
+from megatron.training.hooks import Hook
+from megatron.training.trainer import Trainer
 from tests.helpers.kernels import backend
 from tests.helpers.runs import flags, make_parts, read_metrics, same_numbers
 
@@ -45,33 +47,29 @@ class NoReading(TorchDispatchMode):
 def asynchronous() -> Iterator[None]:
     """As on an accelerator: what the run is made of, on this CPU."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(assemble_module, "runs_ahead", lambda device: True)
+        patch.setattr(build_module, "runs_ahead", lambda device: True)
         yield
 
 
 def watch(engine: Engine) -> list[int]:
     """Every step is handed over under NoReading; settling the one before is not part of it."""
-    start, seen = engine.start_step, []
+    step, settle, seen, modes = engine.train_step, engine.settle, list[int](), list[NoReading]()
 
-    def watched(micro_batches: Any, *, rates: Any, **settings: Any) -> Any:
-        mode = NoReading()
-
-        def outside() -> tuple[float, float]:
-            mode.__exit__(None, None, None)
-            try:
-                return rates()
-            finally:
-                mode.__enter__()
-
-        mode.__enter__()
-        try:
-            result = start(micro_batches, rates=outside, **settings)
-        finally:
-            mode.__exit__(None, None, None)
+    def watched(micro_batches: Any, **settings: Any) -> None:
+        with NoReading() as mode:
+            modes.append(mode)
+            step(micro_batches, **settings)
+            modes.clear()
         seen.append(1)
-        return result
 
-    engine.start_step = watched  # type: ignore[method-assign]
+    def outside() -> None:
+        for mode in modes:
+            mode.__exit__(None, None, None)
+        settle()
+        for mode in modes:
+            mode.__enter__()
+
+    engine.train_step, engine.settle = watched, outside  # type: ignore[method-assign]
     return seen
 
 
@@ -197,13 +195,13 @@ def test_a_bad_step_ends_the_run_before_the_next_update(value: float, error: typ
     with asynchronous():
         _, parts = make_parts(flags())
     weights: list[list[torch.Tensor]] = []
-    settle = parts.trainer._rates
+    settle = parts.trainer.engine.settle
 
-    def noted() -> tuple[float, float]:
+    def noted() -> None:
         weights.append([p.detach().clone() for p in parts.engine.model.parameters()])
-        return settle()
+        settle()
 
-    parts.trainer._rates = noted  # type: ignore[method-assign]
+    parts.trainer.engine.settle = noted  # type: ignore[method-assign]
     poison(parts, at=3, value=value)
     with pytest.raises(error, match=words), parts:
         parts.trainer.fit()
@@ -239,3 +237,50 @@ def test_iterations_one_by_one_are_settled() -> None:
         one, more = parts.trainer.iterate(), parts.trainer.iterate(3)
     assert one is not None and more is not None and parts.progress.iteration == 4
     assert parts.progress.schedule_samples == parts.progress.consumed_train_samples
+
+
+READERS: dict[str, Callable[[Any], int]] = {
+    "progress": lambda parts: parts.trainer.progress.schedule_samples // 8,
+    "optimizer": lambda parts: parts.engine.optimizer.extra_state()["step"],
+    "evaluation": lambda parts: (parts.evaluator.valid(parts.progress, "here"), parts.progress.schedule_samples // 8)[
+        1
+    ],
+}
+
+
+class Reads(Hook):
+    """Reads the state of the run while a step is in flight."""
+
+    parts: Any
+
+    def __init__(self, reader: Callable[[Any], int]) -> None:
+        self.reader, self.seen = reader, list[int]()
+
+    def after_iteration(self, iteration: int) -> None:
+        assert self.parts.trainer.engine._in_flight is not None
+        self.seen.append(self.reader(self.parts))
+        assert self.parts.trainer.engine._in_flight is None
+
+
+def read_between_steps(reader: str) -> list[int]:
+    hook = Reads(READERS[reader])
+    with asynchronous():
+        _, hook.parts = make_parts(flags(train_iters=3, eval_iters=1, eval_interval=100), hooks=[hook])
+    with hook.parts as parts:
+        parts.trainer.fit()
+    return hook.seen
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_whatever_is_read_between_steps_is_settled(reader: str) -> None:
+    """Nobody has to remember it: a reader settles the step in flight."""
+    assert read_between_steps(reader) == [1, 2, 3]
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_a_reader_that_does_not_settle_is_seen(reader: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Trainer, "progress", property(lambda self: self._progress))
+    monkeypatch.setattr(Engine, "optimizer", property(lambda self: self._optimizer))
+    monkeypatch.setattr(Engine, "evaluate", Evaluation.evaluate)
+    with pytest.raises(AssertionError):
+        read_between_steps(reader)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.data.indexed import IndexedDatasetBuilder
+from megatron.data.indexed.builder import IndexedDatasetBuilder
 from megatron.errors import DataError
 from tests.helpers.distributed import run_ranks
 from tests.helpers.runs import flags, make_parts

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,9 +11,9 @@ from torch import Tensor
 
 from megatron.data_parallel import GradBuffers
 from megatron.engine import GraphedPasses
+from megatron.engine import build as build_module
 from megatron.engine import graphs as module
 from megatron.errors import ConfigError
-from megatron.training import assemble as assemble_module
 from tests.helpers.kernels import backend
 from tests.helpers.runs import flags, make_parts
 
@@ -63,7 +62,7 @@ def run(argv: list[str], *, graphed: bool) -> tuple[list[Any], dict[str, Tensor]
     with parts:
         results = []
         while not parts.trainer.finished:
-            results.append(parts.trainer._one_iteration())
+            results.append(parts.trainer.iterate())
     weights = {name: p.detach().clone() for name, p in engine.model.named_parameters()}
     return results, weights, graphs
 
@@ -161,10 +160,9 @@ def test_it_needs_a_cuda_device() -> None:
 
 
 def test_other_models_are_refused() -> None:
-    run, parts = make_parts(flags())
-    there = replace(run, device=torch.device("cuda"))
+    engine = make_parts(flags())[1].trainer.engine
     with pytest.raises(ConfigError, match="--cuda-graphs: records our GPT alone, and the model provider gave a Linear"):
-        assemble_module._graphed(there, torch.nn.Linear(1, 1), lambda *_: None, parts.trainer.engine.grads)  # type: ignore
+        build_module._graphed(engine.passes, torch.nn.Linear(1, 1), engine.grads, torch.device("cuda"))
 
 
 # mistakes that must be seen

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from megatron.engine import StepResult
 from tests.helpers.runs import flags, make_parts, pretrain_gpt
 
 STEPS, MICRO_BATCHES, TOKENS = 20, 4, 8 * 16
@@ -83,9 +84,16 @@ def test_twenty_steps_are_those_written_by_hand(precision: dict[str, Any], scale
     skipped = 0
     for _ in range(STEPS):
         batches = [next(parts.trainer.train_batches) for _ in range(MICRO_BATCHES)]
-        result = parts.engine.train_step(
-            batches, batch_size=8, tokens_per_sample=16, lr=1e-3, weight_decay=0.01, count_zeros=False
+        results: list[StepResult] = []
+        parts.trainer.engine.train_step(
+            batches,
+            iteration=1,
+            batch_size=8,
+            tokens_per_sample=16,
+            rates=lambda: (1e-3, 0.01),
+            then=results.append,
         )
+        (result,) = results
         loss, overflow = hand.step([dict(batch) for batch in batches])
         assert (result.lm_loss, result.skipped) == (pytest.approx(loss, rel=1e-6), overflow)
         skipped += overflow

@@ -1,4 +1,4 @@
-"""Generation against transformers: the same tokens greedily, the same filters, nothing that depends on the batch."""
+"""Generation compared with transformers: equal greedy tokens and filters, and no dependence on the batch."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ transformers = pytest.importorskip("transformers")
 
 
 def our_model(directory: Path, case: str, **changes: Any) -> GPT:
-    from megatron.checkpoint.build import build_model
+    from megatron.checkpoint.build import restore_model
 
     save_random(directory, model(**CASES[case][1] | changes))
-    return build_model(plan(directory).reader, dtype=torch.float64, device=torch.device("cpu"))
+    return restore_model(plan(directory).reader, dtype=torch.float64, device=torch.device("cpu"))
 
 
 def prompts(*lengths: int) -> list[list[int]]:

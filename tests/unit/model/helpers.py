@@ -55,7 +55,7 @@ def build(
         recompute=recompute,
         **options,
     )
-    initialise(gpt, model, 7, vocab_size)
+    initialise(gpt, 7)
     return gpt.to(dtype)
 
 

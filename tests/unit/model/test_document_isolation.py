@@ -36,7 +36,7 @@ def model(
 ) -> GPT:
     shape = config(**family, num_layers=2, max_position_embeddings=LONG)
     gpt = GPT(shape, vocab_size=VOCAB, kernels=kernels, recompute=recompute)
-    initialise(gpt, shape, 7, VOCAB)
+    initialise(gpt, 7)
     return gpt.to(dtype)
 
 

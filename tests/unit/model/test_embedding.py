@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.model import embedding
-from megatron.model.embedding import look_up_and_share
+from megatron.model import table
+from megatron.model.table import look_up_and_share
 from tests.unit.model.helpers import GPT2, build, config, tokens
 
 ROWS, WIDTH = 50, 8
@@ -70,8 +70,8 @@ def test_a_tied_model_has_the_gradients_of_the_composed_one(
 
 def test_the_model_takes_that_path_and_a_frozen_or_untied_table_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
-    apply = embedding._LookUpAndShare.apply
-    monkeypatch.setattr(embedding._LookUpAndShare, "apply", lambda *args: calls.append(1) or apply(*args))
+    apply = table._LookUpAndShare.apply
+    monkeypatch.setattr(table._LookUpAndShare, "apply", lambda *args: calls.append(1) or apply(*args))
     model = build(config(**GPT2))
     model(tokens(), labels=tokens(seed=1)).sum().backward()
     assert len(calls) == 1

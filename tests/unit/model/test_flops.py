@@ -58,12 +58,12 @@ def test_formula_with_experts(experts: dict[str, Any]) -> None:
 def test_formula_under_the_math_backend_of_sdpa(options: dict[str, Any]) -> None:
     shape = config(num_layers=2, **options)
     ids = torch.randint(100, (2, 32))
-    from megatron.ops import builtin
+    from megatron.ops.sdpa import sdpa
 
     model = build(shape, vocab_size=100)
     for block in model.layers.values():
         core = block.self_attention.core_attention
-        core.forward = lambda q, k, v, mask, causal, scale=core.scale: builtin.sdpa(
+        core.forward = lambda q, k, v, mask, causal, scale=core.scale: sdpa(
             q, k, v, mask=mask, causal=causal, scale=scale
         )
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:

@@ -7,6 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron.config import MoEConfig, RecomputeConfig
+from megatron.model import GPT, initialise
+from megatron.model.factory import ModuleFactory
+from megatron.ops import resolve
 from tests.unit.model.helpers import GPT2, LLAMA, VOCAB, build, config, tokens
 
 FAMILIES = pytest.mark.parametrize("family", [GPT2, LLAMA], ids=["gpt2", "llama"])
@@ -186,12 +190,32 @@ def test_dropout_is_the_callable_that_was_given() -> None:
         calls.append((p, training))
         return x
 
-    model = build(config(hidden_dropout=0.25), dropout=dropout)
+    settings = config(hidden_dropout=0.25)
+    make = ModuleFactory(settings, kernels := resolve("auto", "cpu"))
+    make.dropout = dropout
+    model = GPT(settings, vocab_size=VOCAB, kernels=kernels, make=make)
+    initialise(model, 7)
     model(tokens())
     assert calls == [(0.25, True)] * (1 + 2 * 4)  # the embedding, and two branches per layer
     model.eval()
     model(tokens())
     assert calls[-1] == (0.25, False)
+
+
+def test_a_factory_of_other_settings_is_an_error() -> None:
+    """It makes every module, so settings given beside it would have no effect."""
+    settings, kernels = config(), resolve("ref", "cpu")
+    make = ModuleFactory(settings, kernels)
+    for other in (
+        {"config": config(num_layers=1)},
+        {"kernels": resolve("auto", "cpu")},
+        {"moe": MoEConfig(num_experts=2)},
+        {"recompute": RecomputeConfig()},
+    ):
+        given: dict[str, Any] = {"config": settings, "kernels": kernels, "vocab_size": VOCAB, "make": make, **other}
+        with pytest.raises(AssertionError, match="the factory was made with other settings"):
+            GPT(**given)
+    GPT(settings, kernels=kernels, vocab_size=VOCAB, make=make)
 
 
 @FAMILIES

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from megatron.model.init import draw, initial_value
+from megatron.model.parameters import parameters
 from tests.unit.model.helpers import LLAMA, build, config
 
 
@@ -36,7 +37,7 @@ def test_fp32_whatever_the_default_dtype() -> None:
     torch.set_default_dtype(torch.bfloat16)
     try:
         assert draw("x", (3,), 1.0, 0).dtype == torch.float32
-        assert initial_value("final_layernorm.weight", (3,), config(), 0).dtype == torch.float32
+        assert initial_value(parameters(config(), 61)["final_layernorm.weight"], 0).dtype == torch.float32
     finally:
         torch.set_default_dtype(torch.float32)
 
@@ -68,17 +69,19 @@ def test_standard_deviations() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "shape", "fans"),
+    ("name", "fans"),
     [
-        ("layers.0.self_attention.query_key_value.weight", (2, 4, 8, 32), 64 + 32),
-        ("layers.0.self_attention.dense.weight", (32, 4, 8), 32 + 32),
-        ("layers.0.mlp.dense_h_to_4h.weight", (2, 100, 32), 200 + 32),
-        ("embedding.word_embeddings.weight", (61, 32), 61 + 32),
+        ("layers.0.self_attention.query_key_value.weight", 96 + 32),
+        ("layers.0.self_attention.dense.weight", 32 + 32),
+        ("layers.0.mlp.dense_h_to_4h.weight", 200 + 32),
+        ("embedding.word_embeddings.weight", 61 + 32),
     ],
 )
-def test_xavier(name: str, shape: tuple[int, ...], fans: int) -> None:
-    values = initial_value(name, shape, config(init_method_xavier_uniform=True), 0)
+def test_xavier(name: str, fans: int) -> None:
+    settings = config(init_method_xavier_uniform=True, swiglu=True, ffn_hidden_size=100)
+    parameter = parameters(settings, 61)[name]
+    values = initial_value(parameter, 0)
     bound = math.sqrt(6 / fans)
     assert values.abs().max() <= bound
     assert values.abs().max() > 0.97 * bound
-    assert values.shape == shape
+    assert values.shape == parameter.row.shape

@@ -11,17 +11,23 @@ from torch import Tensor
 
 from megatron.config import MoEConfig, RecomputeConfig
 from megatron.model import GPT
-from megatron.model.moe import MoE, Router, within_capacity, within_groups
+from megatron.model.factory import ModuleFactory
+from megatron.model.moe import MoE
 from megatron.model.moe_losses import RouterReports, balance_loss, z_loss
+from megatron.model.router import Router, within_capacity, within_groups
 from megatron.ops import resolve
 from tests.unit.model.helpers import LLAMA, build, config, tokens
 
 HIDDEN, EXPERTS = 8, 5
 
 
+def factory(settings: MoEConfig) -> ModuleFactory:
+    return ModuleFactory(config(num_layers=1, hidden_size=HIDDEN), resolve("ref", "cpu"), settings)
+
+
 def router(**options: Any) -> Router:
     settings = MoEConfig(num_experts=EXPERTS, **options)
-    made = Router(HIDDEN, 0, settings, RouterReports(settings, 1)).double()
+    made = Router(factory(settings), 0).double()
     torch.nn.init.normal_(made.weight, generator=torch.Generator().manual_seed(1))
     return made
 
@@ -80,7 +86,7 @@ def grouped_router(**options: Any) -> Router:
         moe_router_topk_scaling_factor=2.5,
         **options,
     )
-    made = Router(HIDDEN, 0, settings, RouterReports(settings, 1))
+    made = Router(factory(settings), 0)
     torch.nn.init.normal_(made.weight, generator=torch.Generator().manual_seed(6))
     assert made.expert_bias is not None
     made.expert_bias.copy_(0.3 * torch.randn(12, generator=torch.Generator().manual_seed(7)))
@@ -129,7 +135,7 @@ def without_the_bias(scores: Tensor, config: MoEConfig) -> Tensor:
 
 @pytest.mark.parametrize("wrong", [no_groups, the_best_expert_alone, without_the_bias])
 def test_a_wrong_choice_of_groups_is_seen(wrong: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron.model.moe.within_groups", wrong)
+    monkeypatch.setattr("megatron.model.router.within_groups", wrong)
     assert differs_from_deepseek(grouped_router())
 
 

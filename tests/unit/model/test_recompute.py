@@ -38,14 +38,15 @@ def test_bit_equal_with_dropout(family: dict[str, Any], plan: dict[str, Any]) ->
 @pytest.mark.parametrize(
     ("plan", "expected"), [(PLANS[0], 4), (PLANS[1], 2), (PLANS[2], 2), (PLANS[3], 4), (PLANS[4], 4), (PLANS[6], 8)]
 )
-def test_what_is_recomputed(plan: dict[str, Any], expected: int) -> None:
+def test_what_is_recomputed(plan: dict[str, Any], expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
 
     def counting(function: Any, *arguments: Any) -> Any:
         calls.append(function)
         return function(*arguments)
 
-    model = build(config(), recompute=RecomputeConfig(**plan), checkpoint=counting)
+    monkeypatch.setattr("megatron.model.recompute.checkpoint", counting)
+    model = build(config(), recompute=RecomputeConfig(**plan))
     model(tokens())
     assert len(calls) == expected
     with torch.no_grad():

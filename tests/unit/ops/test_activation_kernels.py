@@ -1,4 +1,4 @@
-"""The scalar functions of csrc/common/math.h over their whole range, through the kernels, against fp64."""
+"""The scalar functions of csrc/activation/math.h over their whole range, through the kernels, against fp64."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.ops.native import OPERATIONS
-from tests.helpers.kernels import backend
+from tests.helpers.kernels import backend, kernel
 
 SMALLEST = torch.finfo(torch.float32).smallest_normal
 
@@ -33,13 +32,13 @@ def exact_gelu(x: Tensor, tanh: bool) -> Tensor:
 
 
 FUNCTIONS = {
-    "gelu_tanh": (lambda ops, x: OPERATIONS["gelu"].make(ops)(x, True), lambda x: exact_gelu(x, True)),
-    "gelu_erf": (lambda ops, x: OPERATIONS["gelu"].make(ops)(x, False), lambda x: exact_gelu(x, False)),
+    "gelu_tanh": (lambda ops, x: kernel("gelu", ops)(x, True), lambda x: exact_gelu(x, True)),
+    "gelu_erf": (lambda ops, x: kernel("gelu", ops)(x, False), lambda x: exact_gelu(x, False)),
     "silu": (
-        lambda ops, x: OPERATIONS["swiglu"].make(ops)(torch.stack((x, torch.ones_like(x)), -1))[..., 0],
+        lambda ops, x: kernel("swiglu", ops)(torch.stack((x, torch.ones_like(x)), -1))[..., 0],
         lambda x: x * torch.sigmoid(x),
     ),
-    "squared_relu": (lambda ops, x: OPERATIONS["squared_relu"].make(ops)(x), lambda x: torch.relu(x).square()),
+    "squared_relu": (lambda ops, x: kernel("squared_relu", ops)(x), lambda x: torch.relu(x).square()),
 }
 
 
@@ -93,6 +92,6 @@ def test_the_gradient_of_a_bias_is_summed_in_fp32() -> None:
     """A sum kept in bf16 would stop growing at 256."""
     x = torch.zeros(4096, 8, dtype=torch.bfloat16)
     bias = torch.full((8,), 30.0, dtype=torch.bfloat16, requires_grad=True)  # the slope is 1
-    out = OPERATIONS["bias_gelu"].make(backend("cpu").ops)(x, bias, True)
+    out = kernel("bias_gelu", backend("cpu").ops)(x, bias, True)
     out.backward(torch.ones_like(out))
     assert bias.grad is not None and bool((bias.grad == 4096).all())

@@ -16,18 +16,19 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from megatron.errors import ConfigError
-from megatron.ops import cpu_attention, ref, resolve
+from megatron.ops import attention, resolve
+from megatron.ops.blocked_attention import blocked_attention
 from megatron.ops.fused_qkv import split_qkv
-from megatron.ops.native import OPERATIONS
+from megatron.ops.softmax import causal_mask
 from tests.helpers.fresh import in_fresh_process
-from tests.helpers.kernels import backend
+from tests.helpers.kernels import backend, kernel
 from tests.helpers.planted import Mistake
 
 CAUSAL = {"mask": None, "causal": True, "scale": 0.4}
 
 
 def native() -> Callable[..., Tensor]:
-    return OPERATIONS["attention"].make(backend("cpu").ops)
+    return kernel("attention", backend("cpu").ops)
 
 
 def three(seq: int, heads: int = 4, groups: int = 2, dtype: torch.dtype = torch.float32) -> list[Tensor]:
@@ -46,7 +47,7 @@ def test_auto_takes_it_and_leaves_generation_and_fp64_to_others(monkeypatch: pyt
         others.append(tuple(query.shape))
         return query
 
-    monkeypatch.setitem(resolve.__globals__["_CPU"], "attention", spy)
+    monkeypatch.setattr(attention, "blocked_attention", spy)
     kernels = resolve("auto", "cpu", warn=lambda text: None)
     kernels.attention(torch.zeros(1, 2, 1, 8), *[torch.zeros(1, 2, 50, 8)] * 2, **CAUSAL)
     kernels.attention(*[torch.zeros(1, 2, 20, 8, dtype=torch.float64)] * 3, **CAUSAL)
@@ -59,7 +60,7 @@ def test_values_of_another_width_are_left_to_others() -> None:
     said: list[str] = []
     query, key, value = torch.randn(1, 2, 20, 8), torch.randn(1, 2, 20, 8), torch.randn(1, 2, 20, 6)
     out = resolve("auto", "cpu", warn=said.append).attention(query, key, value, **CAUSAL)
-    torch.testing.assert_close(out, ref.attention(query, key, value, **CAUSAL))
+    torch.testing.assert_close(out, attention.attention(query, key, value, **CAUSAL))
     assert len(said) == 1 and "the same shape and type would do" in said[0]
     with pytest.raises(ConfigError, match="--kernels native: attention cannot take values"):
         resolve("native", "cpu").attention(query, key, value, **CAUSAL)
@@ -142,7 +143,7 @@ def test_backward_drops_what_forward_dropped(dtype: torch.dtype) -> None:
     grads = torch.autograd.grad(out, (query, key, value), upstream)
     exact = [t.detach().double().requires_grad_() for t in (query, key, value)]
     weights = torch.softmax(
-        (exact[0] @ exact[1].transpose(2, 3) * 0.4).masked_fill(~ref.causal_mask(seq, seq, query.device), -torch.inf),
+        (exact[0] @ exact[1].transpose(2, 3) * 0.4).masked_fill(~causal_mask(seq, seq, query.device), -torch.inf),
         -1,
     )
     want = (weights * dropped / 0.75) @ exact[2]
@@ -231,12 +232,12 @@ def test_it_is_the_function_of_the_other_ways() -> None:
     """In blocks of torch's products, and as the plain formula: in one dtype, one function."""
     tensors = three(130)
     ours = native()(*tensors, **CAUSAL)
-    for other in (cpu_attention.attention, ref.attention):
+    for other in (blocked_attention, attention.attention):
         torch.testing.assert_close(ours, other(*tensors, **CAUSAL), rtol=1e-5, atol=2e-6)
 
 
 FORWARD, BACKWARD, BLOCKS, PRODUCT = (
-    f"cpu/{name}" for name in ("attention.cpp", "attention_backward.cpp", "attention_blocks.h", "product.h")
+    f"attention/{name}" for name in ("cpu_forward.cpp", "cpu_backward.cpp", "blocks.h", "product.h")
 )
 MISTAKES = {
     "one key too many": (BLOCKS, "row + diagonal + 1 - first_key", "row + diagonal + 2 - first_key"),
@@ -260,4 +261,4 @@ MISTAKES = {
 
 @pytest.mark.parametrize("name", MISTAKES)
 def test_planted_bugs_are_seen(tmp_path: Path, name: str) -> None:
-    Mistake(*MISTAKES[name], "attention").must_be_seen(tmp_path)
+    Mistake(*MISTAKES[name], "attention", on_cpu=True).must_be_seen(tmp_path)

@@ -24,7 +24,7 @@ if "--version" in arguments:
     sys.exit(print("pretended compiler, release 13.1"))
 source = next((a for a in arguments if a.endswith((".cpp", ".cu"))), "link")
 with open(here / "log", "a") as log:
-    log.write(pathlib.Path(source).name + "\\n")
+    log.write("/".join(pathlib.Path(source).parts[-2:]) + "\\n")
 if (here / "slow").exists():
     time.sleep(float((here / "slow").read_text()))
 if "#error" in (pathlib.Path(source).read_text() if source != "link" else ""):
@@ -87,23 +87,22 @@ def sandbox(tmp_path: Path) -> Sandbox:
 
 def test_only_what_changed_is_compiled_again(sandbox: Sandbox) -> None:
     assert sandbox.run().startswith("kernels: built, with CUDA: ")
-    everything = {
-        path.name for part in ("cpu", "cuda", "torch") for path in (sandbox.folder / "csrc" / part).glob("*.c*")
-    }
+    found = (path for path in (sandbox.folder / "csrc").glob("*/*") if path.suffix in (".cpp", ".cu"))
+    everything = {f"{path.parent.name}/{path.name}" for path in found} - {"data/helpers.cpp"}
     assert set(sandbox.compiled()) == everything | {"link"}
     sandbox.run()
     assert sandbox.compiled() == ["link"]
-    header = sandbox.folder / "csrc" / "cuda" / "activation.h"
+    header = sandbox.folder / "csrc" / "activation" / "math.h"
     header.write_text(header.read_text() + "// changed\n")
     sandbox.run()
-    assert sandbox.compiled() == ["activation.cpp", "activation.cu", "link"]
+    assert sandbox.compiled() == ["activation/cpu.cpp", "activation/cuda.cu", "activation/torch.cpp", "link"]
 
 
 def test_a_cuda_file_that_does_not_compile_costs_only_cuda(sandbox: Sandbox) -> None:
-    source = sandbox.folder / "csrc" / "cuda" / "activation.cu"
+    source = sandbox.folder / "csrc" / "activation" / "cuda.cu"
     source.write_text("#error planted\n")
     said = sandbox.run()
-    assert said.startswith("kernels: built for the CPU, without CUDA (nvcc: csrc/cuda/activation.cu:1: error: planted)")
+    assert said.startswith("kernels: built for the CPU, without CUDA (nvcc: csrc/activation/cuda.cu:1: error: planted)")
     assert "-DMK_HAS_CUDA" not in sandbox.library.read_text() and sandbox.library.is_file()
     assert "error: planted" in str(sandbox.record()["without_cuda"])
 
@@ -165,7 +164,7 @@ def test_two_builds_at_once_share_the_work(sandbox: Sandbox) -> None:
     assert [process.returncode for process in both] == [0, 0], said
     assert sum("kernels: waiting for process" in text for text in said) == 1
     assert len((sandbox.tools / "cuda" / "bin" / "log").read_text().split()) == len(
-        list((sandbox.folder / "csrc" / "cuda").glob("*.cu"))
+        list((sandbox.folder / "csrc").glob("*/*.cu"))
     )
 
 
@@ -186,7 +185,7 @@ def test_a_build_that_hangs_is_named_and_one_that_was_killed_hurts_nobody(sandbo
     first.send_signal(signal.SIGKILL)
     first.wait()
     cache = sandbox.folder / "build" / "kernels"
-    halves = [cache / "activation-0.77.tmp.o", sandbox.library.with_name("_kernels.77.tmp")]
+    halves = [cache / "activation-cpu-0.77.tmp.o", sandbox.library.with_name("_kernels.77.tmp")]
     for half in halves:
         half.write_text("half")
     (sandbox.tools / "slow").unlink()
@@ -239,4 +238,4 @@ def test_the_source_distribution_holds_the_sources(sandbox: Sandbox) -> None:
     sandbox.run("-c", "from setuptools import build_meta; build_meta.build_sdist('out')")
     (archive,) = (sandbox.folder / "out").glob("*.tar.gz")
     listed = subprocess.run(["tar", "tzf", str(archive)], capture_output=True, text=True, check=True).stdout
-    assert all(f"/csrc/{name}" in listed for name in ("build.py", "common/emulator.h", "cuda/activation.cu"))
+    assert all(f"/csrc/{name}" in listed for name in ("build.py", "common/emulator.h", "activation/cuda.cu"))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.ops import Kernels, ref, resolve
+from megatron.ops import Kernels, attention, resolve
 
 REF, AUTO = resolve("ref", "cpu"), resolve("auto", "cpu")
 Operation = Callable[[Kernels, list[Tensor]], Tensor]
@@ -108,7 +108,7 @@ def test_layer_scaling_widens_the_fp16_range() -> None:
     query = torch.full((1, 1, 4, 64), 60.0, dtype=torch.float16)  # scores of 115200 do not fit fp16
     value = torch.randn(1, 1, 4, 64).half()
     options = {"mask": None, "causal": True, "scale": 0.5}
-    plain = ref.attention(query, query, value, **options)
-    scaled = ref.attention(query, query, value, layer_scaling=8, **options)
+    plain = attention.attention(query, query, value, **options)
+    scaled = attention.attention(query, query, value, layer_scaling=8, **options)
     assert not plain.isfinite().all()
     assert scaled.isfinite().all()

@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.ops import builtin, cpu_attention, ref
+from megatron.ops import blocked_attention as module
+from megatron.ops.attention import attention
+from megatron.ops.blocked_attention import blocked_attention
 
 
 def inputs(seq: int, heads: int, groups: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
@@ -27,7 +29,7 @@ def results(function: Any, tensors: list[Tensor], **options: Any) -> list[Tensor
 @pytest.mark.parametrize("seq", [2, 64, 65, 130, 300])
 def test_equals_the_formula(seq: int, heads: int, groups: int) -> None:
     tensors = inputs(seq, heads, groups)
-    for fast, slow in zip(results(cpu_attention.attention, tensors), results(ref.attention, tensors), strict=True):
+    for fast, slow in zip(results(blocked_attention, tensors), results(attention, tensors), strict=True):
         torch.testing.assert_close(fast, slow, rtol=1e-11, atol=1e-12)
 
 
@@ -51,8 +53,8 @@ def masks(seq: int) -> dict[str, tuple[Tensor, bool]]:
 def test_masks(name: str, groups: int) -> None:
     tensors = inputs(130, 4, groups)
     mask, causal = masks(130)[name]
-    fast = results(cpu_attention.attention, tensors, mask=mask, causal=causal)
-    for got, want in zip(fast, results(ref.attention, tensors, mask=mask, causal=causal), strict=True):
+    fast = results(blocked_attention, tensors, mask=mask, causal=causal)
+    for got, want in zip(fast, results(attention, tensors, mask=mask, causal=causal), strict=True):
         torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-12)
 
 
@@ -63,18 +65,18 @@ def test_half_and_single_precision(seq: int, name: str) -> None:
     options = {"mask": mask, "causal": causal}
     for dtype, limit in ((torch.float32, 2e-6), (torch.bfloat16, 8e-3)):
         tensors = inputs(seq, 4, 2, dtype)
-        exact = results(ref.attention, [t.detach().double().requires_grad_() for t in tensors], **options)
-        for got, want in zip(results(cpu_attention.attention, tensors, **options), exact, strict=True):
+        exact = results(attention, [t.detach().double().requires_grad_() for t in tensors], **options)
+        for got, want in zip(results(blocked_attention, tensors, **options), exact, strict=True):
             assert (got.double() - want).norm() / want.norm() < limit
 
 
 def test_two_runs_are_bit_equal() -> None:
     tensors = inputs(300, 4, 2, torch.bfloat16)
-    runs = [results(cpu_attention.attention, tensors) for _ in range(2)]
+    runs = [results(blocked_attention, tensors) for _ in range(2)]
     assert all(torch.equal(one, other) for one, other in zip(*runs, strict=True))
 
 
-softmax_, softmax_backward_ = cpu_attention._softmax_, cpu_attention._softmax_backward_
+softmax_, softmax_backward_ = module._softmax_, module._softmax_backward_
 
 BUGS: dict[str, tuple[str, Any]] = {
     "one key too many": (
@@ -92,17 +94,17 @@ BUGS: dict[str, tuple[str, Any]] = {
 
 @pytest.mark.parametrize("bug", BUGS)
 def test_planted_bugs_are_seen(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_attention, *BUGS[bug])
+    monkeypatch.setattr(module, *BUGS[bug])
     tensors, (mask, causal) = inputs(130, 4, 2), masks(130)["documents_and_causal"]
-    fast = results(cpu_attention.attention, tensors, mask=mask, causal=causal)
-    slow = results(ref.attention, tensors, mask=mask, causal=causal)
+    fast = results(blocked_attention, tensors, mask=mask, causal=causal)
+    slow = results(attention, tensors, mask=mask, causal=causal)
     assert not all(torch.allclose(got, want, rtol=1e-9, atol=1e-9) for got, want in zip(fast, slow, strict=True))
 
 
 def test_bf16_error_is_that_of_the_formula_in_bf16() -> None:
-    exact = results(ref.attention, [t.bfloat16().double().requires_grad_() for t in inputs(300, 4, 2)])
+    exact = results(attention, [t.bfloat16().double().requires_grad_() for t in inputs(300, 4, 2)])
     half = [t.detach().bfloat16().requires_grad_() for t in inputs(300, 4, 2)]
-    pairs = zip(results(cpu_attention.attention, half), results(ref.attention, half), exact, strict=True)
+    pairs = zip(results(blocked_attention, half), results(attention, half), exact, strict=True)
     for got, formula, want in pairs:
         error, allowed = ((t.double() - want).norm() / want.norm() for t in (got, formula))
         assert error <= 1.2 * allowed
@@ -112,7 +114,7 @@ def test_bf16_error_is_that_of_the_formula_in_bf16() -> None:
 def test_gradients_under_dropout(dropout_p: float) -> None:
     def fixed(*tensors: Tensor) -> Tensor:
         torch.manual_seed(0)  # the same elements fall in every evaluation
-        return cpu_attention.attention(*tensors, mask=None, causal=True, scale=0.4, dropout_p=dropout_p)
+        return blocked_attention(*tensors, mask=None, causal=True, scale=0.4, dropout_p=dropout_p)
 
     assert torch.autograd.gradcheck(fixed, inputs(5, 2, 1))
 
@@ -121,7 +123,7 @@ def test_gradients_under_dropout(dropout_p: float) -> None:
 def test_backward_drops_what_forward_dropped(dtype: torch.dtype) -> None:
     """The output is linear in the values, so <values, their gradient> = <output, its gradient> in every dtype."""
     tensors = inputs(130, 4, 2, dtype)
-    out = cpu_attention.attention(*tensors, mask=None, causal=True, scale=0.4, dropout_p=0.3)
+    out = blocked_attention(*tensors, mask=None, causal=True, scale=0.4, dropout_p=0.3)
     upstream = torch.randn_like(out)
     grads = torch.autograd.grad(out, tensors, upstream)
     assert all(grad.dtype == dtype for grad in grads)
@@ -132,10 +134,9 @@ def test_backward_drops_what_forward_dropped(dtype: torch.dtype) -> None:
 
 def test_dropout_scales_what_is_left() -> None:
     tensors = inputs(200, 4, 4)
-    kept = cpu_attention.attention(*tensors, mask=None, causal=True, scale=0.4)
+    kept = blocked_attention(*tensors, mask=None, causal=True, scale=0.4)
     dropped = [
-        cpu_attention.attention(*tensors, mask=None, causal=True, scale=0.4, dropout_p=0.25).detach()
-        for _ in range(200)
+        blocked_attention(*tensors, mask=None, causal=True, scale=0.4, dropout_p=0.25).detach() for _ in range(200)
     ]
     error = (torch.stack(dropped).mean(0) - kept).norm() / kept.norm()
     assert error < 0.1
@@ -160,7 +161,7 @@ def test_other_shapes_are_left_to_torch(
         calls.append(options)
         return tensors[0]
 
-    monkeypatch.setattr(builtin, "sdpa", spy)
+    monkeypatch.setattr(module, "sdpa", spy)
     query, key = torch.zeros(1, 2, queries, 4, dtype=dtype), torch.zeros(1, 2, keys, 4, dtype=dtype)
-    cpu_attention.attention(query, key, key, mask=None, causal=True, scale=1.0)
+    blocked_attention(query, key, key, mask=None, causal=True, scale=1.0)
     assert len(calls) == 1

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron.ops.cross_entropy import NativeLogits
 from megatron.ops.logits import TORCH_LOGITS
-from megatron.ops.native.cross_entropy import NativeLogits
 from tests.helpers.kernels import backend
 from tests.helpers.planted import Mistake
 
@@ -72,28 +72,35 @@ def test_what_does_not_fit_is_refused() -> None:
 
 MISTAKES = {
     "target subtracted twice": Mistake(
-        "cpu/xent.cpp",
+        "cross_entropy/cpu.cpp",
         "(exp_of_difference<T>(target - shift) - 1.0f)",
         "(exp_of_difference<T>(target - shift) - 2.0f)",
         "xent_split",
     ),
     "target read after it was overwritten": Mistake(
-        "cpu/xent.cpp", "(target - shift) * factor - 1.0f", "(load(x[label]) - shift) * factor - 1.0f", "xent_in_place"
+        "cross_entropy/cpu.cpp",
+        "(target - shift) * factor - 1.0f",
+        "(load(x[label]) - shift) * factor - 1.0f",
+        "xent_in_place",
     ),
     "wrong offset in the vocabulary": Mistake(
-        "cpu/xent.cpp", "a.labels[row] - a.first;", "a.labels[row];", "xent_split"
+        "cross_entropy/cpu.cpp", "a.labels[row] - a.first;", "a.labels[row];", "xent_split"
     ),
     "last chunk left out": Mistake(
-        "cpu/xent.cpp", "begin + kChunk : count,", "begin + kChunk : begin,", "cross_entropy"
+        "cross_entropy/cpu.cpp", "begin + kChunk : count,", "begin + kChunk : begin,", "cross_entropy"
     ),
-    "padding keeps its logits": Mistake("cpu/xent.cpp", "size_t(a.width - a.columns)", "size_t(0)", "xent_in_place"),
-    "CUDA: target subtracted twice": Mistake("cuda/xent.cu", "probability - 1.0f", "probability - 2.0f", "xent_split"),
-    "CUDA: wrong offset in the vocabulary": Mistake("cuda/xent.cu", "label - first;", "label;", "xent_split"),
+    "padding keeps its logits": Mistake(
+        "cross_entropy/cpu.cpp", "size_t(a.width - a.columns)", "size_t(0)", "xent_in_place"
+    ),
+    "CUDA: target subtracted twice": Mistake(
+        "cross_entropy/cuda.cu", "probability - 1.0f", "probability - 2.0f", "xent_split"
+    ),
+    "CUDA: wrong offset in the vocabulary": Mistake("cross_entropy/cuda.cu", "label - first;", "label;", "xent_split"),
     "CUDA: ends of the row left out": Mistake(
-        "cuda/xent.cu", "ends = head + columns - tail", "ends = head", "cross_entropy"
+        "cross_entropy/cuda.cu", "ends = head + columns - tail", "ends = head", "cross_entropy"
     ),
     "CUDA: a sum not rescaled": Mistake(
-        "cuda/online.h", "r.sum * exp_for<T>(r.peak - shift);", "r.sum;", "cross_entropy"
+        "common/online_softmax.h", "r.sum * exp_for<T>(r.peak - shift);", "r.sum;", "cross_entropy"
     ),
 }
 

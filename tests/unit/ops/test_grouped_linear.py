@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.distributed.wgrad_queue import WgradQueue
+from megatron.model.wgrads import WgradQueue
 from megatron.ops import grouped_linear, resolve
 from megatron.ops.grouped_linear import Grouped, Loop, by_grouped_mm, by_loop
 

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from megatron.errors import ConfigError
+from megatron.ops import activation, resolve
 from megatron.ops import library as module
-from megatron.ops import ref, resolve
 from megatron.ops.library import PATH, SOURCES, Gpu, Library, library, load
 from tests.helpers.kernels import builder
 from tests.policy.rules import ROOT
@@ -94,7 +94,7 @@ def test_damage_is_one_line(copy: Path, damage: Callable[[Path], None], reason: 
     assert missing.endswith(module.BUILD)
 
 
-@pytest.mark.parametrize("unreadable", ["_kernels.so", "activation.cpp"])
+@pytest.mark.parametrize("unreadable", ["_kernels.so", "cpu.cpp"])
 def test_what_cannot_be_read_is_one_line(copy: Path, unreadable: str, monkeypatch: pytest.MonkeyPatch) -> None:
     read = Path.read_bytes
 
@@ -137,7 +137,7 @@ def test_an_object_that_is_not_ours(copy: Path) -> None:
 def test_older_than_its_sources(copy: Path, tmp_path: Path) -> None:
     sources = tmp_path / "csrc"
     shutil.copytree(SOURCES, sources)
-    (sources / "cpu" / "activation.cpp").open("a").write("// edited\n")
+    (sources / "activation" / "cpu.cpp").open("a").write("// edited\n")
     assert load(copy, sources).missing == f"older than csrc/; build again: {module.BUILD}"
 
 
@@ -154,7 +154,7 @@ def test_without_a_library_torch_runs_and_the_table_says_why() -> None:
     assert kernels.table().splitlines()[-1] == "the native kernels are not built: python setup.py build_ext --inplace"
     assert "native" not in {choice.backend for choice in kernels.choices}
     x = torch.randn(3, 8)
-    torch.testing.assert_close(kernels.swiglu(x), ref.swiglu(x))
+    torch.testing.assert_close(kernels.swiglu(x), activation.swiglu(x))
     with pytest.raises(ConfigError, match=r"--kernels native: the native kernels are not built: .*; or use --kernels"):
         resolve("native", "cpu", native=gone)
 

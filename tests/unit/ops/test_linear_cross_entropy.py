@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.ops import logits, ref
-from megatron.ops.linear_cross_entropy import Workspace, linear_cross_entropy
+from megatron.ops import logits
+from megatron.ops.linear_cross_entropy import Workspace, fused_linear_cross_entropy, linear_cross_entropy
 
 
 def inputs(
@@ -33,8 +33,8 @@ def test_equals_the_formula_in_fp64(tokens: int, vocab: int, rows: int, monkeypa
     upstream = torch.randn(tokens, dtype=torch.float64)
     upstream[::3] = 0.0  # masked tokens
     for fast, slow in zip(
+        gradients(fused_linear_cross_entropy, x, weight, labels, vocab, upstream),
         gradients(linear_cross_entropy, x, weight, labels, vocab, upstream),
-        gradients(ref.linear_cross_entropy, x, weight, labels, vocab, upstream),
         strict=True,
     ):
         torch.testing.assert_close(fast, slow, rtol=1e-12, atol=1e-12)
@@ -42,7 +42,7 @@ def test_equals_the_formula_in_fp64(tokens: int, vocab: int, rows: int, monkeypa
 
 def test_gradcheck() -> None:
     x, weight, labels = inputs(5, 4, 9, 12, torch.float64)
-    assert torch.autograd.gradcheck(lambda a, b: linear_cross_entropy(a, b, labels, 9), (x, weight))
+    assert torch.autograd.gradcheck(lambda a, b: fused_linear_cross_entropy(a, b, labels, 9), (x, weight))
 
 
 @pytest.mark.parametrize("needs", [(True, False), (False, True)])
@@ -50,7 +50,7 @@ def test_only_the_gradients_asked_for(needs: tuple[bool, bool]) -> None:
     x, weight, labels = inputs(5, 4, 9, 12, torch.float64)
     x.requires_grad_(needs[0])
     weight.requires_grad_(needs[1])
-    linear_cross_entropy(x, weight, labels, 9).sum().backward()
+    fused_linear_cross_entropy(x, weight, labels, 9).sum().backward()
     assert (x.grad is not None, weight.grad is not None) == needs
 
 
@@ -64,14 +64,14 @@ def test_precision_no_worse_than_composing_torch(dtype: torch.dtype) -> None:
         return F.cross_entropy((x @ weight[:vocab].t()).float(), labels, reduction="none")
 
     exact = gradients(
-        ref.linear_cross_entropy,
+        linear_cross_entropy,
         x.detach().double().requires_grad_(),
         weight.detach().double().requires_grad_(),
         labels,
         1003,
         upstream.double(),
     )
-    ours = gradients(linear_cross_entropy, x, weight, labels, 1003, upstream)
+    ours = gradients(fused_linear_cross_entropy, x, weight, labels, 1003, upstream)
     theirs = gradients(composed, x, weight, labels, 1003, upstream)
     for got, other, want in zip(ours, theirs, exact, strict=True):
         error, reference = ((t.double() - want).norm() / want.norm() for t in (got, other))
@@ -82,7 +82,7 @@ def test_precision_no_worse_than_composing_torch(dtype: torch.dtype) -> None:
 def test_large_logits_neither_overflow_nor_vanish() -> None:
     x = torch.tensor([[1000.0], [-1000.0]], requires_grad=True)
     weight = torch.tensor([[1.0], [0.5], [-1.0]], requires_grad=True)
-    loss = linear_cross_entropy(x, weight, torch.tensor([2, 2]), 3)
+    loss = fused_linear_cross_entropy(x, weight, torch.tensor([2, 2]), 3)
     torch.testing.assert_close(loss, torch.tensor([2000.0, 0.0]))
     loss.sum().backward()
     assert x.grad is not None and x.grad.isfinite().all()
@@ -92,23 +92,25 @@ def test_a_nan_stays_a_nan() -> None:
     x, weight, labels = inputs(3, 4, 9, 9, torch.float32)
     with torch.no_grad():
         x[1, 2] = float("nan")
-    loss = linear_cross_entropy(x, weight, labels, 9)
+    loss = fused_linear_cross_entropy(x, weight, labels, 9)
     assert loss.isnan().tolist() == [False, True, False]
 
 
 def test_without_gradients_it_is_the_same_loss() -> None:
     x, weight, labels = inputs(600, 4, 9, 12, torch.float32)
     with torch.no_grad():
-        evaluated = linear_cross_entropy(x, weight, labels, 9)
-    torch.testing.assert_close(evaluated, linear_cross_entropy(x, weight, labels, 9).detach(), rtol=1e-6, atol=1e-6)
+        evaluated = fused_linear_cross_entropy(x, weight, labels, 9)
+    torch.testing.assert_close(
+        evaluated, fused_linear_cross_entropy(x, weight, labels, 9).detach(), rtol=1e-6, atol=1e-6
+    )
 
 
 def test_the_workspace_is_used_again_and_never_shared() -> None:
     workspace = Workspace()
     x, weight, labels = inputs(5, 4, 9, 9, torch.float32)
-    first = linear_cross_entropy(x, weight, labels, 9, workspace)
-    second = linear_cross_entropy(x, weight, labels, 9, workspace)  # before the first one's backward pass
-    expected = torch.autograd.grad(ref.linear_cross_entropy(x, weight, labels, 9).sum(), weight)[0]
+    first = fused_linear_cross_entropy(x, weight, labels, 9, workspace)
+    second = fused_linear_cross_entropy(x, weight, labels, 9, workspace)  # before the first one's backward pass
+    expected = torch.autograd.grad(linear_cross_entropy(x, weight, labels, 9).sum(), weight)[0]
     for loss in (second, first):
         torch.testing.assert_close(torch.autograd.grad(loss.sum(), weight)[0], expected, rtol=1e-5, atol=1e-6)
     kept = workspace.take((5, 9), x)
@@ -122,7 +124,7 @@ def test_the_workspace_is_used_again_and_never_shared() -> None:
 
 def test_a_second_backward_pass_with_a_workspace_is_refused() -> None:
     x, weight, labels = inputs(5, 4, 9, 9, torch.float32)
-    loss = linear_cross_entropy(x, weight, labels, 9, Workspace()).sum()
+    loss = fused_linear_cross_entropy(x, weight, labels, 9, Workspace()).sum()
     loss.backward(retain_graph=True)
     with pytest.raises(AssertionError, match="one backward pass"):
         loss.backward()

@@ -11,46 +11,51 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.errors import ConfigError
-from megatron.ops import ref, resolve
-from megatron.ops.native import OPERATIONS, WITHOUT_DERIVATIVE
-from megatron.ops.proof import CPU_SUBJECTS, SUBJECTS, Draw, Subject, check
-from megatron.ops.proof.subject import flat_tensors
+from megatron.ops import resolve
+from megatron.ops.activation import squared_relu, swiglu
+from megatron.ops.proof import PROOFS, Draw, Proof, check, flat_tensors
+from megatron.ops.rows import ROWS
+from tests.helpers.attention_proof import CPU_PROOFS
 from tests.helpers.kernels import BACKENDS, ORDERS, Backend, backend, emulator_order
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# The derivatives themselves (RoPE's is RoPE again), and what only our own gradients call.
+WITHOUT_DERIVATIVE = {"swiglu_backward", "geglu_backward", "gelu_backward", "squared_relu_backward", "norm_backward",
+                      "softmax_backward", "attention_backward", "square_sum", "xent_backward",
+                      "xent_statistics"}  # fmt: skip
 
 
 def draw(dtype: torch.dtype = torch.float32, seed: int = 1) -> Draw:
     return Draw(dtype, torch.Generator().manual_seed(seed))
 
 
-def problems(subject: Subject, where: Backend, dtype: torch.dtype) -> list[str]:
-    findings = ((call, finding) for call in subject.calls(draw(dtype))
-                for finding in check(subject, call, where.ops, where.device))  # fmt: skip
+def problems(proof: Proof, where: Backend, dtype: torch.dtype) -> list[str]:
+    findings = ((call, finding) for call in proof.calls(draw(dtype))
+                for finding in check(proof, call, where.ops, where.device))  # fmt: skip
     return [f"{call.name}: {finding.tensor}: {finding.wrong}" for call, finding in findings if finding.wrong]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", BACKENDS)
-@pytest.mark.parametrize("op", SUBJECTS)
+@pytest.mark.parametrize("op", PROOFS)
 def test_kernel_against_fp64(op: str, name: str, dtype: torch.dtype) -> None:
-    subject = SUBJECTS[op]
-    if dtype in subject.dtypes:
-        assert problems(subject, backend(name), dtype) == []
+    proof = PROOFS[op]
+    if dtype in proof.dtypes:
+        assert problems(proof, backend(name), dtype) == []
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("op", CPU_SUBJECTS)
+@pytest.mark.parametrize("op", CPU_PROOFS)
 def test_a_cpus_own_kernel_against_fp64(op: str, dtype: torch.dtype) -> None:
-    assert problems(CPU_SUBJECTS[op], backend("cpu"), dtype) == []
+    assert problems(CPU_PROOFS[op], backend("cpu"), dtype) == []
 
 
 @pytest.mark.parametrize("order", list(ORDERS)[1:])
-@pytest.mark.parametrize("op", SUBJECTS)
+@pytest.mark.parametrize("op", PROOFS)
 def test_the_order_of_threads_and_blocks_does_not_matter(op: str, order: str) -> None:
     where = backend("emulated")
     with emulator_order(order):
-        assert problems(SUBJECTS[op], where, SUBJECTS[op].dtypes[-1]) == []
+        assert problems(PROOFS[op], where, PROOFS[op].dtypes[-1]) == []
 
 
 def test_a_sum_of_squares_of_more_parts_than_a_block_has_threads() -> None:
@@ -60,15 +65,15 @@ def test_a_sum_of_squares_of_more_parts_than_a_block_has_threads() -> None:
     assert backend("emulated").ops.square_sum(flat) == 259
 
 
-@pytest.mark.parametrize("op", SUBJECTS | CPU_SUBJECTS)
+@pytest.mark.parametrize("op", PROOFS | CPU_PROOFS)
 def test_two_threads_give_what_one_gives(op: str) -> None:
-    where, subject, results = backend("cpu"), (SUBJECTS | CPU_SUBJECTS)[op], []
+    where, proof, results = backend("cpu"), (PROOFS | CPU_PROOFS)[op], []
     before = torch.get_num_threads()
     try:
         for threads in (1, 2):
             torch.set_num_threads(threads)
             with Recorder(where.namespace) as recorder:
-                assert problems(subject, where, subject.dtypes[0]) == []
+                assert problems(proof, where, proof.dtypes[0]) == []
             results.append(recorder.results)
     finally:
         torch.set_num_threads(before)
@@ -106,9 +111,9 @@ def test_opcheck_of_every_operation() -> None:
     """Schema, fake tensors, autograd and functionalisation are right for whatever the library registers."""
     where = backend("cpu")
     with Recorder(where.namespace) as recorder:
-        for subject in (*SUBJECTS.values(), *CPU_SUBJECTS.values()):
-            for call in subject.calls(draw(subject.dtypes[0])):
-                check(subject, call, where.ops, where.device)
+        for proof in (*PROOFS.values(), *CPU_PROOFS.values()):
+            for call in proof.calls(draw(proof.dtypes[0])):
+                check(proof, call, where.ops, where.device)
     assert {op.name().split("::")[1].split(".")[0] for op in recorder.calls} == registered(where.namespace)
     for op, (args, named) in recorder.calls.items():
         if op.name().split("::")[1].split(".")[0] not in WITHOUT_DERIVATIVE:
@@ -117,9 +122,7 @@ def test_opcheck_of_every_operation() -> None:
         torch.library.opcheck(op, args, named)
 
 
-@pytest.mark.parametrize(
-    "op", [op for op, subject in SUBJECTS.items() if op in OPERATIONS and subject.source != "optim"]
-)
+@pytest.mark.parametrize("op", [op for op, proof in PROOFS.items() if op in ROWS and proof.room != "optim"])
 def test_a_second_derivative_is_right_or_refused(op: str) -> None:
     """PyTorch would take it for zero and only warn."""
 
@@ -130,10 +133,10 @@ def test_a_second_derivative_is_right_or_refused(op: str) -> None:
         (once,) = torch.autograd.grad([out.sin().sum() for out in outputs], x, create_graph=True)
         return torch.autograd.grad(once.cos().sum(), x)[0]
 
-    subject, kernel = SUBJECTS[op], SUBJECTS[op].kernel(backend("cpu").ops)
-    call = next(call for call in subject.calls(draw()) if call.args[0].numel() > 8)
+    proof, kernel = PROOFS[op], PROOFS[op].kernel(backend("cpu").ops)
+    call = next(call for call in proof.calls(draw()) if call.args[0].numel() > 8)
     if op == "rope":
-        torch.testing.assert_close(twice(kernel), twice(subject.oracle))
+        torch.testing.assert_close(twice(kernel), twice(proof.oracle))
     elif op == "linear_cross_entropy":  # PyTorch's own refusal: once_differentiable
         with pytest.raises(RuntimeError):
             twice(kernel)
@@ -147,7 +150,7 @@ def test_an_operation_inside_a_compiled_graph() -> None:
     x = torch.randn(4, 64, requires_grad=True)
     compiled = torch.compile(lambda value: where.ops.swiglu_forward(value) * 2, fullgraph=True)
     (gradient,) = torch.autograd.grad(compiled(x).sum(), x)
-    (expected,) = torch.autograd.grad((ref.swiglu(x) * 2).sum(), x)
+    (expected,) = torch.autograd.grad((swiglu(x) * 2).sum(), x)
     torch.testing.assert_close(gradient, expected)
 
 
@@ -210,7 +213,7 @@ REFUSED: dict[str, list[tuple[tuple[Any, ...], str]]] = {
 
 def test_every_operation_refuses_something() -> None:
     """But the optimizer's, which are given nothing but its own flat buffers."""
-    assert set(REFUSED) == {name for name, operation in OPERATIONS.items() if operation.source != "optim"}
+    assert set(REFUSED) == {name for name, row in ROWS.items() if row.native is not None and row.native.room != "optim"}
 
 
 @pytest.mark.parametrize(("op", "args", "reason"), [(op, *case) for op, cases in REFUSED.items() for case in cases])
@@ -230,8 +233,8 @@ def test_the_fallback_runs_and_is_said_once() -> None:
     said: list[str] = []
     kernels = resolve("auto", "cpu", warn=said.append)
     x = torch.randn(2, 4, dtype=torch.float64)
-    torch.testing.assert_close(kernels.swiglu(x), ref.swiglu(x))
-    torch.testing.assert_close(kernels.squared_relu(x), ref.squared_relu(x))
+    torch.testing.assert_close(kernels.swiglu(x), swiglu(x))
+    torch.testing.assert_close(kernels.squared_relu(x), squared_relu(x))
     kernels.swiglu(x[:1])
     (line,) = said
     assert line.startswith("swiglu: native kernels cannot take float64: float32, bfloat16 or float16 would do; ")

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from megatron.errors import ConfigError
-from megatron.ops import ref
-from megatron.ops.native import OPERATIONS
-from tests.helpers.kernels import backend
+from megatron.ops.norm import rms_norm
+from tests.helpers import kernels
+from tests.helpers.kernels import backend, strict
 
 
 def kernel(name: str) -> Any:
-    return OPERATIONS[name].make(backend("cpu").ops)
+    return kernels.kernel(name, backend("cpu").ops)
 
 
 def gradients(threads: int, x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
@@ -49,7 +49,7 @@ def test_rms_norm_rounds_before_the_gain() -> None:
     where the statistics differ in their last bit."""
     torch.manual_seed(0)
     x, weight = torch.randn(64, 512).bfloat16(), (torch.randn(512) + 1).bfloat16()
-    ours, plain = kernel("rms_norm")(x, weight, 1e-5), ref.rms_norm(x, weight, 1e-5)
+    ours, plain = kernel("rms_norm")(x, weight, 1e-5), rms_norm(x, weight, 1e-5)
     once = (x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1e-5) * weight.float()).bfloat16()
     assert (ours != plain).float().mean() < 1e-3
     assert (once != plain).float().mean() > 0.1
@@ -66,7 +66,7 @@ def test_a_sum_that_alone_is_used_still_has_its_gradient() -> None:
 
 
 def test_a_sum_of_two_dtypes_is_refused_by_name() -> None:
-    call = OPERATIONS["add_rms_norm"].with_fallback(backend("cpu").ops, ref.of_sum(ref.rms_norm))
+    call = strict("add_rms_norm", backend("cpu").ops)
     with pytest.raises(ConfigError, match=r"add_rms_norm cannot take x bfloat16 .*; or use --kernels auto"):
         call(torch.ones(2, 4).bfloat16(), torch.ones(2, 4), torch.ones(4), 1e-5)
 

@@ -15,7 +15,7 @@ from tests.helpers.kernels import builder
 from tests.helpers.scripts import load_script
 from tests.policy.rules import ROOT
 
-SOURCES = sorted((ROOT / "csrc" / "cuda").glob("*.cu"))
+SOURCES = sorted((ROOT / "csrc").glob("*/cuda*.cu"))
 USAGE = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 ACCESS = re.compile(r"\b(ld|st)\.global\S*?\.v([248])\.[a-z](\d+)")
 ENTRIES = re.compile(r"\.entry\s+(\w+)\(")
@@ -28,7 +28,7 @@ ONE_INSTRUCTION = {
     "optim": {"cvt.f32.f16", "cvt.rn.f16.f32", "cvt.rn.bf16.f32"},
     "rope": {"cvt.f32.f16", "cvt.rn.f16.f32", "cvt.rn.bf16.f32"},
     "softmax": {"cvt.f32.f16", "cvt.rn.f16.f32", "cvt.rn.bf16.f32", "ex2.approx.ftz.f32", "max.NaN.f32"},
-    "xent": {"cvt.f32.f16", "cvt.rn.f16.f32", "cvt.rn.bf16.f32", "ex2.approx.ftz.f32", "max.NaN.f32"},
+    "cross_entropy": {"cvt.f32.f16", "cvt.rn.f16.f32", "cvt.rn.bf16.f32", "ex2.approx.ftz.f32", "max.NaN.f32"},
 }
 
 
@@ -53,12 +53,12 @@ def outputs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Path, Fut
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         slowest_first = sorted(SOURCES, key=lambda source: -source.stat().st_size)
         yield {
-            source: pool.submit(compiled, source, tmp_path_factory.mktemp(f"nvcc-{source.stem}"))
+            source: pool.submit(compiled, source, tmp_path_factory.mktemp(f"nvcc-{source.parent.name}"))
             for source in slowest_first
         }
 
 
-@pytest.fixture(params=SOURCES, ids=lambda source: source.stem)
+@pytest.fixture(params=SOURCES, ids=lambda source: source.parent.name)
 def output(request: pytest.FixtureRequest, outputs: dict[Path, Future[tuple[str, str]]]) -> tuple[Path, str, str]:
     return request.param, *outputs[request.param].result()
 
@@ -97,7 +97,7 @@ def test_compute_sanitizer_is_told_of_every_kernel(output: tuple[Path, str, str]
 def test_packs_are_one_access(output: tuple[Path, str, str]) -> None:
     source, _, ptx = output
     text = source.read_text()
-    in_steps = '#include "steps.h"' in text
+    in_steps = '#include "../common/steps.h"' in text
     if in_steps or "load_pack(" in text:
         assert wide(ptx, "ld")
         assert narrow_kernels(ptx, "ld") == []
@@ -109,7 +109,7 @@ def test_packs_are_one_access(output: tuple[Path, str, str]) -> None:
 
 def test_halves_are_converted_by_the_gpu(output: tuple[Path, str, str]) -> None:
     source, _, ptx = output
-    assert {name for name in ONE_INSTRUCTION[source.stem] if name not in ptx} == set()
+    assert {name for name in ONE_INSTRUCTION[source.parent.name] if name not in ptx} == set()
 
 
 def test_a_spill_and_a_narrow_access_are_seen(tmp_path: Path) -> None:

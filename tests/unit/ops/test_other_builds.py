@@ -13,38 +13,34 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.kernels import builder
-from tests.helpers.planted import TIERS, best_tier, made_anew, planted_checkout
+from tests.helpers.planted import TIERS, best_tier, kernel_sources, made_anew, planted_checkout
 from tests.policy.rules import ROOT
 
 # Compares what has few enough numbers: on the emulator's stacks the sanitizer makes every switch slow.
 COMPARE = """
 import sys
 import torch
-from megatron.ops import native
-from megatron.ops.proof import CPU_SUBJECTS, SUBJECTS, Draw, check, flat_tensors
+from megatron.ops.proof import PROOFS, Draw, check, flat_tensors
+from megatron.ops.rows import register
+from tests.helpers.attention_proof import CPU_PROOFS
 path, namespace, most, *names = sys.argv[1:]
 torch.ops.load_library(path)
-native.register(namespace)
+register(namespace)
 emulated = namespace == "megatron_emulated"
-subjects = SUBJECTS if emulated else SUBJECTS | CPU_SUBJECTS
-for name in names or subjects:
-    for dtype in subjects[name].dtypes[1 if emulated else 0 : 2]:
-        calls = list(subjects[name].calls(Draw(dtype, torch.Generator().manual_seed(1))))
+proofs = PROOFS if emulated else PROOFS | CPU_PROOFS
+for name in names or proofs:
+    for dtype in proofs[name].dtypes[1 if emulated else 0 : 2]:
+        calls = list(proofs[name].calls(Draw(dtype, torch.Generator().manual_seed(1))))
         sizes = [sum(tensor.numel() for tensor in flat_tensors(list(call.args))) for call in calls]
         for call, size in zip(calls, sizes):
             if size <= max(int(most), min(size for size in sizes if size > 0)):
-                for finding in check(subjects[name], call, getattr(torch.ops, namespace), "cpu"):
+                for finding in check(proofs[name], call, getattr(torch.ops, namespace), "cpu"):
                     assert not finding.wrong, f"{name}: {call.name}: {finding.tensor}: {finding.wrong}"
 print("right")
 """
 MOST = {"cpu": 100_000, "emulated": 250}
 NAMESPACE = {"cpu": "megatron_native", "emulated": "megatron_emulated"}
-PART = {"cpu": "cpu", "emulated": "cuda"}
 ASAN = ("-O0", "-g1", "-fsanitize=address", "--param", "asan-stack=0")  # the emulator's fibers have stacks of their own
-
-
-def stems(part: str) -> list[str]:
-    return sorted(path.stem for path in (ROOT / "csrc" / part).iterdir() if path.suffix in (".cpp", ".cu"))
 
 
 def comparison(kernels: Path, name: str, *ops: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -55,7 +51,7 @@ def comparison(kernels: Path, name: str, *ops: str, **environment: str) -> subpr
 
 
 def with_sanitizer(
-    folder: Path, root: Path, name: str, sources: list[str], *ops: str
+    folder: Path, root: Path, name: str, sources: list[Path], *ops: str
 ) -> subprocess.CompletedProcess[str]:
     try:
         command = [*builder().compiler(), "-print-file-name=libasan.so"]
@@ -72,17 +68,17 @@ def with_sanitizer(
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["cpu", "emulated"])
 def test_no_kernel_leaves_its_memory(tmp_path: Path, name: str) -> None:
-    done = with_sanitizer(tmp_path, ROOT, name, stems(PART[name]))
+    done = with_sanitizer(tmp_path, ROOT, name, kernel_sources("*", emulated=name == "emulated"))
     assert done.stdout == "right\n" and done.returncode == 0, done.stderr[-3000:]
 
 
 @pytest.mark.parametrize(
     ("name", "file", "old", "new", "op"),
     [
-        ("cpu", "cpu/norm.cpp", "for_lanes(width, [=]", "for_lanes(width + 1, [=]", "add_rms_norm"),
+        ("cpu", "norm/cpu.cpp", "for_lanes(width, [=]", "for_lanes(width + 1, [=]", "add_rms_norm"),
         (
             "emulated",
-            "cuda/rope.cu",
+            "rope/cuda.cu",
             "load_step(x, first);",
             "load_step(x, first), first[0] += 0.0f * load(x[-1]);",
             "rope",
@@ -93,23 +89,23 @@ def test_a_planted_step_beyond_the_end_is_seen(
     tmp_path: Path, name: str, file: str, old: str, new: str, op: str
 ) -> None:
     root = planted_checkout(tmp_path, file, old, new)
-    done = with_sanitizer(tmp_path, root, name, [Path(file).stem], op)
+    done = with_sanitizer(tmp_path, root, name, [ROOT / "csrc" / file], op)
     assert done.returncode and "heap-buffer-overflow" in done.stderr, done.stderr[-3000:]
 
 
 # Of which tier it takes the place, what is compiled, and how.
 LOWER = {
     "AVX2": ("v4", "*", ("-march=x86-64-v3", "-mno-avx512f", "-mprefer-vector-width=256")),
-    "AVX-512 without bf16": ("v4_bf16", "attention*", ("-mno-avx512bf16",)),
+    "AVX-512 without bf16": ("v4_bf16", "attention", ("-mno-avx512bf16",)),
 }
 
 
 @pytest.mark.parametrize("name", LOWER)
 def test_lower_instruction_sets_are_right_too(tmp_path: Path, name: str) -> None:
     """A machine with AVX-512 never runs what most others do."""
-    at_least, pattern, flags = LOWER[name]
+    at_least, room, flags = LOWER[name]
     if best_tier() < TIERS.index(at_least):
         pytest.skip("this machine runs the lower instruction set itself")
-    sources = sorted(path.stem for path in (ROOT / "csrc" / "cpu").glob(f"{pattern}.cpp"))
+    sources = kernel_sources(room, emulated=False)
     done = comparison(made_anew(tmp_path, ROOT, sources, emulated=False, flags=flags), "cpu")
     assert done.stdout == "right\n", done.stderr[-3000:]

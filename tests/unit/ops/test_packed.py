@@ -9,8 +9,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron.ops import packed
-from megatron.ops.linear_cross_entropy import Workspace, linear_cross_entropy
+from megatron.ops import packed, resolve
+from megatron.ops.linear_cross_entropy import Workspace, fused_linear_cross_entropy
+from megatron.ops.operation import Target
 
 
 def half(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -39,18 +40,30 @@ def test_products_err_no_more_than_torchs_own(rows: int, inputs: int, outputs: i
         assert (got.double() - exact).norm() <= 1.1 * ((left @ right).double() - exact).norm() + 1e-30
 
 
-def test_only_where_it_pays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packed, "packs", lambda: True)
-    monkeypatch.setattr(packed, "memory_is_kept", lambda: True)
-    x, weight = torch.empty(2048, 4, dtype=torch.bfloat16), torch.empty(1 << 20, 4, dtype=torch.bfloat16)
-    assert packed.pays(x, weight)
-    assert not packed.pays(x[1:], weight) and not packed.pays(x, weight[1:])
-    assert not packed.pays(x.float(), weight.float()) and not packed.pays(x.to("meta"), weight.to("meta"))
-    monkeypatch.setattr(packed, "memory_is_kept", lambda: False)
-    assert not packed.pays(x, weight)
-    monkeypatch.setattr(packed, "memory_is_kept", lambda: True)
-    monkeypatch.setattr(packed, "packs", lambda: False)
-    assert not packed.pays(x, weight)
+@pytest.mark.parametrize("kept", [True, False])
+@pytest.mark.parametrize("packs", [True, False])
+def test_only_where_it_pays(kept: bool, packs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In memory that is kept, and with products that are right; the table of kernels says so."""
+    monkeypatch.setattr(packed, "packs", lambda: packs)
+    monkeypatch.setattr(packed, "memory_is_kept", lambda: kept)
+    assert packed.selected() is (packed.times_where_it_pays if kept and packs else torch.matmul)
+    for kernels in ("auto", "auto,-cross_entropy"):
+        reasons = {choice.op: choice.reason for choice in resolve(kernels, "cpu").choices}
+        assert ("weight packed by oneDNN" in reasons["linear_cross_entropy"]) == (kept and packs)
+        assert ("freed memory is not kept" in reasons["linear_cross_entropy"]) == (not kept)
+    assert packed.note(Target("cuda")) == ""
+
+
+def test_only_products_that_are_large_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, ...]] = []
+    monkeypatch.setattr(packed, "times", lambda x, weight: asked.append(tuple(x.shape)) or x @ weight)
+    x, weight = torch.zeros(2048, 1 << 20, dtype=torch.bfloat16), torch.zeros(1 << 20, 4, dtype=torch.bfloat16)
+    packed.times_where_it_pays(x, weight)
+    packed.times_where_it_pays(x[1:], weight)
+    packed.times_where_it_pays(x[:, 1:], weight[1:])
+    packed.times_where_it_pays(x.to("meta"), weight.to("meta"))
+    packed.times_where_it_pays(x[:, :1].float(), weight[:1].float())
+    assert asked == [(2048, 1 << 20)]
 
 
 def test_operations_that_multiply_wrongly_or_are_missing_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,24 +75,23 @@ def test_operations_that_multiply_wrongly_or_are_missing_are_not_used(monkeypatc
 
 @pytest.mark.skipif(not packed.packs(), reason="this processor or this torch has no bf16 products through oneDNN")
 @pytest.mark.parametrize("vocab", [997, 1003])
-def test_the_head_is_the_same_function(vocab: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_head_is_the_same_function(vocab: int) -> None:
     """Loss and gradients as near to fp64 as by torch's products; rows of padding get no gradient."""
     hidden, weight, labels = half(70, 48), half(1003, 48, seed=1), torch.arange(70) % vocab
 
-    def run(dtype: torch.dtype) -> list[torch.Tensor]:
+    def run(dtype: torch.dtype, product: packed.Product = torch.matmul) -> list[torch.Tensor]:
         x, w = hidden.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_()
-        losses = linear_cross_entropy(x, w, labels, vocab, Workspace())
+        losses = fused_linear_cross_entropy(x, w, labels, vocab, Workspace(), product=product)
         return [t.double() for t in (losses.detach(), *torch.autograd.grad(losses.mean(), (x, w)))]
 
     exact, composed = run(torch.float64), run(torch.bfloat16)
     asked: list[tuple[int, ...]] = []
 
-    def always(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    def always(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         asked.append(tuple(x.shape))
-        return x.dtype == torch.bfloat16
+        return packed.times(x, weight)
 
-    monkeypatch.setattr(packed, "pays", always)
-    for got, other, right in zip(run(torch.bfloat16), composed, exact, strict=True):
+    for got, other, right in zip(run(torch.bfloat16, always), composed, exact, strict=True):
         assert (got - right).norm() <= 1.1 * (other - right).norm()
     assert asked == [(70, vocab)]
 

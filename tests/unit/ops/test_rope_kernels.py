@@ -8,9 +8,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.errors import ConfigError
-from megatron.ops import ref
-from megatron.ops.native import OPERATIONS
-from tests.helpers.kernels import backend
+from megatron.ops.rope import rope as formula
+from tests.helpers.kernels import backend, kernel, strict
 
 
 def angles(seq: int, half: int) -> tuple[Tensor, Tensor]:
@@ -35,17 +34,17 @@ def test_positions_further_apart_than_32_bits_reach(name: str) -> None:
     far = torch.empty(2**31 + 64, dtype=torch.bfloat16).as_strided((2, 1, 2, 8), (2**31 + 16, 16, 8, 1))
     near = torch.randn(2, 1, 2, 8).bfloat16()
     far.copy_(near)  # of 4 GB a few pages are ever there
-    rope = OPERATIONS["rope"].make(backend(name).ops)
+    rope = kernel("rope", backend(name).ops)
     assert torch.equal(rope(far, *angles(1, 4)), rope(near, *angles(1, 4)))
 
 
 def test_a_view_of_a_fused_projection_is_not_copied() -> None:
     fused = torch.randn(2, 5, 4, 6, 16)  # [batch, seq, groups, per_group + 2, head_dim]
-    key, rope, (cos, sin) = fused[:, :, :, 4], OPERATIONS["rope"].make(backend("cpu").ops), angles(5, 8)
+    key, rope, (cos, sin) = fused[:, :, :, 4], kernel("rope", backend("cpu").ops), angles(5, 8)
     with Names() as names:
         turned = rope(key, cos, sin)
     assert names.seen == ["megatron_native::rope"]
-    torch.testing.assert_close(turned, ref.rope(key, cos, sin))
+    torch.testing.assert_close(turned, formula(key, cos, sin))
 
 
 def test_turning_back_is_the_inverse() -> None:
@@ -55,7 +54,7 @@ def test_turning_back_is_the_inverse() -> None:
 
 
 def test_angles_with_a_gradient_are_refused_by_name() -> None:
-    call = OPERATIONS["rope"].with_fallback(backend("cpu").ops, ref.rope)
+    call = strict("rope", backend("cpu").ops)
     cos, sin = angles(5, 8)
     with pytest.raises(ConfigError, match=r"rope cannot take angles .* that require a gradient"):
         call(torch.ones(2, 5, 3, 16), cos.requires_grad_(), sin)

@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends  # type: ignore[attr-defined]
 
-from megatron.ops import builtin, resolve, sdpa_order, wgrad
+from megatron.ops import resolve, wgrad
+from megatron.ops import sdpa as module
 
 HOPPER, BLACKWELL = (9, 0), (10, 0)
 
@@ -26,23 +27,23 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Call it with a cuDNN version and a GPU's capability to be on such a machine."""
 
     def be(version: int | None, capability: tuple[int, int]) -> None:
-        sdpa_order.trusts_cudnn.cache_clear()
+        module.trusts_cudnn.cache_clear()
         monkeypatch.setattr(torch.backends.cudnn, "version", lambda: version)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
         monkeypatch.setattr(wgrad, "widens", lambda device_type: False)  # would try it out there
 
     yield be
-    sdpa_order.trusts_cudnn.cache_clear()
+    module.trusts_cudnn.cache_clear()
 
 
 def test_cudnn_comes_first_on_hopper_and_the_order_is_put_back(machine: Any) -> None:
     machine(92000, HOPPER)
     before = order()
-    with sdpa_order.preferred(sdpa_order.order()):
+    with module.preferred(module.order()):
         assert order()[:2] == [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]
-        assert set(order()) == set(sdpa_order.CUDNN_FIRST), "none is ruled out: what one cannot do, the next does"
-    assert order() == before != list(sdpa_order.CUDNN_FIRST)
+        assert set(order()) == set(module.CUDNN_FIRST), "none is ruled out: what one cannot do, the next does"
+    assert order() == before != list(module.CUDNN_FIRST)
 
 
 @pytest.mark.parametrize(
@@ -53,7 +54,7 @@ def test_a_cudnn_that_is_known_to_be_wrong_is_left_out(
 ) -> None:
     machine(version, capability)
     for flash_first in (False, True):
-        with sdpa_order.preferred(sdpa_order.order(flash_first=flash_first)):
+        with module.preferred(module.order(flash_first=flash_first)):
             assert order()[0] == SDPBackend.FLASH_ATTENTION and SDPBackend.CUDNN_ATTENTION not in order()
     reason = {choice.op: choice.reason for choice in resolve("auto", "cuda").choices}["attention"]
     assert "flash before efficient (this cuDNN is not trusted on this GPU)" in reason
@@ -101,17 +102,17 @@ def test_a_compiled_layer_takes_the_same_kernel() -> None:
                 priorities.append(([backend.args[0] for backend in backends], first_is_first))
         return graph.forward
 
-    attention = partial(builtin.sdpa, mask=None, causal=True, scale=0.5, order=sdpa_order.FLASH_FIRST)
+    attention = partial(module.sdpa, mask=None, causal=True, scale=0.5, backends=module.FLASH_FIRST)
     x = torch.randn(1, 2, 5, 4)
     compiled = torch.compile(lambda q: attention(q, q, q) * 2, backend=look, fullgraph=True, dynamic=False)
     torch.testing.assert_close(compiled(x), attention(x, x, x) * 2)
     (inside, by_priority), (after, _) = priorities
-    assert by_priority and inside == [backend.name for backend in sdpa_order.FLASH_FIRST] != after
+    assert by_priority and inside == [backend.name for backend in module.FLASH_FIRST] != after
 
 
 def test_elsewhere_nothing_is_touched() -> None:
     before = order()
-    with sdpa_order.preferred(()):
+    with module.preferred(()):
         assert order() == before
     named = resolve("auto", "cpu", attention="flash").attention
-    assert named is builtin.sdpa, "on a CPU PyTorch has an order of its own"
+    assert named is module.sdpa, "on a CPU PyTorch has an order of its own"

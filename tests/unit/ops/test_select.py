@@ -1,12 +1,15 @@
 from __future__ import annotations
 
+import copy
 import dataclasses
 
 import pytest
 
 from megatron.errors import ConfigError
-from megatron.ops import OPS, builtin, ref, resolve
+from megatron.ops import OPS, activation, norm, resolve, rope
 from megatron.ops.library import Library
+from megatron.ops.operation import Operation
+from megatron.ops.rows import ROWS
 from megatron.ops.select import left_to_compiler
 
 BUILT = Library()
@@ -15,8 +18,8 @@ NOT_BUILT = Library("not built: python setup.py build_ext --inplace")
 
 def test_auto_without_kernels_takes_torch_functions_and_says_so() -> None:
     kernels = resolve("auto", "cpu", native=NOT_BUILT)
-    assert kernels.rms_norm is builtin.rms_norm
-    assert kernels.squared_relu is ref.squared_relu
+    assert kernels.rms_norm is norm.torch_rms_norm
+    assert kernels.squared_relu is activation.squared_relu
     assert {choice.op for choice in kernels.choices} == set(OPS)
     lines = kernels.table().splitlines()
     assert lines[0].split() == ["op", "backend", "reason"]
@@ -38,8 +41,8 @@ def test_what_a_compiled_layer_does_by_formulas_is_known() -> None:
 def test_ref_and_exclusions() -> None:
     assert {choice.backend for choice in resolve("ref", "cpu").choices} == {"ref"}
     kernels = resolve("auto,-rms_norm, -gelu", "cpu", native=NOT_BUILT)
-    assert kernels.rms_norm is ref.rms_norm and kernels.gelu is ref.gelu
-    assert kernels.layer_norm is builtin.layer_norm
+    assert kernels.rms_norm is norm.rms_norm and kernels.gelu is activation.gelu
+    assert kernels.layer_norm is norm.torch_layer_norm
     assert "left out by --kernels" in kernels.table()
 
 
@@ -55,7 +58,7 @@ def test_attention_backend_that_is_explicit(backend: str) -> None:
         ("fast", "'fast' is not one of auto, native, ref"),
         ("auto,rope", "only exclusions such as -rope"),
         ("auto,-ropes", "did you mean -rope"),
-        ("auto,-xyz", "there are layer_norm, rms_norm"),
+        ("auto,-xyz", "there are gelu, bias_gelu"),
     ],
 )
 def test_refusals_are_one_line_with_the_way_out(spec: str, message: str) -> None:
@@ -67,4 +70,20 @@ def test_refusals_are_one_line_with_the_way_out(spec: str, message: str) -> None
 
 def test_the_choice_is_frozen() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
-        resolve("ref", "cpu").rope = ref.rope  # type: ignore[misc]
+        resolve("ref", "cpu").rope = rope.rope  # type: ignore[misc]
+
+
+def test_a_copy_of_a_model_has_the_same_kernels() -> None:
+    kernels = resolve("auto", "cpu")
+    copied = copy.deepcopy(kernels)
+    assert all(getattr(copied, op) is getattr(kernels, op) for op in ("rms_norm", "adamw", "grad_norm"))
+
+
+def test_an_operation_without_a_declared_signature_is_an_attribute_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(ROWS, "twice", Operation("twice", lambda x: 2 * x))
+    kernels = copy.deepcopy(resolve("auto", "cpu"))
+    assert kernels.twice(3) == 6 and kernels.choices[-1].op == "twice"
+    with pytest.raises(AttributeError, match="there is no operation 'thrice'"):
+        _ = kernels.thrice

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.ops import ref, resolve
+from megatron.ops import attention, resolve
 from tests.helpers.kernels import backend
 from tests.helpers.planted import Mistake
 
@@ -34,7 +34,7 @@ def test_the_plain_attention_takes_it(causal: bool) -> None:
     mask |= torch.eye(9, dtype=torch.bool)
     chosen = resolve("auto", "cpu", attention="local").attention
     options = {"mask": mask, "causal": causal, "scale": 0.3, "layer_scaling": 2}
-    ours, plain = chosen(query, key, value, **options), ref.attention(query, key, value, **options)
+    ours, plain = chosen(query, key, value, **options), attention.attention(query, key, value, **options)
     torch.testing.assert_close(ours, plain, rtol=1e-5, atol=1e-6)
     for got, want in zip(*(torch.autograd.grad(out.sum(), (query, key, value)) for out in (ours, plain)), strict=True):
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-6)
@@ -42,21 +42,21 @@ def test_the_plain_attention_takes_it(causal: bool) -> None:
 
 MISTAKES = {
     "causal off by one": Mistake(
-        "common/softmax.h", "row % queries + diagonal + 1", "row % queries + diagonal", "softmax", on_cpu=True
+        "softmax/math.h", "row % queries + diagonal + 1", "row % queries + diagonal", "softmax", on_cpu=True
     ),
-    "scale missing backward": Mistake("cpu/softmax.cpp", "(load(out[i]) * a.scale)", "load(out[i])", "softmax"),
+    "scale missing backward": Mistake("softmax/cpu.cpp", "(load(out[i]) * a.scale)", "load(out[i])", "softmax"),
     "mask of the first sample for all": Mistake(
-        "common/softmax.h", " + block / inner * mask_outer", "", "softmax", on_cpu=True
+        "softmax/math.h", " + block / inner * mask_outer", "", "softmax", on_cpu=True
     ),
-    "hidden keys keep their numbers": Mistake("cpu/softmax.cpp", "out[i] = store<T>(0.0f)", "", "softmax"),
+    "hidden keys keep their numbers": Mistake("softmax/cpu.cpp", "out[i] = store<T>(0.0f)", "", "softmax"),
     "CUDA: causal off by one": Mistake(
-        "common/softmax.h", "row % queries + diagonal + 1", "row % queries + diagonal + 2", "softmax"
+        "softmax/math.h", "row % queries + diagonal + 1", "row % queries + diagonal + 2", "softmax"
     ),
     "CUDA: scale missing backward": Mistake(
-        "cuda/softmax.cu", "(load(out[key]) * a.scale)", "load(out[key])", "softmax"
+        "softmax/cuda.cu", "(load(out[key]) * a.scale)", "load(out[key])", "softmax"
     ),
     "CUDA: only the first turn of the threads": Mistake(
-        "cuda/softmax.cu", "key < count; key += kThreads)", "key < count; key += a.keys)", "softmax"
+        "softmax/cuda.cu", "key < count; key += kThreads)", "key < count; key += a.keys)", "softmax"
     ),
 }
 

@@ -19,13 +19,12 @@ from megatron.data_parallel import GradBuffers
 from megatron.distributed.state import Axis
 from megatron.errors import ConfigError
 from megatron.ops import Kernels, resolve
-from megatron.ops.native import OPERATIONS
-from megatron.ops.native.optim import joined, split
-from megatron.optimizer import Optimizer, build_optimizer
+from megatron.ops.optim import joined, split
+from megatron.optimizer import Optimizer
 from megatron.optimizer.flat import FlatAdam
-from megatron.optimizer.inner import TorchUpdate
 from megatron.optimizer.norms import FlatSquareSum, side_by_side
-from tests.helpers.kernels import backend
+from megatron.optimizer.update_rules import TorchUpdate
+from tests.helpers.kernels import backend, kernel
 from tests.helpers.runs import flags, make_parts, read_metrics
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
@@ -36,7 +35,7 @@ STEPS = 6
 @pytest.fixture
 def kernels() -> Kernels:
     ops = backend("cpu").ops
-    made = {name: OPERATIONS[name].make(ops) for name in ("adamw", "grad_norm")}
+    made = {name: kernel(name, ops) for name in ("adamw", "grad_norm")}
     return replace(resolve("ref", "cpu"), **made)
 
 
@@ -53,7 +52,7 @@ def make(model: nn.Module, kernels: Kernels | None, *, asynchronous: bool = Fals
     }
     grads = GradBuffers(model.named_parameters(), Axis.single("dp"), flat=kernels is not None)
     config, numbers = OptimizerConfig(**settings), PrecisionConfig(**precision)
-    return build_optimizer(grads, config, numbers, kernels=kernels, asynchronous=asynchronous)
+    return Optimizer(grads, config, numbers, kernels=kernels, asynchronous=asynchronous)
 
 
 def backward(model: nn.Module, optimizer: Optimizer, step: int) -> None:

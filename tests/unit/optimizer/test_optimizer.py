@@ -17,8 +17,7 @@ from megatron.config.sections.precision import PrecisionConfig
 from megatron.data_parallel import GradBuffers
 from megatron.distributed.state import Axis
 from megatron.errors import CheckpointError, ConfigError
-from megatron.optimizer import GroupRule, Optimizer, build_optimizer
-from megatron.optimizer import inner as inner_module
+from megatron.optimizer import GroupRule, Optimizer, update_rules
 from megatron.optimizer import optimizer as module
 
 HALF = (torch.bfloat16, torch.float16)
@@ -39,7 +38,7 @@ def loss_of(model: nn.Module, step: int) -> torch.Tensor:
 
 def make(model: nn.Module, config: OptimizerConfig | None = None, **precision: Any) -> Optimizer:
     grads = GradBuffers(model.named_parameters(), Axis.single("dp"))
-    return build_optimizer(grads, config or OptimizerConfig(), PrecisionConfig(**precision))
+    return Optimizer(grads, config or OptimizerConfig(), PrecisionConfig(**precision))
 
 
 def train_step(model: nn.Module, optimizer: Optimizer, step: int) -> module.StepInfo:
@@ -261,7 +260,9 @@ def test_multipliers_of_a_users_own_groups() -> None:
     before = copy.deepcopy(model)
     rules = {"1.weight": GroupRule(lr_mult=0.0), "4.weight": GroupRule(wd_mult=0.0)}
     grads = GradBuffers(model.named_parameters(), Axis.single("dp"))
-    optimizer = Optimizer(grads, OptimizerConfig(), rule=lambda name, p: rules.get(name, GroupRule()))
+    optimizer = Optimizer(
+        grads, OptimizerConfig(), PrecisionConfig(), rule=lambda name, p: rules.get(name, GroupRule())
+    )
     grads.zero()
     grads.reduce()  # no gradient at all: decay is all that moves
     optimizer.step(0.1, 0.5)
@@ -299,11 +300,10 @@ def plant_decay_on_biases(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(module, "megatron_rule", lambda name, p: GroupRule())
     defaults = {**Optimizer.__init__.__kwdefaults__, "rule": module.megatron_rule}
     patch.setattr(Optimizer.__init__, "__kwdefaults__", defaults)
-    patch.setitem(make.__globals__, "build_optimizer", lambda g, c, p: Optimizer(g, c))
 
 
 def plant_coupled_decay(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(inner_module, "adamw", adam)
+    patch.setattr(update_rules, "adamw", adam)
 
 
 def plant_clipping_by_the_mean(patch: pytest.MonkeyPatch) -> None:
@@ -313,8 +313,8 @@ def plant_clipping_by_the_mean(patch: pytest.MonkeyPatch) -> None:
 
 
 def plant_stale_learning_rate(patch: pytest.MonkeyPatch) -> None:
-    step = inner_module.TorchUpdate.step
-    patch.setattr(inner_module.TorchUpdate, "step", lambda self, d, lr, wd: step(self, d, STEPS[0][0], wd))
+    step = update_rules.TorchUpdate.step
+    patch.setattr(update_rules.TorchUpdate, "step", lambda self, d, lr, wd: step(self, d, STEPS[0][0], wd))
 
 
 @pytest.mark.parametrize(

@@ -12,20 +12,20 @@ from megatron.distributed.shard import even_ranges
 from megatron.model.gpt import GPT
 from megatron.model.init import initial_value
 from megatron.ops import resolve
-from megatron.parallelize import gpt_specs, initialise_gpt
+from megatron.parallelize import initialise_part
 from tests.helpers.distributed import run_ranks
 from tests.helpers.runs import flags, make_parts
-from tests.unit.parallelize.test_table import MODELS, VOCABULARY, build
+from tests.unit.parallelize.test_specs import MODELS, VOCABULARY, build, specs_of
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_the_values_are_the_draw_and_padding_is_zero(name: str) -> None:
-    model, config = build(name)
-    specs = gpt_specs(model, config, VOCABULARY)
-    initialise_gpt(model, specs, config, seed=5)
+    model, _ = build(name)
+    specs, table = specs_of(model), model.table()
+    initialise_part(model, specs, table, seed=5)
     for parameter_name, parameter in model.named_parameters():
         spec = specs[parameter_name]
-        drawn = initial_value(parameter_name, spec.logical_shape, config, 5)
+        drawn = initial_value(table[parameter_name], 5)
         assert torch.equal(spec.view(parameter.data), drawn), parameter_name
         if parameter.shape[0] != spec.logical_shape[0] and parameter.shape[1:] == spec.logical_shape[1:]:
             assert not parameter[VOCABULARY:].any(), "padding rows have no meaning"
@@ -33,9 +33,9 @@ def test_the_values_are_the_draw_and_padding_is_zero(name: str) -> None:
 
 def test_a_part_starts_as_its_slice_of_the_whole() -> None:
     """What a rank holds is drawn with the whole parameter."""
-    model, config = build("llama")
-    name = "layers.1.mlp.dense_h_to_4h.weight"
-    whole = gpt_specs(model, config, VOCABULARY)[name]
+    model, _ = build("llama")
+    name, table = "layers.1.mlp.dense_h_to_4h.weight", model.table()
+    whole = specs_of(model)[name]
     part = replace(whole, ranges=even_ranges(whole.size, 2, 1))
 
     class Half(torch.nn.Module):
@@ -44,8 +44,8 @@ def test_a_part_starts_as_its_slice_of_the_whole() -> None:
 
     half = Half()
     half.weight = torch.nn.Parameter(torch.empty(2 * part.local_shape[1], part.local_shape[2]))
-    initialise_gpt(half, {name: part}, config, seed=5)
-    assert torch.equal(part.view(half.weight.data), part.take(initial_value(name, whole.logical_shape, config, 5)))
+    initialise_part(half, {name: part}, table, seed=5)
+    assert torch.equal(part.view(half.weight.data), part.take(initial_value(table[name], 5)))
 
 
 def test_depth_vocabulary_padding_and_family_do_not_move_other_draws() -> None:
@@ -54,7 +54,7 @@ def test_depth_vocabulary_padding_and_family_do_not_move_other_draws() -> None:
     def weights(layers: int, padded: int) -> dict[str, torch.Tensor]:
         config = parse_args(flags(num_layers=layers)).model
         model = GPT(config, vocab_size=VOCABULARY, padded_vocab_size=padded, kernels=resolve("ref", "cpu"))
-        initialise_gpt(model, gpt_specs(model, config, VOCABULARY), config, seed=5)
+        initialise_part(model, specs_of(model), model.table(), seed=5)
         return dict(model.named_parameters())
 
     shallow, deep = weights(1, 97), weights(3, 128)

@@ -1,4 +1,4 @@
-"""tools/draw_pipeline.py: a schedule simulated, a real run's step, and what it refuses."""
+"""tools/draw_pipeline.py draws a simulated schedule and a recorded step, and refuses what it cannot draw."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 
 from megatron.pipeline_parallel.draw_cli import main
-from megatron.pipeline_parallel.trace import read_trace
+from megatron.pipeline_parallel.pass_recorder import read_timelines
 from tests.helpers.distributed import run_ranks
 from tests.helpers.runs import flags, make_parts
 
@@ -40,7 +40,7 @@ def test_a_real_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     folder = tmp_path / "trace"
     settings = flags(pipeline_model_parallel_size=2, pipeline_trace=folder, train_iters=2)
     assert run_ranks(2, run, settings) == [True, True]
-    trace = read_trace(folder)
+    trace = read_timelines(folder)[-1]
     assert trace.ranks == 2 and trace.micro_batches == 4 and len(trace.spans) == 16
     last_forward = max(s.end for s in trace.spans if s.rank == 0 and s.action.kind == "F")
     assert last_forward < max(s.end for s in trace.spans)

@@ -1,4 +1,4 @@
-"""Schedules as data: complete, in a possible order, with the bubble that theory says and the memory promised."""
+"""Every schedule is complete and free of deadlocks, and has the bubble and the memory that theory gives it."""
 
 from __future__ import annotations
 
@@ -7,16 +7,9 @@ from collections import Counter
 import pytest
 
 from megatron.config.stages import split_layers
-from megatron.pipeline_parallel.schedules import SCHEDULES, Action, Schedule
-from megatron.pipeline_parallel.simulate import (
-    Span,
-    bubble,
-    cost_of_kinds,
-    most_in_flight,
-    simulate,
-    theoretical_bubble,
-    without_delays,
-)
+from megatron.pipeline_parallel.schedules import SCHEDULES, Action, PipelineSchedule
+from megatron.pipeline_parallel.simulate import cost_of_kinds, simulate, without_transfers
+from megatron.pipeline_parallel.timeline import Timeline
 
 RANKS = range(2, 9)
 EQUAL_PARTS = cost_of_kinds(1.0, 1.0, 1.0)  # of a backward pass in two
@@ -44,20 +37,22 @@ def test_every_pass_once_and_no_deadlock(name: str) -> None:
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved"])
 def test_the_bubble_is_that_of_theory(name: str) -> None:
     for ranks, micro_batches, chunks in shapes(name):
-        spans = simulate(SCHEDULES[name], ranks, micro_batches, chunks)
-        assert bubble(spans, ranks) == pytest.approx(theoretical_bubble(ranks, micro_batches, chunks))
+        step = simulate(SCHEDULES[name], ranks, micro_batches, chunks)
+        theory = (ranks - 1) / (micro_batches * chunks)
+        assert step.bubble == pytest.approx(theory) and step.theoretical_bubble == pytest.approx(theory)
 
 
 def test_zero_bubble_has_a_third_of_the_bubble() -> None:
     for ranks in RANKS:
         for micro_batches in (2 * ranks, 3 * ranks + 1):
-            ours = bubble(simulate(SCHEDULES["zero-bubble"], ranks, micro_batches, cost=EQUAL_PARTS), ranks)
-            assert ours == pytest.approx(theoretical_bubble(ranks, micro_batches, queued=True))
+            step = simulate(SCHEDULES["zero-bubble"], ranks, micro_batches, cost=EQUAL_PARTS)
+            theory = (ranks - 1) / (micro_batches * 3)
+            assert step.bubble == pytest.approx(theory) and step.theoretical_bubble == pytest.approx(theory)
 
 
 @pytest.mark.parametrize("name", list(SCHEDULES))
 def test_what_messages_cost_is_taken_out_of_a_real_step(name: str) -> None:
-    """Passes of any length, seen once with slow messages: without them the step is the one that had none."""
+    """Replaying a step with slow messages without them gives the step that had none, whatever the passes cost."""
     chunks = 2 if name == "interleaved" else 1
 
     def cost(rank: int, action: Action) -> float:
@@ -65,12 +60,22 @@ def test_what_messages_cost_is_taken_out_of_a_real_step(name: str) -> None:
 
     late = simulate(SCHEDULES[name], 3, 6, chunks, cost=cost, transfer=0.25)
     prompt = simulate(SCHEDULES[name], 3, 6, chunks, cost=cost)
-    assert bubble(late, 3) > bubble(prompt, 3)
+    assert late.bubble > prompt.bubble
 
-    def exact(spans: list[Span]) -> list[tuple[int, str, float]]:
-        return sorted((s.rank, str(s.action), round(s.start, 9)) for s in spans)
+    def exact(step: Timeline) -> list[tuple[int, str, float]]:
+        return sorted((s.rank, str(s.action), round(s.start, 9)) for s in step.spans)
 
-    assert exact(without_delays(late, 3, 6, chunks)) == exact(prompt)
+    assert exact(without_transfers(late)) == exact(prompt)
+
+
+def most_in_flight(actions: list[Action]) -> int:
+    """The most micro-batches whose activations a rank keeps: until their W where there is one, else until their B."""
+    ends = "W" if any(action.kind == "W" for action in actions) else "B"
+    now = most = 0
+    for action in actions:
+        now += (action.kind == "F") - (action.kind == ends)
+        most = max(most, now)
+    return most
 
 
 def test_memory() -> None:
@@ -89,7 +94,7 @@ def test_planted_bug_a_backward_pass_too_early() -> None:
             actions.insert(0, actions.pop(first))
         return actions
 
-    broken: Schedule = hasty
+    broken: PipelineSchedule = hasty
     with pytest.raises(RuntimeError, match=r"rank 0: B0\.0"):
         simulate(broken, 4, 8)
 

@@ -1,4 +1,4 @@
-"""A web server that serves ranges of bytes, and can be told to break in the middle."""
+"""A web server with byte ranges and fault injection."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Fault = Literal["none", "cut", "reset", "gone", "short", "once"]
 
 @dataclass
 class WebServer:
-    """Faults begin with the request for bytes after so many good ones."""
+    """Serves so many requests for bytes, then injects a fault."""
 
     files: dict[str, bytes]
     fault: Fault = "none"
@@ -88,7 +88,7 @@ def _handler_for(web: WebServer) -> type[BaseHTTPRequestHandler]:
                 self._reset()
 
         def _reset(self) -> None:
-            """Nothing more is said, and the other side is told so by a reset."""
+            """Closes the connection with a reset."""
             self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             self.connection.close()
             self.close_connection = True

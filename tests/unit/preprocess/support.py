@@ -1,4 +1,4 @@
-"""Corpora, the tool as users start it, and a writer of the format that shares no code with ours."""
+"""Corpora, the tool as a command, and a writer of the format that shares no code with the package."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Workshop:
         return stem.with_name(stem.name + ".bin").read_bytes(), stem.with_name(stem.name + ".idx").read_bytes()
 
     def leftovers(self, prefix: str) -> list[str]:
-        """Files that carry the output's name."""
+        """All files with the output's name."""
         return sorted(path.name for path in self.folder.iterdir() if prefix in path.name)
 
 

@@ -1,4 +1,4 @@
-"""Files that hold one JSON array: the same items as the standard library finds in it."""
+"""Files with one JSON array give the items that the standard library finds."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.errors import DataError
-from megatron.preprocess import arrays
-from megatron.preprocess.arrays import EMPTY_ITEM, ArrayError, array_lines
-from megatron.preprocess.documents import TOO_LONG
-from megatron.preprocess.segments import plan_segments, read_batches
-from megatron.preprocess.sources import expand_inputs
+from megatron.preprocess.input import arrays
+from megatron.preprocess.input.arrays import EMPTY_ITEM, ArrayError, array_lines
+from megatron.preprocess.input.documents import TOO_LONG
+from megatron.preprocess.input.files import expand_inputs
+from megatron.preprocess.input.segments import plan_segments, read_batches
 
 
 def split(chunks: Any, limit: int) -> list[bytes]:

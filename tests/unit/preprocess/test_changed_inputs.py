@@ -1,4 +1,4 @@
-"""Input that is written while it is read: whatever is read must be of the file that was planned."""
+"""Input that changes while it is read: everything read must be of the planned file, or the run ends."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from megatron.errors import DataError
-from megatron.preprocess.locate import Assigned, Lines
-from megatron.preprocess.segments import plan_segments, read_batches
-from megatron.preprocess.sources import Source, expand_inputs
+from megatron.preprocess.input.files import InputFile, expand_inputs
+from megatron.preprocess.input.locate import Assigned, Lines
+from megatron.preprocess.input.segments import plan_segments, read_batches
 
 
 def write(path: Path, content: bytes) -> Path:
@@ -20,7 +20,7 @@ def write(path: Path, content: bytes) -> Path:
     return path
 
 
-def source_of(path: Path) -> Source:
+def source_of(path: Path) -> InputFile:
     [source] = expand_inputs([str(path)])
     return source
 

@@ -1,4 +1,4 @@
-"""Lines to documents: the fast parser must never be noticed, and every bad line has its reason."""
+"""Lines to documents: the fast parser changes nothing, and every bad line has its reason."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megatron.preprocess import run
-from megatron.preprocess.documents import FAST_LOADS, TOO_LONG, BadLine, LineError, parse_line, parse_lines
+from megatron.preprocess.input.documents import FAST_LOADS, TOO_LONG, BadLine, LineError, parse_line, parse_lines
 from megatron.preprocess.settings import PreprocessSettings
 from megatron.tokenizer import TokenizerSettings
 
@@ -24,7 +24,7 @@ needs_orjson = pytest.mark.skipif(
 
 
 def by_hand(block: bytes, keys: list[str]) -> tuple[list[Any], int, list[BadLine]]:
-    """The same by the standard library alone, one line at a time."""
+    """The oracle: the standard library alone, line by line."""
     documents, blank, bad = [], 0, []
     lines = block.split(b"\n")
     for number, line in enumerate(lines if lines[-1] else lines[:-1]):
@@ -238,7 +238,7 @@ REASONS = [
     (b'{"text": [[]]}', "not text", "'text' holds a list in a list"),
     (b'{"text": {}}', "not text", "'text' holds an object"),
     (b'{"text": false}', "not text", "'text' holds true or false"),
-    (b'{"text": "ab\\ud800"}', "lone surrogate", "'text' holds U+D800 at character 2, half a pair"),
+    (b'{"text": "ab\\ud800"}', "lone surrogate", "'text' holds U+D800 at character 2, half of a surrogate pair"),
     (b'{"text": "\xff"}', "not UTF-8", "byte 11 of the line: invalid start byte"),
     (TOO_LONG, "line too long", "more than 1 GiB; it is damaged, or not JSON lines"),
 ]

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from megatron.data.indexed import IndexedDatasetBuilder
-from megatron.data.record import make_record, write_record
+from megatron.data.indexed.builder import IndexedDatasetBuilder
+from megatron.data.indexed.record import make_record, write_record
 from megatron.errors import ConfigError, DataError
-from megatron.preprocess.inspect_cli import main
+from megatron.preprocess.commands.inspect_dataset import main
 from megatron.tokenizer import TokenizerSettings, build_tokenizer
 
 NULL = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "100"]

@@ -1,4 +1,4 @@
-"""Partitions and what becomes of them: the single run, or a refusal."""
+"""Partitions merge to the files of a single run, or are refused."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
+from megatron.data.indexed.record import read_record, record_path
 from megatron.data.merge import merge
 from megatron.data.parts import find_prefixes, plan_groups
-from megatron.data.record import read_record, record_path
 from megatron.errors import ConfigError
+from megatron.preprocess.input.files import STDIN, InputFile
 from megatron.preprocess.run import prepare_splitter_for, preprocess
 from megatron.preprocess.settings import PreprocessSettings
-from megatron.preprocess.sources import STDIN, Source
 from megatron.tokenizer import TokenizerSettings
 
 NULL = TokenizerSettings(tokenizer_type="NullTokenizer", vocab_size=1000)
@@ -129,7 +129,7 @@ def test_a_pipe_is_split_by_what_was_learned_before(tmp_path: Path) -> None:
     corpus(tmp_path)
     run(tmp_path, "out", split_sentences=True)
     first = (tmp_path / "out.sentences.json").read_bytes()
-    pipe = Source("standard input", "stdin", 0, STDIN)
+    pipe = InputFile("standard input", "stdin", 0, STDIN)
     given = PreprocessSettings(
         inputs=(STDIN,), output_prefix=str(tmp_path / "out"), tokenizer=NULL, split_sentences=True, overwrite=True
     )

@@ -1,4 +1,4 @@
-"""The whole job in this process, with segments of a few lines: order, places, partitions, counts, memory."""
+"""The whole job in one process, with segments of a few lines: order, places, partitions, counts, memory."""
 
 from __future__ import annotations
 
@@ -15,18 +15,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron.data.checksums import verify_blocks
-from megatron.data.indexed import IndexedDataset, IndexedDatasetBuilder
-from megatron.data.record import read_record
+from megatron.data.indexed.builder import IndexedDatasetBuilder
+from megatron.data.indexed.checksums import verify_blocks
+from megatron.data.indexed.dataset import IndexedDataset
+from megatron.data.indexed.record import read_record
 from megatron.errors import ConfigError, DataError, PeerLostError
 from megatron.preprocess import pool
 from megatron.preprocess.encoder import EncoderSettings, SegmentEncoder
+from megatron.preprocess.input.files import expand_inputs
+from megatron.preprocess.input.segments import Segment, plan_segments
 from megatron.preprocess.run import preprocess
-from megatron.preprocess.segments import Segment, plan_segments
 from megatron.preprocess.settings import PreprocessSettings
 from megatron.preprocess.shard import SegmentResult
-from megatron.preprocess.sources import expand_inputs
 from megatron.tokenizer import EncoderDifference, TokenizerSettings
+from megatron.tokenizer.fast import engine as fast_engine
 from megatron.tokenizer.null import NullTokenizer
 from tests.helpers.fresh import in_fresh_process
 from tests.unit.preprocess.support import ROOT, expected_files
@@ -259,8 +261,8 @@ MEASURE = """
 import sys
 from pathlib import Path
 from megatron.preprocess.encoder import EncoderSettings, SegmentEncoder
-from megatron.preprocess.segments import plan_segments
-from megatron.preprocess.sources import expand_inputs
+from megatron.preprocess.input.segments import plan_segments
+from megatron.preprocess.input.files import expand_inputs
 from megatron.tokenizer import TokenizerSettings
 settings = EncoderSettings(tokenizer=TokenizerSettings(tokenizer_type="NullTokenizer", vocab_size=10), keys=("text",),
                            append_eod=True, folder=Path(sys.argv[2]), run="x")
@@ -286,7 +288,7 @@ def test_the_memory_of_a_worker_does_not_grow_with_the_documents(tmp_path: Path)
 
 
 class Watched:
-    """A worker's handler that answers with the peak of its process."""
+    """A worker's handler that answers with its peak memory."""
 
     def __init__(self, encoder: SegmentEncoder) -> None:
         self._encoder = encoder
@@ -299,29 +301,29 @@ class Watched:
         return int(peak[1]) << 10
 
 
-def peaks_of_a_worker(folder: Path, growth_bytes: int) -> list[int]:
-    """After each segment of words.jsonl."""
+def peaks_of_a_worker(folder: Path, cache_bytes: int) -> list[int]:
+    """The worker's peak memory after each segment of words.jsonl."""
+    fast_engine.CACHE_BYTES = cache_bytes
     files = TokenizerSettings(vocab_file=str(folder / "vocab.json"), merge_file=str(folder / "merges.txt"))
     encoder = SegmentEncoder(EncoderSettings(tokenizer=files, keys=("text",), append_eod=True, folder=folder, run="x"))
     segments = plan_segments(expand_inputs([str(folder / "words.jsonl")]), segment_bytes=1 << 19)
-    pool.GROWTH_BYTES = growth_bytes
     with pool.WorkerPool[Segment, int](Watched(encoder), 1) as workers:
         return list(workers.map(segments, described=lambda segment: segment.number, noted=lambda note: None))
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="no /proc tells the memory of a process")
-@pytest.mark.parametrize("replaced", [True, False])
-def test_new_words_without_end_do_not_fill_a_worker(tmp_path: Path, replaced: bool) -> None:
-    """The fast encoder keeps each word it meets; every word of this input is a new one."""
+@pytest.mark.parametrize("bounded", [True, False])
+def test_new_words_without_end_do_not_fill_a_worker(tmp_path: Path, bounded: bool) -> None:
+    """The fast encoder caches every word; in this input every word is new."""
     pytest.importorskip("gigatoken")
     write_small_bpe(tmp_path)
     chance = random.Random(1)
     with open(tmp_path / "words.jsonl", "w") as stream:
-        for _ in range(20_000):
+        for _ in range(60_000):
             words = ("".join(chance.choices("abcdefghijklmnop", k=10)) for _ in range(30))
             stream.write(json.dumps({"text": " ".join(words)}) + "\n")
     # The planted fault is a bound that is never met.
-    peaks = in_fresh_process(peaks_of_a_worker, tmp_path, pool.GROWTH_BYTES if replaced else 1 << 40)
+    peaks = in_fresh_process(peaks_of_a_worker, tmp_path, fast_engine.CACHE_BYTES if bounded else 1 << 40)
     grown = max(peaks) - peaks[0]
     assert len(peaks) > 10
-    assert grown < 16 << 20 if replaced else grown > 24 << 20
+    assert grown < 48 << 20 if bounded else grown > 96 << 20

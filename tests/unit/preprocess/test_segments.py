@@ -1,4 +1,4 @@
-"""Every line of every input in exactly one segment, however it is cut, packed and shared."""
+"""Every line of every input is in exactly one segment, however it is cut, compressed and distributed."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megatron.errors import ConfigError, DataError
-from megatron.preprocess import segments, streams
-from megatron.preprocess.segments import (
+from megatron.preprocess.input import segments, streams
+from megatron.preprocess.input.files import InputFile, expand_inputs
+from megatron.preprocess.input.segments import (
     Segment,
     count_lines_before,
     plan_segments,
     read_batches,
     share_bytes,
 )
-from megatron.preprocess.sources import Source, expand_inputs
 
 
 def zstd(content: bytes) -> bytes:
@@ -42,7 +42,7 @@ def write(path: Path, content: bytes) -> Path:
     return path
 
 
-def source_of(path: Path) -> Source:
+def source_of(path: Path) -> InputFile:
     [source] = expand_inputs([str(path)])
     return source
 
@@ -100,7 +100,7 @@ def read_raw(planned: Iterator[Segment], monkeypatch: pytest.MonkeyPatch) -> lis
 def check_cut(content: bytes, segment_bytes: int, batch_bytes: int, path: Path, packed: bool = False) -> None:
     write(path, gzip.compress(content) if packed else content)
     status = path.stat()
-    source = Source(
+    source = InputFile(
         str(path), "gzip" if packed else "lines", status.st_size, f"a {status.st_size} {status.st_mtime_ns}"
     )
     with pytest.MonkeyPatch.context() as patch:
@@ -176,7 +176,7 @@ def test_a_line_over_the_limit_is_a_bad_line(pack: Any, segment_bytes: int, tmp_
 @pytest.mark.parametrize("name", ["a.jsonl", "a.gz", "a.zst", "b.json", "b.json.gz"])
 def test_a_long_line_and_a_bomb_cost_no_memory(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Hundreds of megabytes without a line end, under a limit of one."""
-    monkeypatch.setattr(streams, "_ZSTD_READ_BYTES", 64)  # the least that zstd unpacks at a time is its matter
+    monkeypatch.setattr(streams, "_ZSTD_READ_BYTES", 64)  # zstd has its own minimum
     size = 150 << 20
     inside = (b"[" if name.startswith("b") else b"") + b'{"text": "'
     path = tmp_path / name
@@ -324,7 +324,7 @@ def test_standard_input_and_pipes(content: bytes, tmp_path: Path, monkeypatch: p
 # ---------------------------------------------------------------- shares
 
 
-def random_files(chance: random.Random, folder: Path) -> list[Source]:
+def random_files(chance: random.Random, folder: Path) -> list[InputFile]:
     made = []
     for i in range(chance.randrange(1, 7)):
         content = lines_of([f"{i}.{j}." + "x" * chance.randrange(60) for j in range(chance.choice([0, 1, 5, 40]))])
@@ -360,7 +360,7 @@ def test_shares_laid_end_to_end_are_the_whole(seed: int, tmp_path: Path) -> None
     assert texts_of(iter(whole)) == [text for source in files for text in texts_of(plan_segments([source]))]
 
 
-def holds_segments(source: Source, whole: list[Segment], size: int) -> bool:
+def holds_segments(source: InputFile, whole: list[Segment], size: int) -> bool:
     return source.kind != "parquet" or any(segment.source == source for segment in whole)
 
 

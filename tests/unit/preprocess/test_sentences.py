@@ -1,9 +1,10 @@
-"""Sentences. The oracle is NLTK's own tokenizer; for kept newlines with the pattern that Megatron-LM gives it."""
+"""Sentence splitting against NLTK's own splitter, for kept newlines with Megatron-LM's pattern."""
 
 from __future__ import annotations
 
 import json
 import multiprocessing
+import os
 import pickle
 import random
 import subprocess
@@ -18,7 +19,6 @@ from hypothesis import strategies as st
 from nltk.tokenize import punkt as nltk_punkt
 
 from megatron.errors import ConfigError, DataError, StorageError
-from megatron.preprocess import sentences
 from megatron.preprocess.punkt import PunktParameters
 from megatron.preprocess.sentences import SentenceSplitter, learn, prepare_splitter
 
@@ -57,7 +57,7 @@ ENGLISH = [
 
 
 class MegatronVars(nltk_punkt.PunktLanguageVars):
-    """The one change of Megatron-LM: the word before the mark and the white space behind it belong to the match."""
+    """Megatron-LM's one change: the match includes the word before the mark and the white space after it."""
 
     _period_context_fmt = r"\S*%(SentEndChars)s\s*(?=(?P<after_tok>%(NonWord)s|(?P<next_tok>\S+)))"
 
@@ -370,7 +370,7 @@ def test_without_hard_links(no_data: Path, tmp_path: Path, monkeypatch: pytest.M
     def refuse(*_: object) -> None:
         raise PermissionError(1, "Operation not permitted")
 
-    monkeypatch.setattr(sentences.os, "link", refuse)
+    monkeypatch.setattr(os, "link", refuse)
     assert prepare(tmp_path / "p.json").split("One two. Three four.") == ["One two.", "Three four."]
     assert [file.name for file in tmp_path.iterdir() if file.is_file()] == ["p.json"]
 

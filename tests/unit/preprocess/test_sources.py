@@ -1,4 +1,4 @@
-"""What --input may name."""
+"""Everything that --input accepts."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from megatron.errors import ConfigError
-from megatron.preprocess import sources
-from megatron.preprocess.sources import Source, expand_inputs, input_bytes
+from megatron.preprocess.input import files as sources
+from megatron.preprocess.input.files import InputFile, expand_inputs, input_bytes
 
 
 def write(path: Path, content: bytes = b"{}\n") -> Path:
@@ -93,9 +93,9 @@ def test_identity_changes_with_the_file(tmp_path: Path) -> None:
 
 
 def test_places_are_named_by_what_a_document_is() -> None:
-    assert Source("a", "lines", 0, "").place(3) == "a:3"
-    assert Source("a", "gzip", 0, "", array=True).place(3) == "a, item 3"
-    assert Source("a", "parquet", 0, "").place(3) == "a, row 3"
+    assert InputFile("a", "lines", 0, "").place(3) == "a:3"
+    assert InputFile("a", "gzip", 0, "", array=True).place(3) == "a, item 3"
+    assert InputFile("a", "parquet", 0, "").place(3) == "a, row 3"
 
 
 def refused(*given: object) -> str:
@@ -173,8 +173,8 @@ def test_a_named_pipe_is_a_stream_of_unknown_size(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     [source] = expand_inputs([str(tmp_path / "pipe")])  # nobody writes: it must not be opened here
     assert (source.kind, source.size) == ("stdin", 0)
-    assert input_bytes([source, Source("a", "lines", 7, "")]) == 0
-    assert input_bytes([Source("b", "gzip", 3, ""), Source("a", "lines", 7, "")]) == 10
+    assert input_bytes([source, InputFile("a", "lines", 7, "")]) == 0
+    assert input_bytes([InputFile("b", "gzip", 3, ""), InputFile("a", "lines", 7, "")]) == 10
 
 
 def test_a_file_that_hides_its_size_is_a_stream() -> None:

@@ -1,4 +1,4 @@
-"""Parquet written by pyarrow gives the texts that pyarrow was given."""
+"""Parquet files give the texts that pyarrow wrote."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from megatron.errors import DataError
-from megatron.preprocess import tables
-from megatron.preprocess.segments import count_lines_before, plan_segments, read_batches
-from megatron.preprocess.sources import expand_inputs
+from megatron.preprocess.input import tables
+from megatron.preprocess.input.files import expand_inputs
+from megatron.preprocess.input.segments import count_lines_before, plan_segments, read_batches
 
 pyarrow = pytest.importorskip("pyarrow", reason="pip install pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet", reason="pip install pyarrow")

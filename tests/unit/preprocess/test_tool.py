@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron.data.indexed import IndexedDataset
-from megatron.data.record import read_record
-from megatron.preprocess import cli
+from megatron.data.indexed.dataset import IndexedDataset
+from megatron.data.indexed.record import read_record
+from megatron.preprocess.commands import preprocess_data as cli
 from tests.unit.preprocess.support import (
     ROOT,
     TOOL,
@@ -222,7 +222,7 @@ def test_the_job_loads_no_torch(workshop: Workshop) -> None:
         ("--input in.jsonl --output-prefix o --resume --overwrite", "give one of the two"),
         ("--input in.jsonl --output-prefix o --keep-newlines", "--keep-newlines: only used with --split-sentences"),
         ("--input in.jsonl --output-prefix o --lang english", "--lang: only used with --split-sentences"),
-        ("--input in.jsonl --output-prefix o --json-keys a a", "a stands there twice"),
+        ("--input in.jsonl --output-prefix o --json-keys a a", "a is given twice"),
         ("--input in.jsonl --output-prefix o --json-keys a/b", "--json-keys a/b: a key with a slash"),
         ("--input in.jsonl --output-prefix o --max-skip-fraction 0.1", "only used with --on-error skip"),
         ("--input in.jsonl --output-prefix o --on-error skip --max-skip-fraction 2", "2 is not a number from 0 to 1"),

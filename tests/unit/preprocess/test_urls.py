@@ -1,4 +1,4 @@
-"""Input and output behind URLs: a real S3 server, a web server that breaks, and stores that fail while uploading."""
+"""Input and output at URLs: a real S3 server, a web server with faults, and stores that fail during upload."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import fsspec
 import pytest
 
 from megatron.data import remote, remote_pairs
-from megatron.data.indexed import IndexedDataset
+from megatron.data.indexed.dataset import IndexedDataset
 from megatron.errors import ConfigError, DataError, StorageError
 from megatron.preprocess.settings import PreprocessSettings
 from megatron.preprocess.to_url import default_folder, preprocess_to_url

@@ -1,4 +1,4 @@
-"""A small vocabulary of its own for the tests: enough merges that words, spaces and several scripts are joined."""
+"""A small vocabulary for the tests, with merges of words, spaces and several scripts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which tokenizer.json files are encoded fast, and that those which are give the ids of `tokenizers`."""
+"""Which tokenizer.json files are encoded fast, and that their ids equal those of `tokenizers`."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers, t
 from tokenizers import Tokenizer as RustTokenizer
 
 from megatron.errors import ConfigError, DataError
-from megatron.tokenizer import fast_kinds
 from megatron.tokenizer.byte_alphabet import CHARACTER_OF_BYTE
+from megatron.tokenizer.fast import kinds as fast_kinds
 from megatron.tokenizer.huggingface import HuggingFaceTokenizer
 from tests.unit.tokenizer.support import NASTY, SAMPLES
 
@@ -164,13 +164,13 @@ def test_other_models_patterns_and_added_tokens_are_refused(tmp_path: Path) -> N
 
 
 def test_the_possessive_pattern_would_have_been_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Were it let through, the texts that are tried first would show the difference."""
+    """If it were accepted, the probe texts would show the difference."""
     monkeypatch.setattr(fast_kinds, "KNOWN_SPLITS", (POSSESSIVE,))
     assert "it differs on this vocabulary, as at" in refusal(save(rust(POSSESSIVE), tmp_path))
 
 
 def test_a_token_outside_the_byte_alphabet_is_never_made(tmp_path: Path) -> None:
-    """The fast library would take 中 for its three bytes; to tokenizers it cannot be reached."""
+    """The fast library would use 中 for its three bytes; in tokenizers the token cannot occur."""
 
     def add(description: dict[str, Any]) -> None:
         vocab = description["model"]["vocab"]

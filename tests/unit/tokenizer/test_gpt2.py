@@ -1,4 +1,4 @@
-"""GPT-2 BPE: the fast engine against the plain-Python twin, and files that do not belong together."""
+"""GPT-2 BPE: `tokenizers` against the plain-Python twin, and mismatched files."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from megatron.errors import ConfigError, DataError
 from megatron.tokenizer import gpt2, python_bpe
 from megatron.tokenizer.byte_alphabet import BYTE_OF_CHARACTER, CHARACTER_OF_BYTE
+from megatron.tokenizer.fast.words import WORD_OR_LINE_END, split_at_words
 from megatron.tokenizer.gpt2 import GPT2BPETokenizer
-from megatron.tokenizer.parts import WORD_OR_LINE_END, split_at_words
 from tests.unit.tokenizer.support import NASTY, SAMPLES, small_bpe, write_small_bpe
 
 

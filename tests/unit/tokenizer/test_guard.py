@@ -1,4 +1,4 @@
-"""The guard of the fast encoder, by planted bugs: each of its four fences is seen to stop a wrong engine."""
+"""The guard of the fast encoder: each of its four checks stops a planted wrong engine."""
 
 from __future__ import annotations
 
@@ -15,16 +15,19 @@ import numpy as np
 import pytest
 
 from megatron.errors import ConfigError, DataError
-from megatron.tokenizer import EncoderDifference, TokenizerSettings, build_tokenizer, fast, fast_engine, guard
+from megatron.tokenizer import EncoderDifference, TokenizerSettings, build_tokenizer
 from megatron.tokenizer.base import Ids
-from megatron.tokenizer.doubtful import DoubtfulTexts
-from megatron.tokenizer.fast_engine import FastEngine
+from megatron.tokenizer.fast import build as fast
+from megatron.tokenizer.fast import engine as fast_engine
+from megatron.tokenizer.fast import guard
+from megatron.tokenizer.fast.engine import FastEngine
+from megatron.tokenizer.fast.fallback_texts import FallbackTexts
+from megatron.tokenizer.fast.guard import GuardedEncoder
+from megatron.tokenizer.fast.words import split_at_words
 from megatron.tokenizer.gpt2 import GPT2BPETokenizer
-from megatron.tokenizer.guard import GuardedEncoder
-from megatron.tokenizer.parts import split_at_words
 from tests.unit.tokenizer.support import NASTY, SAMPLES, write_small_bpe
 
-YOUNG = "\ua7d2"  # a letter since Unicode 17: to one table a letter, to the other none
+YOUNG = "\ua7d2"  # a letter since Unicode 17, so only in one of the two tables
 WORDS = ["alpha", "beta", "gamma", "delta", "hello", "world", "Größe", "東京", "naïve", "x1", "return", "(y):\n   "]
 
 
@@ -47,7 +50,7 @@ def prose(seed: int, words: int) -> str:
 
 
 class Wrong:
-    """An engine that gives another last id for texts with the bad word."""
+    """An engine whose last id is wrong for texts with the bad word."""
 
     def __init__(self, exact: GPT2BPETokenizer, bad: str) -> None:
         self._exact, self._bad = exact, bad
@@ -61,8 +64,8 @@ class Wrong:
         return np.concatenate([np.zeros(0, dtype=np.int32), *parts])
 
 
-def guarded(exact: GPT2BPETokenizer, engine: guard.Engine) -> GuardedEncoder:
-    return GuardedEncoder(engine, lambda text: np.array(exact.tokenize(text), dtype=np.int32), DoubtfulTexts())
+def guarded(exact: GPT2BPETokenizer, engine: guard.FastEncoder) -> GuardedEncoder:
+    return GuardedEncoder(engine, lambda text: np.array(exact.tokenize(text), dtype=np.int32), FallbackTexts())
 
 
 # ---------------------------------------------------------------- the sample
@@ -109,7 +112,7 @@ def sampled(texts: list[str], batch: int, monkeypatch: pytest.MonkeyPatch) -> li
         pieces.append(text)
         return np.zeros(1, dtype=np.int32)
 
-    encoder = GuardedEncoder(Silent(), compared, DoubtfulTexts())
+    encoder = GuardedEncoder(Silent(), compared, FallbackTexts())
     for start in range(0, len(texts), batch):
         encoder.encode_batch(texts[start : start + batch])
     return pieces
@@ -145,7 +148,7 @@ def test_the_alarm_can_be_sent_to_another_process() -> None:
     assert (alarm.index, alarm.excerpt) == (3, "an excerpt")
 
 
-# ---------------------------------------------------------------- the battery, doubtful texts, panics
+# ---------------------------------------------------------------- the battery, fallback texts, panics
 
 
 def test_an_engine_that_is_wrong_on_this_vocabulary_is_not_used(
@@ -168,7 +171,7 @@ def test_young_characters_take_the_exact_encoder(files: tuple[Path, Path], exact
 
 
 def test_the_library_really_differs_on_young_characters(files: tuple[Path, Path], exact: GPT2BPETokenizer) -> None:
-    """If this fails, the two have come to one Unicode table, and the fence may be moved."""
+    """If this fails, the two libraries share a Unicode table, and this check may be relaxed."""
     guarded_encoder = fast_tokenizer(files)._fast
     assert guarded_encoder is not None
     text = f"{YOUNG}'t {YOUNG}'re {YOUNG}'ll {YOUNG}'ve"  # after a letter a contraction is a word of its own
@@ -182,25 +185,25 @@ def test_only_the_doubtful_part_of_a_long_text_is_encoded_slowly(exact: GPT2BPET
         asked.append(text)
         return np.array(exact.tokenize(text), dtype=np.int32)
 
-    encoder = GuardedEncoder(Wrong(exact, "no such word"), slow, DoubtfulTexts())
+    encoder = GuardedEncoder(Wrong(exact, "no such word"), slow, FallbackTexts())
     text = f"{prose(1, 20_000)} x{YOUNG}y {prose(2, 20_000)}"
     assert encoder.encode_batch([text])[0].tolist() == exact.tokenize(text)
     assert sum(map(len, asked)) < len(text) / 10
 
 
-def doubtful(texts: list[str], **options: Any) -> set[int]:
-    return DoubtfulTexts(**options).find(texts, [text.encode() for text in texts])
+def falling_back(texts: list[str], **options: Any) -> set[int]:
+    return FallbackTexts(**options).find(texts, [text.encode() for text in texts])
 
 
 def test_what_is_doubtful() -> None:
-    assert doubtful(["ascii", "naïve 東京 🙂 \ue000", "\u0378", "", f"x{YOUNG}"]) == {2, 4}
-    assert doubtful(["e\u0301 \u1ac2"]) == set() and doubtful(["e\u0301", "e\u1ac2"], composes=True) == {1}
-    assert doubtful(["x<a>y", "<b>"], plain_tokens=("<a>",)) == {0}
-    assert doubtful(["\u0295"], cased=True) == {0} and doubtful(["\u0295"]) == set()
-    # Wherever a long text is cut for the search, no character is.
+    assert falling_back(["ascii", "naïve 東京 🙂 \ue000", "\u0378", "", f"x{YOUNG}"]) == {2, 4}
+    assert falling_back(["e\u0301 \u1ac2"]) == set() and falling_back(["e\u0301", "e\u1ac2"], composes=True) == {1}
+    assert falling_back(["x<a>y", "<b>"], plain_tokens=("<a>",)) == {0}
+    assert falling_back(["\u0295"], cased=True) == {0} and falling_back(["\u0295"]) == set()
+    # However a long text is cut for the search, no character is split.
     for shift in range(4):
         text = "x" * shift + "東" * 700_000
-        assert doubtful([text, text + YOUNG, YOUNG + text]) == {1, 2}
+        assert falling_back([text, text + YOUNG, YOUNG + text]) == {1, 2}
 
 
 def panicking(word: bytes, encode: Callable[[bytes], Ids]) -> Callable[[bytes], Ids]:
@@ -276,7 +279,7 @@ def test_memory_is_bounded_by_making_the_engine_anew(
     monkeypatch.setattr(FastEngine, "_build", lambda self: (built.append(1), build(self))[1])
     texts = [prose(seed, 500) for seed in range(30)]
     assert [ids.tolist() for ids in tokenizer.encode_batch(texts)] == [exact.tokenize(text) for text in texts]
-    # Making it anew never helps here, so it is tried less and less often.
+    # Rebuilding never helps here, so it happens less and less often.
     assert 2 <= len(built) <= 5
 
 
@@ -291,10 +294,6 @@ def test_without_a_process_size_it_is_made_anew_after_so_much_text(
     monkeypatch.setattr(fast_engine, "REBUILD_BYTES", 5000)
     tokenizer.encode_batch([prose(1, 300) for _ in range(10)])
     assert tokenizer._fast._engine._library is not first
-
-
-def test_the_process_size_is_read() -> None:
-    assert fast_engine.resident_bytes() > 1 << 20 or not Path("/proc/self/statm").exists()
 
 
 def test_a_forked_process_encodes_as_its_parent(files: tuple[Path, Path]) -> None:

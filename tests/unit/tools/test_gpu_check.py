@@ -15,10 +15,12 @@ import pytest
 import torch
 
 from megatron.ops import library as library_module
-from megatron.ops.proof import SUBJECTS
+from megatron.ops.proof import PROOFS
 from tests.helpers.kernels import backend
 from tests.helpers.scripts import load_script
 from tests.policy.rules import ROOT
+
+CUDA_ROOMS = {source.parent.name for source in (ROOT / "csrc").glob("*/cuda*.cu")}
 
 
 @pytest.fixture(scope="module")
@@ -31,23 +33,23 @@ def test_every_operation_is_judged_on_fresh_inputs(tool: ModuleType) -> None:
     emulated, cpu, said = backend("emulated"), backend("cpu"), []
     verdicts = tool.judge_all(7, (emulated.ops, "cpu"), cpu.ops, said.append, largest=tool.SMALL)
     assert [verdict.wrong for verdict in verdicts if verdict.wrong] == []
-    assert {verdict.op for verdict in verdicts} == set(SUBJECTS)
+    assert {verdict.op for verdict in verdicts} == set(PROOFS)
     assert all(verdict.tensors > 0 and verdict.error_of_twin > 0 for verdict in verdicts)
     assert all("right" in line for line in said) and len(said) == len(verdicts)
 
 
 def test_what_is_wrong_is_left_out_of_the_record(tool: ModuleType) -> None:
-    where, subject = (backend("cpu").ops, "cpu"), SUBJECTS["swiglu"]
-    scaled = replace(subject, kernel=lambda ops: lambda x: 1.01 * subject.kernel(ops)(x))
+    where, proof = (backend("cpu").ops, "cpu"), PROOFS["swiglu"]
+    scaled = replace(proof, kernel=lambda ops: lambda x: 1.01 * proof.kernel(ops)(x))
     wrong = tool.judge(scaled, torch.float32, 1, where, None)
     assert "is allowed" in wrong.wrong[0]
 
     def refuses(x: torch.Tensor) -> torch.Tensor:
         raise RuntimeError("swiglu: CUDA error 700\nand a second line")
 
-    failing = tool.judge(replace(subject, kernel=lambda ops: refuses), torch.float32, 1, where, None)
+    failing = tool.judge(replace(proof, kernel=lambda ops: refuses), torch.float32, 1, where, None)
     assert failing.wrong[0].endswith("swiglu: CUDA error 700")
-    right = tool.judge(subject, torch.float32, 1, where, None)
+    right = tool.judge(proof, torch.float32, 1, where, None)
     built = {"activation": "a", "norm": "b"}
     assert tool.verified_sources([right], built, {}) == {"activation": "a"}
     assert tool.verified_sources([right, wrong], built, {}) == {}
@@ -57,13 +59,13 @@ def test_what_is_wrong_is_left_out_of_the_record(tool: ModuleType) -> None:
 
 
 def test_a_result_that_changes_from_run_to_run_is_wrong(tool: ModuleType) -> None:
-    subject, runs = SUBJECTS["swiglu"], []
+    proof, runs = PROOFS["swiglu"], []
 
     def restless(x: torch.Tensor) -> torch.Tensor:
         runs.append(x)
-        return subject.kernel(backend("cpu").ops)(x) * (1 + 2e-7 * len(runs))
+        return proof.kernel(backend("cpu").ops)(x) * (1 + 2e-7 * len(runs))
 
-    verdict = tool.judge(replace(subject, kernel=lambda ops: restless), torch.float32, 1, (None, "cpu"), None)
+    verdict = tool.judge(replace(proof, kernel=lambda ops: restless), torch.float32, 1, (None, "cpu"), None)
     assert any("a second run gave other bits" in text for text in verdict.wrong)
 
 
@@ -118,7 +120,7 @@ def test_the_sanitizers_look_at_all_our_kernels(tool: ModuleType) -> None:
     """The part of their mangled names by which they are chosen is mk::cuda."""
     substring = tool.OUR_KERNELS.removeprefix("kns=")
     assert f"_ZN{substring}11some_kernelEv".startswith("_ZN2mk4cuda")
-    for source in (ROOT / "csrc" / "cuda").glob("*.cu"):
+    for source in (ROOT / "csrc").glob("*/cuda*.cu"):
         assert "namespace mk::cuda {" in source.read_text()
 
 
@@ -129,16 +131,16 @@ def test_a_source_whose_process_dies_does_not_take_the_others_along(
     fake.write_text(
         "import json, os, sys, time\n"
         "source, out = (sys.argv[sys.argv.index(flag) + 1] for flag in ('--judge', '--out'))\n"
-        "right = dict(op=source, source=source, dtype='float32', tensors=1, error=0.0, error_of_twin=0.0, wrong=[])\n"
+        "right = dict(op=source, room=source, dtype='float32', tensors=1, error=0.0, error_of_twin=0.0, wrong=[])\n"
         "open(out, 'w').write(json.dumps([right]))\n"
         "if source == 'norm': os.abort()\n"
         "if source == 'rope': time.sleep(60)\n"
     )
     monkeypatch.setattr(tool, "__file__", str(fake))
     verdicts = tool.judge_apart(tool.argparse.Namespace(device="cpu", seed=1), 3)
-    wrong = {verdict.source: verdict.wrong for verdict in verdicts if verdict.wrong}
+    wrong = {verdict.room: verdict.wrong for verdict in verdicts if verdict.wrong}
     assert wrong == {"norm": ("its process ended with exit code -6",), "rope": ("not judged within 3 s",)}
-    built = dict.fromkeys((path.stem for path in (ROOT / "csrc" / "cuda").glob("*.cu")), "hash")
+    built = dict.fromkeys(CUDA_ROOMS, "hash")
     assert set(tool.verified_sources(verdicts, built, {})) == set(built) - {"norm", "rope"}
 
 
@@ -216,12 +218,12 @@ def test_the_whole_command_on_a_cpu(tool: ModuleType, tmp_path: Path, capsys: py
     assert tool.main(["--device", "cpu", "--out", str(record), "--rounds", "0", "--seed", "3"]) == 0
     written = json.loads(record.read_text())
     assert written["device_type"] == "cpu" and written["seed"] == 3 and written["environment"]["torch"]
-    assert set(written["sources"]) == {path.stem for path in (ROOT / "csrc" / "cuda").glob("*.cu")}
+    assert set(written["sources"]) == CUDA_ROOMS
     assert "verified; not: none" in capsys.readouterr().out
 
 
 def test_every_cuda_source_has_something_that_checks_it() -> None:
-    assert {subject.source for subject in SUBJECTS.values()} == {p.stem for p in (ROOT / "csrc" / "cuda").glob("*.cu")}
+    assert {proof.room for proof in PROOFS.values()} == CUDA_ROOMS
 
 
 def test_only_a_record_of_a_gpu_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,5 +68,5 @@ def test_bf16_without_instructions_for_it_is_said(
     config = parse_args([*RUN.split(), "--bf16"])
     for has, device, expected in ((True, "cpu", 0), (False, "cpu", 1), (False, "meta", 0)):
         monkeypatch.setattr(initialize, "has_bf16_products", lambda has=has: has)
-        initialize._say_slow_choices(config, torch.device(device), RankLog())
+        initialize._warn_of_slow_precision(config, torch.device(device), RankLog())
         assert capsys.readouterr().out.count("warning: --bf16: this processor has no instructions for it") == expected

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron.data.indexed import IndexedDatasetBuilder
+from megatron.data.indexed.builder import IndexedDatasetBuilder
 from megatron.errors import ConfigError, DataError
 from tests.helpers.distributed import run_ranks
 from tests.helpers.runs import flags, make_parts, pretrain_here
@@ -81,7 +81,7 @@ def test_a_run_in_samples_goes_on_to_its_last_sample(tmp_path: Path) -> None:
     tokens_seen(0, 1, flags(**make, save=tmp_path, save_interval=100, exit_interval=8))
     _, parts = make_parts(flags(**{**make, "global_batch_size": 16}, load=tmp_path))
     assert not parts.trainer.finished
-    assert parts.trainer.total_iterations == 8 + 2
+    assert parts.trainer.reports.total_iterations == 8 + 2
     with parts:
         parts.trainer.fit()
     assert (parts.progress.iteration, parts.progress.consumed_train_samples) == (10, 96)

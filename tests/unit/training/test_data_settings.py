@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron.data.indexed import IndexedDatasetBuilder
+from megatron.data.indexed.builder import IndexedDatasetBuilder
 from megatron.errors import CheckpointError, ConfigError, DataError
 from megatron.training import assemble
 from tests.helpers.runs import flags, make_parts, pretrain_here, train_here
@@ -68,7 +68,7 @@ def test_unchanged_data_has_nothing_to_accept(
 
 def test_one_changed_byte_of_the_index_or_the_record(tmp_path: Path, corpus: dict[str, Any]) -> None:
     """The order of two documents of the .idx exchanged, and a record that was not there."""
-    from megatron.data.record import make_record, write_record
+    from megatron.data.indexed.record import make_record, write_record
 
     saved, prefix = tmp_path / "ckpt", corpus["data_path"]
     tokens_seen(0, 1, flags(**corpus, save=saved, save_interval=3, exit_interval=3))

@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from megatron.errors import ConfigError, DataError, NonFiniteError
-from megatron.training.exit_reason import ExitRecord, StopReason
+from megatron.training.exit import ExitRecord, StopReason
+from megatron.training.hooks import Hook
 from megatron.training.stopping import SignalFlag
-from tests.helpers.runs import flags, make_parts, train_here
+from tests.helpers.runs import Recorder, flags, make_parts, train_here
 
 
 def poison(parts: Any, at: int, value: float) -> None:
@@ -44,16 +45,13 @@ def test_exit_duration() -> None:
 
 
 def test_a_signal_ends_the_run_at_a_step_boundary_and_saves(tmp_path: Path) -> None:
-    _, parts = make_parts(flags(exit_signal_handler=True, save=tmp_path, save_interval=100))
-    with parts:
-        step = parts.trainer._one_iteration
-
-        def signalled() -> Any:
-            if parts.progress.iteration == 2:
+    class Signalled(Hook):
+        def before_iteration(self, iteration: int) -> None:
+            if iteration == 3:
                 os.kill(os.getpid(), signal.SIGTERM)
-            return step()
 
-        parts.trainer._one_iteration = signalled  # type: ignore[method-assign]
+    _, parts = make_parts(flags(exit_signal_handler=True, save=tmp_path, save_interval=100), hooks=[Signalled()])
+    with parts:
         assert parts.trainer.fit().kind == "signal"
     assert parts.progress.iteration == 3
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "3"
@@ -112,12 +110,9 @@ def test_a_bad_gradient_is_named() -> None:
 
 
 def test_without_the_check_bad_steps_are_skipped_and_counted() -> None:
-    _, parts = make_parts(flags(no_check_for_nan_in_loss_and_grad=True))
-    poison(parts, at=3, value=float("nan"))
     records: list[Any] = []
-    from tests.helpers.runs import Recorder
-
-    parts.trainer.hooks = [Recorder(records)]
+    _, parts = make_parts(flags(no_check_for_nan_in_loss_and_grad=True), hooks=[Recorder(records)])
+    poison(parts, at=3, value=float("nan"))
     with parts:
         parts.trainer.fit()
     assert [r["nan_iterations"] for r in records] == [0, 0, 1, 0, 0, 0]
@@ -127,12 +122,9 @@ def test_without_the_check_bad_steps_are_skipped_and_counted() -> None:
 
 def test_a_skipped_step_does_not_move_the_schedule() -> None:
     rates = [r["learning_rate"] for r in train_here(flags())["records"]]
-    _, parts = make_parts(flags(no_check_for_nan_in_loss_and_grad=True))
-    poison(parts, at=1, value=float("nan"))
     records: list[Any] = []
-    from tests.helpers.runs import Recorder
-
-    parts.trainer.hooks = [Recorder(records)]
+    _, parts = make_parts(flags(no_check_for_nan_in_loss_and_grad=True), hooks=[Recorder(records)])
+    poison(parts, at=1, value=float("nan"))
     with parts:
         parts.trainer.fit()
     assert [r["learning_rate"] for r in records] == [rates[0], *rates[:5]]

@@ -15,9 +15,9 @@ import torch
 
 from megatron.config.sections import ProfileConfig
 from megatron.errors import DataError
-from megatron.training.profile_cli import main
-from megatron.training.profiling import NoProfiling, StepProfiler, build_profiling
-from megatron.training.trace_summary import CATEGORIES, Event, Summary, read_trace, summarise
+from megatron.training.profiling.cli import main
+from megatron.training.profiling.profiler import StepProfiler, build_profiler
+from megatron.training.profiling.trace_summary import CATEGORIES, Event, Summary, read_trace, summarise
 from megatron.utils.log import RankLog
 from tests.helpers.runs import flags, pretrain_here
 
@@ -141,11 +141,12 @@ def test_a_trace_without_a_step_is_refused(tmp_path: Path) -> None:
         summarise([op("aten::mm", 0, 1)])
 
 
-def run(profiler: Any, iterations: range) -> None:
+def run(profiler: StepProfiler, iterations: range) -> None:
     x = torch.randn(64, 64)
     for iteration in iterations:
-        with profiler(iteration):
-            torch.softmax(x @ x, -1)
+        profiler.before_iteration(iteration)
+        torch.softmax(x @ x, -1)
+        profiler.after_iteration(iteration)
 
 
 def test_the_window_is_traced_and_nothing_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -162,27 +163,28 @@ def test_a_step_that_fails_leaves_its_trace(tmp_path: Path) -> None:
     config = ProfileConfig(profile=True, profile_step_start=0, profile_step_end=9, profile_dir=str(tmp_path))
     profiler = StepProfiler(config, 0, CPU)
     run(profiler, range(1, 3))
-    with pytest.raises(RuntimeError, match="out of memory"), profiler(3):
-        raise RuntimeError("out of memory")
-    assert [path.name for path in tmp_path.iterdir()] == ["rank0-iterations1-3.pt.trace.json.gz"]
+    profiler.before_iteration(3)  # and fails: there is nothing after it but the end of the run
+    profiler.on_end()
+    (path,) = tmp_path.iterdir()
+    assert path.name == "rank0-iterations1-3.pt.trace.json.gz" and summarise(read_trace(path)).steps == 3
 
 
 def test_ranks_that_are_not_named_and_windows_that_are_past(capsys: pytest.CaptureFixture[str]) -> None:
     config = ProfileConfig(profile=True, profile_ranks=(1,))
-    assert isinstance(build_profiling(config, 0, CPU, 0, RankLog(0)), NoProfiling)
-    assert isinstance(build_profiling(ProfileConfig(), 0, CPU, 0, RankLog(0)), NoProfiling)
-    assert isinstance(build_profiling(config, 1, CPU, 0, RankLog(1)), StepProfiler)
-    build_profiling(replace(config, profile_ranks=(0,)), 0, CPU, 12, RankLog(0)).close()
+    assert build_profiler(config, 0, CPU, 0, RankLog(0)) == []
+    assert build_profiler(ProfileConfig(), 0, CPU, 0, RankLog(0)) == []
+    assert len(build_profiler(config, 1, CPU, 0, RankLog(1))) == 1
+    assert build_profiler(replace(config, profile_ranks=(0,)), 0, CPU, 12, RankLog(0)) == []
     assert capsys.readouterr().out.count("nothing is traced") == 1
 
 
 def test_a_snapshot_that_there_will_not_be_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = ProfileConfig(profile=True, record_memory_history=True, memory_snapshot_path="m.pickle")
-    build_profiling(config, 0, CPU, 0, RankLog(0))
+    build_profiler(config, 0, CPU, 0, RankLog(0))
     said = "--memory-snapshot-path m.pickle: a snapshot is of a GPU's memory, and there is none"
     assert said in "".join(capsys.readouterr())
-    build_profiling(replace(config, memory_snapshot_path=None), 0, CPU, 0, RankLog(0))
-    build_profiling(config, 0, torch.device("cuda"), 0, RankLog(0))
+    build_profiler(replace(config, memory_snapshot_path=None), 0, CPU, 0, RankLog(0))
+    build_profiler(config, 0, torch.device("cuda"), 0, RankLog(0))
     assert "snapshot" not in "".join(capsys.readouterr())
 
 
@@ -191,10 +193,10 @@ def test_a_run_that_ends_within_the_window_leaves_its_trace(tmp_path: Path) -> N
     profiler = StepProfiler(config, 0, CPU)
     run(profiler, range(1, 5))
     assert not list(tmp_path.iterdir())
-    profiler.close()
+    profiler.on_end()
     (path,) = tmp_path.iterdir()
     assert path.name == "rank0-iterations3-4.pt.trace.json.gz" and summarise(read_trace(path)).steps == 2
-    profiler.close()  # a second time there is nothing left to do
+    profiler.on_end()  # a second time there is nothing left to do
     assert list(tmp_path.iterdir()) == [path]
 
 
@@ -205,7 +207,7 @@ def test_a_window_that_the_run_never_reached_is_said_by_one_rank(
     for rank in (1, 2):
         profiler = StepProfiler(config, rank, CPU)
         run(profiler, range(1, 4))
-        profiler.close()
+        profiler.on_end()
     said = capsys.readouterr().out
     assert said == "warning: --profile-step-start 10: the run ended before; nothing was traced\n"
     assert not list(tmp_path.iterdir())

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from megatron.config import parse_args
+from megatron.config.batch import BatchPlan
 from megatron.model.flops import flops_per_token
-from megatron.training.batch_plan import BatchPlan
-from megatron.training.throughput import Throughput
+from megatron.training.metrics import Throughput
 from tests.helpers.distributed import run_ranks
 from tests.helpers.runs import Recorder, flags, make_parts, train_here
 
@@ -32,9 +32,8 @@ def test_nothing_is_guessed() -> None:
 
 
 def records_of_rank(rank: int, size: int, argv: list[str]) -> list[dict[str, Any]]:
-    _, parts = make_parts(argv, rank=rank, world_size=size)
     records: list[dict[str, Any]] = []
-    parts.trainer.hooks = [Recorder(records)]
+    _, parts = make_parts(argv, hooks=[Recorder(records)], rank=rank, world_size=size)
     with parts:
         parts.trainer.fit()
     return records

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.config import parse_args, to_dict
+from megatron.config import parse_args
 from megatron.errors import ConfigError
 from megatron.ops import resolve
-from megatron.training.hooks import build_hooks
+from megatron.training.metric_writers import build_metric_writers
 from megatron.utils.log import RankLog
+from tests.helpers.distributed import run_ranks
 from tests.helpers.kernels import backend
 from tests.helpers.runs import flags, make_parts, read_metrics, train_here
 
@@ -105,10 +106,7 @@ def test_tensorboard_has_megatrons_tags(tmp_path: Path) -> None:
 
 
 def train_here_with_hooks(argv: list[str]) -> list[dict[str, Any]]:
-    result = train_here(argv)
-    for hook in result["parts"].trainer.hooks:
-        hook.on_end()
-    return result["records"]
+    return train_here(argv)["records"]
 
 
 def test_evaluation_leaves_training_untouched() -> None:
@@ -139,18 +137,48 @@ def test_wandb_is_asked_for_and_absent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "wandb", None)
     config = parse_args(flags(wandb_project="p"))
     with pytest.raises(ConfigError, match="pip install wandb"):
-        build_hooks(config, to_dict(config), rank=0, world_size=1, device=torch.device("cpu"))
+        build_metric_writers(config, world_size=1, device=torch.device("cpu"))
 
 
-def test_only_the_first_rank_writes() -> None:
-    config = parse_args(flags(wandb_project="p"))
-    assert build_hooks(config, to_dict(config), rank=1, world_size=2, device=torch.device("cpu")) == []
+def hooks_of_rank(rank: int, size: int, argv: list[str]) -> list[str]:
+    _, parts = make_parts(argv, rank=rank, world_size=size)
+    with parts:
+        return [type(hook).__name__ for hook in parts.trainer.hooks]
+
+
+def test_only_the_first_rank_writes(tmp_path: Path) -> None:
+    argv = flags(metrics_jsonl=tmp_path / "m.jsonl", tensorboard_dir=tmp_path, check_replicas_every=2, manual_gc=True)
+    both = ["ManualGarbageCollection", "ReplicaCheck"]
+    assert run_ranks(2, hooks_of_rank, 2, argv) == [[*both, "MetricsFile", "TensorBoard"], both]
+
+
+def train_rank(rank: int, size: int, argv: list[str]) -> list[str]:
+    torch.set_num_threads(1)
+    with make_parts(argv, rank=rank, world_size=size)[1] as parts:
+        parts.trainer.fit()
+        return [type(hook).__name__ for hook in parts.trainer.hooks]
+
+
+def test_a_norm_for_tensorboard_is_made_by_ranks_that_have_no_hooks_too(tmp_path: Path) -> None:
+    """It is a collective: a rank that left it out would make the others wait."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    argv = flags(
+        tensorboard_dir=tmp_path,
+        tensorboard_log_interval=2,
+        log_interval=5,
+        log_params_norm=True,
+        tensor_model_parallel_size=2,
+    )
+    assert run_ranks(2, train_rank, 2, argv) == [["TensorBoard"], []]
+    events = EventAccumulator(str(tmp_path)).Reload()
+    assert [event.step for event in events.Scalars("params-norm")] == [2, 4, 6]
 
 
 def test_full_validation_reads_the_whole_split_every_time(tmp_path: Path) -> None:
     import numpy as np
 
-    from megatron.data.indexed import IndexedDatasetBuilder
+    from megatron.data.indexed.builder import IndexedDatasetBuilder
 
     builder = IndexedDatasetBuilder(str(tmp_path / "corpus"), np.uint16)
     for _ in range(100):

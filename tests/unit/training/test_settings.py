@@ -50,7 +50,7 @@ def test_no_load_optim_starts_the_optimizer_anew(saved: Path) -> None:
 
 
 def first_loss(parts: Any) -> float:
-    result = parts.trainer._one_iteration()
+    result = parts.trainer.iterate()
     return float(result.lm_loss)
 
 
@@ -110,7 +110,7 @@ def spy_rates(parts: Any) -> list[float]:
 def test_a_changed_rate_counts_from_the_first_step(saved: Path, changes: dict[str, Any], rate: float) -> None:
     parts = resumed(saved, **changes)
     used = spy_rates(parts)
-    result = parts.trainer._one_iteration()
+    result = parts.trainer.iterate()
     assert set(used) == {rate} == {result.learning_rate}
 
 

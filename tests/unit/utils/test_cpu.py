@@ -1,4 +1,4 @@
-"""The settings of a CPU's process: what they promise, and when they are left alone."""
+"""The CPU settings of a process: their effect, and when they are not changed."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ print(before - libc.sbrk(0))
 
 
 def printed(program: str, choice: str) -> int:
-    """In a process of its own: the setting is the whole process's."""
+    """The output of a fresh process, because the setting is process-wide."""
     command = [sys.executable, "-c", program, choice]
     return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
 
@@ -94,7 +94,7 @@ def products() -> Iterator[None]:
 
 
 def rounding(product: Callable[..., torch.Tensor], second: bool) -> Callable[..., torch.Tensor]:
-    """What a processor with AMX would do, to one factor."""
+    """Rounds one factor, as a processor with AMX would."""
 
     def narrow(x: torch.Tensor, wanted: bool) -> torch.Tensor:
         return x.bfloat16().float() if wanted else x
@@ -115,7 +115,7 @@ def test_onednn_is_taken_where_it_is_exact(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.usefixtures("products")
 @pytest.mark.parametrize("index", range(5))
 def test_one_rounding_product_is_enough_to_stay_away(monkeypatch: pytest.MonkeyPatch, index: int) -> None:
-    """The planted bug: any one of the products, in any one of its factors."""
+    """Planted bug: one product rounds one of its factors."""
     monkeypatch.setattr(cpu, "processor_is_amd", lambda: True)
     real = cpu._products()
     assert len(real) == 5

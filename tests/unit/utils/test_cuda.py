@@ -1,4 +1,4 @@
-"""What is asked of torch.cuda, without a GPU: the calls exist in this torch as they are made, and in which order."""
+"""The calls to torch.cuda, without a GPU: they exist in this torch, and come in the right order."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DEVICE = torch.device("cpu")
 
 
 class Recorder:
-    """Stands for torch.cuda: streams that note who waits for whom, graphs that note what is recorded."""
+    """A fake torch.cuda that records stream dependencies and graph captures."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.events: list[Any] = []

@@ -1,0 +1,57 @@
+"""The determinism fingerprint of a run: what must be equal, besides the settings, for the next loss to be bit-equal.
+
+It is saved in the manifest, and a resume under other conditions prints a warning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron.data_parallel.grad_buffers import DEFAULT_BUCKET_SIZE
+from megatron.layout import RANK_ORDER
+from megatron.ops.select import Kernels
+from megatron.utils.cpu import fp32_products
+from megatron.utils.device import device_name
+
+Fingerprint = Mapping[str, Any]
+
+
+def determinism_fingerprint(device: torch.device, kernels: Kernels) -> dict[str, Any]:
+    """Plain values. The layout is not repeated here: the manifest has it, and a changed one is reported by itself."""
+    return {
+        "device": device_name(device),
+        **(_cpu() if device.type == "cpu" else {}),
+        "backend": dist.get_backend() if dist.is_initialized() else "none",
+        "bucket_size": DEFAULT_BUCKET_SIZE,
+        "rank_order": RANK_ORDER,
+        "torch": torch.__version__,
+        "kernels": {choice.op: choice.backend for choice in kernels.choices},
+    }
+
+
+def _cpu() -> dict[str, Any]:
+    return {
+        "instructions": torch.backends.cpu.get_cpu_capability(),
+        "cpu_threads": torch.get_num_threads(),
+        "fp32_products": fp32_products(),
+    }
+
+
+def changes(saved: Fingerprint, ours: Fingerprint) -> list[str]:
+    """What both fingerprints record and where they differ. Checkpoints of earlier versions recorded nothing."""
+    theirs = dict(_flat(saved))
+    return [
+        f"{name} {theirs[name]} -> {value}" for name, value in _flat(ours) if name in theirs and theirs[name] != value
+    ]
+
+
+def _flat(fingerprint: Fingerprint) -> Iterator[tuple[str, Any]]:
+    for name, value in fingerprint.items():
+        if isinstance(value, Mapping):
+            yield from ((f"{name}.{inner}", item) for inner, item in value.items())
+        else:
+            yield name, value

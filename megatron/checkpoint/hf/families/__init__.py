@@ -1,0 +1,50 @@
+"""The families that we export to and import from. A new one is a file here and an entry of FAMILIES."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.checkpoint.hf.families.gpt2 import GPT2
+from megatron.checkpoint.hf.families.llama import Llama
+from megatron.checkpoint.hf.families.mistral import Mistral, Mixtral
+from megatron.checkpoint.hf.families.qwen import Qwen2, Qwen3, Qwen3MoE
+from megatron.checkpoint.hf.family import Family
+from megatron.config import ModelConfig, MoEConfig
+from megatron.errors import ConfigError
+
+# An export takes the first that expresses the model, so simpler ones come first.
+FAMILIES: tuple[Family, ...] = (GPT2(), Llama(), Qwen2(), Qwen3(), Mistral(), Mixtral(), Qwen3MoE())
+
+
+def choose(config: ModelConfig, moe: MoEConfig) -> Family:
+    """The simplest family that computes what `config` and `moe` describe."""
+    for family in FAMILIES:
+        if family.unsupported(config, moe) is None:
+            return family
+    nearest = by_model_type(_nearest(config, moe))
+    raise ConfigError(
+        f"{nearest.unsupported(config, moe)}: none of the supported Hugging Face families ({_model_types()}) computes "
+        f"this (nearest: {nearest.architecture}); the checkpoint can be used with tools/generate.py, not exported"
+    )
+
+
+def _nearest(config: ModelConfig, moe: MoEConfig) -> str:
+    if moe.is_on:
+        return "qwen3_moe" if config.qk_layernorm else "mixtral"
+    if config.positions == "learned":
+        return "gpt2"
+    if config.qk_layernorm:
+        return "qwen3"
+    return "llama" if config.window is None else "mistral"
+
+
+def by_model_type(model_type: Any) -> Family:
+    """The family that a config.json names."""
+    for family in FAMILIES:
+        if family.model_type == model_type:
+            return family
+    raise ConfigError(f"config.json: model_type {model_type!r} cannot be imported; supported: {_model_types()}")
+
+
+def _model_types() -> str:
+    return ", ".join(family.model_type for family in FAMILIES)

@@ -1,0 +1,118 @@
+"""GPT-2: learned positions, LayerNorm, biases; fused QKV as [Q; K; V] and transposed linear layers (Conv1D)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.checkpoint.hf.exchange import TensorLayout, Tensors, heads_apart, heads_together, same
+from megatron.checkpoint.hf.family import Family, Lacking, positions_flag, refuse_unless
+from megatron.config import ModelConfig
+from megatron.errors import ConfigError
+from megatron.model import parameters as names
+from megatron.model.parameters import Row
+
+_GELU = {"gelu_tanh": "gelu_new", "gelu_erf": "gelu", "squared_relu": "relu2"}
+_GELU_NAMES = {"gelu_new": "tanh", "gelu_pytorch_tanh": "tanh", "gelu_fast": "tanh", "gelu": "erf", "relu2": "relu2"}
+
+
+def _transposed(tensor: Tensor) -> Tensor:
+    return tensor.t() if tensor.dim() == 2 else tensor
+
+
+def _linear(module: str) -> TensorLayout:
+    return TensorLayout(
+        (module,),
+        lambda ours, row: (_transposed(ours.reshape(row.stored_shape)),),
+        lambda parts, row: _transposed(parts[0]).reshape(row.shape),
+    )
+
+
+def _fused_qkv(module: str) -> TensorLayout:
+    def split(qkv: Tensor, row: Row) -> Tensors:
+        return (_transposed(torch.cat(heads_apart(qkv))),)  # from [3 * hidden, ...]
+
+    def join(parts: Tensors, row: Row) -> Tensor:
+        return heads_together(_transposed(parts[0]).chunk(3), row)
+
+    return TensorLayout((module,), split, join)
+
+
+_LAYER = "transformer.h.{layer}"
+_TENSORS = {
+    names.WORDS: same("transformer.wte"),
+    names.POSITIONS: same("transformer.wpe"),
+    names.INPUT_NORM: same(f"{_LAYER}.ln_1"),
+    names.QKV: _fused_qkv(f"{_LAYER}.attn.c_attn"),
+    names.ATTENTION_OUT: _linear(f"{_LAYER}.attn.c_proj"),
+    names.POST_ATTENTION_NORM: same(f"{_LAYER}.ln_2"),
+    f"{names.MLP}.{names.UP}": _linear(f"{_LAYER}.mlp.c_fc"),
+    f"{names.MLP}.{names.DOWN}": _linear(f"{_LAYER}.mlp.c_proj"),
+    names.FINAL_NORM: same("transformer.ln_f"),
+    names.HEAD: same("lm_head"),
+}
+
+
+class GPT2(Family):
+    architecture = "GPT2LMHeadModel"
+    model_type = "gpt2"
+    tensors = _TENSORS
+    buffers = (".attn.bias", ".attn.masked_bias")
+    always_biased = True
+    tied_by_default = True
+
+    def lacks(self, c: ModelConfig) -> Lacking:
+        return [
+            (positions_flag(c), c.positions != "learned"),
+            (f"--normalization {c.normalization}", c.normalization != "LayerNorm"),
+            ("--swiglu", c.swiglu),
+            (f"--num-query-groups {c.query_groups}", c.query_groups != c.num_attention_heads),
+            (f"--kv-channels {c.head_dim}", c.head_dim * c.num_attention_heads != c.hidden_size),
+            ("--qk-layernorm", c.qk_layernorm),
+            (f"--window-size {c.window}", c.window is not None),
+            ("--apply-residual-connection-post-layernorm", c.apply_residual_connection_post_layernorm),
+        ]
+
+    def model_to_json(self, config: ModelConfig, context: int) -> dict[str, Any]:
+        return {
+            "n_embd": config.hidden_size,
+            "n_layer": config.num_layers,
+            "n_head": config.num_attention_heads,
+            "n_inner": config.ffn_size,
+            "n_positions": config.max_position_embeddings,
+            "n_ctx": config.max_position_embeddings,
+            "activation_function": _GELU[config.activation],
+            "layer_norm_epsilon": config.norm_epsilon,
+            "attn_pdrop": config.attention_dropout,
+            "embd_pdrop": config.hidden_dropout,
+            "resid_pdrop": config.hidden_dropout,
+        }
+
+    def model_from_json(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        refuse_unless(
+            values,
+            scale_attn_weights=True,
+            scale_attn_by_inverse_layer_idx=False,
+            reorder_and_upcast_attn=False,
+            add_cross_attention=False,
+            embd_pdrop=values.get("resid_pdrop", 0.1),  # one --hidden-dropout serves both
+        )
+        kind = _GELU_NAMES.get(values.get("activation_function", "gelu_new"))
+        if kind is None:
+            raise ConfigError(f"config.json: activation_function {values['activation_function']!r} is not supported")
+        return {
+            "num_layers": values["n_layer"],
+            "hidden_size": values["n_embd"],
+            "ffn_hidden_size": values.get("n_inner") or 4 * values["n_embd"],
+            "num_attention_heads": values["n_head"],
+            "max_position_embeddings": values["n_positions"],
+            "norm_epsilon": values.get("layer_norm_epsilon", 1e-5),
+            "bias_gelu_fusion": kind == "tanh",
+            "openai_gelu": kind == "tanh",
+            "squared_relu": kind == "relu2",
+            "attention_dropout": values.get("attn_pdrop", 0.1),
+            "hidden_dropout": values.get("resid_pdrop", 0.1),
+        }

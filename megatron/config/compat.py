@@ -1,0 +1,101 @@
+"""Compatibility with Megatron-LM's command lines: flags that its scripts pass and that no section of ours declares.
+
+A retired spelling sets the field that replaced it, a no-op prints one line, and every other flag is refused by name
+with the way out. `docs/flags.md` lists them all. Whoever builds a feature moves its flags from here into a section.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from types import MappingProxyType
+from typing import Any, Literal
+
+from megatron.config import compat_table as table
+from megatron.config.flag import Status
+from megatron.errors import ConfigError
+
+Takes = Literal["switch", "value", "values"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompatFlag:
+    """A flag that is accepted or refused by name without being a field."""
+
+    spelling: str
+    status: Status
+    note: str
+    takes: Takes
+    neutral: str | None = None  # later/never: the value that asks for nothing new
+    accepts: tuple[str, ...] = ()  # no-op: the values that mean nothing here; others are refused
+
+
+@dataclass(frozen=True, kw_only=True)
+class RetiredFlag:
+    """An old spelling, and the values of the fields that replaced it: its own text where a value is None."""
+
+    spelling: str
+    takes: Takes
+    note: str
+    values: Mapping[str, Any]
+
+    def sets(self, text: str) -> dict[str, Any]:
+        return {name: text if value is None else value for name, value in self.values.items()}
+
+
+@cache
+def retired_flags() -> Mapping[str, RetiredFlag]:
+    rows: dict[str, RetiredFlag] = {}
+    for word, (note, values) in table.RETIRED.items():
+        spelling, takes, _ = _parse(word)
+        rows[spelling] = RetiredFlag(spelling=spelling, takes=takes, note=note, values=values)
+    return MappingProxyType(rows)
+
+
+def _parse(word: str) -> tuple[str, Takes, str | None]:
+    """(spelling, what it takes, its neutral value) of a word in the table."""
+    spelling, equals, neutral = word.partition("=")
+    if neutral == "...":
+        return spelling, "values", None
+    return spelling, "value" if equals else "switch", neutral or None
+
+
+@cache
+def compat_flags() -> Mapping[str, CompatFlag]:
+    rows: list[CompatFlag] = []
+    refused: tuple[tuple[Status, dict[str, str]], ...] = (("later", table.LATER), ("never", table.NEVER))
+    for status, words_by_note in refused:
+        for note, words in words_by_note.items():
+            for spelling, takes, neutral in map(_parse, words.split()):
+                rows.append(CompatFlag(spelling=spelling, status=status, note=note, takes=takes, neutral=neutral))
+    for word, (note, accepts) in table.NO_OPS.items():
+        spelling, takes, _ = _parse(word)
+        values = tuple(accepts.split())
+        rows.append(CompatFlag(spelling=spelling, status="no-op", note=note, takes=takes, accepts=values))
+    return MappingProxyType({row.spelling: row for row in rows})
+
+
+def refused_family(spelling: str) -> str | None:
+    """The refusal of a whole family (RETRO, reinforcement learning, vision, ...), recognised by its prefix."""
+    return next((note for prefix, note in table.FAMILIES.items() if spelling.startswith(prefix)), None)
+
+
+def apply_compat(flag: CompatFlag, text: str) -> str | None:
+    """The line to print for a no-op, None for a neutral value; any other use is refused."""
+    spelled = f"{flag.spelling} {text}".rstrip()
+    if flag.status == "no-op":
+        if flag.accepts and text not in flag.accepts:
+            raise ConfigError(f"{spelled}: not supported; use {' or '.join(flag.accepts)}, or leave the flag out")
+        return f"{spelled}: {flag.note}"
+    if flag.neutral is not None and _same(text, flag.neutral):
+        return None
+    verdict = "not supported yet" if flag.status == "later" else "not supported"
+    raise ConfigError(f"{spelled}: {verdict}; {flag.note}")
+
+
+def _same(text: str, neutral: str) -> bool:
+    try:
+        return float(text) == float(neutral)  # 0 and 0.0 ask for the same
+    except ValueError:
+        return text == neutral

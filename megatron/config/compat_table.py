@@ -1,0 +1,209 @@
+"""The flags of compat.py, as data: way out (or meaning here) -> flags.
+
+"--x" is a switch, "--x=" takes a value, "--x=1" takes a value of which 1 asks for nothing new, "--x=..." takes several.
+"""
+
+LATER: dict[str, str] = {
+    "leave it out": """
+        --moe-router-fusion --moe-router-force-load-balancing
+        --moe-router-padding-for-fp8 --moe-router-padding-for-quantization
+        --moe-input-jitter-eps= --moe-per-layer-logging --moe-enable-deepep --moe-deepep-num-sms= --moe-permute-fusion
+        --moe-apply-probs-on-input
+        --moe-shared-expert-overlap --moe-shared-expert-gate --moe-use-legacy-grouped-gemm --moe-layer-recompute
+        --moe-extended-tp --moe-use-upcycling --moe-upcycling-granularity= --moe-flex-dispatcher-backend=
+        --moe-token-dropping --moe-train-capacity-factor= --overlap-moe-expert-parallel-comm
+        --delay-wgrad-compute
+        --microbatch-group-size-per-virtual-pipeline-stage= --overlap-p2p-communication-warmup-flush
+        --defer-embedding-wgrad-compute --wgrad-deferral-limit=0 --pipeline-model-parallel-comm-backend=""",
+    "leave it out; multi-latent attention is not built": """
+        --qk-head-dim= --qk-pos-emb-head-dim= --v-head-dim= --rotary-scaling-factor= --mscale= --mscale-all-dim=
+        --cache-mla-latents --mla-down-proj-fusion""",
+    "use --num-layers-per-virtual-pipeline-stage": """
+        --num-virtual-stages-per-pipeline-rank= --virtual-pipeline-model-parallel-size=1""",
+    "use --decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers": """
+        --pipeline-model-parallel-layout= --account-for-embedding-in-pipeline-split
+        --account-for-loss-in-pipeline-split""",
+    "remove it; tensor-parallel communication here overlaps by itself": """
+        --tp-comm-overlap-cfg= --disable-tp-comm-overlap-ag --disable-tp-comm-overlap-rs --tp-comm-overlap-rs-dgrad
+        --disable-tp-comm-bulk-dgrad --disable-tp-comm-bulk-wgrad --disable-tp-comm-split-ag
+        --disable-tp-comm-split-rs --tp-comm-bootstrap-backend= --tp-comm-atomic-ag --tp-comm-atomic-rs""",
+    "remove it; see --context-parallel-size and --cp-comm-type": """
+        --hierarchical-context-parallel-sizes=... --hybrid-context-parallel --max-seqlen-per-dp-cp-rank=""",
+    "remove it; data parallelism here reduces whole gradients": """
+        --ddp-bucket-size= --ddp-num-buckets= --ddp-pad-buckets-for-high-nccl-busbw
+        --ddp-reduce-scatter-with-fp32-accumulation --ddp-average-in-collective
+        --overlap-param-gather-with-optimizer-step --num-distributed-optimizer-instances=1
+        --torch-fsdp2-no-reshard-after-forward --grad-reduce-in-bf16 --fp8-param-gather
+        --use-precision-aware-optimizer --main-grads-dtype=fp32 --main-params-dtype=fp32 --exp-avg-dtype=fp32
+        --exp-avg-sq-dtype=fp32 --use-torch-optimizer-for-cpu-offload --overlap-cpu-optimizer-d2h-h2d
+        --no-pin-cpu-grads --no-pin-cpu-params --cpu-offloading-num-layers=0 --cpu-offloading""",
+    "use --fp16 or --bf16": """
+        --fp8-e4m3 --fp8-hybrid --fp8-interval=1 --no-fp8-wgrad --fp8-wgrad --first-last-layers-bf16
+        --num-layers-at-start-in-bf16=0 --num-layers-at-end-in-bf16=0 --fp8-param --fp8-quantizer-factory=""",
+    "leave it out (data parallelism without ZeRO)": """
+        --deepspeed --deepspeed_config= --zero-stage=0 --partition-activations --contigious-checkpointing
+        --checkpoint-in-cpu --synchronize-each-layer --cpu-optimizer --cpu_torch_adam --remote-device=none
+        --use-pin-memory --zero-reduce-bucket-size= --zero-allgather-bucket-size= --zero-contigious-gradients
+        --zero-reduce-scatter --distribute-checkpointed-activations""",
+    "remove it": """
+        --embedding-init-method-std= --decoupled-lr= --decoupled-min-lr= --rotary-interleaved --no-rope-freq=
+        --window-attn-skip-freq= --qk-l2-norm --quick-geglu --activation-func-clamp-value= --glu-linear-offset=0
+        --softmax-type=vanilla --check-for-large-grads --log-energy --log-progress --logging-level=
+        --log-max-attention-logit --qk-clip --qk-clip-alpha= --qk-clip-threshold= --log-device-memory-used
+        --straggler-ctrlr-port= --straggler-minmax-count= --disable-straggler-on-startup --error-injection-rate=0
+        --error-injection-type= --result-rejected-tracker-filename= 
+        
+        --nvtx-ranges
+        --check-weight-hash-across-dp-replicas-interval= --train-sync-interval= --empty-unused-memory-level=0
+        --decrease-batch-size-if-needed --step-batch-size-schedule= --phase-transition-iterations=
+        --distributed-timeout-seconds-after-init= --high-priority-stream-groups=...
+        --nccl-communicator-config-path= --multiple-validation-sets
+        --num-dataset-builder-threads=1 --mid-level-dataset-surplus=0.005 --allow-ambiguous-pad-tokens
+        --tokenizer-metadata=
+        --non-persistent-save-interval= --non-persistent-ckpt-type= --non-persistent-global-ckpt-dir=
+        --non-persistent-local-ckpt-dir= --non-persistent-local-ckpt-algo= --use-persistent-ckpt-worker
+        --async-strategy= --replication --replication-jump= --replication-factor= --pretrained-checkpoint=
+        --ckpt-convert-save= --load-main-params-from-ckpt
+        --muon-no-split-qkv --muon-use-nesterov --muon-scale-mode= --muon-fp32-matmul-prec= --muon-num-ns-steps=
+        --muon-tp-mode= --muon-extra-scale-factor= --cuda-graph-impl=none --cuda-graph-scope=
+        --cuda-graph-warmup-steps= --enable-cuda-graph --external-cuda-graph --compile-dtypes
+        --save-on-signal --spiky-loss-factor= --wandb-resume= --calc-ft-timeouts --use-mup --mtp-use-repeated-layer
+        --attention-output-gate --cross-entropy-fusion-impl=native --embedding-weights-in-fp32""",
+}
+
+NEVER: dict[str, str] = {
+    "use --lr-warmup-fraction, --lr-warmup-iters or --lr-warmup-samples": "--warmup=",
+    "use --kernels and --fp16 or --bf16": """
+        --fp4-format= --fp4-recipe= --fp4-param-gather --kitchen-config-file= --kitchen-recipe-number=
+        --te-rng-tracker --use-te-activation-func --te-precision-config-file= --keep-fp8-transpose-cache
+        --reuse-grad-buf-for-mxfp8-param-ag --onnx-safe=""",
+    "use data parallelism as it is (ZeRO comes through --use-distributed-optimizer and --use-torch-fsdp2)": """
+        --use-megatron-fsdp --use-custom-fsdp --init-model-with-meta-device --fsdp-double-buffer
+        --enable-full-sharding-in-hsdp --suggested-communication-unit-size= --use-nccl-ub
+        --disable-symmetric-registration --use-sharp --sharp-enabled-group= --use-ring-exchange-p2p
+        --no-gradient-reduce-div-fusion --data-parallel-random-init --lazy-mpu-init=""",
+    "ranks are always ordered tp, cp, dp, pp; remove it": "--use-tp-pp-dp-mapping",
+    "the loss is always computed in fp32; remove it": "--fp16-lm-cross-entropy",
+    "only GPT-style decoders are trained here": """
+        --encoder-num-layers= --decoder-num-layers= --decoder-seq-length= --vocab-extra-ids=0
+        --pipeline-model-parallel-split-rank= --standalone-embedding-stage --bert-no-binary-head --mask-prob=
+        --short-seq-prob= --mask-factor= --mask-type= --relative-attention-num-buckets=
+        --relative-attention-max-distance= --mrope-section=... --hybrid-attention-ratio=0 --hybrid-mlp-ratio=0
+        --hybrid-override-pattern= --hybrid-layer-pattern= --is-hybrid-model --disable-mamba-mem-eff-path
+        --experimental-attention-variant= --linear-attention-type= --linear-attention-freq=
+        --heterogeneous-layers-config-path= --heterogeneous-layers-config-encoded-json= --query-in-block-prob=
+        --use-one-sent-docs --titles-data-path= --evidence-data-path= --block-data-path= --embedding-path=
+        --indexer-batch-size= --indexer-log-interval= --img-h= --img-w= --num-classes= --num-channels= --patch-dim=
+        --classes-fraction= --data-per-class-fraction= --head-lr-mult= --iter-per-epoch=
+        --output-bert-embeddings --bert-embedder-type= --bert-load= --num-classes-per-head= --sample-rate=1 --sft
+        --sft-tokenizer-prompt-format= --perform-rl-step --spec=... --enable-experimental --add-retriever""",
+    "the padded size follows from the tokenizer and --make-vocab-size-divisible-by": "--padded-vocab-size=",
+    "generation has its own tool; use tools/generate.py": """
+        --max-tokens-to-oom= --flash-decode --use-legacy-static-engine --symmetric-ar-type=
+        --nccl-all-reduce-for-prefill --mlp-chunks-for-prefill= --disable-chunked-prefill --decode-only-cuda-graphs""",
+    "tokenizers never execute code here; give a tokenizer.json": "--trust-remote-code",
+    "use --config FILE": "--yaml-cfg=",
+    "use --print-config": "--config-logger-dir=",
+    "checkpoints are in --ckpt-format torch and load into any layout": """
+        --use-dist-ckpt --dist-ckpt-format= --dist-ckpt-strictness= --dist-ckpt-save-pre-mcore-014
+        --dist-ckpt-optim-fully-reshardable --distrib-optim-fully-reshardable-mem-efficient
+        --ckpt-convert-update-legacy-dist-opt-format --no-strict-fsdp-dtensor-load""",
+    "the layout is what the command line says": "--use-mp-args-from-checkpoint-args",
+    "the tokenizer of a checkpoint is used unless another is given": "--no-use-tokenizer-model-from-checkpoint-args",
+    "SIGTERM (--exit-signal-handler) and --load resume a run under any scheduler": """
+        --adlr-autoresume --adlr-autoresume-interval= --enable-ft-package""",
+    "torchrun restarts failed runs": "--inprocess-restart",
+    "remove it": """
+        --scattered-embeddings --split-transformers --memory-centric-tiled-linear --tile-factor=1
+        --profile-backward --run-workload-inspector-server --test-mode --dump-param-to-param-group-map=
+        --disable-bf16-reduced-precision-matmul --tensorboard-flush-secs= --rope-type=rope""",
+}
+
+FAMILIES: dict[str, str] = {
+    "--retro-": "RETRO is not supported; remove the --retro-* flags",
+    "--rl-": "reinforcement learning is not supported; remove the --rl-* flags",
+    "--grpo-": "reinforcement learning is not supported; remove the --grpo-* flags",
+    "--langrl-": "reinforcement learning is not supported; remove the --langrl-* flags",
+    "--ict-": "only GPT-style decoders are trained here; remove the --ict-* flags",
+    "--biencoder-": "only GPT-style decoders are trained here; remove the --biencoder-* flags",
+    "--retriever-": "only GPT-style decoders are trained here; remove the --retriever-* flags",
+    "--vision-": "only GPT-style decoders are trained here; remove the --vision-* flags",
+    "--swin-": "only GPT-style decoders are trained here; remove the --swin-* flags",
+    "--dino-": "only GPT-style decoders are trained here; remove the --dino-* flags",
+    "--mamba-": "only GPT-style decoders are trained here; remove the --mamba-* flags",
+    "--inference-": "generation has its own tool; use tools/generate.py",
+    "--inprocess-": "torchrun restarts failed runs; remove the --inprocess-* flags",
+    "--moe-": "this part of mixture of experts is not supported; see docs/flags.md for what is",
+    "--muon-": "Muon is not supported yet; use --optimizer adam",
+    "--fp8-": "fp8 is not supported yet; use --bf16",
+    "--fp4-": "fp4 is not supported; use --bf16",
+    "--cuda-graph-": "use --cuda-graphs, which records whole passes",
+    "--hybrid-": "only GPT-style decoders are trained here; remove the --hybrid-* flags",
+    "--megatron-fsdp-": "Megatron-FSDP is not supported; remove the --megatron-fsdp-* flags",
+}
+
+# flag -> (what it is taken as, the fields that it sets; None is the given text)
+RETIRED: dict[str, tuple[str, dict[str, str | bool | None]]] = {
+    "--checkpoint-activations": (
+        "taken as --recompute-granularity full --recompute-method uniform",
+        {"recompute_granularity": "full", "recompute_method": "uniform"},
+    ),
+    "--activations-checkpoint-method=": (
+        "taken as --recompute-granularity full with this --recompute-method",
+        {"recompute_granularity": "full", "recompute_method": None},
+    ),
+    "--checkpoint-granularity=": ("taken as --recompute-granularity", {"recompute_granularity": None}),
+    "--checkpoint-method=": ("taken as --recompute-method", {"recompute_method": None}),
+    "--checkpoint-num-layers=": ("taken as --recompute-num-layers", {"recompute_num_layers": None}),
+    "--activations-checkpoint-num-layers=": ("taken as --recompute-num-layers", {"recompute_num_layers": None}),
+    "--no-query-key-layer-scaling": (
+        "query-key layer scaling is off unless --apply-query-key-layer-scaling is given",
+        {"apply_query_key_layer_scaling": False},
+    ),
+}
+
+# flag -> (what it means now, the values that are accepted; none listed = any)
+NO_OPS: dict[str, tuple[str, str]] = {
+    "--accumulate-allreduce-grads-in-fp32": ("gradients are always accumulated and reduced in fp32", ""),
+    "--calculate-per-token-loss": ("the loss is always the mean over the counted tokens of the global batch", ""),
+    "--moe-pad-expert-input-to-capacity": ("an expert multiplies the rows it has; padding them changes no result", ""),
+    "--use-cpu-initialization": ("initial weights never depend on the device or the layout", ""),
+    "--DDP-impl=": ("there is one data parallelism, which gives the same gradients", "local torch"),
+    "--data-impl=": ("data is always read as .bin/.idx", "mmap infer lazy cached"),
+    "--mmap-warmup": ("the operating system's page cache does this", ""),
+    "--no-async-tensor-model-parallel-allreduce": (
+        "tensor-parallel communication always overlaps, which changes no result",
+        "",
+    ),
+    "--no-contiguous-buffers-in-local-ddp": ("gradients always live in contiguous buffers", ""),
+    "--no-scatter-gather-tensors-in-pipeline": (
+        "stages exchange whole activations, or with --sequence-parallel each rank's slice",
+        "",
+    ),
+    "--overlap-p2p-communication": ("pipeline communication always overlaps where it can, which changes no result", ""),
+    "--no-pipeline-parallel": ("there is no pipeline unless --pipeline-model-parallel-size asks for one", ""),
+    "--deepspeed-activation-checkpointing": ("recomputation has one implementation; see --recompute-granularity", ""),
+    "--use-mcore-models": ("there is one model implementation", ""),
+    "--use-legacy-models": ("there is one model implementation", ""),
+    "--no-create-attention-mask-in-dataloader": ("attention masks are never made in the data loader", ""),
+    "--create-attention-mask-in-dataloader": ("attention masks are made from document ids inside the model", ""),
+    "--cross-entropy-loss-fusion": ("--kernels chooses the cross-entropy", ""),
+    "--no-one-logger": ("there is no one-logger", ""),
+    "--one-logger-project=": ("there is no one-logger", ""),
+    "--one-logger-run-name=": ("there is no one-logger", ""),
+    "--one-logger-async": ("there is no one-logger", ""),
+    "--app-tag-run-name=": ("there is no one-logger", ""),
+    "--app-tag-run-version=": ("there is no one-logger", ""),
+    "--disable-msc": ("there is no multi-storage client", ""),
+    "--legacy-tokenizer": ("tokenizers have one implementation, which gives the same ids", ""),
+    "--no-barrier-with-level-1-timing": ("timers never wait for other ranks", ""),
+    "--no-align-grad-reduce": ("gradients are reduced when a stage has them", ""),
+    "--no-align-param-gather": ("parameters are not gathered", ""),
+    "--no-clone-scatter-output-in-embedding": ("memory is not shared with the embedding's output", ""),
+    "--disable-gloo-process-groups": ("gloo is only used where the device asks for it", ""),
+    "--auto-detect-ckpt-format": ("the format of a checkpoint is always detected", ""),
+    "--ckpt-fully-parallel-save": ("only applies to distributed formats; --ckpt-format torch is written", ""),
+    "--no-ckpt-fully-parallel-save": ("only applies to distributed formats; --ckpt-format torch is written", ""),
+    "--ckpt-fully-parallel-load": ("only applies to distributed formats; --ckpt-format torch is read", ""),
+    "--ckpt-assume-constant-structure": ("only applies to distributed formats; --ckpt-format torch is written", ""),
+}

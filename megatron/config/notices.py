@@ -1,0 +1,181 @@
+"""Lines printed once at the start of a run, about settings that have no effect or an unexpected one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from megatron.config.run import RunConfig, settings_by_name
+from megatron.config.values import show
+
+# (condition for the message, whether it holds, settings that have no effect without it)
+_NEEDS: tuple[tuple[str, Callable[[RunConfig], bool], tuple[str, ...]], ...] = (
+    ("--optimizer adam", lambda c: c.optimizer.optimizer == "adam", ("adam_beta1", "adam_beta2", "adam_eps")),
+    ("--optimizer sgd", lambda c: c.optimizer.optimizer == "sgd", ("sgd_momentum",)),
+    (
+        "--lr-decay-style WSD",
+        lambda c: c.schedule.lr_decay_style == "WSD",
+        ("lr_wsd_decay_style", "lr_wsd_decay_iters", "lr_wsd_decay_samples"),
+    ),
+    (
+        "a warm-up",
+        lambda c: bool(c.schedule.lr_warmup_iters or c.schedule.lr_warmup_samples or c.schedule.lr_warmup_fraction),
+        ("lr_warmup_init",),
+    ),
+    ("--fp16", lambda c: c.precision.fp16, ("loss_scale",)),
+    (
+        "--fp16 and a dynamic loss scale",
+        lambda c: c.precision.fp16 and c.precision.loss_scale is None,
+        ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"),
+    ),
+    (
+        "rotary positions",
+        lambda c: c.model.positions == "rope",
+        ("rotary_percent", "rotary_base", "rope_fusion"),
+    ),
+    (
+        "--use-rope-scaling",
+        lambda c: c.model.rope_scaling == "llama3",
+        ("rope_scaling_factor", "rope_low_freq_factor", "rope_high_freq_factor", "rope_original_max_position"),
+    ),
+    (
+        "--position-embedding-type yarn",
+        lambda c: c.model.rope_scaling == "yarn",
+        (
+            "yarn_factor",
+            "yarn_original_max_position_embeddings",
+            "yarn_beta_fast",
+            "yarn_beta_slow",
+            "yarn_attention_factor",
+        ),
+    ),
+    (
+        "--num-experts",
+        lambda c: c.moe.is_on,
+        (
+            "moe_layer_freq",
+            "moe_ffn_hidden_size",
+            "moe_router_topk",
+            "moe_router_pre_softmax",
+            "moe_router_score_function",
+            "moe_router_num_groups",
+            "moe_router_group_topk",
+            "moe_router_topk_scaling_factor",
+            "moe_router_dtype",
+            "moe_router_load_balancing_type",
+            "moe_aux_loss_coeff",
+            "moe_z_loss_coeff",
+            "moe_router_enable_expert_bias",
+            "moe_expert_capacity_factor",
+            "moe_shared_expert_intermediate_size",
+        ),
+    ),
+    (
+        "--moe-router-enable-expert-bias",
+        lambda c: c.moe.moe_router_enable_expert_bias,
+        ("moe_router_bias_update_rate",),
+    ),
+    (
+        "--moe-expert-capacity-factor",
+        lambda c: c.moe.moe_expert_capacity_factor is not None,
+        ("moe_token_drop_policy",),
+    ),
+    ("--swiglu", lambda c: c.model.swiglu, ("bias_swiglu_fusion",)),
+    ("--recompute-granularity full", lambda c: c.recompute.full, ("recompute_num_layers",)),
+    ("--context-parallel-size", lambda c: c.parallel.context_parallel_size > 1, ("cp_comm_type",)),
+    (
+        "--fim-data",
+        lambda c: c.data.fim_data,
+        (
+            "fim_rate",
+            "fim_spm_rate",
+            "fim_split_sample",
+            "fim_fragment_rate",
+            "fim_no_prefix",
+            "fim_prefix_token",
+            "fim_middle_token",
+            "fim_suffix_token",
+            "fim_eod_token",
+        ),
+    ),
+    ("--dataloader-type cyclic", lambda c: c.data.dataloader_type == "cyclic", ("data_sharding",)),
+    ("--manual-gc", lambda c: c.training.manual_gc, ("manual_gc_interval", "manual_gc_eval")),
+    ("--save", lambda c: c.checkpoint.save is not None, ("save_interval", "save_optim", "save_rng")),
+    (
+        "--load",
+        lambda c: c.checkpoint.load is not None,
+        ("load_optim", "load_rng", "strict_load", "skip_hash", "accept_changed_data"),
+    ),
+    (
+        "--tensorboard-dir",
+        lambda c: c.logging.tensorboard_dir is not None,
+        (
+            "tensorboard_log_interval",
+            "tensorboard_queue_size",
+            "log_timers_to_tensorboard",
+            "log_memory_to_tensorboard",
+            "log_validation_ppl_to_tensorboard",
+            "log_world_size_to_tensorboard",
+            "log_batch_size_to_tensorboard",
+            "log_learning_rate_to_tensorboard",
+            "log_loss_scale_to_tensorboard",
+        ),
+    ),
+    (
+        "--wandb-project",
+        lambda c: c.logging.wandb_project is not None,
+        ("wandb_exp_name", "wandb_save_dir", "wandb_entity"),
+    ),
+)
+
+
+def given(config: RunConfig, name: str) -> bool:
+    """Whether the user set it, by a flag or in a file. (A preset's values do not count.)"""
+    origin = config.origins.get(name)
+    return origin is not None and not origin.startswith("preset ")
+
+
+def spelled(config: RunConfig, name: str) -> str:
+    """A setting and its value as the user would type them."""
+    setting = settings_by_name()[name]
+    value = config.value(setting)
+    if setting.is_switch:
+        return setting.spelling if value != bool(setting.flag.off) else f"{setting.spelling}=false"
+    return f"{setting.spelling} {show(value)}"
+
+
+def notices_of(config: RunConfig) -> Iterator[str]:
+    """The lines of this configuration; those of retired and no-op flags are made where they are read."""
+    yield from _activation(config)
+    yield from _attention(config)
+    yield from _experts(config)
+    for needed, active, names in _NEEDS:
+        if not active(config):
+            for name in names:
+                if given(config, name):
+                    yield f"{spelled(config, name)}: has no effect without {needed}"
+
+
+def _activation(config: RunConfig) -> Iterator[str]:
+    model = config.model
+    turned_off = given(config, "bias_gelu_fusion") and not model.bias_gelu_fusion
+    if model.activation == "gelu_erf":
+        cause = "--no-bias-gelu-fusion" if turned_off else "--disable-bias-linear"
+        yield f"{cause}: GELU is computed in its erf form, as in Megatron; --openai-gelu keeps the tanh form"
+    elif turned_off:
+        yield f"--no-bias-gelu-fusion: has no effect on the activation, which is {model.activation}"
+
+
+def _attention(config: RunConfig) -> Iterator[str]:
+    model = config.model
+    if model.use_rotary_position_embeddings:
+        yield "--use-rotary-position-embeddings: taken as --position-embedding-type rope, without a learned table"
+    if given(config, "num_query_groups") and not model.group_query_attention:
+        yield f"{spelled(config, 'num_query_groups')}: turns grouped-query attention on"
+
+
+def _experts(config: RunConfig) -> Iterator[str]:
+    if config.moe.balances and config.moe.balanced_over == "micro-batch":
+        yield (
+            f"{spelled(config, 'moe_router_load_balancing_type')}: looks at the tokens of a micro-batch together, so "
+            "training depends on --micro-batch-size; seq_aux_loss does not"
+        )

@@ -1,0 +1,131 @@
+"""Checksums of a file per block, so that damage is located and all cores can verify.
+
+sha256, as in a checkpoint's manifest. Blocks are at fixed offsets, so the list does not depend on how the file was
+written.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from megatron.data.indexed.files import regular_file_size
+from megatron.data.indexed.index_file import AGAIN
+from megatron.errors import DataError
+from megatron.utils.durable import BlockHasher
+from megatron.utils.process import usable_cpus
+
+T = TypeVar("T")
+
+ALGORITHM = "sha256"
+BLOCK_BYTES = 64 << 20
+_READ_BYTES = 4 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileChecksums:
+    """The checksums of one file, as kept in a record."""
+
+    size: int
+    blocks: tuple[str, ...]
+    block_bytes: int = BLOCK_BYTES
+    algorithm: str = ALGORITHM
+
+    @classmethod
+    def of(cls, hasher: BlockHasher) -> FileChecksums:
+        return cls(size=hasher.size, blocks=hasher.blocks(), block_bytes=hasher.block_bytes)
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "algorithm": self.algorithm,
+            "block_bytes": self.block_bytes,
+            "size": self.size,
+            "blocks": list(self.blocks),
+        }
+
+    @classmethod
+    def from_json(cls, content: Any) -> FileChecksums:
+        """Parses a record's entry; a ValueError says what is wrong with it."""
+        if not isinstance(content, dict):
+            raise ValueError("not an object")
+        size, block_bytes, blocks = (content.get(name) for name in ("size", "block_bytes", "blocks"))
+        if content.get("algorithm") != ALGORITHM:
+            raise ValueError(f"algorithm {content.get('algorithm')!r}, and only {ALGORITHM} is known")
+        if type(size) is not int or type(block_bytes) is not int or size < 0 or block_bytes < 8 or block_bytes % 8:
+            raise ValueError(f"size {size!r} in blocks of {block_bytes!r} bytes")
+        if not isinstance(blocks, list) or not all(isinstance(block, str) and len(block) == 64 for block in blocks):
+            raise ValueError("blocks is not a list of checksums")
+        if len(blocks) != -(-size // block_bytes):
+            raise ValueError(f"{len(blocks)} blocks of {block_bytes} bytes for {size} bytes")
+        return cls(size=size, blocks=tuple(blocks), block_bytes=block_bytes)
+
+
+def checksums_of(path: Path, *, block_bytes: int = BLOCK_BYTES) -> FileChecksums:
+    """Computes the checksums of a file by reading it whole."""
+    size = regular_file_size(path, "data file")
+    numbers = range(-(-size // block_bytes))
+    blocks = tuple(block for _, block in _digests(path, numbers, block_bytes))
+    return FileChecksums(size=size, blocks=blocks, block_bytes=block_bytes)
+
+
+def verify_blocks(path: Path, expected: FileChecksums, *, on_block: Callable[[int], None] | None = None) -> None:
+    """Verifies the whole file with all cores and names the first damage. `on_block` receives the size of each block."""
+    size = regular_file_size(path, "data file")
+    if size != expected.size:
+        raise DataError(f"{path}: {size} bytes, and {expected.size} were written; {AGAIN}")
+    for number, block in _digests(path, range(len(expected.blocks)), expected.block_bytes):
+        if block != expected.blocks[number]:
+            raise damaged_block(path, number, expected)
+        if on_block is not None:
+            on_block(min(expected.block_bytes, size - number * expected.block_bytes))
+
+
+def damaged_block(path: Path, number: int, expected: FileChecksums) -> DamagedBlockError:
+    start = number * expected.block_bytes
+    return DamagedBlockError(path, number, start, min(start + expected.block_bytes, expected.size))
+
+
+class DamagedBlockError(DataError):
+    """A block whose checksum differs."""
+
+    def __init__(self, path: Path, number: int, start: int, stop: int) -> None:
+        self.start, self.stop = start, stop
+        super().__init__(
+            f"{path}: damaged: block {number}, bytes {start} to {stop}, is not what was written "
+            f"({ALGORITHM} differs); {AGAIN}"
+        )
+
+
+def _digests(path: Path, numbers: Sequence[int], block_bytes: int) -> Iterator[tuple[int, str]]:
+    """(number, sha256) of each block in order, by threads: hashing releases the GIL."""
+    digests = map_blocks(path, numbers, lambda file, number: _digest(file, number * block_bytes, block_bytes))
+    return zip(numbers, digests, strict=True)
+
+
+def map_blocks(path: Path, numbers: Sequence[int], look_at: Callable[[int, int], T]) -> Iterator[T]:
+    """`look_at(descriptor, number)` of each block in order, by threads on all CPUs."""
+    threads = usable_cpus()
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+    try:
+        with ThreadPoolExecutor(threads) as pool:
+            for first in range(0, len(numbers), 2 * threads):
+                yield from pool.map(partial(look_at, descriptor), numbers[first : first + 2 * threads])
+    finally:
+        os.close(descriptor)
+
+
+def _digest(descriptor: int, position: int, size: int) -> str:
+    digest, stop = hashlib.sha256(), position + size
+    while position < stop:
+        part = os.pread(descriptor, min(_READ_BYTES, stop - position), position)
+        if not part:
+            break
+        digest.update(part)
+        position += len(part)
+    return digest.hexdigest()

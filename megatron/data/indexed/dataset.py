@@ -1,0 +1,169 @@
+"""Reads .bin/.idx datasets. Opening one checks the whole index; reading a sequence is then a slice."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron.data.indexed.files import as_bytes, regular_file_size
+from megatron.data.indexed.index_file import LEGACY_MAGIC, Index, read_index
+from megatron.data.indexed.legacy import read_legacy_index
+from megatron.data.indexed.maps import MapPool
+from megatron.errors import ConfigError, DataError
+
+
+def bin_path(prefix: str | Path) -> Path:
+    return Path(f"{prefix}.bin")
+
+
+def idx_path(prefix: str | Path) -> Path:
+    return Path(f"{prefix}.idx")
+
+
+def without_ending(name: str) -> str:
+    """The prefix of a dataset named by one of its files."""
+    return name.removesuffix(".bin").removesuffix(".idx")
+
+
+class IndexedDataset:
+    """Sequences of tokens by index. `mmap=False` reads with pread, for file systems where mapping is slow. With a pool
+    the .bin is mapped on use, as one of a bounded number of maps."""
+
+    def __init__(self, prefix: str | Path, *, mmap: bool = True, pool: MapPool | None = None) -> None:
+        self.prefix = str(prefix)
+        self.mmap = mmap
+        self._pool = pool
+        idx, data = self._existing_paths()
+        setting = f"data prefix {self.prefix}"
+        idx_bytes, self._bin_bytes = regular_file_size(idx, setting), regular_file_size(data, setting)
+        with open(idx, "rb") as stream:
+            self.legacy = stream.read(len(LEGACY_MAGIC)) == LEGACY_MAGIC  # the lazy and cached kinds
+        reader = read_legacy_index if self.legacy else read_index
+        self._attach(reader(idx, idx_bytes, self._bin_bytes))
+
+    def _existing_paths(self) -> tuple[Path, Path]:
+        idx, data = idx_path(self.prefix), bin_path(self.prefix)
+        for path in (idx, data):
+            if not os.path.lexists(path):
+                raise ConfigError(f"data prefix {self.prefix}: {path} does not exist; {_nearest(self.prefix)}")
+        return idx, data
+
+    def _attach(self, index: Index) -> None:
+        self.dtype = index.dtype
+        self.sequence_lengths = index.lengths
+        self.document_indices = index.documents
+        self._offsets = index.offsets
+        self._file: int | None = None
+        self._tokens: np.ndarray | None = None
+        if not self.mmap:
+            self._file = os.open(bin_path(self.prefix), os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+        elif self._bin_bytes and self._pool is not None:
+            self._bin = bin_path(self.prefix)
+        elif self._bin_bytes:
+            self._tokens = np.memmap(bin_path(self.prefix), mode="r", dtype=self.dtype).view(np.ndarray)
+        else:  # an empty file cannot be mapped
+            self._tokens = np.empty(0, dtype=self.dtype)
+
+    def __len__(self) -> int:
+        return len(self.sequence_lengths)
+
+    def __getitem__(self, sequence: int) -> np.ndarray:
+        return self.get(sequence)
+
+    def get(self, sequence: int, offset: int = 0, length: int | None = None) -> np.ndarray:
+        """Tokens [offset, offset + length) of one sequence; up to its end if `length` is None."""
+        if not 0 <= sequence < len(self):
+            raise IndexError(f"sequence {sequence} of {len(self)}")
+        available = int(self.sequence_lengths[sequence]) - offset
+        count = available if length is None else length
+        if offset < 0 or not 0 <= count <= available:
+            raise IndexError(f"tokens {offset}..{offset + count} of sequence {sequence}, of {available + offset}")
+        start = int(self._offsets[sequence]) // self.dtype.itemsize + offset
+        if self._tokens is not None:
+            return self._tokens[start : start + count]
+        if self._file is None and self._pool is not None:
+            return self._pool.tokens(self._bin, self.dtype, self._bin_bytes)[start : start + count]
+        return self._read(start, count)
+
+    def _read(self, start: int, count: int) -> np.ndarray:
+        assert self._file is not None
+        wanted, position, parts = count * self.dtype.itemsize, start * self.dtype.itemsize, []
+        while wanted:
+            part = os.pread(self._file, wanted, position)
+            if not part:
+                raise DataError(f"{bin_path(self.prefix)}: ends at byte {position}; it was cut while it was in use")
+            parts.append(part)
+            wanted -= len(part)
+            position += len(part)
+        return np.frombuffer(b"".join(parts), dtype=self.dtype)
+
+    @property
+    def num_documents(self) -> int:
+        return len(self.document_indices) - 1
+
+    @property
+    def num_tokens(self) -> int:
+        return self._bin_bytes // self.dtype.itemsize
+
+    @property
+    def fingerprint(self) -> str:
+        """Identifies the index and the size of the .bin. With the checks at open it covers every byte of the .idx."""
+        digest = hashlib.sha256()
+        digest.update(f"{self.dtype.str} {len(self)} {self.num_documents} {self._bin_bytes}\n".encode())
+        for array in (self.sequence_lengths, self.document_indices):
+            digest.update(as_bytes(array))
+        return digest.hexdigest()
+
+    def document_of(self, sequence: int) -> int:
+        return int(np.searchsorted(self.document_indices, sequence, side="right")) - 1
+
+    def document_bounds(self, first: int, stop: int) -> np.ndarray:
+        """The byte of the .bin where each document starts, and where the last one ends: int64 [stop - first + 1]."""
+        sequences = self.document_indices[first : stop + 1]
+        if not len(self):
+            return np.zeros(len(sequences), dtype=np.int64)
+        bounds = self._offsets[np.minimum(sequences, len(self) - 1)]
+        bounds[sequences == len(self)] = self._bin_bytes
+        return bounds
+
+    def documents_ending_in(self, start: int, stop: int) -> tuple[int, int]:
+        """[first, last) of the documents whose last byte is in [start, stop) of the .bin, empty ones between too."""
+        first = int(np.searchsorted(self._offsets, start, side="right"))
+        last = int(np.searchsorted(self._offsets, stop, side="right")) + (stop >= self._bin_bytes)
+        ends = self.document_indices[1:]
+        return int(np.searchsorted(ends, first)), int(np.searchsorted(ends, last))
+
+    def document_at(self, byte: int) -> int:
+        """The document that holds this byte of the .bin."""
+        return self.document_of(int(np.searchsorted(self._offsets, byte, side="right")) - 1)
+
+    def close(self) -> None:
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+    def __del__(self) -> None:
+        if getattr(self, "_file", None) is not None:
+            self.close()
+
+    # A worker process reopens the files: only names are pickled.
+    def __getstate__(self) -> dict[str, Any]:
+        return {"prefix": self.prefix, "mmap": self.mmap}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["prefix"], mmap=state["mmap"])  # type: ignore[misc]
+
+
+def _nearest(prefix: str) -> str:
+    """Suggests what the user may have meant: a file name without its ending, or a name that preprocessing makes."""
+    path = Path(prefix)
+    if path.suffix in (".bin", ".idx") and os.path.lexists(idx_path(path.with_suffix(""))):
+        return f"give the prefix without its ending: {path.with_suffix('')}"
+    found = sorted(path.parent.glob(f"{path.name}_*.idx")) if path.name and path.parent.is_dir() else []
+    if found:
+        return f"did you mean {found[0].with_suffix('')}?"
+    return "give the prefix that tools/preprocess_data.py wrote, without .bin or .idx"

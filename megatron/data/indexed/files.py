@@ -1,0 +1,88 @@
+"""Opens data files: checks their kind, maps or reads them, and raises the limit on open files."""
+
+from __future__ import annotations
+
+import os
+import resource
+import stat
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+
+from megatron.errors import ConfigError, DataError
+from megatron.utils.durable import try_lock, writing
+
+_SMALL = 1 << 20
+
+
+def regular_file_size(path: Path, setting: str) -> int:
+    """The size of a regular file. Refuses a pipe or a device, which could block."""
+    try:
+        info = path.stat()
+    except FileNotFoundError:
+        raise ConfigError(f"{setting}: {path} does not exist") from None
+    except OSError as error:
+        raise DataError(f"{path}: cannot be opened ({error.strerror}); check the path and its permissions") from error
+    if not stat.S_ISREG(info.st_mode):
+        raise DataError(f"{path}: not a regular file; copy the data to a file and name that")
+    return info.st_size
+
+
+def map_or_read(path: Path, size: int, dtype: np.dtype | type = np.uint8) -> np.ndarray:
+    """A read-only view of a whole file: mapped if large, else read, because the number of maps of a process is limited.
+    (A plain ndarray slices faster than a memmap.)"""
+    if size <= _SMALL:
+        return np.fromfile(path, dtype=dtype)
+    return np.memmap(path, mode="r", dtype=dtype).view(np.ndarray)
+
+
+def is_mapped(path: Path) -> bool:
+    """True if `map_or_read` would map this file. A missing file is reported elsewhere."""
+    try:
+        return path.stat().st_size > _SMALL
+    except OSError:
+        return False
+
+
+def allow_open_files(sources: int, held: int) -> None:
+    """Raises the limit on open files for this many sources, which hold at least `held` descriptors, and up to a dozen
+    each with large indices. The usual limit of 1024 is too small for a blend of thousands."""
+    wanted, needed = max(512 + 12 * sources, 256 + held), 256 + held
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return
+    limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if limit < needed:
+        raise ConfigError(
+            f"{sources} data sources need {needed} open files, and this process may have {hard}; "
+            f"raise the limit (ulimit -n) or merge sources with tools/merge_datasets.py"
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, limit), hard))
+
+
+def as_bytes(array: np.ndarray) -> memoryview:
+    """The bytes of an array, to write or hash without a copy."""
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+
+
+def open_alone(path: Path) -> BinaryIO:
+    """Opens for writing under a lock, so that two runs cannot write one output. Overwrites a dead run's leftover."""
+    if not path.parent.is_dir():
+        raise ConfigError(f"output {path.parent}: no such directory; create it or choose another --output-prefix")
+    with writing(path):
+        stream = open(path, "ab")  # not "wb": the file may belong to a run that is alive  # noqa: SIM115
+    try:
+        try_lock(stream.fileno())
+        held = os.fstat(stream.fileno())
+        if not path.exists() or not os.path.samestat(held, path.stat()):
+            raise BlockingIOError  # the other run finished between our open and our lock
+    except BlockingIOError:
+        stream.close()
+        raise ConfigError(
+            f"output {path}: another process is writing it; wait for it or choose another prefix"
+        ) from None
+    except OSError:
+        pass  # locks do not work here; the check for an existing output remains
+    stream.truncate(0)
+    return stream

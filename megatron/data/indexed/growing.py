@@ -1,0 +1,89 @@
+"""The index of a dataset being written. It grows on disk, so memory stays constant."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+
+from megatron.data.indexed.files import as_bytes
+from megatron.data.indexed.index_file import HEADER, MAGIC, VERSION, dtype_code
+from megatron.data.indexed.legacy import write_legacy_index
+from megatron.utils.durable import write_synced
+
+_BLOCK = 1 << 17  # entries per block; several copies exist while they are summed
+
+
+class GrowingIndex:
+    """Sequence lengths in one file, sequences per document in another; both little-endian int32."""
+
+    def __init__(self, lengths: BinaryIO, counts: BinaryIO) -> None:
+        self._lengths, self._counts = lengths, counts
+        self.sequences = lengths.seek(0, io.SEEK_END) // 4
+        self.documents = counts.seek(0, io.SEEK_END) // 4
+
+    def add(self, lengths: np.ndarray, counts: np.ndarray) -> None:
+        self._lengths.write(as_bytes(lengths.astype("<i4", copy=False)))
+        self._counts.write(as_bytes(counts.astype("<i4", copy=False)))
+        self.sequences += len(lengths)
+        self.documents += len(counts)
+
+    def write(self, path: Path, dtype: np.dtype, impl: str = "mmap") -> None:
+        """Writes the .idx: kind mmap, or lazy and cached, which share the older format."""
+        if impl == "mmap":
+            write_synced(path, self.index_bytes(dtype))
+        else:
+            write_legacy_index(path, dtype, self)
+
+    def index_bytes(self, dtype: np.dtype) -> Iterator[bytes | memoryview]:
+        """The content of the .idx file. Reads the lengths twice: as they are, and summed to offsets."""
+        yield HEADER.pack(MAGIC, VERSION, dtype_code(dtype), self.sequences, self.documents + 1)
+        for block in self.lengths():
+            yield as_bytes(block)
+        end = 0
+        for block in self.lengths():
+            sums = np.cumsum(block.astype(np.int64) * dtype.itemsize)
+            yield np.concatenate([[end], sums[:-1] + end]).astype("<i8", copy=False).tobytes()
+            end += int(sums[-1])
+        for block in self.document_array():
+            yield block.tobytes()
+
+    def lengths(self) -> Iterator[np.ndarray]:
+        return _blocks(self._lengths)
+
+    def document_array(self) -> Iterator[np.ndarray]:
+        """The first sequence of each document, and the end."""
+        yield np.zeros(1, dtype="<i8")
+        end = 0
+        for block in _blocks(self._counts):
+            sums = np.cumsum(block, dtype=np.int64) + end
+            end = int(sums[-1])
+            yield sums.astype("<i8", copy=False)
+
+    def close(self) -> None:
+        self._lengths.close()
+        self._counts.close()
+
+
+def unnamed_file(folder: Path) -> BinaryIO:
+    """A temporary file without a name, which disappears with the process."""
+    path = folder / f".{os.getpid()}-{os.urandom(6).hex()}.tmp"
+    stream = open(path, "xb+")  # noqa: SIM115
+    path.unlink()
+    return stream
+
+
+def _blocks(stream: BinaryIO) -> Iterator[np.ndarray]:
+    stream.flush()
+    position = 0
+    while True:
+        part = os.pread(stream.fileno(), 4 * _BLOCK, position)
+        if not part:
+            return
+        assert len(part) % 4 == 0
+        position += len(part)
+        yield np.frombuffer(part, dtype="<i4")

@@ -1,0 +1,199 @@
+"""PREFIX.meta.json records what a dataset was made with. Written last, so a record implies a complete dataset."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron import __version__
+from megatron.data.indexed.checksums import FileChecksums, checksums_of
+from megatron.data.indexed.dataset import IndexedDataset, bin_path, idx_path
+from megatron.data.indexed.files import regular_file_size
+from megatron.errors import ConfigError, DataError
+from megatron.utils.durable import write_atomically, writing
+
+FORMAT = "megatron-data-record"
+VERSION = 1
+_MAX_BYTES = 1 << 30
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataRecord:
+    tokenizer_fingerprint: str
+    vocab_size: int
+    eod_id: int | None
+    dtype: str
+    documents: int
+    sequences: int
+    tokens: int
+    max_id: int  # -1 without tokens
+    index_fingerprint: str  # of the .idx that this record belongs to
+    source: tuple[str, ...] = ()
+    bin: FileChecksums | None = None  # None in records of earlier releases
+    idx: FileChecksums | None = None
+    tool_version: str | None = None
+    extra: dict[str, Any] = field(default_factory=dict)  # fields of later versions, kept unchecked
+
+    @property
+    def append_eod(self) -> bool | None:
+        """True if each document ends with the end-of-document token; None if unknown."""
+        value = self.extra.get("append_eod")
+        return value if isinstance(value, bool) else None
+
+    @property
+    def files(self) -> dict[str, FileChecksums]:
+        return {suffix: known for suffix, known in (("bin", self.bin), ("idx", self.idx)) if known is not None}
+
+
+def record_path(prefix: str | Path) -> Path:
+    return Path(f"{prefix}.meta.json")
+
+
+def make_record(
+    prefix: str | Path,
+    *,
+    tokenizer_fingerprint: str,
+    vocab_size: int,
+    eod_id: int | None,
+    max_id: int,
+    source: tuple[str, ...] = (),
+    extra: dict[str, Any] | None = None,
+    bin_checksums: FileChecksums | None = None,
+) -> DataRecord:
+    """Makes the record of a complete dataset. Reads the .bin unless its checksums are given."""
+    data = IndexedDataset(prefix)
+    return DataRecord(
+        tokenizer_fingerprint=tokenizer_fingerprint,
+        vocab_size=vocab_size,
+        eod_id=eod_id,
+        dtype=data.dtype.name,
+        documents=data.num_documents,
+        sequences=len(data),
+        tokens=data.num_tokens,
+        max_id=max_id,
+        index_fingerprint=data.fingerprint,
+        source=source,
+        bin=bin_checksums or checksums_of(bin_path(prefix)),
+        idx=checksums_of(idx_path(prefix)),
+        tool_version=__version__,
+        extra=extra or {},
+    )
+
+
+def write_record(prefix: str | Path, record: DataRecord) -> Path:
+    path = record_path(prefix)
+    content = {"format": FORMAT, "version": VERSION, **dataclasses.asdict(record)}
+    for name in ("bin", "idx", "extra"):
+        del content[name]
+    if record.files:
+        content["checksums"] = {suffix: known.as_json() for suffix, known in record.files.items()}
+    content.update(record.extra)
+    with writing(path):
+        write_atomically(path, [json.dumps(content, indent=1, ensure_ascii=False).encode() + b"\n"])
+    return path
+
+
+def read_record(prefix: str | Path) -> DataRecord | None:
+    """Reads the record; None for data without one, such as Megatron's."""
+    path = record_path(prefix)
+    if not path.exists():
+        return None
+    if regular_file_size(path, "data record") > _MAX_BYTES:
+        raise DataError(f"{path}: larger than {_MAX_BYTES} bytes, not a data record; remove it")
+    again = "run tools/preprocess_data.py again, or remove the file to treat the data as coming from elsewhere"
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path}: not readable as JSON ({error}); {again}") from None
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise DataError(f"{path}: format: not {FORMAT!r}; {again}")
+    if content.get("version") != VERSION:
+        raise DataError(f"{path}: version {content.get('version')!r}, and only {VERSION} is known; {again}")
+    return _parse(path, content, again)
+
+
+_KINDS: dict[str, tuple[type, ...]] = {
+    "tokenizer_fingerprint": (str,),
+    "vocab_size": (int,),
+    "eod_id": (int, type(None)),
+    "dtype": (str,),
+    "documents": (int,),
+    "sequences": (int,),
+    "tokens": (int,),
+    "max_id": (int,),
+    "index_fingerprint": (str,),
+    "source": (list,),
+}
+_OPTIONAL = ("tool_version", "checksums")
+
+
+def _parse(path: Path, content: dict[str, Any], again: str) -> DataRecord:
+    for name, kinds in _KINDS.items():
+        if name not in content:
+            raise DataError(f"{path}: {name}: missing; {again}")
+        if not isinstance(content[name], kinds) or isinstance(content[name], bool):
+            raise DataError(f"{path}: {name}: {content[name]!r} is not of the right kind; {again}")
+    known = {name: content[name] for name in _KINDS}
+    known["source"] = tuple(str(name) for name in known["source"])
+    checksums = _parse_checksums(path, content.get("checksums", {}), again)
+    version = content.get("tool_version")
+    own = (*_KINDS, *_OPTIONAL, "format", "version")
+    extra = {name: value for name, value in content.items() if name not in own}
+    return DataRecord(
+        **known,
+        bin=checksums.get("bin"),
+        idx=checksums.get("idx"),
+        tool_version=None if version is None else str(version),
+        extra=extra,
+    )
+
+
+def _parse_checksums(path: Path, content: Any, again: str) -> dict[str, FileChecksums]:
+    if not isinstance(content, dict):
+        raise DataError(f"{path}: checksums: not an object; {again}")
+    files = {}
+    for suffix in ("bin", "idx"):
+        if suffix in content:
+            try:
+                files[suffix] = FileChecksums.from_json(content[suffix])
+            except ValueError as error:
+                raise DataError(f"{path}: checksums: {suffix}: {error}; {again}") from None
+    return files
+
+
+def check_record(
+    record: DataRecord,
+    data: IndexedDataset,
+    *,
+    data_fingerprint: str,
+    tokenizer_fingerprint: str | None,
+    vocab_size: int | None,
+    eod_id: int | None,
+) -> None:
+    """Checks that the record belongs to these files, and that they were made with the run's tokenizer."""
+    path = record_path(data.prefix)
+    if record.index_fingerprint != data_fingerprint or record.tokens != data.num_tokens:
+        raise DataError(
+            f"{path}: index_fingerprint: the record is of other .bin/.idx files than those beside it "
+            f"({record.tokens} tokens, the files have {data.num_tokens}); run tools/preprocess_data.py again, "
+            f"or remove the record if the files are right"
+        )
+    if tokenizer_fingerprint is not None and record.tokenizer_fingerprint != tokenizer_fingerprint:
+        raise ConfigError(
+            f"{data.prefix}: made with another tokenizer (vocabulary {record.vocab_size}, end of document "
+            f"{record.eod_id}) than the run's (vocabulary {vocab_size}, end of document {eod_id}); give the run the "
+            f"same tokenizer (--vocab-file and --merge-file, or --tokenizer-model), or preprocess the data again"
+        )
+    if vocab_size is not None and record.max_id >= vocab_size:
+        raise DataError(
+            f"{path}: max_id {record.max_id} is not below the run's vocabulary size {vocab_size}; "
+            f"use the tokenizer that the data was made with (its vocabulary: {record.vocab_size})"
+        )
+    if eod_id is not None and record.eod_id is not None and record.eod_id != eod_id:
+        raise ConfigError(
+            f"{data.prefix}: end of document is id {record.eod_id} in the data and {eod_id} in the run's tokenizer; "
+            f"use the same tokenizer"
+        )

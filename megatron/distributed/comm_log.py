@@ -1,0 +1,61 @@
+"""A log of this rank's communication, which the heartbeat reads from another thread.
+
+Every axis of a ParallelState records here the collectives it starts, numbered per axis, and when it waits for one. All
+members of an axis start the same collectives in the same order, so equal numbers mean the same collective.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+_REMEMBERED = 32
+
+
+@dataclass(frozen=True)
+class CommOp:
+    """One collective, or a point-to-point message between pipeline stages (`number` 0)."""
+
+    name: str
+    axis: str
+    ranks: tuple[int, ...]
+    number: int = 0
+    shape: tuple[int, ...] | None = None
+    """Of the tensor, where it is the same on all members."""
+
+    def __str__(self) -> str:
+        number = f" {self.number}" if self.number else ""
+        shape = "" if self.shape is None else f" of {list(self.shape)}"
+        return f"{self.name}{number}{shape} over {self.axis}"
+
+
+@dataclass
+class CommLog:
+    """Written by the training thread and read by another one, without a lock: values are replaced, never modified."""
+
+    last: CommOp | None = None
+    waiting: CommOp | None = None
+    moved: float = field(default_factory=time.monotonic)
+    """The time at which an operation last started or ended."""
+    counts: dict[str, int] = field(default_factory=dict)
+    recent: dict[str, deque[CommOp]] = field(default_factory=dict)
+
+    def began(self, name: str, axis: str, ranks: tuple[int, ...], shape: tuple[int, ...] | None) -> CommOp:
+        number = self.counts.get(axis, 0) + 1
+        operation = CommOp(name, axis, ranks, number, shape)
+        self.counts[axis] = number
+        self.recent.setdefault(axis, deque(maxlen=_REMEMBERED)).append(operation)
+        self.last, self.moved = operation, time.monotonic()
+        return operation
+
+    @contextmanager
+    def wait(self, operation: CommOp) -> Iterator[None]:
+        """Encloses a call that blocks until the other members take part."""
+        self.waiting, self.moved = operation, time.monotonic()
+        try:
+            yield
+        finally:
+            self.waiting, self.moved = None, time.monotonic()

@@ -1,0 +1,79 @@
+"""Runs an action when SIGTERM arrives, before the process ends.
+
+Launchers send SIGTERM to all ranks a tenth of a second after one of them has ended; the action lets the others print
+the cause. Python runs signal handlers between two steps of the main thread, which may be blocked in a collective with
+that very rank, so a thread of its own waits for the signal.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+_AT_MOST = 5.0  # seconds for the action
+_EXIT_CODE = 128 + signal.SIGTERM
+
+
+@contextmanager
+def on_sigterm(action: Callable[[], None]) -> Iterator[None]:
+    """Within the context SIGTERM calls `action` in another thread and then ends the process.
+
+    A script's own handler of SIGTERM is left in place, and forked children keep the default behaviour.
+    """
+    main = threading.current_thread() is threading.main_thread()
+    if not main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+    read_end, write_end = os.pipe()
+    os.set_blocking(write_end, False)
+    forks = _Forks()
+    signal.signal(signal.SIGTERM, lambda number, frame: None)  # the thread reads the byte of the wakeup fd
+    before = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+    thread = threading.Thread(target=_listen, args=(read_end, action), name="sigterm", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        forks.listening = False
+        os.close(write_end)  # ends the thread
+        thread.join()
+        os.close(read_end)
+
+
+class _Forks:
+    """Restores the default SIGTERM behaviour in forked children, which must neither write into their parent's pipe nor
+    ignore the signal; SIGTERM is blocked until that is done. Fork hooks cannot be unregistered, hence `listening`."""
+
+    def __init__(self) -> None:
+        self.listening = True
+        self._held = threading.local()  # the signals that the forking thread had blocked before
+        os.register_at_fork(before=self._hold, after_in_parent=self._release, after_in_child=self._restore_default)
+
+    def _hold(self) -> None:
+        self._held.mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM}) if self.listening else None
+
+    def _release(self) -> None:
+        if self._held.mask is not None:
+            signal.pthread_sigmask(signal.SIG_SETMASK, self._held.mask)
+
+    def _restore_default(self) -> None:
+        if self._held.mask is not None:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        self._release()
+
+
+def _listen(read_end: int, action: Callable[[], None]) -> None:
+    while numbers := os.read(read_end, 64):
+        if signal.SIGTERM in numbers:
+            end = threading.Timer(_AT_MOST, os._exit, (_EXIT_CODE,))
+            end.daemon = True
+            end.start()
+            with suppress(Exception):
+                action()
+            os._exit(_EXIT_CODE)

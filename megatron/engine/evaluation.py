@@ -1,0 +1,74 @@
+"""A model's loss over batches, without gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from megatron.context_parallel import slice_batch
+from megatron.distributed.collectives import all_reduce
+from megatron.distributed.state import ParallelState
+from megatron.errors import DataError
+from megatron.model.passes import Batch, Passes
+from megatron.utils.cuda import CopyStream
+
+
+@dataclass(frozen=True)
+class EvaluationResult:
+    lm_loss: float
+    counted_tokens: int
+
+
+class Evaluation:
+    """A model and how batches go through it: all that an evaluation needs."""
+
+    def __init__(self, model: nn.Module, passes: Passes, parallel: ParallelState, *, device: torch.device) -> None:
+        """`model` is what this rank holds."""
+        self.model, self.passes, self.parallel, self.device = model, passes, parallel, device
+        self._copies = CopyStream(device) if device.type == "cuda" else None
+
+    @torch.no_grad()
+    def evaluate(self, batches: Iterable[Batch]) -> EvaluationResult:
+        """The mean loss over the counted tokens of all ranks' batches. Leaves training untouched, bit for bit."""
+        was_training = self.model.training
+        self.model.eval()  # no dropout: no random number is drawn
+        totals = torch.zeros(2, dtype=torch.float64, device=self.device)
+        for batch in batches:
+            result = self.passes.forward(self._to_device(batch))
+            totals += self._totals([result] if result is not None else [])
+        self.model.train(was_training)
+        loss, counted = self._sum_over_ranks(totals).tolist()
+        check_counted(counted)
+        return EvaluationResult(loss / counted, int(counted))
+
+    def _totals(self, results: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+        """[summed loss, counted tokens] of this rank's batches."""
+        totals = torch.zeros(2, dtype=torch.float64, device=self.device)
+        for loss_sum, count in results:
+            totals += torch.stack([loss_sum.double(), count.double()])
+        return totals
+
+    def _sum_over_ranks(self, totals: Tensor) -> Tensor:
+        all_reduce(totals, self.parallel.dp_cp)
+        return all_reduce(totals, self.parallel.pp)  # only the last stage has any
+
+    def _to_device(self, batch: Batch) -> Batch:
+        """This rank's part of the sequences, on its device."""
+        mine = slice_batch(batch, self.parallel.cp)
+        if self._copies is not None:
+            return self._copies(mine)
+        return {
+            key: value.to(self.device, non_blocking=True) if isinstance(value, Tensor) else value
+            for key, value in mine.items()
+        }
+
+
+def check_counted(counted: float) -> None:
+    if counted == 0:
+        raise DataError(
+            "no token of this global batch counts towards the loss: every loss mask is zero; "
+            "check --eod-mask-loss and the data"
+        )

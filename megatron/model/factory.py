@@ -1,0 +1,85 @@
+"""Makes the modules of a GPT: plain ones here; `parallelize` overrides what a parallel layout needs differently.
+
+The factory is the one value that travels through the constructors: a module takes from it the parts that a layout may
+replace, and the settings that it needs. Linear layers and tables are asked for by the name of their parameter in the
+whole model, so that a layout finds their row in the table of parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.config import ModelConfig, MoEConfig, RecomputeConfig
+from megatron.model.attention import CoreAttention, SequenceView
+from megatron.model.dispatch import LocalDispatcher
+from megatron.model.linear import Linear
+from megatron.model.loss import HeadAndLoss
+from megatron.model.moe_losses import RouterReports
+from megatron.model.norm import Norm
+from megatron.model.recompute import Recompute
+from megatron.model.table import Table
+from megatron.model.wgrads import WgradRoute
+from megatron.ops import Kernels
+
+Dropout = Callable[[Tensor, float, bool], Tensor]
+"""(x, probability, training) -> x with dropout."""
+
+
+class ModuleFactory:
+    dropout: Dropout = staticmethod(F.dropout)
+    """On the residual stream."""
+    pieces_of_sequence = 1
+    """How many ranks share each sequence and see other tokens of it."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        kernels: Kernels,
+        moe: MoEConfig | None = None,
+        recompute: RecomputeConfig | None = None,
+        wgrads: WgradRoute | None = None,
+    ) -> None:
+        self.config, self.kernels, self.moe = config, kernels, moe or MoEConfig()
+        self.recompute_config, self.recompute = recompute, Recompute.of(recompute)
+        self.wgrads = wgrads or WgradRoute()
+        self.layers_with_experts = self.moe.expert_layers(config.num_layers) if self.moe.is_on else ()
+        on = self.moe.is_on
+        self.routers = RouterReports(self.moe, config.num_layers, self.pieces_of_sequence) if on else None
+
+    def linear(self, name: str, in_features: int, out_features: int, *, bias: bool) -> Linear:
+        """A linear layer with the sizes of the whole one; a layout makes this rank's part of it."""
+        return Linear(in_features, out_features, bias=bias, wgrads=self.wgrads)
+
+    def norm(self, width: int) -> Norm:
+        return Norm(width, self.config, self.kernels)
+
+    def vocabulary_table(self, rows: int) -> Table:
+        """`rows`: of the whole table, padding included."""
+        return Table(rows, self.config.hidden_size)
+
+    def position_table(self) -> Table:
+        return Table(self.config.max_position_embeddings, self.config.hidden_size)
+
+    def sequence(self) -> SequenceView:
+        """Positions and visibility of the tokens of a forward pass."""
+        return SequenceView()
+
+    def core_attention(self, layer: int) -> nn.Module:
+        return CoreAttention(self.config, layer + 1, self.kernels)
+
+    def head_and_loss(self, vocab_size: int) -> nn.Module:
+        return HeadAndLoss(vocab_size, self.kernels)
+
+    def experts(self) -> range:
+        """The numbers of the experts that are on this rank."""
+        return range(self.moe.num_experts or 0)
+
+    def dispatcher(self) -> nn.Module:
+        return LocalDispatcher()
+
+    def sum_of_sequence(self, counts: Tensor) -> Tensor:
+        """Sums per-sequence counts over the ranks that share each sequence."""
+        return counts

@@ -1,0 +1,33 @@
+"""What a model consists of, to see later whether somebody changed it after it was made."""
+
+from __future__ import annotations
+
+from torch import nn
+
+_PLAIN = (bool, int, float, str, type(None))
+_CONTENTS = {"_parameters", "_modules", "_buffers"}
+_NO_CHANGE = {"training", "as_made"}
+
+
+def inventory(model: nn.Module) -> dict[str, object]:
+    """The class and attributes of every module, hooks included, and the shape and hooks of every parameter and buffer.
+    Dtype, device, values and what is frozen may change without a trace."""
+    found: dict[str, object] = {}
+    for name, module in model.named_modules():
+        found[name] = type(module)
+        for attribute, value in vars(module).items():
+            if attribute not in _CONTENTS | _NO_CHANGE:
+                found[f"{name}.{attribute}"] = _identity(value)
+    names: dict[int, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        hooks = len(parameter._backward_hooks or ()) + len(parameter._post_accumulate_grad_hooks or ())
+        found[name] = parameter.shape, hooks, names.setdefault(id(parameter), name)
+    found.update((name, buffer.shape) for name, buffer in model.named_buffers())
+    return found
+
+
+def _identity(value: object) -> object:
+    """Plain values and the keys of dictionaries (hooks are kept in some) by value, other objects by identity."""
+    if isinstance(value, dict):
+        return tuple(value)
+    return value if isinstance(value, _PLAIN) else id(value)

@@ -1,0 +1,233 @@
+"""THE TABLE: every fact about a parameter of our GPT, once.
+
+A row describes all parameters of one name, in every layer and of every expert: its logical view, the matrix that stores
+it, how tensor parallelism splits it, what it starts as, whether it decays. Initialisation, sharding, checkpoints and
+converters read the rows. A new kind of layer is one group of rows here, its module, and its test.
+
+Weights are stored 2-D and 1-D; the logical view is what a slice of one means: a fused QKV is split by head, a gated MLP
+by its width. Pure Python: no torch.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Literal
+
+from megatron.config import ModelConfig, MoEConfig
+
+Shape = tuple[int, ...]
+Kind = Literal["copied", "column", "row", "vocabulary", "expert"]
+"""What tensor parallelism makes of it: every rank has all of it; the output features of a linear layer are split; its
+input features are; the rows of a vocabulary table are; or it is of an expert, which expert parallelism hands out whole
+and tensor parallelism splits by its width."""
+
+# Names, as the modules of the model spell them.
+WORDS = "embedding.word_embeddings"
+POSITIONS = "embedding.position_embeddings"
+INPUT_NORM = "layers.{layer}.input_layernorm"
+QKV = "layers.{layer}.self_attention.query_key_value"
+Q_NORM = "layers.{layer}.self_attention.q_layernorm"
+K_NORM = "layers.{layer}.self_attention.k_layernorm"
+ATTENTION_OUT = "layers.{layer}.self_attention.dense"
+POST_ATTENTION_NORM = "layers.{layer}.post_attention_layernorm"
+MLP = "layers.{layer}.mlp"
+ROUTER = "layers.{layer}.mlp.router"
+EXPERT = "layers.{layer}.mlp.experts.{expert}"
+SHARED_EXPERT = "layers.{layer}.mlp.shared_expert"
+UP, DOWN = "dense_h_to_4h", "dense_4h_to_h"
+FINAL_NORM = "final_layernorm"
+HEAD = "output_layer"
+
+WORD_TABLE, HEAD_TABLE = f"{WORDS}.weight", f"{HEAD}.weight"
+VOCABULARY_TABLES = (WORD_TABLE, HEAD_TABLE)
+
+
+@dataclass(frozen=True)
+class Normal:
+    std: float
+
+
+@dataclass(frozen=True)
+class Uniform:
+    """Between -bound and bound."""
+
+    bound: float
+
+
+@dataclass(frozen=True)
+class Row:
+    name: str
+    """With `{layer}` and `{expert}` for their numbers in the whole model."""
+    shape: Shape
+    """Of the logical view of the whole parameter."""
+    row_dims: int = 1
+    """How many leading dimensions of the view are the rows of the stored matrix; the others are its columns."""
+    kind: Kind = "copied"
+    split_dim: int | None = None
+    """The dimension of the view that tensor parallelism splits."""
+    fold: int = 1
+    """How many dimensions from `split_dim` on the split counts through as one."""
+    after_split: bool = False
+    """A copied parameter whose input is split: each rank sees a part of its gradient."""
+    start: float | Normal | Uniform = 0.0
+    """The initial value: a constant, or what it is drawn from."""
+    trained: bool = True
+    """False: a buffer of the model, which no gradient changes."""
+
+    @property
+    def stored_shape(self) -> Shape:
+        return stored_shape(self.shape, self.row_dims)
+
+    @property
+    def decays(self) -> bool:
+        """Matrices have weight decay; biases and the weights of norms have none."""
+        return len(self.stored_shape) > 1
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One parameter of one model: its row, and which layer and expert it is of."""
+
+    row: Row
+    layer: int | None = None
+    expert: int | None = None
+
+    @property
+    def name(self) -> str:
+        return self.row.name.format(layer=self.layer, expert=self.expert)
+
+    @property
+    def shape(self) -> Shape:
+        """Of the logical view."""
+        return self.row.shape
+
+    @property
+    def stored_shape(self) -> Shape:
+        return self.row.stored_shape
+
+
+def stored_shape(view: Sequence[int], row_dims: int) -> Shape:
+    """The 2-D or 1-D shape that stores a logical view whose `row_dims` leading dimensions are rows."""
+    rows, columns = view[:row_dims], view[row_dims:]
+    return (prod(rows), prod(columns)) if columns else (prod(rows),)
+
+
+def parameters(config: ModelConfig, vocab_size: int, moe: MoEConfig | None = None) -> dict[str, Parameter]:
+    """All parameters of one whole GPT by name, in the order of the model; buffers that are state among them."""
+    return {parameter.name: parameter for parameter in _in_order(config, vocab_size, moe or MoEConfig())}
+
+
+def _in_order(config: ModelConfig, vocab_size: int, moe: MoEConfig) -> Iterator[Parameter]:
+    attention, mlp = _attention_rows(config), _mlp_rows(config, MLP, config.ffn_size)
+    with_experts = moe.expert_layers(config.num_layers)
+    before, each, after = _moe_rows(config, moe) if with_experts else ([], [], [])
+    yield from map(Parameter, _embedding_rows(config, vocab_size))
+    for layer in range(config.num_layers):
+        yield from (Parameter(row, layer) for row in attention)
+        if layer not in with_experts:
+            yield from (Parameter(row, layer) for row in mlp)
+            continue
+        yield from (Parameter(row, layer) for row in before)
+        for expert in range(moe.num_experts or 0):
+            yield from (Parameter(row, layer, expert) for row in each)
+        yield from (Parameter(row, layer) for row in after)
+    yield from map(Parameter, _norm_rows(config, FINAL_NORM, config.hidden_size))
+    if not config.tied:
+        yield Parameter(_vocabulary_row(config, HEAD_TABLE, vocab_size))
+
+
+# ---------------------------------------------------------------- the rows
+
+
+def _embedding_rows(config: ModelConfig, vocab_size: int) -> Iterator[Row]:
+    yield _vocabulary_row(config, WORD_TABLE, vocab_size)
+    if config.positions == "learned":
+        shape = (config.max_position_embeddings, config.hidden_size)
+        yield _drawn(config, Row(f"{POSITIONS}.weight", shape))
+
+
+def _vocabulary_row(config: ModelConfig, name: str, vocab_size: int) -> Row:
+    """The true size: rows that pad the stored table have no meaning."""
+    return _drawn(config, Row(name, (vocab_size, config.hidden_size), kind="vocabulary", split_dim=0))
+
+
+def _attention_rows(config: ModelConfig) -> list[Row]:
+    """A layer's attention and its two norms."""
+    hidden, heads, groups, width = config.hidden_size, config.num_attention_heads, config.query_groups, config.head_dim
+    qkv = Row(f"{QKV}.weight", (groups, heads // groups + 2, width, hidden), 3, "column", split_dim=0, fold=2)
+    dense = Row(f"{ATTENTION_OUT}.weight", (hidden, heads, width), kind="row", split_dim=1)
+    rows = [*_norm_rows(config, INPUT_NORM, hidden), _drawn(config, qkv)]
+    if config.qkv_bias:
+        rows.append(replace(qkv, name=f"{QKV}.bias", shape=qkv.shape[:-1]))
+    if config.qk_layernorm:
+        for name in (Q_NORM, K_NORM):
+            rows += [replace(row, after_split=True) for row in _norm_rows(config, name, width)]
+    rows += [_drawn(config, dense, into_residual=True), *_norm_rows(config, POST_ATTENTION_NORM, hidden)]
+    if config.linear_bias:
+        rows.append(Row(f"{ATTENTION_OUT}.bias", (hidden,)))
+    return rows
+
+
+def _mlp_rows(config: ModelConfig, name: str, width: int) -> list[Row]:
+    """Two linear layers; of a gated MLP the first one's rows are [gate; up]."""
+    hidden, inner = config.hidden_size, (2, width) if config.gated else (width,)
+    dims, expert = len(inner), name == EXPERT
+    up = Row(f"{name}.{UP}.weight", (*inner, hidden), dims, "expert" if expert else "column", split_dim=dims - 1)
+    down = Row(f"{name}.{DOWN}.weight", (hidden, width), kind="expert" if expert else "row", split_dim=1)
+    rows = [_drawn(config, up), _drawn(config, down, into_residual=True)]
+    if config.linear_bias:
+        rows += [replace(up, name=f"{name}.{UP}.bias", shape=inner), Row(f"{name}.{DOWN}.bias", (hidden,))]
+    return rows
+
+
+def _moe_rows(config: ModelConfig, moe: MoEConfig) -> tuple[list[Row], list[Row], list[Row]]:
+    """In place of an MLP: the router's rows, those of each expert, those of the shared expert."""
+    assert moe.num_experts is not None
+    router = [_drawn(config, Row(f"{ROUTER}.weight", (moe.num_experts, config.hidden_size)))]
+    if moe.moe_router_enable_expert_bias:
+        router.append(Row(f"{ROUTER}.expert_bias", (moe.num_experts,), trained=False))
+    each = _mlp_rows(config, EXPERT, moe.moe_ffn_hidden_size or config.ffn_size)
+    shared = moe.moe_shared_expert_intermediate_size
+    return router, each, [] if shared is None else _mlp_rows(config, SHARED_EXPERT, shared)
+
+
+def _norm_rows(config: ModelConfig, name: str, width: int) -> list[Row]:
+    weight = Row(f"{name}.weight", (width,), start=0.0 if config.apply_layernorm_1p else 1.0)
+    return [weight] if config.normalization != "LayerNorm" else [weight, Row(f"{name}.bias", (width,))]
+
+
+def _drawn(config: ModelConfig, row: Row, *, into_residual: bool = False) -> Row:
+    """With its initial distribution. What is added to the residual stream, 2 x layers times, starts smaller."""
+    if config.init_method_xavier_uniform:
+        fan_out, fan_in = row.stored_shape
+        return replace(row, start=Uniform(math.sqrt(6.0 / (fan_in + fan_out))))
+    shrunk = math.sqrt(2.0 * config.num_layers) if into_residual else 1.0
+    return replace(row, start=Normal(config.init_method_std / shrunk))
+
+
+# ---------------------------------------------------------------- names in the classic checkpoint
+
+_OF_LAYER = re.compile(r"layers\.(\d+)\.(.+)")
+_NESTED = (WORD_TABLE, f"{POSITIONS}.weight", HEAD_TABLE)
+_FINAL_NORM = (f"{FINAL_NORM}.weight", f"{FINAL_NORM}.bias")
+
+
+def layer_of(name: str) -> int | None:
+    match = _OF_LAYER.fullmatch(name)
+    return None if match is None else int(match[1])
+
+
+def classic_path(name: str, first_layer: int = 0) -> tuple[str, ...]:
+    """Where Megatron 23.06 keeps a parameter under `model`: layer numbers restart on each pipeline stage, whose first
+    layer is `first_layer`. What is not a GPT's keeps its own name, at the top."""
+    if name in _NESTED:
+        return ("language_model", *name.split("."))
+    if match := _OF_LAYER.fullmatch(name):
+        return ("language_model", "encoder", f"layers.{int(match[1]) - first_layer}.{match[2]}")
+    if name in _FINAL_NORM:
+        return ("language_model", "encoder", name)
+    return (name,)

@@ -1,0 +1,184 @@
+"""Attention of queries to keys.
+
+On a CPU through csrc/, where scores exist for a block of queries and a block of keys at a time and the backward pass
+computes them again, or in blocks of torch's products (blocked_attention.py); on CUDA through PyTorch's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.ops.blocked_attention import blocked_attention
+from megatron.ops.fused_qkv import Triple, whole
+from megatron.ops.operation import (
+    Implementation,
+    Native,
+    Operation,
+    Target,
+    broadcasts,
+    described,
+    unsupported_devices,
+    unsupported_floats,
+    without_derivative,
+)
+from megatron.ops.sdpa import explanation, order, sdpa
+from megatron.ops.softmax import softmax
+
+_FEW = 16  # queries for which it does not pay to lay out the keys
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    mask: Tensor | None,
+    causal: bool,
+    scale: float,
+    dropout_p: float = 0.0,
+    layer_scaling: int = 1,
+    softmax_op: Callable[[Tensor, Tensor | None, float, bool], Tensor] = softmax,
+) -> Tensor:
+    """query [batch, heads, queries, d], key and value [batch, groups, keys, d] -> [batch, heads, queries, d].
+
+    `mask` (true = may look) broadcasts to [batch, heads, queries, keys]. `layer_scaling` divides the scores before
+    they are rounded to the working dtype and multiplies them back in fp32: the same function, a wider fp16 range.
+    """
+    repeat = query.shape[1] // key.shape[1]
+    if repeat > 1:
+        key, value = key.repeat_interleave(repeat, dim=1), value.repeat_interleave(repeat, dim=1)
+    scores = (query * (scale / layer_scaling)) @ key.transpose(-1, -2)  # [batch, heads, queries, keys]
+    probabilities = softmax_op(scores, mask, float(layer_scaling), causal)
+    return torch.dropout(probabilities, dropout_p, dropout_p > 0.0) @ value
+
+
+# ---------------------------------------------------------------- the kernels of csrc/
+
+
+def register(namespace: str) -> None:
+    ops = getattr(torch.ops, namespace)
+    if not hasattr(ops, "attention_forward"):  # a CPU's alone
+        return
+
+    @torch.library.register_fake(f"{namespace}::attention_forward")
+    def _(query: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+        batch, queries, heads, _ = query.shape
+        return query.new_empty(query.shape), query.new_empty(batch, heads, queries, dtype=torch.float32)
+
+    @torch.library.register_fake(f"{namespace}::attention_backward")
+    def _(grad: Tensor, query: Tensor, key: Tensor, *args: Any) -> Tensor:
+        return query.new_empty(query.numel() + 2 * key.numel())
+
+    def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        *tensors, mask, ctx.diagonal, ctx.scale, ctx.dropout, seed = inputs
+        ctx.save_for_backward(*tensors, *output, mask, seed)
+
+    def backward(ctx: Any, grad: Tensor, of_log_sum_exp: Tensor) -> tuple[Tensor | None, ...]:
+        """Nothing is made of the log-sum-exp but these gradients."""
+        query, key, value, out, log_sum_exp, mask, seed = ctx.saved_tensors
+        thirds = whole((query, key, value)) is not None
+        grad = grad if grad.stride(-1) == 1 else grad.contiguous()
+        options = (mask, ctx.diagonal, ctx.scale, ctx.dropout, seed)
+        grads = ops.attention_backward(grad, query, key, value, out, log_sum_exp, *options, thirds)
+        return *_apart(grads, query, key, thirds), *(None,) * 5
+
+    torch.library.register_autograd(f"{namespace}::attention_forward", backward, setup_context=save)
+    without_derivative(namespace, "attention_backward")
+
+
+def _apart(grads: Tensor, query: Tensor, key: Tensor, thirds: bool) -> Triple:
+    """The gradients of query, key and value in what the backward pass returns: thirds of each head's numbers, or one
+    behind the other."""
+    if thirds:
+        of_query, of_key, of_value = grads.view(*query.shape[:3], 3, query.shape[3]).unbind(3)
+        return of_query, of_key, of_value
+    parts = grads.split((query.numel(), key.numel(), key.numel()))
+    return parts[0].view(query.shape), parts[1].view(key.shape), parts[2].view(key.shape)
+
+
+def _native_attention(
+    ops: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    mask: Tensor | None,
+    causal: bool,
+    scale: float,
+    dropout_p: float = 0.0,
+    layer_scaling: int = 1,  # the scores stay in fp32
+) -> Tensor:
+    queries, keys = query.shape[2], key.shape[2]
+    tensors = [t.transpose(1, 2) if t.stride(3) == 1 else t.transpose(1, 2).contiguous() for t in (query, key, value)]
+    if mask is not None:  # [batch or 1, heads or 1, queries or 1, keys]
+        mask = mask[(None,) * (4 - mask.dim())].expand(-1, -1, -1, keys)
+        mask = mask if mask.stride(3) == 1 else mask.contiguous()
+    # Drawn where torch's own dropout would draw: what replays that replays this.
+    seed = torch.randint(2**62, (1,)) if dropout_p > 0.0 else None
+    diagonal = keys - queries if causal else keys
+    out, _ = ops.attention_forward(*tensors, mask, diagonal, scale, dropout_p, seed)
+    return out.transpose(1, 2)  # [batch, heads, queries, d], in the layout that the next projection reads
+
+
+def _unsupported(query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor | None, **named: Any) -> str | None:
+    if query.dim() != 4 or key.dim() != 4:
+        return f"queries {described(query)}, keys {described(key)}: [batch, heads, positions, width] would do"
+    if value.shape != key.shape or not query.dtype == key.dtype == value.dtype:
+        return f"values {described(value)} for keys {described(key)}: the same shape and type would do"
+    batch, heads, queries, width = query.shape
+    if key.shape[::3] != (batch, width) or key.shape[1] == 0 or heads % key.shape[1]:
+        return f"keys {described(key)} for queries {described(query)}: a key for every so many heads would do"
+    if 0 in key.shape[2:]:
+        return f"keys {described(key)}: a number of a key at least would do"
+    whole = (batch, heads, queries, key.shape[2])
+    if mask is not None and (mask.dtype != torch.bool or not broadcasts(mask.shape, whole)):
+        return f"a mask {described(mask)} for scores {whole}: bool that broadcasts to them would do"
+    return unsupported_floats(query, key, value) or unsupported_devices(query, mask)
+
+
+def _few_queries(query: Tensor, key: Tensor, *args: Any, **named: Any) -> bool:
+    return query.shape[2] < min(_FEW, key.shape[2])
+
+
+# ---------------------------------------------------------------- the row
+
+
+def _portable(target: Target) -> Implementation:
+    if target.device_type == "cpu":
+        reason = "products over blocks of queries; PyTorch's own for long sequences and generation"
+        return Implementation("cpu", blocked_attention, reason)
+    if target.device_type == "cuda":
+        function = partial(sdpa, backends=order())
+        return Implementation("torch", function, f"PyTorch's scaled_dot_product_attention: {explanation()}")
+    return Implementation("torch", sdpa, "PyTorch's own fused function")
+
+
+def _required(target: Target) -> Implementation | None:
+    reason = f"--attention-backend {target.attention}"
+    if target.attention in ("unfused", "local"):
+        return Implementation("ref", attention, reason)
+    if target.attention not in ("flash", "fused"):
+        return None
+    reason = f"{reason}: PyTorch's scaled_dot_product_attention"
+    if target.device_type != "cuda":
+        return Implementation("torch", sdpa, reason)
+    flash_first = target.attention == "flash"
+    function = partial(sdpa, backends=order(flash_first=flash_first))
+    return Implementation("torch", function, f"{reason}: {explanation(flash_first=flash_first)}")
+
+
+_NATIVE = Native(
+    "attention",
+    _native_attention,
+    _unsupported,
+    cpu_only=True,
+    left_to_compiler=False,
+    slower=_few_queries,
+    note=lambda target: ", scores of a block at a time; generation by PyTorch's own",
+)
+OPERATIONS = (Operation("attention", attention, _portable, _NATIVE, _required),)

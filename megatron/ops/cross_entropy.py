@@ -1,0 +1,112 @@
+"""Cross-entropy of every token, by itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.ops.operation import (
+    Native,
+    Operation,
+    described,
+    torch_function,
+    unsupported_devices,
+    unsupported_floats,
+    without_derivative,
+)
+from megatron.ops.precision import widened
+
+
+def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    """Loss of every token: logits [tokens, vocabulary], labels [tokens] -> [tokens]."""
+    wide = widened(logits)
+    return torch.logsumexp(wide, dim=-1) - wide.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+
+
+# ---------------------------------------------------------------- PyTorch's own functions
+
+
+def torch_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(widened(logits), labels, reduction="none")
+
+
+# ---------------------------------------------------------------- the kernels of csrc/
+
+
+def register(namespace: str) -> None:
+    ops = getattr(torch.ops, namespace)
+
+    @torch.library.register_fake(f"{namespace}::xent_forward")
+    def _(logits: Tensor, labels: Tensor) -> Tensor:
+        return logits.new_empty((2, logits.shape[0]), dtype=torch.float32)
+
+    @torch.library.register_fake(f"{namespace}::xent_backward")
+    def _(grad: Tensor, logits: Tensor, labels: Tensor, log_sum_exp: Tensor) -> Tensor:
+        return logits.new_empty(logits.shape)
+
+    @torch.library.register_fake(f"{namespace}::xent_statistics")
+    def _(logits: Tensor, labels: Tensor, first: int, columns: int, vocabulary: int) -> Tensor:
+        return logits.new_empty((3, logits.shape[0]), dtype=torch.float32)
+
+    @torch.library.register_fake(f"{namespace}::xent_gradient_")
+    def _(logits: Tensor, labels: Tensor, log_sum_exp: Tensor, grad: Tensor, first: int, columns: int) -> None:
+        return None
+
+    @torch.library.register_fake(f"{namespace}::xent_in_place_")
+    def _(logits: Tensor, labels: Tensor, columns: int) -> Tensor:
+        return logits.new_empty(logits.shape[:1], dtype=torch.float32)
+
+    def save(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs, output)
+
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        logits, labels, output = ctx.saved_tensors
+        return ops.xent_backward(grad[0].contiguous(), logits, labels, output[1]), None
+
+    torch.library.register_autograd(f"{namespace}::xent_forward", backward, setup_context=save)
+    without_derivative(namespace, "xent_backward", "xent_statistics")
+
+
+def _native_cross_entropy(ops: Any, logits: Tensor, labels: Tensor) -> Tensor:
+    neighbours = logits if logits.stride(-1) == 1 else logits.contiguous()
+    return ops.xent_forward(neighbours, labels.contiguous())[0]
+
+
+def _unsupported(logits: Tensor, labels: Tensor) -> str | None:
+    if logits.dim() != 2 or labels.dtype != torch.int64 or labels.shape != logits.shape[:1]:
+        return (
+            f"logits {described(logits)} with labels {described(labels)}: "
+            "[tokens, vocabulary] with int64 [tokens] would do"
+        )
+    return unsupported_floats(logits) or unsupported_devices(logits, labels)
+
+
+class NativeLogits:
+    """See `logits.LogitsMath`."""
+
+    def __init__(self, ops: Any) -> None:
+        self.ops = ops
+
+    def statistics(self, logits: Tensor, labels: Tensor, first: int, columns: int, vocab_size: int) -> Tensor:
+        return self.ops.xent_statistics(logits, labels, first, columns, vocab_size)
+
+    def gradient_(
+        self, logits: Tensor, labels: Tensor, log_sum_exp: Tensor, grad: Tensor, first: int, columns: int
+    ) -> None:
+        self.ops.xent_gradient_(logits, labels, log_sum_exp, grad, first, columns)
+
+    def in_place_(self, logits: Tensor, labels: Tensor, columns: int) -> Tensor:
+        return self.ops.xent_in_place_(logits, labels, columns)
+
+
+OPERATIONS = (
+    Operation(
+        "cross_entropy",
+        cross_entropy,
+        torch_function(torch_cross_entropy),
+        Native("cross_entropy", _native_cross_entropy, _unsupported, left_to_compiler=False),
+    ),
+)

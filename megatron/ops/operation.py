@@ -1,0 +1,165 @@
+"""What the selection knows of an operation: its implementations, and what they can take."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from megatron.errors import ConfigError
+
+Function = Callable[..., Any]
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Target:
+    """What implementations are selected for."""
+
+    device_type: str
+    attention: str = "auto"  # --attention-backend
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """One way to compute an operation; the table names its backend and why it is the one that runs."""
+
+    backend: str
+    function: Function | None  # None: the caller has PyTorch's own functions for it
+    reason: str
+
+
+@dataclass(frozen=True)
+class Native:
+    """The kernels of csrc/ for an operation."""
+
+    room: str  # the folder of csrc/
+    function: Function  # (torch.ops.<namespace>, the formula's arguments)
+    # The arguments of a call -> why the kernels cannot take them, and what they can take; None if they can.
+    unsupported: Callable[..., str | None]
+    cpu_only: bool = False
+    # Under torch.compile the formula is fused with its neighbours, which a kernel of its own cannot be.
+    left_to_compiler: bool = True
+    # The arguments of a call -> whether the fallback was measured to be faster: `auto` then takes the fallback.
+    slower: Callable[..., bool] = lambda *args, **named: False
+    # For the table: when the fallback runs, or why it does not although it is faster.
+    note: Callable[[Target], str] = lambda target: ""
+
+    def bound(self, ops: Any) -> Function:
+        """A function with the formula's signature; `ops` is torch.ops.<namespace>."""
+        # Not a `partial`: copying a model would copy its arguments, and `ops` cannot be copied.
+        return lambda *args, **named: self.function(ops, *args, **named)
+
+
+@dataclass(frozen=True)
+class Operation:
+    """A row of the selection.
+
+    `formula` is the fallback everywhere and the oracle of the other implementations; None for what is no part of a
+    model. `portable` is what runs without the kernels of csrc/ (default: the formula). `required` is what a setting
+    other than --kernels asks for.
+    """
+
+    name: str  # in --kernels, and of the attribute of Kernels
+    formula: Function | None
+    portable: Callable[[Target], Implementation] | None = None
+    native: Native | None = None
+    required: Callable[[Target], Implementation | None] = lambda target: None
+
+    def without_native(self, target: Target) -> Implementation:
+        if self.portable is None:
+            return Implementation("ref", self.formula, "no faster implementation is built")
+        return self.portable(target)
+
+
+def torch_function(function: Function) -> Callable[[Target], Implementation]:
+    return lambda target: Implementation("torch", function, "PyTorch's own fused function")
+
+
+# ---------------------------------------------------------------- what kernels can take
+
+
+def described(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
+
+
+def unsupported_floats(*tensors: Tensor | None) -> str | None:
+    """Why no kernel can read these tensors, or None."""
+    for tensor in tensors:
+        if tensor is not None and tensor.dtype not in DTYPES:
+            return f"{described(tensor)}: float32, bfloat16 or float16 would do"
+    return unsupported_devices(*tensors)
+
+
+def unsupported_devices(*tensors: Tensor | None) -> str | None:
+    """A kernel that was given an address on another device would crash the process."""
+    devices = {tensor.device for tensor in tensors if tensor is not None}
+    return f"tensors of {' and '.join(sorted(map(str, devices)))}: one device would do" if len(devices) > 1 else None
+
+
+def broadcasts(shape: Sequence[int], to: Sequence[int]) -> bool:
+    return 1 <= len(shape) <= len(to) and all(a in (1, b) for a, b in zip(reversed(shape), reversed(to)))
+
+
+# ---------------------------------------------------------------- falling back
+
+
+def on_stderr(text: str) -> None:
+    print(f"warning: {text}", file=sys.stderr, flush=True)
+
+
+@dataclass(frozen=True)
+class Fallbacks:
+    """Says why a fallback runs: once for each reason, whichever operation meets it first."""
+
+    warn: Callable[[str], None] = on_stderr
+    said: set[str] = field(default_factory=set)
+
+    def say(self, op: str, reason: str) -> None:
+        kind = re.sub(r" \(.*?\)", "", reason)  # without the shapes
+        if kind not in self.said:
+            self.said.add(kind)
+            self.warn(f"{op}: native kernels cannot take {kind}; here, and where this comes again, a fallback runs")
+
+
+def with_fallback(
+    name: str, native: Native, kernel: Function, fallback: Function, fallbacks: Fallbacks | None
+) -> Function:
+    """The kernel for the calls that it can take, the fallback for the others. Without `fallbacks` (--kernels native)
+    such a call is refused."""
+
+    def call(*args: Any, **named: Any) -> Any:
+        if native.left_to_compiler and torch.compiler.is_compiling():
+            return fallback(*args, **named)
+        if fallbacks is not None and native.slower(*args, **named):
+            return fallback(*args, **named)
+        reason = native.unsupported(*args, **named)
+        if reason is None:
+            return kernel(*args, **named)
+        if fallbacks is None:
+            raise ConfigError(f"--kernels native: {name} cannot take {reason}; or use --kernels auto")
+        fallbacks.say(name, reason)
+        return fallback(*args, **named)
+
+    return call
+
+
+# ---------------------------------------------------------------- registration with torch
+
+
+def without_derivative(namespace: str, *names: str) -> None:
+    """Refuses to differentiate these operations: PyTorch would take their derivatives for zero, with a warning."""
+    for name in names:
+        torch.library.register_autograd(f"{namespace}::{name}", _refusal(name))
+
+
+def _refusal(name: str) -> Callable[..., NoReturn]:
+    def refuse(ctx: Any, *grads: Any) -> NoReturn:
+        raise ConfigError(f"{name}: this native kernel has no derivative; --kernels ref has one")
+
+    return refuse

@@ -1,0 +1,82 @@
+"""PyTorch's own attention, and which of its kernels is tried first on CUDA."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from megatron.ops.softmax import causal_mask
+
+# By published measurements on H100, head width 128, forward only: cuDNN near 600 TFLOP/s, flash 370. What one cannot
+# do (a mask, dropout, grouped keys, a width) falls to the next.
+_OTHERS = (SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
+CUDNN_FIRST = (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, *_OTHERS)
+FLASH_FIRST = (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, *_OTHERS)
+WITHOUT_CUDNN = (SDPBackend.FLASH_ATTENTION, *_OTHERS)
+# Older ones read and write out of bounds in the backward pass (pytorch #169849); on the generation after Hopper this
+# and newer ones give wrong results with few groups of keys (pytorch #193893).
+_CUDNN_SINCE, _HOPPER = 91501, 9
+
+
+@cache
+def trusts_cudnn() -> bool:
+    """Whether cuDNN's attention is known to be right on this machine's GPU."""
+    version = torch.backends.cudnn.version()
+    if version is None or version < _CUDNN_SINCE or not torch.cuda.is_available():
+        return False
+    return torch.cuda.get_device_capability()[0] == _HOPPER
+
+
+def order(*, flash_first: bool = False) -> tuple[SDPBackend, ...]:
+    if not trusts_cudnn():
+        return WITHOUT_CUDNN
+    return FLASH_FIRST if flash_first else CUDNN_FIRST
+
+
+def explanation(*, flash_first: bool = False) -> str:
+    names = [backend.name.removesuffix("_ATTENTION").lower() for backend in order(flash_first=flash_first)[:2]]
+    why = "" if trusts_cudnn() else " (this cuDNN is not trusted on this GPU)"
+    return f"{' before '.join(names)}{why}"
+
+
+def preferred(backends: Sequence[SDPBackend]) -> AbstractContextManager[Any]:
+    """Around a call of scaled_dot_product_attention; none is PyTorch's own order. torch.compile reads it while it
+    traces: what is compiled takes the same kernel."""
+    return sdpa_kernel(list(backends), set_priority=True) if backends else nullcontext()
+
+
+def sdpa(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    mask: Tensor | None,
+    causal: bool,
+    scale: float,
+    dropout_p: float = 0.0,
+    layer_scaling: int = 1,
+    backends: Sequence[SDPBackend] = (),
+) -> Tensor:
+    """Attention through F.scaled_dot_product_attention, whose scores stay in fp32: no layer scaling needed. `backends`:
+    the kernels to try, in this order; none is PyTorch's own order."""
+    if causal and (mask is not None or query.shape[-2] != key.shape[-2]):
+        triangle = causal_mask(query.shape[-2], key.shape[-2], query.device)
+        mask, causal = triangle if mask is None else mask & triangle, False
+    with preferred(backends):
+        return F.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask=mask,
+            dropout_p=dropout_p,
+            is_causal=causal,
+            scale=scale,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )

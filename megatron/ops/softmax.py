@@ -1,0 +1,90 @@
+"""Scaled, masked softmax of attention scores."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.ops.operation import (
+    Native,
+    Operation,
+    broadcasts,
+    described,
+    unsupported_devices,
+    unsupported_floats,
+    without_derivative,
+)
+from megatron.ops.precision import widened
+
+
+def softmax(scores: Tensor, mask: Tensor | None, scale: float, causal: bool = False) -> Tensor:
+    """Softmax of scale * scores over the positions where `mask` is true; scores [..., queries, keys].
+
+    `causal` hides what `causal_mask` hides besides.
+    """
+    wide = widened(scores) * scale
+    if causal:
+        wide = wide.masked_fill(~causal_mask(scores.shape[-2], scores.shape[-1], scores.device), float("-inf"))
+    if mask is not None:
+        wide = wide.masked_fill(~mask, float("-inf"))
+    return torch.softmax(wide, dim=-1).to(scores.dtype)
+
+
+def causal_mask(queries: int, keys: int, device: torch.device) -> Tensor:
+    """[queries, keys], true where a query may look; the last query sees every key."""
+    return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
+
+
+# ---------------------------------------------------------------- the kernels of csrc/
+# The probabilities are what the backward pass keeps.
+
+
+def register(namespace: str) -> None:
+    ops = getattr(torch.ops, namespace)
+
+    @torch.library.register_fake(f"{namespace}::softmax_forward")
+    def _(scores: Tensor, mask: Tensor | None, diagonal: int, scale: float) -> Tensor:
+        return torch.empty_like(scores)
+
+    @torch.library.register_fake(f"{namespace}::softmax_backward")
+    def _(grad: Tensor, out: Tensor, diagonal: int, scale: float) -> Tensor:
+        return torch.empty_like(grad)
+
+    def save(ctx: Any, inputs: tuple[Tensor, Tensor | None, int, float], output: Tensor) -> None:
+        ctx.save_for_backward(output)
+        ctx.diagonal, ctx.scale = inputs[2:]
+
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        (out,) = ctx.saved_tensors
+        return ops.softmax_backward(grad.contiguous(), out, ctx.diagonal, ctx.scale), None, None, None
+
+    torch.library.register_autograd(f"{namespace}::softmax_forward", backward, setup_context=save)
+    without_derivative(namespace, "softmax_backward")
+
+
+def _native_softmax(ops: Any, scores: Tensor, mask: Tensor | None, scale: float, causal: bool = False) -> Tensor:
+    queries, keys = scores.shape[-2:]
+    four = _four_dimensions(scores).contiguous()
+    if mask is not None:
+        mask = _four_dimensions(mask if scores.dim() <= 4 else mask.expand(scores.shape))
+        mask = mask.expand(*mask.shape[:3], keys)
+        mask = mask if mask.stride(3) == 1 else mask.contiguous()
+    return ops.softmax_forward(four, mask, keys - queries if causal else keys, scale).view(scores.shape)
+
+
+def _four_dimensions(x: Tensor) -> Tensor:
+    """Leading dimensions of one are added, or the first ones folded."""
+    return x.flatten(0, -4) if x.dim() > 4 else x[(None,) * (4 - x.dim())]
+
+
+def _unsupported(scores: Tensor, mask: Tensor | None, scale: float, causal: bool = False) -> str | None:
+    if scores.dim() < 2:
+        return f"scores {described(scores)}: [..., queries, keys] would do"
+    if mask is not None and (mask.dtype != torch.bool or not broadcasts(mask.shape, scores.shape)):
+        return f"scores {described(scores)} with a mask {described(mask)}: bool that broadcasts to the scores would do"
+    return unsupported_floats(scores) or unsupported_devices(scores, mask)
+
+
+OPERATIONS = (Operation("softmax", softmax, native=Native("softmax", _native_softmax, _unsupported)),)

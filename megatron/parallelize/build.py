@@ -1,0 +1,207 @@
+"""`parallelize`: builds the model of one rank from the plain model and the layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from inspect import Parameter, signature
+from math import prod
+
+import torch
+from torch import Tensor, nn
+
+from megatron.config import ParallelConfig
+from megatron.config.stages import StageLayers, split_layers
+from megatron.distributed.shard import ShardSpec, even_ranges
+from megatron.distributed.state import ParallelState
+from megatron.errors import ConfigError
+from megatron.model.factory import ModuleFactory
+from megatron.model.gpt import GPT, Stage
+from megatron.model.inventory import inventory
+from megatron.model.parameters import Row
+from megatron.model.passes import Batch, ForwardStep, Passes, SinglePass
+from megatron.model.wgrads import WgradQueue, WgradRoute
+from megatron.parallelize.factory import ParallelFactory, Place
+from megatron.parallelize.specs import Cut, Held, foreign_specs, held_specs, in_order_of
+from megatron.pipeline_parallel.pass_recorder import PassRecorder
+from megatron.pipeline_parallel.pipeline import BoundStage, Pipeline
+from megatron.pipeline_parallel.schedules import SCHEDULES
+from megatron.utils.dtype import default_dtype
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """What one rank trains."""
+
+    model: nn.Module
+    """This rank's part of the model; parameters keep their names in the whole model."""
+    specs: Mapping[str, ShardSpec]
+    """The shard of each parameter and of each persistent buffer."""
+    passes: Passes
+    """Runs micro-batches through it."""
+    wgrads: WgradRoute = field(default_factory=WgradRoute)
+    """Where its linear layers send weight gradients as products."""
+    rows: Mapping[str, Row] = field(default_factory=dict)
+    """The row of each parameter in the table; empty for a foreign model."""
+
+
+def parallelize(
+    model: nn.Module,
+    config: ParallelConfig,
+    state: ParallelState,
+    forward_step: ForwardStep,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> Parallel:
+    """Builds this rank's part, its weights not yet set. A foreign model is taken as it is, and so is a GPT whose layout
+    splits nothing; otherwise `model` is a description (best on the meta device) that new modules are made from."""
+    if not isinstance(model, GPT):
+        check_not_split(model, config)
+        return Parallel(model, foreign_specs(model), SinglePass(model, forward_step))
+    table, layers = model.table(), stage_layers(model.config.num_layers, config, state)
+    held, cut = _held(model, layers, state), Cut(state.tp, model.padded_vocab_size, config.sequence_parallel)
+    specs = held_specs(table, held, cut, tied=model.config.tied, pp=state.pp)
+    rows = {name: table[name].row for name in specs}
+    if is_plain(state):
+        specs = in_order_of(model, specs, all_there=False)
+        return Parallel(model, specs, SinglePass(model, forward_step), model.make.wgrads, rows)
+    check_unchanged(model, layers)
+    place = Place(
+        state,
+        held.experts,
+        config.sequence_parallel,
+        config.cp_attention,
+        device,
+        {name: cut.stored_shape(rows[name], spec) for name, spec in specs.items()},
+    )
+    queued = state.pp.size > 1 and config.schedule == "zero-bubble"
+    wgrads = WgradQueue() if queued else WgradRoute()
+    with default_dtype(dtype), device:
+        part = type(model)(
+            model.config,
+            vocab_size=model.vocab_size,
+            padded_vocab_size=model.padded_vocab_size,
+            kernels=model.make.kernels,
+            layers=held.layers,
+            first=held.first,
+            last=held.last,
+            make=ParallelFactory(model.make, table, place, wgrads),
+        )
+    specs, described = in_order_of(part, specs), dict(model.named_parameters())
+    for name, parameter in part.named_parameters():
+        assert parameter.shape == place.stored_shapes[name], f"{name}: {parameter.shape}, {place.stored_shapes[name]}"
+        if not described[name].requires_grad:
+            parameter.requires_grad_(False)
+            specs[name] = replace(specs[name], replica_axes=())
+    if state.pp.size == 1:
+        return Parallel(part, specs, SinglePass(part, forward_step), wgrads, rows)
+    pipeline = Pipeline(
+        _stages(part, layers, state),
+        state.pp,
+        SCHEDULES[config.schedule],
+        loss_step=forward_step,
+        hidden_step=_hidden_step,
+        hidden_like=partial(_hidden_like, part, place, dtype),
+        wgrad_queue=wgrads if isinstance(wgrads, WgradQueue) else None,
+        links=state.pp_links,
+        recorder=None if config.pipeline_trace is None else PassRecorder(),
+    )
+    return Parallel(part, specs, pipeline, wgrads, rows)
+
+
+def held_parameters(model: nn.Module, config: ParallelConfig, state: ParallelState) -> int:
+    """The number of parameters that a rank will hold, padding included. Arithmetic on the table: nothing is built."""
+    if not isinstance(model, GPT):
+        check_not_split(model, config)
+    if not isinstance(model, GPT) or is_plain(state):
+        return sum(parameter.numel() for parameter in model.parameters())
+    table, layers = model.table(), stage_layers(model.config.num_layers, config, state)
+    check_unchanged(model, layers)
+    cut = Cut(state.tp, model.padded_vocab_size, config.sequence_parallel)
+    specs = held_specs(table, _held(model, layers, state), cut, tied=model.config.tied, pp=state.pp)
+    rows = {name: table[name].row for name in specs}
+    return sum(prod(cut.stored_shape(rows[name], spec)) for name, spec in specs.items() if rows[name].trained)
+
+
+def is_plain(state: ParallelState) -> bool:
+    """True if every rank trains the plain model: it holds all weights and sees whole sequences."""
+    return state.model.size == state.ep.size == state.cp.size == 1
+
+
+def stage_layers(num_layers: int, config: ParallelConfig, state: ParallelState) -> StageLayers:
+    return split_layers(
+        num_layers,
+        state.pp.size,
+        layers_per_chunk=config.num_layers_per_virtual_pipeline_stage,
+        first=config.decoder_first_pipeline_num_layers,
+        last=config.decoder_last_pipeline_num_layers,
+    )
+
+
+def _held(model: GPT, layers: StageLayers, state: ParallelState) -> Held:
+    ((first, last),) = even_ranges(model.make.moe.num_experts or 0, state.ep.size, state.ep.rank)
+    mine = tuple(layer for run in layers.of_rank(state.pp.rank) for layer in run)
+    return Held(mine, range(first, last), first=state.pp.rank == 0, last=state.pp.rank == state.pp.size - 1)
+
+
+def _stages(part: GPT, layers: StageLayers, state: ParallelState) -> list[Callable[..., Tensor]]:
+    """The stages that a rank holds, in the order of the model."""
+    runs, last = layers.of_rank(state.pp.rank), state.pp.rank == state.pp.size - 1
+    if len(runs) == 1:
+        return [part]
+    stages = [Stage(run, last=last and number == len(runs) - 1) for number, run in enumerate(runs)]
+    return [BoundStage(part, stage=stage) for stage in stages]
+
+
+def _hidden_step(stage: Callable[..., Tensor], batch: Batch, hidden: Tensor | None) -> Tensor:
+    """Runs a stage that is not the last: [batch, seq, hidden], or this rank's piece of the sequence."""
+    return stage(
+        batch["tokens"],
+        position_ids=batch.get("position_ids"),
+        document_ids=batch.get("document_ids"),
+        hidden=hidden,
+    )
+
+
+def _hidden_like(part: GPT, place: Place, dtype: torch.dtype, batch: Batch) -> tuple[tuple[int, ...], Tensor]:
+    """The hidden states between stages: [batch, seq, hidden], or this rank's piece of the sequence."""
+    wide = part.config.fp32_residual_connection and dtype != torch.float64
+    like = torch.empty(0, dtype=torch.float32 if wide else dtype, device=place.device)
+    samples, tokens = batch["tokens"].shape
+    pieces = place.state.tp.size if place.sequence_parallel else 1
+    return (samples, tokens // pieces, part.config.hidden_size), like
+
+
+def check_not_split(model: nn.Module, config: ParallelConfig) -> None:
+    if config.model_parallel_size > 1 or config.expert_model_parallel_size > 1:
+        raise ConfigError(
+            "--tensor-model-parallel-size, --pipeline-model-parallel-size, --context-parallel-size and "
+            f"--expert-model-parallel-size split our GPT alone, and the model provider gave a {type(model).__name__}; "
+            "use data parallelism, or split it with the layers of megatron.tensor_parallel"
+        )
+
+
+def check_unchanged(model: GPT, layers: StageLayers) -> None:
+    """Refuses a GPT whose parts cannot be made anew: changes after its construction would be lost."""
+    now, made = inventory(model), model.as_made
+    changed = [name for name in {**made, **now} if now.get(name) != made.get(name)]
+    what = f"was changed after it was made ({changed[0]})" if changed else None
+    if type(model.make) is not ModuleFactory or "dropout" in vars(model.make):
+        what = "has a module factory of its own"
+    if not _takes(type(model).__init__, "layers", "first", "last", "make"):
+        what = f"is a {type(model).__name__}, whose constructor does not take the arguments of GPT"
+    if layers.chunks > 1 and not _takes(type(model).forward, "stage"):
+        what = f"is a {type(model).__name__}, whose forward() does not take the `stage` of an interleaved pipeline"
+    if what is not None:
+        raise ConfigError(
+            f"the model provider's GPT {what}: a layout that splits the model makes its parts itself and would lose "
+            "that; use data parallelism alone, or split a model of your own with the layers of megatron.tensor_parallel"
+        )
+
+
+def _takes(function: Callable[..., object], *names: str) -> bool:
+    parameters = signature(function).parameters
+    any_name = any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters.values())
+    return any_name or set(names) <= parameters.keys()

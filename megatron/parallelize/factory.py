@@ -1,0 +1,161 @@
+"""Makes the modules of one rank's GPT in a parallel layout: each is given its axes, its shard of the weights, its
+random stream and its dispatcher when it is constructed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.context_parallel import GatheredAttention, RingAttention, SharedSequence, UlyssesAttention
+from megatron.distributed import collectives
+from megatron.distributed.rng import SplitRandom
+from megatron.distributed.state import ParallelState
+from megatron.expert_parallel import ExpertDispatcher
+from megatron.model.attention import CoreAttention, SequenceView
+from megatron.model.dispatch import LocalDispatcher
+from megatron.model.factory import ModuleFactory
+from megatron.model.linear import Linear
+from megatron.model.loss import HeadAndLoss
+from megatron.model.parameters import Parameter, Shape
+from megatron.model.table import Table
+from megatron.model.wgrads import WgradRoute
+from megatron.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelHead,
+    VocabParallelTable,
+    mappings,
+)
+from megatron.tensor_parallel.embedding import SequenceSlicedTable
+
+CONTEXT_ATTENTION: dict[str, type[RingAttention] | type[UlyssesAttention] | type[GatheredAttention]] = {
+    "p2p": RingAttention,
+    "a2a": UlyssesAttention,
+    "allgather": GatheredAttention,
+}
+
+
+@dataclass(frozen=True)
+class Place:
+    """What the modules of one rank need of the layout."""
+
+    state: ParallelState
+    experts: range
+    """Those on this rank."""
+    sequence_parallel: bool
+    cp_attention: str
+    device: torch.device
+    stored_shapes: Mapping[str, Shape]
+    """Of this rank's shard of each parameter."""
+
+
+class ParallelFactory(ModuleFactory):
+    def __init__(self, plain: ModuleFactory, table: Mapping[str, Parameter], place: Place, wgrads: WgradRoute) -> None:
+        """`plain` made the model that is described; `table` has its parameters."""
+        state, self._table, self._place = place.state, table, place
+        self._tp, self._cp, self._ep = state.tp, state.cp, state.ep
+        # The axes that a sequence is split over.
+        self._sharing = [axis for axis in (self._cp, *([self._tp] if place.sequence_parallel else [])) if axis.size > 1]
+        self.pieces_of_sequence = 1
+        for axis in self._sharing:
+            self.pieces_of_sequence *= axis.size
+        self._split_random = SplitRandom(self._tp, place.device)
+        if place.sequence_parallel:
+            self.dropout = self._dropout_of_own_stream
+        super().__init__(plain.config, plain.kernels, plain.moe, plain.recompute_config, wgrads)
+
+    def linear(self, name: str, in_features: int, out_features: int, *, bias: bool) -> Linear:
+        kind, (rows, columns) = self._table[f"{name}.weight"].row.kind, self._place.stored_shapes[f"{name}.weight"]
+        if self._tp.size == 1 or kind == "expert":  # the dispatcher sums over the shards of all experts at once
+            return Linear(columns, rows, bias=bias, wgrads=self.wgrads)
+        assert kind in ("column", "row"), f"{name} is a linear layer, and the table says {kind}"
+        parallel_linear = ColumnParallelLinear if kind == "column" else RowParallelLinear
+        return parallel_linear(
+            in_features,
+            out_features,
+            axis=self._tp,
+            bias=bias,
+            sequence_parallel=self._place.sequence_parallel,
+            local_features=rows if kind == "column" else columns,
+            wgrads=self.wgrads,
+        )
+
+    def _dropout_of_own_stream(self, x: Tensor, probability: float, training: bool) -> Tensor:
+        """Dropout of a split sequence: each rank draws from a stream of its own."""
+        if not training or probability == 0.0:
+            return F.dropout(x, probability, training)
+        with self._split_random.fork():
+            return F.dropout(x, probability, training)
+
+    def vocabulary_table(self, rows: int) -> Table:
+        if self._tp.size == 1:
+            return Table(rows, self.config.hidden_size)
+        sequence_parallel = self._place.sequence_parallel
+        local = rows // self._tp.size
+        return VocabParallelTable(local, self.config.hidden_size, axis=self._tp, sequence_parallel=sequence_parallel)
+
+    def position_table(self) -> Table:
+        rows, width = self.config.max_position_embeddings, self.config.hidden_size
+        if self._tp.size == 1 or not self._place.sequence_parallel:
+            return Table(rows, width)
+        return SequenceSlicedTable(rows, width, axis=self._tp)
+
+    def sequence(self) -> SequenceView:
+        if self._cp.size == 1:
+            return SequenceView()
+        return SharedSequence(self._cp, CONTEXT_ATTENTION[self._place.cp_attention])
+
+    def core_attention(self, layer: int) -> nn.Module:
+        plain = CoreAttention(self.config, layer + 1, self.kernels)
+        core: nn.Module = plain
+        if self._cp.size > 1:
+            core = CONTEXT_ATTENTION[self._place.cp_attention](plain, self._cp, self.config.window)
+        if self._tp.size > 1 and self.config.attention_dropout:
+            core = _OwnStream(core, self._split_random)
+        return core
+
+    def head_and_loss(self, vocab_size: int) -> nn.Module:
+        if self._tp.size == 1:
+            return HeadAndLoss(vocab_size, self.kernels)
+        sequence_parallel = self._place.sequence_parallel
+        return VocabParallelHead(vocab_size, self.kernels, axis=self._tp, sequence_parallel=sequence_parallel)
+
+    def experts(self) -> range:
+        return self._place.experts
+
+    def dispatcher(self) -> nn.Module:
+        if self._ep.size == 1 and self._tp.size == 1:
+            return LocalDispatcher()
+        return ExpertDispatcher(
+            self._ep,
+            self._tp,
+            split_tokens=self._place.sequence_parallel,
+            copied=mappings.copied,
+            summed=mappings.summed,
+        )
+
+    def sum_of_sequence(self, counts: Tensor) -> Tensor:
+        if not self._sharing:
+            return counts
+        counts = counts.clone()
+        for axis in self._sharing:
+            collectives.all_reduce(counts, axis)
+        return counts
+
+
+class _OwnStream(nn.Module):
+    """A core attention whose dropout draws from this rank's own stream, since each rank has other heads."""
+
+    def __init__(self, core: nn.Module, stream: SplitRandom) -> None:
+        super().__init__()
+        self.core, self.stream = core, stream
+
+    def forward(self, *args: object) -> Tensor:
+        if not self.training:
+            return self.core(*args)
+        with self.stream.fork():
+            return self.core(*args)

@@ -1,0 +1,121 @@
+"""The shard of each parameter that a rank holds: the rows of the table, cut for its place in the layout."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from torch import Tensor, nn
+
+from megatron.distributed.shard import Range, ShardSpec, even_ranges
+from megatron.distributed.state import Axis
+from megatron.errors import ConfigError
+from megatron.model.parameters import WORD_TABLE, Parameter, Row, Shape, stored_shape
+
+
+@dataclass(frozen=True)
+class Held:
+    """The layers, experts and ends of the model that one rank holds."""
+
+    layers: tuple[int, ...]
+    experts: range
+    first: bool = True
+    last: bool = True
+
+    def has(self, parameter: Parameter, *, tied: bool) -> bool:
+        if parameter.layer is not None:
+            return parameter.layer in self.layers and (parameter.expert is None or parameter.expert in self.experts)
+        if parameter.name.startswith("embedding."):
+            return self.first or (self.last and tied and parameter.name == WORD_TABLE)
+        return self.last
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Turns a row of the table into the shard of one tensor-parallel rank."""
+
+    tp: Axis
+    padded_vocab_size: int
+    sequence_parallel: bool = False
+
+    def spec(self, parameter: Parameter) -> ShardSpec:
+        row = parameter.row
+        fold = row.fold if self.tp.size > 1 else 1  # an unsplit parameter keeps its own dimensions
+        spec = ShardSpec(name=parameter.name, logical_shape=row.shape, dim=row.split_dim or 0, fold=fold)
+        if self.tp.size == 1:
+            return spec
+        if row.split_dim is None:
+            summed = ("tp",) if row.trained and (row.after_split or self.sequence_parallel) else ()
+            return replace(spec, replica_axes=summed, copies=((0, spec.size),) if self.tp.rank else ())
+        if row.kind == "vocabulary":
+            return replace(spec, ranges=self._vocabulary(spec.size))
+        if row.fold == 2:
+            return self._query_key_value(spec)
+        return replace(spec, ranges=even_ranges(spec.size, self.tp.size, self.tp.rank))
+
+    def stored_shape(self, row: Row, spec: ShardSpec) -> Shape:
+        """The shape of the shard in memory: a vocabulary table includes its share of the padding rows."""
+        if row.kind == "vocabulary":
+            return self.padded_vocab_size // self.tp.size, row.shape[1]
+        # Folded dimensions are one in `local_shape`; they are rows of the stored matrix where the split is.
+        folded = spec.fold - 1 if row.split_dim is not None and row.split_dim < row.row_dims else 0
+        return stored_shape(spec.local_shape, row.row_dims - folded)
+
+    def _vocabulary(self, size: int) -> tuple[Range, ...]:
+        """Equal shares of the padded table. The padding is at its end, so the last ranks may hold few true rows."""
+        rows = self.padded_vocab_size // self.tp.size
+        start = min(self.tp.rank * rows, size)
+        return ((start, min(start + rows, size)),)
+
+    def _query_key_value(self, spec: ShardSpec) -> ShardSpec:
+        """Whole KV groups; with fewer groups than ranks, some queries of a group and a replica of its key and value."""
+        tp, (groups, per_group) = self.tp, spec.logical_shape[:2]
+        if groups % tp.size == 0:
+            return replace(spec, ranges=even_ranges(spec.size, tp.size, tp.rank))
+        sharing = tp.size // groups  # ranks that share a group
+        group, place = divmod(tp.rank, sharing)
+        first, queries = group * per_group, (per_group - 2) // sharing
+        own = (first + place * queries, first + (place + 1) * queries)
+        shared = (first + per_group - 2, first + per_group)
+        return replace(spec, ranges=(own, shared), replica_axes=("tp",), copies=(shared,) if place else ())
+
+
+def held_specs(table: Mapping[str, Parameter], held: Held, cut: Cut, *, tied: bool, pp: Axis) -> dict[str, ShardSpec]:
+    """name -> ShardSpec of all that a rank holds, in the order of the model."""
+    specs = {name: cut.spec(parameter) for name, parameter in table.items() if held.has(parameter, tied=tied)}
+    if tied and pp.size > 1 and WORD_TABLE in specs:
+        # Replicated on the first and the last stage, and its gradients are summed.
+        spec = specs[WORD_TABLE]
+        copies = spec.held if pp.rank else spec.copies
+        specs[WORD_TABLE] = replace(spec, replica_axes=(*spec.replica_axes, "embedding"), copies=copies)
+    return specs
+
+
+def in_order_of(model: nn.Module, specs: Mapping[str, ShardSpec], *, all_there: bool = True) -> dict[str, ShardSpec]:
+    """The specs, ordered as the model lists its parameters and buffers. Fails on a parameter without a row of the
+    table and, with `all_there`, on a row without its parameter: both are our own mistakes."""
+    names = [*(name for name, _ in model.named_parameters()), *persistent_buffers(model)]
+    apart = sorted(specs.keys() ^ set(names) if all_there else set(names) - specs.keys())
+    assert not apart, f"not both in the model and in the table: {', '.join(apart)}"
+    return {name: specs[name] for name in names}
+
+
+def foreign_specs(model: nn.Module) -> dict[str, ShardSpec]:
+    """The specs of a foreign model: each tensor of its state is unsplit, and its logical view is its own shape."""
+    tensors = {**dict(model.named_parameters()), **persistent_buffers(model)}
+    return {name: ShardSpec(name=name, logical_shape=tuple(tensor.shape)) for name, tensor in tensors.items()}
+
+
+def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """The buffers in a model's state dict, such as running means or the bias of a router.
+
+    A model with state that is not a tensor is refused: a checkpoint would leave it out.
+    """
+    state = model.state_dict(keep_vars=True)
+    foreign = [name for name, value in state.items() if not isinstance(value, Tensor)]
+    if foreign:
+        raise ConfigError(
+            f"the model keeps state that is no tensor ({', '.join(foreign)}), which a checkpoint cannot hold; "
+            "register it as a buffer instead of using get_extra_state"
+        )
+    return {name: buffer for name, buffer in model.named_buffers() if name in state}

@@ -1,0 +1,1 @@
+"""The command lines of tools/. Importing it loads nothing."""

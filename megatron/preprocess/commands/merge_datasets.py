@@ -1,0 +1,125 @@
+"""The command line of tools/merge_datasets.py."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, TextIO
+
+from megatron.errors import ConfigError
+from megatron.utils.command_line import Parser, run_tool
+
+if TYPE_CHECKING:
+    from megatron.data.merge import MergeResult
+
+NAME = "merge_datasets.py"
+
+
+def build_parser() -> Parser:
+    parser = Parser(
+        prog=NAME,
+        description="Concatenates datasets: the partitions of one run in their order, or any others by name. "
+        "Partitions of several keys become PATH_KEY_document each.",
+    )
+    parser.add_argument(
+        "--input",
+        nargs="+",
+        required=True,
+        metavar="DIR_OR_PREFIX",
+        help="folders of datasets, prefixes, patterns; URLs",
+    )
+    parser.add_argument("--output-prefix", required=True, metavar="PATH", help="writes PATH.bin, .idx and .meta.json")
+    parser.add_argument("--work-folder", metavar="DIR", help="with URLs: folder for the local copies (here)")
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing output")
+    parser.add_argument("--dataset-impl", choices=("lazy", "cached", "mmap"), help="kind of index (that of the inputs)")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return run_tool(NAME, lambda: run(build_parser().parse_known_flags(sys.argv[1:] if argv is None else argv)))
+
+
+def run(arguments: argparse.Namespace) -> None:
+    output = arguments.output_prefix
+    if not output or output.endswith(os.sep) or Path(output).is_dir():
+        raise ConfigError(f"--output-prefix {output}: is a folder; add the name of the dataset")
+    from megatron.data.remote import is_url
+
+    if not any(is_url(word) for word in (*arguments.input, output)):
+        if arguments.work_folder is not None:
+            raise ConfigError(f"--work-folder {arguments.work_folder}: only used with URLs; leave it out")
+        for merged in _merge(arguments, arguments.input, output):
+            _print(merged, merged.summary.prefix)
+        return
+    from megatron.data.remote_pairs import beside, fetch_words, put_pair, refuse_existing
+
+    with work_folder(arguments.work_folder) as folder:
+        local = str(folder / output.rpartition("/")[2]) if is_url(output) else output
+        if is_url(output) and not arguments.overwrite:
+            refuse_existing(output, [output])
+        for merged in _merge(arguments, fetch_words(arguments.input, folder), local):
+            place = merged.summary.prefix
+            if is_url(output):
+                place = beside(output, place)
+                if not arguments.overwrite:
+                    refuse_existing(output, [place])  # the keys' names are known only now
+                put_pair(merged.summary.prefix, place)
+            _print(merged, place)
+
+
+@contextmanager
+def work_folder(given: str | None) -> Iterator[Path]:
+    """A temporary folder in the given one (by default the current one), removed with its content."""
+    with ExitStack() as stack:
+        try:
+            folder = stack.enter_context(TemporaryDirectory(prefix="megatron-", suffix=".work", dir=given or "."))
+        except OSError as error:
+            raise ConfigError(f"--work-folder {given or '.'}: cannot be used ({error.strerror})") from None
+        yield Path(folder)
+
+
+def _merge(arguments: argparse.Namespace, inputs: Sequence[str], output: str) -> list[MergeResult]:
+    from megatron.data.merge import merge  # numpy, after --help
+    from megatron.data.parts import find_prefixes, plan_groups
+
+    groups = plan_groups(find_prefixes(inputs, output), output)
+    progress = ByteProgress("merged")
+    return merge(groups, overwrite=arguments.overwrite, impl=arguments.dataset_impl, on_bytes=progress.show)
+
+
+def _print(merged: MergeResult, prefix: str) -> None:
+    written = merged.summary
+    print(
+        f"{prefix}: {merged.parts} datasets merged, {written.documents} documents, {written.sequences} "
+        f"sequences, {written.tokens} tokens ({written.dtype})"
+    )
+    for note in merged.notes:
+        print(f"{prefix}: {note}", file=sys.stderr)
+
+
+class ByteProgress:
+    """Prints bytes, speed and ETA every few seconds."""
+
+    def __init__(self, verb: str, stream: TextIO | None = None, pause: float = 5.0) -> None:
+        self._verb, self._stream, self._pause = verb, stream or sys.stderr, pause
+        self._started = self._said = time.monotonic()
+
+    def show(self, done: int, total: int) -> None:
+        now = time.monotonic()
+        if now - self._said < self._pause or done >= total:
+            return
+        self._said = now
+        speed = done / (now - self._started)
+        left = round((total - done) / speed) if speed else 0
+        print(
+            f"{self._verb} {done / 1e9:.2f} of {total / 1e9:.2f} GB ({speed / 1e6:.0f} MB/s, "
+            f"{left // 3600}:{left // 60 % 60:02d}:{left % 60:02d} left)",
+            file=self._stream,
+            flush=True,
+        )

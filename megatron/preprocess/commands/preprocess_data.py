@@ -1,0 +1,256 @@
+"""The command line of tools/preprocess_data.py: flags spelled as in Megatron's tutorials, and the summary."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron.errors import ConfigError
+from megatron.utils.command_line import Parser, fraction, integer, run_tool
+from megatron.utils.process import usable_cpus
+
+if TYPE_CHECKING:
+    from megatron.preprocess.merge import Report
+    from megatron.preprocess.settings import PreprocessSettings
+
+NAME = "preprocess_data.py"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    def job() -> None:
+        settings, folder = parse(sys.argv[1:] if argv is None else argv)
+        from megatron.data.remote import is_url
+        from megatron.preprocess.run import Terminated, preprocess  # numpy and tokenizers, after --help
+
+        def say(line: str) -> None:
+            print(line, file=sys.stderr)
+
+        try:
+            if is_url(settings.output_prefix):
+                from megatron.preprocess.to_url import preprocess_to_url
+
+                report = preprocess_to_url(settings, folder, say)
+            else:
+                report = preprocess(settings, say)
+        except Terminated as end:
+            print(f"{NAME}: ended by signal {end.number}; {end.kept}", file=sys.stderr)
+            raise SystemExit(128 + end.number) from None
+        print_summary(report)
+
+    return run_tool(NAME, job)
+
+
+def build_parser() -> Parser:
+    parser = Parser(prog=NAME, description="Text in JSON to the .bin/.idx datasets that training reads.")
+    _add_data_flags(parser.add_argument_group("input and output"))
+    _add_text_flags(parser.add_argument_group("text"))
+    _add_tokenizer_flags(parser.add_argument_group("tokenizer"))
+    _add_run_flags(parser.add_argument_group("running"))
+    _add_partition_flags(parser.add_argument_group("one partition of many"))
+    return parser
+
+
+def _add_data_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--input", nargs="+", required=True, metavar="FILE",
+        help="files, patterns, folders, URLs of them: .jsonl, .json, .gz, .zst, .parquet; - is standard input",
+    )  # fmt: skip
+    group.add_argument(
+        "--output-prefix", required=True, metavar="PATH", help="writes PATH_KEY_document.bin, .idx and .meta.json"
+    )
+    group.add_argument(
+        "--work-folder", metavar="DIR",
+        help="with a URL as --output-prefix: where it is written before it is uploaded (NAME-....upload here)",
+    )  # fmt: skip
+    group.add_argument("--overwrite", action="store_true", help="replace an existing output, or an interrupted run")
+    group.add_argument("--resume", action="store_true", help="go on with an interrupted run: only what is missing")
+    group.add_argument(
+        "--dataset-impl", choices=("lazy", "cached", "mmap"), default="mmap", help="kind of index (mmap)"
+    )
+    group.add_argument(
+        "--on-error", choices=("stop", "skip"), default="stop", help="at a line that gives no document (stop)"
+    )
+    group.add_argument(
+        "--max-skip-fraction",
+        type=fraction,
+        default=1.0,
+        metavar="X",
+        help="with --on-error skip: fail when more than this share of the lines is bad (1: never)",
+    )
+
+
+def _add_text_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--json-keys", nargs="+", default=["text"], metavar="KEY",
+        help="keys of the text, a dataset each; meta.text is text in meta (text)",
+    )  # fmt: skip
+    group.add_argument("--append-eod", action="store_true", help="put an end-of-document token after each document")
+    group.add_argument(
+        "--split-sentences", action="store_true", help="a sequence for each sentence; writes PATH_KEY_sentence"
+    )
+    group.add_argument("--keep-newlines", action="store_true", help="with --split-sentences: keep line ends")
+    group.add_argument("--lang", metavar="NAME", help="with --split-sentences: the language (english)")
+
+
+def _add_tokenizer_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--tokenizer-type", metavar="NAME", help="GPT2BPETokenizer, HuggingFaceTokenizer, ...")
+    group.add_argument("--vocab-file", "--vocab", metavar="FILE", help="vocab.json of GPT-2, or vocab.txt of BERT")
+    group.add_argument("--merge-file", "--merges-file", metavar="FILE", help="merges.txt of GPT2BPETokenizer")
+    group.add_argument("--tokenizer-model", metavar="PATH", help="tokenizer.json or its folder, .model, ranks")
+    group.add_argument("--vocab-size", type=integer(1), metavar="N", help="ids of NullTokenizer or TikTokenizer")
+    group.add_argument("--tiktoken-pattern", choices=("v1", "v2"), help="word pattern of TikTokenizer (v2)")
+    group.add_argument(
+        "--tiktoken-num-special-tokens", type=integer(3), default=1000, metavar="N",
+        help="ids of TikTokenizer before its ranks (1000)",
+    )  # fmt: skip
+    group.add_argument("--tiktoken-special-tokens", nargs="+", metavar="TOKEN", help="the first of them by name")
+    group.add_argument(
+        "--encoder", choices=("auto", "fast", "exact"), default="auto",
+        help="auto: the fast engine where it is installed and proved equal (auto)",
+    )  # fmt: skip
+
+
+def _add_run_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--workers", type=integer(1), default=usable_cpus(), metavar="N", help="processes (one for each core)"
+    )
+    group.add_argument(
+        "--chunk-size", type=integer(1), metavar="N", help="most documents encoded at a time (about 1 MB of them)"
+    )
+    group.add_argument(
+        "--log-interval", type=integer(1), metavar="N",
+        help="documents between progress lines (1000, and at most a line a second)",
+    )  # fmt: skip
+    group.add_argument("--keep-sequential-samples", action="store_true", help="no-op: order is always kept")
+
+
+def _add_partition_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--rank", type=integer(0), metavar="I", help="write partition I of --world (from 0)")
+    group.add_argument("--world", type=integer(1), metavar="N", help="number of partitions, one for each machine")
+    group.add_argument(
+        "--partitions", type=integer(1), metavar="N",
+        help="with --rank: --world; alone: nothing to do, all --workers share the files",
+    )  # fmt: skip
+
+
+def parse(argv: Sequence[str]) -> tuple[PreprocessSettings, Path | None]:
+    """Parses the flags; also returns the local folder of a run that writes to a URL."""
+    arguments = build_parser().parse_known_flags([_with_dashes(word) for word in argv])
+    _check(arguments)
+    world = _world(arguments)
+    if arguments.keep_sequential_samples:
+        print("--keep-sequential-samples: nothing to do, documents always keep their order", file=sys.stderr)
+    from megatron.preprocess.settings import PreprocessSettings
+    from megatron.tokenizer.build import TokenizerSettings
+
+    settings = PreprocessSettings(
+        inputs=tuple(arguments.input),
+        output_prefix=arguments.output_prefix,
+        tokenizer=TokenizerSettings(
+            tokenizer_type=arguments.tokenizer_type,
+            tokenizer_model=arguments.tokenizer_model,
+            vocab_file=arguments.vocab_file,
+            merge_file=arguments.merge_file,
+            vocab_size=arguments.vocab_size,
+            tiktoken_pattern=arguments.tiktoken_pattern,
+            tiktoken_num_special_tokens=arguments.tiktoken_num_special_tokens,
+            tiktoken_special_tokens=arguments.tiktoken_special_tokens and tuple(arguments.tiktoken_special_tokens),
+            encoder=arguments.encoder,
+        ),
+        json_keys=tuple(arguments.json_keys),
+        append_eod=arguments.append_eod,
+        split_sentences=arguments.split_sentences,
+        keep_newlines=arguments.keep_newlines,
+        language=arguments.lang or "english",
+        rank=arguments.rank or 0,
+        world=world,
+        dataset_impl=arguments.dataset_impl,
+        workers=arguments.workers,
+        chunk_size=arguments.chunk_size,
+        log_interval=arguments.log_interval,
+        overwrite=arguments.overwrite,
+        resume=arguments.resume,
+        on_error=arguments.on_error,
+        max_skip_fraction=arguments.max_skip_fraction,
+    )
+    return settings, None if arguments.work_folder is None else Path(arguments.work_folder)
+
+
+def _with_dashes(word: str) -> str:
+    """Replaces underscores in flags, as Megatron's older scripts spell them."""
+    flag, equals, value = word.partition("=")
+    return flag.replace("_", "-") + equals + value if flag.startswith("--") else word
+
+
+def _world(arguments: argparse.Namespace) -> int:
+    """The number of partitions; this run writes one of them."""
+    if arguments.rank is None:
+        if arguments.world not in (None, 1):
+            raise ConfigError(f"--world {arguments.world}: --rank is missing; give each partition its number from 0")
+        if arguments.partitions is not None and arguments.partitions > 1:
+            print(
+                f"--partitions {arguments.partitions}: nothing to do, all --workers share the files and the output is "
+                "the same; with --rank it makes one partition of many",
+                file=sys.stderr,
+            )
+        return 1
+    if arguments.world and arguments.partitions and arguments.world != arguments.partitions:
+        raise ConfigError(
+            f"--partitions {arguments.partitions}: --world says {arguments.world}; give one of the two with --rank"
+        )
+    world: int | None = arguments.world or arguments.partitions
+    if world is None:
+        raise ConfigError(f"--rank {arguments.rank}: --world is missing; give the number of partitions")
+    if arguments.rank >= world:
+        raise ConfigError(f"--rank {arguments.rank}: there are {world} partitions, 0 to {world - 1}")
+    return world
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    keys = arguments.json_keys
+    for key in keys:
+        if keys.count(key) > 1:
+            raise ConfigError(f"--json-keys {' '.join(keys)}: {key} is given twice; name each key once")
+        if "/" in key or "\0" in key:
+            raise ConfigError(f"--json-keys {key}: a key with a slash cannot be part of the output's name; rename it")
+    prefix = arguments.output_prefix
+    if not prefix or prefix.endswith(os.sep):
+        raise ConfigError(f"--output-prefix {prefix}: is a folder; add the name of the dataset: {prefix}corpus")
+    if arguments.work_folder is not None and "://" not in prefix:
+        raise ConfigError(
+            f"--work-folder {arguments.work_folder}: only used with a URL as --output-prefix; leave it out"
+        )
+    if arguments.on_error == "stop" and arguments.max_skip_fraction != 1.0:
+        raise ConfigError(f"--max-skip-fraction {arguments.max_skip_fraction:g}: only used with --on-error skip")
+    if arguments.resume and arguments.overwrite:
+        raise ConfigError("--resume: --overwrite starts afresh and --resume goes on; give one of the two")
+    for flag, given in (("--keep-newlines", arguments.keep_newlines), ("--lang", arguments.lang)):
+        if given and not arguments.split_sentences:
+            raise ConfigError(f"{flag}: only used with --split-sentences; leave it out, or split sentences")
+
+
+def print_summary(report: Report) -> None:
+    if not report.keys:
+        return
+    for key in report.keys:
+        written = key.summary
+        per_token = key.text_bytes / max(written.tokens, 1)
+        print(
+            f"{written.prefix}: {written.documents} documents, {written.tokens} tokens ({written.dtype}), "
+            f"{per_token:.2f} bytes per token, longest document {written.longest_document} tokens, "
+            f"{written.empty_documents} empty"
+        )
+    if report.blank_lines:
+        print(f"blank lines skipped: {report.blank_lines}")
+    for kind, count in sorted(report.bad_lines.items()):
+        print(f"bad lines skipped: {count} ({kind})")
+    if report.engine:
+        print(f"encoder: {report.engine}")
+    print(
+        f"{report.documents} documents in {report.seconds:.1f} s: {report.documents / report.seconds:.1f} docs/s, "
+        f"{report.megabytes_per_second:.2f} MB/s"
+    )

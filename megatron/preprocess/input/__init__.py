@@ -1,0 +1,1 @@
+"""From input files to batches of documents. Importing it loads nothing."""

@@ -1,0 +1,195 @@
+"""Parses JSON lines into the texts of documents, or reasons why a line has none."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+try:
+    from orjson import loads as _orjson_loads
+except ImportError:
+    _orjson_loads = None  # type: ignore[assignment]
+
+FAST_LOADS: Callable[[bytes], Any] | None = _orjson_loads
+FAST_JSON_HINT = "JSON is parsed by the standard library; pip install orjson to have it parsed several times as fast"
+
+# Numbers are not used. As floats they take constant memory however many digits they have, and Python's limit
+# on the digits of an int does not make a valid line invalid.
+_DECODER = json.JSONDecoder(parse_int=float)
+# Replaces a line that was too long to keep. It is not UTF-8, so a real line equal to it is bad as well.
+TOO_LONG = b"\xff\xfe line too long"
+_DEEP_BYTES = 1000  # a shorter line cannot be nested so deeply that the two parsers differ
+_DEEP_MARKS = 400
+
+Texts = list[str]  # the sequences of one document; several if the value is a list of texts
+
+
+@dataclass(frozen=True, slots=True)
+class BadLine:
+    """The reason why a line gives no document."""
+
+    number: int
+    kind: str  # for counting
+    detail: str  # for the reader
+
+    def __str__(self) -> str:
+        return f"{self.kind} ({self.detail})" if self.detail else self.kind
+
+
+class LineError(Exception):
+    def __init__(self, kind: str, detail: str = "") -> None:
+        super().__init__(kind, detail)
+        self.kind, self.detail = kind, detail
+
+
+@dataclass(slots=True)
+class Batch:
+    """Consecutive lines of a segment, about 1 MB. An item of a JSON array or a row of a table counts as a line."""
+
+    first_line: int  # within the segment, counted from 0
+    lines: int  # blank and bad ones included
+    size: int  # bytes consumed
+    documents: list[tuple[int, list[Texts]]]  # the line within the segment, and the texts of each key
+    blank: int
+    bad: list[BadLine]  # numbers within the segment
+
+
+def parse_lines(
+    block: bytes, keys: Sequence[str], first: int = 0, loads: Callable[[bytes], Any] | None = FAST_LOADS
+) -> Batch:
+    """Parses whole lines; `first` is the number of the first one.
+
+    The standard library accepts all that `loads` accepts, with the same texts; what it rejects goes to `parse_line`.
+    """
+    lines = block.split(b"\n")
+    if not lines[-1]:
+        lines.pop()
+    batch = Batch(first, len(lines), len(block), [], 0, [])
+    if loads is None:
+        for number, line in enumerate(lines, start=first):
+            _parse_into(batch, number, line, keys)
+        return batch
+    append = batch.documents.append
+    key, one_key = keys[0], len(keys) == 1
+    for number, line in enumerate(lines, start=first):
+        try:
+            record = loads(line)
+            get = record.get
+            if one_key and type(text := get(key)) is str:  # the loop below, for the most common case
+                texts = [[text]]
+            else:
+                texts = [[text] if type(text := get(key)) is str else _texts_under(record, key) for key in keys]
+            if len(line) > _DEEP_BYTES and _may_be_deep(line, record):
+                _parse_into(batch, number, line, keys)
+            else:
+                append((number, texts))
+        except (ValueError, AttributeError, LineError):
+            _parse_into(batch, number, line, keys)
+    return batch
+
+
+def _texts_under(record: dict[str, Any], key: str) -> Texts:
+    """The texts under each key. `loads` has rejected lone surrogates."""
+    value = find_value(record, key)
+    if type(value) is str:
+        return [value]
+    if type(value) is list and all(type(text) is str for text in value):
+        return value
+    raise LineError("not text")
+
+
+def _may_be_deep(line: bytes, record: dict[str, object]) -> bool:
+    """True if a line may be nested too deeply for one of the parsers. Cheap; errs towards the slow path."""
+    for value in record.values():
+        if type(value) in (dict, list):
+            return line.count(b"[") + line.count(b"{") > _DEEP_MARKS
+    return False
+
+
+def _parse_into(batch: Batch, number: int, line: bytes, keys: Sequence[str]) -> None:
+    try:
+        texts = parse_line(line, keys)
+    except LineError as error:
+        batch.bad.append(BadLine(number, error.kind, error.detail))
+        return
+    if texts is None:
+        batch.blank += 1
+    else:
+        batch.documents.append((number, texts))
+
+
+def parse_line(line: bytes, keys: Sequence[str]) -> list[Texts] | None:
+    """The texts under each key; None for a blank line. The last of duplicate keys counts."""
+    if line == TOO_LONG:
+        raise LineError("line too long", "more than 1 GiB; it is damaged, or not JSON lines")
+    try:
+        text = line.decode("utf-8").strip()
+    except UnicodeDecodeError as error:
+        raise LineError("not UTF-8", f"byte {error.start + 1} of the line: {error.reason}") from None
+    if not text:
+        return None
+    try:
+        record = _DECODER.decode(text)
+    except RecursionError:
+        raise LineError("not JSON", "nested too deeply") from None
+    except ValueError as error:
+        if text in ("{", "["):
+            raise LineError("not JSON", f"{text} alone: not one object per line; convert it with jq -c .") from None
+        raise LineError("not JSON", f"{error}") from None
+    if not isinstance(record, dict):
+        raise LineError("not a JSON object", "each line is one object, with the text under a key")
+    return [texts_of(find_value(record, key), key) for key in keys]
+
+
+def find_value(record: dict[str, Any], key: str) -> object:
+    """The value of the key itself, or else of the path through objects that its dots spell."""
+    if key in record:
+        return record[key]
+    value: Any = record
+    names = key.split(".")
+    for i, name in enumerate(names):
+        if type(value) is not dict or name not in value:
+            raise missing_key(key, ".".join(names[:i]), list(value) if type(value) is dict else None)
+        value = value[name]
+    return value
+
+
+def missing_key(key: str, inside: str, names: Sequence[str] | None, kind: str = "keys") -> LineError:
+    if names is None:
+        return LineError("key missing", f"no {key!r}: {inside!r} holds no object")
+    present = ", ".join(repr(name)[:40] for name in names[:5]) or "none"
+    return LineError("key missing", f"no {key!r} among the {kind}{f' of {inside!r}' if inside else ''}: {present}")
+
+
+def texts_of(value: object, key: str) -> Texts:
+    if type(value) is str:
+        return [_checked(value, key)]
+    if not isinstance(value, list):
+        value = [value]
+    texts: Texts = []
+    for text in value:
+        if not isinstance(text, str):
+            raise LineError("not text", f"{key!r} holds {_json_kind(text)}")
+        texts.append(_checked(text, key))
+    return texts
+
+
+def _checked(text: str, key: str) -> str:
+    if not text.isascii():
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            code = f"U+{ord(text[error.start]):04X}"
+            detail = f"{key!r} holds {code} at character {error.start}, half of a surrogate pair"
+            raise LineError("lone surrogate", detail) from None
+    return text
+
+
+def _json_kind(value: object) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "true or false"
+    return {float: "a number", dict: "an object", list: "a list in a list"}.get(type(value), type(value).__name__)

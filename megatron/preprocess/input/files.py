@@ -1,0 +1,290 @@
+"""Expands --input (files, patterns, folders, URLs of them, standard input) to a list of input files."""
+
+from __future__ import annotations
+
+import glob
+import json
+import os
+import stat
+import sys
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+from megatron.data import remote
+from megatron.errors import ConfigError, DataError
+
+STDIN = "-"
+STDIN_NAME = "standard input"
+UTF8_BOM = b"\xef\xbb\xbf"
+KINDS = {".gz": "gzip", ".zst": "zstd", ".parquet": "parquet"}
+IN_FOLDERS = (".jsonl", ".json", ".ndjson", *KINDS)
+_BEGINNINGS = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"PAR1": "parquet"}
+_SNIFFED_BYTES = 1 << 14
+_UNPACKED_BYTES = 1 << 20  # which may begin with white space
+_NOT_READ = {".bz2": "bunzip2", ".xz": "unxz", ".zip": "unzip", ".7z": "7z x", ".tar": "tar xf", ".tgz": "tar xf"}
+_OWN_RECORDS = ("_document.meta.json", "_sentence.meta.json")
+
+
+@dataclass(frozen=True, slots=True)
+class InputFile:
+    """One input file, or a pipe."""
+
+    path: str  # as shown in messages
+    kind: str  # "lines", "gzip", "zstd", "parquet", "array" (one JSON array, not compressed), "stdin" (any pipe)
+    size: int  # bytes on disk, 0 if unknown
+    identity: str  # absolute path, size and modification time: equal identities mean equal content
+    array: bool = False  # holds one JSON array, compressed or not; for pipes known only when read
+
+    @property
+    def unit(self) -> str:
+        """The unit in which its documents are counted."""
+        return "row" if self.kind == "parquet" else "item" if self.array else "line"
+
+    def place(self, number: int) -> str:
+        """The place of a document for messages; `number` counts from 1."""
+        return f"{self.path}:{number}" if self.unit == "line" else f"{self.path}, {self.unit} {number}"
+
+    def refuse_change(self, file: BinaryIO | None = None) -> None:
+        """Raises an error if the file has changed since the run was planned. None: stats it by name."""
+        if self.kind == "stdin":
+            return
+        if remote.is_url(self.path):
+            there = remote.status_of(self.path)
+            size, version = there.size, _remote_version(there)
+        else:
+            status = Path(self.path).stat() if file is None else os.fstat(file.fileno())
+            size, version = status.st_size, _version(status)
+        if not self.identity.endswith(f" {version}"):
+            raise DataError(
+                f"{self.path}: was changed while it was read ({self.size} bytes before, {size} now); "
+                "run again when nobody writes it"
+            )
+
+    def open(self, buffering: int) -> BinaryIO:
+        """Opens a file or URL (not standard input)."""
+        if remote.is_url(self.path):
+            return cast(BinaryIO, remote.open_remote(self.path, self.size, buffering))
+        return open(self.path, "rb", buffering=buffering)
+
+
+def expand_inputs(patterns: Sequence[str]) -> list[InputFile]:
+    """Expands words to files in the given order; matches and folder contents are sorted by name."""
+    if STDIN in patterns:
+        if len(patterns) > 1:
+            raise ConfigError(f"--input {' '.join(patterns)}: - is standard input and is given alone; name it once")
+        return [_standard_input()]
+    sources: list[InputFile] = []
+    seen: set[object] = set()
+    for pattern in patterns:
+        for path in _files_of(pattern):
+            source, file = _remote_source(path) if remote.is_url(path) else _source(path)
+            if file in seen:
+                raise ConfigError(f"--input {path}: given twice, so its documents would count twice; name it once")
+            seen.add(file)
+            sources.append(source)
+    return sources
+
+
+def input_bytes(sources: Sequence[InputFile]) -> int:
+    """Size on disk, for the progress display (0 if that of any is unknown)."""
+    return 0 if any(source.kind == "stdin" for source in sources) else sum(source.size for source in sources)
+
+
+def _version(status: os.stat_result) -> str:
+    return f"{status.st_size} {status.st_mtime_ns}"
+
+
+def _remote_version(status: remote.RemoteStatus) -> str:
+    return f"{status.size} {status.version}"
+
+
+def _files_of(pattern: str) -> Iterator[str]:
+    if remote.is_url(pattern):
+        yield from _remote_files_of(pattern)
+        return
+    if not os.path.lexists(pattern) and Path(pattern).name == "**":
+        pattern = str(Path(pattern).parent)  # everything below a folder: the same as the folder
+    if os.path.lexists(pattern):
+        found = [pattern]
+    elif glob.has_magic(pattern):
+        found = sorted(glob.glob(pattern, recursive=True))
+        if "**" in pattern:  # it matches folders as well as their content
+            found = [name for name in found if not Path(name).is_dir()]
+        if not found:
+            raise ConfigError(f"--input {pattern}: no file matches the pattern; check the path")
+    else:
+        raise ConfigError(f"--input {pattern}: there is no such file; check the path")
+    for name in found:
+        if Path(name).is_dir():
+            yield from _files_in(name)
+        else:
+            yield name
+
+
+def _files_in(folder: str) -> list[str]:
+    """All files below a folder with a known ending. Follows links to folders, each folder once."""
+    found: list[str] = []
+    seen: set[tuple[int, int]] = set()
+    for current, folders, names in os.walk(folder, onerror=_raise_unreadable, followlinks=True):
+        status = Path(current).stat()
+        if (status.st_dev, status.st_ino) in seen:
+            folders.clear()
+            continue
+        seen.add((status.st_dev, status.st_ino))
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        paths = [str(Path(current) / name) for name in sorted(names) if not name.startswith(".")]
+        found += [path for path in paths if _is_data(path)]
+    if not found:
+        raise ConfigError(f"--input {folder}: the folder holds no {', '.join(IN_FOLDERS)} files; check the path")
+    return sorted(found)
+
+
+def _remote_files_of(pattern: str) -> list[str]:
+    if remote.has_magic(pattern):
+        found = remote.matches(pattern)
+        if not found:
+            raise ConfigError(f"--input {pattern}: no object matches the pattern; check the address")
+        return found
+    if not remote.is_folder(pattern):
+        return [pattern]
+    names = remote.files_in(pattern)
+    found = [name for name in names if _is_data(name) and not _is_own_record(name, names)]
+    if not found:
+        raise ConfigError(f"--input {pattern}: the folder holds no {', '.join(IN_FOLDERS)} files; check the address")
+    return found
+
+
+def _is_own_record(name: str, names: Sequence[str]) -> bool:
+    """True for the record of a dataset that an earlier run wrote beside its input."""
+    return name.endswith(_OWN_RECORDS) and name.removesuffix(".meta.json") + ".idx" in names
+
+
+def _raise_unreadable(error: OSError) -> None:
+    raise ConfigError(f"--input {error.filename}: may not be read ({error.strerror}); check its permissions") from None
+
+
+def _is_data(path: str) -> bool:
+    """True for data, also in formats that cannot be read (x.jsonl.bz2): these are refused, not skipped."""
+    suffixes = [suffix.lower() for suffix in Path(path).suffixes[-2:]]
+    if path.endswith(_OWN_RECORDS) and Path(path.removesuffix(".meta.json") + ".idx").exists():
+        return False  # the record of a dataset that an earlier run wrote beside its input
+    return bool(suffixes) and (suffixes[-1] in IN_FOLDERS or (suffixes[0] in IN_FOLDERS and suffixes[-1] in _NOT_READ))
+
+
+def _refuse_unread(path: str) -> None:
+    for suffix in (suffix.lower() for suffix in Path(path).suffixes[-2:]):
+        if suffix in _NOT_READ:
+            raise ConfigError(f"--input {path}: {suffix} is not read; unpack it first ({_NOT_READ[suffix]})")
+
+
+def _remote_source(url: str) -> tuple[InputFile, str]:
+    _refuse_unread(url)
+    status = remote.status_of(url)
+    with remote.open_remote(url, status.size, _SNIFFED_BYTES) as file:
+        kind, array = _look_into(file, url, status.size)
+    return InputFile(url, kind, status.size, f"{url} {_remote_version(status)}", array), url
+
+
+def _source(path: str) -> tuple[InputFile, tuple[int, int]]:
+    _refuse_unread(path)
+    try:
+        status = Path(path).stat()
+        if stat.S_ISFIFO(status.st_mode):
+            kind, array = "stdin", False
+        elif stat.S_ISREG(status.st_mode):
+            with open(path, "rb") as file:
+                kind, array = _look_into(file, path, status.st_size)
+        else:
+            raise ConfigError(f"--input {path}: neither a file nor a pipe; give files that hold JSON lines")
+    except PermissionError:
+        raise ConfigError(f"--input {path}: may not be read; check its permissions") from None
+    except FileNotFoundError:
+        raise ConfigError(f"--input {path}: there is no such file (a broken link?); check the path") from None
+    except OSError as error:
+        raise ConfigError(f"--input {path}: cannot be read ({error.strerror or error}); check the path") from None
+    size = 0 if kind == "stdin" else status.st_size
+    identity = f"{Path(path).resolve()} {_version(status)}"
+    return InputFile(path, kind, size, identity, array), (status.st_dev, status.st_ino)
+
+
+def _standard_input() -> InputFile:
+    if sys.stdin is None or sys.stdin.closed:
+        raise ConfigError("--input -: standard input is closed; pipe the text into the tool, or name files")
+    if sys.stdin.isatty():
+        raise ConfigError("--input -: standard input is a terminal; pipe the text into the tool, or name files")
+    return InputFile(STDIN_NAME, "stdin", 0, STDIN)
+
+
+def _look_into(file: BinaryIO, path: str, size: int) -> tuple[str, bool]:
+    """The kind, by the ending or else by the first bytes, and whether it holds one JSON array."""
+    head = file.read(_SNIFFED_BYTES)
+    if head and not size:
+        return "stdin", False  # some file systems report no size; the file must not count as empty
+    kind = KINDS.get(Path(path).suffix.lower())
+    if kind is None:
+        kind = next((kind for beginning, kind in _BEGINNINGS.items() if head.startswith(beginning)), "lines")
+    if kind == "lines" and begins_array(_behind_blanks(file, head)):
+        return "array", True
+    if kind == "parquet":
+        pyarrow_parquet()  # fails before anything is read
+    if kind in ("gzip", "zstd") and not size:
+        raise ConfigError(
+            f"--input {path}: has 0 bytes, but even an empty archive has more; fetch it again, or leave it out"
+        )
+    return kind, kind in ("gzip", "zstd") and begins_array(_decompressed_head(kind, head))
+
+
+def _behind_blanks(file: BinaryIO, head: bytes) -> bytes:
+    """The first bytes after white space."""
+    while head and not head.removeprefix(UTF8_BOM).strip():
+        head = file.read(_SNIFFED_BYTES)
+    return head
+
+
+def begins_array(head: bytes) -> bool:
+    """True for one JSON array; not for lines of which the first is a list."""
+    head = head.removeprefix(UTF8_BOM).lstrip()
+    line, _, others = head.partition(b"\n")
+    return head.startswith(b"[") and not (others.strip() and _is_json(line))
+
+
+def _is_json(line: bytes) -> bool:
+    try:
+        json.loads(line)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def zstandard_module() -> Any:
+    try:
+        import zstandard
+    except ImportError:
+        raise ConfigError("--input: reading .zst needs the package zstandard; pip install zstandard") from None
+    return zstandard
+
+
+def pyarrow_parquet() -> Any:
+    try:
+        import pyarrow.parquet
+    except ImportError:
+        raise ConfigError("--input: reading .parquet needs the package pyarrow; pip install pyarrow") from None
+    return pyarrow.parquet
+
+
+def _decompressed_head(kind: str, head: bytes) -> bytes:
+    """The head of a compressed file, as far as readable; damage is reported when the file is read."""
+    if kind == "gzip":
+        try:
+            return zlib.decompressobj(wbits=31).decompress(head, _UNPACKED_BYTES)
+        except zlib.error:
+            return b""
+    zstandard = zstandard_module()
+    try:
+        found: bytes = zstandard.ZstdDecompressor().stream_reader(head).read(_UNPACKED_BYTES)
+        return found
+    except zstandard.ZstdError:
+        return b""

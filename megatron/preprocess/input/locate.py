@@ -1,0 +1,100 @@
+"""Finds the line of a document. Segments are cut by bytes, so lines are counted only when a message needs them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from megatron.errors import MegatronError
+from megatron.preprocess.input.files import InputFile
+from megatron.preprocess.input.segments import Segment, count_lines_before
+from megatron.preprocess.shard import SegmentResult
+
+_BLOCK = 1 << 20
+_QUICK = 1 << 30  # bytes searched for a line number while a failed run waits
+
+
+@dataclass(frozen=True, slots=True)
+class Assigned:
+    """A segment in flight, without its data."""
+
+    segment: Segment
+    lines: int | None  # None: unknown without reading
+
+
+def assigned(segment: Segment) -> Assigned:
+    if segment.data is None:
+        return Assigned(segment, None)
+    return Assigned(replace(segment, data=None), _count(segment.data))
+
+
+class Lines:
+    """Counts the lines of an input file as its segments finish in order."""
+
+    def __init__(self) -> None:
+        self._source: InputFile | None = None
+        self._first_start = self._before = 0
+        self._end = 0  # lines of the segments counted so far
+
+    def enter(self, source: InputFile, start: int) -> None:
+        """Sets the next segment by where it begins."""
+        if self._source is None or source.path != self._source.path:
+            self._source, self._first_start, self._end, self._before = source, start, start, 0
+
+    def leave(self, result: SegmentResult) -> None:
+        self._before += result.lines
+        self._end = result.stop
+
+    def place(self, line: int) -> str:
+        """The place of a line of the next segment; lines count from 0, messages from 1."""
+        assert self._source is not None
+        share = count_lines_before(self._source, self._first_start)  # a partition may begin inside a file
+        return self._source.place(share + self._before + line + 1)
+
+    def place_range(self, lost: Assigned, between: list[Assigned], done: int) -> str:
+        """The lines of a segment that was lost after `done` lines, while the segments `between` are unfinished."""
+        try:
+            return self._place_range(lost, between, done)
+        except (OSError, MegatronError):  # the lines of a missing or changed file cannot be counted
+            unit = "row groups" if lost.segment.source.kind == "parquet" else "bytes"
+            return f"{lost.segment.source.path}, {unit} {lost.segment.start} to {lost.segment.stop}"
+
+    def _place_range(self, lost: Assigned, between: list[Assigned], done: int) -> str:
+        segment = lost.segment
+        source = segment.source
+        if source.kind == "parquet":
+            first, last = (count_lines_before(source, group) for group in (segment.start, segment.stop))
+            return f"{source.path}, rows {first + done + 1} to {last}"
+        before = [other for other in between if other.segment.source.path == source.path]
+        same = self._source is not None and self._source.path == source.path
+        if segment.source.kind == "lines":
+            counted_to = self._end if same else 0
+            if (0 if same else segment.start) + segment.stop - counted_to > _QUICK or (same and self._first_start):
+                return f"{source.path}, bytes {segment.start} to {segment.stop}"
+            first = (self._before if same else 0) + _lines_between(source, counted_to, segment.start)
+            last = first + _lines_between(source, segment.start, segment.stop)
+        else:
+            first = (self._before if same else 0) + sum(other.lines or 0 for other in before)
+            last = first + (lost.lines or 0)
+        name = "items" if source.array else "lines"
+        return f"{source.path}, {name} {first + done + 1} to {max(last, first + done + 1)}"
+
+    def place_waiting(self, first: InputFile) -> str:
+        return f"{(self._source or first).path}, after line {self._before}"
+
+
+def _lines_between(source: InputFile, start: int, stop: int) -> int:
+    """The number of lines that begin in these bytes."""
+    if stop <= start:
+        return 0
+    count = 1 if start == 0 else 0
+    position, end = max(start - 1, 0), stop - 1
+    with source.open(_BLOCK) as stream:
+        stream.seek(position)
+        while position < end and (block := stream.read(min(_BLOCK, end - position))):
+            count += _count(block)
+            position += len(block)
+    return count
+
+
+def _count(data: bytes) -> int:
+    return data.count(b"\n")

@@ -1,0 +1,1 @@
+"""The fast encoder and the checks that its ids equal those of the exact one. Importing it loads nothing."""

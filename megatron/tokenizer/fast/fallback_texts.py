@@ -1,0 +1,89 @@
+"""Finds texts that must fall back to the exact encoder, because two Unicode tables may treat them differently."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+# Beyond this only the ideographs of extensions B and C, complete since Unicode 5.2, are safe.
+_SCANNED = 0x20000
+_OLD_IDEOGRAPHS = ((0x20000, 0x2A6D7), (0x2A700, 0x2B735))
+_PRIVATE = 0xE0000
+# A small letter in one table, a letter without case in another.
+_PHARYNGEAL_FRICATIVE = 0x0295
+_BLOCK = 1 << 20
+
+
+class FallbackTexts:
+    """Finds such texts at a cost that is negligible beside the fast encoder's.
+
+    A character is unsafe if Python's Unicode table does not have it: it is new, so one of the two encoders may treat it
+    as a letter and the other not. Where text is composed (normal form C) before encoding, a character that composition
+    reorders or joins is unsafe as well, unless it is so old (Unicode 3.2) that every table has it.
+    """
+
+    def __init__(self, *, composes: bool = False, cased: bool = False, plain_tokens: Sequence[str] = ()) -> None:
+        self._composes, self._cased = composes, cased
+        self._tokens = re.compile("|".join(map(re.escape, plain_tokens))) if plain_tokens else None
+
+    def prepare(self) -> None:
+        """Builds the table now, so that processes forked later share it."""
+        _ = self._table
+
+    def holds_token(self, text: str) -> bool:
+        """True if the text contains an added token: such a text must not be cut."""
+        return self._tokens is not None and self._tokens.search(text) is not None
+
+    def find(self, texts: Sequence[str], encoded: Sequence[bytes]) -> set[int]:
+        """The positions of the texts to fall back on; `encoded` are the same texts in UTF-8."""
+        found = {i for i, text in enumerate(texts) if self.holds_token(text)} if self._tokens else set()
+        if self._any(b"".join(encoded)):
+            found.update(i for i, data in enumerate(encoded) if self._any(data))
+        return found
+
+    def _any(self, data: bytes) -> bool:
+        if data.isascii():
+            return False
+        start = 0
+        while start < len(data):
+            stop = min(start + _BLOCK, len(data))
+            while stop < len(data) and data[stop] & 0xC0 == 0x80:  # inside a character
+                stop += 1
+            block = np.frombuffer(data, dtype=np.uint8, count=stop - start, offset=start)
+            others = block[block >= 0x80].tobytes().decode("utf-8")  # without the ASCII characters
+            if self._table[np.frombuffer(others.encode("utf-32-le"), dtype=np.uint32)].any():
+                return True
+            start = stop
+        return False
+
+    @cached_property
+    def _table(self) -> npt.NDArray[np.bool_]:
+        table = np.zeros(0x110000, dtype=np.bool_)
+        categories = [*map(unicodedata.category, map(chr, range(_SCANNED)))]
+        table[:_SCANNED] = np.array(categories) == "Cn"
+        table[_SCANNED:_PRIVATE] = True
+        for start, stop in _OLD_IDEOGRAPHS:
+            table[start:stop] = False
+        table[_PHARYNGEAL_FRICATIVE] = self._cased
+        if self._composes:
+            table[[*_composing()]] = True
+        return table
+
+
+def _composing() -> Iterator[int]:
+    """Newer characters that normal form C reorders, changes or joins to the one before."""
+    for code in range(0x300, _SCANNED):
+        character = chr(code)
+        if unicodedata.ucd_3_2_0.category(character) != "Cn":
+            continue
+        decomposed = unicodedata.decomposition(character)
+        canonical = bool(decomposed) and not decomposed.startswith("<")
+        if canonical or unicodedata.combining(character):
+            yield code
+        if canonical:
+            yield from (int(part, 16) for part in decomposed.split()[1:])

@@ -1,0 +1,142 @@
+"""Guards the fast encoder: its ids equal those of the exact one, or the run stops and names the difference.
+
+1. Only kinds of tokenizer that were proved equal are encoded fast (kinds.py).
+2. At the start both encode probe texts with this vocabulary (probe_texts.py).
+3. Texts that two Unicode tables may treat differently fall back to the exact encoder (fallback_texts.py).
+4. A sample of all text is encoded again by the exact encoder. A difference is an EncoderDifference.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from megatron.tokenizer.base import EncoderDifference, Ids, refuse_surrogates
+from megatron.tokenizer.fast.engine import EnginePanicError
+from megatron.tokenizer.fast.fallback_texts import FallbackTexts
+from megatron.tokenizer.fast.words import WORD_END, split_at_words
+
+ExactEncoder = Callable[[str], Ids]
+
+# One piece of this size is sampled per stretch: 0.2 % of the text, a tenth of the fast encoder's time.
+PIECE = 2048
+STRETCH = 1 << 20
+# At least one sample in so much text, whatever the choice by content gives.
+LONGEST_UNSAMPLED = 4 * STRETCH
+# The first texts are all compared, so that a small input is not left to chance.
+WARM_UP = 4 * PIECE
+EXCERPT = 60
+
+
+class FastEncoder(Protocol):
+    def encode(self, data: bytes) -> Ids:
+        """Ids of one text, given in UTF-8."""
+        ...
+
+
+class GuardedEncoder:
+    def __init__(self, engine: FastEncoder, exact: ExactEncoder, fallback: FallbackTexts) -> None:
+        self._engine, self._exact, self._fallback = engine, exact, fallback
+        self._warm_up, self._unsampled = WARM_UP, 0
+
+    def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
+        try:
+            encoded = [text.encode("utf-8") for text in texts]
+        except UnicodeEncodeError:
+            for text in texts:
+                refuse_surrogates(text)
+            raise
+        fallback = self._fallback.find(texts, encoded)
+        arrays = []
+        for index, (text, data) in enumerate(zip(texts, encoded, strict=True)):
+            if index in fallback:
+                arrays.append(self._encode_with_fallback(text))
+                continue
+            try:
+                ids = self._engine.encode(data)
+            except EnginePanicError:
+                arrays.append(self._exact(text))
+                continue
+            arrays.append(ids)
+            for start in self._sample(text):
+                self._compare(index, text, ids, start)
+        return arrays
+
+    def _encode_with_fallback(self, text: str) -> Ids:
+        """Encodes the unsafe parts of a long text exactly, and the rest fast."""
+        if len(text) <= PIECE or self._fallback.holds_token(text):
+            return self._exact(text)
+        parts = list(split_at_words(text, PIECE))
+        encoded = [part.encode("utf-8") for part in parts]
+        fallback = self._fallback.find(parts, encoded)
+        try:
+            return np.concatenate(
+                [
+                    self._exact(part) if i in fallback else self._engine.encode(encoded[i])
+                    for i, part in enumerate(parts)
+                ]
+            )
+        except EnginePanicError:
+            return self._exact(text)
+
+    def _sample(self, text: str) -> Sequence[int]:
+        """Where the pieces to compare begin. Chosen by content, so independent of the number of workers."""
+        size = len(text)
+        self._unsampled += size
+        chance = zlib.crc32(f"{size}{text[:32]}{text[-32:]}".encode()) / (1 << 32)
+        pieces = int(max(size, PIECE) / STRETCH + chance)
+        if not pieces:
+            if self._warm_up <= 0 and self._unsampled <= LONGEST_UNSAMPLED:
+                return ()
+            pieces = 1
+        self._unsampled = 0
+        self._warm_up -= min(size, PIECE)
+        return [int((number + chance) / pieces * max(0, size - PIECE)) for number in range(pieces)]
+
+    def _compare(self, index: int, text: str, ids: Ids, start: int) -> None:
+        piece, at_words = _cut(text, start)
+        if at_words and occurs(self._exact(piece), ids):
+            return
+        # A piece cut inside a word need not occur in the ids; then it, or all of a short text, is encoded again.
+        whole = text if at_words and len(text) <= STRETCH else piece
+        found = ids if whole is text else self._engine.encode(piece.encode())
+        if not np.array_equal(self._exact(whole), found):
+            raise EncoderDifference(index, self._excerpt(whole))
+
+    def _excerpt(self, text: str) -> str:
+        """A part of the text that still shows the difference, shortened by halving."""
+        while len(text) > EXCERPT:
+            middle = len(text) // 2
+            halves = [part for part in (text[:middle], text[middle:]) if self._differ(part)]
+            if not halves:
+                break
+            text = halves[0]
+        return text if len(text) <= 4 * EXCERPT else text[: 4 * EXCERPT] + "..."
+
+    def _differ(self, text: str) -> bool:
+        return not np.array_equal(self._exact(text), self._engine.encode(text.encode()))
+
+
+def _cut(text: str, start: int) -> tuple[str, bool]:
+    """About PIECE characters from `start`, and whether they are cut where every known pattern ends a word."""
+    if len(text) <= PIECE:
+        return text, True
+    first = WORD_END.search(text, start, start + PIECE) if start else None
+    begin = first.start() if first else start
+    last = WORD_END.search(text, begin + PIECE, begin + 2 * PIECE)
+    end = last.start() if last else min(begin + PIECE, len(text))
+    return text[begin:end], (begin == 0 or first is not None) and (last is not None or end == len(text))
+
+
+def occurs(part: Ids, whole: Ids) -> bool:
+    """True if `part` is a contiguous part of `whole`."""
+    if len(part) == len(whole):
+        return bool(np.array_equal(part, whole))
+    wanted, bytes_of = part.astype(np.int32).tobytes(), whole.astype(np.int32, copy=False).tobytes()
+    position = bytes_of.find(wanted)
+    while position % 4 and position > 0:
+        position = bytes_of.find(wanted, position + 1)
+    return position >= 0

@@ -1,0 +1,21 @@
+"""Splits long texts where a word ends, so that the parts' encodings concatenate to the encoding of the whole."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+# In every known pattern a word ends where a space follows a visible character.
+WORD_END = re.compile(r"(?<=\S) ")
+# In GPT-2's pattern no word spans a visible character and a line end either, and none looks past that point.
+WORD_OR_LINE_END = re.compile(r"(?<=\S)[ \n]")
+
+
+def split_at_words(text: str, size: int, end: re.Pattern[str] = WORD_END) -> Iterator[str]:
+    """Splits into parts of about `size` characters."""
+    start = 0
+    while start < len(text):
+        cut = end.search(text, start + size)
+        stop = cut.start() if cut else len(text)
+        yield text[start:stop]
+        start = stop

@@ -1,0 +1,183 @@
+"""Faults that tools/check_layout.py can plant, to show a user that each is found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from megatron.context_parallel import RingAttention, SharedSequence
+from megatron.distributed import collectives
+from megatron.distributed.state import Axis, ParallelState
+from megatron.errors import ConfigError
+from megatron.model.attention import Window
+from megatron.model.block import Block
+from megatron.model.gpt import GPT
+from megatron.model.passes import Batch
+from megatron.model.rope import RotaryEmbedding
+from megatron.training.assemble import Parts
+
+Fault = Callable[[Parts], None]
+
+
+def no_gradient_reduction(parts: Parts) -> None:
+    """Data-parallel ranks keep their own gradients."""
+    state = parts.engine.parallel
+    _needs(state.dp_cp.size > 1, "no-gradient-reduction", "two ranks with different data; give --ranks N")
+    _leave_out("start_all_reduce", {"dp", "cp", "dp_cp", "expert_dp"})
+
+
+def no_replica_sum(parts: Parts) -> None:
+    """The gradients of replicas (norms under --sequence-parallel, a tied table, shared keys) are not summed."""
+    specs = parts.checkpoints.specs.values()
+    here = any(parts.engine.parallel.axis(name).size > 1 for spec in specs for name in spec.replica_axes)
+    anywhere = any(collectives.all_gather_object(here, parts.engine.parallel.world))
+    way = "parameters whose gradient is summed over a model's ranks; try --sequence-parallel, or tied stages"
+    _needs(anywhere, "no-replica-sum", way)
+    parts.trainer.engine.sum_replicas = None
+
+
+def one_weight_off(parts: Parts) -> None:
+    """The last rank starts with one weight a millionth larger."""
+    if not _is_last(parts.engine.parallel):
+        return
+    with torch.no_grad():
+        # Not one of a row that only pads a table: these are zero.
+        weight = next(p for p in parts.engine.model.parameters() if p.dim() > 1 and p.abs().max() > 0).view(-1)
+        weight[weight.abs().argmax()] *= 1 + 1e-6
+
+
+def lost_token(parts: Parts) -> None:
+    """The last rank that reads data leaves one counted token out of each batch."""
+    if _is_last(parts.engine.parallel):
+        _change_batches(parts, "lost-token", "loss_mask", (0, 0), lambda mask: 0 * mask[0, 0])
+
+
+def last_token(parts: Parts) -> None:
+    """The last token of each batch of the last data-parallel rank is to predict the first of its sample."""
+    dp = parts.engine.parallel.dp
+    if dp.rank == dp.size - 1:
+        _change_batches(parts, "last-token", "labels", (-1, -1), lambda labels: labels[-1, 0])
+
+
+def _change_batches(
+    parts: Parts, fault: str, name: str, place: tuple[int, int], value: Callable[[Tensor], Tensor]
+) -> None:
+    def changed(batch: Batch) -> Batch:
+        if name not in batch:
+            raise ConfigError(f"--plant {fault}: the batches of this script have no {name}; plant something else")
+        tensor = batch[name].clone()
+        tensor[place] = value(tensor)
+        return {**batch, name: tensor}
+
+    parts.trainer.train_batches = map(changed, parts.trainer.train_batches)
+
+
+def own_chunk_attention(parts: Parts) -> None:
+    """Context-parallel attention: a token sees its own chunk of the sequence alone."""
+    _attend_within(parts, "own-chunk-attention", lambda chunk, last: chunk)
+
+
+def last_chunk(parts: Parts) -> None:
+    """Context-parallel attention: the last chunk of a sequence does not see the chunks before it."""
+    _attend_within(parts, "last-chunk", lambda chunk, last: chunk == last)
+
+
+def _attend_within(parts: Parts, fault: str, group: Callable[[Tensor, int], Tensor]) -> None:
+    """Tokens see those of their own group of chunks, as if each group were a document."""
+    size = parts.engine.parallel.cp.size
+    _needs(size > 1, fault, "--context-parallel-size above 1")
+    visible = SharedSequence.visible
+
+    def within(
+        self: SharedSequence,
+        tokens: int,
+        past: int,
+        *,
+        window: Window,
+        document_ids: Tensor | None,
+        device: torch.device,
+    ) -> tuple[Tensor | None, bool]:
+        chunk = torch.arange(tokens * size, device=device) // (tokens // 2)
+        groups = group(chunk, 2 * size - 1).long().unsqueeze(0)  # [1, tokens of the whole sequence]
+        documents = groups if document_ids is None else document_ids * 2 * size + groups
+        return visible(self, tokens, past, window=window, document_ids=documents, device=device)
+
+    SharedSequence.visible = within  # type: ignore[method-assign]
+
+
+def last_stage(parts: Parts) -> None:
+    """The last layer of the last pipeline stage leaves the last token that it holds of each sequence as it was."""
+    pp = parts.engine.parallel.pp
+    _needs(pp.size > 1, "last-stage", "--pipeline-model-parallel-size above 1")
+    if pp.rank < pp.size - 1:
+        return
+    layers = {name: module for name, module in parts.engine.model.named_modules() if isinstance(module, Block)}
+    last = layers[max(layers, key=lambda name: int(name.rpartition(".")[2]))]
+    last.register_forward_hook(lambda _, given, result: torch.cat([result[:, :-1], given[0][:, -1:]], 1))
+
+
+def wide_window(parts: Parts) -> None:
+    """Tokens look back one token further than --window-size says."""
+    models = [module for module in parts.engine.model.modules() if isinstance(module, GPT)]
+    windows = [model.config.window for model in models]
+    _needs(any(window is not None and window[0] >= 0 for window in windows), "wide-window", "--window-size")
+    for model in models:
+        size = model.config.window_size
+        assert size is not None
+        model.config = replace(model.config, window_size=(size[0] + 1, size[1]))
+    for module in parts.engine.model.modules():
+        if isinstance(module, RingAttention) and module.look_back is not None:
+            module.look_back += 1
+
+
+def unscaled_positions(parts: Parts) -> None:
+    """The last rank turns queries and keys by the angles of an unscaled context."""
+    rotary = [module for module in parts.engine.model.modules() if isinstance(module, RotaryEmbedding)]
+    scaled = [module for module in rotary if module.config.rope_scaling != "none"]
+    way = "rotary positions with a scaling, such as --use-rope-scaling"
+    _needs(bool(scaled), "unscaled-positions", way)
+    if not _is_last(parts.engine.parallel):
+        return
+    for module in scaled:
+        width = 2 * len(module.inverse_frequencies)
+        exponents = torch.arange(0, width, 2, dtype=torch.float32) / width
+        module.inverse_frequencies, module.factor = 1.0 / (module.config.rotary_base**exponents), 1.0
+
+
+FAULTS: Mapping[str, Fault] = MappingProxyType(
+    {
+        "no-gradient-reduction": no_gradient_reduction,
+        "no-replica-sum": no_replica_sum,
+        "one-weight-off": one_weight_off,
+        "lost-token": lost_token,
+        "last-token": last_token,
+        "own-chunk-attention": own_chunk_attention,
+        "last-chunk": last_chunk,
+        "last-stage": last_stage,
+        "wide-window": wide_window,
+        "unscaled-positions": unscaled_positions,
+    }
+)
+
+
+def _is_last(state: ParallelState) -> bool:
+    return state.rank == state.world.size - 1
+
+
+def _needs(there: bool, fault: str, what: str) -> None:
+    if not there:
+        raise ConfigError(f"--plant {fault}: this layout has nothing to break so; it needs {what}")
+
+
+def _leave_out(collective: str, axes: set[str]) -> None:
+    """Patches this process, which ends with the check."""
+    original = getattr(collectives, collective)
+
+    def broken(tensor: Tensor, axis: Axis, *rest: object) -> object:
+        return original(tensor, Axis.single(axis.name) if axis.name in axes else axis, *rest)
+
+    setattr(collectives, collective, broken)

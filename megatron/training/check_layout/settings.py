@@ -1,0 +1,256 @@
+"""The user's settings as tools/check_layout.py runs them: reproducible, smaller if need be, or on one process."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from megatron.config import (
+    BatchPlan,
+    CheckpointConfig,
+    EvaluationConfig,
+    LoggingConfig,
+    ModelConfig,
+    ParallelConfig,
+    ProfileConfig,
+    RunConfig,
+    RuntimeConfig,
+    ScheduleConfig,
+    check,
+    check_world,
+)
+from megatron.config.notices import spelled
+from megatron.config.run import all_settings
+from megatron.config.stages import split_layers
+from megatron.errors import ConfigError
+from megatron.layout import nearest_multiples
+
+MOST_PARAMETERS = 30_000_000
+MOST_WORK = 6e11
+"""Bounds below which nothing is shrunk: parameters of all replicas, and floating-point operations of both runs."""
+_FEW_RANKS, _MOST_RANKS = 8, 128
+_SHORT, _CHUNK, _NARROW_HEAD, _FEW_EXPERTS = 32, 4, 8, 4
+
+
+def ranks_of(config: RunConfig, asked: int | None) -> int:
+    """The number of ranks, checked as a training checks it: as asked, else the fewest that hold the layout.
+
+    Up to eight there are two or more data-parallel ranks: with a single other axis, a wrong group can look right.
+    """
+    unit = config.parallel.fewest_ranks
+    if asked is None:
+        few = [*range(2 * unit, _FEW_RANKS + 1, unit), *([unit] if unit > 1 else [])]
+        ranks = next((count for count in few if _fits(config, count)), few[0])
+    elif asked < 2 or asked % unit:
+        fits = " or ".join(str(n) for n in nearest_multiples(asked, unit) if n > 1) or str(2 * unit)
+        raise ConfigError(f"--ranks {asked}: the layout needs a multiple of {unit} ranks, and at least 2; use {fits}")
+    else:
+        ranks = asked
+    if ranks > _MOST_RANKS:
+        raise ConfigError(
+            f"this layout needs {ranks} processes on this machine, and check_layout.py starts at most {_MOST_RANKS}; "
+            "give smaller parallel sizes of the same kinds"
+        )
+    _check_world(config, ranks)
+    return ranks
+
+
+def _fits(config: RunConfig, ranks: int) -> bool:
+    try:
+        _check_world(config, ranks)
+    except ConfigError:
+        return False
+    return True
+
+
+def _check_world(config: RunConfig, ranks: int) -> None:
+    """Without --profile-ranks, which are those of the user's own world."""
+    check_world(replace(config, profile=ProfileConfig()), ranks)
+
+
+def reproducible(config: RunConfig, ranks: int, steps: int, cache: Path) -> RunConfig:
+    """What a comparison to rounding needs: no randomness, no files, a learning rate that moves weights at once."""
+    dp = ranks // config.parallel.model_parallel_size
+    training = replace(
+        config.training,
+        global_batch_size=BatchPlan(config, dp).final_batch_size,
+        rampup_batch_size=None,
+        train_iters=steps,
+        train_samples=None,
+        exit_interval=None,
+        exit_duration_in_mins=None,
+        exit_signal_handler=False,
+        iterations_to_skip=None,
+        skip_train=False,
+    )
+    optimizer = config.optimizer
+    if optimizer.weight_decay_incr_style != "constant":
+        decay = optimizer.end_weight_decay or 0.0
+        optimizer = replace(
+            optimizer,
+            weight_decay_incr_style="constant",
+            weight_decay=decay,
+            start_weight_decay=None,
+            end_weight_decay=None,
+        )
+    return replace(
+        config,
+        model=replace(config.model, attention_dropout=0.0, hidden_dropout=0.0),
+        parallel=replace(config.parallel, pipeline_trace=None, check_replicas_every=None),
+        training=training,
+        optimizer=optimizer,
+        schedule=ScheduleConfig(lr=config.schedule.lr, lr_decay_style="constant"),
+        precision=replace(config.precision, fp16=False, bf16=False, loss_scale=None),
+        data=replace(config.data, num_workers=0, data_cache_path=str(cache), data_table_path=None),
+        checkpoint=CheckpointConfig(),
+        logging=LoggingConfig(),
+        evaluation=EvaluationConfig(eval_iters=0),
+        profile=ProfileConfig(),
+        runtime=RuntimeConfig(device="cpu", distributed_backend="gloo"),
+    )
+
+
+def alone(config: RunConfig) -> RunConfig:
+    """The same training by one process."""
+    return replace(config, parallel=ParallelConfig())
+
+
+def is_large(config: RunConfig, ranks: int, vocab_size: int) -> bool:
+    model, moe = config.model, config.moe
+    attention = (2 * model.num_attention_heads + 2 * model.query_groups) * model.head_dim * model.hidden_size
+    width = (3 if model.gated else 2) * model.hidden_size
+    mlp = width * model.ffn_size
+    if moe.num_experts is not None:
+        mlp = width * (moe.moe_ffn_hidden_size or model.ffn_size) * moe.num_experts
+    parameters = model.num_layers * (attention + mlp) + vocab_size * model.hidden_size * (1 if model.tied else 2)
+    training = config.training
+    tokens = (training.global_batch_size or 0) * config.data.seq_length * (training.train_iters or 0)
+    scores = 2 * model.num_layers * model.num_attention_heads * model.head_dim * config.data.seq_length
+    copies = 1 + ranks // config.parallel.model_parallel_size
+    return parameters * copies > MOST_PARAMETERS or 12 * (parameters + scores) * tokens > MOST_WORK
+
+
+def shrink(config: RunConfig, ranks: int) -> RunConfig:
+    """A small model and batch of the same structure: sizes divide as before, shared heads and layers stay shared, and
+    the vocabulary and the data stay."""
+    seq_length = _short(config)
+    small = replace(config, data=replace(config.data, seq_length=seq_length))
+    layers, cut = _few_layers(config)
+    small = replace(small, model=_small_model(config, layers, seq_length), parallel=cut)
+    small = replace(small, moe=_small_experts(small, config), training=_small_batch(config, ranks))
+    if config.recompute.recompute_num_layers > 1:
+        small = replace(small, recompute=replace(config.recompute, recompute_num_layers=1))
+    try:
+        check(small, needs_data=False)
+        check_world(small, ranks)
+    except ConfigError as error:
+        raise ConfigError(f"this layout could not be shrunk ({error}); give a smaller model, or --full") from None
+    return small
+
+
+def changes(before: RunConfig, after: RunConfig) -> list[str]:
+    """Lines such as `--num-layers 32 -> 4`, one for each setting that differs."""
+    return [
+        f"{spelled(before, setting.name)} -> {spelled(after, setting.name).rpartition(' ')[2]}"
+        for setting in all_settings()
+        if before.value(setting) != after.value(setting)
+    ]
+
+
+def _short(config: RunConfig) -> int:
+    """A short sequence length that divides as before, with a few tokens in every context-parallel chunk."""
+    chunks = 2 * config.parallel.context_parallel_size
+    unit = chunks * config.parallel.tensor_model_parallel_size
+    return min(config.data.seq_length, unit * -(-max(_SHORT, _CHUNK * chunks) // unit))
+
+
+def _small_model(config: RunConfig, layers: int, seq_length: int) -> Any:
+    model, tp = config.model, config.parallel.tensor_model_parallel_size
+    groups, heads = _few_heads(config)
+    head = min(model.head_dim, _NARROW_HEAD if model.rotary_percent == 1.0 else 2 * _NARROW_HEAD)
+    hidden = min(model.hidden_size, heads * head if model.kv_channels is None else 6 * _NARROW_HEAD)
+    ffn = min(model.ffn_size, tp * max(2, round(model.ffn_size / model.hidden_size * hidden / tp)))
+    window = model.window_size and tuple(min(size, seq_length // 4) if size > 0 else size for size in model.window_size)
+    return replace(
+        model,
+        num_layers=layers,
+        num_attention_heads=heads,
+        num_query_groups=groups if model.num_query_groups is not None else None,
+        hidden_size=hidden,
+        kv_channels=None if model.kv_channels is None else head,
+        ffn_hidden_size=ffn,
+        max_position_embeddings=min(model.max_position_embeddings, max(seq_length, 1)),
+        window_size=window,
+        **_short_context(model, seq_length / config.data.seq_length),
+    )
+
+
+def _short_context(model: ModelConfig, shorter: float) -> dict[str, Any]:
+    """The original context length of a rotary scaling, shortened too: else the scaling would change next to nothing."""
+    names = {"llama3": "rope_original_max_position", "yarn": "yarn_original_max_position_embeddings"}
+    name = names.get(model.rope_scaling)
+    return {} if name is None else {name: max(1, round(getattr(model, name) * shorter))}
+
+
+def _few_heads(config: RunConfig) -> tuple[int, int]:
+    """(groups, heads): each rank still has several groups, one, or part of one; each group has fewer queries, but more
+    than one if it had."""
+    model, parallel = config.model, config.parallel
+    tp, unit = parallel.tensor_model_parallel_size, parallel.tensor_model_parallel_size
+    if parallel.cp_attention == "a2a":
+        unit *= parallel.context_parallel_size
+    groups, queries = model.query_groups, model.num_attention_heads // model.query_groups
+    few = unit if groups % unit == 0 else tp if groups % tp == 0 else groups
+    fitting = [n for n in range(min(2, queries), queries + 1) if queries % n == 0 and few * n % unit == 0]
+    if few == groups and few * queries % unit:
+        return groups, model.num_attention_heads
+    return (few, few * fitting[0]) if fitting else (groups, model.num_attention_heads)
+
+
+def _few_layers(config: RunConfig) -> tuple[int, ParallelConfig]:
+    """Layers, and how they are cut into stages: a stage that had more layers than another still has."""
+    parallel, layers = config.parallel, config.model.num_layers
+    pp, per_chunk = parallel.pipeline_model_parallel_size, parallel.num_layers_per_virtual_pipeline_stage
+    if config.moe.is_on and not config.moe.moe_layer_freq.strip().isdigit():
+        return layers, parallel  # a list of its layers
+    if per_chunk is not None:
+        return pp * min(2, layers // (pp * per_chunk)), replace(parallel, num_layers_per_virtual_pipeline_stage=1)
+    first, last = parallel.decoder_first_pipeline_num_layers, parallel.decoder_last_pipeline_num_layers
+    counts = [len(stage) for stage in split_layers(layers, pp, first=first, last=last).stages]
+    sizes = sorted(set(counts))
+    few = {count: place + 1 for place, count in enumerate(sizes)} if sizes[1:] else {sizes[0]: min(2, sizes[0])}
+    cut = replace(
+        parallel,
+        decoder_first_pipeline_num_layers=None if first is None else few[counts[0]],
+        decoder_last_pipeline_num_layers=None if last is None else few[counts[-1]],
+    )
+    return sum(few[count] for count in counts), cut
+
+
+def _small_experts(small: RunConfig, config: RunConfig) -> Any:
+    moe, ep = config.moe, config.parallel.expert_model_parallel_size
+    if moe.num_experts is None:
+        return moe
+    few = ep * max(2, -(-max(moe.moe_router_topk + 1, _FEW_EXPERTS) // ep))
+    shrunk = small.model.hidden_size / config.model.hidden_size
+    tp = config.parallel.tensor_model_parallel_size
+
+    def narrower(width: int | None) -> int | None:
+        return None if width is None else min(width, tp * max(2, round(width * shrunk / tp)))
+
+    return replace(
+        moe,
+        num_experts=min(moe.num_experts, few),
+        moe_ffn_hidden_size=narrower(moe.moe_ffn_hidden_size),
+        moe_shared_expert_intermediate_size=narrower(moe.moe_shared_expert_intermediate_size),
+    )
+
+
+def _small_batch(config: RunConfig, ranks: int) -> Any:
+    training, dp = config.training, ranks // config.parallel.model_parallel_size
+    assert training.global_batch_size is not None
+    micro = min(training.micro_batch_size, 2)
+    count = training.global_batch_size // (training.micro_batch_size * dp)
+    few = min(count, 2 * config.parallel.pipeline_model_parallel_size)
+    return replace(training, micro_batch_size=micro, global_batch_size=micro * dp * few)

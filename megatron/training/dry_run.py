@@ -1,0 +1,119 @@
+"""`--dry-run`: describes the run that the settings ask for, without data, process group or memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+
+from megatron.config import BatchPlan, RunConfig
+from megatron.data.splits import sample_counts
+from megatron.layout import Layout
+from megatron.model.flops import flops_per_token
+from megatron.model.gpt import GPT
+from megatron.parallelize import stage_layers
+from megatron.training.initialize import Run
+from megatron.training.model import count_parameters
+from megatron.utils.device import human_bytes
+
+_SHOWN = 4
+"""Longest list of groups, or of ranks in a group, that is shown whole."""
+
+
+def render_plan(run: Run, model_provider: Callable[[Run], nn.Module]) -> str:
+    """A few lines; the model is counted on the meta device, so nothing is allocated."""
+    config, plan = run.config, BatchPlan(run.config, run.parallel.dp.size)
+    with torch.device("meta"):
+        model = model_provider(run)
+    parameters = sum(p.numel() for p in model.parameters())
+    layout = config.parallel.layout(run.launch.world_size)
+    by_stage = [count_parameters(run, model_provider, rank) for rank in layout.group_of("pp", 0)]
+    held = max(by_stage)
+    split = layout.size("model") > 1 or layout.ep > 1
+    tokens = plan.train_samples * config.data.seq_length
+    train, valid, test = sample_counts(
+        train_iters=plan.total_iterations,
+        train_samples=plan.train_samples,
+        eval_interval=config.evaluation.eval_interval,
+        eval_iters=config.evaluation.eval_iters,
+        global_batch_size=plan.final_batch_size,
+    )
+    rows = [
+        ("ranks", f"{run.launch.world_size} (data parallel {plan.dp})"),
+        *_groups(layout),
+        *(_stages(run, layout, by_stage) if layout.pp > 1 else []),
+        *(
+            [("vocabulary", f"{run.vocab_size}, padded to {run.padded_vocab_size} in memory")]
+            if run.has_vocabulary
+            else []
+        ),
+        (
+            "parameters",
+            f"{parameters} in {config.precision.params_dtype}{f', at most {held} on a rank' if split else ''}",
+        ),
+        (
+            "batch",
+            f"{plan.final_batch_size} samples = {config.training.micro_batch_size} per micro-batch x {plan.dp} ranks x "
+            f"{plan.micro_batches(plan.final_batch_size)} accumulation steps",
+        ),
+        ("iterations", f"{plan.total_iterations}"),
+        ("samples", f"{train} train, {valid} validation, {test} test"),
+        ("tokens", f"{tokens}"),
+        *_compute(run, model, tokens),
+        (
+            "memory per rank",
+            f"{human_bytes(held * _bytes_per_parameter(config))} of weights, gradients and optimizer",
+        ),
+    ]
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(["dry run: all settings are valid", *(f"  {name:<{width}}  {text}" for name, text in rows)])
+
+
+def _groups(layout: Layout) -> list[tuple[str, str]]:
+    """The process groups of every axis with more than one rank."""
+    names = {"tp": "tensor", "cp": "context", "ep": "expert", "dp": "data", "pp": "pipeline"}
+    return [(f"{name} groups", _listed(layout.groups(axis))) for axis, name in names.items() if layout.size(axis) > 1]
+
+
+def _listed(groups: Sequence[Sequence[int]]) -> str:
+    """All groups if they are few, else the first two and the last."""
+    shown = [_ranks(group) for group in groups]
+    return " | ".join(shown if len(shown) <= _SHOWN else [*shown[:2], "...", shown[-1]])
+
+
+def _ranks(group: Sequence[int]) -> str:
+    """0-7, or 0 8 16 24."""
+    if len(group) > 1 and group[-1] - group[0] == len(group) - 1:
+        return f"{group[0]}-{group[-1]}"
+    return " ".join(map(str, group if len(group) <= _SHOWN else [*group[:2], "...", group[-1]]))
+
+
+def _stages(run: Run, layout: Layout, parameters: Sequence[int]) -> list[tuple[str, str]]:
+    """Which ranks hold which layers, and how many parameters each of them."""
+    layers, rows = stage_layers(run.config.model.num_layers, run.config.parallel, run.parallel), []
+    for stage, count in enumerate(parameters):
+        runs = [_ranks(part) for part in layers.of_rank(stage)]
+        ranks = [rank for rank in range(layout.world_size) if layout.coordinates(rank).pp == stage]
+        ends = [name for name, here in (("embedding", stage == 0), ("head", stage == layout.pp - 1)) if here]
+        text = f"ranks {_ranks(ranks)}: layers {', '.join([*runs, *ends])}; {count} parameters on each"
+        rows.append((f"stage {stage}", text))
+    return rows
+
+
+def _compute(run: Run, model: nn.Module, tokens: int) -> list[tuple[str, str]]:
+    """Empty for a model that is not our GPT: its FLOPs are not known."""
+    if not isinstance(model, GPT):
+        return []
+    per_token = flops_per_token(
+        run.config.model, seq_length=run.config.data.seq_length, padded_vocab_size=run.padded_vocab_size
+    )
+    return [("compute", f"{per_token * tokens:.3e} FLOP (Megatron's formula for model FLOPs)")]
+
+
+def _bytes_per_parameter(config: RunConfig) -> int:
+    moments = 8 if config.optimizer.optimizer == "adam" else 4
+    if config.precision.params_dtype == "float32":
+        return 4 + 4 + moments
+    masters = 2 if config.optimizer.store_param_remainders else 4
+    return 2 + 4 + masters + moments  # half weights, fp32 gradients

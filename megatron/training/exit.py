@@ -1,0 +1,158 @@
+"""How a run ends: the reason in exit_reason.json, errors as one line and an exit code, ranks that leave together."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron.errors import ConfigError, InterruptError, MegatronError, PeerLostError, StorageError
+from megatron.utils.command_line import forget_stdout, not_installed, stdout_is_unread
+from megatron.utils.durable import write_atomically
+
+FILE = "exit_reason.json"
+
+
+@dataclass(frozen=True)
+class StopReason:
+    kind: str  # "done", "dry_run", "exit_interval", "exit_duration", "signal", "paused", or an error's class
+    text: str
+    exit_code: int = 0
+
+
+@dataclass(frozen=True)
+class ExitRecord:
+    """`exit_reason.json` beside the checkpoints, because torchrun's own exit code says little.
+
+    Only for a run that holds the directory: another run's record is not ours to touch.
+    """
+
+    directory: Path | None
+    rank: int
+
+    def clear(self) -> None:
+        """Removes the reason of the run before, which a run that is killed would leave."""
+        if self.directory is not None and self.rank == 0:
+            try:
+                (self.directory / FILE).unlink(missing_ok=True)
+            except OSError as error:
+                raise _unwritable(self.directory, error) from error
+
+    def ended(self, reason: StopReason, iteration: int) -> None:
+        """Writes a planned end. Every rank calls it, rank 0 writes."""
+        if self.rank == 0:
+            self._write(reason, iteration=iteration)
+
+    def failed(self, error: BaseException) -> None:
+        """Writes the error that ends this rank. One that only lost its peers does not overwrite the cause."""
+        if self.directory is None or (isinstance(error, PeerLostError) and (self.directory / FILE).exists()):
+            return
+        code = error.exit_code if isinstance(error, MegatronError) else 1
+        try:
+            self._write(StopReason(type(error).__name__, str(error), code), rank=self.rank)
+        except StorageError:
+            return  # the error itself is about to be printed, and matters more
+
+    def _write(self, reason: StopReason, **details: int) -> None:
+        if self.directory is None:
+            return
+        record = {"reason": reason.kind, "text": reason.text, "exit_code": reason.exit_code, **details}
+        try:
+            write_atomically(self.directory / FILE, [f"{json.dumps(record)}\n".encode()], sync=False)
+        except OSError as error:
+            raise _unwritable(self.directory, error) from error
+
+
+def _unwritable(directory: Path, error: OSError) -> StorageError:
+    return StorageError(f"--save {directory}: {FILE} cannot be written ({error.strerror}); make room or change --save")
+
+
+# Seconds. The launcher ends the other ranks once one has left, so a rank that only lost its peers waits longest.
+_OTHERS_ARE_STOPPED_WITHIN = 4.0
+_AFFECTED_WAITS = 8.0
+
+
+def run_as_program(body: Callable[[], StopReason]) -> StopReason:
+    """Runs `body`. A MegatronError is printed once, as one line, and ends the process with its exit code; any other
+    exception keeps its traceback, as a bug in a script or in this package.
+    """
+    try:
+        try:
+            reason = body()
+            _leave(together=True)
+            return reason
+        except Exception as error:
+            _end(error)
+            raise
+    except KeyboardInterrupt as interrupt:  # which may also come while another error is on its way out
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # from here on it ends the process at once
+        _end(interrupt)
+        raise
+
+
+def _end(error: BaseException) -> None:
+    """Leaves the process group and exits with the error's code; returns if it is no MegatronError."""
+    told = as_megatron_error(error)
+    if stdout_is_unread():
+        forget_stdout()
+    _leave(together=False)  # first, so that the others' collectives fail at once instead of at their timeout
+    if isinstance(told, MegatronError):
+        _say_once(told)
+        sys.exit(told.exit_code)
+
+
+def as_megatron_error(error: BaseException) -> BaseException:
+    """The MegatronError that explains an exception to a user, or the exception itself. Explained are Ctrl-C, a closed
+    stdout, a missing dependency and a lost peer (gloo raises a bare RuntimeError that names its source file)."""
+    if isinstance(error, KeyboardInterrupt):
+        return InterruptError("interrupted (SIGINT); start again with --load to go on from the last checkpoint")
+    if isinstance(error, BrokenPipeError) and stdout_is_unread():
+        return StorageError("the log (stdout) has lost its reader; send it to a file, and start again with --load")
+    if isinstance(error, ModuleNotFoundError):
+        line = not_installed(error)
+        return error if line is None else ConfigError(line)
+    torch = sys.modules.get("torch")
+    if torch is None or isinstance(error, MegatronError) or not isinstance(error, RuntimeError):
+        return error
+    text = str(error)
+    if not isinstance(error, torch.distributed.DistError) and "gloo/" not in text:
+        return error
+    return PeerLostError(
+        f"a collective failed, so another rank has ended or cannot be reached; what it said is the cause. Start again "
+        f"with --load to go on from the last checkpoint ({text.splitlines()[0][:200]})"
+    )
+
+
+def rank_of_process() -> int:
+    try:
+        from megatron.distributed.launch import LaunchInfo
+
+        return LaunchInfo.detect().rank
+    except (MegatronError, ModuleNotFoundError):  # the launch itself is what is wrong, or there is no torch
+        return 0
+
+
+def _leave(*, together: bool) -> None:
+    if "torch" in sys.modules:  # else nothing was started that could be left
+        from megatron.distributed.launch import shutdown
+
+        shutdown(barrier=together)
+
+
+def _say_once(error: MegatronError) -> None:
+    """Prints the error, once if all ranks have it. Rank 0 prints first, and the launcher then ends the others; a rank
+    that is still alive after a while has an error of its own and prints it. A rank that only lost its peers is last.
+    Ctrl-C reaches all ranks, and none of them waits."""
+    rank, affected = rank_of_process(), isinstance(error, PeerLostError)
+    if isinstance(error, InterruptError) and rank != 0:
+        return
+    if affected:
+        time.sleep(_AFFECTED_WAITS)
+    elif rank != 0:
+        time.sleep(_OTHERS_ARE_STOPPED_WITHIN)
+    where = f" (rank {rank})" if rank != 0 or affected else ""
+    print(f"error{where}: {error}", file=sys.stderr, flush=True)

@@ -1,0 +1,102 @@
+"""`--profile`: a window of iterations traced with PyTorch's profiler, and a table of where their time went."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from megatron.config.sections import ProfileConfig
+from megatron.training.hooks import Hook
+from megatron.training.metric_writers import writing
+from megatron.training.profiling.trace_summary import STEP, read_trace, summarise
+from megatron.utils.device import end_memory_history, record_memory_history
+from megatron.utils.log import RankLog
+
+
+def build_profiler(
+    config: ProfileConfig, rank: int, device: torch.device, done: int, log: RankLog
+) -> list[StepProfiler]:
+    """At most one. `done` iterations lie behind, in an earlier run."""
+    past = config.profile and done >= config.profile_step_end
+    if past:
+        log.warn(f"--profile: iterations up to {config.profile_step_end} are past ({done} are done); nothing is traced")
+    elif config.profile and config.memory_snapshot_path is not None and device.type != "cuda":
+        log.warn(
+            f"--memory-snapshot-path {config.memory_snapshot_path}: a snapshot is of a GPU's memory, and there is none "
+            "here; the allocations are in the trace"
+        )
+    wanted = config.profile and not past and rank in config.profile_ranks
+    return [StepProfiler(config, rank, device)] if wanted else []
+
+
+class StepProfiler(Hook):
+    """Traces a window of iterations. The trace is written when the window ends, or when the run ends within it."""
+
+    def __init__(self, config: ProfileConfig, rank: int, device: torch.device) -> None:
+        self.config, self.rank, self.device = config, rank, device
+        self._profile: profile | None = None
+        self._iteration = ExitStack()  # open while one is traced
+        self._first, self._last = 0, 0  # iterations that were traced
+
+    def before_iteration(self, iteration: int) -> None:
+        if iteration not in self.config.iterations:
+            return
+        if self._profile is None:
+            self._first = iteration
+            self._profile = self._begin()
+        self._last = iteration
+        self._iteration.enter_context(record_function(f"{STEP}{iteration}"))
+
+    def after_iteration(self, iteration: int) -> None:
+        self._iteration.close()
+        if self._profile is not None and iteration == self.config.profile_step_end:
+            self._end()
+
+    def on_end(self) -> None:
+        """Writes a window that was cut off; one that was never reached is said, by one rank."""
+        self._iteration.close()
+        if self._profile is not None:
+            self._end()
+        elif not self._last and self.rank == min(self.config.profile_ranks):
+            start = self.config.profile_step_start
+            print(f"warning: --profile-step-start {start}: the run ended before; nothing was traced", flush=True)
+
+    def _begin(self) -> profile:
+        config = self.config
+        if config.record_memory_history:
+            record_memory_history(self.device)
+        activities = [ProfilerActivity.CPU]
+        if self.device.type == "cuda":
+            activities.append(ProfilerActivity.CUDA)
+        started = profile(
+            activities=activities,
+            record_shapes=config.pytorch_profiler_collect_shapes,
+            with_stack=config.pytorch_profiler_collect_callstack,
+            profile_memory=config.record_memory_history,
+        )
+        started.start()
+        return started
+
+    def _end(self) -> None:
+        assert self._profile is not None
+        self._profile.stop()
+        folder = Path(self.config.profile_dir)
+        path = folder / f"rank{self.rank}-iterations{self._first}-{self._last}.pt.trace.json.gz"
+        partial = path.with_name(f".partial-{path.name}")
+        with writing("--profile-dir", folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            self._profile.export_chrome_trace(str(partial))
+            partial.replace(path)
+            if self.config.record_memory_history and self.device.type == "cuda":
+                end_memory_history(self.device, self._snapshot_path())
+        self._profile = None
+        print(f"--profile: {path}\n{summarise(read_trace(path)).table()}", flush=True)
+
+    def _snapshot_path(self) -> Path:
+        default = Path(self.config.profile_dir) / "memory.pickle"
+        path = Path(self.config.memory_snapshot_path) if self.config.memory_snapshot_path else default
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return path.with_name(f"{path.stem}.rank{self.rank}{path.suffix}")

@@ -1,0 +1,144 @@
+"""The checkpoint that a run resumes from, and what it requires of the data: the same samples in the same order.
+
+It is found before the datasets are built, because the number of samples asked for decides their order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron.checkpoint import FoundStep, RunHistory, check_architecture, find_checkpoint
+from megatron.config import BatchPlan, RunConfig, to_dict
+from megatron.config.blend import parse_split
+from megatron.errors import ConfigError, DataError
+from megatron.training.initialize import Run
+
+# The settings that decide the samples and their order, besides the files and --split.
+_ORDER = (
+    ("training", "seed"),
+    ("data", "seq_length"),
+    ("data", "split_rule"),
+    ("data", "dataloader_type"),
+    ("data", "data_sharding"),
+    ("data", "fim_data"),
+    ("data", "fim_rate"),
+    ("data", "fim_spm_rate"),
+    ("data", "fim_split_sample"),
+    ("data", "fim_fragment_rate"),
+    ("data", "fim_no_prefix"),
+    ("data", "fim_prefix_token"),
+    ("data", "fim_middle_token"),
+    ("data", "fim_suffix_token"),
+    ("data", "fim_eod_token"),
+)
+_ACCEPT = (
+    "or --accept-changed-data to go on with these all the same, or --finetune to take the weights and start the data "
+    "anew"
+)
+
+
+@dataclass(frozen=True)
+class ResumePoint:
+    """The verified checkpoint of --load, of which only the manifest has been read. None: a start at iteration 0."""
+
+    found: FoundStep | None
+
+    @property
+    def resumed(self) -> bool:
+        return self.found is not None and not self.found.release
+
+    @property
+    def _data(self) -> Mapping[str, Any]:
+        return self.found.manifest.data if self.found is not None else {}
+
+    def train_samples(self, plan: BatchPlan) -> int:
+        """How many to ask of the training set: as before if those are enough, so that their order is the same."""
+        if self.found is None or not self.resumed:
+            return plan.train_samples
+        saved = self.found.manifest
+        needed = saved.consumed_train_samples + plan.samples_left(saved.step, saved.consumed_train_samples)
+        before = int(self._data.get("train_samples", 0))
+        return before if needed <= before else needed
+
+    def order_warning(self, train_samples: int) -> list[str]:
+        before = self._data.get("train_samples")
+        if not self.resumed or before is None or before == train_samples or self._data.get("fingerprint") == "mock":
+            return []
+        return [
+            f"this run asks for {train_samples} training samples, the run before asked for {before}: if they take more "
+            "epochs of the data, these are shuffled anew, and samples of the present epoch may come twice or not at all"
+        ]
+
+    def check_architecture(self, config: RunConfig) -> None:
+        """Refuses another architecture before data or memory is asked for. (A script's own model is not described by
+        flags; its tensors are compared when they are loaded.)"""
+        if self.found is None:
+            return
+        saved = self.found.manifest
+        if "model" in saved.config and "padded_vocab_size" in saved.args:
+            check_architecture(saved.config, config.model, config.moe, finetune=self.found.release)
+
+    def check_settings(self, config: RunConfig) -> list[str]:
+        """Refuses settings under which the run would read other samples than before. Returns warnings about those that
+        --accept-changed-data accepts."""
+        if self.found is None or not self.resumed:
+            return []
+        saved, ours = self.found.manifest.config, to_dict(config)
+        changed = [
+            f"--{name.replace('_', '-')} is {ours[section][name]} here and {saved[section][name]} in the checkpoint"
+            for section, name in _ORDER
+            if section in saved and saved[section].get(name, ours[section][name]) != ours[section][name]
+        ]
+        if "data" in saved and _split_of(ours) != _split_of(saved):
+            changed.append(f"--split is {ours['data']['split']} here and {saved['data']['split']} in the checkpoint")
+        if not changed:
+            return []
+        difference = f"the order of the samples differs from the checkpoint's: {'; '.join(changed)}"
+        if config.data.accept_changed_data:
+            return [f"--accept-changed-data: {difference}"]
+        raise ConfigError(f"{difference}. Give what the run before had, {_ACCEPT}")
+
+    def check_content(self, fingerprint: str, *, accept: bool = False) -> list[str]:
+        before = self._data.get("fingerprint")
+        if not self.resumed or not before or not fingerprint or before == fingerprint:
+            return []
+        difference = f"the data is not that of {self._where}: its content has changed, or the weights of its sources"
+        if accept:
+            return [f"--accept-changed-data: {difference}; the samples consumed are counted all the same"]
+        raise DataError(
+            f"{difference}, so the samples consumed are not those counted. Resume with the data of the run before, "
+            f"{_ACCEPT}"
+        )
+
+    @property
+    def _where(self) -> str:
+        assert self.found is not None
+        return str(self.found.directory)
+
+
+def find_resume_point(run: Run, history: RunHistory) -> ResumePoint:
+    config = run.config.checkpoint
+    if config.load is None or config.finetune:
+        return ResumePoint(None)
+    return ResumePoint(
+        find_checkpoint(
+            Path(config.load),
+            parallel=run.parallel,
+            step=config.ckpt_step,
+            save_dir=Path(config.save) if config.save else None,
+            strict=config.strict_load,
+            check_hashes=not config.skip_hash,
+            history=history,
+            log=run.log.info,
+        )
+    )
+
+
+def _split_of(config: Mapping[str, Mapping[str, Any]]) -> tuple[float, ...] | None:
+    """The shares of --split; None if there are no files to split."""
+    data = config.get("data", {})
+    cut = data.get("data_path") or data.get("data_args_path")
+    return parse_split(data["split"]) if cut and "split" in data else None

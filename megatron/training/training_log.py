@@ -1,0 +1,112 @@
+"""What the iterations of training report: a record of each step for the hooks, and every --log-interval a line."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from megatron.config import BatchPlan, LoggingConfig
+from megatron.distributed.collectives import all_gather_object
+from megatron.engine import Engine, StepResult
+from megatron.training.hooks import Hook
+from megatron.training.metrics import Throughput, TrainRecord
+from megatron.utils.log import RankLog
+from megatron.utils.timers import render_times
+
+
+@dataclass(frozen=True)
+class Iteration:
+    """One that was started."""
+
+    number: int
+    consumed_train_samples: int
+    started: float
+    """`time.perf_counter()` at its beginning."""
+
+
+class TrainingLog:
+    """Is told of every iteration in turn. Counts and means are those since the last logged one."""
+
+    def __init__(
+        self,
+        config: LoggingConfig,
+        engine: Engine,
+        batch_plan: BatchPlan,
+        throughput: Throughput,
+        hooks: Sequence[Hook],
+        log: RankLog,
+        *,
+        total_iterations: int,
+    ) -> None:
+        self._config, self._engine, self._batch_plan, self._throughput = config, engine, batch_plan, throughput
+        self._hooks, self._log, self.total_iterations = hooks, log, total_iterations
+        self._last_told = time.perf_counter()
+        self._since_logged: list[tuple[float, int, float, float]] = []  # loss, samples, seconds, of these for data
+        self._skipped = self._not_finite = 0
+
+    def passed_over(self, iteration: Iteration) -> None:
+        self._skipped += 1
+        self._log.info(f" iteration {iteration.number}: data consumed without a step (--iterations-to-skip)")
+
+    def step(self, iteration: Iteration, result: StepResult) -> None:
+        now = time.perf_counter()
+        seconds, self._last_told = now - max(iteration.started, self._last_told), now
+        self._since_logged.append((result.lm_loss, result.batch_size, seconds, result.times["batch-generator"]))
+        self._skipped += result.skipped
+        self._not_finite += not result.finite
+        config = self._config
+        is_logged = iteration.number % config.log_interval == 0
+        is_drawn = config.tensorboard_dir is not None and iteration.number % config.tensorboard_log_interval == 0
+        if not (is_logged or is_drawn or self._hooks):
+            return
+        params_norm = None
+        if config.log_params_norm and (is_logged or is_drawn):  # a collective, so all ranks decide alike
+            params_norm = self._engine.optimizer.params_norm()
+        record = self._record(iteration, result, params_norm)
+        for hook in self._hooks:
+            hook.on_step(record, result.times)
+        if is_logged:
+            for hook in self._hooks:
+                hook.on_log(record)
+            self._log.info(record.line())
+            self._log_times(result.times)
+            self._since_logged.clear()
+            self._skipped = self._not_finite = 0
+
+    def _log_times(self, mine: Mapping[str, float]) -> None:
+        """An iteration's phases over all ranks; a collective, so only when asked for."""
+        config = self._config
+        if config.timing_log_level > 0:
+            times = all_gather_object(dict(mine), self._engine.parallel.world)
+            self._log.info(render_times(times, config.timing_log_option))
+
+    def _record(self, iteration: Iteration, result: StepResult, params_norm: float | None) -> TrainRecord:
+        losses, samples, seconds, waited = zip(*self._since_logged, strict=True)
+        rates = self._throughput.rates(sum(samples), sum(seconds))
+        samples_left = self._batch_plan.samples_left(iteration.number, iteration.consumed_train_samples)
+        return TrainRecord(
+            iteration=iteration.number,
+            total_iterations=self.total_iterations,
+            consumed_train_samples=iteration.consumed_train_samples,
+            learning_rate=result.learning_rate,
+            weight_decay=result.weight_decay,
+            global_batch_size=result.batch_size,
+            lm_loss=result.lm_loss,
+            mean_lm_loss=sum(losses) / len(losses),
+            loss_scale=result.loss_scale,
+            grad_norm=result.grad_norm,
+            num_zeros=result.num_zeros,
+            params_norm=params_norm,
+            load_balancing_loss=result.router_losses.get("load_balancing_loss"),
+            z_loss=result.router_losses.get("z_loss"),
+            skipped_iterations=self._skipped,
+            nan_iterations=self._not_finite,
+            seconds_per_iteration=sum(seconds) / len(seconds),
+            data_wait_seconds=sum(waited) / len(waited),
+            tokens_per_second=rates.tokens_per_second,
+            samples_per_second=rates.samples_per_second,
+            tflops_per_device=rates.tflops_per_device,
+            model_flops_utilisation=rates.utilisation,
+            eta_seconds=samples_left / rates.samples_per_second,
+        )

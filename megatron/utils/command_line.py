@@ -1,0 +1,143 @@
+"""Shared by the command lines of tools/: the argument parser, one-line errors, exit codes, a closed stdout."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import math
+import os
+import select
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from typing import Any, NoReturn
+
+from megatron.errors import ConfigError, InterruptError, MegatronError
+
+DEPENDENCIES = ("numpy", "regex", "safetensors", "tokenizers", "torch", "transformers", "yaml")
+_STDOUT = 1
+
+
+class Parser(argparse.ArgumentParser):
+    """An argparse parser that raises ConfigError and takes no abbreviations."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(allow_abbrev=False, **options)
+        self.register("action", None, _Once)
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message[:1].lower()}{message[1:]}; see --help".removeprefix("argument "))
+
+    def parse_known_flags(self, argv: Sequence[str] | None = None) -> argparse.Namespace:
+        argv = sys.argv[1:] if argv is None else argv
+        for word in argv:  # before parsing: a misspelt required flag would be reported as missing
+            if word.startswith("--") and word.split("=", 1)[0] not in self._option_string_actions:
+                self._refuse(word)
+        namespace, unknown = self.parse_known_args(argv)
+        if unknown:
+            self._refuse(unknown[0])
+        return namespace
+
+    def _refuse(self, word: str) -> NoReturn:
+        flag = word.split("=", 1)[0]
+        near = difflib.get_close_matches(flag, self._option_string_actions, n=1)
+        hint = f"did you mean {near[0]}?" if near else "see --help"
+        raise ConfigError(f"{flag}: no such flag; {hint}" if flag.startswith("-") else f"{word}: not a flag; {hint}")
+
+
+class _Once(argparse.Action):
+    """Stores a value and refuses a flag given twice."""
+
+    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
+        given = vars(namespace).setdefault("_given", set())
+        if self.dest in given:
+            raise ConfigError(f"{option_string}: given twice; give it once")
+        given.add(self.dest)
+        setattr(namespace, self.dest, values)
+
+
+def integer(at_least: int) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+        if value < at_least:
+            raise argparse.ArgumentTypeError(f"{value} is less than {at_least}")
+        return value
+
+    return parse
+
+
+def fraction(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a number from 0 to 1")
+    return value
+
+
+def run_tool(name: str, job: Callable[[], int | None]) -> int:
+    """Runs a tool and returns its exit code. A MegatronError or a missing dependency becomes one line.
+
+    Whose reader has gone (`| head`) ends without a word, with the code of a program that SIGPIPE ended.
+    """
+    try:
+        try:
+            return _exit_code(name, job)
+        finally:  # also after SystemExit of --help: a failing flush at interpreter exit would print a traceback
+            sys.stdout.flush()
+    except BrokenPipeError:
+        if not stdout_is_unread():
+            raise
+        forget_stdout()
+        return 128 + signal.SIGPIPE
+
+
+def stdout_is_unread() -> bool:
+    """True if the reader of stdout has closed it."""
+    poll = select.poll()
+    poll.register(_STDOUT, 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
+
+
+def forget_stdout() -> None:
+    """Redirects stdout to /dev/null, so that the final flush of the interpreter does not fail."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), _STDOUT)
+
+
+def _exit_code(name: str, job: Callable[[], int | None]) -> int:
+    try:
+        code = job()
+    except MegatronError as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print(f"{name}: interrupted; nothing was written", file=sys.stderr)
+        return InterruptError.exit_code
+    except ModuleNotFoundError as error:
+        line = not_installed(error)
+        if line is None:
+            raise
+        print(f"{name}: {line}", file=sys.stderr)
+        return ConfigError.exit_code
+    return code or 0
+
+
+def run_tool_module(module: str) -> int:
+    """Imports a tool's module and runs its `main()`; a dependency that is missing at import becomes one line, too."""
+    return run_tool("error", lambda: import_module(module).main())
+
+
+def not_installed(error: ModuleNotFoundError) -> str | None:
+    """The message about a missing dependency of ours; None if the module is not one of them."""
+    module = (error.name or "").partition(".")[0]
+    if module not in DEPENDENCIES:
+        return None
+    return (
+        f"{module} is not installed for {sys.executable}; bash examples/quickstart.sh makes a .venv that has "
+        f"everything, or: {sys.executable} -m pip install -r requirements.txt"
+    )

@@ -1,0 +1,193 @@
+"""Durable files: a file is complete or absent, and survives a power cut once the call that wrote it has returned.
+
+The one place for fsync, atomic replacement, file locks and block checksums. Functions raise the OSError of the disk;
+`writing` turns it into a StorageError for callers that have nothing to add.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import os
+import re
+import secrets
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from megatron.errors import StorageError
+
+# Errors of a file system that cannot sync a directory (some network and FUSE mounts), or that has no locks.
+_NO_DIRECTORY_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)
+_NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
+_TEMPORARY = re.compile(r"\.(.+)\.\d+-[0-9a-f]{8}\.tmp")
+
+
+# ---------------------------------------------------------------- fsync
+
+
+def fsync_file(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def fsync_directory(path: Path) -> None:
+    """Makes the names in `path` survive a power cut; a no-op on a file system that cannot sync a directory."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in _NO_DIRECTORY_SYNC:
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def fsync_tree(root: Path) -> None:
+    """Syncs every directory below `root`, the deepest first."""
+    for directory, _, _ in os.walk(root, topdown=False):
+        fsync_directory(Path(directory))
+
+
+# ---------------------------------------------------------------- names
+
+
+def make_directory(path: Path) -> None:
+    """`mkdir -p` with every new name synced in its parent."""
+    missing = []
+    while not path.exists():
+        missing.append(path)
+        path = path.parent
+    for directory in reversed(missing):
+        directory.mkdir()
+        fsync_directory(directory.parent)
+
+
+def rename(source: Path, target: Path) -> None:
+    """Renames to a name that must be free, and syncs it."""
+    if target.exists():
+        raise OSError(errno.EEXIST, "the target name is taken", str(target))
+    source.rename(target)
+    fsync_directory(target.parent)
+
+
+# ---------------------------------------------------------------- writing
+
+
+def write_synced(path: Path, chunks: Iterable[bytes | memoryview], *, sync: bool = True) -> None:
+    with open(path, "wb") as stream:
+        for chunk in chunks:
+            stream.write(chunk)
+        stream.flush()
+        if sync:
+            os.fsync(stream.fileno())
+
+
+def write_atomically(
+    path: Path, chunks: Iterable[bytes | memoryview], *, sync: bool = True, temporary: Path | None = None
+) -> None:
+    """Writes a temporary file in the same directory and renames it to `path`; on any failure removes it.
+
+    A fixed `temporary` is for files so large that what a killed writer leaves must be overwritten by the next one.
+    """
+    temporary = temporary or temporary_of(path)
+    try:
+        write_synced(temporary, chunks, sync=sync)
+        temporary.replace(path)
+    except BaseException:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
+    if sync:
+        fsync_directory(path.parent)
+
+
+def write_once(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
+    """As `write_atomically`, but an existing file stays: the first of several writers wins."""
+    temporary = temporary_of(path)
+    try:
+        write_synced(temporary, chunks)
+        try:
+            os.link(temporary, path)
+        except FileExistsError:
+            return
+        except OSError:  # a file system without links: the last writer wins
+            temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    fsync_directory(path.parent)
+
+
+def temporary_of(path: Path) -> Path:
+    """A name beside `path` that no other writer uses."""
+    return path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
+
+
+def target_of(temporary: str) -> str | None:
+    """The name of the file that a temporary one was to become; None if it is not the name of a temporary file."""
+    match = _TEMPORARY.fullmatch(temporary)
+    return match[1] if match else None
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turns an OSError into a StorageError that names `path` and the way out."""
+    try:
+        yield
+    except OSError as error:
+        raise storage_error(path, error) from error
+
+
+def storage_error(path: Path, error: OSError) -> StorageError:
+    hint = "free some space or choose another directory" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
+    hint = hint or "check the directory and its permissions"
+    return StorageError(f"{path}: cannot be written ({error.strerror or error}); {hint}")
+
+
+# ---------------------------------------------------------------- locks
+
+
+def try_lock(descriptor: int) -> bool:
+    """Takes an exclusive lock that the kernel drops with the process, so a crash never leaves a stale one.
+
+    False where the file system has no locks; BlockingIOError if another process holds it.
+    """
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in _NO_LOCKS:
+            return False
+        raise
+    return True
+
+
+# ---------------------------------------------------------------- checksums
+
+
+class BlockHasher:
+    """sha256 of every block of a stream that comes in pieces of any size, so that damage has an address."""
+
+    def __init__(self, block_bytes: int) -> None:
+        self.block_bytes, self.size = block_bytes, 0
+        self._block = hashlib.sha256()
+        self._blocks: list[str] = []
+
+    def update(self, data: bytes | bytearray | memoryview) -> None:
+        view = memoryview(data).cast("B")
+        while len(view):
+            part = view[: self.block_bytes - self.size % self.block_bytes]
+            self._block.update(part)
+            self.size += len(part)
+            view = view[len(part) :]
+            if self.size % self.block_bytes == 0:
+                self._blocks.append(self._block.hexdigest())
+                self._block = hashlib.sha256()
+
+    def blocks(self) -> tuple[str, ...]:
+        """Of everything so far; the last block may be short."""
+        partial = self.size % self.block_bytes != 0
+        return (*self._blocks, self._block.hexdigest()) if partial else tuple(self._blocks)

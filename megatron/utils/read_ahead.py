@@ -1,0 +1,82 @@
+"""An iterator whose items a thread prefetches."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class _End:
+    """What the source raised instead of giving an item; StopIteration at its end."""
+
+    error: BaseException
+
+
+class ReadAhead(Iterator[T], Generic[T]):
+    """The items of `source` in order, up to `depth` of them prefetched. What it raises is raised in place of its item.
+
+    `ready` is readable while `next` would not block, so one `multiprocessing.connection.wait` can watch it together
+    with other connections.
+    """
+
+    def __init__(self, source: Iterator[T], *, depth: int) -> None:
+        self._items: queue.SimpleQueue[T | _End] = queue.SimpleQueue()
+        self.ready, signal = Pipe(duplex=False)
+        self._room = threading.Semaphore(depth)
+        self._stopped = threading.Event()
+        self._ended: _End | None = None
+        # A daemon, so that a source that hangs does not keep the process alive. The thread holds no reference to self:
+        # it ends when self is garbage.
+        arguments = source, self._items, signal, self._room, self._stopped
+        self._thread = threading.Thread(target=_read, args=arguments, name="read-ahead", daemon=True)
+        self._thread.start()
+
+    def __next__(self) -> T:
+        if self._ended is None:
+            self.ready.recv_bytes()
+            item = self._items.get()
+            if not isinstance(item, _End):
+                self._room.release()
+                return item
+            self._ended = item
+        raise self._ended.error
+
+    def stop(self, seconds: float) -> None:
+        """Ends the thread. Waits for it no longer than `seconds`, because the source may be producing an item."""
+        self._stopped.set()
+        self._room.release()
+        self._thread.join(seconds)
+
+    def __del__(self) -> None:
+        if hasattr(self, "_thread"):
+            self.stop(0.0)
+
+
+def _read(
+    source: Iterator[T],
+    items: queue.SimpleQueue[T | _End],
+    signal: Connection,
+    room: threading.Semaphore,
+    stopped: threading.Event,
+) -> None:
+    ended = False
+    while not ended and room.acquire() and not stopped.is_set():
+        item: T | _End
+        try:
+            item = next(source)
+        except BaseException as error:
+            item, ended = _End(error), True
+        items.put(item)
+        del item  # one that was taken is no longer held here
+        try:
+            signal.send_bytes(b".")
+        except OSError:
+            return  # nobody reads any more

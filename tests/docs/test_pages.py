@@ -1,0 +1,45 @@
+"""Every page begins with what its reader can do after it, and with a table of its contents."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.docs.blocks import PAGES, ROOT
+
+LINK = re.compile(r"\[([^\]]+)\]\(#([^)]+)\)")
+
+
+def sections(text: str) -> list[str]:
+    return re.findall(r"^## (.+)$", re.sub(r"```.*?```", "", text, flags=re.S), re.M)
+
+
+def anchor(title: str) -> str:
+    return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
+
+
+def missing(text: str) -> list[str]:
+    """What the head of a page lacks."""
+    head = text.split("\n## ")[0]
+    listed = [target for _, target in LINK.findall(head)]
+    expected = [anchor(title) for title in sections(text)]
+    found = [] if listed == expected else [f"the contents {listed} are not the sections {expected}"]
+    return found if re.search(r"^(After|With) this page", head, re.M) else [*found, "what its reader can do"]
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page != "README.md"])
+def test_a_page_begins_with_its_purpose_and_its_contents(page: str) -> None:
+    assert missing((ROOT / page).read_text(encoding="utf-8")) == []
+
+
+def test_the_readme_lists_its_sections() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert {anchor(title) for title in sections(text)} == {target for _, target in LINK.findall(text.split("\n## ")[0])}
+
+
+def test_a_page_without_them_is_seen() -> None:
+    good = "# T\n\nAfter this page you can a.\n\n[One two](#one-two)\n\n## One two\n"
+    assert missing(good) == []
+    assert missing(good + "\n## Three\n")
+    assert missing(good.replace("After this page you can", "This is"))

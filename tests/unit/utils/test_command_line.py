@@ -1,0 +1,110 @@
+"""The shared command line: every tool reports a mistake in one line."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron.utils.command_line import run_tool
+
+ROOT = Path(__file__).resolve().parents[3]
+SETUP = ROOT / "tools" / "setup_environment.py"  # runs before there is anything to import
+TOOLS = (
+    "preprocess_data",
+    "train_tokenizer",
+    "convert_checkpoint",
+    "generate",
+    "verify_checkpoint",
+    "plot_loss",
+    "make_stdlib_corpus",
+)
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+@pytest.mark.parametrize("flags", [[], ["--no-such-flag"]], ids=["nothing", "unknown"])
+def test_a_wrong_command_is_one_line(tool: str, flags: list[str]) -> None:
+    command = [sys.executable, str(ROOT / "tools" / f"{tool}.py"), *flags]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and not done.stdout
+    assert len(done.stderr.splitlines()) == 1 and done.stderr.split(":")[0] in ("error", f"{tool}.py")
+    assert not flags or "--no-such-flag: no such flag" in done.stderr
+
+
+def test_a_missing_dependency_is_one_line_with_the_way_out(capsys: pytest.CaptureFixture[str]) -> None:
+    def needs(name: str) -> None:
+        raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+    assert run_tool("error", lambda: needs("torch.nn")) == 2
+    line = capsys.readouterr().err
+    assert line.startswith("error: torch is not installed for ") and line.count("\n") == 1
+    assert "examples/quickstart.sh" in line and "pip install -r requirements.txt" in line
+    with pytest.raises(ModuleNotFoundError):  # our own bugs keep their traceback
+        run_tool("error", lambda: needs("megatron.nowhere"))
+
+
+@pytest.mark.parametrize("tool", [tool for tool in TOOLS if tool not in ("plot_loss", "make_stdlib_corpus")])
+def test_a_tool_in_a_python_without_torch_and_numpy(tool: str, tmp_path: Path) -> None:
+    for name in ("torch", "numpy"):  # as if it were not there
+        (tmp_path / f"{name}.py").write_text(f"raise ModuleNotFoundError('No module named {name}', name='{name}')")
+    (tmp_path / "in.json").write_text("")
+    flags = {
+        "preprocess_data": ["--input", "in.json", "--output-prefix", "o", "--tokenizer-type", "GPT2BPETokenizer"],
+        "train_tokenizer": ["--input", "in.json", "--output-dir", "o", "--vocab-size", "300"],
+        "convert_checkpoint": ["--load", ".", "--to", "hf", "--save", "o"],
+        "generate": ["--load", ".", "--prompt", "x"],
+        "verify_checkpoint": ["."],
+    }[tool]
+    flags += ["--vocab-file", "in.json", "--merge-file", "in.json"] * (tool == "preprocess_data")
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "tools" / f"{tool}.py"), *flags],
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
+    assert "is not installed for" in done.stderr and "pip install -r requirements.txt" in done.stderr
+
+
+def test_an_older_python_is_refused_in_one_line() -> None:
+    code = "import sys; sys.version_info = (3, 10, 13); import megatron"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and not done.stdout
+    assert "use Python 3.11 to 3.13" in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("tool", sorted(path.stem for path in (ROOT / "tools").glob("*.py") if path != SETUP))
+def test_a_reader_that_has_gone_is_no_error(tool: str) -> None:
+    """As in `... | head`, which closes the pipe."""
+    command = [sys.executable, str(ROOT / "tools" / f"{tool}.py"), "--help"]
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    process = subprocess.Popen(command, env=buffered, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    assert (process.stderr.read(), process.wait()) == (b"", 141)
+
+
+def test_a_reader_that_goes_away_in_the_middle() -> None:
+    job = "lambda: print(*range(10**6), sep=chr(10))"
+    code = f"from megatron.utils.command_line import run_tool; raise SystemExit(run_tool('x', {job}))"
+    shell = f"set -o pipefail; '{sys.executable}' -c \"{code}\" | head -2"
+    done = subprocess.run(["bash", "-c", shell], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.stdout, done.stderr, done.returncode) == ("0\n1\n", "", 141)
+
+
+def test_another_broken_pipe_is_an_error() -> None:
+    def worker_is_gone() -> int:
+        raise BrokenPipeError("of a worker")
+
+    with pytest.raises(BrokenPipeError, match="of a worker"):
+        run_tool("x", worker_is_gone)
+
+
+def test_the_job_may_give_the_exit_code() -> None:
+    assert run_tool("error", lambda: None) == 0
+    assert run_tool("error", lambda: 4) == 4
