@@ -123,7 +123,7 @@ def forward_step(model, batch):
         os.kill(os.getpid(), signal.SIGKILL)
     if HOW == "raise" and dist.is_initialized() and dist.get_rank() == 1:
         raise ValueError("planted")
-    if HOW == "exit":
+    if HOW == "exit" and dist.is_initialized() and dist.get_rank() == 1:
         sys.exit(0)
     if HOW == "shapes":
         return model(batch["x"].double()[:, 1:]), 1
@@ -143,7 +143,7 @@ def forward_step(model, batch):
         ("kill", 17, "check_layout.py: rank 1 was killed (SIGKILL)"),
         ("data", 11, "check_layout.py: rank 1: planted data error"),
         ("raise", 2, "check_layout.py: rank 1: ValueError: planted ("),
-        ("exit", 2, "check_layout.py: rank 0: SystemExit: 0 ("),
+        ("exit", 2, "check_layout.py: rank 1: SystemExit: 0 ("),
         ("shapes", 2, "RuntimeError: mat1 and mat2 shapes cannot be multiplied"),
     ],
 )
