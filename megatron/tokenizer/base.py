@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Iterable, Sequence
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -39,6 +41,7 @@ class Tokenizer(abc.ABC):
     """
 
     name: str  # Megatron's name of the type, for messages and records
+    engine = "exact"  # what encodes batches, for summaries
 
     @property
     @abc.abstractmethod
@@ -79,11 +82,6 @@ class Tokenizer(abc.ABC):
         """One array of ids per text; overridden by engines that are faster on many texts."""
         return [np.array(self.tokenize(text), dtype=np.int32) for text in texts]
 
-    @property
-    def engine(self) -> str:
-        """The name of the engine that encodes batches, for summaries."""
-        return "exact"
-
     @abc.abstractmethod
     def files(self) -> dict[str, Path]:
         """File name -> source file: the files to store with a checkpoint, so that a run can continue anywhere."""
@@ -91,6 +89,14 @@ class Tokenizer(abc.ABC):
     @abc.abstractmethod
     def save_pretrained(self, directory: str | Path, *, model_max_length: int | None = None) -> None:
         """Writes a folder that `transformers.AutoTokenizer.from_pretrained` opens offline."""
+
+
+def package(name: str, kind: str) -> Any:
+    """Imports a package that only some types of tokenizer need; a ConfigError names the type where it is missing."""
+    try:
+        return import_module(name)
+    except ImportError:
+        raise ConfigError(f"--tokenizer-type {kind}: needs the package {name}: pip install {name}") from None
 
 
 def refuse_surrogates(text: str) -> None:

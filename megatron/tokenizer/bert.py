@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from megatron.errors import ConfigError
-from megatron.tokenizer.base import Ids, Tokenizer, refuse_surrogates
+from megatron.tokenizer.base import Ids, Tokenizer, package, refuse_surrogates
 from megatron.tokenizer.bpe_files import read_text
 from megatron.tokenizer.export import write_files
 
@@ -95,13 +95,9 @@ def _read_vocab(path: Path) -> dict[str, int]:
 
 
 def _build(vocab: dict[str, int], lower_case: bool, name: str) -> Any:
-    try:
-        from tokenizers import Tokenizer as RustTokenizer
-        from tokenizers import decoders, models, normalizers, pre_tokenizers
-    except ImportError:
-        raise ConfigError(f"--tokenizer-type {name}: needs the package tokenizers: pip install tokenizers") from None
-    rust = RustTokenizer(models.WordPiece(vocab, unk_token="[UNK]", max_input_chars_per_word=LONGEST_WORD))
-    rust.normalizer = normalizers.BertNormalizer(lowercase=lower_case, strip_accents=lower_case)
-    rust.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    rust.decoder = decoders.WordPiece()
+    made = package("tokenizers", name)
+    rust = made.Tokenizer(made.models.WordPiece(vocab, unk_token="[UNK]", max_input_chars_per_word=LONGEST_WORD))
+    rust.normalizer = made.normalizers.BertNormalizer(lowercase=lower_case, strip_accents=lower_case)
+    rust.pre_tokenizer = made.pre_tokenizers.BertPreTokenizer()
+    rust.decoder = made.decoders.WordPiece()
     return rust

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Union
 
 from megatron.errors import ConfigError
 from megatron.tokenizer.base import Tokenizer
-from megatron.tokenizer.fast.build import Encoder
+from megatron.tokenizer.fast.guard import Encoder
+
+if TYPE_CHECKING:
+    from megatron.config import TokenizerConfig
 
 GPT2 = "GPT2BPETokenizer"
 HUGGING_FACE = ("HuggingFaceTokenizer", "HFTokenizer")
@@ -19,27 +21,6 @@ TIK = "TikTokenizer"
 BERT = ("BertWordPieceLowerCase", "BertWordPieceCase")
 NOT_FOR_GPT = ("MultimodalTokenizer", "NullMultimodalTokenizer", "SFTTokenizer")
 WORKING = (GPT2, HUGGING_FACE[0], *SENTENCE_PIECE, TIK, *BERT, NULL)
-
-
-class TokenizerOptions(Protocol):
-    """The settings of a tokenizer: the config section, or `TokenizerSettings`."""
-
-    @property
-    def tokenizer_type(self) -> str | None: ...
-    @property
-    def tokenizer_model(self) -> str | None: ...
-    @property
-    def vocab_file(self) -> str | None: ...
-    @property
-    def merge_file(self) -> str | None: ...
-    @property
-    def vocab_size(self) -> int | None: ...
-    @property
-    def tiktoken_pattern(self) -> str | None: ...
-    @property
-    def tiktoken_num_special_tokens(self) -> int: ...
-    @property
-    def tiktoken_special_tokens(self) -> Sequence[str] | None: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,20 +38,29 @@ class TokenizerSettings:
     encoder: Encoder = "auto"  # auto: the fast encoder where it is exact; fast: an error where it is not; exact
 
 
+TokenizerOptions = Union["TokenizerConfig", TokenizerSettings]  # the section of a training run, or these
+
+
 def build_tokenizer(config: TokenizerOptions, *, announce: bool = True) -> Tokenizer:
     """Builds and checks the tokenizer. `announce=False` omits the warning about a slow engine."""
     kind = _kind(config)
     if kind != TIK:
         _refuse_unused(config, kind, "tiktoken_pattern", "tiktoken_special_tokens")
     encoder = config.encoder if isinstance(config, TokenizerSettings) else "exact"
+    if encoder == "fast" and kind not in (GPT2, *HUGGING_FACE):
+        raise ConfigError(f"--encoder fast: {kind} has no fast encoder; give --encoder auto or exact")
     if kind == NULL:
-        return _build_null(config, encoder)
+        return _build_null(config)
     if kind == GPT2:
         tokenizer = _build_gpt2(config, encoder, announce)
     elif kind in HUGGING_FACE:
         tokenizer = _build_hugging_face(config, kind, encoder, announce)
+    elif kind in BERT:
+        tokenizer = _build_bert(config, kind)
+    elif kind == TIK:
+        tokenizer = _build_tik(config)
     else:
-        tokenizer = _build_without_fast(config, kind, encoder)
+        tokenizer = _build_sentence_piece(config, kind)
     if config.vocab_size is not None and config.vocab_size != tokenizer.vocab_size:
         raise ConfigError(
             f"--vocab-size {config.vocab_size}: the {kind} has {tokenizer.vocab_size} tokens; leave --vocab-size out"
@@ -113,39 +103,28 @@ def _build_gpt2(config: TokenizerOptions, encoder: Encoder, announce: bool) -> T
 def _build_hugging_face(config: TokenizerOptions, kind: str, encoder: Encoder, announce: bool) -> Tokenizer:
     from megatron.tokenizer.huggingface import HuggingFaceTokenizer
 
-    _refuse_unused(config, kind, "vocab_file", "merge_file")
-    if not config.tokenizer_model:
-        raise ConfigError(f"--tokenizer-model: not given; {kind} needs a folder with a tokenizer.json")
-    return HuggingFaceTokenizer(config.tokenizer_model, encoder=encoder, announce=announce)
+    model = _model_of(config, kind, "a folder with a tokenizer.json")
+    return HuggingFaceTokenizer(model, encoder=encoder, announce=announce)
 
 
-def _build_without_fast(config: TokenizerOptions, kind: str, encoder: Encoder) -> Tokenizer:
-    if encoder == "fast":
-        raise ConfigError(f"--encoder fast: {kind} has no fast encoder; give --encoder auto or exact")
-    if kind in BERT:
-        return _build_bert(config, kind)
-    _refuse_unused(config, kind, "vocab_file", "merge_file")
-    if not config.tokenizer_model:
-        what = "a JSON list of ranks or a .tiktoken file" if kind == TIK else "the tokenizer's .model file"
-        raise ConfigError(f"--tokenizer-model: not given; {kind} needs {what}")
-    if kind == TIK:
-        from megatron.tokenizer.tik import TikTokenizer
+def _build_tik(config: TokenizerOptions) -> Tokenizer:
+    from megatron.tokenizer.tik import TikTokenizer
 
-        return TikTokenizer(
-            config.tokenizer_model,
-            pattern=config.tiktoken_pattern,
-            vocab_size=config.vocab_size,
-            num_special_tokens=config.tiktoken_num_special_tokens,
-            special_tokens=config.tiktoken_special_tokens,
-        )
-    from megatron.tokenizer import sentence_piece
-
-    classes = (
-        sentence_piece.SentencePieceTokenizer,
-        sentence_piece.GPTSentencePieceTokenizer,
-        sentence_piece.Llama2Tokenizer,
+    return TikTokenizer(
+        _model_of(config, TIK, "a JSON list of ranks or a .tiktoken file"),
+        pattern=config.tiktoken_pattern,
+        vocab_size=config.vocab_size,
+        num_special_tokens=config.tiktoken_num_special_tokens,
+        special_tokens=config.tiktoken_special_tokens,
     )
-    return next(made for made in classes if made.name == kind)(config.tokenizer_model)
+
+
+def _build_sentence_piece(config: TokenizerOptions, kind: str) -> Tokenizer:
+    from megatron.tokenizer import sentence_piece as made
+
+    classes = (made.SentencePieceTokenizer, made.GPTSentencePieceTokenizer, made.Llama2Tokenizer)
+    model = _model_of(config, kind, "the tokenizer's .model file")
+    return next(one for one in classes if one.name == kind)(model)
 
 
 def _build_bert(config: TokenizerOptions, kind: str) -> Tokenizer:
@@ -157,15 +136,20 @@ def _build_bert(config: TokenizerOptions, kind: str) -> Tokenizer:
     return BertWordPieceTokenizer(config.vocab_file, lower_case=kind == BERT[0])
 
 
-def _build_null(config: TokenizerOptions, encoder: Encoder) -> Tokenizer:
+def _build_null(config: TokenizerOptions) -> Tokenizer:
     from megatron.tokenizer.null import NullTokenizer
 
-    if encoder == "fast":
-        raise ConfigError(f"--encoder fast: {NULL} has no fast encoder; give --encoder auto or exact")
     _refuse_unused(config, NULL, "tokenizer_model", "vocab_file", "merge_file")
     if config.vocab_size is None:
         raise ConfigError(f"--vocab-size: not given; {NULL} needs it")
     return NullTokenizer(config.vocab_size)
+
+
+def _model_of(config: TokenizerOptions, kind: str, what: str) -> str:
+    _refuse_unused(config, kind, "vocab_file", "merge_file")
+    if not config.tokenizer_model:
+        raise ConfigError(f"--tokenizer-model: not given; {kind} needs {what}")
+    return config.tokenizer_model
 
 
 def _refuse_unused(config: TokenizerOptions, kind: str, *names: str) -> None:

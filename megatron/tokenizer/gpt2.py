@@ -7,47 +7,31 @@ import logging
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any
 
 import numpy as np
 
 from megatron.tokenizer.base import END_OF_TEXT, Ids, Tokenizer, refuse_surrogates
-from megatron.tokenizer.bpe_files import BPE, Merge, read_bpe
+from megatron.tokenizer.bpe_files import BPE, read_bpe
 from megatron.tokenizer.export import tokenizer_json, write_gpt2_folder
-from megatron.tokenizer.fast.build import Encoder, build_guarded
-from megatron.tokenizer.fast.guard import GuardedEncoder
+from megatron.tokenizer.fast.guard import Encoder, build_guarded
 from megatron.tokenizer.fast.words import WORD_OR_LINE_END, split_at_words
-
-Engine = Literal["auto", "tokenizers", "python"]
+from megatron.tokenizer.python_bpe import PythonBPE
 
 # Longer texts are encoded in parts, which bounds the working memory.
 PART_CHARACTERS = 1 << 20
-
-
-class _Encoder(Protocol):
-    def encode(self, text: str) -> list[int]: ...
-
-    def encode_many(self, texts: Sequence[str]) -> list[list[int]]: ...
-
-    def decode(self, ids: Iterable[int]) -> str: ...
 
 
 class GPT2BPETokenizer(Tokenizer):
     name = "GPT2BPETokenizer"
 
     def __init__(
-        self,
-        vocab_file: str | Path,
-        merge_file: str | Path,
-        *,
-        engine: Engine = "auto",
-        encoder: Encoder = "exact",
-        announce: bool = True,
+        self, vocab_file: str | Path, merge_file: str | Path, *, encoder: Encoder = "exact", announce: bool = True
     ) -> None:
         self._vocab_file, self._merge_file = Path(vocab_file), Path(merge_file)
         self._bpe = read_bpe(self._vocab_file, self._merge_file)
-        self._encoder = _build_encoder(self._bpe, engine, announce)
-        self._fast: GuardedEncoder | None = build_guarded(
+        self._encoder = _build_encoder(self._bpe, announce)
+        self._fast = build_guarded(
             self.name,
             lambda: tokenizer_json(self._bpe),
             self._encode_exactly,
@@ -55,6 +39,7 @@ class GPT2BPETokenizer(Tokenizer):
             eod_token=END_OF_TEXT,
             announce=announce,
         )
+        self.engine = "exact" if self._fast is None else "fast, guarded"
 
     @property
     def vocab_size(self) -> int:
@@ -73,18 +58,6 @@ class GPT2BPETokenizer(Tokenizer):
     @cached_property
     def fingerprint(self) -> str:
         return self._bpe.fingerprint()
-
-    @property
-    def vocab(self) -> dict[str, int]:
-        return self._bpe.vocab
-
-    @property
-    def merges(self) -> list[Merge]:
-        return self._bpe.merges
-
-    @property
-    def engine(self) -> str:
-        return "exact" if self._fast is None else "fast, guarded"
 
     def tokenize(self, text: str) -> list[int]:
         refuse_surrogates(text)
@@ -113,18 +86,18 @@ class GPT2BPETokenizer(Tokenizer):
         write_gpt2_folder(Path(directory), self._bpe, model_max_length)
 
 
-def _build_encoder(bpe: BPE, engine: Engine, announce: bool) -> _Encoder:
-    if engine == "tokenizers" or (engine == "auto" and importlib.util.find_spec("tokenizers") is not None):
-        return _RustEncoder(bpe)
-    if engine == "auto" and announce:
+def _build_encoder(bpe: BPE, announce: bool) -> _RustBPE | PythonBPE:
+    if importlib.util.find_spec("tokenizers") is not None:
+        return _RustBPE(bpe)
+    if announce:
         logging.getLogger(__name__).warning(
             "GPT2BPETokenizer: the package tokenizers is not installed; encoding in plain Python gives the same ids, "
             "about 20 times slower (pip install tokenizers)"
         )
-    return _PythonEncoder(bpe)
+    return PythonBPE(bpe)
 
 
-class _RustEncoder:
+class _RustBPE:
     def __init__(self, bpe: BPE) -> None:
         from tokenizers import Tokenizer as RustTokenizer
         from tokenizers import decoders, models, pre_tokenizers
@@ -142,19 +115,3 @@ class _RustEncoder:
 
     def decode(self, ids: Iterable[int]) -> str:
         return self._rust.decode(list(ids), skip_special_tokens=False)
-
-
-class _PythonEncoder:
-    def __init__(self, bpe: BPE) -> None:
-        from megatron.tokenizer.python_bpe import PythonBPE
-
-        self._python = PythonBPE(bpe)
-
-    def encode(self, text: str) -> list[int]:
-        return self._python.encode(text)
-
-    def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
-        return [self._python.encode(text) for text in texts]
-
-    def decode(self, ids: Iterable[int]) -> str:
-        return self._python.decode(ids)

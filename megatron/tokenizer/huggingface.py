@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 
 from megatron.errors import ConfigError, DataError
-from megatron.tokenizer.base import END_OF_TEXT, Ids, Tokenizer, refuse_surrogates
+from megatron.tokenizer.base import END_OF_TEXT, Ids, Tokenizer, package, refuse_surrogates
 from megatron.tokenizer.bpe_files import BPE, merge_pair, read_text
 from megatron.tokenizer.export import write_files
-from megatron.tokenizer.fast.build import Encoder, build_guarded
+from megatron.tokenizer.fast.guard import Encoder, build_guarded
 
 SETTING = "--tokenizer-model"
 KEPT_FILES = (
@@ -51,6 +51,7 @@ class HuggingFaceTokenizer(Tokenizer):
             eod_token=self._eod_token,
             announce=announce,
         )
+        self.engine = "exact" if self._fast is None else "fast, guarded"
 
     @cached_property
     def _vocab(self) -> dict[str, int]:
@@ -107,10 +108,6 @@ class HuggingFaceTokenizer(Tokenizer):
         identity = {**content, "model": model, "eod": self._eod_token}
         canonical = json.dumps(identity, ensure_ascii=True, separators=(",", ":"), sort_keys=True)
         return hashlib.sha256(canonical.encode("ascii")).hexdigest()
-
-    @property
-    def engine(self) -> str:
-        return "exact" if self._fast is None else "fast, guarded"
 
     def tokenize(self, text: str) -> list[int]:
         refuse_surrogates(text)
@@ -179,8 +176,7 @@ class HuggingFaceTokenizer(Tokenizer):
         config.pop("auto_map", None)  # names Python files, which are neither loaded nor copied
         if model_max_length is not None:
             config["model_max_length"] = model_max_length
-        if "tokenizer.model" in files:
-            del files["tokenizer.model"]  # binary; tokenizer.json says the same
+        files.pop("tokenizer.model", None)  # binary; tokenizer.json says the same
         texts = {name: read_text(path, SETTING) for name, path in files.items()}
         texts["tokenizer_config.json"] = json.dumps(config, ensure_ascii=False, indent=2) + "\n"
         write_files(Path(directory), texts)
@@ -218,14 +214,9 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _load(path: Path) -> Any:
+    made = package("tokenizers", HuggingFaceTokenizer.name)
     try:
-        from tokenizers import Tokenizer as RustTokenizer
-    except ImportError:
-        raise ConfigError(
-            "--tokenizer-type HuggingFaceTokenizer: needs the package tokenizers: pip install tokenizers"
-        ) from None
-    try:
-        rust = RustTokenizer.from_file(str(path))
+        rust = made.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises plain Exception
         raise ConfigError(f"{SETTING} {path}: not a tokenizer that tokenizers can open ({error})") from None
     rust.no_truncation()  # a limit stored in the file would silently truncate documents

@@ -7,7 +7,7 @@ Ids equal those of `tokenizers` for every character in both libraries' Unicode t
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from megatron.errors import ConfigError
 from megatron.tokenizer.bpe_files import BPE
@@ -41,6 +41,9 @@ class PythonBPE:
         for word in self._words.findall(text):
             ids.extend(self._encode_word(word))
         return ids
+
+    def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
+        return [self.encode(text) for text in texts]
 
     def decode(self, ids: Iterable[int]) -> str:
         """Decodes ids. Invalid UTF-8 (a model may stop inside a character) becomes U+FFFD."""

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from megatron.errors import ConfigError, DataError
-from megatron.tokenizer.base import Ids, Tokenizer, refuse_surrogates
+from megatron.tokenizer.base import Ids, Tokenizer, package, refuse_surrogates
 
 ADDED = ("<CLS>", "<SEP>", "<EOD>", "<MASK>")
 
@@ -143,14 +143,9 @@ def _read(path: Path) -> bytes:
 
 
 def _load(path: Path, content: bytes, name: str) -> Any:
+    made = package("sentencepiece", name)
     try:
-        from sentencepiece import SentencePieceProcessor
-    except ImportError:
-        raise ConfigError(
-            f"--tokenizer-type {name}: needs the package sentencepiece: pip install sentencepiece"
-        ) from None
-    try:
-        return SentencePieceProcessor(model_proto=content)
+        return made.SentencePieceProcessor(model_proto=content)
     except (RuntimeError, ValueError, OSError):
         raise ConfigError(
             f"--tokenizer-model {path}: not a SentencePiece model; give the tokenizer's .model file "

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from megatron.errors import ConfigError, DataError
-from megatron.tokenizer.base import Ids, Tokenizer, refuse_surrogates
+from megatron.tokenizer.base import Ids, Tokenizer, package, refuse_surrogates
 from megatron.tokenizer.bpe_files import read_text
 from megatron.tokenizer.fast.kinds import NEMOTRON_SPLIT
 from megatron.tokenizer.fast.words import split_at_words
@@ -168,11 +168,7 @@ def _from_lines(content: str) -> list[bytes]:
 
 
 def _encoding(pattern: str, tokens: list[bytes], special: list[str]) -> Any:
-    try:
-        from tiktoken import Encoding
-    except ImportError:
-        raise ConfigError("--tokenizer-type TikTokenizer: needs the package tiktoken: pip install tiktoken") from None
-    return Encoding(
+    return package("tiktoken", TikTokenizer.name).Encoding(
         name="megatron",
         pat_str=pattern,
         mergeable_ranks={token: len(special) + rank for rank, token in enumerate(tokens)},

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections.abc import Iterator, Sequence
-from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -28,12 +27,8 @@ class FallbackTexts:
     """
 
     def __init__(self, *, composes: bool = False, cased: bool = False, plain_tokens: Sequence[str] = ()) -> None:
-        self._composes, self._cased = composes, cased
+        self._table = _table(composes, cased)
         self._tokens = re.compile("|".join(map(re.escape, plain_tokens))) if plain_tokens else None
-
-    def prepare(self) -> None:
-        """Builds the table now, so that processes forked later share it."""
-        _ = self._table
 
     def holds_token(self, text: str) -> bool:
         """True if the text contains an added token: such a text must not be cut."""
@@ -61,18 +56,19 @@ class FallbackTexts:
             start = stop
         return False
 
-    @cached_property
-    def _table(self) -> npt.NDArray[np.bool_]:
-        table = np.zeros(0x110000, dtype=np.bool_)
-        categories = [*map(unicodedata.category, map(chr, range(_SCANNED)))]
-        table[:_SCANNED] = np.array(categories) == "Cn"
-        table[_SCANNED:_PRIVATE] = True
-        for start, stop in _OLD_IDEOGRAPHS:
-            table[start:stop] = False
-        table[_PHARYNGEAL_FRICATIVE] = self._cased
-        if self._composes:
-            table[[*_composing()]] = True
-        return table
+
+def _table(composes: bool, cased: bool) -> npt.NDArray[np.bool_]:
+    """Which characters are unsafe."""
+    table = np.zeros(0x110000, dtype=np.bool_)
+    categories = [*map(unicodedata.category, map(chr, range(_SCANNED)))]
+    table[:_SCANNED] = np.array(categories) == "Cn"
+    table[_SCANNED:_PRIVATE] = True
+    for start, stop in _OLD_IDEOGRAPHS:
+        table[start:stop] = False
+    table[_PHARYNGEAL_FRICATIVE] = cased
+    if composes:
+        table[[*_composing()]] = True
+    return table
 
 
 def _composing() -> Iterator[int]:

@@ -8,17 +8,22 @@
 
 from __future__ import annotations
 
+import logging
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Literal
 
 import numpy as np
 
+from megatron.errors import ConfigError
 from megatron.tokenizer.base import EncoderDifference, Ids, refuse_surrogates
-from megatron.tokenizer.fast.engine import EnginePanicError
+from megatron.tokenizer.fast.engine import EnginePanicError, FastEngine
 from megatron.tokenizer.fast.fallback_texts import FallbackTexts
+from megatron.tokenizer.fast.kinds import NotFastError, fast_kind
+from megatron.tokenizer.fast.probe_texts import probe_texts
 from megatron.tokenizer.fast.words import WORD_END, split_at_words
 
+Encoder = Literal["auto", "fast", "exact"]
 ExactEncoder = Callable[[str], Ids]
 
 # One piece of this size is sampled per stretch: 0.2 % of the text, a tenth of the fast encoder's time.
@@ -31,14 +36,47 @@ WARM_UP = 4 * PIECE
 EXCERPT = 60
 
 
-class FastEncoder(Protocol):
-    def encode(self, data: bytes) -> Ids:
-        """Ids of one text, given in UTF-8."""
-        ...
+def build_guarded(
+    name: str,
+    description: Callable[[], dict[str, Any]],
+    exact: ExactEncoder,
+    *,
+    encoder: Encoder,
+    eod_token: str | None,
+    announce: bool = True,
+) -> GuardedEncoder | None:
+    """The guarded fast encoder, or None to use the exact one. `description` is the tokenizer.json."""
+    if encoder == "exact":
+        return None
+    try:
+        return _build(description(), exact, eod_token)
+    except NotFastError as reason:
+        if encoder == "fast":
+            raise ConfigError(f"--encoder fast: {name}: {reason}; give --encoder auto or exact") from None
+        if announce:
+            logging.getLogger(__name__).warning("%s: encoded by tokenizers, not by the fast encoder: %s", name, reason)
+        return None
+
+
+def _build(description: dict[str, Any], exact: ExactEncoder, eod_token: str | None) -> GuardedEncoder:
+    kind = fast_kind(description, eod_token)
+    engine = FastEngine(kind)
+    fallback = FallbackTexts(composes=kind.composes, cased=kind.cased, plain_tokens=kind.plain_tokens)
+    for text in probe_texts(kind.description["model"]["vocab"]):
+        data = text.encode("utf-8")
+        if fallback.find([text], [data]):
+            continue
+        try:
+            differs = not np.array_equal(engine.encode(data), exact(text))
+        except EnginePanicError:
+            raise NotFastError("gigatoken gave up on one of the test texts") from None
+        if differs:
+            raise NotFastError(f"it differs on this vocabulary, as at {text[:60]!r}")
+    return GuardedEncoder(engine, exact, fallback)
 
 
 class GuardedEncoder:
-    def __init__(self, engine: FastEncoder, exact: ExactEncoder, fallback: FallbackTexts) -> None:
+    def __init__(self, engine: FastEngine, exact: ExactEncoder, fallback: FallbackTexts) -> None:
         self._engine, self._exact, self._fallback = engine, exact, fallback
         self._warm_up, self._unsampled = WARM_UP, 0
 

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import unicodedata
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
-import numpy as np
-
-from megatron.tokenizer.base import Ids
 from megatron.tokenizer.byte_alphabet import token_bytes
 
 EDGE_CASES = (
@@ -44,19 +41,6 @@ def probe_texts(vocab: Mapping[str, int]) -> Iterator[str]:
     yield from _ascii_pairs()
     yield from _characters()
     yield from _tokens(vocab)
-
-
-def first_difference(
-    texts: Iterator[str],
-    one: Callable[[str], Ids],
-    other: Callable[[str], Ids],
-    passed_over: Callable[[str], bool],
-) -> str | None:
-    """The first text that the two encode differently; None if there is none."""
-    for text in texts:
-        if not passed_over(text) and not np.array_equal(one(text), other(text)):
-            return text
-    return None
 
 
 def _ascii_pairs() -> Iterator[str]:

@@ -17,7 +17,6 @@ import pytest
 from megatron.errors import ConfigError, DataError
 from megatron.tokenizer import EncoderDifference, TokenizerSettings, build_tokenizer
 from megatron.tokenizer.base import Ids
-from megatron.tokenizer.fast import build as fast
 from megatron.tokenizer.fast import engine as fast_engine
 from megatron.tokenizer.fast import guard
 from megatron.tokenizer.fast.engine import FastEngine
@@ -49,7 +48,7 @@ def prose(seed: int, words: int) -> str:
     return " ".join(random.Random(seed).choices(WORDS, k=words))
 
 
-class Wrong:
+class Wrong(FastEngine):
     """An engine whose last id is wrong for texts with the bad word."""
 
     def __init__(self, exact: GPT2BPETokenizer, bad: str) -> None:
@@ -64,7 +63,7 @@ class Wrong:
         return np.concatenate([np.zeros(0, dtype=np.int32), *parts])
 
 
-def guarded(exact: GPT2BPETokenizer, engine: guard.FastEncoder) -> GuardedEncoder:
+def guarded(exact: GPT2BPETokenizer, engine: FastEngine) -> GuardedEncoder:
     return GuardedEncoder(engine, lambda text: np.array(exact.tokenize(text), dtype=np.int32), FallbackTexts())
 
 
@@ -104,7 +103,10 @@ def sampled(texts: list[str], batch: int, monkeypatch: pytest.MonkeyPatch) -> li
     monkeypatch.setattr(guard, "WARM_UP", 0)
     pieces: list[str] = []
 
-    class Silent:
+    class Silent(FastEngine):
+        def __init__(self) -> None:
+            pass
+
         def encode(self, data: bytes) -> Ids:
             return np.zeros(1, dtype=np.int32)
 
@@ -351,6 +353,6 @@ def test_a_panic_at_the_start_is_a_reason_not_to_use_it(
     def panic(self: FastEngine, data: bytes) -> Ids:
         raise fast_engine.EnginePanicError
 
-    monkeypatch.setattr(fast.FastEngine, "encode", panic)
+    monkeypatch.setattr(FastEngine, "encode", panic)
     with pytest.raises(ConfigError, match="gigatoken gave up on one of the test texts"):
         fast_tokenizer(files)
