@@ -6,37 +6,30 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from torch import nn
 
 from megatron.checkpoint import RunHistory
-from megatron.config import BatchPlan
 from megatron.data.build import Datasets
 from megatron.data.splits import sample_counts
 from megatron.distributed.shard import ShardSpec
 from megatron.engine import Engine, Evaluation, build_engine
-from megatron.model.flops import flops_per_token, peak_flops
-from megatron.model.gpt import GPT
 from megatron.model.passes import ForwardStep
-from megatron.optimizer import Schedule, build_schedule
+from megatron.optimizer import build_schedule
 from megatron.pipeline_parallel.pipeline import Pipeline
-from megatron.training.batches import BatchMaker, Provided, as_datasets
+from megatron.training.batches import BatchMaker, Data, Provided, as_datasets
 from megatron.training.checkpointing import RunCheckpoints
 from megatron.training.evaluate import SplitEvaluator
 from megatron.training.hooks import Hook, ManualGarbageCollection, PipelineTrace
 from megatron.training.initialize import Run
 from megatron.training.metric_writers import build_metric_writers, writing
-from megatron.training.metrics import Throughput
 from megatron.training.model import build_model
 from megatron.training.profiling.profiler import build_profiler
 from megatron.training.progress import Progress
 from megatron.training.replica_check import ReplicaCheck
 from megatron.training.resume import ResumePoint, find_resume_point
-from megatron.training.stopping import StopConditions
 from megatron.training.trainer import Trainer
-from megatron.training.training_log import TrainingLog
-from megatron.utils.device import device_name
 
 NumSamples = tuple[int, int | None, int]
 """Samples wanted of the training, validation and test sets; None: the whole set once."""
@@ -65,15 +58,6 @@ class Parts:
         self.closing.close()
 
 
-@dataclass(frozen=True)
-class Data:
-    """The three sets, how they become batches, and what a checkpoint remembers of them."""
-
-    datasets: Datasets
-    batches: BatchMaker
-    remembered: Mapping[str, Any]
-
-
 def assemble(
     run: Run,
     datasets_provider: Callable[[Run, NumSamples], Provided],
@@ -84,14 +68,14 @@ def assemble(
 ) -> Parts:
     """Builds all parts of a run and loads its checkpoint. `history`: what the run knows of its checkpoint directories;
     made here if not given. `hooks` come after those that the settings ask for."""
-    config, plan = run.config, BatchPlan(run.config, run.parallel.dp.size)
+    config = run.config
     with ExitStack() as closing:
         if history is None:
             history = RunHistory(run.run_id)
             closing.callback(history.close)
         resume_point = find_resume_point(run, history)
         resume_point.check_architecture(config)
-        data = build_data(run, plan, resume_point, datasets_provider)
+        data = build_data(run, resume_point, datasets_provider)
         closing.callback(data.batches.close)
         built = build_model(run, model_provider, forward_step)
         if config.training.skip_train:
@@ -101,7 +85,7 @@ def assemble(
             schedule = build_schedule(
                 config.schedule,
                 config.optimizer,
-                global_batch_size=plan.final_batch_size,
+                global_batch_size=run.batch_plan.final_batch_size,
                 train_iters=config.training.train_iters,
                 train_samples=config.training.train_samples,
             )
@@ -113,10 +97,13 @@ def assemble(
         for hook in hooks:
             closing.callback(hook.on_end)
             hook.on_start(run, built.model)
-        evaluator = _evaluator(run, plan, engine, data, hooks)
+        evaluator = SplitEvaluator(run, engine, data, hooks)
         trainer = None
         if isinstance(engine, Engine) and schedule is not None:
-            trainer = _trainer(run, plan, engine, schedule, data, progress, evaluator, checkpoints, hooks)
+            done, consumed = progress.iteration, progress.consumed_train_samples
+            ended = run.batch_plan.is_finished(done, consumed)
+            train_batches = iter(()) if ended else data.batches.train(data.datasets.train, consumed)
+            trainer = Trainer(run, engine, schedule, train_batches, progress, evaluator, checkpoints, hooks)
             closing.callback(trainer.stop.close)
         return Parts(engine, evaluator, progress, checkpoints, trainer, closing.pop_all())
 
@@ -126,11 +113,7 @@ def build_hooks(run: Run, engine: Evaluation, specs: Mapping[str, ShardSpec], pr
     config, world = run.config, run.launch.world_size
     hooks: list[Hook] = []
     if config.training.manual_gc:
-        hooks.append(
-            ManualGarbageCollection(
-                config.training.manual_gc_interval or 0, after_evaluation=config.training.manual_gc_eval
-            )
-        )
+        hooks.append(ManualGarbageCollection(config.training))
     hooks += build_profiler(config.profile, run.launch.rank, run.device, progress.iteration, run.log)
     if isinstance(engine.passes, Pipeline) and engine.passes.recorder is not None:
         assert config.parallel.pipeline_trace is not None
@@ -142,21 +125,19 @@ def build_hooks(run: Run, engine: Evaluation, specs: Mapping[str, ShardSpec], pr
     return hooks
 
 
-def build_data(
-    run: Run, plan: BatchPlan, resume_point: ResumePoint, datasets_provider: Callable[[Run, NumSamples], Provided]
-) -> Data:
+def build_data(run: Run, resume_point: ResumePoint, datasets_provider: Callable[[Run, NumSamples], Provided]) -> Data:
     """The datasets, checked against those that the run had before it was resumed."""
     training, accepted = not run.config.training.skip_train, []
     if training:
         accepted += resume_point.check_settings(run.config)
-    wanted = _samples_wanted(run, plan, resume_point)
+    wanted = _samples_wanted(run, resume_point)
     datasets = as_datasets(datasets_provider(run, wanted))
     _show(run, datasets)
     if training:
         accepted += resume_point.check_content(datasets.fingerprint, accept=run.config.data.accept_changed_data)
         for warning in (*accepted, *resume_point.order_warning(wanted[0])):
             run.log.warn(warning)
-    batches = BatchMaker(run, plan.final_batch_size)
+    batches = BatchMaker(run, run.batch_plan.final_batch_size)
     if run.config.evaluation.eval_iters:
         batches.check_evaluation(datasets.valid, "validation")
         batches.check_evaluation(datasets.test, "test")
@@ -176,8 +157,8 @@ def _show(run: Run, datasets: Datasets) -> None:
             Path(path).write_text(f"{datasets.full_table}\n", encoding="utf-8")
 
 
-def _samples_wanted(run: Run, plan: BatchPlan, resume_point: ResumePoint) -> NumSamples:
-    evaluation = run.config.evaluation
+def _samples_wanted(run: Run, resume_point: ResumePoint) -> NumSamples:
+    evaluation, plan = run.config.evaluation, run.batch_plan
     train, valid, test = sample_counts(
         train_iters=plan.total_iterations,
         train_samples=0 if run.config.training.skip_train else resume_point.train_samples(plan),
@@ -186,69 +167,3 @@ def _samples_wanted(run: Run, plan: BatchPlan, resume_point: ResumePoint) -> Num
         global_batch_size=plan.final_batch_size,
     )
     return train, None if evaluation.full_validation and valid else valid, test
-
-
-def _trainer(
-    run: Run,
-    plan: BatchPlan,
-    engine: Engine,
-    schedule: Schedule,
-    data: Data,
-    progress: Progress,
-    evaluator: SplitEvaluator,
-    checkpoints: RunCheckpoints,
-    hooks: Sequence[Hook],
-) -> Trainer:
-    done, consumed = progress.iteration, progress.consumed_train_samples
-    reports = TrainingLog(
-        run.config.logging,
-        engine,
-        plan,
-        _throughput(run, engine.model),
-        hooks,
-        run.log,
-        total_iterations=done + plan.iterations_left(done, consumed),
-    )
-    return Trainer(
-        run.config,
-        engine,
-        schedule,
-        plan,
-        iter(()) if plan.is_finished(done, consumed) else data.batches.train(data.datasets.train, consumed),
-        progress=progress,
-        evaluator=evaluator,
-        saver=checkpoints if run.config.checkpoint.save else None,
-        stop=StopConditions(run.config.training, run.parallel.world, run.device, run.started),
-        hooks=hooks,
-        reports=reports,
-    )
-
-
-def _evaluator(run: Run, plan: BatchPlan, engine: Evaluation, data: Data, hooks: Sequence[Hook]) -> SplitEvaluator:
-    return SplitEvaluator(
-        engine,
-        data.batches,
-        valid=data.datasets.valid,
-        test=data.datasets.test,
-        eval_iters=run.config.evaluation.eval_iters,
-        full_validation=run.config.evaluation.full_validation,
-        micro_batches=plan.micro_batches(plan.final_batch_size),
-        global_batch_size=plan.final_batch_size,
-        hooks=hooks,
-        log=run.log,
-    )
-
-
-def _throughput(run: Run, model: nn.Module) -> Throughput:
-    seq_length = run.config.data.seq_length
-    flops = None
-    if isinstance(model, GPT):
-        flops = flops_per_token(
-            run.config.model, seq_length=seq_length, padded_vocab_size=run.padded_vocab_size, moe=run.config.moe
-        )
-    return Throughput(
-        seq_length=seq_length,
-        world_size=run.launch.world_size,
-        flops_per_token=flops,
-        peak_flops=peak_flops(device_name(run.device), run.config.precision.params_dtype),
-    )

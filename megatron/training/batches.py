@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 from weakref import WeakSet
@@ -25,6 +26,15 @@ Provided = Datasets | tuple[Any, Any, Any]
 
 def as_datasets(provided: Provided) -> Datasets:
     return provided if isinstance(provided, Datasets) else Datasets(*provided, table="")
+
+
+@dataclass(frozen=True)
+class Data:
+    """The three sets, how they become batches, and what a checkpoint remembers of them."""
+
+    datasets: Datasets
+    batches: BatchMaker
+    remembered: Mapping[str, Any]
 
 
 class BatchMaker:

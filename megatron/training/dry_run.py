@@ -7,14 +7,12 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
-from megatron.config import BatchPlan, RunConfig
+from megatron.config import RunConfig
 from megatron.data.splits import sample_counts
 from megatron.layout import Layout
-from megatron.model.flops import flops_per_token
-from megatron.model.gpt import GPT
 from megatron.parallelize import stage_layers
 from megatron.training.initialize import Run
-from megatron.training.model import count_parameters
+from megatron.training.model import count_parameters, model_flops
 from megatron.utils.device import human_bytes
 
 _SHOWN = 4
@@ -23,7 +21,7 @@ _SHOWN = 4
 
 def render_plan(run: Run, model_provider: Callable[[Run], nn.Module]) -> str:
     """A few lines; the model is counted on the meta device, so nothing is allocated."""
-    config, plan = run.config, BatchPlan(run.config, run.parallel.dp.size)
+    config, plan = run.config, run.batch_plan
     with torch.device("meta"):
         model = model_provider(run)
     parameters = sum(p.numel() for p in model.parameters())
@@ -102,12 +100,9 @@ def _stages(run: Run, layout: Layout, parameters: Sequence[int]) -> list[tuple[s
 
 
 def _compute(run: Run, model: nn.Module, tokens: int) -> list[tuple[str, str]]:
-    """Empty for a model that is not our GPT: its FLOPs are not known."""
-    if not isinstance(model, GPT):
+    per_token = model_flops(run, model)
+    if per_token is None:
         return []
-    per_token = flops_per_token(
-        run.config.model, seq_length=run.config.data.seq_length, padded_vocab_size=run.padded_vocab_size
-    )
     return [("compute", f"{per_token * tokens:.3e} FLOP (Megatron's formula for model FLOPs)")]
 
 

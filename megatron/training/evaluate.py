@@ -4,47 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import islice
-from typing import Any, Protocol
 
 from megatron.engine import Evaluation
 from megatron.model.passes import Batch
+from megatron.training.batches import Data
 from megatron.training.hooks import Hook
+from megatron.training.initialize import Run
 from megatron.training.metrics import EvalRecord
 from megatron.training.progress import Progress
-from megatron.utils.log import RankLog
-
-
-class EvaluationBatches(Protocol):
-    """This rank's micro-batches of a dataset: from one of its samples on without end, or all of them once."""
-
-    def evaluation(self, dataset: Any, consumed: int) -> Iterator[Batch]: ...
-
-    def once(self, dataset: Any) -> Iterator[Batch]: ...
 
 
 class SplitEvaluator:
     """Every evaluation reads the next `eval_iters` global batches of the validation split, as Megatron does, or under
     --full-validation all of it once. The test split is always read from its start. A split of None is empty."""
 
-    def __init__(
-        self,
-        engine: Evaluation,
-        batches: EvaluationBatches,
-        *,
-        valid: Any,
-        test: Any,
-        eval_iters: int,
-        full_validation: bool,
-        micro_batches: int,
-        global_batch_size: int,
-        hooks: Sequence[Hook],
-        log: RankLog,
-    ) -> None:
-        self._engine, self._batches = engine, batches
-        self._valid, self._test = valid, test
-        self._eval_iters, self._micro_batches, self._global_batch_size = eval_iters, micro_batches, global_batch_size
-        self._full_validation = full_validation
-        self._hooks, self._log = hooks, log
+    def __init__(self, run: Run, engine: Evaluation, data: Data, hooks: Sequence[Hook]) -> None:
+        self._engine, self._hooks, self._log = engine, hooks, run.log
+        self._batches, self._valid, self._test = data.batches, data.datasets.valid, data.datasets.test
+        evaluation = run.config.evaluation
+        self._eval_iters, self._full_validation = evaluation.eval_iters, evaluation.full_validation
+        self._global_batch_size = run.batch_plan.final_batch_size
+        self._micro_batches = run.batch_plan.micro_batches(self._global_batch_size)
         self._valid_batches: Iterator[Batch] | None = None  # kept: the next evaluation goes on where this one ended
 
     def valid(self, progress: Progress, where: str) -> EvalRecord | None:

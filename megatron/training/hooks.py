@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import nn
 
+    from megatron.config import TrainingConfig
     from megatron.pipeline_parallel.pass_recorder import PassRecorder
     from megatron.training.initialize import Run
     from megatron.training.metrics import EvalRecord, TrainRecord
@@ -53,9 +54,8 @@ class ManualGarbageCollection(Hook):
     """--manual-gc: Python collects garbage at the same iterations on all ranks. At a moment of Python's choosing a
     collection delays one rank, and all others wait for it."""
 
-    def __init__(self, interval: int, *, after_evaluation: bool) -> None:
-        """`interval` 0: never between iterations."""
-        self._interval, self._after_evaluation = interval, after_evaluation
+    def __init__(self, config: TrainingConfig) -> None:
+        self._interval, self._after_evaluation = config.manual_gc_interval, config.manual_gc_eval
         self._was_enabled = False
 
     def on_start(self, run: Run, model: nn.Module) -> None:

@@ -10,7 +10,7 @@ from datetime import timedelta
 
 import torch
 
-from megatron.config import RunConfig, check_world
+from megatron.config import BatchPlan, RunConfig, check_world
 from megatron.distributed.collectives import all_gather_object, broadcast_object
 from megatron.distributed.cores import pin, set_scheduling, set_threads
 from megatron.distributed.device import activate, resolve_backend, resolve_device
@@ -41,7 +41,11 @@ class Run:
     log: RankLog
     run_id: str
     started: float
-    """When, on `time.monotonic`'s clock."""
+    """When, on `time.monotonic`'s clock: --exit-duration-in-mins counts from then."""
+
+    @property
+    def batch_plan(self) -> BatchPlan:
+        return BatchPlan(self.config, self.parallel.dp.size)
 
     @property
     def has_vocabulary(self) -> bool:

@@ -10,6 +10,7 @@ from torch import nn
 from megatron.data_parallel import broadcast_parameters
 from megatron.distributed.state import ParallelState
 from megatron.errors import ConfigError
+from megatron.model.flops import flops_per_token
 from megatron.model.gpt import GPT
 from megatron.model.passes import ForwardStep
 from megatron.parallelize import Parallel, held_parameters, initialise_part, is_plain, parallelize
@@ -37,6 +38,18 @@ def count_parameters(run: Run, model_provider: ModelProvider, rank: int) -> int:
     """How many `rank` will hold, padding included. Nothing is allocated, and no other rank is asked."""
     state = ParallelState.plan(run.config.parallel.layout(run.launch.world_size), rank)
     return held_parameters(_provided(run, model_provider, torch.device("meta")), run.config.parallel, state)
+
+
+def model_flops(run: Run, model: nn.Module) -> float | None:
+    """Of training on one token; None for a model that is not our GPT: we do not guess."""
+    if not isinstance(model, GPT):
+        return None
+    return flops_per_token(
+        run.config.model,
+        seq_length=run.config.data.seq_length,
+        padded_vocab_size=run.padded_vocab_size,
+        moe=run.config.moe,
+    )
 
 
 def _provided(run: Run, model_provider: ModelProvider, device: torch.device) -> nn.Module:

@@ -13,7 +13,6 @@ from megatron.training.exit import StopReason, run_as_program
 if TYPE_CHECKING:
     from torch import nn
 
-    from megatron.config import RunConfig
     from megatron.model.passes import ForwardStep
     from megatron.training.assemble import Parts
     from megatron.training.batches import Provided
@@ -45,39 +44,28 @@ def pretrain(
         from megatron.training.settings import read_settings
 
         config = read_settings(argv, needs_data=needs_data)
-        return _pretrain(config, datasets_provider, model_provider, forward_step, needs_data=needs_data, hooks=hooks)
+
+        from megatron.training.assemble import assemble
+        from megatron.training.checkpointing import held_save_directory
+        from megatron.training.dry_run import render_plan
+        from megatron.training.initialize import start
+        from megatron.training.watchdog import watched
+
+        run = start(config, needs_data=needs_data)
+        if config.runtime.dry_run:
+            run.log.info(render_plan(run, model_provider))
+            return StopReason("dry_run", "--dry-run")
+        with held_save_directory(run) as (history, exit_record):
+            with (
+                watched(run, exit_record) as position,
+                assemble(run, datasets_provider, model_provider, forward_step, history, hooks) as parts,
+            ):
+                position.parts = parts
+                reason = train_and_evaluate(run, parts)
+            exit_record.ended(reason, parts.progress.iteration)
+        return reason
 
     return run_as_program(body)
-
-
-def _pretrain(
-    config: RunConfig,
-    datasets_provider: DatasetsProvider,
-    model_provider: ModelProvider,
-    forward_step: ForwardStep,
-    *,
-    needs_data: bool,
-    hooks: Sequence[Hook],
-) -> StopReason:
-    from megatron.training.assemble import assemble
-    from megatron.training.checkpointing import held_save_directory
-    from megatron.training.dry_run import render_plan
-    from megatron.training.initialize import start
-    from megatron.training.watchdog import watched
-
-    run = start(config, needs_data=needs_data)
-    if config.runtime.dry_run:
-        run.log.info(render_plan(run, model_provider))
-        return StopReason("dry_run", "--dry-run")
-    with held_save_directory(run) as (history, exit_record):
-        with (
-            watched(run, exit_record) as position,
-            assemble(run, datasets_provider, model_provider, forward_step, history, hooks) as parts,
-        ):
-            position.parts = parts
-            reason = train_and_evaluate(run, parts)
-        exit_record.ended(reason, parts.progress.iteration)
-    return reason
 
 
 def train_and_evaluate(run: Run, parts: Parts) -> StopReason:

@@ -8,10 +8,9 @@ from types import FrameType
 
 import torch
 
-from megatron.config import TrainingConfig
 from megatron.distributed.collectives import all_reduce
-from megatron.distributed.state import Axis
 from megatron.training.exit import StopReason
+from megatron.training.initialize import Run
 
 _STOP = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
@@ -40,11 +39,9 @@ class SignalFlag:
 class StopConditions:
     """Asked once after every iteration. Clocks and signals differ between ranks: one rank with a reason is enough."""
 
-    def __init__(self, config: TrainingConfig, world: Axis, device: torch.device, started: float) -> None:
-        """`started`, of time.monotonic: --exit-duration-in-mins counts from the start of the job."""
-        self._config, self._world, self._device = config, world, device
-        self._started = started
-        self._signals = SignalFlag(_STOP) if config.exit_signal_handler else None
+    def __init__(self, run: Run) -> None:
+        self._run, self._config = run, run.config.training
+        self._signals = SignalFlag(_STOP) if self._config.exit_signal_handler else None
 
     def reason(self, iteration: int) -> StopReason | None:
         config = self._config
@@ -64,10 +61,10 @@ class StopConditions:
             return 0, False
         mine = [
             float(self._signals.received) if self._signals is not None else 0.0,
-            float(minutes is not None and time.monotonic() - self._started > minutes * 60),
+            float(minutes is not None and time.monotonic() - self._run.started > minutes * 60),
         ]
-        flags = torch.tensor(mine, device=self._device)
-        all_reduce(flags, self._world, op="max")
+        flags = torch.tensor(mine, device=self._run.device)
+        all_reduce(flags, self._run.parallel.world, op="max")
         signalled, timed_out = flags.tolist()
         return int(signalled), bool(timed_out)
 

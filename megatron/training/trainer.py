@@ -5,56 +5,39 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Protocol
 
-from megatron.config import BatchPlan, RunConfig
 from megatron.engine import Engine, StepResult
 from megatron.errors import DataError
 from megatron.model.passes import Batch
 from megatron.optimizer import Schedule
+from megatron.training.checkpointing import RunCheckpoints
+from megatron.training.evaluate import SplitEvaluator
 from megatron.training.exit import StopReason
 from megatron.training.hooks import Hook
-from megatron.training.metrics import EvalRecord
+from megatron.training.initialize import Run
 from megatron.training.progress import Progress
 from megatron.training.stopping import StopConditions
 from megatron.training.training_log import Iteration, TrainingLog
 
 
-class Saver(Protocol):
-    """Writes a checkpoint of the whole run at a step boundary."""
-
-    def save(self, progress: Progress) -> None: ...
-
-
-class Evaluator(Protocol):
-    """Evaluates one split and reports; moves `consumed_valid_samples`."""
-
-    def valid(self, progress: Progress, where: str) -> EvalRecord | None: ...
-
-    def test(self, progress: Progress, where: str) -> EvalRecord | None: ...
-
-
 class Trainer:
     def __init__(
         self,
-        config: RunConfig,
+        run: Run,
         engine: Engine,
         schedule: Schedule,
-        batch_plan: BatchPlan,
         train_batches: Iterator[Batch],
-        *,
         progress: Progress,
-        evaluator: Evaluator,
-        saver: Saver | None,
-        stop: StopConditions,
+        evaluator: SplitEvaluator,
+        checkpoints: RunCheckpoints,
         hooks: Sequence[Hook],
-        reports: TrainingLog,
     ) -> None:
-        self.config, self.engine, self.schedule, self.batch_plan = config, engine, schedule, batch_plan
-        self.train_batches, self.evaluator, self.saver = train_batches, evaluator, saver
-        self.stop, self.hooks, self.reports = stop, hooks, reports
+        self.config, self.engine, self.schedule, self.batch_plan = run.config, engine, schedule, run.batch_plan
+        self.train_batches, self.evaluator, self.checkpoints, self.hooks = train_batches, evaluator, checkpoints, hooks
+        self.reports = TrainingLog(run, engine, hooks, progress)
         self._progress = progress  # of the iterations started; `progress` is that of those settled as well
         self._last_result: StepResult | None = None
+        self.stop = StopConditions(run)
 
     @property
     def progress(self) -> Progress:
@@ -101,8 +84,8 @@ class Trainer:
             if self._due(config.evaluation.eval_interval):
                 self.evaluator.valid(self.progress, f"iteration {iteration.number}")
             reason = self.stop.reason(iteration.number)
-            if self.saver and (reason or self.finished or self._due(config.checkpoint.save_interval)):
-                self.saver.save(self.progress)
+            if config.checkpoint.save and (reason or self.finished or self._due(config.checkpoint.save_interval)):
+                self.checkpoints.save(self.progress)
         self.engine.settle()
         if self.finished:
             return StopReason("done", "all iterations are done")

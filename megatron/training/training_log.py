@@ -6,12 +6,17 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from megatron.config import BatchPlan, LoggingConfig
+from torch import nn
+
 from megatron.distributed.collectives import all_gather_object
 from megatron.engine import Engine, StepResult
+from megatron.model.flops import peak_flops
 from megatron.training.hooks import Hook
+from megatron.training.initialize import Run
 from megatron.training.metrics import Throughput, TrainRecord
-from megatron.utils.log import RankLog
+from megatron.training.model import model_flops
+from megatron.training.progress import Progress
+from megatron.utils.device import device_name
 from megatron.utils.timers import render_times
 
 
@@ -28,19 +33,11 @@ class Iteration:
 class TrainingLog:
     """Is told of every iteration in turn. Counts and means are those since the last logged one."""
 
-    def __init__(
-        self,
-        config: LoggingConfig,
-        engine: Engine,
-        batch_plan: BatchPlan,
-        throughput: Throughput,
-        hooks: Sequence[Hook],
-        log: RankLog,
-        *,
-        total_iterations: int,
-    ) -> None:
-        self._config, self._engine, self._batch_plan, self._throughput = config, engine, batch_plan, throughput
-        self._hooks, self._log, self.total_iterations = hooks, log, total_iterations
+    def __init__(self, run: Run, engine: Engine, hooks: Sequence[Hook], progress: Progress) -> None:
+        self._config, self._batch_plan, self._log = run.config.logging, run.batch_plan, run.log
+        self._engine, self._hooks, self._throughput = engine, hooks, _throughput(run, engine.model)
+        done, consumed = progress.iteration, progress.consumed_train_samples
+        self.total_iterations = done + self._batch_plan.iterations_left(done, consumed)
         self._last_told = time.perf_counter()
         self._since_logged: list[tuple[float, int, float, float]] = []  # loss, samples, seconds, of these for data
         self._skipped = self._not_finite = 0
@@ -110,3 +107,12 @@ class TrainingLog:
             model_flops_utilisation=rates.utilisation,
             eta_seconds=samples_left / rates.samples_per_second,
         )
+
+
+def _throughput(run: Run, model: nn.Module) -> Throughput:
+    return Throughput(
+        seq_length=run.config.data.seq_length,
+        world_size=run.launch.world_size,
+        flops_per_token=model_flops(run, model),
+        peak_flops=peak_flops(device_name(run.device), run.config.precision.params_dtype),
+    )

@@ -11,6 +11,7 @@ from torch import nn
 
 from megatron.config import parse_args
 from megatron.errors import ConfigError
+from megatron.model.flops import flops_per_token
 from megatron.training.dry_run import render_plan
 from megatron.training.model import build_model, count_parameters
 from tests.helpers.distributed import run_ranks
@@ -70,6 +71,12 @@ def test_one_process_plans_for_many(capsys: pytest.CaptureFixture[str]) -> None:
 def test_unset_it_is_the_smallest_world(more: dict[str, Any], ranks: int, capsys: pytest.CaptureFixture[str]) -> None:
     code, rows = planned(flags(**more), capsys)
     assert code == 0 and rows["ranks"].startswith(f"{ranks} (data parallel ")
+
+
+def test_the_work_is_what_the_run_will_report(capsys: pytest.CaptureFixture[str]) -> None:
+    config = parse_args(argv := flags(num_experts=4, disable_bias_linear=True))
+    per_token = flops_per_token(config.model, seq_length=16, padded_vocab_size=112, moe=config.moe)
+    assert planned(argv, capsys)[1]["compute"].startswith(f"{per_token * 6 * 8 * 16:.3e} FLOP")
 
 
 def test_a_world_that_does_not_fit_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
