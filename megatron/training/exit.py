@@ -6,6 +6,7 @@ import json
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,8 @@ from megatron.utils.command_line import forget_stdout, not_installed, stdout_is_
 from megatron.utils.durable import write_atomically
 
 FILE = "exit_reason.json"
+_LONGEST = 300
+"""Characters of an error that are shown of one that is not ours."""
 
 
 @dataclass(frozen=True)
@@ -125,6 +128,15 @@ def as_megatron_error(error: BaseException) -> BaseException:
         f"a collective failed, so another rank has ended or cannot be reached; what it said is the cause. Start again "
         f"with --load to go on from the last checkpoint ({text.splitlines()[0][:200]})"
     )
+
+
+def in_one_line(error: BaseException) -> str:
+    """`ValueError: its text (script.py, line 12)`, with the innermost frame outside installed packages."""
+    text = " ".join(str(error).split())[:_LONGEST]
+    frames = traceback.extract_tb(error.__traceback__)
+    places = [frame for frame in frames if "site-packages" not in frame.filename] or list(frames)
+    where = f" ({places[-1].filename}, line {places[-1].lineno})" if places else ""
+    return f"{type(error).__name__}{': ' if text else ''}{text}{where}"
 
 
 def rank_of_process() -> int:

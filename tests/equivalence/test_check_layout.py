@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from megatron.training.check_layout.cli import FAULT_NAMES, main
-from megatron.training.check_layout.faults import FAULTS
 from tests.helpers.kernels import backend
 from tests.helpers.runs import LLAMA_SHAPE, REPOSITORY, flags
 
@@ -70,7 +69,7 @@ SEEN: dict[str, tuple[dict[str, Any], str]] = {
 
 
 def test_every_plant_is_tried_and_offered() -> None:
-    assert tuple(FAULTS) == FAULT_NAMES == tuple(SEEN)
+    assert tuple(SEEN) == FAULT_NAMES
 
 
 @pytest.mark.parametrize("plant", SEEN)

@@ -1,10 +1,9 @@
-"""Faults that tools/check_layout.py can plant, to show a user that each is found."""
+"""Faults that tools/check_layout.py can plant, to show a user that each is found: a function each, of the same name."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
-from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -19,8 +18,6 @@ from megatron.model.gpt import GPT
 from megatron.model.passes import Batch
 from megatron.model.rope import RotaryEmbedding
 from megatron.training.assemble import Parts
-
-Fault = Callable[[Parts], None]
 
 
 def no_gradient_reduction(parts: Parts) -> None:
@@ -146,22 +143,6 @@ def unscaled_positions(parts: Parts) -> None:
         width = 2 * len(module.inverse_frequencies)
         exponents = torch.arange(0, width, 2, dtype=torch.float32) / width
         module.inverse_frequencies, module.factor = 1.0 / (module.config.rotary_base**exponents), 1.0
-
-
-FAULTS: Mapping[str, Fault] = MappingProxyType(
-    {
-        "no-gradient-reduction": no_gradient_reduction,
-        "no-replica-sum": no_replica_sum,
-        "one-weight-off": one_weight_off,
-        "lost-token": lost_token,
-        "last-token": last_token,
-        "own-chunk-attention": own_chunk_attention,
-        "last-chunk": last_chunk,
-        "last-stage": last_stage,
-        "wide-window": wide_window,
-        "unscaled-positions": unscaled_positions,
-    }
-)
 
 
 def _is_last(state: ParallelState) -> bool:

@@ -27,8 +27,7 @@ import torch.distributed as dist
 from megatron.distributed.cores import set_scheduling
 from megatron.distributed.launch import LaunchInfo
 from megatron.errors import ConfigError, MegatronError, PeerLostError
-from megatron.training.check_layout.errors import in_one_line
-from megatron.training.exit import as_megatron_error
+from megatron.training.exit import as_megatron_error, in_one_line
 
 Body = Callable[[int], bytes]
 
