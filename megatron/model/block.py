@@ -22,7 +22,6 @@ class Block(nn.Module):
         self.post_attention_layernorm = make.norm(config.hidden_size)
         with_experts = layer in make.layers_with_experts
         self.mlp: MLP | MoE = MoE(make, layer) if with_experts else MLP(make, name, config.ffn_size)
-        self.mlp_wrapper = make.recompute.wrapper("mlp")
         self.dropout, self.hidden_dropout = make.dropout, config.hidden_dropout
         self.residual_after_norm = config.apply_residual_connection_post_layernorm
         self.kernels = make.kernels
@@ -32,7 +31,7 @@ class Block(nn.Module):
         attended = self._drop(self.self_attention(normed, context))
         normed, x = self.post_attention_layernorm.of_sum(attended, normed if self.residual_after_norm else x)
         # No bias here: the projections have added theirs inside the matrix product.
-        branch, residual = self.mlp_wrapper(self.mlp, normed), normed if self.residual_after_norm else x
+        branch, residual = self.mlp(normed), normed if self.residual_after_norm else x
         return self.kernels.bias_dropout_add(branch, None, residual, self._drop)
 
     def _drop(self, x: Tensor) -> Tensor:

@@ -14,18 +14,27 @@ from torch import Tensor, nn
 
 from megatron.config import ModelConfig, MoEConfig, RecomputeConfig
 from megatron.model.attention import CoreAttention, SequenceView
-from megatron.model.dispatch import LocalDispatcher
 from megatron.model.linear import Linear
 from megatron.model.loss import HeadAndLoss
 from megatron.model.moe_losses import RouterReports
 from megatron.model.norm import Norm
-from megatron.model.recompute import Recompute
 from megatron.model.table import Table
 from megatron.model.wgrads import WgradRoute
 from megatron.ops import Kernels
 
 Dropout = Callable[[Tensor, float, bool], Tensor]
 """(x, probability, training) -> x with dropout."""
+
+
+RunExperts = Callable[[Tensor, list[int]], Tensor]
+"""(rows [tokens, hidden] sorted by expert, how many each expert gets) -> the experts' results in the same order."""
+Dispatcher = Callable[[Tensor, Tensor, RunExperts], Tensor]
+"""(rows [tokens, hidden] sorted by expert, counts [experts], experts) -> the experts' results in the same order."""
+
+
+def run_here(rows: Tensor, counts: Tensor, experts: RunExperts) -> Tensor:
+    """The dispatcher of a rank that holds all experts: it calls them. (Others: megatron/expert_parallel.)"""
+    return experts(rows, counts.tolist())
 
 
 class ModuleFactory:
@@ -43,8 +52,7 @@ class ModuleFactory:
         wgrads: WgradRoute | None = None,
     ) -> None:
         self.config, self.kernels, self.moe = config, kernels, moe or MoEConfig()
-        self.recompute_config, self.recompute = recompute, Recompute.of(recompute)
-        self.wgrads = wgrads or WgradRoute()
+        self.recompute, self.wgrads = recompute or RecomputeConfig(), wgrads or WgradRoute()
         self.layers_with_experts = self.moe.expert_layers(config.num_layers) if self.moe.is_on else ()
         on = self.moe.is_on
         self.routers = RouterReports(self.moe, config.num_layers, self.pieces_of_sequence) if on else None
@@ -77,8 +85,8 @@ class ModuleFactory:
         """The numbers of the experts that are on this rank."""
         return range(self.moe.num_experts or 0)
 
-    def dispatcher(self) -> nn.Module:
-        return LocalDispatcher()
+    def dispatcher(self) -> Dispatcher:
+        return run_here
 
     def sum_of_sequence(self, counts: Tensor) -> Tensor:
         """Sums per-sequence counts over the ranks that share each sequence."""

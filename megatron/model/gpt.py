@@ -14,6 +14,7 @@ from megatron.model.embedding import Embedding, TiedHead
 from megatron.model.factory import ModuleFactory
 from megatron.model.inventory import inventory
 from megatron.model.parameters import Parameter, parameters
+from megatron.model.recompute import groups, run
 from megatron.model.rope import RotaryEmbedding
 from megatron.model.table import Table, look_up_and_share
 from megatron.ops import Kernels
@@ -55,8 +56,8 @@ class GPT(nn.Module):
         assert rows >= vocab_size, f"{rows} padded vocabulary rows cannot hold {vocab_size} tokens"
         if make is None:
             make = ModuleFactory(config, kernels, moe, recompute)
-        given = (config, kernels, moe or make.moe, recompute or make.recompute_config)
-        known = (make.config, make.kernels, make.moe, make.recompute_config)
+        given = (config, kernels, moe or make.moe, recompute or make.recompute)
+        known = (make.config, make.kernels, make.moe, make.recompute)
         assert all(one is other for one, other in zip(given, known)), "the factory was made with other settings"
         self.config, self.make, self.vocab_size, self.padded_vocab_size = config, make, vocab_size, rows
         self.routers, self.recompute, self.sequence = make.routers, make.recompute, make.sequence()
@@ -153,13 +154,13 @@ class GPT(nn.Module):
     def _run_layers(self, hidden: Tensor, context: AttentionContext, stage: Stage | None) -> Tensor:
         blocks = [self.layers[name] for name in (self.layers if stage is None else map(str, stage.layers))]
 
-        def run(start: int, stop: int, x: Tensor) -> Tensor:
+        def run_group(start: int, stop: int, x: Tensor) -> Tensor:
             for block in blocks[start:stop]:
                 x = block(x, context)
             return x
 
-        for positions, recomputed in self.recompute.groups(len(blocks)):
-            hidden = self.recompute.run(run, recomputed, positions.start, positions.stop, hidden)
+        for positions, recomputed in groups(self.recompute, len(blocks)):
+            hidden = run(run_group, recomputed, positions.start, positions.stop, hidden)
         return hidden
 
 

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from megatron.model.attention import AttentionContext
 from megatron.model.factory import ModuleFactory
 from megatron.model.parameters import ATTENTION_OUT, QKV
+from megatron.model.recompute import run
 from megatron.ops.fused_qkv import split_qkv
 
 
@@ -23,7 +24,7 @@ class SelfAttention(nn.Module):
         self.q_layernorm = make.norm(self.head_dim) if config.qk_layernorm else None
         self.k_layernorm = make.norm(self.head_dim) if config.qk_layernorm else None
         self.core_attention = make.core_attention(layer)
-        self.core_wrapper = make.recompute.wrapper("core_attn")
+        self.recompute_core = make.recompute.selective
         # Of the heads that are here: the output projection has a column for each channel of the queries.
         queries = self.dense.weight.shape[1] // self.head_dim
         self.groups = (self.query_key_value.weight.shape[0] // self.head_dim - queries) // 2
@@ -35,7 +36,7 @@ class SelfAttention(nn.Module):
         query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
         if context.cache is not None:
             key, value = context.cache.extend(self.layer, key, value)
-        core = self.core_wrapper(self.core_attention, query, key, value, context.mask, context.causal)
+        core = run(self.core_attention, self.recompute_core, query, key, value, context.mask, context.causal)
         return self.dense(core.transpose(1, 2).flatten(2))  # [batch, seq, hidden]
 
     def _query_key_value(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -16,8 +16,7 @@ from megatron.distributed.rng import SplitRandom
 from megatron.distributed.state import ParallelState
 from megatron.expert_parallel import ExpertDispatcher
 from megatron.model.attention import CoreAttention, SequenceView
-from megatron.model.dispatch import LocalDispatcher
-from megatron.model.factory import ModuleFactory
+from megatron.model.factory import Dispatcher, ModuleFactory
 from megatron.model.linear import Linear
 from megatron.model.loss import HeadAndLoss
 from megatron.model.parameters import Parameter, Shape
@@ -66,7 +65,7 @@ class ParallelFactory(ModuleFactory):
         self._split_random = SplitRandom(self._tp, place.device)
         if place.sequence_parallel:
             self.dropout = self._dropout_of_own_stream
-        super().__init__(plain.config, plain.kernels, plain.moe, plain.recompute_config, wgrads)
+        super().__init__(plain.config, plain.kernels, plain.moe, plain.recompute, wgrads)
 
     def linear(self, name: str, in_features: int, out_features: int, *, bias: bool) -> Linear:
         kind, (rows, columns) = self._table[f"{name}.weight"].row.kind, self._place.stored_shapes[f"{name}.weight"]
@@ -127,9 +126,9 @@ class ParallelFactory(ModuleFactory):
     def experts(self) -> range:
         return self._place.experts
 
-    def dispatcher(self) -> nn.Module:
+    def dispatcher(self) -> Dispatcher:
         if self._ep.size == 1 and self._tp.size == 1:
-            return LocalDispatcher()
+            return super().dispatcher()
         return ExpertDispatcher(
             self._ep,
             self._tp,

@@ -12,7 +12,7 @@ from megatron.data_parallel import GradBuffers
 from megatron.distributed.state import Axis, ParallelState
 from megatron.expert_parallel import ExpertDispatcher, exchanged, permuted
 from megatron.layout import Layout
-from megatron.model.dispatch import LocalDispatcher
+from megatron.model.factory import run_here
 from megatron.tensor_parallel import mappings
 from tests.helpers.distributed import run_ranks
 
@@ -68,7 +68,7 @@ def alone(token_ranks: list[int]) -> tuple[dict[int, Tensor], dict[int, Tensor],
     results, row_grads = {}, {}
     for rank in token_ranks:
         rows = rows_of(rank).requires_grad_()
-        result = LocalDispatcher()(rows, torch.tensor(COUNTS[rank]), run(list(every.values())))
+        result = run_here(rows, torch.tensor(COUNTS[rank]), run(list(every.values())))
         result.square().sum().backward()
         assert rows.grad is not None
         results[rank], row_grads[rank] = result.detach(), rows.grad

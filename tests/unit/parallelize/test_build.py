@@ -64,7 +64,7 @@ def test_every_part_is_given_the_same_settings() -> None:
     model = plain(num_experts=4, disable_bias_linear=True)
     make = built(model, **TP2, num_experts=4, disable_bias_linear=True).model.make
     assert isinstance(make, ModuleFactory) and make is not model.make
-    for name in ("config", "kernels", "moe", "recompute_config", "recompute", "layers_with_experts"):
+    for name in ("config", "kernels", "moe", "recompute", "layers_with_experts"):
         assert getattr(make, name) == getattr(model.make, name), name
 
 
