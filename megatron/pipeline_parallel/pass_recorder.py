@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -24,17 +24,15 @@ PassTimes = list[tuple[Action, float, float]]
 class PassRecorder:
     """The pass times of one rank's last steps."""
 
-    place: int = 0
-    ranks: int = 1
-    micro_batches: int = 0
-    chunks: int = 1
+    shape: dict[str, int] = field(default_factory=dict)
+    """This rank's place in the pipeline, its ranks, micro-batches and chunks a rank."""
     steps: deque[PassTimes] = field(default_factory=lambda: deque(maxlen=_KEPT_STEPS))
 
     def begin_step(self, pp: Axis, micro_batches: int, chunks: int) -> None:
         """Drops the earlier steps if they had another shape."""
-        shape = (pp.rank, pp.size, micro_batches, chunks)
-        if shape != (self.place, self.ranks, self.micro_batches, self.chunks):
-            self.place, self.ranks, self.micro_batches, self.chunks = shape
+        shape = {"place": pp.rank, "ranks": pp.size, "micro_batches": micro_batches, "chunks": chunks}
+        if shape != self.shape:
+            self.shape = shape
             self.steps.clear()
         self.steps.append([])
 
@@ -44,13 +42,8 @@ class PassRecorder:
     def save(self, directory: Path, rank: int) -> None:
         """Times are of the machine's clock: ranks of one machine can be compared, those of several may not."""
         directory.mkdir(parents=True, exist_ok=True)
-        content = {
-            "place": self.place,
-            "ranks": self.ranks,
-            "micro_batches": self.micro_batches,
-            "chunks": self.chunks,
-            "steps": [[[a.kind, a.chunk, a.micro_batch, start, end] for a, start, end in step] for step in self.steps],
-        }
+        steps = [[[a.kind, a.chunk, a.micro_batch, start, end] for a, start, end in step] for step in self.steps]
+        content = {**self.shape, "steps": steps}
         (directory / f"rank{rank:05d}.json").write_text(json.dumps(content) + "\n", encoding="utf-8")
 
 
@@ -74,13 +67,11 @@ def read_timelines(directory: Path) -> list[Timeline]:
 
 
 def _timeline(by_place: Mapping[int, dict], step: int) -> Timeline:
-    spans = [span for place in sorted(by_place) for span in _spans(place, by_place[place]["steps"][step])]
-    start = min((span.start for span in spans), default=0.0)
-    shifted = tuple(Span(s.rank, s.action, s.start - start, s.end - start) for s in spans)
+    passes = [(place, *each) for place in sorted(by_place) for each in by_place[place]["steps"][step]]
+    first_start = min((start for *_, start, _ in passes), default=0.0)
+    spans = tuple(
+        Span(place, Action(kind, chunk, micro_batch), start - first_start, end - first_start)
+        for place, kind, chunk, micro_batch, start, end in passes
+    )
     first = by_place[min(by_place)]
-    return Timeline(shifted, first["ranks"], first["micro_batches"], first["chunks"])
-
-
-def _spans(place: int, passes: list[list]) -> Iterator[Span]:
-    for kind, chunk, micro_batch, start, end in passes:
-        yield Span(place, Action(kind, chunk, micro_batch), start, end)
+    return Timeline(spans, first["ranks"], first["micro_batches"], first["chunks"])

@@ -62,7 +62,7 @@ class Pipeline:
     ) -> list[tuple[Tensor, Tensor]]:
         """Adds the gradients of `factor` times the summed loss, as `Passes` describes. The rank of the last stage
         returns (loss sum, count) of every micro-batch, the others an empty list."""
-        step = _Step(self, batches, factor)
+        step = _Execution(self, batches, factor)
         if self.recorder is not None:
             self.recorder.begin_step(self.pp, len(batches), len(self.stages))
         actions = self.schedule(self.pp.size, self.pp.rank, len(batches), len(self.stages))
@@ -85,7 +85,7 @@ class Pipeline:
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor] | None:
         """Evaluates one batch without gradients; the rank of the last stage returns (loss sum, count), the others
         None."""
-        step = _Step(self, [batch], 1.0)
+        step = _Execution(self, [batch], 1.0)
         for chunk in range(len(self.stages)):
             action = Action("F", chunk, 0)
             message = step.needs(action)
@@ -95,7 +95,7 @@ class Pipeline:
         return step.results[0] if step.results else None
 
 
-class _Step:
+class _Execution:
     """One step in progress: the activations kept for its remaining backward passes, and the losses so far."""
 
     def __init__(self, pipeline: Pipeline, batches: Sequence[Batch], factor: float | Tensor) -> None:

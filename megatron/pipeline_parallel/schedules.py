@@ -1,7 +1,7 @@
 """Pipeline schedules as data: the order in which one rank runs its forward and backward passes.
 
 Each schedule is a function of the pipeline's shape that returns a list of actions; `pipeline.py` executes such a list
-and `simulate.py` times it, whatever the schedule. A rank may hold several chunks of the model (virtual stages): chunk c
+and `timeline.py` times it, whatever the schedule. A rank may hold several chunks of the model (virtual stages): chunk c
 of rank r is stage c * ranks + r of the model.
 """
 

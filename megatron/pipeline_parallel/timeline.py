@@ -1,10 +1,14 @@
-"""When each pass of a pipelined step ran, and how much of that time is bubble."""
+"""When each pass of a pipelined step ran or, simulated, would run, and how much of that time is bubble."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from megatron.pipeline_parallel.schedules import Action
+from megatron.pipeline_parallel.schedules import Action, PassKind, PipelineSchedule
+
+Cost = Callable[[int, Action], float]
+"""(rank, action) -> its duration."""
 
 
 @dataclass(frozen=True)
@@ -47,3 +51,91 @@ class Timeline:
         """The bubble with equal stages: (p - 1) / (m v) for GPipe, 1F1B and the interleaved schedule; (p - 1) / (3 m)
         for zero-bubble, where F, B and W take equally long."""
         return (self.ranks - 1) / (self.micro_batches * (3 if self.defers_wgrads else self.chunks))
+
+
+def cost_of_kinds(forward: float, backward: float, weights: float = 0.0) -> Cost:
+    """The same duration for all stages and micro-batches."""
+    costs: dict[PassKind, float] = {"F": forward, "B": backward, "W": weights}
+    return lambda rank, action: costs[action.kind]
+
+
+def simulate(
+    schedule: PipelineSchedule,
+    ranks: int,
+    micro_batches: int,
+    chunks: int = 1,
+    *,
+    cost: Cost | None = None,
+    transfer: float = 0.0,
+) -> Timeline:
+    """Every rank runs its actions in order, each as soon as its input is there; `transfer` is a message's duration. A
+    RuntimeError if the schedule deadlocks."""
+    cost = cost or cost_of_kinds(1.0, 2.0, 1.0)
+    todo = [schedule(ranks, rank, micro_batches, chunks) for rank in range(ranks)]
+    ended: dict[tuple[PassKind, int, int], float] = {}
+    clock, position = [0.0] * ranks, [0] * ranks
+    spans: list[Span] = []
+    while any(position[rank] < len(todo[rank]) for rank in range(ranks)):
+        moved = False
+        for rank in range(ranks):
+            while position[rank] < len(todo[rank]):
+                action = todo[rank][position[rank]]
+                ready = _ready_at(action, rank, ranks, chunks, ended, transfer)
+                if ready is None:
+                    break
+                start = max(clock[rank], ready)
+                clock[rank] = start + cost(rank, action)
+                spans.append(Span(rank, action, start, clock[rank]))
+                ended[action.kind, action.chunk * ranks + rank, action.micro_batch] = clock[rank]
+                position[rank] += 1
+                moved = True
+        if not moved:
+            stuck = [
+                f"rank {rank}: {todo[rank][position[rank]]}"
+                for rank in range(ranks)
+                if position[rank] < len(todo[rank])
+            ]
+            raise RuntimeError(f"the schedule deadlocks; waiting are {', '.join(stuck)}")
+    return Timeline(tuple(spans), ranks, micro_batches, chunks)
+
+
+def without_transfers(step: Timeline) -> Timeline:
+    """A recorded step, each pass as long and in the same order, as if messages took no time."""
+    in_order = sorted(step.spans, key=lambda span: span.start)
+    durations = {(span.rank, span.action): span.end - span.start for span in step.spans}
+
+    def recorded_order(ranks: int, rank: int, micro_batches: int, chunks: int) -> list[Action]:
+        return [span.action for span in in_order if span.rank == rank]
+
+    return simulate(
+        recorded_order,
+        step.ranks,
+        step.micro_batches,
+        step.chunks,
+        cost=lambda rank, action: durations[rank, action],
+    )
+
+
+def _ready_at(
+    action: Action,
+    rank: int,
+    ranks: int,
+    chunks: int,
+    ended: Mapping[tuple[PassKind, int, int], float],
+    transfer: float,
+) -> float | None:
+    """When the action's inputs are there; None if one of them has not been computed yet."""
+    stage, last, m = action.chunk * ranks + rank, chunks * ranks - 1, action.micro_batch
+    if action.kind == "F":
+        return 0.0 if stage == 0 else _after(ended.get(("F", stage - 1, m)), transfer)
+    if action.kind == "W":
+        return ended.get(("B", stage, m))
+    own = ended.get(("F", stage, m))
+    if stage == last or own is None:
+        return own
+    gradient = _after(ended.get(("B", stage + 1, m)), transfer)
+    return None if gradient is None else max(own, gradient)
+
+
+def _after(time: float | None, transfer: float) -> float | None:
+    return None if time is None else time + transfer

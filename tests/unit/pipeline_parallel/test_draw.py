@@ -8,7 +8,7 @@ import pytest
 import torch
 from PIL import Image
 
-from megatron.pipeline_parallel.draw_cli import main
+from megatron.pipeline_parallel.draw import main
 from megatron.pipeline_parallel.pass_recorder import read_timelines
 from tests.helpers.distributed import run_ranks
 from tests.helpers.runs import flags, make_parts
