@@ -2,30 +2,31 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from megatron.data.indexed.index_file import token_dtype
-from megatron.errors import DataError, MegatronError, StorageError
-from megatron.preprocess.input.documents import Texts
-from megatron.preprocess.input.segments import Batch, Segment, read_batches
+from megatron.errors import DataError, MegatronError
+from megatron.preprocess.input.documents import Batch, Texts
+from megatron.preprocess.input.segments import Segment, read_batches
+from megatron.preprocess.settings import PreprocessSettings
 from megatron.preprocess.shard import PARTS, Encoded, SegmentFailure, SegmentResult, ShardWriter
-from megatron.tokenizer import EncoderDifference, Tokenizer, TokenizerSettings, build_tokenizer
+from megatron.tokenizer import EncoderDifference, Tokenizer, build_tokenizer
 from megatron.tokenizer.base import Ids
 from megatron.utils.durable import storage_error
+
+if TYPE_CHECKING:
+    from megatron.preprocess.sentences import SentenceSplitter
 
 EXAMPLES_SHOWN = 10  # bad lines that are shown; the rest are only counted
 
 Document = tuple[int, list[Texts]]  # the line within the segment, and the texts of each key
-
-
-class Splitter(Protocol):
-    def split(self, text: str) -> list[str]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,58 +40,58 @@ class Advance:
     line: int  # of the segment, counted from 0; all lines before it are done
 
 
-@dataclass(frozen=True, kw_only=True)
-class EncoderSettings:
-    tokenizer: TokenizerSettings
-    keys: tuple[str, ...]
-    append_eod: bool
-    folder: Path
-    run: str  # part of the file names, so that a worker of a dead run cannot write into ours
-    on_error: Literal["stop", "skip"] = "stop"
-    chunk_size: int | None = None
-    splitter: Splitter | None = None
-
-
 class _Stop(Exception):
-    def __init__(self, error: type[MegatronError], message: str, line: int | None) -> None:
+    """A line for which the run ends."""
+
+    def __init__(self, message: str, line: int) -> None:
         super().__init__(message)
-        self.error, self.message, self.line = error, message, line
+        self.line = line
 
 
 class SegmentEncoder:
     """Encodes a segment when called. It can be pickled to a fresh process, where it opens the tokenizer again."""
 
-    def __init__(self, settings: EncoderSettings, tokenizer: Tokenizer | None = None) -> None:
-        self._settings = settings
+    def __init__(
+        self,
+        settings: PreprocessSettings,
+        folder: Path,
+        splitter: SentenceSplitter | None = None,
+        tokenizer: Tokenizer | None = None,
+    ) -> None:
+        self._settings, self._folder, self._splitter = settings, folder, splitter
+        self._run = os.urandom(4).hex()  # part of the file names, so that a worker of a dead run cannot write into ours
         self._tokenizer = tokenizer or build_tokenizer(settings.tokenizer, announce=False)
         self._dtype = token_dtype(self._tokenizer.vocab_size)
         self._eod = np.array([self._tokenizer.eod] if settings.append_eod else [], dtype=np.int32)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return SegmentEncoder, (self._settings,)
+        return SegmentEncoder, (self._settings, self._folder, self._splitter)
 
     def __call__(self, segment: Segment, advance: Callable[[Advance], None]) -> SegmentResult | SegmentFailure:
-        stem = f"{segment.number:08d}-{self._settings.run}"
+        stem = f"{segment.number:08d}-{self._run}"
         result = SegmentResult(
             segment.number, segment.source.path, segment.start, segment.stop, segment.position, stem
         )  # fmt: skip
+        error: MegatronError
+        line = None
         try:
             self._encode_segment(segment, result, advance)
+            return result
         except _Stop as stop:
-            return _failure(segment, stop.error, stop.message, stop.line)
-        except MegatronError as error:
-            return _failure(segment, type(error), str(error))
-        except OSError as error:
-            return _failure(segment, StorageError, str(storage_error(self._settings.folder / stem, error)))
-        return result
+            error, line = DataError(str(stop)), stop.line
+        except MegatronError as refused:
+            error = refused
+        except OSError as failed:
+            error = storage_error(self._folder / stem, failed)
+        return SegmentFailure(segment.number, type(error), str(error), segment.source, segment.start, line)
 
     def _encode_segment(self, segment: Segment, result: SegmentResult, advance: Callable[[Advance], None]) -> None:
         with ExitStack() as files:
             writers = []
-            for key in range(len(self._settings.keys)):
-                paths = [result.file(self._settings.folder, key, part) for part in PARTS]
-                writers.append(files.enter_context(ShardWriter(paths)))
-            for batch in read_batches(segment, self._settings.keys):
+            for key in range(len(self._settings.json_keys)):
+                paths = [result.file(self._folder, key, part) for part in PARTS]
+                writers.append(files.enter_context(closing(ShardWriter(paths))))
+            for batch in read_batches(segment, self._settings.json_keys):
                 self._encode_batch(batch, result, writers, advance)
             result.shards = [writer.finish() for writer in writers]
 
@@ -120,7 +121,7 @@ class SegmentEncoder:
         reason = f"{kind} ({detail})" if detail else kind
         if self._settings.on_error == "stop":
             way = "correct the line, or give --on-error skip to leave it out"
-            raise _Stop(DataError, f"{reason}; {way}", line)
+            raise _Stop(f"{reason}; {way}", line)
         result.bad[kind] = result.bad.get(kind, 0) + 1
         if len(result.examples) < EXAMPLES_SHOWN:
             result.examples.append((line, reason))
@@ -142,20 +143,21 @@ class SegmentEncoder:
     def _encode_keys(self, documents: list[Document]) -> list[Encoded] | None:
         """Encodes each key; None if the tokenizer refuses a text."""
         encoded = []
-        for key in range(len(self._settings.keys)):
+        for key in range(len(self._settings.json_keys)):
             texts = [self._split(texts[key]) for _, texts in documents]
             try:
                 encoded.append(self._encode_key(texts))
             except EncoderDifference as difference:
                 owners = [line for (line, _), mine in zip(documents, texts, strict=True) for _ in mine]
-                raise _Stop(DataError, str(difference), owners[difference.index]) from None
+                raise _Stop(str(difference), owners[difference.index]) from None
             except DataError:
                 return None
         return encoded
 
     def _split(self, texts: Texts) -> Texts:
-        splitter = self._settings.splitter
-        return texts if splitter is None else [sentence for text in texts for sentence in splitter.split(text)]
+        if self._splitter is None:
+            return texts
+        return [sentence for text in texts for sentence in self._splitter.split(text)]
 
     def _without_refused(self, documents: list[Document], result: SegmentResult) -> list[Document]:
         """Encodes document by document, to leave out those that the tokenizer refuses."""
@@ -196,10 +198,6 @@ class SegmentEncoder:
         """Converts ids to the stored dtype. An id outside the vocabulary is our bug, and must not wrap around."""
         assert not len(tokens) or 0 <= int(tokens.min()) <= int(tokens.max()) < self._tokenizer.vocab_size
         return tokens.astype(self._dtype)
-
-
-def _failure(segment: Segment, error: type[MegatronError], message: str, line: int | None = None) -> SegmentFailure:
-    return SegmentFailure(segment.number, error, message, segment.source, segment.start, line)
 
 
 def _with_eod(ids: list[Ids], last: np.ndarray, eod: Ids) -> list[Ids]:

@@ -14,7 +14,6 @@ import shutil
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO
 
 from megatron.data.indexed.files import open_alone
@@ -172,9 +171,7 @@ class WorkFolder:
     def __enter__(self) -> WorkFolder:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         if self._journal is not None:
             self._journal.close()
         if self.complete or not self.keeps_something:

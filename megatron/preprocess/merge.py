@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron.data.indexed.builder import DatasetSummary
 from megatron.data.indexed.checksums import FileChecksums
 from megatron.data.indexed.index_file import token_dtype
 from megatron.data.indexed.record import make_record, write_record
@@ -18,7 +17,7 @@ from megatron.preprocess.input.locate import Lines
 from megatron.preprocess.journal import Kept, WorkFolder
 from megatron.preprocess.outputs import GrowingOutput, give_names, shard_is_whole, signals_deferred, write_index
 from megatron.preprocess.settings import PreprocessSettings, digest_of
-from megatron.preprocess.shard import SegmentFailure, SegmentResult
+from megatron.preprocess.shard import SegmentFailure, SegmentResult, Totals
 from megatron.tokenizer import Tokenizer
 from megatron.utils.durable import writing
 
@@ -27,9 +26,9 @@ from megatron.utils.durable import writing
 class KeyReport:
     """The output of one key."""
 
-    key: str
-    summary: DatasetSummary
-    text_bytes: int
+    prefix: str
+    dtype: str
+    totals: Totals
 
 
 @dataclass
@@ -167,7 +166,7 @@ class Merger:
         with signals_deferred():
             for merged, key, output in zip(self._keys, self._settings.json_keys, self._settings.outputs, strict=True):
                 give_names(merged, output)
-                self.report.keys.append(self._key_report(merged, key, output))
+                self.report.keys.append(KeyReport(output, merged.dtype.name, merged.totals))
                 self._write_record(merged, key, output, deciding)
             self._folder.complete = True
         self.close()
@@ -192,20 +191,6 @@ class Merger:
             if not merged.totals.tokens and self._settings.world == 1:
                 self._folder.resumable = False
                 raise DataError(f"--json-keys {key}: every document is empty; nothing was written")
-
-    def _key_report(self, merged: GrowingOutput, key: str, output: str) -> KeyReport:
-        totals = merged.totals
-        summary = DatasetSummary(
-            prefix=output,
-            dtype=merged.dtype.name,
-            documents=totals.documents,
-            sequences=totals.sequences,
-            tokens=totals.tokens,
-            max_id=totals.max_id,
-            longest_document=totals.longest,
-            empty_documents=totals.empty,
-        )
-        return KeyReport(key, summary, totals.text_bytes)
 
     def _write_record(self, merged: GrowingOutput, key: str, output: str, deciding: dict[str, Any]) -> None:
         settings = self._settings

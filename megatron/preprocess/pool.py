@@ -20,8 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from types import TracebackType
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, BinaryIO, Generic, TypeVar
 
 from megatron.errors import ConfigError
 from megatron.utils.process import signal_at_parent_death
@@ -30,6 +29,7 @@ from megatron.utils.read_ahead import ReadAhead
 Task = TypeVar("Task")
 Answer = TypeVar("Answer")
 
+START_METHOD = "fork" if sys.platform == "linux" else "spawn"
 READ_AHEAD = 2  # tasks prefetched
 AHEAD = 2  # tasks in flight beyond the oldest unanswered one, per worker
 STOP_SECONDS = 2.0
@@ -44,10 +44,6 @@ class WorkerDiedError(Exception):
     def __init__(self, task: Any, exit_code: int | None) -> None:
         super().__init__(task, exit_code)
         self.task, self.exit_code = task, exit_code
-
-
-class Closable(Protocol):
-    def close(self) -> None: ...
 
 
 @dataclass(eq=False)
@@ -66,13 +62,9 @@ class WorkerPool(Generic[Task, Answer]):
         self,
         handler: Callable[[Task, Callable[[Any], None]], Answer],
         workers: int,
-        *,
-        method: str | None = None,
-        private: Sequence[Closable] = (),
+        private: Sequence[BinaryIO] = (),
     ) -> None:
-        method = method or ("fork" if sys.platform == "linux" else "spawn")
-        self._context = multiprocessing.get_context(method)
-        self._forked = method == "fork"
+        self._context = multiprocessing.get_context(START_METHOD)
         self._private = private
         self._workers: list[_Worker] = []
         try:
@@ -88,8 +80,8 @@ class WorkerPool(Generic[Task, Answer]):
     def _start(self, handler: Callable[[Task, Callable[[Any], None]], Answer]) -> _Worker:
         ours, theirs = self._context.Pipe(duplex=True)
         # A forked worker inherits the parent's ends of all pipes; kept open, they would hide the parent's death.
-        inherited: list[Closable] = []
-        if self._forked:
+        inherited: list[Connection | BinaryIO] = []
+        if START_METHOD == "fork":
             inherited = [*(worker.connection for worker in self._workers), ours, *self._private]
         arguments = (theirs, inherited, handler, os.getpid())
         process = self._context.Process(target=_serve, args=arguments, daemon=True)  # type: ignore[attr-defined]
@@ -143,17 +135,11 @@ class WorkerPool(Generic[Task, Answer]):
     def __enter__(self) -> WorkerPool[Task, Answer]:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *raised: object) -> None:
         if kind is None:
             self.stop()
         else:
             self.kill()
-
-    @property
-    def process_ids(self) -> list[int]:
-        return [worker.process.pid for worker in self._workers if worker.process.pid is not None]
 
     def stop(self) -> None:
         """Lets idle workers end, and kills those that do not."""
@@ -209,7 +195,7 @@ def _death_of(worker: _Worker) -> WorkerDiedError:
 
 def _serve(
     connection: Connection,
-    inherited: Sequence[Closable],
+    inherited: Sequence[Connection | BinaryIO],
     handler: Callable[[Any, Callable[[Any], None]], Any],
     parent: int,
 ) -> None:

@@ -1,36 +1,32 @@
-"""Progress display: a bar on a terminal, otherwise a line every so many documents."""
+"""Progress on stderr: of documents, a bar on a terminal and lines elsewhere; of bytes, lines."""
 
 from __future__ import annotations
 
 import sys
 import time
-from types import TracebackType
-from typing import Any, TextIO
+from typing import Any
 
 EVERY = 1000  # documents between lines
+BYTES_PAUSE = 5.0  # seconds between lines about bytes
 
 
 class ProgressDisplay:
     """Shows progress. `total` is the input's bytes on disk; 0 if unknown, and then there is no ETA."""
 
-    def __init__(
-        self, total: int, log_interval: int | None, *, begun_at: int = 0, stream: TextIO | None = None
-    ) -> None:
-        self._stream = stream or sys.stderr
+    def __init__(self, total: int, log_interval: int | None, *, begun_at: int = 0) -> None:
         self._total, self._log_interval = total, log_interval or EVERY
         self._pause = 0.0 if log_interval else 1.0  # seconds between lines, unless --log-interval was given
         self._started = self._said = time.monotonic()
         self._begun_at = self.position = begun_at
         self.documents = self.tokens = self.read = 0
-        self._bar = self._make_bar() if self._stream.isatty() else None
+        self._bar = self._make_bar() if sys.stderr.isatty() else None
 
     def _make_bar(self) -> Any:
         try:
             from tqdm import tqdm
         except ImportError:
             return None
-        total, stream = self._total or None, self._stream
-        return tqdm(total=total, initial=self._begun_at, unit="B", unit_scale=True, file=stream, dynamic_ncols=True)
+        return tqdm(total=self._total or None, initial=self._begun_at, unit="B", unit_scale=True, dynamic_ncols=True)
 
     def update(self, *, documents: int, tokens: int, read: int, position: int) -> None:
         """Adds the work since the last call; `position` is where in the input it ended."""
@@ -46,7 +42,7 @@ class ProgressDisplay:
             self._bar.update(self.position - self._bar.n)
         elif self.documents // self._log_interval > lines_before and time.monotonic() - self._said >= self._pause:
             self._said = time.monotonic()
-            print(self._line(), file=self._stream, flush=True)
+            print(self._line(), file=sys.stderr, flush=True)
 
     @property
     def seconds(self) -> float:
@@ -69,11 +65,30 @@ class ProgressDisplay:
     def __enter__(self) -> ProgressDisplay:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         if self._bar is not None:
             self._bar.close()
+
+
+class ByteProgress:
+    """Prints bytes, speed and ETA every few seconds."""
+
+    def __init__(self, verb: str) -> None:
+        self._verb = verb
+        self._started = self._said = time.monotonic()
+
+    def show(self, done: int, total: int) -> None:
+        now = time.monotonic()
+        if now - self._said < BYTES_PAUSE or done >= total:
+            return
+        self._said = now
+        speed = done / (now - self._started)
+        print(
+            f"{self._verb} {done / 1e9:.2f} of {total / 1e9:.2f} GB ({speed / 1e6:.0f} MB/s, "
+            f"{duration((total - done) / speed if speed else 0)} left)",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def duration(seconds: float) -> str:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron.data.indexed.record import read_record
 from megatron.errors import ConfigError, DataError, MegatronError, PeerLostError
-from megatron.preprocess.encoder import Advance, EncoderSettings, SegmentEncoder, Splitter
+from megatron.preprocess.encoder import Advance, SegmentEncoder
 from megatron.preprocess.input.documents import FAST_JSON_HINT, FAST_LOADS
 from megatron.preprocess.input.files import InputFile, expand_inputs
 from megatron.preprocess.input.locate import Assigned, assigned
@@ -25,6 +23,9 @@ from megatron.preprocess.settings import PreprocessSettings, digest_of
 from megatron.preprocess.shard import SegmentFailure, SegmentResult
 from megatron.tokenizer import Tokenizer, build_tokenizer
 
+if TYPE_CHECKING:
+    from megatron.preprocess.sentences import SentenceSplitter
+
 Say = Callable[[str], None]
 
 
@@ -37,8 +38,14 @@ class Terminated(BaseException):
         self.kept = "nothing was written"
 
 
-def preprocess(settings: PreprocessSettings, say: Say, complete: Callable[[str], bool] | None = None) -> Report:
-    """Preprocesses the input. `complete` tells --resume whether all outputs of settings with this digest exist."""
+def preprocess(
+    settings: PreprocessSettings, say: Say, uploaded: Callable[[str], bool] = lambda digest: False
+) -> Report:
+    """Preprocesses the input. `uploaded` tells --resume whether all outputs of settings with this digest are there."""
+
+    def is_complete(digest: str) -> bool:
+        return all(is_of(output, digest) for output in settings.outputs) or uploaded(digest)
+
     tokenizer = build_tokenizer(settings.tokenizer)
     if settings.append_eod:
         tokenizer.eod  # noqa: B018  refused by name when the vocabulary has none
@@ -56,8 +63,7 @@ def preprocess(settings: PreprocessSettings, say: Say, complete: Callable[[str],
         with WorkFolder(settings.prefix, resume=settings.resume, overwrite=settings.overwrite) as folder:
             splitter = prepare_splitter_for(settings, sources, say)
             deciding = settings.deciding(sources, tokenizer, splitter)
-            done = complete or partial(_is_complete, settings)
-            if settings.resume and not folder.keeps_something and done(digest_of(deciding)):
+            if settings.resume and not folder.keeps_something and is_complete(digest_of(deciding)):
                 say(f"--resume: {settings.prefix} is complete; nothing is left to do")
                 return Report()
             overwrite = folder.begin(deciding, resumable=resumable, overwrite=settings.overwrite)
@@ -66,42 +72,33 @@ def preprocess(settings: PreprocessSettings, say: Say, complete: Callable[[str],
             if not overwrite:
                 refuse_existing(settings.prefix, settings.outputs)
             with _saying_what_is_kept(folder):
-                report = _Run(settings, sources, tokenizer, splitter, folder, say).run(deciding)
+                report = _Encoding(settings, sources, tokenizer, splitter, folder, say).run(deciding)
             finished.append(settings.prefix)
         return report
 
 
-def _is_complete(settings: PreprocessSettings, digest: str) -> bool:
-    records = [read_record(output) for output in settings.outputs]
-    return all(record is not None and record.extra.get("settings") == digest for record in records)
+def is_of(output: str, digest: str) -> bool:
+    """True if this output is complete, of a run whose deciding settings have this digest."""
+    record = read_record(output)
+    return record is not None and record.extra.get("settings") == digest
 
 
-class _Run:
+class _Encoding:
+    """Encodes the segments that are missing with a pool of workers, and merges what they hand over."""
+
     def __init__(
         self,
         settings: PreprocessSettings,
         sources: list[InputFile],
         tokenizer: Tokenizer,
-        splitter: Splitter | None,
+        splitter: SentenceSplitter | None,
         folder: WorkFolder,
         say: Say,
     ) -> None:
         self._settings, self._sources, self._tokenizer = settings, sources, tokenizer
         self._folder, self._say = folder, say
         self._segment_bytes = settings.segment_size(sources)
-        self._encoder = SegmentEncoder(
-            EncoderSettings(
-                tokenizer=settings.tokenizer,
-                keys=settings.json_keys,
-                append_eod=settings.append_eod,
-                folder=folder.path,
-                run=os.urandom(4).hex(),
-                on_error=settings.on_error,
-                chunk_size=settings.chunk_size,
-                splitter=splitter,
-            ),
-            tokenizer,
-        )
+        self._encoder = SegmentEncoder(settings, folder.path, splitter, tokenizer)
         self._merger = Merger(settings, folder, sources, tokenizer, say)
         self._assigned: dict[int, Assigned] = {}  # segments in flight
         self._lines_done: dict[int, int] = {}  # lines done of each of these segments
@@ -183,7 +180,7 @@ class _Run:
         )
 
 
-def prepare_splitter_for(settings: PreprocessSettings, sources: list[InputFile], say: Say) -> Splitter | None:
+def prepare_splitter_for(settings: PreprocessSettings, sources: list[InputFile], say: Say) -> SentenceSplitter | None:
     if not settings.split_sentences:
         return None
     from megatron.preprocess.input.sample import texts_of_sample

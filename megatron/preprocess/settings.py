@@ -7,11 +7,14 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from megatron.preprocess.input.files import InputFile, input_bytes
 from megatron.preprocess.outputs import output_prefix
 from megatron.tokenizer import Tokenizer, TokenizerSettings
+
+if TYPE_CHECKING:
+    from megatron.preprocess.sentences import SentenceSplitter
 
 _SMALLEST, _LARGEST, _PARTS = 256 << 10, 8 << 20, 64
 
@@ -64,7 +67,9 @@ class PreprocessSettings:
         """Bytes per segment: small enough for many workers and for a worker's memory."""
         return self.segment_bytes or min(max(input_bytes(sources) // _PARTS, _SMALLEST), _LARGEST)
 
-    def deciding(self, sources: Sequence[InputFile], tokenizer: Tokenizer, splitter: Any) -> dict[str, Any]:
+    def deciding(
+        self, sources: Sequence[InputFile], tokenizer: Tokenizer, splitter: SentenceSplitter | None
+    ) -> dict[str, Any]:
         """Everything that determines the tokens and the segments, under the names that messages use."""
         return {
             "inputs": [source.identity for source in sources],
@@ -74,7 +79,7 @@ class PreprocessSettings:
             "--split-sentences": self.split_sentences,
             "--keep-newlines": self.keep_newlines,
             "--lang": self.language if self.split_sentences else None,
-            "the sentence splitter": getattr(splitter, "fingerprint", None),
+            "the sentence splitter": splitter.fingerprint if splitter else None,
             "--rank": self.rank,
             "--world": self.world,
             "the size of a segment": self.segment_size(sources),

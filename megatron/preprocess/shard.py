@@ -6,7 +6,6 @@ import dataclasses
 import hashlib
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -122,16 +121,10 @@ class ShardWriter:
         self._totals.add(_totals(encoded))
 
     def finish(self) -> Shard:
-        for stream in self._streams:
-            stream.close()
+        self.close()
         return Shard(self._totals, self._sizes, [digest.hexdigest() for digest in self._hashes])
 
-    def __enter__(self) -> ShardWriter:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
         for stream in self._streams:
             stream.close()
 

@@ -9,11 +9,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megatron.data import remote
-from megatron.data.indexed.record import read_record, record_path
+from megatron.data.indexed.record import record_path
 from megatron.data.remote_pairs import beside, put_pair, refuse_existing
 from megatron.errors import StorageError
 from megatron.preprocess.merge import Report
-from megatron.preprocess.run import preprocess
+from megatron.preprocess.run import is_of, preprocess
 from megatron.preprocess.settings import PreprocessSettings
 
 Say = Callable[[str], None]
@@ -38,15 +38,13 @@ def preprocess_to_url(settings: PreprocessSettings, folder: Path | None, say: Sa
     parameters = f"{url}.sentences.json"
     _fetch_parameters(local, parameters)
 
-    def complete(digest: str) -> bool:
-        if all(_is_of(output, digest) for output in outputs):
-            return True  # not uploaded yet
+    def uploaded(digest: str) -> bool:
         if all(_is_there(output, place, digest) for output, place in outputs.items()):
             return True
         refuse_existing(url, list(outputs.values()))
         return False
 
-    report = preprocess(local, say, complete)
+    report = preprocess(local, say, uploaded)
     if local.parameters_file.exists() and (settings.overwrite or not remote.exists(parameters)):
         remote.upload(local.parameters_file, parameters)
     for output, place in outputs.items():
@@ -54,7 +52,7 @@ def preprocess_to_url(settings: PreprocessSettings, folder: Path | None, say: Sa
             say(f"uploading {place}")
             put_pair(output, place)
     for key in report.keys:
-        key.summary = dataclasses.replace(key.summary, prefix=outputs[key.summary.prefix])
+        key.prefix = outputs[key.prefix]
     local.parameters_file.unlink(missing_ok=True)
     with contextlib.suppress(OSError):  # other partitions use it as well, or it is the user's own
         folder.rmdir()
@@ -68,17 +66,12 @@ def _fetch_parameters(local: PreprocessSettings, url: str) -> None:
         remote.download(url, local.parameters_file)
 
 
-def _is_of(output: str, digest: str) -> bool:
-    record = read_record(output)
-    return record is not None and record.extra.get("settings") == digest
-
-
 def _is_there(output: str, url: str, digest: str) -> bool:
     if not remote.exists(f"{url}.meta.json"):
         return False
     path = record_path(output)
     remote.download(f"{url}.meta.json", path)
     try:
-        return _is_of(output, digest)
+        return is_of(output, digest)
     finally:
         path.unlink()

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron.errors import ConfigError, DataError, MegatronError
+from megatron.preprocess.progress import ByteProgress
 from megatron.utils.command_line import Parser, integer, run_tool
 
 if TYPE_CHECKING:
@@ -245,7 +246,6 @@ def _verify(
     prefix: str, record: DataRecord | None, arguments: argparse.Namespace, tokenizer: Tokenizer | None
 ) -> Verified:
     from megatron.data.indexed.verify import verify_dataset
-    from megatron.preprocess.commands.merge_datasets import ByteProgress
 
     started = time.monotonic()
     verified = verify_dataset(

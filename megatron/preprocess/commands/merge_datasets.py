@@ -5,14 +5,14 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING
 
 from megatron.errors import ConfigError
+from megatron.preprocess.progress import ByteProgress
 from megatron.utils.command_line import Parser, run_tool
 
 if TYPE_CHECKING:
@@ -89,8 +89,8 @@ def _merge(arguments: argparse.Namespace, inputs: Sequence[str], output: str) ->
     from megatron.data.parts import find_prefixes, plan_groups
 
     groups = plan_groups(find_prefixes(inputs, output), output)
-    progress = ByteProgress("merged")
-    return merge(groups, overwrite=arguments.overwrite, impl=arguments.dataset_impl, on_bytes=progress.show)
+    show = ByteProgress("merged").show
+    return merge(groups, overwrite=arguments.overwrite, impl=arguments.dataset_impl, on_bytes=show)
 
 
 def _print(merged: MergeResult, prefix: str) -> None:
@@ -101,25 +101,3 @@ def _print(merged: MergeResult, prefix: str) -> None:
     )
     for note in merged.notes:
         print(f"{prefix}: {note}", file=sys.stderr)
-
-
-class ByteProgress:
-    """Prints bytes, speed and ETA every few seconds."""
-
-    def __init__(self, verb: str, stream: TextIO | None = None, pause: float = 5.0) -> None:
-        self._verb, self._stream, self._pause = verb, stream or sys.stderr, pause
-        self._started = self._said = time.monotonic()
-
-    def show(self, done: int, total: int) -> None:
-        now = time.monotonic()
-        if now - self._said < self._pause or done >= total:
-            return
-        self._said = now
-        speed = done / (now - self._started)
-        left = round((total - done) / speed) if speed else 0
-        print(
-            f"{self._verb} {done / 1e9:.2f} of {total / 1e9:.2f} GB ({speed / 1e6:.0f} MB/s, "
-            f"{left // 3600}:{left // 60 % 60:02d}:{left % 60:02d} left)",
-            file=self._stream,
-            flush=True,
-        )

@@ -237,12 +237,11 @@ def print_summary(report: Report) -> None:
     if not report.keys:
         return
     for key in report.keys:
-        written = key.summary
-        per_token = key.text_bytes / max(written.tokens, 1)
+        totals = key.totals
+        per_token = totals.text_bytes / max(totals.tokens, 1)
         print(
-            f"{written.prefix}: {written.documents} documents, {written.tokens} tokens ({written.dtype}), "
-            f"{per_token:.2f} bytes per token, longest document {written.longest_document} tokens, "
-            f"{written.empty_documents} empty"
+            f"{key.prefix}: {totals.documents} documents, {totals.tokens} tokens ({key.dtype}), "
+            f"{per_token:.2f} bytes per token, longest document {totals.longest} tokens, {totals.empty} empty"
         )
     if report.blank_lines:
         print(f"blank lines skipped: {report.blank_lines}")

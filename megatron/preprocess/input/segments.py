@@ -17,8 +17,6 @@ from megatron.preprocess.input.files import UTF8_BOM, InputFile
 from megatron.preprocess.input.streams import MAX_LINE_BYTES, SourceStream, take_lines
 from megatron.preprocess.input.tables import read_rows, row_group_runs, rows_before
 
-__all__ = ["Batch", "Segment", "count_lines_before", "plan_segments", "read_batches", "share_bytes"]
-
 SEGMENT_BYTES = 32 << 20
 BATCH_BYTES = 1 << 20
 BATCH_LINES = 4096  # approximate limit: a megabyte of tiny documents is many Python objects

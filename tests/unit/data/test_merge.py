@@ -18,7 +18,8 @@ from megatron.data.indexed.record import make_record, read_record, record_path, 
 from megatron.data.merge import merge
 from megatron.data.parts import find_prefixes, plan_groups
 from megatron.errors import ConfigError, DataError, MegatronError
-from megatron.preprocess.commands.merge_datasets import ByteProgress, main
+from megatron.preprocess import progress
+from megatron.preprocess.commands.merge_datasets import main
 
 Document = list[list[int]]  # its sequences
 
@@ -288,9 +289,9 @@ def test_tool_says_when_there_is_no_record(tmp_path: Path, capsys: pytest.Captur
     assert not record_path(tmp_path / "m").exists() and IndexedDataset(tmp_path / "m").num_documents == 6
 
 
-def test_progress_line(capsys: pytest.CaptureFixture[str]) -> None:
-    progress = ByteProgress("merged", pause=0.0)
-    progress.show(10**9, 4 * 10**9)
+def test_progress_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "BYTES_PAUSE", 0.0)
+    progress.ByteProgress("merged").show(10**9, 4 * 10**9)
     assert "merged 1.00 of 4.00 GB (" in capsys.readouterr().err
 
 

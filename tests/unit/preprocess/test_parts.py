@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -48,14 +49,19 @@ def run_out_at_seven(task: int, note: Note) -> int:
     return task
 
 
+def process_ids(workers: WorkerPool[int, int]) -> list[int]:
+    return [worker.process.pid for worker in workers._workers if worker.process.pid is not None]
+
+
 def answers_of(workers: WorkerPool[int, int], tasks: Iterator[int], noted: Note = lambda note: None) -> list[int]:
     return list(workers.map(tasks, described=lambda task: f"task {task}", noted=noted))
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_every_task_is_answered_by_forked_and_fresh_workers(method: str) -> None:
+def test_every_task_is_answered_by_forked_and_fresh_workers(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "START_METHOD", method)
     notes: list[int] = []
-    with WorkerPool[int, int](double, 2, method=method) as workers:
+    with WorkerPool[int, int](double, 2) as workers:
         assert sorted(answers_of(workers, iter(range(20)), notes.append)) == [2 * i for i in range(20)]
     assert sorted(notes) == list(range(20))
 
@@ -86,7 +92,7 @@ def test_a_worker_that_dies_idle_is_noticed_while_the_next_task_is_slow_to_come(
 
     def tasks() -> Iterator[int]:
         yield from range(given)
-        threading.Timer(0.1, os.kill, (workers.process_ids[1], signal.SIGKILL)).start()
+        threading.Timer(0.1, os.kill, (process_ids(workers)[1], signal.SIGKILL)).start()
         never.wait(30)
 
     started = time.monotonic()
@@ -131,8 +137,8 @@ def wait_until_gone(process: int) -> None:
 
 def test_a_killed_worker_is_gone_and_its_signal_reported() -> None:
     with WorkerPool[int, int](answer_with_process, 1) as workers:
-        assert answers_of(workers, iter([1])) == workers.process_ids
-        (worker,) = workers.process_ids
+        assert answers_of(workers, iter([1])) == process_ids(workers)
+        (worker,) = process_ids(workers)
         workers.kill()
         wait_until_gone(worker)
     with pytest.raises(WorkerDiedError) as death, WorkerPool[int, int](answer_with_process, 1) as workers:
@@ -164,23 +170,24 @@ def test_durations_read_as_hours() -> None:
     assert duration(0) == "0:00:00" and duration(3725.4) == "1:02:05"
 
 
-def test_a_terminal_gets_a_bar() -> None:
+def test_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
             return True
 
     terminal = Terminal()
-    with ProgressDisplay(1000, 1, stream=terminal) as progress:
+    monkeypatch.setattr(sys, "stderr", terminal)
+    with ProgressDisplay(1000, 1) as progress:
         progress.update(documents=3, tokens=7, read=500, position=500)
     shown = terminal.getvalue()
     assert "50%" in shown and "Processed" not in shown
 
 
-def test_an_unknown_size_gives_no_eta() -> None:
-    stream = io.StringIO()
-    with ProgressDisplay(0, 1, stream=stream) as progress:
+def test_an_unknown_size_gives_no_eta(capsys: pytest.CaptureFixture[str]) -> None:
+    with ProgressDisplay(0, 1) as progress:
         progress.update(documents=3, tokens=7, read=500, position=500)
-    assert "Processed 3 documents" in stream.getvalue() and "ETA" not in stream.getvalue()
+    said = capsys.readouterr().err
+    assert "Processed 3 documents" in said and "ETA" not in said
 
 
 def test_outputs_are_named_as_megatron_names_them() -> None:

@@ -21,7 +21,7 @@ from megatron.data.indexed.dataset import IndexedDataset
 from megatron.data.indexed.record import read_record
 from megatron.errors import ConfigError, DataError, PeerLostError
 from megatron.preprocess import pool
-from megatron.preprocess.encoder import EncoderSettings, SegmentEncoder
+from megatron.preprocess.encoder import SegmentEncoder
 from megatron.preprocess.input.files import expand_inputs
 from megatron.preprocess.input.segments import Segment, plan_segments
 from megatron.preprocess.run import preprocess
@@ -92,14 +92,14 @@ def test_any_number_of_workers_writes_the_same(tmp_path: Path, workers: int, app
     assert files(tmp_path) == wanted(lines(93), 1000 if append_eod else None)
     data = IndexedDataset(tmp_path / "out_meta.text_document")
     assert [int(data[i][0]) for i in range(len(data))] == list(range(93))
-    text = report.keys[0].summary
-    assert (text.documents, text.sequences, text.empty_documents) == (93, len(IndexedDataset(text.prefix)), 46)
-    assert text.longest_document == 3 + append_eod and text.max_id == (1000 if append_eod else 7)
+    prefix, text = report.keys[0].prefix, report.keys[0].totals
+    assert (text.documents, text.sequences, text.empty) == (93, len(IndexedDataset(prefix)), 46)
+    assert text.longest == 3 + append_eod and text.max_id == (1000 if append_eod else 7)
     for key in report.keys:
-        record = read_record(key.summary.prefix)
+        record = read_record(key.prefix)
         assert record is not None and record.source == inputs
         assert record.bin is not None
-        verify_blocks(Path(f"{key.summary.prefix}.bin"), record.bin)
+        verify_blocks(Path(f"{key.prefix}.bin"), record.bin)
 
 
 def test_a_line_longer_than_many_segments(tmp_path: Path) -> None:
@@ -260,13 +260,14 @@ def test_sentences_are_sequences(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 MEASURE = """
 import sys
 from pathlib import Path
-from megatron.preprocess.encoder import EncoderSettings, SegmentEncoder
+from megatron.preprocess.encoder import SegmentEncoder
 from megatron.preprocess.input.segments import plan_segments
 from megatron.preprocess.input.files import expand_inputs
+from megatron.preprocess.settings import PreprocessSettings
 from megatron.tokenizer import TokenizerSettings
-settings = EncoderSettings(tokenizer=TokenizerSettings(tokenizer_type="NullTokenizer", vocab_size=10), keys=("text",),
-                           append_eod=True, folder=Path(sys.argv[2]), run="x")
-encoder = SegmentEncoder(settings)
+settings = PreprocessSettings(inputs=(), output_prefix="", append_eod=True,
+                              tokenizer=TokenizerSettings(tokenizer_type="NullTokenizer", vocab_size=10))
+encoder = SegmentEncoder(settings, Path(sys.argv[2]))
 for segment in plan_segments(expand_inputs([sys.argv[1]]), segment_bytes=4 << 20):
     result = encoder(segment, lambda note: None)
 print([line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM")][0])
@@ -305,7 +306,8 @@ def peaks_of_a_worker(folder: Path, cache_bytes: int) -> list[int]:
     """The worker's peak memory after each segment of words.jsonl."""
     fast_engine.CACHE_BYTES = cache_bytes
     files = TokenizerSettings(vocab_file=str(folder / "vocab.json"), merge_file=str(folder / "merges.txt"))
-    encoder = SegmentEncoder(EncoderSettings(tokenizer=files, keys=("text",), append_eod=True, folder=folder, run="x"))
+    given = PreprocessSettings(inputs=(), output_prefix="", tokenizer=files, append_eod=True)
+    encoder = SegmentEncoder(given, folder)
     segments = plan_segments(expand_inputs([str(folder / "words.jsonl")]), segment_bytes=1 << 19)
     with pool.WorkerPool[Segment, int](Watched(encoder), 1) as workers:
         return list(workers.map(segments, described=lambda segment: segment.number, noted=lambda note: None))
