@@ -147,15 +147,3 @@ def refuse_unless(values: Mapping[str, Any], **expected: Any) -> None:
 def positions_flag(config: ModelConfig) -> str:
     kind = {"rope": "rope", "learned": "learned_absolute", "none": "none"}[config.positions]
     return f"--position-embedding-type {kind}"
-
-
-def softmax_routing_lacks(moe: MoEConfig) -> Lacking:
-    """What families whose experts are chosen by a plain softmax cannot express."""
-    return [
-        ("no --num-experts", not moe.is_on),
-        (f"--moe-router-score-function {moe.moe_router_score_function}", moe.moe_router_score_function != "softmax"),
-        ("--moe-router-topk-scaling-factor", moe.moe_router_topk_scaling_factor is not None),
-        (f"--moe-router-num-groups {moe.moe_router_num_groups}", moe.moe_router_num_groups is not None),
-        (f"--moe-expert-capacity-factor {moe.moe_expert_capacity_factor}", moe.moe_expert_capacity_factor is not None),
-        ("--moe-shared-expert-intermediate-size", moe.moe_shared_expert_intermediate_size is not None),
-    ]

@@ -5,9 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from megatron.checkpoint.hf.families.gpt2 import GPT2
-from megatron.checkpoint.hf.families.llama import Llama
-from megatron.checkpoint.hf.families.mistral import Mistral, Mixtral
-from megatron.checkpoint.hf.families.qwen import Qwen2, Qwen3, Qwen3MoE
+from megatron.checkpoint.hf.families.llama import Llama, Mistral, Mixtral, Qwen2, Qwen3, Qwen3MoE
 from megatron.checkpoint.hf.family import Family
 from megatron.config import ModelConfig, MoEConfig
 from megatron.errors import ConfigError
