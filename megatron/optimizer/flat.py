@@ -22,7 +22,7 @@ _HALF = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
-class _Run:
+class _Segment:
     """Consecutive parameters of one gradient bucket with the same dtype."""
 
     names: list[str]
@@ -43,6 +43,27 @@ class _Run:
         for name, place in zip(self.names, self.places, strict=True):
             yield name, flat[place].view(like[name].shape)
 
+    @property
+    def has_masters(self) -> bool:
+        return self.beside.numel() > 0
+
+    @property
+    def has_remainders(self) -> bool:
+        return self.beside.dtype == torch.int16
+
+    def state(self) -> dict[str, Tensor]:
+        """The live tensors; with remainders the masters are computed for the call."""
+        moments = {"exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
+        if not self.has_masters:
+            return moments
+        return {**moments, "master": joined(self.weights, self.beside) if self.has_remainders else self.weights}
+
+    def set_masters(self, masters: Tensor) -> None:
+        """Also sets the model's own weights: the masters, rounded."""
+        halves = split(masters) if self.has_remainders else (masters, masters)
+        for kept, new in zip((self.weights, self.beside), halves, strict=True):
+            kept.copy_(new)
+
 
 class FlatAdam:
     def __init__(
@@ -59,8 +80,9 @@ class FlatAdam:
         self._betas, self._eps, self._kernel = betas, eps, kernel
         self._params = {name: grads.parameter(name) for name in grads.names}
         self._remainders = remainders
-        self._runs = [run for names, buffer in grads.flat_buffers() for run in self._make_runs(names, buffer, rules)]
-        device = next((run.weights.device for run in self._runs), torch.device("cpu"))
+        buffers = grads.flat_buffers()
+        self._segments = [part for names, buffer in buffers for part in self._make_segments(names, buffer, rules)]
+        device = next((segment.weights.device for segment in self._segments), torch.device("cpu"))
         self._steps = torch.zeros((), dtype=torch.float64, device=device)
 
     @torch.no_grad()
@@ -76,21 +98,18 @@ class FlatAdam:
             (1.0 - torch.pow(beta2, steps)).sqrt(),
         ]
         control = torch.stack(numbers).float()
-        for run in self._runs:
-            moments = run.exp_avg, run.exp_avg_sq
+        for segment in self._segments:
+            weights, moments = (segment.weights, segment.beside), (segment.exp_avg, segment.exp_avg_sq)
             self._kernel(
-                run.weights, run.beside, *moments, run.grad, run.ends, run.rates, control, *self._betas, self._eps
+                *weights, *moments, segment.grad, segment.ends, segment.rates, control, *self._betas, self._eps
             )
 
     def state(self) -> OptimizerState:
         """The live tensors; with remainders the masters are computed for the call."""
         found: OptimizerState = {}
-        for run in self._runs:
-            kinds = {"exp_avg": run.exp_avg, "exp_avg_sq": run.exp_avg_sq}
-            if self._has_masters(run):
-                kinds["master"] = self._masters(run)
-            for kind, flat in kinds.items():
-                for name, part in run.of(flat, self._params):
+        for segment in self._segments:
+            for kind, flat in segment.state().items():
+                for name, part in segment.of(flat, self._params):
                     found.setdefault(name, {})[kind] = part
         return {name: found[name] for name in self._params}
 
@@ -98,31 +117,29 @@ class FlatAdam:
     def load(self, state: Mapping[str, Mapping[str, Tensor]], steps: int) -> None:
         """Half-precision parameters are rounded from their masters."""
         self._steps.fill_(steps)
-        for run in self._runs:
-            flats = {"exp_avg": run.exp_avg, "exp_avg_sq": run.exp_avg_sq}
-            if self._has_masters(run):
-                flats["master"] = self._masters(run)
+        for segment in self._segments:
+            flats = segment.state()
             for kind, flat in flats.items():
-                for name, part in run.of(flat, self._params):
+                for name, part in segment.of(flat, self._params):
                     part.copy_(state[name][kind])
-            if self._has_masters(run):
-                self._set_masters(run, flats["master"])
+            if segment.has_masters:
+                segment.set_masters(flats["master"])
 
     @torch.no_grad()
     def refresh_masters(self) -> None:
-        for run in self._runs:
-            if self._has_masters(run):
-                self._set_masters(run, (run.weights if self._kept_as_remainders(run) else run.beside).float())
+        for segment in self._segments:
+            if segment.has_masters:
+                segment.set_masters((segment.weights if segment.has_remainders else segment.beside).float())
 
-    def _make_runs(self, names: list[str], buffer: Tensor, rules: Mapping[str, GroupRule]) -> Iterator[_Run]:
+    def _make_segments(self, names: list[str], buffer: Tensor, rules: Mapping[str, GroupRule]) -> Iterator[_Segment]:
         start = 0
         for _, members in groupby(names, key=lambda name: self._params[name].dtype):
             mine = list(members)
             size = sum(self._params[name].numel() for name in mine)
-            yield self._make_run(mine, buffer[start : start + size], rules)
+            yield self._make_segment(mine, buffer[start : start + size], rules)
             start += size
 
-    def _make_run(self, names: list[str], grad: Tensor, rules: Mapping[str, GroupRule]) -> _Run:
+    def _make_segment(self, names: list[str], grad: Tensor, rules: Mapping[str, GroupRule]) -> _Segment:
         params = [self._params[name] for name in names]
         own = torch.cat([param.detach().reshape(-1) for param in params])
         ends = torch.tensor([param.numel() for param in params]).cumsum(0)
@@ -137,26 +154,6 @@ class FlatAdam:
             weights, beside = own.float(), own
         moments = torch.zeros((2, own.numel()), dtype=torch.float32, device=own.device)
         rates = torch.tensor([[rules[name].lr_mult, rules[name].wd_mult] for name in names], dtype=torch.float32)
-        return _Run(
+        return _Segment(
             names, places, grad, weights, beside, moments[0], moments[1], ends.to(own.device), rates.to(own.device)
         )
-
-    def _has_masters(self, run: _Run) -> bool:
-        return run.beside.numel() > 0
-
-    def _kept_as_remainders(self, run: _Run) -> bool:
-        return run.beside.dtype == torch.int16
-
-    def _masters(self, run: _Run) -> Tensor:
-        if not self._kept_as_remainders(run):
-            return run.weights
-        return joined(run.weights, run.beside)
-
-    def _set_masters(self, run: _Run, masters: Tensor) -> None:
-        """Also sets the model's own weights: the masters, rounded."""
-        if not self._kept_as_remainders(run):
-            run.weights.copy_(masters)
-            run.beside.copy_(masters)
-            return
-        for kept, new in zip((run.weights, run.beside), split(masters), strict=True):
-            kept.copy_(new)

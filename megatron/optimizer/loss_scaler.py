@@ -3,28 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from megatron.config.sections.precision import PrecisionConfig
-from megatron.errors import ConfigError
+from megatron.optimizer.norms import widest
 
 ScalerState = dict[str, float | int]
-
-
-class LossScaler(Protocol):
-    """What the optimizer needs of a scaler."""
-
-    scale: float
-
-    def update(self, overflow: bool) -> None:
-        """Called once after every step, skipped ones included."""
-
-    def state(self) -> ScalerState: ...
-
-    def load_state(self, state: ScalerState) -> None: ...
 
 
 @dataclass
@@ -59,14 +45,11 @@ class DynamicLossScaler:
     hysteresis_tracker: int = -1
 
     def __post_init__(self) -> None:
-        if self.min_scale > self.scale:
-            raise ConfigError(
-                f"--min-loss-scale {self.min_scale:g} is above --initial-loss-scale {self.scale:g}; lower it"
-            )
         if self.hysteresis_tracker < 0:
             self.hysteresis_tracker = self.hysteresis
 
     def update(self, overflow: bool) -> None:
+        """Called once after every step, skipped ones included."""
         if overflow:
             self.growth_tracker = 0
             self.hysteresis_tracker = max(self.hysteresis_tracker - 1, 0)
@@ -94,14 +77,15 @@ class DynamicLossScaler:
         self.hysteresis_tracker = int(state["hysteresis_tracker"])
 
 
+LossScaler = ConstantLossScaler | DynamicLossScaler
+
+
 class ScaleOnDevice:
     """The state of `scaler` on the device, up to date while the host has not yet read the step in flight."""
 
     def __init__(self, scaler: DynamicLossScaler, device: torch.device) -> None:
         self._scaler = scaler
-        self.scale = torch.zeros((), dtype=torch.float64 if device.type in ("cpu", "cuda") else torch.float32).to(
-            device
-        )
+        self.scale = torch.zeros((), dtype=widest(device), device=device)
         self._growth, self._hysteresis = torch.zeros_like(self.scale), torch.zeros_like(self.scale)
         self.follow()
 

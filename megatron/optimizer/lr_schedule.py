@@ -81,12 +81,7 @@ class Schedule:
     """
 
     def __init__(self, curves: Curves, *, override: bool = False, use_checkpoint: bool = False) -> None:
-        """The flags are --override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler."""
-        if override and use_checkpoint:
-            raise ConfigError(
-                "--override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler contradict each other; "
-                "give one of them"
-            )
+        """The flags --override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler, of which at most one."""
         self.curves = curves
         self._override = override
         self._use_checkpoint = use_checkpoint
@@ -161,27 +156,20 @@ def build_schedule(
     train_iters: int | None = None,
     train_samples: int | None = None,
 ) -> Schedule:
-    """The curves of a run of `train_iters` steps or `train_samples` samples (one of the two)."""
-    if schedule.lr is None:
-        raise ConfigError("--lr is needed to train")
-    if (train_iters is None) == (train_samples is None):
-        raise ConfigError("--train-iters or --train-samples: give one of the two")
+    """The curves of a run of `train_iters` steps or `train_samples` samples (one of the two), from checked settings."""
+    assert schedule.lr is not None
     if train_iters is not None:
-        _refuse_unit(schedule, "samples", "--train-iters")
         unit, length, decay = global_batch_size, train_iters, schedule.lr_decay_iters
         warmup, wsd = schedule.lr_warmup_iters, schedule.lr_wsd_decay_iters
     else:
         assert train_samples is not None
-        _refuse_unit(schedule, "iters", "--train-samples")
         unit, length, decay = 1, train_samples, schedule.lr_decay_samples
         warmup, wsd = schedule.lr_warmup_samples, schedule.lr_wsd_decay_samples
     decay_steps = (length if decay is None else decay) * unit
     warmup_steps: float = warmup * unit
     if schedule.lr_warmup_fraction is not None:
-        if warmup:
-            raise ConfigError("--lr-warmup-fraction and --lr-warmup-iters or -samples: give one of them")
         warmup_steps = schedule.lr_warmup_fraction * decay_steps
-    start_wd, end_wd = _weight_decays(optimizer)
+    start_wd, end_wd = optimizer.start_weight_decay, optimizer.end_weight_decay  # unset where it is constant
     curves = Curves(
         max_lr=schedule.lr,
         min_lr=schedule.min_lr,
@@ -191,64 +179,13 @@ def build_schedule(
         lr_decay_style=schedule.lr_decay_style,
         wsd_decay_steps=None if wsd is None else wsd * unit,
         lr_wsd_decay_style=schedule.lr_wsd_decay_style,
-        start_wd=start_wd,
-        end_wd=end_wd,
+        start_wd=optimizer.weight_decay if start_wd is None else start_wd,
+        end_wd=optimizer.weight_decay if end_wd is None else end_wd,
         wd_incr_style=optimizer.weight_decay_incr_style,
         wd_incr_steps=length * unit,
     )
-    _check(curves)
     return Schedule(
         curves,
         override=schedule.override_opt_param_scheduler,
         use_checkpoint=schedule.use_checkpoint_opt_param_scheduler,
     )
-
-
-def _refuse_unit(schedule: ScheduleConfig, unit: str, length_flag: str) -> None:
-    """A length in samples cannot be mixed with a run counted in steps, nor the other way round."""
-    other = "iters" if unit == "samples" else "samples"
-    for name in ("lr_decay", "lr_warmup", "lr_wsd_decay"):
-        value = getattr(schedule, f"{name}_{unit}")
-        if value:
-            flag = f"--{name.replace('_', '-')}"
-            raise ConfigError(f"{flag}-{unit} {value}: does not go with {length_flag}; use {flag}-{other}")
-
-
-def _weight_decays(optimizer: OptimizerConfig) -> tuple[float, float]:
-    start, end = optimizer.start_weight_decay, optimizer.end_weight_decay
-    if optimizer.weight_decay_incr_style == "constant":
-        if start is not None or end is not None:
-            raise ConfigError(
-                "--start-weight-decay and --end-weight-decay need --weight-decay-incr-style linear or cosine; "
-                "a constant one is --weight-decay"
-            )
-        return optimizer.weight_decay, optimizer.weight_decay
-    if start is None or end is None:
-        raise ConfigError(
-            f"--weight-decay-incr-style {optimizer.weight_decay_incr_style}: needs --start-weight-decay and "
-            "--end-weight-decay"
-        )
-    if end < start:
-        raise ConfigError(f"--end-weight-decay {end}: must be at least --start-weight-decay {start}")
-    return start, end
-
-
-def _check(curves: Curves) -> None:
-    if curves.min_lr > curves.max_lr:
-        raise ConfigError(f"--min-lr {curves.min_lr}: must be at most --lr {curves.max_lr}")
-    if curves.init_lr > curves.max_lr:
-        raise ConfigError(f"--lr-warmup-init {curves.init_lr}: must be at most --lr {curves.max_lr}")
-    if curves.lr_warmup_steps >= curves.lr_decay_steps:
-        raise ConfigError(
-            f"warm-up of {curves.lr_warmup_steps:g} samples: must be shorter than the decay of "
-            f"{curves.lr_decay_steps:g} samples; lower --lr-warmup-iters or raise --lr-decay-iters"
-        )
-    if curves.lr_decay_style == "WSD":
-        if curves.wsd_decay_steps is None:
-            raise ConfigError("--lr-decay-style WSD: needs --lr-wsd-decay-iters or --lr-wsd-decay-samples")
-        room = curves.lr_decay_steps - curves.lr_warmup_steps
-        if curves.wsd_decay_steps > room:
-            raise ConfigError(
-                f"--lr-wsd-decay-iters or -samples: {curves.wsd_decay_steps:g} samples are more than the {room:g} "
-                "between warm-up and the end of the decay; lower it"
-            )

@@ -29,7 +29,7 @@ from megatron.optimizer.decision import decide
 from megatron.optimizer.flat import FlatAdam
 from megatron.optimizer.loss_scaler import DynamicLossScaler, LossScaler, ScaleOnDevice, build_loss_scaler
 from megatron.optimizer.norms import SplitOver, SquareSum, global_norm, global_zeros, square_sum_for
-from megatron.optimizer.update_rules import GroupRule, OptimizerState, TorchUpdate, Update, build_rule, check_betas
+from megatron.optimizer.update_rules import GroupRule, OptimizerState, TorchUpdate, build_rule
 
 ExtraState = dict[str, Any]
 """step, skipped_in_a_row, loss_scaler: plain numbers."""
@@ -212,12 +212,11 @@ def build_update(
     kernels: Kernels | None,
     device: torch.device,
     asynchronous: bool,
-) -> Update:
+) -> FlatAdam | TorchUpdate:
     """AdamW on flat buffers if there is a kernel and all gradients are in buffers; else torch's, tensor by tensor."""
     kernel = kernels.adamw if kernels is not None else None
     dtypes = {grads.grad_dtype(name) for name in grads.names}
     if config.optimizer == "adam" and kernel is not None and grads.flat and dtypes <= {torch.float32}:
-        check_betas(config)
         betas = config.adam_beta1, config.adam_beta2
         return FlatAdam(grads, rules, betas, config.adam_eps, kernel, remainders=config.store_param_remainders)
     if config.store_param_remainders:

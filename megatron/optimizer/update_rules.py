@@ -7,8 +7,7 @@ use, which nearly doubles the start-up of every rank.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -32,21 +31,6 @@ class GroupRule:
     lr_mult: float = 1.0
 
 
-class Update(Protocol):
-    """Updates all parameters, and keeps their masters and moments."""
-
-    def step(self, decision: Decision, lr: float, weight_decay: float) -> None: ...
-
-    def state(self) -> OptimizerState:
-        """The live tensors, not copies."""
-
-    def load(self, state: Mapping[str, Mapping[str, Tensor]], steps: int) -> None:
-        """Restores `state()` and the number of updates; half-precision parameters are rounded from their masters."""
-
-    def refresh_masters(self) -> None:
-        """After weights were loaded without the optimizer's state."""
-
-
 @dataclass
 class Slot:
     """One tensor that is updated, and its optimizer state."""
@@ -55,21 +39,6 @@ class Slot:
     state: dict[str, Tensor]
     step: Tensor
     """The number of updates, on the device where the fused kernels need it there."""
-
-
-class UpdateRule(Protocol):
-    """The formula of an optimizer, on lists of tensors."""
-
-    @property
-    def fused(self) -> bool: ...
-
-    def slot(self, tensor: Tensor) -> Slot:
-        """The state before the first step. Allocated now, so that memory is known and a checkpoint can be loaded."""
-
-    def update(
-        self, slots: Sequence[Slot], grads: list[Tensor], lr: float, weight_decay: float, skip: Tensor | None = None
-    ) -> None:
-        """`skip`: a number on the device; unless it is 0 the update is not made. For fused rules."""
 
 
 @dataclass(frozen=True)
@@ -82,12 +51,14 @@ class Adam:
     fused: bool
 
     def slot(self, tensor: Tensor) -> Slot:
+        """The state before the first step. Allocated now, so that memory is known and a checkpoint can be loaded."""
         state = {name: torch.zeros_like(tensor, requires_grad=False) for name in ("exp_avg", "exp_avg_sq")}
         return Slot(tensor, state, torch.zeros((), device=tensor.device if self.fused else "cpu"))
 
     def update(
         self, slots: Sequence[Slot], grads: list[Tensor], lr: float, weight_decay: float, skip: Tensor | None = None
     ) -> None:
+        """`skip`: a number on the device; unless it is 0 the update is not made. For fused rules."""
         adamw(
             [slot.tensor for slot in slots],
             grads,
@@ -138,6 +109,9 @@ class Sgd:
         )
 
 
+UpdateRule = Adam | Sgd
+
+
 class TorchUpdate:
     """Applies a rule tensor by tensor: to fp32 masters of half-precision parameters, and to others directly."""
 
@@ -174,6 +148,7 @@ class TorchUpdate:
         self._copy_back()
 
     def state(self) -> OptimizerState:
+        """The live tensors, not copies."""
         states = {name: dict(slot.state) for name, slot in self._slots.items()}
         for name in self._halves:
             states[name]["master"] = self._slots[name].tensor
@@ -181,6 +156,7 @@ class TorchUpdate:
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Mapping[str, Tensor]], steps: int) -> None:
+        """Restores `state()` and the number of updates; half-precision parameters are rounded from their masters."""
         for name, tensors in self.state().items():
             for key, tensor in tensors.items():
                 tensor.copy_(state[name][key])
@@ -206,20 +182,15 @@ def _master(parameter: nn.Parameter) -> Tensor:
 
 
 def build_rule(config: OptimizerConfig, device: torch.device) -> UpdateRule:
+    """Fused if this torch has the fused kernel for the device."""
+    rule: UpdateRule
     if config.optimizer == "adam":
-        check_betas(config)
-        adam = Adam(config.adam_beta1, config.adam_beta2, config.adam_eps, fused=True)
-        return adam if runs_on(adam, device) else Adam(adam.beta1, adam.beta2, adam.eps, fused=False)
-    if config.optimizer == "sgd":
-        plain = Sgd(config.sgd_momentum, fused=True)
-        return plain if runs_on(plain, device) else Sgd(plain.momentum, fused=False)
-    raise ConfigError(f"--optimizer {config.optimizer}: not supported; use adam or sgd")
-
-
-def check_betas(config: OptimizerConfig) -> None:
-    for flag, beta in (("--adam-beta1", config.adam_beta1), ("--adam-beta2", config.adam_beta2)):
-        if not 0.0 <= beta < 1.0:
-            raise ConfigError(f"{flag} {beta}: must be at least 0 and below 1")
+        rule = Adam(config.adam_beta1, config.adam_beta2, config.adam_eps, fused=True)
+    elif config.optimizer == "sgd":
+        rule = Sgd(config.sgd_momentum, fused=True)
+    else:
+        raise ConfigError(f"--optimizer {config.optimizer}: not supported; use adam or sgd")
+    return rule if runs_on(rule, device) else replace(rule, fused=False)
 
 
 def runs_on(rule: UpdateRule, device: torch.device) -> bool:

@@ -109,16 +109,21 @@ def check_warmup(config: RunConfig) -> None:
     if schedule.lr_warmup_fraction is not None and schedule.lr_warmup_fraction >= 1:
         raise ConfigError(f"{spelled(config, 'lr_warmup_fraction')}: leaves nothing to decay; give less than 1")
     if schedule.lr_decay_style == "WSD":
-        _check_wsd(config, unit, decay)
+        _check_wsd(config, unit, decay, warmup or (schedule.lr_warmup_fraction or 0) * decay)
 
 
-def _check_wsd(config: RunConfig, unit: str, decay: int) -> None:
+def _check_wsd(config: RunConfig, unit: str, decay: int, warmup: float) -> None:
     wsd = getattr(config.schedule, f"lr_wsd_decay_{unit}")
     if wsd is None:
         raise ConfigError(f"--lr-decay-style WSD: needs the length of its last part; add --lr-wsd-decay-{unit}")
     if wsd > decay:
         raise ConfigError(
             f"{spelled(config, f'lr_wsd_decay_{unit}')} is longer than the schedule of {decay} {unit}; shorten it"
+        )
+    if wsd > decay - warmup:
+        raise ConfigError(
+            f"{spelled(config, f'lr_wsd_decay_{unit}')} is more than the {decay - warmup:g} {unit} between warm-up and "
+            "the end of the decay; lower it"
         )
 
 

@@ -22,7 +22,7 @@ from megatron.ops import Kernels, resolve
 from megatron.ops.optim import joined, split
 from megatron.optimizer import Optimizer
 from megatron.optimizer.flat import FlatAdam
-from megatron.optimizer.norms import FlatSquareSum, side_by_side
+from megatron.optimizer.norms import side_by_side, square_sum_for
 from megatron.optimizer.update_rules import TorchUpdate
 from tests.helpers.kernels import backend, kernel
 from tests.helpers.runs import flags, make_parts, read_metrics
@@ -273,7 +273,7 @@ def test_neighbours_become_one_and_the_sum_is_right(kernels: Kernels) -> None:
     mixed = [*parts, torch.randn(30, 20).t(), torch.randn(5, dtype=torch.float64), torch.randn(9).to(BF16)]
     wanted = sum(part.double().square().sum().item() for part in mixed)
     assert kernels.grad_norm is not None
-    total = FlatSquareSum(kernels.grad_norm)
+    total = square_sum_for(kernels, asynchronous=False)
     assert total(mixed).item() == pytest.approx(wanted, rel=1e-13)
     assert total([]).item() == 0.0 and total([torch.zeros(0)]).item() == 0.0
 

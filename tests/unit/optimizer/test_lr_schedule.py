@@ -115,46 +115,6 @@ def test_weight_decay_ramp() -> None:
     np.testing.assert_allclose([cosine.weight_decay(x) for x in n], wanted, rtol=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "schedule", "words"),
-    [
-        ({}, {"lr": None}, ["--lr"]),
-        ({}, {"min_lr": 1.0}, ["--min-lr 1.0", "--lr 0.001"]),
-        ({}, {"lr_warmup_init": 1.0}, ["--lr-warmup-init 1.0", "--lr 0.001"]),
-        ({}, {"lr_warmup_iters": 100}, ["800 samples", "--lr-warmup-iters"]),
-        ({}, {"lr_warmup_iters": 5, "lr_warmup_fraction": 0.1}, ["--lr-warmup-fraction", "--lr-warmup-iters"]),
-        ({}, {"lr_warmup_samples": 5}, ["--lr-warmup-samples 5", "--train-iters", "use --lr-warmup-iters"]),
-        ({}, {"lr_decay_samples": 5}, ["--lr-decay-samples 5", "--train-iters", "use --lr-decay-iters"]),
-        ({}, {"lr_decay_style": "WSD"}, ["--lr-decay-style WSD", "--lr-wsd-decay-iters"]),
-        ({}, {"lr_decay_style": "WSD", "lr_wsd_decay_iters": 95, "lr_warmup_iters": 10}, ["760", "720", "lower"]),
-        ({"start_weight_decay": 0.1}, {}, ["--start-weight-decay", "--weight-decay-incr-style"]),
-        ({"weight_decay_incr_style": "linear"}, {}, ["linear", "--start-weight-decay"]),
-        (
-            {"weight_decay_incr_style": "linear", "start_weight_decay": 0.2, "end_weight_decay": 0.1},
-            {},
-            ["--end-weight-decay 0.1", "0.2"],
-        ),
-        (
-            {},
-            {"override_opt_param_scheduler": True, "use_checkpoint_opt_param_scheduler": True},
-            ["--override-opt_param-scheduler", "--use-checkpoint-opt_param-scheduler"],
-        ),
-    ],
-)
-def test_refusals(optimizer: dict[str, Any], schedule: dict[str, Any], words: list[str]) -> None:
-    with pytest.raises(ConfigError) as error:
-        build(optimizer, **schedule)
-    assert all(word in str(error.value) for word in words), error.value
-
-
-def test_refusals_of_a_run_in_samples() -> None:
-    with pytest.raises(ConfigError, match=r"--lr-warmup-iters 5: .*--train-samples"):
-        build(by_samples=True, lr_warmup_iters=5)
-    for lengths in ({}, {"train_iters": 1, "train_samples": 1}):
-        with pytest.raises(ConfigError, match="--train-iters or --train-samples"):
-            build_schedule(ScheduleConfig(lr=1.0), OptimizerConfig(), global_batch_size=1, **lengths)
-
-
 def test_the_state_has_megatrons_keys() -> None:
     state = build(lr_warmup_iters=10).state(24)
     wanted = {

@@ -192,7 +192,7 @@ class Qwen3(Qwen2):
     normalizes_qk = True
     has_qkv_bias = False
     bias_keys = ("attention_bias",)
-    default_head_dim = 128
+    default_head_dim: ClassVar[int | None] = 128
 
 
 # ---------------------------------------------------------------- with experts
