@@ -3,12 +3,8 @@ keys."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
-from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from megatron.context_parallel.order import by_rank, chunks_of, in_sequence
 from megatron.distributed import collectives
@@ -47,7 +43,7 @@ class GatheredAttention(nn.Module):
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
         """query [batch, heads, seq / ranks, d]; key, value [batch, groups, seq / ranks, d]."""
-        key, value = _Gathered.apply(torch.stack((key, value)), self.cp).unbind()
+        key, value = self._all(torch.stack((key, value))).unbind()
         size, results = query.shape[2] // 2, []
         for index, chunk in enumerate(chunks_of(self.cp.rank, self.cp.size)):
             rows, end = slice(index * size, (index + 1) * size), (chunk + 1) * size
@@ -55,21 +51,16 @@ class GatheredAttention(nn.Module):
             results.append(self.core(query[:, :, rows], key[:, :, :end], value[:, :, :end], seen, causal))
         return torch.cat(results, _SEQUENCE)
 
+    def _all(self, own: Tensor) -> Tensor:
+        """[2, batch, groups, seq / ranks, d] of every rank -> [2, batch, groups, seq, d], in the order of the
+        sequence."""
+        cp, dim = self.cp, 1 + _SEQUENCE
+        return collectives.differentiable(
+            own,
+            lambda pieces: in_sequence(collectives.gather_along(pieces, cp, dim), cp.size, dim),
+            lambda grad: collectives.scatter_sum(by_rank(grad, cp.size, dim), cp, dim),
+        )
+
 
 def _triangle(queries: int, keys: int, device: torch.device) -> Tensor:
     return torch.ones(1, 1, queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
-
-
-class _Gathered(Function):
-    """[2, batch, groups, seq / ranks, d] of every rank -> [2, batch, groups, seq, d], in the order of the sequence."""
-
-    @staticmethod
-    def forward(ctx: Any, own: Tensor, cp: Axis) -> Tensor:
-        ctx.cp = cp
-        return in_sequence(collectives.gather_along(own, cp, 1 + _SEQUENCE), cp.size, 1 + _SEQUENCE)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        dim = 1 + _SEQUENCE
-        return collectives.scatter_sum(by_rank(grad, ctx.cp.size, dim), ctx.cp, dim), None

@@ -3,13 +3,11 @@ back."""
 
 from __future__ import annotations
 
+from functools import partial
 from math import lcm
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from megatron.context_parallel.order import by_rank, in_sequence
 from megatron.distributed import collectives
@@ -39,9 +37,10 @@ class UlyssesAttention(nn.Module):
             key, value = key.repeat_interleave(copies, 1), value.repeat_interleave(copies, 1)
         parts = [x.unflatten(1, (ranks, -1)) for x in (query, key, value)]  # [batch, ranks, heads / ranks, ...]
         sizes = [part.shape[2] for part in parts]
-        mine = _HeadsForSequence.apply(torch.cat(parts, 2), self.cp)  # [batch, heads of all three / ranks, seq, d]
+        to_heads, back = partial(_heads_for_sequence, cp=self.cp), partial(_sequence_for_heads, cp=self.cp)
+        mine = collectives.differentiable(torch.cat(parts, 2), to_heads, back)  # [batch, all heads / ranks, seq, d]
         result = self.core(*mine.split(sizes, 1), mask, causal)
-        return _SequenceForHeads.apply(result, self.cp)
+        return collectives.differentiable(result, back, to_heads).flatten(1, 2)
 
 
 def _heads_for_sequence(x: Tensor, cp: Axis) -> Tensor:
@@ -54,29 +53,3 @@ def _sequence_for_heads(x: Tensor, cp: Axis) -> Tensor:
     """The way back."""
     parts = by_rank(x, cp.size, 2).unflatten(2, (cp.size, -1))
     return collectives.all_to_all(parts.movedim(2, 0), cp).movedim(0, 1)
-
-
-class _HeadsForSequence(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, cp: Axis) -> Tensor:
-        ctx.cp = cp
-        return _heads_for_sequence(x, cp)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _sequence_for_heads(grad, ctx.cp), None
-
-
-class _SequenceForHeads(Function):
-    """[batch, heads / ranks, seq, d] -> [batch, heads, seq / ranks, d]."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, cp: Axis) -> Tensor:
-        ctx.cp = cp
-        return _sequence_for_heads(x, cp).flatten(1, 2)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _heads_for_sequence(grad.unflatten(1, (ctx.cp.size, -1)), ctx.cp), None

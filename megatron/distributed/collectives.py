@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 
-from megatron.distributed.comm_log import CommOp
 from megatron.distributed.state import Axis
 
 ReduceName = Literal["sum", "max", "min"]
@@ -24,15 +27,20 @@ _REDUCE = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.Reduc
 
 @dataclass(frozen=True)
 class Pending:
-    """A collective in flight."""
+    """A collective in flight; of an axis of size 1 the result is there already."""
 
-    work: dist.Work
-    axis: Axis
-    operation: CommOp
+    result: Callable[[], torch.Tensor]
+    works: Sequence[dist.Work] = ()
+    waiting: Callable[[], AbstractContextManager[None]] = nullcontext
+    """Tells the axis's log."""
+    sent: torch.Tensor | None = None
+    """Kept alive until it is sent."""
 
-    def wait(self) -> None:
-        with self.axis.wait(self.operation):
-            self.work.wait()
+    def wait(self) -> torch.Tensor:
+        for work in self.works:
+            with self.waiting():
+                work.wait()
+        return self.result()
 
 
 def all_reduce(tensor: torch.Tensor, axis: Axis, op: ReduceName = "sum") -> torch.Tensor:
@@ -43,12 +51,13 @@ def all_reduce(tensor: torch.Tensor, axis: Axis, op: ReduceName = "sum") -> torc
     return tensor
 
 
-def start_all_reduce(tensor: torch.Tensor, axis: Axis) -> Pending | None:
-    """Starts summing `tensor` in place; the result is there after `wait()` on what it returns (None: it is there)."""
+def start_all_reduce(tensor: torch.Tensor, axis: Axis) -> Pending:
+    """Starts summing `tensor` in place."""
     if axis.size == 1:
-        return None
+        return Pending(lambda: tensor)
     operation = axis.begin("all_reduce", tuple(tensor.shape))
-    return Pending(dist.all_reduce(tensor, dist.ReduceOp.SUM, axis.group, async_op=True), axis, operation)
+    work = dist.all_reduce(tensor, dist.ReduceOp.SUM, axis.group, async_op=True)
+    return Pending(lambda: tensor, [work], partial(axis.wait, operation))
 
 
 def broadcast(tensor: torch.Tensor, axis: Axis, source: int = 0) -> torch.Tensor:
@@ -71,34 +80,33 @@ def all_gather(tensor: torch.Tensor, axis: Axis) -> list[torch.Tensor]:
 
 def gather_along(tensor: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
     """The members' tensors, of equal shape, concatenated along `dim`."""
-    result, pending = start_gather_along(tensor, axis, dim)
-    return result() if pending is None else _after(pending, result)
+    return start_gather_along(tensor, axis, dim).wait()
 
 
-def start_gather_along(tensor: torch.Tensor, axis: Axis, dim: int) -> tuple[Callable[[], torch.Tensor], Pending | None]:
-    """Starts `gather_along`; after `wait()` on the second value, the first one returns the result."""
+def start_gather_along(tensor: torch.Tensor, axis: Axis, dim: int) -> Pending:
     if axis.size == 1:
-        return lambda: tensor, None
+        return Pending(lambda: tensor)
     flat = tensor.new_empty((axis.size * tensor.shape[0], *tensor.shape[1:]))
     operation = axis.begin("all_gather", tuple(tensor.shape))
-    pending = Pending(_gather_flat(flat, tensor.contiguous(), axis.group, async_op=True), axis, operation)
-    if dim == 0 or tensor.shape[:dim].numel() == 1:
-        shape = list(tensor.shape)
-        shape[dim] *= axis.size
-        return lambda: flat.view(shape), pending
-    return lambda: torch.cat(flat.chunk(axis.size), dim), pending
+    work = _gather_flat(flat, tensor.contiguous(), axis.group, async_op=True)
+    shape = list(tensor.shape)
+    shape[dim] *= axis.size
+    adjacent = tensor.shape[:dim].numel() == 1
+    return Pending(
+        lambda: flat.view(shape) if adjacent else torch.cat(flat.chunk(axis.size), dim),
+        [work],
+        partial(axis.wait, operation),
+    )
 
 
 def scatter_sum(tensor: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
     """Reduce-scatter: this member's piece along `dim` of the sum over all members. The axis size must divide `dim`."""
-    result, pending = start_scatter_sum(tensor, axis, dim)
-    return result if pending is None else _after(pending, lambda: result)
+    return start_scatter_sum(tensor, axis, dim).wait()
 
 
-def start_scatter_sum(tensor: torch.Tensor, axis: Axis, dim: int) -> tuple[torch.Tensor, Pending | None]:
-    """Starts `scatter_sum`; the result is complete after `wait()`."""
+def start_scatter_sum(tensor: torch.Tensor, axis: Axis, dim: int) -> Pending:
     if axis.size == 1:
-        return tensor, None
+        return Pending(lambda: tensor)
     assert tensor.shape[dim] % axis.size == 0, f"{tuple(tensor.shape)} along {dim} over {axis.size} ranks"
     if tensor.shape[:dim].numel() != 1:  # the pieces must be contiguous
         tensor = torch.stack(tensor.chunk(axis.size, dim))
@@ -109,12 +117,7 @@ def start_scatter_sum(tensor: torch.Tensor, axis: Axis, dim: int) -> tuple[torch
         result = tensor.new_empty(shape)
     operation = axis.begin("reduce_scatter", tuple(tensor.shape))
     work = _scatter_flat(result.view(-1), tensor.contiguous().view(-1), group=axis.group, async_op=True)
-    return result, Pending(work, axis, operation)
-
-
-def _after(pending: Pending, result: Callable[[], torch.Tensor]) -> torch.Tensor:
-    pending.wait()
-    return result()
+    return Pending(lambda: result, [work], partial(axis.wait, operation))
 
 
 def all_to_all(tensor: torch.Tensor, axis: Axis) -> torch.Tensor:
@@ -139,25 +142,11 @@ def exchange(rows: torch.Tensor, send: Sequence[int], receive: Sequence[int], ax
     return received
 
 
-@dataclass(frozen=True)
-class Shift:
-    """A `start_shift` in flight."""
-
-    sent: torch.Tensor  # kept alive until it is sent
-    received: torch.Tensor
-    pending: list[Pending]
-
-    def wait(self) -> torch.Tensor:
-        for work in self.pending:
-            work.wait()
-        return self.received
-
-
-def start_shift(tensor: torch.Tensor, axis: Axis) -> Shift:
+def start_shift(tensor: torch.Tensor, axis: Axis) -> Pending:
     """Sends `tensor` to the next member of the ring and receives one of the same shape from the previous member. All
     members must start the same shifts in the same order."""
     if axis.size == 1:
-        return Shift(tensor, tensor, [])
+        return Pending(lambda: tensor)
     tensor = tensor.contiguous()
     received = torch.empty_like(tensor)
     following, previous = (axis.ranks[(axis.rank + step) % axis.size] for step in (1, -1))
@@ -165,7 +154,7 @@ def start_shift(tensor: torch.Tensor, axis: Axis) -> Shift:
     receiving = dist.P2POp(dist.irecv, received, previous, axis.group)
     operation = axis.begin("shift", tuple(tensor.shape))
     works = dist.batch_isend_irecv([sending, receiving])
-    return Shift(tensor, received, [Pending(work, axis, operation) for work in works])
+    return Pending(lambda: received, works, partial(axis.wait, operation), tensor)
 
 
 def own_piece(tensor: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
@@ -210,3 +199,23 @@ def barrier(axis: Axis) -> None:
     if axis.size > 1:
         with axis.during("barrier"):
             dist.barrier(axis.group)
+
+
+Map = Callable[[torch.Tensor], torch.Tensor]
+
+
+def differentiable(x: torch.Tensor, forward: Map, backward: Map) -> torch.Tensor:
+    """forward(x), a linear function of x, for autograd: `backward` makes the gradient of x from that of the result."""
+    return _Differentiable.apply(x, forward, backward)
+
+
+class _Differentiable(Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, forward: Map, backward: Map) -> torch.Tensor:
+        ctx.transposed = backward
+        return forward(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return ctx.transposed(grad), None, None

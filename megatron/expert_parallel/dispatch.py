@@ -10,14 +10,16 @@ which travel to each other first.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 
 from megatron.distributed import collectives
 from megatron.distributed.state import Axis
-from megatron.expert_parallel.exchange import exchanged, permuted
 
 Mapping = Callable[[Tensor, Axis], Tensor]
 Run = Callable[[Tensor, list[int]], Tensor]
@@ -64,3 +66,37 @@ def _by_expert(rows: Tensor, counts: Tensor, experts: Run) -> Tensor:
     back = torch.empty_like(order)
     back[order] = torch.arange(len(order), device=order.device)
     return permuted(results, back)
+
+
+def exchanged(rows: Tensor, send: Sequence[int], receive: Sequence[int], axis: Axis) -> Tensor:
+    """rows [sum(send), width]: the first send[0] go to member 0, the next send[1] to member 1, ... The result holds
+    receive[i] rows from each member i, in the members' order."""
+    if axis.size == 1:
+        return rows
+    return collectives.differentiable(
+        rows,
+        lambda x: collectives.exchange(x, send, receive, axis),
+        lambda grad: collectives.exchange(grad, receive, send, axis),
+    )
+
+
+def permuted(rows: Tensor, order: Tensor) -> Tensor:
+    """rows[order], where every row occurs once."""
+    return _Permuted.apply(rows, order)
+
+
+class _Permuted(Function):
+    """Backward is a plain permutation: torch's own would scatter-add, in an order that is not deterministic."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, order: Tensor) -> Tensor:
+        ctx.save_for_backward(order)
+        return rows[order]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (order,) = ctx.saved_tensors
+        result: Tensor = grad.new_empty(grad.shape)
+        result[order] = grad
+        return result, None

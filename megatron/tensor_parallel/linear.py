@@ -134,25 +134,21 @@ class _Linear(Function):
         axis: Axis = ctx.axis
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         needs_weight = needs_weight or ctx.put is not None
-        whole, arriving = (lambda: x), None
+        arriving = leaving = None
         if ctx.sequence_parallel and needs_weight:
-            whole, arriving = collectives.start_gather_along(x, axis, SEQUENCE)
-        grad_x, leaving = None, None
+            arriving = collectives.start_gather_along(x, axis, SEQUENCE)
         if needs_x:
             grad_x = grad @ weight  # [batch, seq, in]
             if ctx.sequence_parallel:
-                grad_x, leaving = collectives.start_scatter_sum(grad_x, axis, SEQUENCE)
+                leaving = collectives.start_scatter_sum(grad_x, axis, SEQUENCE)
             else:
                 leaving = collectives.start_all_reduce(grad_x, axis)
-        if arriving is not None:
-            arriving.wait()
         grad_weight = None
         if needs_weight:
+            factors = flat(grad), flat(x if arriving is None else arriving.wait())
             if ctx.put is None:
-                grad_weight = flat(grad).t() @ flat(whole())
+                grad_weight = factors[0].t() @ factors[1]
             else:
-                ctx.put(flat(grad), flat(whole()))
+                ctx.put(*factors)
         grad_bias = flat(grad).sum(0) if ctx.has_bias and needs_bias else None
-        if leaving is not None:
-            leaving.wait()
-        return grad_x, grad_weight, grad_bias, None, None, None
+        return None if leaving is None else leaving.wait(), grad_weight, grad_bias, None, None, None

@@ -12,11 +12,9 @@ Activations are [batch, seq, ...]: the sequence is dimension 1.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
 
 from torch import Tensor
-from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from megatron.distributed import collectives
 from megatron.distributed.state import Axis
@@ -26,66 +24,44 @@ SEQUENCE = 1
 
 def copied(x: Tensor, axis: Axis) -> Tensor:
     """A replicated activation enters a split layer."""
-    return x if axis.size == 1 else _Copied.apply(x, axis)
+    return _mapped(x, axis, _same, _sum)
 
 
 def summed(x: Tensor, axis: Axis) -> Tensor:
     """The ranks' partial results become the replicated result."""
-    return x if axis.size == 1 else _Summed.apply(x, axis)
+    return _mapped(x, axis, _sum, _same)
 
 
 def gathered(x: Tensor, axis: Axis) -> Tensor:
     """[batch, seq / ranks, ...] of a sequence-parallel part enters a split layer as [batch, seq, ...]."""
-    return x if axis.size == 1 else _Gathered.apply(x, axis)
+    return _mapped(x, axis, _join, _sum_pieces)
 
 
 def scattered(x: Tensor, axis: Axis) -> Tensor:
     """Partial results [batch, seq, ...] leave a split layer as their sum's piece [batch, seq / ranks, ...]."""
-    return x if axis.size == 1 else _Scattered.apply(x, axis)
+    return _mapped(x, axis, _sum_pieces, _join)
 
 
-class _Copied(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
-        return x.view_as(x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return collectives.all_reduce(grad.contiguous().clone(), ctx.axis), None
+Step = Callable[[Tensor, Axis], Tensor]
 
 
-class _Summed(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        return collectives.all_reduce(x.contiguous().clone(), axis)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
+def _mapped(x: Tensor, axis: Axis, forward: Step, backward: Step) -> Tensor:
+    if axis.size == 1:
+        return x
+    return collectives.differentiable(x, lambda t: forward(t, axis), lambda grad: backward(grad, axis))
 
 
-class _Gathered(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
-        return collectives.gather_along(x, axis, SEQUENCE)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return collectives.scatter_sum(grad, ctx.axis, SEQUENCE), None
+def _same(x: Tensor, axis: Axis) -> Tensor:
+    return x.view_as(x)
 
 
-class _Scattered(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
-        return collectives.scatter_sum(x, axis, SEQUENCE)
+def _sum(x: Tensor, axis: Axis) -> Tensor:
+    return collectives.all_reduce(x.contiguous().clone(), axis)
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return collectives.gather_along(grad, ctx.axis, SEQUENCE), None
+
+def _join(x: Tensor, axis: Axis) -> Tensor:
+    return collectives.gather_along(x, axis, SEQUENCE)
+
+
+def _sum_pieces(x: Tensor, axis: Axis) -> Tensor:
+    return collectives.scatter_sum(x, axis, SEQUENCE)

@@ -25,8 +25,7 @@ def all_collectives(rank: int) -> dict[str, Any]:
     for axis in (state.tp, state.dp, state.world):
         pending = collectives.start_all_reduce(later := torch.tensor([2.0 * rank]), axis)
         collectives.barrier(axis)
-        if pending is not None:
-            pending.wait()
+        pending.wait()
         found[axis.name] = {
             "sum": collectives.all_reduce(torch.tensor([1.0 * rank, 1.0]), axis).tolist(),
             "max": collectives.all_reduce(torch.tensor([1.0 * rank]), axis, "max").item(),

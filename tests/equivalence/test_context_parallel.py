@@ -112,13 +112,13 @@ def test_evaluation_is_the_single_process() -> None:
 
 
 def a_block_not_sent(parts: Parts) -> None:
-    collectives.start_shift = lambda tensor, axis: collectives.Shift(tensor, tensor.clone(), [])
+    collectives.start_shift = lambda tensor, axis: collectives.Pending(tensor.clone)
 
 
 def sent_to_the_wrong_neighbour(parts: Parts) -> None:
     original = collectives.start_shift
 
-    def backwards(tensor: Tensor, axis: Axis) -> collectives.Shift:
+    def backwards(tensor: Tensor, axis: Axis) -> collectives.Pending:
         other = Axis(axis.name, axis.size - 1 - axis.rank, axis.size, axis.ranks[::-1], axis.group)
         return original(tensor, other)
 
@@ -134,10 +134,10 @@ def gradients_not_brought_home(parts: Parts) -> None:
     """With two ranks a layer shifts once forward and three times backward; the last shift returns to the owner."""
     original, calls, layers = collectives.start_shift, count(), 2
 
-    def all_but_the_last(tensor: Tensor, axis: Axis) -> collectives.Shift:
+    def all_but_the_last(tensor: Tensor, axis: Axis) -> collectives.Pending:
         backward = next(calls) % (4 * layers) - layers
         left_out = backward >= 0 and backward % 3 == 2
-        return collectives.Shift(tensor, tensor.clone(), []) if left_out else original(tensor, axis)
+        return collectives.Pending(tensor.clone) if left_out else original(tensor, axis)
 
     collectives.start_shift = all_but_the_last
 

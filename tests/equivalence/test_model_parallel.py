@@ -118,8 +118,8 @@ def left_out_in_shape(original: Collective) -> Collective:
 
     def broken(tensor: torch.Tensor, axis: Axis, dim: int) -> Any:
         if original.__name__ == "start_gather_along":
-            return (lambda: torch.cat([tensor] * axis.size, dim)), None
-        return tensor.chunk(axis.size, dim)[axis.rank].contiguous(), None
+            return collectives.Pending(lambda: torch.cat([tensor] * axis.size, dim))
+        return collectives.Pending(tensor.chunk(axis.size, dim)[axis.rank].contiguous)
 
     return broken
 

@@ -106,18 +106,16 @@ def noted(rank: int, world_size: int) -> tuple[str, str | None, bool]:
     run = make_run(parse_args(flags()), rank=rank, world_size=world_size)
     operations: CommLog = run.parallel.comm_log
     pending = start_all_reduce(torch.ones(3), run.parallel.dp)
-    assert pending is not None
     before = operations.waiting is None
     seen: list[CommOp | None] = []
-    work, wait = pending.work, pending.work.wait
+    (work,) = pending.works
 
     class Watched:
         def wait(self) -> None:
             seen.append(operations.waiting)
-            wait()
+            work.wait()
 
-    replace(pending, work=Watched()).wait()  # type: ignore[arg-type]
-    assert work is not None
+    replace(pending, works=[Watched()]).wait()  # type: ignore[list-item]
     return str(operations.last), str(seen[0]), before and operations.waiting is None
 
 

@@ -87,7 +87,7 @@ def test_size_one_never_touches_torch_distributed(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(collectives, "dist", None)
     axis, tensor = Axis.single("dp"), torch.tensor([1.0, 2.0])
     assert collectives.all_reduce(tensor, axis, "max") is tensor
-    assert collectives.start_all_reduce(tensor, axis) is None
+    assert collectives.start_all_reduce(tensor, axis).wait() is tensor
     assert collectives.broadcast(tensor, axis) is tensor
     assert collectives.all_gather(tensor, axis)[0] is tensor
     assert collectives.all_gather_object({"a": 1}, axis) == [{"a": 1}]
