@@ -38,7 +38,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks import peers
 from benchmarks.gpu_steps import NAMED, PEAK, Size, run_flags
 from benchmarks.turns import Contenders, Turn, rotated, speed_over
-from megatron.config.sections import ModelConfig
+from megatron.config import ModelConfig
 from megatron.data.loader import build_loader
 from megatron.data.mock import MockDataset
 from megatron.layout import padded_vocab_size

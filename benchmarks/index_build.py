@@ -218,7 +218,7 @@ def first_batch(prefix: Path, cache: Path, seq: int, workers: int, step: float) 
     with clock("import of torch"):
         import torch
     with clock("import of megatron.data"):
-        from megatron.config.sections import DataConfig
+        from megatron.config import DataConfig
         from megatron.data.build import build_train_valid_test
         from megatron.data.loader import build_loader
     torch.set_num_threads(1)

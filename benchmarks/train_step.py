@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.peak import peak_step
 from benchmarks.peers import BETAS, CLIP, LEARNING_RATE, WEIGHT_DECAY, Place, Shape, Step, plain_step, transformers_step
 from benchmarks.turns import Contenders, Turn, rotated, speed_over
-from megatron.config.sections import ModelConfig, OptimizerConfig, PrecisionConfig
+from megatron.config import ModelConfig, OptimizerConfig, PrecisionConfig
 from megatron.data_parallel import GradBuffers
 from megatron.distributed.state import Axis
 from megatron.model import GPT, initialise

@@ -8,26 +8,18 @@ from megatron.config.batch import BatchPlan
 from megatron.config.checks import check, check_paths, check_world
 from megatron.config.cli import parse_args
 from megatron.config.run import RunConfig, build
-from megatron.config.sections import (
-    CheckpointConfig,
-    CpuConfig,
-    DataConfig,
-    EvaluationConfig,
-    KernelsConfig,
-    LoggingConfig,
-    ModelConfig,
-    MoEConfig,
-    OptimizerConfig,
-    ParallelConfig,
-    PrecisionConfig,
-    ProfileConfig,
-    RecomputeConfig,
-    RuntimeConfig,
-    ScheduleConfig,
-    TokenizerConfig,
-    TrainingConfig,
-)
-from megatron.config.serialize import adopt_checkpoint_args, describe, from_dict, to_dict, to_yaml
+from megatron.config.sections.checkpoint import CheckpointConfig
+from megatron.config.sections.data import DataConfig, TokenizerConfig
+from megatron.config.sections.kernels import KernelsConfig
+from megatron.config.sections.logging import EvaluationConfig, LoggingConfig, ProfileConfig
+from megatron.config.sections.model import ModelConfig
+from megatron.config.sections.moe import MoEConfig
+from megatron.config.sections.optimizer import OptimizerConfig, ScheduleConfig
+from megatron.config.sections.parallel import ParallelConfig
+from megatron.config.sections.precision import PrecisionConfig, RecomputeConfig
+from megatron.config.sections.runtime import CpuConfig, RuntimeConfig
+from megatron.config.sections.training import TrainingConfig
+from megatron.config.serialize import adopt_checkpoint_args, describe, from_dict, to_dict
 
 __all__ = [
     "BatchPlan",
@@ -58,5 +50,4 @@ __all__ = [
     "from_dict",
     "parse_args",
     "to_dict",
-    "to_yaml",
 ]

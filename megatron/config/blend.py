@@ -35,17 +35,11 @@ class Blend:
 
 @dataclass(frozen=True)
 class DataSources:
-    """The blend of each split. `cut`: there is one blend for all three, whose sequences are divided by `shares`."""
+    """The blend of each of SPLITS. `cut`: there is one blend for all three, whose sequences are divided by `shares`."""
 
     cut: bool
-    train: Blend | None
-    valid: Blend | None
-    test: Blend | None
+    blends: Sequence[Blend | None]
     shares: Shares  # of --split
-
-    @property
-    def blends(self) -> tuple[Blend | None, Blend | None, Blend | None]:
-        return self.train, self.valid, self.test
 
 
 def parse_split(text: str) -> Shares:
@@ -110,18 +104,15 @@ def data_sources(data: DataConfig) -> DataSources:
     shares = parse_split(data.split)  # a mistake is refused even where --split has no effect
     if data.data_path is not None:
         blend = parse_blend("--data-path", data.data_path)
-        return DataSources(True, blend, blend, blend, shares)
+        return DataSources(True, [blend] * 3, shares)
     if data.data_args_path is not None:
         blend = _read_blend(data.data_args_path)
-        return DataSources(True, blend, blend, blend, shares)
+        return DataSources(True, [blend] * 3, shares)
     if data.per_split_data_args_path is not None:
-        train, valid, test = _read_per_split(data.per_split_data_args_path)
-    else:
-        words = (data.train_data_path, data.valid_data_path, data.test_data_path)
-        train, valid, test = (
-            parse_blend(f"--{name}-data-path", given) if given else None for name, given in zip(SPLITS, words)
-        )
-    return DataSources(False, train, valid, test, shares)
+        return DataSources(False, _read_per_split(data.per_split_data_args_path), shares)
+    words = (data.train_data_path, data.valid_data_path, data.test_data_path)
+    blends = [parse_blend(f"--{name}-data-path", given) if given else None for name, given in zip(SPLITS, words)]
+    return DataSources(False, blends, shares)
 
 
 def _read_blend(path: str) -> Blend:

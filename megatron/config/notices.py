@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import fnmatch
 from collections.abc import Callable, Iterator
 
 from megatron.config.run import RunConfig, settings_by_name
 from megatron.config.values import show
+
+
+def _like(pattern: str, but: tuple[str, ...] = ()) -> tuple[str, ...]:
+    """The settings that have an effect and are named so."""
+    working = [name for name, setting in settings_by_name().items() if setting.flag.status == "works"]
+    return tuple(name for name in fnmatch.filter(working, pattern) if name not in but)
+
 
 # (condition for the message, whether it holds, settings that have no effect without it)
 _NEEDS: tuple[tuple[str, Callable[[RunConfig], bool], tuple[str, ...]], ...] = (
@@ -14,7 +22,7 @@ _NEEDS: tuple[tuple[str, Callable[[RunConfig], bool], tuple[str, ...]], ...] = (
     (
         "--lr-decay-style WSD",
         lambda c: c.schedule.lr_decay_style == "WSD",
-        ("lr_wsd_decay_style", "lr_wsd_decay_iters", "lr_wsd_decay_samples"),
+        _like("lr_wsd_*"),
     ),
     (
         "a warm-up",
@@ -27,47 +35,17 @@ _NEEDS: tuple[tuple[str, Callable[[RunConfig], bool], tuple[str, ...]], ...] = (
         lambda c: c.precision.fp16 and c.precision.loss_scale is None,
         ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"),
     ),
-    (
-        "rotary positions",
-        lambda c: c.model.positions == "rope",
-        ("rotary_percent", "rotary_base", "rope_fusion"),
-    ),
+    ("rotary positions", lambda c: c.model.positions == "rope", ("rotary_percent", "rotary_base", "rope_fusion")),
     (
         "--use-rope-scaling",
         lambda c: c.model.rope_scaling == "llama3",
         ("rope_scaling_factor", "rope_low_freq_factor", "rope_high_freq_factor", "rope_original_max_position"),
     ),
-    (
-        "--position-embedding-type yarn",
-        lambda c: c.model.rope_scaling == "yarn",
-        (
-            "yarn_factor",
-            "yarn_original_max_position_embeddings",
-            "yarn_beta_fast",
-            "yarn_beta_slow",
-            "yarn_attention_factor",
-        ),
-    ),
+    ("--position-embedding-type yarn", lambda c: c.model.rope_scaling == "yarn", _like("yarn_*")),
     (
         "--num-experts",
         lambda c: c.moe.is_on,
-        (
-            "moe_layer_freq",
-            "moe_ffn_hidden_size",
-            "moe_router_topk",
-            "moe_router_pre_softmax",
-            "moe_router_score_function",
-            "moe_router_num_groups",
-            "moe_router_group_topk",
-            "moe_router_topk_scaling_factor",
-            "moe_router_dtype",
-            "moe_router_load_balancing_type",
-            "moe_aux_loss_coeff",
-            "moe_z_loss_coeff",
-            "moe_router_enable_expert_bias",
-            "moe_expert_capacity_factor",
-            "moe_shared_expert_intermediate_size",
-        ),
+        _like("moe_*", but=("moe_router_bias_update_rate", "moe_token_drop_policy")),
     ),
     (
         "--moe-router-enable-expert-bias",
@@ -82,21 +60,7 @@ _NEEDS: tuple[tuple[str, Callable[[RunConfig], bool], tuple[str, ...]], ...] = (
     ("--swiglu", lambda c: c.model.swiglu, ("bias_swiglu_fusion",)),
     ("--recompute-granularity full", lambda c: c.recompute.full, ("recompute_num_layers",)),
     ("--context-parallel-size", lambda c: c.parallel.context_parallel_size > 1, ("cp_comm_type",)),
-    (
-        "--fim-data",
-        lambda c: c.data.fim_data,
-        (
-            "fim_rate",
-            "fim_spm_rate",
-            "fim_split_sample",
-            "fim_fragment_rate",
-            "fim_no_prefix",
-            "fim_prefix_token",
-            "fim_middle_token",
-            "fim_suffix_token",
-            "fim_eod_token",
-        ),
-    ),
+    ("--fim-data", lambda c: c.data.fim_data, _like("fim_*", but=("fim_data",))),
     ("--dataloader-type cyclic", lambda c: c.data.dataloader_type == "cyclic", ("data_sharding",)),
     ("--manual-gc", lambda c: c.training.manual_gc, ("manual_gc_interval", "manual_gc_eval")),
     ("--save", lambda c: c.checkpoint.save is not None, ("save_interval", "save_optim", "save_rng")),
@@ -108,22 +72,12 @@ _NEEDS: tuple[tuple[str, Callable[[RunConfig], bool], tuple[str, ...]], ...] = (
     (
         "--tensorboard-dir",
         lambda c: c.logging.tensorboard_dir is not None,
-        (
-            "tensorboard_log_interval",
-            "tensorboard_queue_size",
-            "log_timers_to_tensorboard",
-            "log_memory_to_tensorboard",
-            "log_validation_ppl_to_tensorboard",
-            "log_world_size_to_tensorboard",
-            "log_batch_size_to_tensorboard",
-            "log_learning_rate_to_tensorboard",
-            "log_loss_scale_to_tensorboard",
-        ),
+        (*_like("tensorboard_*", but=("tensorboard_dir",)), *_like("log_*_to_tensorboard")),
     ),
     (
         "--wandb-project",
         lambda c: c.logging.wandb_project is not None,
-        ("wandb_exp_name", "wandb_save_dir", "wandb_entity"),
+        _like("wandb_*", but=("wandb_project",)),
     ),
 )
 

@@ -1,4 +1,4 @@
-"""`RunConfig`: all settings of a run, in sections. It is built once; a class is handed the section that it needs."""
+"""`RunConfig`: all settings of a run, in  It is built once; a class is handed the section that it needs."""
 
 from __future__ import annotations
 
@@ -8,31 +8,41 @@ from functools import cache
 from types import MappingProxyType
 from typing import Any, cast
 
-from megatron.config import sections
 from megatron.config.flag import Setting, settings_of
+from megatron.config.sections.checkpoint import CheckpointConfig
+from megatron.config.sections.data import DataConfig, TokenizerConfig
+from megatron.config.sections.kernels import KernelsConfig
+from megatron.config.sections.logging import EvaluationConfig, LoggingConfig, ProfileConfig
+from megatron.config.sections.model import ModelConfig
+from megatron.config.sections.moe import MoEConfig
+from megatron.config.sections.optimizer import OptimizerConfig, ScheduleConfig
+from megatron.config.sections.parallel import ParallelConfig
+from megatron.config.sections.precision import PrecisionConfig, RecomputeConfig
+from megatron.config.sections.runtime import CpuConfig, RuntimeConfig
+from megatron.config.sections.training import TrainingConfig
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """One field per section; the flags, the YAML reader, the checkpoints and docs/flags.md follow from them."""
 
-    model: sections.ModelConfig = field(default_factory=sections.ModelConfig)
-    moe: sections.MoEConfig = field(default_factory=sections.MoEConfig)
-    parallel: sections.ParallelConfig = field(default_factory=sections.ParallelConfig)
-    training: sections.TrainingConfig = field(default_factory=sections.TrainingConfig)
-    optimizer: sections.OptimizerConfig = field(default_factory=sections.OptimizerConfig)
-    schedule: sections.ScheduleConfig = field(default_factory=sections.ScheduleConfig)
-    precision: sections.PrecisionConfig = field(default_factory=sections.PrecisionConfig)
-    recompute: sections.RecomputeConfig = field(default_factory=sections.RecomputeConfig)
-    kernels: sections.KernelsConfig = field(default_factory=sections.KernelsConfig)
-    cpu: sections.CpuConfig = field(default_factory=sections.CpuConfig)
-    data: sections.DataConfig = field(default_factory=sections.DataConfig)
-    tokenizer: sections.TokenizerConfig = field(default_factory=sections.TokenizerConfig)
-    checkpoint: sections.CheckpointConfig = field(default_factory=sections.CheckpointConfig)
-    logging: sections.LoggingConfig = field(default_factory=sections.LoggingConfig)
-    evaluation: sections.EvaluationConfig = field(default_factory=sections.EvaluationConfig)
-    profile: sections.ProfileConfig = field(default_factory=sections.ProfileConfig)
-    runtime: sections.RuntimeConfig = field(default_factory=sections.RuntimeConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    moe: MoEConfig = field(default_factory=MoEConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
+    kernels: KernelsConfig = field(default_factory=KernelsConfig)
+    cpu: CpuConfig = field(default_factory=CpuConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
+    runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
 
     # Where the values came from. Neither compared nor saved.
     notices: tuple[str, ...] = field(default=(), compare=False)
@@ -50,7 +60,7 @@ SECTIONS: Mapping[str, type] = MappingProxyType(
 
 @cache
 def all_settings() -> tuple[Setting, ...]:
-    """Every setting, in the order of the sections."""
+    """Every setting, in the order of the"""
     return tuple(setting for section, cls in SECTIONS.items() for setting in settings_of(section, cls))
 
 

@@ -1,4 +1,4 @@
-"""RunConfig to and from plain dicts (in checkpoints), to YAML, and to the table of --print-config."""
+"""RunConfig to and from plain dicts (in checkpoints), and to the table of --print-config."""
 
 from __future__ import annotations
 
@@ -44,18 +44,6 @@ def from_dict(plain: Mapping[str, Mapping[str, Any]]) -> RunConfig:
             f"checkpoint: this version does not know {', '.join(unknown)}; use the version of Megatron that wrote it"
         )
     return build(values, origins=dict.fromkeys(values, "checkpoint"))
-
-
-def to_yaml(config: RunConfig) -> str:
-    """The text of a `--config` file with the values that differ from their default."""
-    import yaml
-
-    defaults = to_dict(RunConfig())
-    changed = {
-        section: {name: value for name, value in fields.items() if value != defaults[section][name]}
-        for section, fields in to_dict(config).items()
-    }
-    return yaml.safe_dump({section: fields for section, fields in changed.items() if fields}, sort_keys=False)
 
 
 # --use-checkpoint-args takes these sections, which define the function that the weights were trained for, except for

@@ -6,7 +6,7 @@ backend are checked where the device is known (`distributed/device.py`).
 
 from __future__ import annotations
 
-from megatron.config.checks import compiling, data, model, moe, parallel, training
+from megatron.config.checks import data, kernels, model, moe, parallel, training
 from megatron.config.checks.paths import check_paths
 from megatron.config.checks.world import check_world
 from megatron.config.run import RunConfig
@@ -21,7 +21,7 @@ def check(config: RunConfig, *, needs_data: bool = True, complete: bool = True) 
     """
     if complete:
         model.check_required(config)
-    for check_one in (*model.CHECKS, *training.CHECKS, *data.CHECKS, *parallel.CHECKS, *moe.CHECKS, *compiling.CHECKS):
+    for check_one in (*model.CHECKS, *training.CHECKS, *data.CHECKS, *parallel.CHECKS, *moe.CHECKS, *kernels.CHECKS):
         check_one(config)
     if needs_data:
         data.check_sources(config)

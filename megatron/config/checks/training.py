@@ -6,7 +6,7 @@ from dataclasses import fields
 
 from megatron.config.notices import given, spelled
 from megatron.config.run import RunConfig
-from megatron.config.sections import ProfileConfig
+from megatron.config.sections.logging import ProfileConfig
 from megatron.errors import ConfigError
 from megatron.layout import nearest_divisors, nearest_multiples
 

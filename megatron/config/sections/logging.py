@@ -1,4 +1,4 @@
-"""Logging, and evaluation."""
+"""Logging, evaluation and profiling."""
 
 from __future__ import annotations
 
@@ -48,3 +48,29 @@ class EvaluationConfig:
     eval_interval: int = flag(1000, "Steps between evaluations.", at_least=1)
     eval_iters: int = flag(100, "Global batches per evaluation; 0 is none.", at_least=0)
     full_validation: bool = flag(False, "Evaluate on the whole validation set each time.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfileConfig:
+    """Which steps and ranks are traced, and where the traces go."""
+
+    profile: bool = flag(False, "Trace a window of steps with PyTorch's profiler and print where the time went.")
+    profile_step_start: int = flag(10, "The trace begins after this iteration.", at_least=0)
+    profile_step_end: int = flag(12, "The last iteration that is traced.", at_least=1)
+    profile_ranks: tuple[int, ...] = flag((0,), "The ranks that are traced.", nargs="+")
+    profile_dir: str = flag("profile", "Folder of the traces; tools/profile_summary.py reads them.")
+    use_pytorch_profiler: bool = flag(
+        False, "Trace with PyTorch's profiler.", status="no-op", note="--profile always does"
+    )
+    pytorch_profiler_collect_shapes: bool = flag(False, "Record the input shapes of every operation.")
+    pytorch_profiler_collect_callstack: bool = flag(False, "Record the Python call stack of every operation.")
+    record_memory_history: bool = flag(
+        False, "Record every allocation of the window: in the trace, and on CUDA as a memory snapshot too."
+    )
+    memory_snapshot_path: str | None = flag(
+        None, "The memory snapshot of the window (CUDA); .rankN is put before its ending."
+    )
+
+    @property
+    def iterations(self) -> range:
+        return range(self.profile_step_start + 1, self.profile_step_end + 1)

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from megatron.config.sections import ProfileConfig
+from megatron.config import ProfileConfig
 from megatron.training.hooks import Hook
 from megatron.training.metric_writers import writing
 from megatron.training.profiling.trace_summary import STEP, read_trace, summarise

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.config.sections import ProfileConfig
+from megatron.config import ProfileConfig
 from megatron.errors import DataError
 from megatron.training.profiling.cli import main
 from megatron.training.profiling.profiler import StepProfiler, build_profiler
