@@ -62,7 +62,7 @@ def build_engine(
         stop_on_nonfinite=config.training.check_for_nan_in_loss_and_grad,
         buffers=persistent_buffers(model),
         sum_replicas=ReplicaSums(specs, parallel),
-        routers=_router_steps(model, parallel, device),
+        routers=RouterSteps(model, parallel, device) if isinstance(model, GPT) and model.routers is not None else None,
     )
 
 
@@ -96,9 +96,3 @@ def _norm_axes(parallel: ParallelState) -> tuple[tuple[Axis, ...], tuple[Axis, .
     """The axes that a norm is summed over: that of parameters split over a model's ranks, and that of experts."""
     dense = (parallel.model,) if parallel.model.size > 1 else ()
     return dense, (*dense, parallel.ep) if parallel.ep.size > 1 else dense
-
-
-def _router_steps(model: nn.Module, parallel: ParallelState, device: torch.device) -> RouterSteps | None:
-    if not isinstance(model, GPT) or model.routers is None:
-        return None
-    return RouterSteps(model, model.routers, parallel, device)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,27 +17,17 @@ from torch import Tensor
 from megatron.data_parallel import GradBuffers
 from megatron.errors import ConfigError
 from megatron.model.passes import Batch, SinglePass
+from megatron.utils.cuda import CudaGraph
 
-T = TypeVar("T")
 Signature = tuple[tuple[str, Any, Any], ...]
 
 _MOST = 4
 """Most shapes that are recorded; each recording holds the memory of a whole pass."""
 
 
-class Graph(Protocol):
-    """megatron.utils.cuda.CudaGraph, or its stand-in on a CPU in tests."""
-
-    def warm_up(self, work: Callable[[], object]) -> None: ...
-
-    def capture(self, work: Callable[[], T]) -> T: ...
-
-    def replay(self) -> None: ...
-
-
 @dataclass(frozen=True)
 class _Recording:
-    graph: Graph
+    graph: CudaGraph
     inputs: dict[str, Tensor]
     factor: Tensor
     loss_sum: Tensor
@@ -54,7 +44,7 @@ class _Recording:
 class GraphedPasses:
     """`SinglePass` by replay. Forward passes without gradients are not recorded."""
 
-    def __init__(self, plain: SinglePass, grads: GradBuffers, make_graph: Callable[[], Graph]) -> None:
+    def __init__(self, plain: SinglePass, grads: GradBuffers, make_graph: Callable[[], CudaGraph]) -> None:
         assert grads.flat, "a graph needs gradients at fixed addresses"
         self._plain, self._grads, self._make_graph = plain, grads, make_graph
         self._recordings: dict[Signature, _Recording] = {}

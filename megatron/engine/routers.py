@@ -6,23 +6,24 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron.distributed.collectives import all_reduce
 from megatron.distributed.state import ParallelState
+from megatron.model.gpt import GPT
 from megatron.model.moe import Router
-from megatron.model.moe_losses import RouterReports
 
 
 class RouterSteps:
-    def __init__(self, model: nn.Module, reports: RouterReports, parallel: ParallelState, device: torch.device) -> None:
-        """`model` is what this rank holds; `reports` are those of its routers."""
-        self.reports, self.parallel, self.device = reports, parallel, device
+    def __init__(self, model: GPT, parallel: ParallelState, device: torch.device) -> None:
+        """`model` is what this rank holds."""
+        assert model.routers is not None, "a model without experts"
+        self.reports, self.parallel, self.device = model.routers, parallel, device
         self.routers = [module for module in model.modules() if isinstance(module, Router)]
         # Without sequence parallelism, tensor-parallel ranks see the same tokens and report the same numbers.
         shared_by = parallel.cp.size * parallel.tp.size
-        self._copies = 1 if reports.pieces == shared_by else parallel.tp.size
-        self._layers = reports.config.expert_layers(reports.num_layers)
+        self._copies = 1 if self.reports.pieces == shared_by else parallel.tp.size
+        self._layers = self.reports.config.expert_layers(self.reports.num_layers)
 
     @torch.no_grad()
     def begin(self, batches: Sequence[Mapping[str, Any]], *, batch_size: int, factor: float | Tensor) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,16 +31,15 @@ def generate(
     max_new_tokens: int | None = None,
     sampling: Sampling | None = None,
     eod_id: int | None = None,
-    on_token: Callable[[int, int], object] | None = None,
 ) -> list[Continuation]:
-    """One continuation per prompt. `on_token(prompt number, token)` is called as soon as each token is known.
+    """One continuation per prompt.
 
     Prompts of different lengths are processed together without padding: a row is fed its prompt's tokens until they
     end, and rows do not affect each other.
     """
     sampling = sampling or Sampling(greedy=True)
     count = new_token_count(model, prompts, max_new_tokens)
-    rows = _Rows(prompts, count, eod_id, next(model.parameters()).device, on_token)
+    rows = _Rows(prompts, count, eod_id, next(model.parameters()).device)
     cache = model.make_cache(len(prompts), rows.longest)
     generators = sampling.generators(len(prompts))
     training = model.training
@@ -93,7 +92,6 @@ class _Rows:
         new_tokens: int,
         eod_id: int | None,
         device: torch.device,
-        on_token: Callable[[int, int], object] | None,
     ) -> None:
         self.lengths = [len(prompt) for prompt in prompts]
         self.shortest, self.longest = min(self.lengths), max(self.lengths) + new_tokens
@@ -102,7 +100,6 @@ class _Rows:
             self.tokens[row, : len(prompt)] = torch.tensor(list(prompt), dtype=torch.int64)
         self._new_tokens = new_tokens
         self._eod_id = eod_id
-        self._on_token = on_token
         self._added: list[list[int]] = [[] for _ in prompts]
         self._ended = [False] * len(prompts)
 
@@ -123,10 +120,8 @@ class _Rows:
             self.tokens[row, position] = token
             if token == self._eod_id:
                 self._ended[row] = True
-                continue
-            self._added[row].append(token)
-            if self._on_token is not None:
-                self._on_token(row, token)
+            else:
+                self._added[row].append(token)
 
     def continuations(self) -> list[Continuation]:
         return [Continuation(tuple(added), ended) for added, ended in zip(self._added, self._ended)]

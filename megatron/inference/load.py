@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from megatron.checkpoint import FoundStep, StepReader, find_checkpoint
+from megatron.checkpoint import StepReader, find_checkpoint
 from megatron.checkpoint.build import restore_model
 from megatron.checkpoint.hf import DTYPES
 from megatron.checkpoint.saved_tokenizer import saved_tokenizer
@@ -23,7 +23,6 @@ from megatron.tokenizer import Tokenizer
 class LoadedModel:
     model: GPT
     tokenizer: Tokenizer
-    found: FoundStep
 
 
 def load_model(
@@ -42,9 +41,9 @@ def load_model(
     if tokenizer is None:
         raise CheckpointError(f"{found.directory} holds no tokenizer, so text cannot be turned into ids")
     reader = StepReader(found.directory, found.manifest)
-    trained = reader.model_dtype()
-    model = restore_model(reader, dtype=_dtype(dtype) if dtype else trained, device=device, kernels=kernels)
-    return LoadedModel(model, tokenizer, found)
+    wanted = _dtype(dtype) if dtype else reader.model_dtype()
+    model = restore_model(reader, dtype=wanted, device=device, kernels=kernels)
+    return LoadedModel(model, tokenizer)
 
 
 def _dtype(name: str) -> torch.dtype:

@@ -1,9 +1,8 @@
 """Builds the model of one rank from the plain model, the table of parameters and the layout."""
 
 from megatron.parallelize.build import Parallel, held_parameters, is_plain, parallelize, stage_layers
-from megatron.parallelize.initialise import initialise_part
 from megatron.parallelize.replicas import ReplicaSums
-from megatron.parallelize.specs import persistent_buffers
+from megatron.parallelize.specs import initialise_part, persistent_buffers
 
 __all__ = [
     "Parallel",

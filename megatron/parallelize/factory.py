@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +19,6 @@ from megatron.expert_parallel import ExpertDispatcher
 from megatron.model.attention import CoreAttention, SequenceView
 from megatron.model.factory import Dispatcher, ModuleFactory
 from megatron.model.linear import Linear
-from megatron.model.loss import HeadAndLoss
 from megatron.model.parameters import Parameter, Shape
 from megatron.model.table import Table
 from megatron.model.wgrads import WgradRoute
@@ -59,9 +59,7 @@ class ParallelFactory(ModuleFactory):
         self._tp, self._cp, self._ep = state.tp, state.cp, state.ep
         # The axes that a sequence is split over.
         self._sharing = [axis for axis in (self._cp, *([self._tp] if place.sequence_parallel else [])) if axis.size > 1]
-        self.pieces_of_sequence = 1
-        for axis in self._sharing:
-            self.pieces_of_sequence *= axis.size
+        self.pieces_of_sequence = prod(axis.size for axis in self._sharing)
         self._split_random = SplitRandom(self._tp, place.device)
         if place.sequence_parallel:
             self.dropout = self._dropout_of_own_stream
@@ -119,7 +117,7 @@ class ParallelFactory(ModuleFactory):
 
     def head_and_loss(self, vocab_size: int) -> nn.Module:
         if self._tp.size == 1:
-            return HeadAndLoss(vocab_size, self.kernels)
+            return super().head_and_loss(vocab_size)
         sequence_parallel = self._place.sequence_parallel
         return VocabParallelHead(vocab_size, self.kernels, axis=self._tp, sequence_parallel=sequence_parallel)
 

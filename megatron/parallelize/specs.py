@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor, nn
 
 from megatron.distributed.shard import Range, ShardSpec, even_ranges
 from megatron.distributed.state import Axis
 from megatron.errors import ConfigError
+from megatron.model.init import initial_value
 from megatron.model.parameters import WORD_TABLE, Parameter, Row, Shape, stored_shape
 
 
@@ -119,3 +121,12 @@ def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
             "register it as a buffer instead of using get_extra_state"
         )
     return {name: buffer for name, buffer in model.named_buffers() if name in state}
+
+
+@torch.no_grad()
+def initialise_part(part: nn.Module, specs: Mapping[str, ShardSpec], table: Mapping[str, Parameter], seed: int) -> None:
+    """Sets the parameters of one rank's part of the model: drawn over the logical view, then sliced."""
+    for name, stored in part.named_parameters():
+        spec = specs[name]
+        stored.zero_()  # vocabulary padding rows stay zero: they have no meaning
+        spec.view(stored).copy_(spec.take(initial_value(table[name], seed)))

@@ -26,9 +26,8 @@ from megatron.training.initialize import Run
 from megatron.training.metric_writers import build_metric_writers, writing
 from megatron.training.model import build_model
 from megatron.training.profiling.profiler import build_profiler
-from megatron.training.progress import Progress
 from megatron.training.replica_check import ReplicaCheck
-from megatron.training.resume import ResumePoint, find_resume_point
+from megatron.training.resume import Progress, ResumePoint, find_resume_point
 from megatron.training.trainer import Trainer
 
 NumSamples = tuple[int, int | None, int]

@@ -28,8 +28,7 @@ from megatron.optimizer import Optimizer, Schedule
 from megatron.parallelize import persistent_buffers
 from megatron.training.exit import ExitRecord, as_megatron_error
 from megatron.training.initialize import Run
-from megatron.training.progress import Progress
-from megatron.training.resume import ResumePoint
+from megatron.training.resume import Progress, ResumePoint
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from megatron.training.batches import Data
 from megatron.training.hooks import Hook
 from megatron.training.initialize import Run
 from megatron.training.metrics import EvalRecord
-from megatron.training.progress import Progress
+from megatron.training.resume import Progress
 
 
 class SplitEvaluator:

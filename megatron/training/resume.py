@@ -1,6 +1,7 @@
-"""The checkpoint that a run resumes from, and what it requires of the data: the same samples in the same order.
+"""Where a run stands; the checkpoint that it resumes from, and what this requires of the data: the same samples in the
+same order.
 
-It is found before the datasets are built, because the number of samples asked for decides their order.
+The checkpoint is found before the datasets are built, because the number of samples asked for decides their order.
 """
 
 from __future__ import annotations
@@ -38,6 +39,16 @@ _ACCEPT = (
     "or --accept-changed-data to go on with these all the same, or --finetune to take the weights and start the data "
     "anew"
 )
+
+
+@dataclass
+class Progress:
+    """With the data and the seed, these integers decide every sample still to come."""
+
+    iteration: int = 0
+    consumed_train_samples: int = 0
+    consumed_valid_samples: int = 0
+    schedule_samples: int = 0  # a skipped step consumes data but does not move the schedules
 
 
 @dataclass(frozen=True)
@@ -101,22 +112,19 @@ class ResumePoint:
             return [f"--accept-changed-data: {difference}"]
         raise ConfigError(f"{difference}. Give what the run before had, {_ACCEPT}")
 
-    def check_content(self, fingerprint: str, *, accept: bool = False) -> list[str]:
+    def check_content(self, fingerprint: str, *, accept: bool) -> list[str]:
         before = self._data.get("fingerprint")
-        if not self.resumed or not before or not fingerprint or before == fingerprint:
+        if self.found is None or not self.resumed or not before or not fingerprint or before == fingerprint:
             return []
-        difference = f"the data is not that of {self._where}: its content has changed, or the weights of its sources"
+        difference = (
+            f"the data is not that of {self.found.directory}: its content has changed, or the weights of its sources"
+        )
         if accept:
             return [f"--accept-changed-data: {difference}; the samples consumed are counted all the same"]
         raise DataError(
             f"{difference}, so the samples consumed are not those counted. Resume with the data of the run before, "
             f"{_ACCEPT}"
         )
-
-    @property
-    def _where(self) -> str:
-        assert self.found is not None
-        return str(self.found.directory)
 
 
 def find_resume_point(run: Run, history: RunHistory) -> ResumePoint:

@@ -15,7 +15,7 @@ from megatron.training.evaluate import SplitEvaluator
 from megatron.training.exit import StopReason
 from megatron.training.hooks import Hook
 from megatron.training.initialize import Run
-from megatron.training.progress import Progress
+from megatron.training.resume import Progress
 from megatron.training.stopping import StopConditions
 from megatron.training.training_log import Iteration, TrainingLog
 

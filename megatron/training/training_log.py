@@ -15,7 +15,7 @@ from megatron.training.hooks import Hook
 from megatron.training.initialize import Run
 from megatron.training.metrics import Throughput, TrainRecord
 from megatron.training.model import model_flops
-from megatron.training.progress import Progress
+from megatron.training.resume import Progress
 from megatron.utils.device import device_name
 from megatron.utils.timers import render_times
 
