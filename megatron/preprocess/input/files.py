@@ -9,7 +9,9 @@ import stat
 import sys
 import zlib
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -47,15 +49,27 @@ class InputFile:
         """The place of a document for messages; `number` counts from 1."""
         return f"{self.path}:{number}" if self.unit == "line" else f"{self.path}, {self.unit} {number}"
 
-    def refuse_change(self, file: BinaryIO | None = None) -> None:
-        """Raises an error if the file has changed since the run was planned. None: stats it by name."""
+    @contextmanager
+    def opened(self, buffering: int) -> Iterator[BinaryIO]:
+        """Opens a file or URL (not standard input); it must be, before and after, as when the run was planned."""
+        try:
+            with self._open(buffering) as file:
+                self._refuse_change(file)
+                yield file
+                self._refuse_change(file)
+        except PermissionError:
+            raise ConfigError(f"--input {self.path}: may not be read; check its permissions") from None
+        except FileNotFoundError:
+            raise DataError(f"{self.path}: was removed while it was read; run again when it is back") from None
+
+    def _refuse_change(self, file: BinaryIO) -> None:
         if self.kind == "stdin":
             return
         if remote.is_url(self.path):
             there = remote.status_of(self.path)
             size, version = there.size, _remote_version(there)
         else:
-            status = Path(self.path).stat() if file is None else os.fstat(file.fileno())
+            status = os.fstat(file.fileno())
             size, version = status.st_size, _version(status)
         if not self.identity.endswith(f" {version}"):
             raise DataError(
@@ -63,8 +77,7 @@ class InputFile:
                 "run again when nobody writes it"
             )
 
-    def open(self, buffering: int) -> BinaryIO:
-        """Opens a file or URL (not standard input)."""
+    def _open(self, buffering: int) -> BinaryIO:
         if remote.is_url(self.path):
             return cast(BinaryIO, remote.open_remote(self.path, self.size, buffering))
         return open(self.path, "rb", buffering=buffering)
@@ -136,7 +149,7 @@ def _files_in(folder: str) -> list[str]:
         seen.add((status.st_dev, status.st_ino))
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         paths = [str(Path(current) / name) for name in sorted(names) if not name.startswith(".")]
-        found += [path for path in paths if _is_data(path)]
+        found += [path for path in paths if _is_data(path, paths)]
     if not found:
         raise ConfigError(f"--input {folder}: the folder holds no {', '.join(IN_FOLDERS)} files; check the path")
     return sorted(found)
@@ -151,25 +164,20 @@ def _remote_files_of(pattern: str) -> list[str]:
     if not remote.is_folder(pattern):
         return [pattern]
     names = remote.files_in(pattern)
-    found = [name for name in names if _is_data(name) and not _is_own_record(name, names)]
+    found = [name for name in names if _is_data(name, names)]
     if not found:
         raise ConfigError(f"--input {pattern}: the folder holds no {', '.join(IN_FOLDERS)} files; check the address")
     return found
-
-
-def _is_own_record(name: str, names: Sequence[str]) -> bool:
-    """True for the record of a dataset that an earlier run wrote beside its input."""
-    return name.endswith(_OWN_RECORDS) and name.removesuffix(".meta.json") + ".idx" in names
 
 
 def _raise_unreadable(error: OSError) -> None:
     raise ConfigError(f"--input {error.filename}: may not be read ({error.strerror}); check its permissions") from None
 
 
-def _is_data(path: str) -> bool:
+def _is_data(path: str, beside: Sequence[str]) -> bool:
     """True for data, also in formats that cannot be read (x.jsonl.bz2): these are refused, not skipped."""
     suffixes = [suffix.lower() for suffix in Path(path).suffixes[-2:]]
-    if path.endswith(_OWN_RECORDS) and Path(path.removesuffix(".meta.json") + ".idx").exists():
+    if path.endswith(_OWN_RECORDS) and path.removesuffix(".meta.json") + ".idx" in beside:
         return False  # the record of a dataset that an earlier run wrote beside its input
     return bool(suffixes) and (suffixes[-1] in IN_FOLDERS or (suffixes[0] in IN_FOLDERS and suffixes[-1] in _NOT_READ))
 
@@ -229,7 +237,7 @@ def _look_into(file: BinaryIO, path: str, size: int) -> tuple[str, bool]:
     if kind == "lines" and begins_array(_behind_blanks(file, head)):
         return "array", True
     if kind == "parquet":
-        pyarrow_parquet()  # fails before anything is read
+        reader_of(".parquet")  # fails before anything is read
     if kind in ("gzip", "zstd") and not size:
         raise ConfigError(
             f"--input {path}: has 0 bytes, but even an empty archive has more; fetch it again, or leave it out"
@@ -259,20 +267,14 @@ def _is_json(line: bytes) -> bool:
     return True
 
 
-def zstandard_module() -> Any:
+def reader_of(ending: str) -> Any:
+    """The module that reads files with this ending, of a package that nothing else needs."""
+    module = {".zst": "zstandard", ".parquet": "pyarrow.parquet"}[ending]
+    package = module.partition(".")[0]
     try:
-        import zstandard
+        return import_module(module)
     except ImportError:
-        raise ConfigError("--input: reading .zst needs the package zstandard; pip install zstandard") from None
-    return zstandard
-
-
-def pyarrow_parquet() -> Any:
-    try:
-        import pyarrow.parquet
-    except ImportError:
-        raise ConfigError("--input: reading .parquet needs the package pyarrow; pip install pyarrow") from None
-    return pyarrow.parquet
+        raise ConfigError(f"--input: reading {ending} needs the package {package}; pip install {package}") from None
 
 
 def _decompressed_head(kind: str, head: bytes) -> bytes:
@@ -282,7 +284,7 @@ def _decompressed_head(kind: str, head: bytes) -> bytes:
             return zlib.decompressobj(wbits=31).decompress(head, _UNPACKED_BYTES)
         except zlib.error:
             return b""
-    zstandard = zstandard_module()
+    zstandard = reader_of(".zst")
     try:
         found: bytes = zstandard.ZstdDecompressor().stream_reader(head).read(_UNPACKED_BYTES)
         return found

@@ -6,10 +6,9 @@ from dataclasses import dataclass, replace
 
 from megatron.errors import MegatronError
 from megatron.preprocess.input.files import InputFile
-from megatron.preprocess.input.segments import Segment, count_lines_before
+from megatron.preprocess.input.segments import Segment, count_lines
 from megatron.preprocess.shard import SegmentResult
 
-_BLOCK = 1 << 20
 _QUICK = 1 << 30  # bytes searched for a line number while a failed run waits
 
 
@@ -24,7 +23,7 @@ class Assigned:
 def assigned(segment: Segment) -> Assigned:
     if segment.data is None:
         return Assigned(segment, None)
-    return Assigned(replace(segment, data=None), _count(segment.data))
+    return Assigned(replace(segment, data=None), segment.data.count(b"\n"))
 
 
 class Lines:
@@ -47,7 +46,7 @@ class Lines:
     def place(self, line: int) -> str:
         """The place of a line of the next segment; lines count from 0, messages from 1."""
         assert self._source is not None
-        share = count_lines_before(self._source, self._first_start)  # a partition may begin inside a file
+        share = count_lines(self._source, 0, self._first_start)  # a partition may begin inside a file
         return self._source.place(share + self._before + line + 1)
 
     def place_range(self, lost: Assigned, between: list[Assigned], done: int) -> str:
@@ -62,7 +61,8 @@ class Lines:
         segment = lost.segment
         source = segment.source
         if source.kind == "parquet":
-            first, last = (count_lines_before(source, group) for group in (segment.start, segment.stop))
+            first = count_lines(source, 0, segment.start)
+            last = first + count_lines(source, segment.start, segment.stop)
             return f"{source.path}, rows {first + done + 1} to {last}"
         before = [other for other in between if other.segment.source.path == source.path]
         same = self._source is not None and self._source.path == source.path
@@ -70,8 +70,8 @@ class Lines:
             counted_to = self._end if same else 0
             if (0 if same else segment.start) + segment.stop - counted_to > _QUICK or (same and self._first_start):
                 return f"{source.path}, bytes {segment.start} to {segment.stop}"
-            first = (self._before if same else 0) + _lines_between(source, counted_to, segment.start)
-            last = first + _lines_between(source, segment.start, segment.stop)
+            first = (self._before if same else 0) + count_lines(source, counted_to, segment.start)
+            last = first + count_lines(source, segment.start, segment.stop)
         else:
             first = (self._before if same else 0) + sum(other.lines or 0 for other in before)
             last = first + (lost.lines or 0)
@@ -80,21 +80,3 @@ class Lines:
 
     def place_waiting(self, first: InputFile) -> str:
         return f"{(self._source or first).path}, after line {self._before}"
-
-
-def _lines_between(source: InputFile, start: int, stop: int) -> int:
-    """The number of lines that begin in these bytes."""
-    if stop <= start:
-        return 0
-    count = 1 if start == 0 else 0
-    position, end = max(start - 1, 0), stop - 1
-    with source.open(_BLOCK) as stream:
-        stream.seek(position)
-        while position < end and (block := stream.read(min(_BLOCK, end - position))):
-            count += _count(block)
-            position += len(block)
-    return count
-
-
-def _count(data: bytes) -> int:
-    return data.count(b"\n")

@@ -14,8 +14,8 @@ from typing import BinaryIO
 from megatron.errors import ConfigError, DataError
 from megatron.preprocess.input.documents import Batch, parse_lines
 from megatron.preprocess.input.files import UTF8_BOM, InputFile
-from megatron.preprocess.input.streams import MAX_LINE_BYTES, SourceStream, take_lines
-from megatron.preprocess.input.tables import read_rows, row_group_runs, rows_before
+from megatron.preprocess.input.streams import SourceStream, take_lines
+from megatron.preprocess.input.tables import count_rows, read_rows, row_group_runs
 
 SEGMENT_BYTES = 32 << 20
 BATCH_BYTES = 1 << 20
@@ -48,7 +48,6 @@ def plan_segments(
     *,
     segment_bytes: int = SEGMENT_BYTES,
     share: tuple[int, int] = (0, 1),
-    max_line_bytes: int = MAX_LINE_BYTES,
 ) -> Iterator[Segment]:
     """The segments of share (rank, world): a contiguous run. The shares of all ranks together are the input."""
     number = position = 0
@@ -58,7 +57,7 @@ def plan_segments(
             yield Segment(unit.source, number, unit.start, unit.stop, None, position)
             number += 1
         else:
-            stream = SourceStream(unit.source, max_line_bytes)
+            stream = SourceStream(unit.source)
             for data in stream.pieces(segment_bytes):
                 yield Segment(stream.source, number, 0, len(data), data, position + stream.consumed)
                 number += 1
@@ -104,43 +103,39 @@ def _units(sources: Sequence[InputFile], segment_bytes: int) -> Iterator[_Unit]:
             yield _Unit(source, 0, source.size, source.size)
 
 
-def read_batches(segment: Segment, keys: Sequence[str], max_line_bytes: int = MAX_LINE_BYTES) -> Iterator[Batch]:
+def read_batches(segment: Segment, keys: Sequence[str]) -> Iterator[Batch]:
     source = segment.source
     if segment.data is not None:
-        yield from _line_batches(io.BytesIO(segment.data), segment, keys, max_line_bytes)
+        yield from _line_batches(io.BytesIO(segment.data), segment, keys)
     elif source.kind == "parquet":
         yield from read_rows(source, segment.start, segment.stop, keys)
     else:
         with _opened(source) as file:
             if segment.start == 0 or _seek_line(file, segment):
-                yield from _line_batches(file, segment, keys, max_line_bytes)
+                yield from _line_batches(file, segment, keys)
 
 
-def count_lines_before(source: InputFile, start: int) -> int:
-    """The number of lines (or rows) of the file before the segment that begins at `start`."""
+def count_lines(source: InputFile, start: int, stop: int) -> int:
+    """The number of lines (or rows) that begin in these bytes (or are in these row groups)."""
     if source.kind == "parquet":
-        return rows_before(source, start)
-    if start == 0:
+        return count_rows(source, start, stop)
+    if stop <= start:
         return 0
-    count, left = 1, start - 1  # a line begins at 0, and after each line end except one directly before the segment
+    # A line begins at 0, and after each line end except one directly before `stop`.
+    count, position = (1, 0) if start == 0 else (0, start - 1)
     with _opened(source) as file:
-        while left and (data := file.read(min(BATCH_BYTES, left))):
+        file.seek(position)
+        while data := file.read(min(BATCH_BYTES, stop - 1 - position)):
             count += data.count(b"\n")
-            left -= len(data)
+            position += len(data)
     return count
 
 
 @contextmanager
 def _opened(source: InputFile) -> Iterator[BinaryIO]:
     try:
-        with source.open(1 << 16) as file:
-            source.refuse_change(file)
+        with source.opened(1 << 16) as file:
             yield file
-            source.refuse_change(file)
-    except PermissionError:
-        raise ConfigError(f"--input {source.path}: may not be read; check its permissions") from None
-    except FileNotFoundError:
-        raise DataError(f"{source.path}: was removed while it was read; run again when it is back") from None
     except OSError as error:
         way_out = "check the disk, or fetch the file again"
         raise DataError(f"{source.path}: reading failed ({error.strerror or error}); {way_out}") from None
@@ -157,10 +152,10 @@ def _seek_line(file: BinaryIO, segment: Segment) -> bool:
     return True  # the file was truncated; reported below
 
 
-def _line_batches(file: BinaryIO, segment: Segment, keys: Sequence[str], max_line_bytes: int) -> Iterator[Batch]:
+def _line_batches(file: BinaryIO, segment: Segment, keys: Sequence[str]) -> Iterator[Batch]:
     line, position, wanted = 0, file.tell(), min(_FIRST_BYTES, BATCH_BYTES)
     while position < segment.stop:
-        block = take_lines(file, min(wanted, segment.stop - position), max_line_bytes)
+        block = take_lines(file, min(wanted, segment.stop - position))
         if not block:
             raise DataError(f"{segment.source.path}: became shorter while it was read; run again when it is complete")
         size = file.tell() - position

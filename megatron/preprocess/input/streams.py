@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any, BinaryIO, cast
 
-from megatron.errors import ConfigError, DataError
+from megatron.errors import DataError
 from megatron.preprocess.input.arrays import ArrayError, array_lines
 from megatron.preprocess.input.documents import TOO_LONG
-from megatron.preprocess.input.files import STDIN, UTF8_BOM, InputFile, begins_array, zstandard_module
+from megatron.preprocess.input.files import STDIN, UTF8_BOM, InputFile, begins_array, reader_of
 
 MAX_LINE_BYTES = 1 << 30  # a longer line means a damaged file or a decompression bomb
 _READ_BYTES = 1 << 18
@@ -22,9 +22,9 @@ _ZSTD_READ_BYTES = 1 << 12  # zstd has no such limit, but 4 bytes expand to at m
 _LOOKED_THROUGH = 1 << 20  # bytes of a pipe to search for the beginning of an array
 
 
-def take_lines(stream: BinaryIO, size: int, max_line_bytes: int = MAX_LINE_BYTES) -> bytes:
+def take_lines(stream: BinaryIO, size: int) -> bytes:
     """Reads `size` bytes (less at the end of the stream) plus the rest of the last line; b"" at the end."""
-    block = stream.read(min(size, max_line_bytes))
+    block = stream.read(min(size, MAX_LINE_BYTES))
     if not block or block.endswith(b"\n"):
         return block
     last_line = block.rfind(b"\n") + 1
@@ -32,7 +32,7 @@ def take_lines(stream: BinaryIO, size: int, max_line_bytes: int = MAX_LINE_BYTES
     while part := stream.readline(_READ_BYTES):
         ended = part.endswith(b"\n")
         length += len(part) - ended
-        if length > max_line_bytes:
+        if length > MAX_LINE_BYTES:
             if not ended:
                 _skip_line(stream)
             return block[:last_line] + TOO_LONG + b"\n"
@@ -50,10 +50,9 @@ def _skip_line(stream: BinaryIO) -> None:
 class SourceStream:
     """One input file, read once. A pipe may turn out to hold an array, and then `source` says so."""
 
-    def __init__(self, source: InputFile, max_line_bytes: int = MAX_LINE_BYTES) -> None:
+    def __init__(self, source: InputFile) -> None:
         self.source = source
         self.consumed = 0  # bytes on disk
-        self._max_line_bytes = max_line_bytes
         self._lines = 0  # whole lines so far
 
     def pieces(self, size: int) -> Iterator[bytes]:
@@ -61,18 +60,14 @@ class SourceStream:
         try:
             with _open(self.source) as raw:
                 stream = io.BufferedReader(_ChunkFile(self._line_chunks(raw)), _READ_BYTES)
-                self.source.refuse_change(raw)
-                while piece := take_lines(cast(BinaryIO, stream), size, self._max_line_bytes):
+                while piece := take_lines(cast(BinaryIO, stream), size):
                     yield piece
-                self.source.refuse_change(raw)
         except ArrayError as error:
             way_out = "give one array of objects, or one object per line"
             raise DataError(f"{self.source.place(error.item)}: {error.reason}; {way_out}") from None
         except (zlib.error, EOFError, _ZstdError) as error:
             what = f"damaged {self.source.kind} file after {self.source.unit} {self._lines}"
             raise DataError(f"{self.source.path}: {what} ({error}); fetch it again") from None
-        except PermissionError:
-            raise ConfigError(f"--input {self.source.path}: may not be read; check its permissions") from None
         except OSError as error:
             what = f"reading failed after {self.source.unit} {self._lines} ({error.strerror or error})"
             raise DataError(f"{self.source.path}: {what}; check the disk, or fetch the file again") from None
@@ -82,7 +77,7 @@ class SourceStream:
         if self.source.kind == "stdin":
             chunks = self._look_for_array(chunks)
         if self.source.array:
-            chunks = array_lines(chunks, self._max_line_bytes)
+            chunks = array_lines(chunks, MAX_LINE_BYTES)
         for chunk in chunks:
             self._lines += chunk.count(b"\n")
             yield chunk
@@ -129,7 +124,7 @@ class SourceStream:
             raise EOFError("it ends too early")
 
     def _unzstd(self, raw: BinaryIO) -> Iterator[bytes]:
-        zstandard = zstandard_module()
+        zstandard = reader_of(".zst")
         decompressor = zstandard.ZstdDecompressor()
         frame: Any = None
         try:
@@ -171,7 +166,7 @@ def _open(source: InputFile) -> Any:
     if source.identity == STDIN:
         # Unbuffered: Python aborts at exit while a thread that waits for input holds the buffer's lock.
         return nullcontext(getattr(sys.stdin.buffer, "raw", sys.stdin.buffer))
-    return source.open(0 if source.kind == "stdin" else _READ_BYTES)
+    return source.opened(0 if source.kind == "stdin" else _READ_BYTES)
 
 
 class _ChunkFile(io.RawIOBase):

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from megatron.data import remote
-from megatron.errors import ConfigError, DataError
+from megatron.errors import DataError
 from megatron.preprocess.input.documents import BadLine, Batch, LineError, Texts, missing_key, texts_of
-from megatron.preprocess.input.files import InputFile, pyarrow_parquet
+from megatron.preprocess.input.files import InputFile, reader_of
 
 _BATCH_BYTES = 1 << 20
 _BATCH_ROWS = 4096
@@ -21,20 +21,16 @@ _BUFFER_BYTES = 1 << 20
 
 @contextmanager
 def _opened(source: InputFile) -> Iterator[Any]:
-    parquet = pyarrow_parquet()
+    parquet = reader_of(".parquet")
     from pyarrow import ArrowException
 
     try:
         # Without these two a whole row group would be held in memory.
-        source.refuse_change()
-        with source.open(_BUFFER_BYTES) as raw:
+        with source.opened(_BUFFER_BYTES) as raw:
             # For local files pyarrow's own reader is faster than a Python file.
             opened = raw if remote.is_url(source.path) else source.path
             with parquet.ParquetFile(opened, pre_buffer=False, buffer_size=_BUFFER_BYTES) as file:
                 yield file
-        source.refuse_change()
-    except PermissionError:
-        raise ConfigError(f"--input {source.path}: may not be read; check its permissions") from None
     except (ArrowException, OSError) as error:
         reason = " ".join(str(error).split())[:200]
         raise DataError(f"{source.path}: damaged parquet file ({reason}); fetch it again") from None
@@ -55,9 +51,9 @@ def row_group_runs(source: InputFile, segment_bytes: int) -> list[tuple[int, int
     return runs
 
 
-def rows_before(source: InputFile, row_group: int) -> int:
+def count_rows(source: InputFile, start: int, stop: int) -> int:
     with _opened(source) as file:
-        return sum(file.metadata.row_group(i).num_rows for i in range(row_group))
+        return sum(file.metadata.row_group(i).num_rows for i in range(start, stop))
 
 
 def read_rows(source: InputFile, start: int, stop: int, keys: Sequence[str]) -> Iterator[Batch]:

@@ -25,7 +25,7 @@ from megatron.preprocess.input import segments, streams
 from megatron.preprocess.input.files import InputFile, expand_inputs
 from megatron.preprocess.input.segments import (
     Segment,
-    count_lines_before,
+    count_lines,
     plan_segments,
     read_batches,
     share_bytes,
@@ -162,21 +162,25 @@ def test_lines_may_end_and_begin_in_every_way(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("pack", [bytes, gzip.compress, zstd], ids=["plain", "gzip", "zstd"])
 @pytest.mark.parametrize("segment_bytes", [10, 3000, 10**6])
-def test_a_line_over_the_limit_is_a_bad_line(pack: Any, segment_bytes: int, tmp_path: Path) -> None:
+def test_a_line_over_the_limit_is_a_bad_line(
+    pack: Any, segment_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     long = b'{"text": "' + b"x" * 5000 + b'"}'
     content = b'{"text": "1"}\n' + long + b'\n{"text": "2"}\n' + long
     source = source_of(write(tmp_path / "a.jsonl", pack(content)))
     for limit, kinds in ((100, ["line too long"] * 2), (len(long) - 1, ["line too long"] * 2), (len(long), [])):
-        planned = list(plan_segments([source], segment_bytes=segment_bytes, max_line_bytes=limit))
-        bad = [one.kind for s in planned for b in read_batches(s, ["text"], limit) for one in b.bad]
+        monkeypatch.setattr(streams, "MAX_LINE_BYTES", limit)
+        planned = list(plan_segments([source], segment_bytes=segment_bytes))
+        bad = [one.kind for s in planned for b in read_batches(s, ["text"]) for one in b.bad]
         assert bad == kinds
-        assert sum(b.lines for s in planned for b in read_batches(s, ["text"], limit)) == 4
+        assert sum(b.lines for s in planned for b in read_batches(s, ["text"])) == 4
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.gz", "a.zst", "b.json", "b.json.gz"])
 def test_a_long_line_and_a_bomb_cost_no_memory(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Hundreds of megabytes without a line end, under a limit of one."""
     monkeypatch.setattr(streams, "_ZSTD_READ_BYTES", 64)  # zstd has its own minimum
+    monkeypatch.setattr(streams, "MAX_LINE_BYTES", 1 << 20)
     size = 150 << 20
     inside = (b"[" if name.startswith("b") else b"") + b'{"text": "'
     path = tmp_path / name
@@ -192,8 +196,8 @@ def test_a_long_line_and_a_bomb_cost_no_memory(name: str, tmp_path: Path, monkey
     tracemalloc.start()
     try:
         kinds = []
-        for segment in plan_segments([source_of(path)], segment_bytes=1 << 20, max_line_bytes=1 << 20):
-            kinds += [bad.kind for batch in read_batches(segment, ["text"], 1 << 20) for bad in batch.bad]
+        for segment in plan_segments([source_of(path)], segment_bytes=1 << 20):
+            kinds += [bad.kind for batch in read_batches(segment, ["text"]) for bad in batch.bad]
         assert kinds == ["line too long"]
         assert tracemalloc.get_traced_memory()[1] < 40 << 20
     finally:
@@ -226,7 +230,7 @@ def test_lines_before_a_share_are_counted(tmp_path: Path) -> None:
     for size in (1, 2, 3, 7, 50):
         before = 0
         for segment in plan_segments([source], segment_bytes=size):
-            assert count_lines_before(source, segment.start) == before
+            assert count_lines(source, 0, segment.start) == before
             before += sum(batch.lines for batch in read_batches(segment, ["text"]))
         assert before == 201
 

@@ -11,7 +11,7 @@ import pytest
 from megatron.errors import DataError
 from megatron.preprocess.input import tables
 from megatron.preprocess.input.files import expand_inputs
-from megatron.preprocess.input.segments import count_lines_before, plan_segments, read_batches
+from megatron.preprocess.input.segments import count_lines, plan_segments, read_batches
 
 pyarrow = pytest.importorskip("pyarrow", reason="pip install pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet", reason="pip install pyarrow")
@@ -26,7 +26,7 @@ def read(path: str, keys: list[str], segment_bytes: int = 1) -> tuple[list[Any],
     """Texts, and bad rows by their place in the file."""
     found, bad, before = [], [], 0
     for segment in plan_segments(expand_inputs([path]), segment_bytes=segment_bytes):
-        assert count_lines_before(segment.source, segment.start) == before
+        assert count_lines(segment.source, 0, segment.start) == before
         rows = 0
         for batch in read_batches(segment, keys):
             assert batch.first_line == rows and batch.lines == len(batch.documents) + len(batch.bad)
