@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -15,14 +15,12 @@ from megatron.data.indexed.index_file import token_dtype
 from megatron.errors import DataError, MegatronError
 from megatron.preprocess.input.documents import Batch, Texts
 from megatron.preprocess.input.segments import Segment, read_batches
+from megatron.preprocess.punkt import SentenceSplitter
 from megatron.preprocess.settings import PreprocessSettings
 from megatron.preprocess.shard import PARTS, Encoded, SegmentFailure, SegmentResult, ShardWriter
 from megatron.tokenizer import EncoderDifference, Tokenizer, build_tokenizer
 from megatron.tokenizer.base import Ids
 from megatron.utils.durable import storage_error
-
-if TYPE_CHECKING:
-    from megatron.preprocess.sentences import SentenceSplitter
 
 EXAMPLES_SHOWN = 10  # bad lines that are shown; the rest are only counted
 

@@ -63,20 +63,26 @@ class _Candidate:
     following: int
 
 
-class Boundaries:
-    """Splits texts. Caches decisions in bounded memory; the same text always gives the same pieces."""
+class SentenceSplitter:
+    """Splits text into sentences; the same text always gives the same. Caches decisions in bounded memory.
 
-    def __init__(self, parameters: PunktParameters, *, keep_spaces: bool) -> None:
-        self._parameters = parameters
-        self._keep_spaces = keep_spaces
+    Only white space is lost: that between two sentences. With `keep_newlines` it stays with the sentence before it, as
+    in Megatron-LM, except after a closing quote or bracket and at the end of the text. Megatron-LM cuts a text at every
+    millionth character, even within a word, to bound the time; here time is linear and nothing is cut.
+    """
+
+    def __init__(self, parameters: PunktParameters, *, keep_newlines: bool, fingerprint: str = "") -> None:
+        self.fingerprint = fingerprint  # equal fingerprints split equally
+        self._parameters, self._keep_newlines = parameters, keep_newlines
         self._decided: dict[str, bool] = {}
 
     def split(self, text: str) -> list[str]:
-        return [text[start:stop] for start, stop in _realign(text, self._slices(text))]
+        pieces = [text[start:stop] for start, stop in _realign(text, self._slices(text))]
+        return [piece for piece in pieces if not piece.isspace()]
 
     def _slices(self, text: str) -> Iterator[tuple[int, int]]:
         begin = 0
-        candidates = _candidates_keeping_spaces(text) if self._keep_spaces else _candidates(text)
+        candidates = _candidates_keeping_spaces(text) if self._keep_newlines else _candidates(text)
         for candidate, word_start in _with_their_words(text, candidates):
             if self._is_end(text[word_start : candidate.context_end]):
                 yield begin, candidate.end

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron.data.indexed.record import read_record
 from megatron.errors import ConfigError, DataError, MegatronError, PeerLostError
@@ -19,12 +19,11 @@ from megatron.preprocess.merge import Merger, Report
 from megatron.preprocess.outputs import refuse_existing, take_names_back
 from megatron.preprocess.pool import WorkerDiedError, WorkerPool
 from megatron.preprocess.progress import ProgressDisplay
+from megatron.preprocess.punkt import SentenceSplitter
+from megatron.preprocess.sentences import prepare_splitter, texts_of_sample
 from megatron.preprocess.settings import PreprocessSettings, digest_of
 from megatron.preprocess.shard import SegmentFailure, SegmentResult
 from megatron.tokenizer import Tokenizer, build_tokenizer
-
-if TYPE_CHECKING:
-    from megatron.preprocess.sentences import SentenceSplitter
 
 Say = Callable[[str], None]
 
@@ -183,9 +182,6 @@ class _Encoding:
 def prepare_splitter_for(settings: PreprocessSettings, sources: list[InputFile], say: Say) -> SentenceSplitter | None:
     if not settings.split_sentences:
         return None
-    from megatron.preprocess.input.sample import texts_of_sample
-    from megatron.preprocess.sentences import prepare_splitter
-
     return prepare_splitter(
         language=settings.language,
         keep_newlines=settings.keep_newlines,

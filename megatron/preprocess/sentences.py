@@ -9,54 +9,25 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from zipfile import BadZipFile
 
 from megatron.errors import ConfigError, DataError
-from megatron.preprocess.punkt import ALPHA, ELLIPSIS, INITIAL, Boundaries, PunktParameters, tokens, word_type
+from megatron.preprocess.input.files import InputFile
+from megatron.preprocess.input.segments import Segment, plan_segments, read_batches
+from megatron.preprocess.punkt import ALPHA, ELLIPSIS, INITIAL, PunktParameters, SentenceSplitter, tokens, word_type
 from megatron.utils.durable import write_atomically, write_once, writing
+
+T = TypeVar("T")
 
 FORMAT = "megatron sentence parameters"
 VERSION = 1
 LEARN_FROM = 10_000_000  # characters: about ten seconds, and more than enough for a language's abbreviations
 _LEARN_AT_ONCE = 2_000_000  # characters; NLTK holds an object per word
-
-
-class SentenceSplitter:
-    """Splits text into sentences. It can be pickled and forked; each process has its own cache of decisions.
-
-    Only white space is lost: that between two sentences. With `keep_newlines` it stays with the sentence before it, as
-    in Megatron-LM, except after a closing quote or bracket and at the end of the text. Megatron-LM cuts a text at every
-    millionth character, even within a word, to bound the time; here time is linear and nothing is cut.
-    """
-
-    def __init__(self, parameters: PunktParameters, *, keep_newlines: bool, fingerprint: str = "") -> None:
-        self.keep_newlines = keep_newlines
-        self.fingerprint = fingerprint  # equal fingerprints split equally
-        self._parameters = parameters
-        self._boundaries = Boundaries(parameters, keep_spaces=keep_newlines)
-
-    def split(self, text: str) -> list[str]:
-        return [piece for piece in self._boundaries.split(text) if not piece.isspace()]
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"parameters": self._parameters, "keep_newlines": self.keep_newlines, "fingerprint": self.fingerprint}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        SentenceSplitter.__init__(self, **state)
-
-
-@dataclass(frozen=True, slots=True)
-class _Stored:
-    """The content of a parameters file."""
-
-    parameters: PunktParameters
-    language: str
-    source: str  # "trained" or "learned"
-    checksum: str
+_SAMPLED_FILES, _SAMPLED_SEGMENTS, _SAMPLED_BYTES = 16, 16, 1 << 19
 
 
 def prepare_splitter(
@@ -73,15 +44,18 @@ def prepare_splitter(
     if not re.fullmatch(r"[\w-]+", language):
         raise ConfigError(f"--lang {language}: not the name of a language; use one such as english")
     if parameters_file.exists() and not anew:
-        stored = _load(parameters_file, language)
-        say(f"sentences: parameters of {parameters_file} ({stored.source}; --overwrite, or deleting it, begins anew)")
+        parameters, source, checksum = _load(parameters_file, language)
+        say(f"sentences: parameters of {parameters_file} ({source}; --overwrite, or deleting it, begins anew)")
     else:
         parameters, source, note = _find_or_learn(language, sample, say)
-        _write(parameters_file, _encode(parameters, language, source), replace=anew)
-        stored = _load(parameters_file, language)  # another partition may have been first; then its file is used
+        with writing(parameters_file):
+            parameters_file.parent.mkdir(parents=True, exist_ok=True)
+            (write_atomically if anew else write_once)(parameters_file, [_encode(parameters, language, source)])
+        # Another partition may have been first; then its file is used.
+        parameters, source, checksum = _load(parameters_file, language)
         say(f"sentences: {note}; kept in {parameters_file}")
-    fingerprint = hashlib.sha256(f"{stored.checksum} {keep_newlines}".encode()).hexdigest()
-    return SentenceSplitter(stored.parameters, keep_newlines=keep_newlines, fingerprint=fingerprint)
+    fingerprint = hashlib.sha256(f"{checksum} {keep_newlines}".encode()).hexdigest()
+    return SentenceSplitter(parameters, keep_newlines=keep_newlines, fingerprint=fingerprint)
 
 
 # ---------------------------------------------------------------- from NLTK
@@ -116,6 +90,15 @@ def _unreadable(language: str, folder: str, error: Exception) -> DataError:
     return DataError(
         f"--lang {language}: NLTK's data in {folder} cannot be read ({reason}); install punkt_tab again or remove it"
     )
+
+
+def _frozen(found: Any) -> PunktParameters:
+    collocations = frozenset((first, second) for first, second in found.collocations)
+    contexts = {word: int(bits) for word, bits in found.ortho_context.items() if bits}
+    return PunktParameters(frozenset(found.abbrev_types), collocations, frozenset(found.sent_starters), contexts)
+
+
+# ---------------------------------------------------------------- from the input
 
 
 def learn(texts: Iterator[str], most: int = LEARN_FROM) -> tuple[PunktParameters, int]:
@@ -160,10 +143,36 @@ def _trainer() -> Any:
     return Trainer(lang_vars=Words(), token_cls=Token)
 
 
-def _frozen(found: Any) -> PunktParameters:
-    collocations = frozenset((first, second) for first, second in found.collocations)
-    contexts = {word: int(bits) for word, bits in found.ortho_context.items() if bits}
-    return PunktParameters(frozenset(found.abbrev_types), collocations, frozenset(found.sent_starters), contexts)
+def texts_of_sample(sources: Sequence[InputFile], keys: Sequence[str]) -> Iterator[str]:
+    """Texts from evenly spaced files and places in them, independent of the partition. Skips bad lines, which the run
+    itself reports."""
+    for source in sources:
+        if source.kind == "stdin":
+            raise ConfigError(
+                f"--split-sentences: sentence ends cannot be learned from {source.path}, which is read only once; "
+                "give a file, or install NLTK's punkt_tab data"
+            )
+    chosen = _evenly(sources, _SAMPLED_FILES)
+    for source in chosen:
+        for segment in _sampled_segments(source, max(1, _SAMPLED_SEGMENTS // len(chosen))):
+            for batch in read_batches(segment, keys):
+                for _, texts_of_keys in batch.documents:
+                    for texts in texts_of_keys:
+                        yield from texts
+
+
+def _sampled_segments(source: InputFile, count: int) -> list[Segment] | Iterator[Segment]:
+    if source.kind == "lines":  # by arithmetic, because the plan of a terabyte has millions of segments
+        starts = _evenly(range(0, source.size, _SAMPLED_BYTES), count)
+        stops = [min(start + _SAMPLED_BYTES, source.size) for start in starts]
+        return [Segment(source, i, start, stop, None, stop) for i, (start, stop) in enumerate(zip(starts, stops))]
+    return islice(plan_segments([source], segment_bytes=_SAMPLED_BYTES), count)  # read from the beginning
+
+
+def _evenly(items: Sequence[T], count: int) -> list[T]:
+    if len(items) <= count:
+        return list(items)
+    return [items[i * len(items) // count] for i in range(count)]
 
 
 # ---------------------------------------------------------------- the parameters file
@@ -185,38 +194,29 @@ def _checksum(content: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode("ascii")).hexdigest()
 
 
-def _write(path: Path, content: bytes, *, replace: bool) -> None:
-    """Writes the file atomically. The first of several writers wins, unless `replace`."""
-    with writing(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        (write_atomically if replace else write_once)(path, [content])
-
-
-def _load(path: Path, language: str) -> _Stored:
+def _load(path: Path, language: str) -> tuple[PunktParameters, str, str]:
+    """(parameters, source, checksum) of a parameters file; the source is "trained" or "learned"."""
     try:
-        stored = _decode(json.loads(path.read_bytes()))
+        content = json.loads(path.read_bytes())
+        checksum = content.pop("checksum")
+        if content["format"] != FORMAT or content["version"] != VERSION or checksum != _checksum(content):
+            raise ValueError("format, version or checksum")
+        parameters = PunktParameters(
+            frozenset(content["abbreviations"]),
+            frozenset((first, second) for first, second in content["collocations"]),
+            frozenset(content["sentence_starters"]),
+            content["contexts"],
+        )
+        written_for, source = content["language"], content["source"]
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror}); check its permissions") from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DataError(
             f"{path}: damaged, or no file of sentence parameters; delete it and what was split with it, then run again"
         ) from error
-    if stored.language != language:
+    if written_for != language:
         raise ConfigError(
-            f"--lang {language}: {path} is for {stored.language}; give --lang {stored.language}, or delete that file, "
+            f"--lang {language}: {path} is for {written_for}; give --lang {written_for}, or delete that file, "
             "or choose another --output-prefix"
         )
-    return stored
-
-
-def _decode(content: dict[str, Any]) -> _Stored:
-    checksum = content.pop("checksum")
-    if content["format"] != FORMAT or content["version"] != VERSION or checksum != _checksum(content):
-        raise ValueError("format, version or checksum")
-    parameters = PunktParameters(
-        frozenset(content["abbreviations"]),
-        frozenset((first, second) for first, second in content["collocations"]),
-        frozenset(content["sentence_starters"]),
-        content["contexts"],
-    )
-    return _Stored(parameters, content["language"], content["source"], checksum)
+    return parameters, source, checksum

@@ -7,14 +7,12 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from megatron.preprocess.input.files import InputFile, input_bytes
 from megatron.preprocess.outputs import output_prefix
+from megatron.preprocess.punkt import SentenceSplitter
 from megatron.tokenizer import Tokenizer, TokenizerSettings
-
-if TYPE_CHECKING:
-    from megatron.preprocess.sentences import SentenceSplitter
 
 _SMALLEST, _LARGEST, _PARTS = 256 << 10, 8 << 20, 64
 

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from nltk.tokenize import punkt as nltk_punkt
 
 from megatron.errors import ConfigError, DataError, StorageError
-from megatron.preprocess.punkt import PunktParameters
-from megatron.preprocess.sentences import SentenceSplitter, learn, prepare_splitter
+from megatron.preprocess.punkt import PunktParameters, SentenceSplitter
+from megatron.preprocess.sentences import learn, prepare_splitter
 
 ROOT = Path(__file__).resolve().parents[3]
 WORDS = [
@@ -163,7 +163,7 @@ def test_remembering_is_bounded_and_changes_nothing(monkeypatch: pytest.MonkeyPa
     splitter = SentenceSplitter(parameters, keep_newlines=False)
     for text in corpus(seed=2):
         assert splitter.split(text) == oracle(parameters, False).tokenize(text)
-    assert len(splitter._boundaries._decided) <= 5
+    assert len(splitter._decided) <= 5
 
 
 @pytest.mark.parametrize("method", ["spawn", "fork"])
