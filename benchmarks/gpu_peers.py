@@ -41,6 +41,7 @@ from benchmarks.turns import Contenders, Turn, rotated, speed_over
 from megatron.config import ModelConfig
 from megatron.data.loader import build_loader
 from megatron.data.mock import MockDataset
+from megatron.data.sampler import BlockShape, single_batches
 from megatron.layout import padded_vocab_size
 from megatron.model.flops import flops_per_token
 from megatron.utils.device import accelerator_memory
@@ -148,10 +149,7 @@ def peer_block(task: Task, make: Callable[..., peers.Step], **how: bool) -> Read
     data = MockDataset(size=ENDLESS, seq_length=size.seq, vocab_size=size.vocab, seed=1, split=0)
     batches = build_loader(
         data,
-        consumed_samples=0,
-        micro_batch_size=size.micro_batch,
-        dp_rank=0,
-        dp_size=1,
+        single_batches(len(data), 0, BlockShape(micro_batch_size=size.micro_batch, dp_rank=0, dp_size=1)),
         num_workers=task.workers,
         pin_memory=on_gpu,
     )

@@ -221,14 +221,15 @@ def first_batch(prefix: Path, cache: Path, seq: int, workers: int, step: float) 
         from megatron.config import DataConfig
         from megatron.data.build import build_train_valid_test
         from megatron.data.loader import build_loader
+        from megatron.data.sampler import BlockShape, single_batches
     torch.set_num_threads(1)
     config = DataConfig(data_path=(str(prefix),), split="969,30,1", seq_length=seq, data_cache_path=str(cache))
     with clock("datasets: open, check, record, indices"):
         built = build_train_valid_test(config, num_samples=(None, 100, 10), seed=SEED, vocab_size=VOCAB, eod_id=0)
         assert built.train is not None
     with clock(f"first batch of 8, {workers} workers"):
-        order: dict[str, int] = {"consumed_samples": 0, "micro_batch_size": 8, "dp_rank": 0, "dp_size": 1}
-        batches = build_loader(built.train, **order, num_workers=workers, vocab_size=VOCAB)
+        samples = single_batches(len(built.train), 0, BlockShape(micro_batch_size=8, dp_rank=0, dp_size=1))
+        batches = build_loader(built.train, samples, num_workers=workers, vocab_size=VOCAB)
         next(batches)
     parts = {**clock.parts, "all but the imports": sum(list(clock.parts.values())[2:])}
     waits = []

@@ -10,9 +10,10 @@ import atexit
 import os
 import signal
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -22,13 +23,12 @@ from torch.utils.data import DataLoader, Dataset
 
 from megatron.data.blended import TokenDataset
 from megatron.data.masks import MaskConfig, document_ids, loss_mask, position_ids
-from megatron.data.sampler import BlockShape, cyclic_batches, single_batches
-from megatron.errors import ConfigError, DataError, MegatronError
+from megatron.errors import DataError, MegatronError
+from megatron.utils.process import die_with
 from megatron.utils.read_ahead import ReadAhead
 
 Batch = dict[str, torch.Tensor]
 _ALIGNMENT = 64  # bytes
-_BATCHES_AHEAD = 2  # per worker
 _PATIENCE = 1.0  # seconds to wait for a batch in flight when the loader is closed
 
 
@@ -110,8 +110,28 @@ class PackedBatch:
 class BatchIterator(Iterator[Batch]):
     """The batches of one rank. The workers end with `close()`, with this object, or with the process."""
 
-    def __init__(self, loader: DataLoader[Any], *, read_ahead: int = 2) -> None:
-        """`read_ahead`: batches prefetched in this process, in addition to those prefetched by the workers."""
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        sample_ids: Iterator[list[int]],
+        *,
+        num_workers: int,
+        pin_memory: bool,
+        collate: Callable[[Any], Any] | None = None,
+        read_ahead: int = 2,
+    ) -> None:
+        """`dataset[ids]` is a whole batch, `collate` its form for the way between processes. `read_ahead`: batches
+        prefetched in this process, in addition to those prefetched by the workers."""
+        loader = DataLoader(
+            dataset,
+            batch_size=None,  # the sampler yields whole batches
+            sampler=sample_ids,
+            num_workers=num_workers,
+            pin_memory=pin_memory,
+            collate_fn=collate,
+            worker_init_fn=partial(_live_with_the_trainer, os.getpid()),
+            generator=torch.Generator(),  # otherwise the loader draws a seed from the global generator
+        )
         with _child_signal_kept(), _signals_held():
             source: Iterator[Any] = iter(loader)
         self.workers: list[BaseProcess] = list(getattr(source, "_workers", []))
@@ -199,53 +219,30 @@ def _how_it_ended(worker: BaseProcess) -> str:
 
 def build_loader(
     dataset: TokenDataset,
+    sample_ids: Iterator[list[int]],
     *,
-    consumed_samples: int,
-    micro_batch_size: int,
-    dp_rank: int,
-    dp_size: int,
     num_workers: int = 0,
     masks: MaskConfig | None = None,
     vocab_size: int | None = None,
-    dataloader_type: str = "single",
-    data_sharding: bool = True,
     pin_memory: bool = False,
     read_ahead: int = 2,
 ) -> BatchIterator:
-    """The micro-batches of this rank after `consumed_samples`: tokens, labels, position_ids [b, s] int64, loss_mask
-    [b, s] float32, sample_ids [b], and document_ids [b, s] with reset_attention_mask."""
-    shape = BlockShape(micro_batch_size=micro_batch_size, dp_rank=dp_rank, dp_size=dp_size)
-    if dataloader_type == "single":
-        batches = single_batches(len(dataset), consumed_samples, shape)
-    elif dataloader_type == "cyclic":
-        batches = cyclic_batches(len(dataset), consumed_samples, shape, data_sharding=data_sharding)
-    else:
-        raise ConfigError(f"--dataloader-type {dataloader_type}: not known; use single or cyclic")
-    options: dict[str, Any] = {"collate_fn": _as_it_is}
-    if num_workers:
-        options = {
-            "collate_fn": PackedBatch.of,
-            "prefetch_factor": _BATCHES_AHEAD,
-            "worker_init_fn": leave_signals_to_the_trainer,
-        }
-    loader = DataLoader(
+    """The micro-batches of these samples: tokens, labels, position_ids [b, s] int64, loss_mask [b, s] float32,
+    sample_ids [b], and document_ids [b, s] with reset_attention_mask."""
+    return BatchIterator(
         BatchDataset(dataset, masks or MaskConfig(), vocab_size),
-        batch_size=None,  # the sampler yields whole batches
-        sampler=batches,
+        sample_ids,
         num_workers=num_workers,
         pin_memory=pin_memory,
-        generator=torch.Generator(),  # otherwise the loader draws a seed from the global generator
-        **options,
+        collate=PackedBatch.of if num_workers else None,
+        read_ahead=read_ahead,
     )
-    return BatchIterator(loader, read_ahead=read_ahead)
 
 
-def leave_signals_to_the_trainer(worker: int) -> None:
+def _live_with_the_trainer(trainer: int, worker: int) -> None:
     """Makes a worker ignore the signals that a launcher sends to the process group: the trainer still needs batches to
-    finish its step and save. A worker ends when the trainer does."""
+    finish its step and save. A worker ends with the trainer, also with one that died before the worker was ready, which
+    torch's own watch does not see."""
+    die_with(trainer)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-
-
-def _as_it_is(batch: Any) -> Any:
-    return batch

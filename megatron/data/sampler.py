@@ -23,9 +23,24 @@ class BlockShape:
         return self.micro_batch_size * self.dp_size
 
 
+def sample_batches(
+    order: str, total_samples: int, consumed_samples: int, shape: BlockShape, *, data_sharding: bool = True
+) -> Iterator[list[int]]:
+    """The sample ids of each micro-batch of one rank, in the order of --dataloader-type."""
+    if order == "single":
+        return single_batches(total_samples, consumed_samples, shape)
+    if order == "cyclic":
+        return cyclic_batches(total_samples, consumed_samples, shape, data_sharding=data_sharding)
+    raise ConfigError(f"--dataloader-type {order}: not known; use single or cyclic")
+
+
 def single_batches(total_samples: int, consumed_samples: int, shape: BlockShape) -> Iterator[list[int]]:
     """Sample ids in order from `consumed_samples`, a contiguous micro-batch per rank. Drops an incomplete block."""
-    _check_consumed(total_samples, consumed_samples)
+    if consumed_samples > total_samples:
+        raise DataError(
+            f"{consumed_samples} samples are consumed, but the data has {total_samples}: "
+            f"not the data or the --train-samples/--train-iters of the earlier run; restore them"
+        )
     for start in range(consumed_samples, total_samples - shape.block + 1, shape.block):
         begin = start + shape.dp_rank * shape.micro_batch_size
         yield list(range(begin, begin + shape.micro_batch_size))
@@ -67,11 +82,3 @@ def cyclic_batches(
         for start in range(0, blocks * shape.micro_batch_size, shape.micro_batch_size):
             yield ids[start : start + shape.micro_batch_size]
         epoch, done = epoch + 1, 0
-
-
-def _check_consumed(total_samples: int, consumed_samples: int) -> None:
-    if consumed_samples > total_samples:
-        raise DataError(
-            f"{consumed_samples} samples are consumed, but the data has {total_samples}: "
-            f"not the data or the --train-samples/--train-iters of the earlier run; restore them"
-        )

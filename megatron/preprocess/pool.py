@@ -23,7 +23,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any, BinaryIO, Generic, TypeVar
 
 from megatron.errors import ConfigError
-from megatron.utils.process import signal_at_parent_death
+from megatron.utils.process import die_with
 from megatron.utils.read_ahead import ReadAhead
 
 Task = TypeVar("Task")
@@ -204,18 +204,12 @@ def _serve(
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C, which a terminal sends to all
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    _die_with(parent)
+    die_with(parent)  # elsewhere than on Linux it ends after its task
     _return_large_blocks()
     # One core per worker. `tokenizers` would start a thread per core in each worker, and only this variable prevents
     # it; it is set for this process alone.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     _answer_all(connection, handler)
-
-
-def _die_with(parent: int) -> None:
-    """Asks the kernel to kill this process when its parent dies (Linux; elsewhere it ends after its task)."""
-    if signal_at_parent_death(signal.SIGKILL) and os.getppid() != parent:  # it died before the request
-        os._exit(1)
 
 
 def _return_large_blocks() -> None:

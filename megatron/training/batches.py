@@ -9,13 +9,13 @@ from typing import Any
 from weakref import WeakSet
 
 import torch
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import Dataset, default_collate
 
 from megatron.config import RunConfig
 from megatron.data.build import Datasets
-from megatron.data.loader import BatchIterator, build_loader, leave_signals_to_the_trainer
+from megatron.data.loader import BatchIterator, build_loader
 from megatron.data.masks import MaskConfig
-from megatron.data.sampler import BlockShape, cyclic_batches, single_batches
+from megatron.data.sampler import BlockShape, sample_batches
 from megatron.errors import ConfigError, DataError, MegatronError
 from megatron.model.passes import Batch
 from megatron.training.initialize import Run
@@ -70,15 +70,16 @@ class BatchMaker:
         usable = self._usable(dataset)
         start = consumed % usable
         while True:
-            yield from islice(self._load(dataset, start), (usable - start) // self._block)
+            yield from islice(self._load(dataset, start), (usable - start) // self._shape.block)
             start = 0
 
     def once(self, dataset: Any) -> Iterator[Batch]:
         """Every sample once; those that do not fill a block go one by one to the ranks in turn."""
         yield from self._load(dataset, 0)
-        whole = len(dataset) // self._block * self._block
+        whole = len(dataset) // self._shape.block * self._shape.block
         if whole < len(dataset):
-            rest = self._load(dataset, whole, micro_batch_size=1, rank=0, ranks=1)
+            alone = BlockShape(micro_batch_size=1, dp_rank=0, dp_size=1)
+            rest: Iterator[Batch] = self._load(dataset, whole, shape=alone)
             if self.run.parallel.ep.size > 1:
                 rest = self._filled_up(rest)
             yield from islice(rest, self.run.parallel.dp.rank, None, self.run.parallel.dp.size)
@@ -102,50 +103,35 @@ class BatchMaker:
         return len(dataset) // self.global_batch_size * self.global_batch_size
 
     @property
-    def _block(self) -> int:
-        return self.run.config.training.micro_batch_size * self.run.parallel.dp.size
+    def _shape(self) -> BlockShape:
+        dp = self.run.parallel.dp
+        return BlockShape(micro_batch_size=self.run.config.training.micro_batch_size, dp_rank=dp.rank, dp_size=dp.size)
 
     @property
     def _read_ahead(self) -> int:
         """All micro-batches of a step, since it takes them at once."""
-        return max(2, min(64, self.global_batch_size // self._block))
+        return max(2, min(64, self.global_batch_size // self._shape.block))
 
     def _load(
-        self,
-        dataset: Any,
-        consumed: int,
-        *,
-        order: str = "single",
-        micro_batch_size: int | None = None,
-        rank: int | None = None,
-        ranks: int | None = None,
-    ) -> Iterator[Batch]:
-        config, dp = self.run.config, self.run.parallel.dp
-        shape = BlockShape(
-            micro_batch_size=micro_batch_size or config.training.micro_batch_size,
-            dp_rank=dp.rank if rank is None else rank,
-            dp_size=ranks or dp.size,
+        self, dataset: Any, consumed: int, *, order: str = "single", shape: BlockShape | None = None
+    ) -> BatchIterator:
+        config = self.run.config
+        sample_ids = sample_batches(
+            order, len(dataset), consumed, shape or self._shape, data_sharding=config.data.data_sharding
         )
-        pin_memory = self.run.device.type == "cuda"
-        if not _is_token_dataset(dataset):
-            return self._kept(_own_loader(dataset, consumed, shape, order, config, pin_memory))
-        loader = build_loader(
-            dataset,
-            consumed_samples=consumed,
-            micro_batch_size=shape.micro_batch_size,
-            dp_rank=shape.dp_rank,
-            dp_size=shape.dp_size,
-            num_workers=config.data.num_workers,
-            masks=_masks(config, self.run.eod_id),
-            vocab_size=self.run.vocab_size if self.run.has_vocabulary else None,
-            dataloader_type=order,
-            data_sharding=config.data.data_sharding,
-            pin_memory=pin_memory,
-            read_ahead=self._read_ahead,
-        )
-        return self._kept(loader)
-
-    def _kept(self, loader: BatchIterator) -> BatchIterator:
+        workers, pin_memory = config.data.num_workers, self.run.device.type == "cuda"
+        if _is_token_dataset(dataset):
+            loader = build_loader(
+                dataset,
+                sample_ids,
+                num_workers=workers,
+                masks=_masks(config, self.run.eod_id),
+                vocab_size=self.run.vocab_size if self.run.has_vocabulary else None,
+                pin_memory=pin_memory,
+                read_ahead=self._read_ahead,
+            )
+        else:
+            loader = BatchIterator(_OwnBatches(dataset), sample_ids, num_workers=workers, pin_memory=pin_memory)
         self._open.add(loader)
         return loader
 
@@ -179,23 +165,3 @@ class _OwnBatches(Dataset[dict[str, Any] | MegatronError]):
                 "such as {'x': tensor, 'y': 3}"
             )
         return {**default_collate(samples), "sample_ids": torch.tensor(sample_ids)}
-
-
-def _own_loader(
-    dataset: Any, consumed: int, shape: BlockShape, order: str, config: RunConfig, pin_memory: bool
-) -> BatchIterator:
-    if order == "cyclic":
-        ids = cyclic_batches(len(dataset), consumed, shape, data_sharding=config.data.data_sharding)
-    else:
-        ids = single_batches(len(dataset), consumed, shape)
-    return BatchIterator(
-        DataLoader(
-            _OwnBatches(dataset),
-            batch_size=None,  # the sampler hands out whole batches
-            sampler=ids,
-            num_workers=config.data.num_workers,
-            pin_memory=pin_memory,
-            generator=torch.Generator(),  # else the loader draws a seed from the global generator
-            worker_init_fn=leave_signals_to_the_trainer,
-        )
-    )

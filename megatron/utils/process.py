@@ -35,3 +35,9 @@ def usable_cpus() -> int:
 def signal_at_parent_death(number: signal.Signals) -> bool:
     """Asks the kernel to send this process a signal when its parent dies. False where it cannot (not Linux)."""
     return sys.platform == "linux" and ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0) == 0
+
+
+def die_with(parent: int) -> None:
+    """Asks the kernel to kill this process when its parent dies. On other systems it goes on."""
+    if signal_at_parent_death(signal.SIGKILL) and os.getppid() != parent:  # it died before the request
+        os._exit(1)

@@ -11,6 +11,7 @@ import pytest
 from megatron.config.sections.data import DataConfig
 from megatron.data.build import build_train_valid_test
 from megatron.data.loader import build_loader
+from megatron.data.sampler import BlockShape, sample_batches
 from tests.unit.data.oracle import random_documents, write_dataset
 
 GLOBAL_BATCH, STEPS = 16, 3
@@ -23,9 +24,8 @@ def batches_of_rank(path: tuple[str, ...], cache: str, micro: int, rank: int, si
     total = (STEPS + 2) * GLOBAL_BATCH
     built = build_train_valid_test(config, num_samples=(total, 0, 0), seed=3, vocab_size=1000, eod_id=0)
     assert built.train is not None
-    loader = build_loader(
-        built.train, consumed_samples=consumed, micro_batch_size=micro, dp_rank=rank, dp_size=size, vocab_size=1000
-    )
+    shape = BlockShape(micro_batch_size=micro, dp_rank=rank, dp_size=size)
+    loader = build_loader(built.train, sample_batches("single", len(built.train), consumed, shape), vocab_size=1000)
     steps = []
     for _ in range(STEPS):
         batches = [next(loader) for _ in range(GLOBAL_BATCH // (micro * size))]
@@ -90,14 +90,15 @@ def test_ranks_of_one_machine_share_a_cache_they_build_at_once(tmp_path: Path) -
 
 def test_a_sampler_that_overlaps_would_be_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The planted bug: every rank takes the first micro-batch of the block."""
-    from megatron.data import loader as loader_module
-    from megatron.data.sampler import BlockShape, single_batches
+    from megatron.data import sampler
 
     def overlapping(total: int, consumed: int, shape: BlockShape) -> Any:
         wrong = BlockShape(micro_batch_size=shape.micro_batch_size, dp_rank=0, dp_size=shape.dp_size)
-        return single_batches(total, consumed, wrong)
+        return right(total, consumed, wrong)
+
+    right = sampler.single_batches
 
     prefix = write_dataset(tmp_path / "a", random_documents(0, 60, 30))
     reference = run_ranks_alone((prefix,), tmp_path / "reference", 1, 1, 0)
-    monkeypatch.setattr(loader_module, "single_batches", overlapping)
+    monkeypatch.setattr(sampler, "single_batches", overlapping)
     assert run_ranks_alone((prefix,), tmp_path / "bug", 2, 2, 0) != reference

@@ -12,6 +12,7 @@ import pytest
 from megatron.config import DataConfig
 from megatron.data.fim import FillInTheMiddle, FIMDataset, cut_at
 from megatron.data.loader import build_loader
+from megatron.data.sampler import BlockShape, single_batches
 from megatron.errors import ConfigError, DataError
 from megatron.tokenizer.gpt2 import GPT2BPETokenizer
 from tests.unit.tokenizer.support import SAMPLES, write_small_bpe
@@ -186,14 +187,8 @@ def test_depends_on_seed_split_and_number_alone(tokenizer: GPT2BPETokenizer, ids
     def batches(workers: int, consumed: int, ranks: int) -> dict[int, list[int]]:
         seen: dict[int, list[int]] = {}
         for rank in range(ranks):
-            loader = build_loader(
-                dataset(rows, fim, tokenizer),
-                consumed_samples=consumed,
-                micro_batch_size=2,
-                dp_rank=rank,
-                dp_size=ranks,
-                num_workers=workers,
-            )
+            samples = single_batches(len(rows), consumed, BlockShape(micro_batch_size=2, dp_rank=rank, dp_size=ranks))
+            loader = build_loader(dataset(rows, fim, tokenizer), samples, num_workers=workers)
             for batch in loader:
                 seen.update(zip(batch["sample_ids"].tolist(), batch["tokens"].tolist()))
             loader.close()
@@ -242,14 +237,7 @@ def test_an_id_outside_of_the_vocabulary_is_refused_by_its_place(
 ) -> None:
     row = row_of(tokenizer.tokenize("text"), ids["<|endoftext|>"])
     row[3] = tokenizer.vocab_size
-    loader = build_loader(
-        dataset([row], rule(ids), tokenizer),
-        consumed_samples=0,
-        micro_batch_size=1,
-        dp_rank=0,
-        dp_size=1,
-        vocab_size=tokenizer.vocab_size,
-    )
+    loader = build_loader(dataset([row], rule(ids), tokenizer), iter([[0]]), vocab_size=tokenizer.vocab_size)
     with pytest.raises(DataError, match=r"row 0, token 3 .*is not in the vocabulary"):
         next(loader)
 

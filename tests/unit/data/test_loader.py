@@ -21,6 +21,7 @@ from megatron.data.indexed.dataset import IndexedDataset
 from megatron.data.loader import BatchIterator, PackedBatch, build_loader
 from megatron.data.masks import MaskConfig
 from megatron.data.mock import MockDataset
+from megatron.data.sampler import BlockShape, sample_batches
 from megatron.errors import ConfigError, DataError
 from tests.unit.data.oracle import random_documents, write_dataset
 
@@ -33,9 +34,17 @@ def dataset(tmp_path: Path) -> GPTDataset:
     return GPTDataset(data, first=0, last=len(data), num_samples=80, seq_length=8, seed=1)
 
 
-def loader(dataset: object, **changed: object) -> BatchIterator:
-    arguments = {"consumed_samples": 0, "micro_batch_size": 2, "dp_rank": 0, "dp_size": 1} | changed
-    return build_loader(dataset, **arguments)  # type: ignore[arg-type]
+def loader(
+    dataset: object,
+    *,
+    consumed_samples: int = 0,
+    micro_batch_size: int = 2,
+    dataloader_type: str = "single",
+    **options: object,
+) -> BatchIterator:
+    shape = BlockShape(micro_batch_size=micro_batch_size, dp_rank=0, dp_size=1)
+    sample_ids = sample_batches(dataloader_type, len(dataset), consumed_samples, shape)  # type: ignore[arg-type]
+    return build_loader(dataset, sample_ids, **options)  # type: ignore[arg-type]
 
 
 def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
@@ -168,7 +177,7 @@ from megatron.data.loader import build_loader
 from megatron.data.mock import MockDataset
 
 dataset = MockDataset(size=5000, seq_length=16, vocab_size=9, seed=0, split=0)
-batches = build_loader(dataset, consumed_samples=0, micro_batch_size=2, dp_rank=0, dp_size=1, num_workers=2)
+batches = build_loader(dataset, iter([[0, 1], [2, 3]] * 100), num_workers=2)
 next(batches)
 print(*[worker.pid for worker in batches.workers], flush=True)
 if sys.argv[1] == "raises":
@@ -176,7 +185,7 @@ if sys.argv[1] == "raises":
 if sys.argv[1] == "killed":
     os.kill(os.getpid(), signal.SIGKILL)
 if sys.argv[1] == "evaluates":  # another loader's workers inherit this one, and must leave it alone
-    other = build_loader(dataset, consumed_samples=8, micro_batch_size=2, dp_rank=0, dp_size=1, num_workers=1)
+    other = build_loader(dataset, iter([[8, 9]] * 100), num_workers=1)
     first = next(other)["sample_ids"].tolist()
     other.close()
     assert first == [8, 9] and next(batches)["sample_ids"].tolist() == [2, 3]
