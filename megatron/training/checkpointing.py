@@ -19,7 +19,7 @@ from megatron.checkpoint import (
     load_checkpoint,
     save_checkpoint,
 )
-from megatron.config import RunConfig, to_dict
+from megatron.config import to_dict
 from megatron.distributed.rng import get_rng_state, set_rng_state
 from megatron.distributed.shard import ShardSpec
 from megatron.engine import Engine, Evaluation
@@ -86,12 +86,12 @@ class RunCheckpoints:
                 f"({info.bytes_written / 1e6:.1f} MB in {info.seconds:.2f} s)"
             )
 
-    def load(self, progress: Progress, resume_point: ResumePoint) -> bool:
-        """Fills the model, the optimizer, `progress` and last the random states; False for a fresh start."""
+    def load(self, progress: Progress, resume_point: ResumePoint) -> None:
+        """Fills the model, the optimizer, `progress` and last the random states, unless it is a fresh start."""
         config = self.run.config.checkpoint
         assert config.load is not None
         if resume_point.found is None and not config.finetune:
-            return False  # announced when it was looked for
+            return  # announced when it was looked for
         loaded = load_checkpoint(
             Path(config.load),
             parallel=self.run.parallel,
@@ -110,10 +110,8 @@ class RunCheckpoints:
             log=self.run.log.info,
             found=resume_point.found,
         )
-        if loaded is None:
-            return False
-        self._restore(loaded, progress)
-        return True
+        if loaded is not None:
+            self._restore(loaded, progress)
 
     def _restore(self, loaded: LoadedState, progress: Progress) -> None:
         progress.iteration = loaded.iteration
@@ -173,10 +171,24 @@ class RunCheckpoints:
 def classic_args(run: Run, progress: Progress, *, is_gpt: bool) -> dict[str, Any]:
     """The `args` that Megatron's own readers of a `model_optim_rng.pt` look up, except for those that the checkpoint
     derives from the model's settings (shape, activation)."""
-    config: RunConfig = run.config
-    parallel = run.parallel
+    config, model, parallel = run.config, run.config.model, run.parallel
+    of_model: dict[str, Any] = {}
+    if is_gpt:
+        of_model = {
+            "num_query_groups": model.query_groups,
+            "vocab_size": run.vocab_size,
+            "padded_vocab_size": run.padded_vocab_size,
+            "make_vocab_size_divisible_by": model.make_vocab_size_divisible_by,
+            "normalization": model.normalization,
+            "norm_epsilon": model.norm_epsilon,
+            "apply_query_key_layer_scaling": model.apply_query_key_layer_scaling,
+            "add_bias_linear": model.add_bias_linear,
+            "attention_dropout": model.attention_dropout,
+            "hidden_dropout": model.hidden_dropout,
+            "init_method_std": model.init_method_std,
+        }
     return {
-        **(_classic_model_args(run) if is_gpt else {}),
+        **of_model,
         "seq_length": config.data.seq_length,
         "fp16": config.precision.fp16,
         "bf16": config.precision.bf16,
@@ -189,21 +201,4 @@ def classic_args(run: Run, progress: Progress, *, is_gpt: bool) -> dict[str, Any
         "pipeline_model_parallel_size": parallel.pp.size,
         "data_parallel_size": parallel.dp.size,
         "world_size": parallel.world.size,
-    }
-
-
-def _classic_model_args(run: Run) -> dict[str, Any]:
-    model = run.config.model
-    return {
-        "num_query_groups": model.query_groups,
-        "vocab_size": run.vocab_size,
-        "padded_vocab_size": run.padded_vocab_size,
-        "make_vocab_size_divisible_by": model.make_vocab_size_divisible_by,
-        "normalization": model.normalization,
-        "norm_epsilon": model.norm_epsilon,
-        "apply_query_key_layer_scaling": model.apply_query_key_layer_scaling,
-        "add_bias_linear": model.add_bias_linear,
-        "attention_dropout": model.attention_dropout,
-        "hidden_dropout": model.hidden_dropout,
-        "init_method_std": model.init_method_std,
     }

@@ -212,11 +212,11 @@ def _for_dry_run(config: RunConfig, launch: LaunchInfo) -> LaunchInfo:
 
 def tokenizer_of(config: RunConfig, *, required: bool = True) -> Tokenizer | None:
     settings = config.tokenizer
-    named = settings.tokenizer_type or settings.vocab_file or settings.tokenizer_model
-    if named:
+    if settings.tokenizer_type or settings.vocab_file or settings.tokenizer_model:
         tokenizer = build_tokenizer(settings)
-        if settings.vocab_size is not None and settings.tokenizer_type != "NullTokenizer":
-            _check_vocab_size(settings.vocab_size, tokenizer)
+        given, own = settings.vocab_size, tokenizer.vocab_size
+        if given not in (None, own) and settings.tokenizer_type != "NullTokenizer":
+            raise ConfigError(f"--vocab-size {given}: the tokenizer has {own} entries; leave --vocab-size out")
         return tokenizer
     if not required or (config.data.mock_data and settings.vocab_size is not None):
         return None
@@ -224,13 +224,6 @@ def tokenizer_of(config: RunConfig, *, required: bool = True) -> Tokenizer | Non
         "no tokenizer: give --vocab-file and --merge-file (or --tokenizer-type and --tokenizer-model); "
         "with --mock-data --vocab-size N is enough"
     )
-
-
-def _check_vocab_size(given: int, tokenizer: Tokenizer) -> None:
-    if given != tokenizer.vocab_size:
-        raise ConfigError(
-            f"--vocab-size {given}: the tokenizer has {tokenizer.vocab_size} entries; leave --vocab-size out"
-        )
 
 
 def _warn_of_slow_precision(config: RunConfig, device: torch.device, log: RankLog) -> None:

@@ -11,17 +11,15 @@ from typing import TYPE_CHECKING
 from megatron.training.exit import StopReason, run_as_program
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from megatron.model.passes import ForwardStep
     from megatron.training.assemble import Parts
     from megatron.training.batches import Provided
     from megatron.training.hooks import Hook
     from megatron.training.initialize import Run
+    from megatron.training.model import ModelProvider
 
     # (run, samples wanted of train, valid, test; None is the whole split once) -> the three datasets
     DatasetsProvider = Callable[[Run, tuple[int, int | None, int]], Provided]
-    ModelProvider = Callable[[Run], nn.Module]
 
 
 def pretrain(

@@ -1,10 +1,11 @@
-"""What tools/check_layout.py does: trains a script at its layout and by one process, and compares the two."""
+"""What tools/check_layout.py does and prints: it trains a script at its layout and by one process, and compares."""
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
 import io
+import math
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,15 +15,14 @@ from types import ModuleType
 
 import torch
 
-from megatron.config import RunConfig
+from megatron.config import DataConfig, RunConfig
 from megatron.distributed.launch import LaunchInfo
 from megatron.errors import ConfigError, ReplicaError
 from megatron.ops.select import resolve
 from megatron.training.assemble import assemble
 from megatron.training.check_layout import faults
-from megatron.training.check_layout.outcome import Outcome, differences, join, read, train_outcome, written
+from megatron.training.check_layout.outcome import Difference, Outcome, differences, join, read, train_outcome, written
 from megatron.training.check_layout.ranks import run_ranks
-from megatron.training.check_layout.report import other_samples, table, verdict
 from megatron.training.check_layout.settings import alone, changes, is_large, ranks_of, reproducible, shrink
 from megatron.training.exit import in_one_line
 from megatron.training.initialize import build_run, tokenizer_of
@@ -34,6 +34,8 @@ _PROVIDERS = ("datasets_provider", "model_provider", "forward_step")
 _FORM = (
     'give a script with the three providers of pretrain_gpt.py that calls pretrain() under `if __name__ == "__main__"`'
 )
+_NEAREST_CAUSE = ("counted tokens", "gradient", "weight")
+"""Kinds of differences, those first that are nearest to what is wrong."""
 
 
 def check(options: argparse.Namespace, argv: Sequence[str]) -> int:
@@ -47,13 +49,13 @@ def check(options: argparse.Namespace, argv: Sequence[str]) -> int:
         expected = _train(options, script, alone(config), 1)
     if isinstance(expected, ReplicaError):
         raise expected
-    cause = str(got) if isinstance(got, ReplicaError) else other_samples(got, expected, config.data)
+    cause = str(got) if isinstance(got, ReplicaError) else _other_samples(got, expected, config.data)
     if isinstance(got, ReplicaError) or cause is not None:
         print(f"DIFFERENT: {cause}")
         return 1
     found = differences(got, expected)
-    print(table(found))
-    equal, line = verdict(found, options.tolerance, ranks)
+    print(_table(found))
+    equal, line = _verdict(found, options.tolerance, ranks)
     print(line)
     return 0 if equal else 1
 
@@ -145,3 +147,57 @@ def _load_script(path: str | None) -> ModuleType:
     if missing:
         raise ConfigError(f"--script {file}: has no {', '.join(missing)}; {_FORM}")
     return module
+
+
+# ---------------------------------------------------------------- what is printed of the comparison
+
+
+def _other_samples(got: Outcome, expected: Outcome, data: DataConfig) -> str | None:
+    """Why nothing else can be equal: the two runs did not read the same samples."""
+    steps = zip(got.samples, expected.samples, strict=True)
+    step = next((number for number, (ours, theirs) in enumerate(steps, 1) if ours != theirs), None)
+    if step is None:
+        return None
+    what = f"in step {step} the layout and one process read other samples"
+    if data.dataloader_type != "cyclic":
+        return (
+            f"{what}, so nothing else is compared; a dataset must be the same on every rank and for any number of ranks"
+        )
+    if data.data_sharding:
+        why = "shuffles a part of the data for each data-parallel rank, as Megatron does, so the order of samples"
+        way = "add --no-data-sharding, or use --dataloader-type single"
+    else:
+        why = "ends an epoch with the last whole block of all data-parallel ranks, so the order after the first epoch"
+        way = "use --dataloader-type single, or fewer --steps"
+    return f"{what}: --dataloader-type cyclic {why} depends on the number of these ranks; {way}"
+
+
+def _table(differences: Sequence[Difference]) -> str:
+    lines = ["largest relative difference of"]
+    for kind in dict.fromkeys(difference.kind for difference in differences):
+        some = [difference for difference in differences if difference.kind == kind]
+        worst = max(some, key=_size)
+        lines.append(f"  {kind:<19} {worst.size:8.1e}  ({worst.where}; {len(some)} compared)")
+    return "\n".join(lines)
+
+
+def _verdict(differences: Sequence[Difference], tolerance: float, ranks: int) -> tuple[bool, str]:
+    """Whether all are within the tolerance, and the line that says so or names the difference to begin with."""
+    off = [difference for difference in differences if not _size(difference) <= tolerance]
+    if not off:
+        return True, f"EQUAL within {tolerance:g}: {ranks} ranks train what one process trains"
+    first = min(off, key=_distance_to_cause)
+    return False, (
+        f"DIFFERENT beyond {tolerance:g}: first the {first.kind} of {first.where} ({first.size:.1e}); "
+        f"{len(off)} of {len(differences)} comparisons"
+    )
+
+
+def _distance_to_cause(difference: Difference) -> int:
+    known = difference.kind in _NEAREST_CAUSE
+    return _NEAREST_CAUSE.index(difference.kind) if known else len(_NEAREST_CAUSE)
+
+
+def _size(difference: Difference) -> float:
+    """NaN is further apart than any number."""
+    return math.inf if math.isnan(difference.size) else difference.size

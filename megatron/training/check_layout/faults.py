@@ -112,8 +112,7 @@ def last_stage(parts: Parts) -> None:
     _needs(pp.size > 1, "last-stage", "--pipeline-model-parallel-size above 1")
     if pp.rank < pp.size - 1:
         return
-    layers = {name: module for name, module in parts.engine.model.named_modules() if isinstance(module, Block)}
-    last = layers[max(layers, key=lambda name: int(name.rpartition(".")[2]))]
+    *_, last = (module for module in parts.engine.model.modules() if isinstance(module, Block))
     last.register_forward_hook(lambda _, given, result: torch.cat([result[:, :-1], given[0][:, -1:]], 1))
 
 

@@ -15,9 +15,8 @@ import torch
 
 from megatron.config import ProfileConfig
 from megatron.errors import DataError
-from megatron.training.profiling.cli import main
 from megatron.training.profiling.profiler import StepProfiler, build_profiler
-from megatron.training.profiling.trace_summary import CATEGORIES, Event, Summary, read_trace, summarise
+from megatron.training.profiling.trace_summary import CATEGORIES, Event, Summary, main, read_trace, summarise
 from megatron.utils.log import RankLog
 from tests.helpers.runs import flags, pretrain_here
 
