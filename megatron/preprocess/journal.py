@@ -12,6 +12,7 @@ import json
 import os
 import shutil
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -141,22 +142,18 @@ class WorkFolder:
     def _read(self) -> Kept:
         """Reads the journal up to the first incomplete or damaged line."""
         kept, self._whole_bytes = Kept(), 0
-        try:
-            with open(self.path / "journal", "rb") as stream:
-                for line in stream:
-                    if not line.endswith(b"\n"):
-                        break
-                    entry = json.loads(line)
-                    if "done" in entry:
-                        result = SegmentResult.from_json(entry["done"])
-                        kept.results[result.number] = result
-                    kept.merged = entry.get("merged", kept.merged)
-                    kept.naming = kept.naming or "naming" in entry
-                    self._whole_bytes += len(line)
-        except FileNotFoundError:
-            pass
-        except (ValueError, KeyError, TypeError):
-            pass  # a damaged line: those before it are intact
+        missing, damaged = FileNotFoundError, (ValueError, KeyError, TypeError)
+        with suppress(missing, *damaged), open(self.path / "journal", "rb") as stream:
+            for line in stream:
+                if not line.endswith(b"\n"):
+                    break
+                entry = json.loads(line)
+                if "done" in entry:
+                    result = SegmentResult.from_json(entry["done"])
+                    kept.results[result.number] = result
+                kept.merged = entry.get("merged", kept.merged)
+                kept.naming = kept.naming or "naming" in entry
+                self._whole_bytes += len(line)
         return kept
 
     def _clear(self) -> None:

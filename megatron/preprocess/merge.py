@@ -15,7 +15,7 @@ from megatron.preprocess.encoder import EXAMPLES_SHOWN, remove_files
 from megatron.preprocess.input.files import InputFile
 from megatron.preprocess.input.locate import Lines
 from megatron.preprocess.journal import Kept, WorkFolder
-from megatron.preprocess.outputs import GrowingOutput, give_names, shard_is_whole, signals_deferred, write_index
+from megatron.preprocess.outputs import GrowingOutput, give_names, shard_is_whole, signals_deferred
 from megatron.preprocess.settings import PreprocessSettings, digest_of
 from megatron.preprocess.shard import SegmentFailure, SegmentResult, Totals
 from megatron.tokenizer import Tokenizer
@@ -161,7 +161,7 @@ class Merger:
         self._check_outcome()
         with writing(self._folder.path):
             for merged in self._keys:
-                write_index(merged, self._settings.dataset_impl)
+                merged.write_index(self._settings.dataset_impl)
         self._folder.naming()
         with signals_deferred():
             for merged, key, output in zip(self._keys, self._settings.json_keys, self._settings.outputs, strict=True):

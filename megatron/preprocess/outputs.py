@@ -92,8 +92,9 @@ class GrowingOutput:
             self.checksums.update(block)
         return True
 
-    def index(self) -> GrowingIndex:
-        return GrowingIndex(self.streams[1], self.streams[2])
+    def write_index(self, implementation: str) -> None:
+        GrowingIndex(self.streams[1], self.streams[2]).write(self.path("idx"), self.dtype, implementation)
+        os.fsync(self.streams[0].fileno())
 
 
 def shard_is_whole(result: SegmentResult, folder: Path) -> bool:
@@ -143,13 +144,6 @@ def _write_all(stream: BinaryIO, block: bytes) -> None:
     view = memoryview(block)
     while view:
         view = view[stream.write(view) :]
-
-
-def write_index(merged: GrowingOutput, implementation: str) -> Path:
-    path = merged.path("idx")
-    merged.index().write(path, merged.dtype, implementation)
-    os.fsync(merged.streams[0].fileno())
-    return path
 
 
 def give_names(merged: GrowingOutput, output: str) -> None:

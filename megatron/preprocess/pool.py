@@ -10,7 +10,6 @@ On Linux the workers are forked before the parent opens an output or starts a th
 from __future__ import annotations
 
 import ctypes
-import errno
 import multiprocessing
 import os
 import signal
@@ -229,10 +228,8 @@ def _answer_all(connection: Connection, handler: Callable[[Any, Callable[[Any], 
                 message = ("answer", handler(task, lambda note: connection.send(("note", note))))
             except MemoryError:
                 os._exit(OUT_OF_MEMORY)  # at once, because any cleanup may need memory
-            except OSError as error:
-                if error.errno == errno.EPIPE:
-                    return
-                message = ("failure", traceback.format_exc())
+            except BrokenPipeError:
+                return  # the parent is gone
             except Exception:
                 message = ("failure", traceback.format_exc())
             del task

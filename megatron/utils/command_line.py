@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import difflib
 import math
 import os
@@ -55,6 +56,12 @@ class _Once(argparse.Action):
             raise ConfigError(f"{option_string}: given twice; give it once")
         given.add(self.dest)
         setattr(namespace, self.dest, values)
+
+
+def fields_from(arguments: argparse.Namespace, kind: type[Any]) -> dict[str, Any]:
+    """The values of the flags that have the names of a dataclass's fields; lists as tuples."""
+    given = {f.name: getattr(arguments, f.name) for f in dataclasses.fields(kind) if hasattr(arguments, f.name)}
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
 
 
 def integer(at_least: int) -> Callable[[str], int]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron.errors import ConfigError, DataError, MegatronError
 from megatron.preprocess.progress import ByteProgress
-from megatron.utils.command_line import Parser, integer, run_tool
+from megatron.utils.command_line import Parser, fields_from, integer, run_tool
 
 if TYPE_CHECKING:
     from megatron.data.indexed.dataset import IndexedDataset
@@ -107,17 +107,7 @@ def _tokenizer(arguments: argparse.Namespace) -> Tokenizer | None:
         return None
     from megatron.tokenizer import TokenizerSettings, build_tokenizer
 
-    kind, vocab, merges, model = given
-    return build_tokenizer(
-        TokenizerSettings(
-            tokenizer_type=kind,
-            vocab_file=vocab,
-            merge_file=merges,
-            tokenizer_model=model,
-            vocab_size=arguments.vocab_size,
-        ),
-        announce=False,
-    )
+    return build_tokenizer(TokenizerSettings(**fields_from(arguments, TokenizerSettings)), announce=False)
 
 
 def inspect(prefix: str, arguments: argparse.Namespace, tokenizer: Tokenizer | None) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron.errors import ConfigError
-from megatron.utils.command_line import Parser, fraction, integer, run_tool
+from megatron.utils.command_line import Parser, fields_from, fraction, integer, run_tool
 from megatron.utils.process import usable_cpus
 
 if TYPE_CHECKING:
@@ -145,37 +145,17 @@ def parse(argv: Sequence[str]) -> tuple[PreprocessSettings, Path | None]:
     if arguments.keep_sequential_samples:
         print("--keep-sequential-samples: nothing to do, documents always keep their order", file=sys.stderr)
     from megatron.preprocess.settings import PreprocessSettings
-    from megatron.tokenizer.build import TokenizerSettings
+    from megatron.tokenizer import TokenizerSettings
 
     settings = PreprocessSettings(
-        inputs=tuple(arguments.input),
-        output_prefix=arguments.output_prefix,
-        tokenizer=TokenizerSettings(
-            tokenizer_type=arguments.tokenizer_type,
-            tokenizer_model=arguments.tokenizer_model,
-            vocab_file=arguments.vocab_file,
-            merge_file=arguments.merge_file,
-            vocab_size=arguments.vocab_size,
-            tiktoken_pattern=arguments.tiktoken_pattern,
-            tiktoken_num_special_tokens=arguments.tiktoken_num_special_tokens,
-            tiktoken_special_tokens=arguments.tiktoken_special_tokens and tuple(arguments.tiktoken_special_tokens),
-            encoder=arguments.encoder,
-        ),
-        json_keys=tuple(arguments.json_keys),
-        append_eod=arguments.append_eod,
-        split_sentences=arguments.split_sentences,
-        keep_newlines=arguments.keep_newlines,
-        language=arguments.lang or "english",
-        rank=arguments.rank or 0,
-        world=world,
-        dataset_impl=arguments.dataset_impl,
-        workers=arguments.workers,
-        chunk_size=arguments.chunk_size,
-        log_interval=arguments.log_interval,
-        overwrite=arguments.overwrite,
-        resume=arguments.resume,
-        on_error=arguments.on_error,
-        max_skip_fraction=arguments.max_skip_fraction,
+        **{
+            **fields_from(arguments, PreprocessSettings),
+            "inputs": tuple(arguments.input),
+            "tokenizer": TokenizerSettings(**fields_from(arguments, TokenizerSettings)),
+            "language": arguments.lang or "english",
+            "rank": arguments.rank or 0,
+            "world": world,
+        }
     )
     return settings, None if arguments.work_folder is None else Path(arguments.work_folder)
 

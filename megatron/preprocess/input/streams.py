@@ -8,6 +8,7 @@ import sys
 import zlib
 from collections.abc import Iterator
 from contextlib import nullcontext
+from itertools import chain
 from typing import Any, BinaryIO, cast
 
 from megatron.errors import DataError
@@ -92,7 +93,7 @@ class SourceStream:
                 break
         if begins_array(head):
             self.source = dataclasses.replace(self.source, array=True)
-        return _chain(head, chunks)
+        return chain([head], chunks)
 
     def _unpacked(self, raw: BinaryIO) -> Iterator[bytes]:
         if self.source.kind == "gzip":
@@ -145,11 +146,6 @@ class SourceStream:
 
 class _ZstdError(Exception):
     """ZstdError, a class that exists only if its package is installed."""
-
-
-def _chain(head: bytes, rest: Iterator[bytes]) -> Iterator[bytes]:
-    yield head
-    yield from rest
 
 
 def _without_mark(chunks: Iterator[bytes]) -> Iterator[bytes]:
