@@ -13,7 +13,7 @@ import numpy as np
 
 from megatron.data.indexed.index_file import token_dtype
 from megatron.errors import DataError, MegatronError
-from megatron.preprocess.input.documents import Batch, Texts
+from megatron.preprocess.input.documents import BadLine, Batch, Texts
 from megatron.preprocess.input.segments import Segment, read_batches
 from megatron.preprocess.punkt import SentenceSplitter
 from megatron.preprocess.settings import PreprocessSettings
@@ -100,7 +100,7 @@ class SegmentEncoder:
         result.size += batch.size
         result.blank += batch.blank
         for bad in batch.bad:
-            self._note_bad(result, bad.number, bad.kind, bad.detail)
+            self._note_bad(result, bad)
         size = batch.size
         for documents in self._slices(batch.documents):
             tokens = self._encode_documents(documents, result, writers)
@@ -115,14 +115,13 @@ class SegmentEncoder:
         for start in range(0, len(documents), step):
             yield documents[start : start + step]
 
-    def _note_bad(self, result: SegmentResult, line: int, kind: str, detail: str) -> None:
-        reason = f"{kind} ({detail})" if detail else kind
+    def _note_bad(self, result: SegmentResult, bad: BadLine) -> None:
         if self._settings.on_error == "stop":
             way = "correct the line, or give --on-error skip to leave it out"
-            raise _Stop(f"{reason}; {way}", line)
-        result.bad[kind] = result.bad.get(kind, 0) + 1
+            raise _Stop(f"{bad}; {way}", bad.number)
+        result.bad[bad.kind] = result.bad.get(bad.kind, 0) + 1
         if len(result.examples) < EXAMPLES_SHOWN:
-            result.examples.append((line, reason))
+            result.examples.append((bad.number, str(bad)))
 
     def _encode_documents(
         self, documents: list[Document], result: SegmentResult, writers: Sequence[ShardWriter]
@@ -165,7 +164,7 @@ class SegmentEncoder:
                 for texts in key_texts:
                     self._tokenizer.encode_batch(self._split(texts))
             except DataError as error:
-                self._note_bad(result, number, "refused by the tokenizer", str(error))
+                self._note_bad(result, BadLine(number, "refused by the tokenizer", str(error)))
                 continue
             accepted.append((number, key_texts))
         return accepted

@@ -24,11 +24,6 @@ from megatron.utils.durable import BlockHasher, fsync_directory, writing
 _COPY_BYTES = 4 << 20
 
 
-def output_prefix(prefix: str, key: str, level: str = "document") -> str:
-    """The prefix of a key's dataset, as Megatron names it."""
-    return f"{prefix}_{key}_{level}"
-
-
 def refuse_existing(prefix: str, outputs: Sequence[str]) -> None:
     """Refuses existing outputs: before any work, and again before the final renames."""
     for output in outputs:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megatron.preprocess.input.files import InputFile, input_bytes
-from megatron.preprocess.outputs import output_prefix
 from megatron.preprocess.punkt import SentenceSplitter
 from megatron.tokenizer import Tokenizer, TokenizerSettings
 
@@ -53,8 +52,9 @@ class PreprocessSettings:
 
     @property
     def outputs(self) -> list[str]:
+        """The prefix of each key's dataset, as Megatron names it."""
         level = "sentence" if self.split_sentences else "document"
-        return [output_prefix(self.prefix, key, level) for key in self.json_keys]
+        return [f"{self.prefix}_{key}_{level}" for key in self.json_keys]
 
     @property
     def parameters_file(self) -> Path:

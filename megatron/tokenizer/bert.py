@@ -17,7 +17,7 @@ import numpy as np
 from megatron.errors import ConfigError
 from megatron.tokenizer.base import Ids, Tokenizer, package, refuse_surrogates
 from megatron.tokenizer.bpe_files import read_text
-from megatron.tokenizer.export import write_files
+from megatron.tokenizer.export import config_text, write_files
 
 SETTING = "--vocab-file"
 NEEDED = ("[UNK]", "[CLS]", "[SEP]", "[PAD]", "[MASK]")
@@ -70,11 +70,9 @@ class BertWordPieceTokenizer(Tokenizer):
     def save_pretrained(self, directory: str | Path, *, model_max_length: int | None = None) -> None:
         roles = {"unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]", "pad_token": "[PAD]"}
         config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", **roles, "mask_token": "[MASK]"}
-        if model_max_length is not None:
-            config["model_max_length"] = model_max_length
         texts = {
             "tokenizer.json": self._rust.to_str(pretty=True) + "\n",
-            "tokenizer_config.json": json.dumps(config, indent=2) + "\n",
+            "tokenizer_config.json": config_text(config, model_max_length),
             "vocab.txt": "".join(f"{token}\n" for token in self._vocab),
         }
         write_files(Path(directory), texts)

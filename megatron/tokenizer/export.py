@@ -26,17 +26,20 @@ def write_gpt2_folder(directory: Path, bpe: BPE, model_max_length: int | None) -
         "errors": "replace",
         **special,
     }
-    if model_max_length is not None:
-        config["model_max_length"] = model_max_length
     write_files(
         directory,
         {
             "tokenizer.json": _json(tokenizer_json(bpe)),
-            "tokenizer_config.json": _json(config),
+            "tokenizer_config.json": config_text(config, model_max_length),
             "special_tokens_map.json": _json(special),
             **bpe_file_texts(bpe),
         },
     )
+
+
+def config_text(config: dict[str, Any], model_max_length: int | None) -> str:
+    """The text of tokenizer_config.json."""
+    return _json(config if model_max_length is None else {**config, "model_max_length": model_max_length})
 
 
 def bpe_file_texts(bpe: BPE) -> dict[str, str]:

@@ -18,7 +18,7 @@ import numpy as np
 from megatron.errors import ConfigError, DataError
 from megatron.tokenizer.base import END_OF_TEXT, Ids, Tokenizer, package, refuse_surrogates
 from megatron.tokenizer.bpe_files import BPE, merge_pair, read_text
-from megatron.tokenizer.export import write_files
+from megatron.tokenizer.export import config_text, write_files
 from megatron.tokenizer.fast.guard import Encoder, build_guarded
 
 SETTING = "--tokenizer-model"
@@ -174,11 +174,9 @@ class HuggingFaceTokenizer(Tokenizer):
         if "tokenizer_config.json" in files:
             config = _read_json(files.pop("tokenizer_config.json"))
         config.pop("auto_map", None)  # names Python files, which are neither loaded nor copied
-        if model_max_length is not None:
-            config["model_max_length"] = model_max_length
         files.pop("tokenizer.model", None)  # binary; tokenizer.json says the same
         texts = {name: read_text(path, SETTING) for name, path in files.items()}
-        texts["tokenizer_config.json"] = json.dumps(config, ensure_ascii=False, indent=2) + "\n"
+        texts["tokenizer_config.json"] = config_text(config, model_max_length)
         write_files(Path(directory), texts)
 
 

@@ -91,7 +91,7 @@ def parse_lines(
 
 
 def _texts_under(record: dict[str, Any], key: str) -> Texts:
-    """The texts under each key. `loads` has rejected lone surrogates."""
+    """The texts under a key. `loads` has rejected lone surrogates."""
     value = find_value(record, key)
     if type(value) is str:
         return [value]

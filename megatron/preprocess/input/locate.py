@@ -32,7 +32,7 @@ class Lines:
     def __init__(self) -> None:
         self._source: InputFile | None = None
         self._first_start = self._before = 0
-        self._end = 0  # lines of the segments counted so far
+        self._end = 0  # where the segments counted so far end
 
     def enter(self, source: InputFile, start: int) -> None:
         """Sets the next segment by where it begins."""

@@ -9,15 +9,18 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megatron.errors import ConfigError
-from megatron.preprocess import outputs, pool
+from megatron.preprocess import pool
 from megatron.preprocess.pool import WorkerDiedError, WorkerPool
 from megatron.preprocess.progress import ProgressDisplay, duration
+from megatron.preprocess.settings import PreprocessSettings
+from megatron.tokenizer import TokenizerSettings
 
 # ---------------------------------------------------------------- pool
 
@@ -191,4 +194,6 @@ def test_an_unknown_size_gives_no_eta(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_outputs_are_named_as_megatron_names_them() -> None:
-    assert outputs.output_prefix("dir/my", "text") == "dir/my_text_document"
+    given = PreprocessSettings(inputs=("in",), output_prefix="dir/my", tokenizer=TokenizerSettings())
+    assert given.outputs == ["dir/my_text_document"]
+    assert replace(given, split_sentences=True).outputs == ["dir/my_text_sentence"]
