@@ -4,6 +4,7 @@ from megatron.checkpoint.architecture import check_architecture, model_config
 from megatron.checkpoint.determinism import determinism_fingerprint
 from megatron.checkpoint.load import FoundStep, find_checkpoint, load_checkpoint
 from megatron.checkpoint.lock import DirectoryLock
+from megatron.checkpoint.megatron_lm import load_megatron_lm
 from megatron.checkpoint.reader import StepReader
 from megatron.checkpoint.save import hold_directory, save_checkpoint
 from megatron.checkpoint.state import LoadedState, RunHistory, SavedInfo, Sharded, TrainState
@@ -25,6 +26,7 @@ __all__ = [
     "hold_directory",
     "inspect_step",
     "load_checkpoint",
+    "load_megatron_lm",
     "model_config",
     "save_checkpoint",
 ]

@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 
-from megatron.checkpoint import determinism, megatron_lm, paths
+from megatron.checkpoint import determinism, paths
 from megatron.checkpoint.all_ranks import run_on_all, run_on_first
 from megatron.checkpoint.architecture import check_architecture
 from megatron.checkpoint.find import Candidates, find_candidates
 from megatron.checkpoint.manifest import Manifest
 from megatron.checkpoint.reader import StepReader
-from megatron.checkpoint.state import LoadedState, RunHistory, Sharded
+from megatron.checkpoint.state import LoadedState, RunHistory, Sharded, axis_sizes, rank_file
 from megatron.checkpoint.verify import DamagedCheckpointError, verified_manifest
 from megatron.config import ModelConfig, MoEConfig
 from megatron.distributed.state import ParallelState
@@ -78,13 +78,14 @@ def _first_valid(
         try:
             record = run_on_all(partial(verified_manifest, candidate, hashes=check_hashes), parallel.world)
         except DamagedCheckpointError as error:
-            last = candidate == candidates.directories[-1]
-            if last:
+            if candidate == candidates.directories[-1]:
                 raise CheckpointError(f"{error}; no valid checkpoint is left to fall back to") from error
             say(f"warning: {error}")
             say(f"warning: {candidate} is damaged: FALLING BACK to an older step; the next save renames it to "
                 f"{paths.BAD}{candidate.name}")  # fmt: skip
-            _remember_bad(history, directory, candidate)
+            number = paths.step_of(candidate.name)
+            if history is not None and number is not None:
+                history.bad_steps(directory).add(number)
             continue
         if not check_hashes:
             say(f"warning: --skip-hash: the checksums of {candidate} were not verified")
@@ -92,73 +93,38 @@ def _first_valid(
     raise AssertionError("find_candidates gave no candidate and no fresh start")
 
 
-def _remember_bad(history: RunHistory | None, directory: Path, candidate: Path) -> None:
-    number = paths.step_of(candidate.name)
-    if history is not None and number is not None:
-        history.bad_steps(directory).add(number)
-
-
 def _say_nothing(text: str) -> None:
     """Only the first rank logs."""
 
 
 def load_checkpoint(
-    directory: Path,
+    found: FoundStep,
     *,
     parallel: ParallelState,
     params: Mapping[str, Sharded],
-    step: int | None = None,
     finetune: bool = False,
     load_optim: bool = True,
     load_rng: bool = True,
-    save_dir: Path | None = None,
-    strict: bool = False,
-    check_hashes: bool = True,
     model_config: ModelConfig | None = None,
     moe_config: MoEConfig | None = None,
     history: RunHistory | None = None,
     fingerprint: determinism.Fingerprint | None = None,
     log: Log = print,
-    found: FoundStep | None = None,
-) -> LoadedState | None:
-    """Fills `params` in place and returns the rest of the run's state; None is a fresh start, which has been logged.
+) -> LoadedState:
+    """Fills `params` in place and returns the rest of the run's state. All ranks call it.
 
     `finetune` takes the weights alone and starts at iteration 0. `fingerprint` is this run's (`determinism.py`).
-    `found` is the step if `find_checkpoint` was called before, to read its settings before building the model.
     """
-    if found is None:
-        if finetune and (plain := megatron_lm.find(directory, step)) is not None:
-            run_on_all(lambda: megatron_lm.load_weights(plain, params, log), parallel.world)
-            return megatron_lm.loaded_state(plain)
-        found = find_checkpoint(
-            directory,
-            parallel=parallel,
-            step=step,
-            save_dir=save_dir,
-            strict=strict,
-            check_hashes=check_hashes,
-            history=history,
-            log=log,
-        )
-        if found is None:
-            return None
     say = log if parallel.world.rank == 0 else _say_nothing
     load = _Load(found, params, parallel, finetune or found.release, load_optim, load_rng, say)
     run_on_all(lambda: load.check_fit(model_config, moe_config), parallel.world)
     load.report_changes(fingerprint or {})
     state = run_on_all(load.read, parallel.world)
-    _remember(history, directory, found, state, resumed=not load.weights_only)
+    if history is not None:
+        history.started_from = state.iteration
+        if not load.weights_only:
+            history.loaded[found.directory.parent.resolve()] = found.manifest.step
     return state
-
-
-def _remember(
-    history: RunHistory | None, directory: Path, found: FoundStep, state: LoadedState, *, resumed: bool
-) -> None:
-    if history is None:
-        return
-    history.started_from = state.iteration
-    if resumed:
-        history.loaded[directory.resolve()] = found.manifest.step
 
 
 @dataclass(frozen=True)
@@ -249,30 +215,21 @@ class _Load:
         )
 
     def _read_optimizer(self, reader: StepReader) -> dict[str, dict[str, Any]]:
-        names = reader.manifest.optimizer
-        return {
-            name: reader.optimizer_like(name, spec, tensor.shape)
-            for name, (spec, tensor) in self.params.items()
-            if name in names
-        }
+        held = {name: sharded for name, sharded in self.params.items() if name in reader.manifest.optimizer}
+        return {name: reader.optimizer_like(name, spec, tensor.shape) for name, (spec, tensor) in held.items()}
 
     def _read_rng(self, reader: StepReader) -> dict[str, Any] | None:
         """This rank's random state, or None if the layout has changed: ranks then keep their freshly seeded streams."""
-        parallel, saved = self.parallel, reader.manifest.layout
-        axes = {"tp": parallel.tp, "cp": parallel.cp, "ep": parallel.ep, "dp": parallel.dp, "pp": parallel.pp}
-        changed = [
-            f"{name} {saved.get(name)} -> {axis.size}" for name, axis in axes.items() if saved.get(name) != axis.size
-        ]
+        saved, ours = reader.manifest.layout, axis_sizes(self.parallel)
+        changed = [f"{name} {saved.get(name)} -> {size}" for name, size in ours.items() if saved.get(name) != size]
         if changed:
             self.say(
                 f"warning: the layout changed ({', '.join(changed)}): its random states do not apply; "
                 "with dropout the next steps differ from the uninterrupted run"
             )
             return None
-        tp, pp, ep = parallel.tp, parallel.pp, parallel.ep
-        folder = paths.rank_directory(tp.rank, pp.rank, pp_size=pp.size, ep=ep.rank, ep_size=ep.size)
-        states = reader.file(f"{folder}/{paths.MODEL_FILE}")["rng_state"]
-        return dict(states[parallel.dp_cp.rank])
+        states = reader.file(rank_file(self.parallel))["rng_state"]
+        return dict(states[self.parallel.dp_cp.rank])
 
 
 def _listed(names: list[str]) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,13 @@ import torch
 from torch import Tensor
 
 from megatron.checkpoint import classic, manifest, paths, safe_load, slices
+from megatron.checkpoint.all_ranks import run_on_all
 from megatron.checkpoint.state import LoadedState, Sharded
+from megatron.distributed.state import ParallelState
 from megatron.errors import CheckpointError
 from megatron.model.parameters import VOCABULARY_TABLES, classic_path
+
+Log = Callable[[str], object]
 
 
 class _ModelType(Enum):
@@ -47,13 +52,24 @@ _ALLOWED: tuple[Any, ...] = (
 
 
 @dataclass(frozen=True)
-class MegatronStep:
+class _Step:
     directory: Path
     content: Mapping[str, Any]
 
 
-def find(directory: Path, step: int | None) -> MegatronStep | None:
-    """The step that the tracker or `step` names, if it was written by Megatron-LM and never had a manifest."""
+def load_megatron_lm(
+    directory: Path, step: int | None, *, parallel: ParallelState, params: Mapping[str, Sharded], log: Log
+) -> LoadedState | None:
+    """Fills `params` if Megatron-LM wrote the step that the tracker or `step` names; None if it did not."""
+    found = _find(directory, step)
+    if found is None:
+        return None
+    run_on_all(lambda: _load_weights(found, params, log), parallel.world)
+    return LoadedState(path=found.directory, step=int(found.content.get("iteration", 0)))
+
+
+def _find(directory: Path, step: int | None) -> _Step | None:
+    """A step that never had a manifest."""
     if step is None:
         tracker = paths.read_tracker(directory)
         chosen = directory / paths.RELEASE if tracker.release else None
@@ -75,11 +91,11 @@ def find(directory: Path, step: int | None) -> MegatronStep | None:
     content = safe_load.load_file(path, allow=_ALLOWED)
     if not isinstance(content, Mapping) or "has_manifest" in content:
         return None
-    return MegatronStep(chosen, content)
+    return _Step(chosen, content)
 
 
 @torch.no_grad()
-def load_weights(step: MegatronStep, params: Mapping[str, Sharded], log: Callable[[str], object]) -> None:
+def _load_weights(step: _Step, params: Mapping[str, Sharded], log: Log) -> None:
     version = step.content.get("checkpoint_version", 0)
     if not isinstance(version, (int, float)) or version < 2.0:
         raise CheckpointError(f"{step.directory} has checkpoint_version {version}; its QKV order needs 2.0 or newer")
@@ -100,7 +116,7 @@ def _same(tensor: Tensor, piece: manifest.Slice) -> Tensor:
     return tensor
 
 
-def _tensor(step: MegatronStep, name: str) -> Tensor:
+def _tensor(step: _Step, name: str) -> Tensor:
     key = classic_path(name)
     old = tuple("transformer" if part == "encoder" else part.replace(".self_attention.", ".attention.") for part in key)
     for candidate in (key, old):
@@ -110,17 +126,10 @@ def _tensor(step: MegatronStep, name: str) -> Tensor:
     raise CheckpointError(f"{step.directory} has no {'.'.join(key)}: it is of another model")
 
 
-def _check_size(step: MegatronStep, name: str, found: Tensor, record: manifest.TensorRecord) -> None:
-    whole = 1
-    for size in record.logical_shape:
-        whole *= size
+def _check_size(step: _Step, name: str, found: Tensor, record: manifest.TensorRecord) -> None:
     padded = name in VOCABULARY_TABLES and found.dim() == 2 and found.shape[0] >= record.logical_shape[0]
-    fits = found.shape[1:] == record.logical_shape[1:] if padded else found.numel() == whole
+    fits = found.shape[1:] == record.logical_shape[1:] if padded else found.numel() == prod(record.logical_shape)
     if not fits:
         raise CheckpointError(
             f"{step.directory}: {name} has shape {tuple(found.shape)}, the model needs {record.logical_shape}"
         )
-
-
-def loaded_state(step: MegatronStep) -> LoadedState:
-    return LoadedState(path=step.directory, step=int(step.content.get("iteration", 0)))

@@ -30,15 +30,6 @@ def step_directory(directory: Path, step: int) -> Path:
     return directory / step_name(step)
 
 
-def rank_directory(tp: int, pp: int, *, pp_size: int, ep: int = 0, ep_size: int = 1) -> str:
-    name = f"mp_rank_{tp:02d}"
-    if pp_size > 1:
-        name += f"_{pp:03d}"
-    if ep_size > 1:
-        name += f"_{ep:03d}"
-    return name
-
-
 def step_of(name: str) -> int | None:
     """The step of a directory name; None for temporary, quarantined and rewound ones."""
     match = _STEP.fullmatch(name)

@@ -25,7 +25,7 @@ from megatron.checkpoint import classic, manifest, paths, retention, storage
 from megatron.checkpoint.all_ranks import run_on_all, run_on_first
 from megatron.checkpoint.content import RankContent, classic_arguments, merge_records, rank_content
 from megatron.checkpoint.manifest import Manifest, TensorRecord
-from megatron.checkpoint.state import RunHistory, SavedInfo, TrainState
+from megatron.checkpoint.state import RunHistory, SavedInfo, TrainState, axis_sizes, rank_file
 from megatron.checkpoint.storage import FileRecord
 from megatron.distributed.collectives import all_gather_object
 from megatron.distributed.state import ParallelState
@@ -146,12 +146,6 @@ class _Save:
         return self.directory / f"{paths.TEMPORARY}{self.name}.{self.history.run_id}"
 
     @property
-    def rank_file(self) -> str:
-        tp, pp, ep = self.parallel.tp, self.parallel.pp, self.parallel.ep
-        folder = paths.rank_directory(tp.rank, pp.rank, pp_size=pp.size, ep=ep.rank, ep_size=ep.size)
-        return f"{folder}/{paths.MODEL_FILE}"
-
-    @property
     def writes(self) -> bool:
         """Whether this rank writes: of the replicas of a parameter, the first one does."""
         return self.parallel.expert_dp.rank == 0
@@ -193,22 +187,23 @@ class _Save:
             files |= self._write_tokenizer(save_tokenizer)
         if not self.writes:
             return _Written(files, {}, {})
-        content = self._content(rng, has_tokenizer=save_tokenizer is not None)
-        path = self.temporary / self.rank_file
+        file = rank_file(self.parallel)
+        content = self._content(file, rng, has_tokenizer=save_tokenizer is not None)
+        path = self.temporary / file
         with storage.storage_errors("writing a checkpoint", path):
             path.parent.mkdir(exist_ok=True)
-            files[self.rank_file] = storage.write_durable(
-                path, lambda file: torch.save(content.content, cast(IO[bytes], file))
+            files[file] = storage.write_durable(
+                path, lambda stream: torch.save(content.content, cast(IO[bytes], stream))
             )
             durable.fsync_directory(path.parent)
         return _Written(files, content.model, content.optimizer)
 
-    def _content(self, rng: list[Any] | None, *, has_tokenizer: bool) -> RankContent:
+    def _content(self, file: str, rng: list[Any] | None, *, has_tokenizer: bool) -> RankContent:
         arguments = classic_arguments(self.state, self.parallel.tp.size)
         if has_tokenizer:
             folder = (self.target / paths.TOKENIZER).resolve()
             arguments |= {"tokenizer_type": "PretrainedFromHF", "tokenizer_name_or_path": str(folder)}
-        return rank_content(self.state, self.rank_file, arguments, tp=self.parallel.tp.size, rng=rng)
+        return rank_content(self.state, file, arguments, tp=self.parallel.tp.size, rng=rng)
 
     def _write_tokenizer(self, save_tokenizer: SaveTokenizer) -> dict[str, FileRecord]:
         folder = self.temporary / paths.TOKENIZER
@@ -273,7 +268,7 @@ class _Save:
             consumed_train_samples=self.state.consumed_train_samples,
             consumed_valid_samples=self.state.consumed_valid_samples,
             run_id=self.history.run_id,
-            layout=self._layout(),
+            layout={"world": self.parallel.world.size, **axis_sizes(self.parallel)},
             versions={"megatron": __version__, "torch": torch.__version__, "python": platform.python_version()},
             fingerprint=classic.plain(fingerprint),
             data=classic.plain(self.state.data),
@@ -287,8 +282,3 @@ class _Save:
             },
             holds=tuple(name for name, value in holds.items() if value),
         )
-
-    def _layout(self) -> dict[str, int]:
-        parallel = self.parallel
-        axes = {"tp": parallel.tp, "cp": parallel.cp, "ep": parallel.ep, "dp": parallel.dp, "pp": parallel.pp}
-        return {"world": parallel.world.size, **{name: axis.size for name, axis in axes.items()}}

@@ -10,7 +10,9 @@ from typing import Any
 from torch import Tensor
 
 from megatron.checkpoint.lock import DirectoryLock
+from megatron.checkpoint.paths import MODEL_FILE
 from megatron.distributed.shard import ShardSpec
+from megatron.distributed.state import ParallelState
 
 Sharded = tuple[ShardSpec, Tensor]
 
@@ -94,3 +96,18 @@ class LoadedState:
     optimizer_extra: dict[str, Any] | None = None
     scheduler: dict[str, Any] | None = None
     rng: dict[str, Any] | None = None
+
+
+def rank_file(parallel: ParallelState) -> str:
+    """The file of this rank's model-parallel coordinates, by Megatron's rule."""
+    name = f"mp_rank_{parallel.tp.rank:02d}"
+    if parallel.pp.size > 1:
+        name += f"_{parallel.pp.rank:03d}"
+    if parallel.ep.size > 1:
+        name += f"_{parallel.ep.rank:03d}"
+    return f"{name}/{MODEL_FILE}"
+
+
+def axis_sizes(parallel: ParallelState) -> dict[str, int]:
+    axes = {"tp": parallel.tp, "cp": parallel.cp, "ep": parallel.ep, "dp": parallel.dp, "pp": parallel.pp}
+    return {name: axis.size for name, axis in axes.items()}

@@ -17,6 +17,7 @@ from megatron.checkpoint import (
     determinism_fingerprint,
     hold_directory,
     load_checkpoint,
+    load_megatron_lm,
     save_checkpoint,
 )
 from megatron.config import to_dict
@@ -28,7 +29,7 @@ from megatron.optimizer import Optimizer, Schedule
 from megatron.parallelize import persistent_buffers
 from megatron.training.exit import ExitRecord, as_megatron_error
 from megatron.training.initialize import Run
-from megatron.training.resume import Progress, ResumePoint
+from megatron.training.resume import Progress, ResumePoint, find_step
 
 
 @contextmanager
@@ -88,30 +89,36 @@ class RunCheckpoints:
 
     def load(self, progress: Progress, resume_point: ResumePoint) -> None:
         """Fills the model, the optimizer, `progress` and last the random states, unless it is a fresh start."""
-        config = self.run.config.checkpoint
-        assert config.load is not None
-        if resume_point.found is None and not config.finetune:
-            return  # announced when it was looked for
-        loaded = load_checkpoint(
-            Path(config.load),
-            parallel=self.run.parallel,
-            params=self._params(),
-            step=config.ckpt_step,
+        loaded = self._load(resume_point)
+        if loaded is not None:
+            self._restore(loaded, progress)
+
+    def _load(self, resume_point: ResumePoint) -> LoadedState | None:
+        """Fills the model."""
+        run, params, found = self.run, self._params(), resume_point.found
+        config = run.config.checkpoint
+        if config.finetune:
+            assert config.load is not None
+            place = Path(config.load), config.ckpt_step
+            loaded = load_megatron_lm(*place, parallel=run.parallel, params=params, log=run.log.info)
+            if loaded is not None:
+                return loaded
+            found = find_step(run, self.history)
+        if found is None:
+            return None  # announced when it was looked for
+        return load_checkpoint(
+            found,
+            parallel=run.parallel,
+            params=params,
             finetune=config.finetune,
             load_optim=config.load_optim and self.optimizer is not None,
             load_rng=config.load_rng and self.optimizer is not None,
-            save_dir=Path(config.save) if config.save else None,
-            strict=config.strict_load,
-            check_hashes=not config.skip_hash,
-            model_config=self.run.config.model if isinstance(self.engine.model, GPT) else None,
-            moe_config=self.run.config.moe,
+            model_config=run.config.model if isinstance(self.engine.model, GPT) else None,
+            moe_config=run.config.moe,
             history=self.history,
-            fingerprint=determinism_fingerprint(self.run.device, self.run.kernels),
-            log=self.run.log.info,
-            found=resume_point.found,
+            fingerprint=determinism_fingerprint(run.device, run.kernels),
+            log=run.log.info,
         )
-        if loaded is not None:
-            self._restore(loaded, progress)
 
     def _restore(self, loaded: LoadedState, progress: Progress) -> None:
         progress.iteration = loaded.iteration

@@ -129,19 +129,22 @@ class ResumePoint:
 
 def find_resume_point(run: Run, history: RunHistory) -> ResumePoint:
     config = run.config.checkpoint
-    if config.load is None or config.finetune:
-        return ResumePoint(None)
-    return ResumePoint(
-        find_checkpoint(
-            Path(config.load),
-            parallel=run.parallel,
-            step=config.ckpt_step,
-            save_dir=Path(config.save) if config.save else None,
-            strict=config.strict_load,
-            check_hashes=not config.skip_hash,
-            history=history,
-            log=run.log.info,
-        )
+    return ResumePoint(None if config.load is None or config.finetune else find_step(run, history))
+
+
+def find_step(run: Run, history: RunHistory) -> FoundStep | None:
+    """The step that --load takes; None is a fresh start, which has been logged."""
+    config = run.config.checkpoint
+    assert config.load is not None
+    return find_checkpoint(
+        Path(config.load),
+        parallel=run.parallel,
+        step=config.ckpt_step,
+        save_dir=Path(config.save) if config.save else None,
+        strict=config.strict_load,
+        check_hashes=not config.skip_hash,
+        history=history,
+        log=run.log.info,
     )
 
 

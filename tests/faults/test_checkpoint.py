@@ -353,11 +353,13 @@ def test_every_data_parallel_rank_gets_its_own_random_state_back(tmp_path: Path)
         parallel = ParallelState.build(Layout(2), rank)
         state = make_state(names=FEW, rng={"stream": rank + 40})
         save_checkpoint(tmp_path, state, parallel=parallel, save_tokenizer=None, run_id="two")
-        from megatron.checkpoint import load_checkpoint
+        from megatron.checkpoint import find_checkpoint, load_checkpoint
 
         params = make_params(seed=8, names=FEW)
-        loaded = load_checkpoint(tmp_path, parallel=parallel, params=params)
-        assert loaded is not None and loaded.rng is not None
+        found = find_checkpoint(tmp_path, parallel=parallel)
+        assert found is not None
+        loaded = load_checkpoint(found, parallel=parallel, params=params)
+        assert loaded.rng is not None
         return loaded.rng["stream"], bool(
             (params["final_layernorm.weight"][1] == state.params["final_layernorm.weight"][1]).all()
         )
@@ -374,7 +376,7 @@ def test_damage_seen_by_one_rank_makes_all_fall_back(tmp_path: Path) -> None:
 
     def body(rank: int) -> int:
         import megatron.checkpoint.load as module
-        from megatron.checkpoint import DamagedCheckpointError, load_checkpoint
+        from megatron.checkpoint import DamagedCheckpointError, find_checkpoint, load_checkpoint
 
         original = module.verified_manifest
 
@@ -384,11 +386,10 @@ def test_damage_seen_by_one_rank_makes_all_fall_back(tmp_path: Path) -> None:
             return original(directory, **options)
 
         module.verified_manifest = seen_by_rank_1
-        state = load_checkpoint(
-            tmp_path, parallel=ParallelState.build(Layout(2), rank), params=make_params(3, names=FEW), load_rng=False
-        )
-        assert state is not None
-        return state.step
+        parallel = ParallelState.build(Layout(2), rank)
+        found = find_checkpoint(tmp_path, parallel=parallel)
+        assert found is not None
+        return load_checkpoint(found, parallel=parallel, params=make_params(3, names=FEW), load_rng=False).step
 
     assert run_ranks(2, body) == [10, 10]
 

@@ -14,7 +14,9 @@ from megatron.checkpoint import (
     SavedInfo,
     Sharded,
     TrainState,
+    find_checkpoint,
     load_checkpoint,
+    load_megatron_lm,
     save_checkpoint,
 )
 from megatron.distributed.shard import ShardSpec
@@ -95,14 +97,19 @@ def write_tokenizer(folder: Path) -> None:
 
 
 def load(directory: Path, params: dict[str, Sharded] | None = None, **options: Any) -> LoadedState | None:
-    messages = options.pop("messages", [])
-    return load_checkpoint(
-        directory,
-        parallel=one_process(),
-        params=make_params(seed=77) if params is None else params,
-        log=messages.append,
-        **options,
-    )
+    """Finds and loads as a run does."""
+    log = options.pop("messages", []).append
+    which = {name: options.pop(name) for name in ("step", "save_dir", "strict", "check_hashes") if name in options}
+    params = make_params(seed=77) if params is None else params
+    if options.get("finetune"):
+        plain = load_megatron_lm(directory, which.get("step"), parallel=one_process(), params=params, log=log)
+        if plain is not None:
+            return plain
+    history = options.get("history")
+    found = find_checkpoint(directory, parallel=one_process(), history=history, log=log, **which)
+    if found is None:
+        return None
+    return load_checkpoint(found, parallel=one_process(), params=params, log=log, **options)
 
 
 def loaded_equals(directory: Path, state: TrainState, **options: Any) -> bool:

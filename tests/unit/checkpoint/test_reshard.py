@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.checkpoint import Sharded, StepReader, inspect_step, load_checkpoint, manifest, save_checkpoint, slices
+from megatron.checkpoint import Sharded, StepReader, inspect_step, manifest, save_checkpoint, slices
 from megatron.checkpoint.manifest import Slice, TensorRecord
 from megatron.distributed.shard import ShardSpec, even_ranges
 from megatron.distributed.state import ParallelState
 from megatron.errors import CheckpointError
 from megatron.layout import Layout
 from tests.helpers.distributed import run_ranks
-from tests.unit.checkpoint.support import PADDED, SHAPES, make_params, make_state
+from tests.unit.checkpoint.support import PADDED, SHAPES, load, make_params, make_state
 
 COLUMNS = {"layers.0.self_attention.dense.weight", "layers.0.mlp.dense_4h_to_h.weight"}
 COPIED = {"layers.0.input_layernorm.weight", "final_layernorm.weight", "embedding.position_embeddings.weight"}
@@ -100,7 +100,7 @@ def test_load_on_another_layout_says_that_random_states_do_not_apply(tmp_path: P
     save_split(tmp_path, 2)
     params = make_params(seed=9)
     messages: list[str] = []
-    loaded = load_checkpoint(tmp_path, parallel=ParallelState.build(Layout(1), 0), params=params, log=messages.append)
+    loaded = load(tmp_path, params, messages=messages)
     assert loaded is not None and loaded.rng is None
     assert any("tp 2 -> 1" in message for message in messages)
     assert all(torch.equal(params[name][1], tensor) for name, (_, tensor) in make_params().items())
