@@ -68,27 +68,26 @@ CONTEXT = {"rotary_base", "rope_scaling", "window", *(name for names in _ROPE_SC
 
 def model_config(values: Mapping[str, Any]) -> ModelConfig:
     """The model section of a saved configuration."""
-    known = {field.name for field in fields(ModelConfig)}
-    unknown = sorted(set(values) - known)
-    if unknown:
-        raise CheckpointError(
-            f"the checkpoint's model has settings unknown to this version: {', '.join(unknown)}; use a newer one"
-        )
+    _refuse_unknown("model has", values, ModelConfig)
     given: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
     return ModelConfig(**given)
 
 
 def moe_config(saved: Mapping[str, Any]) -> MoEConfig:
     """The experts of a saved configuration; older ones have none."""
-    values, known = dict(saved.get("moe") or {}), {field.name for field in fields(MoEConfig)}
+    values = saved.get("moe") or {}
     if not values.get("num_experts"):
         return MoEConfig()
-    unknown = sorted(set(values) - known)
+    _refuse_unknown("experts have", values, MoEConfig)
+    return MoEConfig(**values)
+
+
+def _refuse_unknown(what: str, values: Mapping[str, Any], section: type[ModelConfig | MoEConfig]) -> None:
+    unknown = sorted(set(values) - {field.name for field in fields(section)})
     if unknown:
         raise CheckpointError(
-            f"the checkpoint's experts have settings unknown to this version: {', '.join(unknown)}; use a newer one"
+            f"the checkpoint's {what} settings unknown to this version: {', '.join(unknown)}; use a newer one"
         )
-    return MoEConfig(**values)
 
 
 def architecture(config: ModelConfig, moe: MoEConfig) -> dict[str, Any]:

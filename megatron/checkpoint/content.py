@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,25 +16,21 @@ from megatron.checkpoint.state import Sharded, TrainState
 from megatron.errors import NonFiniteError
 from megatron.model.parameters import VOCABULARY_TABLES, WORD_TABLE, classic_path, layer_of
 
-
-@dataclass(frozen=True)
-class RankContent:
-    """The content of one `model_optim_rng.pt`, and the records of its tensors."""
-
-    content: dict[str, Any]
-    model: dict[str, TensorRecord]
-    optimizer: dict[str, dict[str, TensorRecord]]
+Records = dict[str, TensorRecord]
 
 
 def rank_content(
     state: TrainState, file: str, arguments: Mapping[str, Any], *, tp: int, rng: list[Any] | None
-) -> RankContent:
-    """`arguments` come from `classic_arguments`; `tp` ranks share the vocabulary."""
+) -> tuple[dict[str, Any], Records, dict[str, Records]]:
+    """The content of one `model_optim_rng.pt`, and the records of its model's and its optimizer's tensors.
+
+    `arguments` come from `classic_arguments`; `tp` ranks share the vocabulary.
+    """
     padded = arguments.get("padded_vocab_size")
     padded_rows = None if padded is None else int(padded) // tp
     base = min((layer for name in state.params if (layer := layer_of(name)) is not None), default=0)
     model_tensors: dict[tuple[str, ...], Tensor] = {}
-    model_records: dict[str, TensorRecord] = {}
+    model_records: Records = {}
     for name, (spec, tensor) in state.params.items():
         stored = _snapshot(name, tensor)
         if name in VOCABULARY_TABLES:
@@ -55,7 +51,7 @@ def rank_content(
         "data": classic.plain(state.data),
         "has_manifest": True,  # without its manifest the checkpoint is incomplete
     }
-    return RankContent(content, model_records, optimizer_records)
+    return content, model_records, optimizer_records
 
 
 def classic_arguments(state: TrainState, tp: int) -> dict[str, Any]:
@@ -73,11 +69,11 @@ def classic_arguments(state: TrainState, tp: int) -> dict[str, Any]:
     }
 
 
-def _optimizer(state: TrainState, file: str) -> tuple[dict[str, Any] | None, dict[str, dict[str, TensorRecord]]]:
+def _optimizer(state: TrainState, file: str) -> tuple[dict[str, Any] | None, dict[str, Records]]:
     if state.optimizer is None:
         return None, {}
     tensors: dict[str, dict[str, Tensor]] = {}
-    records: dict[str, dict[str, TensorRecord]] = {}
+    records: dict[str, Records] = {}
     for name, kinds in state.optimizer.items():
         stored = {kind: (spec, _snapshot(f"{name} ({kind})", tensor)) for kind, (spec, tensor) in kinds.items()}
         tensors[name] = {kind: tensor for kind, (_, tensor) in stored.items()}
@@ -116,9 +112,9 @@ def _record(sharded: Sharded, file: str, key: tuple[str, ...]) -> TensorRecord:
     return TensorRecord(logical_shape=shape, dtype=str(tensor.dtype), dim=spec.dim, slices=(piece,), fold=spec.fold)
 
 
-def merge_records(parts: list[dict[str, TensorRecord]]) -> dict[str, TensorRecord]:
+def merge_records(parts: list[Records]) -> Records:
     """Merges the records of all files: one per logical tensor, with all its slices."""
-    merged: dict[str, TensorRecord] = {}
+    merged: Records = {}
     for part in parts:
         for name, record in part.items():
             before = merged.get(name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import shutil
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 
@@ -68,7 +69,7 @@ def to_hugging_face(arguments: argparse.Namespace) -> None:
 
 
 def from_hugging_face(arguments: argparse.Namespace) -> None:
-    from megatron.checkpoint import TrainState, save_checkpoint
+    from megatron.checkpoint import RunHistory, TrainState, save_checkpoint
     from megatron.checkpoint.hf import open_folder, read_tensors
     from megatron.checkpoint.paths import holds_nothing
     from megatron.distributed.shard import ShardSpec
@@ -96,12 +97,13 @@ def from_hugging_face(arguments: argparse.Namespace) -> None:
             except OSError as error:
                 raise StorageError(f"{path} could not be copied to {folder} ({error.strerror})") from error
 
-    info = save_checkpoint(
-        arguments.save,
-        TrainState(params=params, config=config),
-        parallel=ParallelState.build(Layout(1), 0),
-        save_tokenizer=copy_tokenizer if source.tokenizer_files else None,
-        run_id=f"from-hf-{source.family.model_type}",
-        release=True,
-    )
+    with closing(RunHistory(f"from-hf-{source.family.model_type}")) as history:
+        info = save_checkpoint(
+            arguments.save,
+            TrainState(params=params, config=config),
+            parallel=ParallelState.build(Layout(1), 0),
+            save_tokenizer=copy_tokenizer if source.tokenizer_files else None,
+            history=history,
+            release=True,
+        )
     print(f"saved {info.path} ({source.family.architecture}, {source.dtype}); train on with --load and --finetune")

@@ -21,20 +21,17 @@ class Candidates:
     release: bool = False
     warning: str | None = None
 
-    @property
-    def fresh(self) -> bool:
-        return not self.directories
-
 
 def find_candidates(
     directory: Path, *, save_dir: Path | None = None, step: int | None = None, strict: bool = False
 ) -> Candidates:
     """The rule of --load. With `strict` or an explicit step there is only one candidate."""
-    same_as_save = save_dir is not None and _same_place(directory, save_dir)
-    if step is None and same_as_save and _is_directory_or_absent(directory) and paths.holds_nothing(directory):
+    is_file = directory.exists() and not directory.is_dir()
+    same_as_save = save_dir is not None and directory.resolve() == save_dir.resolve()
+    if step is None and same_as_save and not is_file and paths.holds_nothing(directory):
         return Candidates(())
     if not directory.is_dir():
-        what = "is not a directory" if directory.exists() else "does not exist"
+        what = "is not a directory" if is_file else "does not exist"
         fresh = "" if save_dir is None else ", or the same as --save for a fresh start"
         raise ConfigError(f"--load {directory}: {what}; give a directory with checkpoints{fresh}")
     if step is not None:
@@ -55,14 +52,6 @@ def find_candidates(
         raise CheckpointError(f"--load {directory}: {problem}; name a step with --ckpt-step ({_some(steps)})")
     warning = f"{problem}: taking the newest valid checkpoint instead"
     return Candidates(tuple(paths.step_directory(directory, s) for s in steps), warning=warning)
-
-
-def _same_place(one: Path, other: Path) -> bool:
-    return one.resolve() == other.resolve()
-
-
-def _is_directory_or_absent(directory: Path) -> bool:
-    return directory.is_dir() or not directory.exists()
 
 
 def _explicit(directory: Path, step: int) -> Path:

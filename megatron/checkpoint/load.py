@@ -58,7 +58,7 @@ def find_checkpoint(
     candidates = run_on_first(
         lambda: find_candidates(directory, save_dir=save_dir, step=step, strict=strict), parallel.world
     )
-    if candidates.fresh:
+    if not candidates.directories:
         say(f"--load {directory} is also --save and holds no checkpoint: a fresh start")
         return None
     if candidates.warning:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,10 @@ from megatron.errors import CheckpointError
 
 SCHEMA = 1
 _MAX_BYTES = 512 * 2**20
+
+
+class MissingManifestError(CheckpointError):
+    """A step directory without a manifest."""
 
 
 class BrokenManifestError(CheckpointError):
@@ -63,24 +67,25 @@ class Manifest:
 
 
 def encode(manifest: Manifest) -> bytes:
-    body = _plain(manifest)
-    digest = hashlib.sha256(storage.canonical_json(body)).hexdigest()
-    return storage.canonical_json({"manifest": body, "sha256": digest})
+    body = asdict(manifest)
+    return storage.canonical_json({"manifest": body, "sha256": _digest(body)})
 
 
 def decode(raw: bytes, path: Path) -> Manifest:
     try:
         outer = json.loads(raw)
         body = outer["manifest"]
-        intact = raw == storage.canonical_json(outer)
-        intact = intact and hashlib.sha256(storage.canonical_json(body)).hexdigest() == outer["sha256"]
-        if not intact:
+        if raw != storage.canonical_json(outer) or _digest(body) != outer["sha256"]:
             raise BrokenManifestError(f"{path} does not match its own checksum: it was damaged or edited")
         if body["schema"] != SCHEMA:
             raise BrokenManifestError(f"{path} has schema {body['schema']}; this version reads {SCHEMA}")
         return _from_plain(body)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise BrokenManifestError(f"{path} cannot be read as a manifest ({type(error).__name__}: {error})") from error
+
+
+def _digest(body: Mapping[str, Any]) -> str:
+    return hashlib.sha256(storage.canonical_json(body)).hexdigest()
 
 
 def read(directory: Path) -> Manifest:
@@ -93,25 +98,10 @@ def read(directory: Path) -> Manifest:
     try:
         if path.stat().st_size > _MAX_BYTES:
             raise BrokenManifestError(f"{path} is larger than any manifest")
-        with open(path, "rb") as file:
-            raw = file.read()
+        raw = path.read_bytes()
     except OSError as error:
         raise BrokenManifestError(f"{path} cannot be read ({error.strerror})") from error
     return decode(raw, path)
-
-
-class MissingManifestError(CheckpointError):
-    """A step directory without a manifest."""
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, (Manifest, TensorRecord, Slice, FileRecord)):
-        return {name: _plain(getattr(value, name)) for name in value.__dataclass_fields__}
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    return value
 
 
 def _from_plain(body: dict[str, Any]) -> Manifest:

@@ -23,13 +23,13 @@ import torch
 from megatron import __version__
 from megatron.checkpoint import classic, manifest, paths, retention, storage
 from megatron.checkpoint.all_ranks import run_on_all, run_on_first
-from megatron.checkpoint.content import RankContent, classic_arguments, merge_records, rank_content
-from megatron.checkpoint.manifest import Manifest, TensorRecord
+from megatron.checkpoint.content import Records, classic_arguments, merge_records, rank_content
+from megatron.checkpoint.manifest import Manifest
 from megatron.checkpoint.state import RunHistory, SavedInfo, TrainState, axis_sizes, rank_file
 from megatron.checkpoint.storage import FileRecord
 from megatron.distributed.collectives import all_gather_object
 from megatron.distributed.state import ParallelState
-from megatron.errors import CheckpointError, StorageError
+from megatron.errors import StorageError
 from megatron.utils import durable
 
 SaveTokenizer = Callable[[Path], object]
@@ -42,8 +42,7 @@ def save_checkpoint(
     *,
     parallel: ParallelState,
     save_tokenizer: SaveTokenizer | None,
-    run_id: str,
-    history: RunHistory | None = None,
+    history: RunHistory,
     retain_last: int | None = None,
     retain_interval: int | None = None,
     fingerprint: Mapping[str, Any] | None = None,
@@ -51,26 +50,20 @@ def save_checkpoint(
 ) -> SavedInfo:
     """Commits `state` as one step of `directory`. All ranks call it, at a step boundary.
 
-    `history` is what this run has loaded, committed and locked; without one, the steps whose manifests have `run_id`
-    count as committed by this run, and older steps as its past. `release` writes only weights, under the name that
-    Megatron uses for a model without training state. `fingerprint` is described in `determinism.py`.
+    `release` writes only weights, under the name that Megatron uses for a model without training state. `fingerprint`
+    is described in `determinism.py`.
     """
     started = time.monotonic()
-    owned = history if history is not None else _guess_history(directory, run_id, state.iteration)
-    save = _Save(directory, state, parallel, owned, release)
-    try:
-        if run_on_first(save.is_done, parallel.world):
-            return SavedInfo(save.target, state.iteration, 0, 0.0, already_there=True)
-        written = _write_all(save, save_tokenizer)
-        messages = run_on_first(
-            lambda: save.commit(written, fingerprint or {}, retain_last, retain_interval), parallel.world
-        )
-        owned.committed_steps(directory).add(state.iteration)
-        size = sum(record.size for part in written for record in part.files.values())
-        return SavedInfo(save.target, state.iteration, size, time.monotonic() - started, messages=tuple(messages))
-    finally:
-        if history is None:
-            owned.close()
+    save = _Save(directory, state, parallel, history, release)
+    if run_on_first(save.is_done, parallel.world):
+        return SavedInfo(save.target, state.iteration, 0, 0.0, already_there=True)
+    written = _write_all(save, save_tokenizer)
+    messages = run_on_first(
+        lambda: save.commit(written, fingerprint or {}, retain_last, retain_interval), parallel.world
+    )
+    history.committed_steps(directory).add(state.iteration)
+    size = sum(record.size for part in written for record in part.files.values())
+    return SavedInfo(save.target, state.iteration, size, time.monotonic() - started, messages=tuple(messages))
 
 
 def hold_directory(directory: Path, *, parallel: ParallelState, history: RunHistory) -> None:
@@ -82,25 +75,13 @@ def hold_directory(directory: Path, *, parallel: ParallelState, history: RunHist
     run_on_first(acquire, parallel.world)
 
 
-def _guess_history(directory: Path, run_id: str, iteration: int) -> RunHistory:
-    """The history of a run as far as its manifests tell, for callers that keep none."""
-    history = RunHistory(run_id)
-    for step in paths.list_steps(directory):
-        if step < iteration:
-            history.started_from = max(history.started_from, step)
-        with suppress(CheckpointError):
-            if manifest.read(paths.step_directory(directory, step)).run_id == run_id:
-                history.committed_steps(directory).add(step)
-    return history
-
-
 @dataclass(frozen=True)
 class _Written:
     """What one rank has written, for the manifest."""
 
     files: dict[str, FileRecord]
-    model: dict[str, TensorRecord]
-    optimizer: dict[str, dict[str, TensorRecord]]
+    model: Records
+    optimizer: dict[str, Records]
 
 
 def _write_all(save: _Save, save_tokenizer: SaveTokenizer | None) -> list[_Written]:
@@ -187,23 +168,18 @@ class _Save:
             files |= self._write_tokenizer(save_tokenizer)
         if not self.writes:
             return _Written(files, {}, {})
-        file = rank_file(self.parallel)
-        content = self._content(file, rng, has_tokenizer=save_tokenizer is not None)
+        file, tp = rank_file(self.parallel), self.parallel.tp.size
+        arguments = classic_arguments(self.state, tp)
+        if save_tokenizer is not None:
+            folder = (self.target / paths.TOKENIZER).resolve()
+            arguments |= {"tokenizer_type": "PretrainedFromHF", "tokenizer_name_or_path": str(folder)}
+        content, model, optimizer = rank_content(self.state, file, arguments, tp=tp, rng=rng)
         path = self.temporary / file
         with storage.storage_errors("writing a checkpoint", path):
             path.parent.mkdir(exist_ok=True)
-            files[file] = storage.write_durable(
-                path, lambda stream: torch.save(content.content, cast(IO[bytes], stream))
-            )
+            files[file] = storage.write_durable(path, lambda stream: torch.save(content, cast(IO[bytes], stream)))
             durable.fsync_directory(path.parent)
-        return _Written(files, content.model, content.optimizer)
-
-    def _content(self, file: str, rng: list[Any] | None, *, has_tokenizer: bool) -> RankContent:
-        arguments = classic_arguments(self.state, self.parallel.tp.size)
-        if has_tokenizer:
-            folder = (self.target / paths.TOKENIZER).resolve()
-            arguments |= {"tokenizer_type": "PretrainedFromHF", "tokenizer_name_or_path": str(folder)}
-        return rank_content(self.state, file, arguments, tp=self.parallel.tp.size, rng=rng)
+        return _Written(files, model, optimizer)
 
     def _write_tokenizer(self, save_tokenizer: SaveTokenizer) -> dict[str, FileRecord]:
         folder = self.temporary / paths.TOKENIZER

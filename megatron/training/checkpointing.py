@@ -74,7 +74,6 @@ class RunCheckpoints:
             self._state(progress),
             parallel=self.run.parallel,
             save_tokenizer=self._tokenizer_saver(),
-            run_id=self.run.run_id,
             history=self.history,
             retain_interval=config.checkpoint.save_retain_interval,
             fingerprint=determinism_fingerprint(self.run.device, self.run.kernels),

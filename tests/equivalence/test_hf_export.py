@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron.checkpoint import TrainState, find_checkpoint, save_checkpoint
+from megatron.checkpoint import RunHistory, TrainState, find_checkpoint, save_checkpoint
 from megatron.checkpoint.hf import Export, check_export, open_folder, plan_export, read_tensors, write_export
 from megatron.checkpoint.hf.check import compare_logits, our_logits
 from megatron.config import ModelConfig
@@ -106,7 +107,10 @@ def save_random(
         "data": {},
     }
     parallel = ParallelState.build(Layout(1), 0)
-    save_checkpoint(directory, TrainState(**(values | state)), parallel=parallel, save_tokenizer=None, run_id="t")
+    with closing(RunHistory("t")) as history:
+        save_checkpoint(
+            directory, TrainState(**(values | state)), parallel=parallel, save_tokenizer=None, history=history
+        )
     return tensors
 
 

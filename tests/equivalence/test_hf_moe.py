@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.checkpoint import TrainState, find_checkpoint, save_checkpoint
+from megatron.checkpoint import RunHistory, TrainState, find_checkpoint, save_checkpoint
 from megatron.checkpoint.hf import check_export, open_folder, plan_export, read_tensors, write_export
 from megatron.checkpoint.hf.check import compare_logits
 from megatron.checkpoint.hf.export import Export
@@ -77,7 +78,10 @@ def save_random(directory: Path, config: ModelConfig, moe: MoEConfig) -> dict[st
         args={"padded_vocab_size": 64},
         data={},
     )
-    save_checkpoint(directory, state, parallel=ParallelState.build(Layout(1), 0), save_tokenizer=None, run_id="t")
+    with closing(RunHistory("t")) as history:
+        save_checkpoint(
+            directory, state, parallel=ParallelState.build(Layout(1), 0), save_tokenizer=None, history=history
+        )
     return tensors
 
 

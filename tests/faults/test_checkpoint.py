@@ -305,9 +305,7 @@ def two_rank_save(directory: Path, hook_of: Callable[[int], Hook]) -> None:
         parallel = ParallelState.build(Layout(2), rank)
         history = RunHistory("two")
         with storage_hook(hook_of(rank)):
-            return save_checkpoint(
-                directory, NEW, parallel=parallel, save_tokenizer=None, run_id="two", history=history
-            ).path.name
+            return save_checkpoint(directory, NEW, parallel=parallel, save_tokenizer=None, history=history).path.name
 
     run_ranks(2, body, timeout=10)
 
@@ -320,7 +318,7 @@ def test_an_error_on_the_writing_rank_reaches_the_other(tmp_path: Path) -> None:
         hook = fail_at(1, errno.ENOSPC, only="write") if rank == 1 else lambda operation, path: None
         try:
             with storage_hook(hook):
-                save_checkpoint(tmp_path, NEW, parallel=parallel, save_tokenizer=None, run_id="two")
+                save_checkpoint(tmp_path, NEW, parallel=parallel, save_tokenizer=None, history=RunHistory("two"))
         except StorageError as error:
             return str(error)
         return "saved"
@@ -352,7 +350,7 @@ def test_every_data_parallel_rank_gets_its_own_random_state_back(tmp_path: Path)
     def body(rank: int) -> tuple[int, bool]:
         parallel = ParallelState.build(Layout(2), rank)
         state = make_state(names=FEW, rng={"stream": rank + 40})
-        save_checkpoint(tmp_path, state, parallel=parallel, save_tokenizer=None, run_id="two")
+        save_checkpoint(tmp_path, state, parallel=parallel, save_tokenizer=None, history=RunHistory("two"))
         from megatron.checkpoint import find_checkpoint, load_checkpoint
 
         params = make_params(seed=8, names=FEW)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,13 @@ from megatron.checkpoint import (
     find_checkpoint,
     load_checkpoint,
     load_megatron_lm,
+    manifest,
+    paths,
     save_checkpoint,
 )
 from megatron.distributed.shard import ShardSpec
 from megatron.distributed.state import ParallelState
+from megatron.errors import CheckpointError
 from megatron.layout import Layout
 
 HIDDEN, VOCABULARY, PADDED = 8, 13, 16
@@ -81,15 +85,30 @@ def make_state(iteration: int = 10, seed: int = 0, **changes: Any) -> TrainState
 
 
 def save(directory: Path, state: TrainState, history: RunHistory | None = None, **options: Any) -> SavedInfo:
-    return save_checkpoint(
-        directory,
-        state,
-        parallel=one_process(),
-        save_tokenizer=options.pop("save_tokenizer", write_tokenizer),
-        run_id=history.run_id if history else options.pop("run_id", "test"),
-        history=history,
-        **options,
-    )
+    """Without a history, as a run called `run_id` that saved the steps whose manifests say so."""
+    with ExitStack() as stack:
+        if history is None:
+            history = _history_of(directory, options.pop("run_id", "test"), state.iteration)
+            stack.callback(history.close)
+        return save_checkpoint(
+            directory,
+            state,
+            parallel=one_process(),
+            save_tokenizer=options.pop("save_tokenizer", write_tokenizer),
+            history=history,
+            **options,
+        )
+
+
+def _history_of(directory: Path, run_id: str, iteration: int) -> RunHistory:
+    history = RunHistory(run_id)
+    for step in paths.list_steps(directory):
+        if step < iteration:
+            history.started_from = max(history.started_from, step)
+        with suppress(CheckpointError):
+            if manifest.read(paths.step_directory(directory, step)).run_id == run_id:
+                history.committed_steps(directory).add(step)
+    return history
 
 
 def write_tokenizer(folder: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.checkpoint import Sharded, StepReader, inspect_step, manifest, save_checkpoint, slices
+from megatron.checkpoint import RunHistory, Sharded, StepReader, inspect_step, manifest, save_checkpoint, slices
 from megatron.checkpoint.manifest import Slice, TensorRecord
 from megatron.distributed.shard import ShardSpec, even_ranges
 from megatron.distributed.state import ParallelState
@@ -51,7 +51,8 @@ def save_split(directory: Path, tp: int) -> None:
         params = shard(make_params(), tp, rank)
         moments = {n: {"exp_avg": (spec, tensor * 2)} for n, (spec, tensor) in params.items()}
         state = make_state(params=params, optimizer=moments)
-        return save_checkpoint(directory, state, parallel=parallel, save_tokenizer=None, run_id="t").path.name
+        history = RunHistory("t")
+        return save_checkpoint(directory, state, parallel=parallel, save_tokenizer=None, history=history).path.name
 
     assert run_ranks(tp, body) == ["iter_0000010"] * tp
 

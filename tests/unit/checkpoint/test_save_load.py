@@ -311,13 +311,6 @@ def test_find_gives_the_config_before_a_model_exists(tmp_path: Path) -> None:
     assert found.tokenizer == tmp_path / "iter_0000010/tokenizer"
 
 
-def test_saves_without_a_history_keep_the_past(tmp_path: Path) -> None:
-    for step in (5, 9, 10):
-        save(tmp_path, make_state(step), run_id="same")
-    assert save(tmp_path, make_state(10), run_id="same").already_there
-    assert sorted(p.name for p in tmp_path.glob("*iter_*")) == ["iter_0000005", "iter_0000009", "iter_0000010"]
-
-
 def test_half_precision_with_fp32_masters_is_bit_equal(tmp_path: Path) -> None:
     params = make_params(seed=3, dtype=torch.bfloat16)
     masters = make_params(seed=3)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from megatron.checkpoint import TrainState, save_checkpoint
+from megatron.checkpoint import RunHistory, TrainState, save_checkpoint
 from megatron.checkpoint.convert_cli import main as convert
 from megatron.config import ModelConfig
 from megatron.distributed.shard import ShardSpec
@@ -62,7 +63,8 @@ def save_model(directory: Path, config: ModelConfig, tokenizer: Any = write_toke
         config={"model": {name: getattr(config, name) for name in config.__dataclass_fields__}},
     )  # fmt: skip
     parallel = ParallelState.build(Layout(1), 0)
-    save_checkpoint(directory, state, parallel=parallel, save_tokenizer=tokenizer, run_id="t")
+    with closing(RunHistory("t")) as history:
+        save_checkpoint(directory, state, parallel=parallel, save_tokenizer=tokenizer, history=history)
 
 
 def test_to_hf_opens_in_transformers_with_its_tokenizer(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
