@@ -13,14 +13,13 @@ from megatron.data_parallel import GradBuffers
 from megatron.distributed.state import Axis, ParallelState
 from megatron.engine.engine import Engine
 from megatron.engine.graphs import GraphedPasses
-from megatron.engine.routers import RouterSteps
 from megatron.errors import ConfigError
 from megatron.model.gpt import GPT
 from megatron.model.parameters import Row
 from megatron.model.passes import Passes, SinglePass
 from megatron.ops.select import Kernels
 from megatron.optimizer import GroupRule, Optimizer, megatron_rule
-from megatron.parallelize import Parallel, ReplicaSums, persistent_buffers
+from megatron.parallelize import Parallel
 from megatron.utils.cuda import CudaGraph
 
 
@@ -53,16 +52,13 @@ def build_engine(
         asynchronous=runs_ahead(device),
     )
     return Engine(
-        model,
+        built,
         _graphed(built.passes, model, grads, device) if config.kernels.cuda_graphs else built.passes,
         grads,
         optimizer,
         parallel,
         device=device,
         stop_on_nonfinite=config.training.check_for_nan_in_loss_and_grad,
-        buffers=persistent_buffers(model),
-        sum_replicas=ReplicaSums(specs, parallel),
-        routers=RouterSteps(model, parallel, device) if isinstance(model, GPT) and model.routers is not None else None,
     )
 
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron.data_parallel import GradBuffers, broadcast_parameters
 from megatron.distributed.collectives import all_gather_object
@@ -24,8 +24,10 @@ from megatron.distributed.state import ParallelState
 from megatron.engine.evaluation import Evaluation, EvaluationResult, check_counted
 from megatron.engine.routers import RouterSteps
 from megatron.errors import NonFiniteError
+from megatron.model.gpt import GPT
 from megatron.model.passes import Batch, Passes
 from megatron.optimizer import REPORT_SIZE, DynamicLossScaler, Optimizer
+from megatron.parallelize import Parallel, ReplicaSums, persistent_buffers
 from megatron.utils.timers import Timers
 from megatron.utils.to_host import ToHost
 
@@ -78,7 +80,7 @@ class Engine(Evaluation):
 
     def __init__(
         self,
-        model: nn.Module,
+        built: Parallel,
         passes: Passes,
         grads: GradBuffers,
         optimizer: Optimizer,
@@ -86,18 +88,15 @@ class Engine(Evaluation):
         *,
         device: torch.device,
         stop_on_nonfinite: bool,
-        buffers: Mapping[str, Tensor],
-        sum_replicas: Callable[[GradBuffers], None] | None,
-        routers: RouterSteps | None,
     ) -> None:
-        """`buffers`: the state that the model itself changes in a step, such as running means. `sum_replicas` adds up
-        the gradients of replicated parameters whose replicas saw different inputs. `routers`: None without experts."""
-        super().__init__(model, passes, parallel, device=device)
+        super().__init__(built.model, passes, parallel, device=device)
         self.grads = grads
         self.stop_on_nonfinite = stop_on_nonfinite
-        self.buffers = dict(buffers)
-        self.sum_replicas = sum_replicas
-        self.routers = routers
+        self.buffers = persistent_buffers(built.model)  # the model itself changes them in a step: running means
+        self.sum_replicas: Callable[[GradBuffers], None] = ReplicaSums(built.specs, parallel)
+        self.routers: RouterSteps | None = None
+        if isinstance(built.model, GPT) and built.model.routers is not None:
+            self.routers = RouterSteps(built.model, parallel, device)
         self.timers = Timers()
         self._optimizer = optimizer
         self._in_flight: _Step | None = None
@@ -216,8 +215,7 @@ class Engine(Evaluation):
             totals = self._totals(results)
         with self.timers("all-grads-sync"):
             self.grads.reduce()
-            if self.sum_replicas is not None:
-                self.sum_replicas(self.grads)
+            self.sum_replicas(self.grads)
             return [loss for loss, _ in results], self._sum_over_ranks(totals)
 
     # numbers that are not finite

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from megatron.errors import ConfigError
 from megatron.inference.sampling import Sampling
@@ -39,25 +38,35 @@ def generate(
     """
     sampling = sampling or Sampling(greedy=True)
     count = new_token_count(model, prompts, max_new_tokens)
-    rows = _Rows(prompts, count, eod_id, next(model.parameters()).device)
-    cache = model.make_cache(len(prompts), rows.longest)
+    lengths = [len(prompt) for prompt in prompts]
+    ends = [length + count for length in lengths]  # of the rows; an end-of-document token puts one forward
+    tokens = torch.zeros(len(prompts), max(ends), dtype=torch.int64, device=next(model.parameters()).device)
+    for row, prompt in enumerate(prompts):
+        tokens[row, : len(prompt)] = torch.tensor(list(prompt), dtype=torch.int64)
+    cache = model.make_cache(len(prompts), max(ends))
     generators = sampling.generators(len(prompts))
     training = model.training
     model.eval()
     try:
-        new = rows.tokens[:, : rows.shortest]  # [batch, first tokens of every prompt]
-        for position in range(rows.shortest, rows.longest):
+        new = tokens[:, : min(lengths)]  # [batch, first tokens of every prompt]
+        for position in range(min(lengths), max(ends)):
             logits = model(new, cache=cache)[:, -1]  # [batch, vocabulary]
-            open_rows = rows.open_at(position)
-            if open_rows:
-                chosen = sampling.choose(logits[open_rows], [generators[row] for row in open_rows])
-                rows.place(position, open_rows, chosen)
-            new = rows.tokens[:, position].unsqueeze(1)  # [batch, 1]
-            if rows.finished:
+            rows = [row for row, length in enumerate(lengths) if length <= position < ends[row]]
+            if rows:
+                chosen = sampling.choose(logits[rows], [generators[row] for row in rows])
+                for row, token in zip(rows, chosen.tolist(), strict=True):
+                    tokens[row, position] = token
+                    if token == eod_id:
+                        ends[row] = position
+            new = tokens[:, position].unsqueeze(1)  # [batch, 1]
+            if max(ends) <= position + 1:
                 break
     finally:
         model.train(training)
-    return rows.continuations()
+    return [
+        Continuation(tuple(row[length:end].tolist()), ended=end < length + count)
+        for row, length, end in zip(tokens, lengths, ends, strict=True)
+    ]
 
 
 def new_token_count(model: GPT, prompts: Sequence[Sequence[int]], asked: int | None) -> int:
@@ -81,47 +90,3 @@ def new_token_count(model: GPT, prompts: Sequence[Sequence[int]], asked: int | N
             f"for {limit - longest}"
         )
     return min(wanted, limit - longest)
-
-
-class _Rows:
-    """The tokens of all prompts and of their continuations."""
-
-    def __init__(
-        self,
-        prompts: Sequence[Sequence[int]],
-        new_tokens: int,
-        eod_id: int | None,
-        device: torch.device,
-    ) -> None:
-        self.lengths = [len(prompt) for prompt in prompts]
-        self.shortest, self.longest = min(self.lengths), max(self.lengths) + new_tokens
-        self.tokens = torch.zeros(len(prompts), self.longest, dtype=torch.int64, device=device)
-        for row, prompt in enumerate(prompts):
-            self.tokens[row, : len(prompt)] = torch.tensor(list(prompt), dtype=torch.int64)
-        self._new_tokens = new_tokens
-        self._eod_id = eod_id
-        self._added: list[list[int]] = [[] for _ in prompts]
-        self._ended = [False] * len(prompts)
-
-    @property
-    def finished(self) -> bool:
-        return all(done or len(added) == self._new_tokens for done, added in zip(self._ended, self._added))
-
-    def open_at(self, position: int) -> list[int]:
-        """The rows that need a new token at this position."""
-        return [
-            row
-            for row, length in enumerate(self.lengths)
-            if position >= length and not self._ended[row] and len(self._added[row]) < self._new_tokens
-        ]
-
-    def place(self, position: int, rows: list[int], chosen: Tensor) -> None:
-        for row, token in zip(rows, chosen.tolist(), strict=True):
-            self.tokens[row, position] = token
-            if token == self._eod_id:
-                self._ended[row] = True
-            else:
-                self._added[row].append(token)
-
-    def continuations(self) -> list[Continuation]:
-        return [Continuation(tuple(added), ended) for added, ended in zip(self._added, self._ended)]

@@ -28,14 +28,14 @@ class Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.wgrads is not None and self.wgrads.takes(x, self.weight):
-            return _Linear.apply(x, self.weight.detach(), self.bias, partial(self.wgrads.put, self.weight))
+            return _LinearHandingOver.apply(x, self.weight.detach(), self.bias, partial(self.wgrads.put, self.weight))
         return F.linear(x, self.weight, self.bias)  # [..., in_features] -> [..., out_features]
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[1]}, {self.weight.shape[0]}, bias={self.bias is not None}"
 
 
-class _Linear(Function):
+class _LinearHandingOver(Function):
     """A linear layer whose weight gradient goes to `put` as its two factors. The weight is passed detached, so that
     autograd does not compute that gradient as well."""
 

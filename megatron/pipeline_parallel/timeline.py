@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -71,30 +72,20 @@ def simulate(
     """Every rank runs its actions in order, each as soon as its input is there; `transfer` is a message's duration. A
     RuntimeError if the schedule deadlocks."""
     cost = cost or cost_of_kinds(1.0, 2.0, 1.0)
-    todo = [schedule(ranks, rank, micro_batches, chunks) for rank in range(ranks)]
+    todo = [deque(schedule(ranks, rank, micro_batches, chunks)) for rank in range(ranks)]
     ended: dict[tuple[PassKind, int, int], float] = {}
-    clock, position = [0.0] * ranks, [0] * ranks
+    clock = [0.0] * ranks
     spans: list[Span] = []
-    while any(position[rank] < len(todo[rank]) for rank in range(ranks)):
-        moved = False
-        for rank in range(ranks):
-            while position[rank] < len(todo[rank]):
-                action = todo[rank][position[rank]]
-                ready = _ready_at(action, rank, ranks, chunks, ended, transfer)
-                if ready is None:
-                    break
-                start = max(clock[rank], ready)
+    while any(todo):
+        before = len(spans)
+        for rank, actions in enumerate(todo):
+            while actions and (ready := _ready_at(actions[0], rank, ranks, chunks, ended, transfer)) is not None:
+                action, start = actions.popleft(), max(clock[rank], ready)
                 clock[rank] = start + cost(rank, action)
                 spans.append(Span(rank, action, start, clock[rank]))
                 ended[action.kind, action.chunk * ranks + rank, action.micro_batch] = clock[rank]
-                position[rank] += 1
-                moved = True
-        if not moved:
-            stuck = [
-                f"rank {rank}: {todo[rank][position[rank]]}"
-                for rank in range(ranks)
-                if position[rank] < len(todo[rank])
-            ]
+        if len(spans) == before:
+            stuck = [f"rank {rank}: {actions[0]}" for rank, actions in enumerate(todo) if actions]
             raise RuntimeError(f"the schedule deadlocks; waiting are {', '.join(stuck)}")
     return Timeline(tuple(spans), ranks, micro_batches, chunks)
 
