@@ -1,4 +1,4 @@
-"""The model that a checkpoint describes, filled with its weights."""
+"""What a checkpoint describes: the model, filled with its weights, and the tokenizer that it was trained with."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ import torch
 from torch import Tensor
 
 from megatron.checkpoint.architecture import model_config, moe_config
+from megatron.checkpoint.load import FoundStep
 from megatron.checkpoint.reader import StepReader
 from megatron.errors import CheckpointError
 from megatron.model import GPT
 from megatron.model.parameters import WORD_TABLE
 from megatron.ops import resolve
+from megatron.tokenizer import Tokenizer, TokenizerSettings, build_tokenizer
 from megatron.utils.dtype import default_dtype
 
 
@@ -43,3 +45,17 @@ def restore_model(
     for name, tensor in tensors or ((name, reader.logical(name, record)) for name, record in saved.model.items()):
         parameters[name].copy_(tensor)
     return model.eval()
+
+
+def saved_tokenizer(found: FoundStep) -> Tokenizer | None:
+    """None if the run saved no tokenizer, because its data came as token ids."""
+    folder = found.tokenizer
+    if folder is not None and (folder / "tokenizer.json").is_file():
+        settings = TokenizerSettings(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(folder))
+        return build_tokenizer(settings, announce=False)
+    saved = dict(found.manifest.config.get("tokenizer") or {})
+    if saved.get("tokenizer_type") == "NullTokenizer" and saved.get("vocab_size"):
+        return build_tokenizer(
+            TokenizerSettings(tokenizer_type="NullTokenizer", vocab_size=saved["vocab_size"]), announce=False
+        )
+    return None

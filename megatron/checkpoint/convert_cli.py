@@ -46,8 +46,8 @@ def run(arguments: argparse.Namespace) -> None:
 
 def to_hugging_face(arguments: argparse.Namespace) -> None:
     from megatron.checkpoint import find_checkpoint
+    from megatron.checkpoint.build import saved_tokenizer
     from megatron.checkpoint.hf import check_export, plan_export, write_export
-    from megatron.checkpoint.saved_tokenizer import saved_tokenizer
     from megatron.distributed.state import ParallelState
     from megatron.layout import Layout
 

@@ -13,7 +13,7 @@ import torch
 from megatron.checkpoint import determinism, paths
 from megatron.checkpoint.all_ranks import run_on_all, run_on_first
 from megatron.checkpoint.architecture import check_architecture
-from megatron.checkpoint.find import Candidates, find_candidates
+from megatron.checkpoint.find import find_candidates
 from megatron.checkpoint.manifest import Manifest
 from megatron.checkpoint.reader import StepReader
 from megatron.checkpoint.state import LoadedState, RunHistory, Sharded, axis_sizes, rank_file
@@ -63,17 +63,6 @@ def find_checkpoint(
         return None
     if candidates.warning:
         say(f"warning: {candidates.warning}")
-    return _first_valid(directory, candidates, parallel, check_hashes, history, say)
-
-
-def _first_valid(
-    directory: Path,
-    candidates: Candidates,
-    parallel: ParallelState,
-    check_hashes: bool,
-    history: RunHistory | None,
-    say: Log,
-) -> FoundStep:
     for candidate in candidates.directories:
         try:
             record = run_on_all(partial(verified_manifest, candidate, hashes=check_hashes), parallel.world)

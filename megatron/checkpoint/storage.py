@@ -29,7 +29,7 @@ class FileRecord:
     blocks: tuple[str, ...]  # sha256 of every 16 MiB block, so that damage has an address
 
 
-class _FileHasher:
+class FileHasher:
     def __init__(self) -> None:
         self._whole = hashlib.sha256()
         self._blocks = BlockHasher(BLOCK_BYTES)
@@ -47,11 +47,11 @@ class HashingFile:
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
-        self._hasher = _FileHasher()
+        self.hasher = FileHasher()
 
     def write(self, data: bytes | memoryview) -> int:
         view = memoryview(data).cast("B")
-        self._hasher.update(view)
+        self.hasher.update(view)
         written = self._file.write(view)
         if written != len(view):
             raise OSError(errno.ENOSPC, f"only {written} of {len(view)} bytes written")
@@ -59,9 +59,6 @@ class HashingFile:
 
     def flush(self) -> None:
         self._file.flush()
-
-    def record(self) -> FileRecord:
-        return self._hasher.record()
 
 
 def write_durable(path: Path, write: Callable[[HashingFile], object]) -> FileRecord:
@@ -71,11 +68,11 @@ def write_durable(path: Path, write: Callable[[HashingFile], object]) -> FileRec
         write(file)
         raw.flush()
         os.fsync(raw.fileno())
-    return file.record()
+    return file.hasher.record()
 
 
 def hash_file(path: Path) -> FileRecord:
-    hasher = _FileHasher()
+    hasher = FileHasher()
     with open(path, "rb") as file:
         while data := file.read(_READ_BYTES):
             hasher.update(data)

@@ -61,6 +61,10 @@ class _Bucket:
     launched: bool = False
     pending: collectives.Pending | None = None
 
+    @property
+    def complete(self) -> bool:
+        return len(self.arrived) == len(self.slots)
+
 
 class GradBuffers:
     """The gradients of `params`, summed over the data-parallel axis by `reduce()`."""
@@ -91,7 +95,7 @@ class GradBuffers:
         self._armed = False
         self._reduced = False
         self._next_bucket = 0
-        self._scratch: dict[torch.device, torch.Tensor] = {}
+        self._scratch: torch.Tensor | None = None
         self._hooks = [
             slot.parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, slot))
             for slot in self._slots.values()
@@ -261,20 +265,22 @@ class GradBuffers:
 
     def _take(self, slot: _Slot, view: torch.Tensor, grad: torch.Tensor) -> None:
         """Copies or adds to the buffer, in its type."""
-        if slot.filled:
-            self._add_widened(view, grad)
-        else:
+        if not slot.filled:
             view.copy_(grad)
+        elif view.device.type != "cpu" or not grad.is_contiguous():
+            view.add_(grad)
+        else:
+            if self._scratch is None or self._scratch.dtype != view.dtype:
+                self._scratch = torch.empty(_SCRATCH_SIZE, dtype=view.dtype)
+            for into, part in zip(view.view(-1).split(_SCRATCH_SIZE), grad.view(-1).split(_SCRATCH_SIZE), strict=True):
+                into.add_(self._scratch[: part.numel()].copy_(part))
 
     def _arrived(self, slot: _Slot) -> None:
         slot.filled = True
         if self._armed and self.overlap:
             self._buckets[slot.bucket].arrived.add(slot.name)
-            while self._next_bucket < len(self._buckets) and self._complete(self._buckets[self._next_bucket]):
+            while self._next_bucket < len(self._buckets) and self._buckets[self._next_bucket].complete:
                 self._launch_next()
-
-    def _complete(self, bucket: _Bucket) -> bool:
-        return len(bucket.arrived) == len(bucket.slots)
 
     def _launch_next(self) -> None:
         """Reduces buckets in the same order on every rank, whatever the order of backward: collectives must match."""
@@ -289,17 +295,6 @@ class GradBuffers:
         slot.filled = True
         if slot.parameter.dtype == slot.view.dtype:
             slot.parameter.grad = slot.view
-
-    def _add_widened(self, view: torch.Tensor, grad: torch.Tensor) -> None:
-        """`view += grad` for a narrower `grad`."""
-        if view.device.type != "cpu" or not grad.is_contiguous():
-            view.add_(grad)
-            return
-        scratch = self._scratch.get(view.device)
-        if scratch is None or scratch.dtype != view.dtype:
-            scratch = self._scratch[view.device] = torch.empty(_SCRATCH_SIZE, dtype=view.dtype, device=view.device)
-        for into, part in zip(view.view(-1).split(_SCRATCH_SIZE), grad.view(-1).split(_SCRATCH_SIZE), strict=True):
-            into.add_(scratch[: part.numel()].copy_(part))
 
 
 def _make_bucket(index: int, members: list[_Slot], dtype: torch.dtype) -> _Bucket:

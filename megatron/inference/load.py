@@ -9,9 +9,8 @@ from pathlib import Path
 import torch
 
 from megatron.checkpoint import StepReader, find_checkpoint
-from megatron.checkpoint.build import restore_model
+from megatron.checkpoint.build import restore_model, saved_tokenizer
 from megatron.checkpoint.hf import DTYPES
-from megatron.checkpoint.saved_tokenizer import saved_tokenizer
 from megatron.distributed.state import ParallelState
 from megatron.errors import CheckpointError, ConfigError
 from megatron.layout import Layout

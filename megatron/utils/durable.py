@@ -48,8 +48,10 @@ def fsync_directory(path: Path) -> None:
 
 
 def fsync_tree(root: Path) -> None:
-    """Syncs every directory below `root`, the deepest first."""
-    for directory, _, _ in os.walk(root, topdown=False):
+    """Syncs every file and directory below `root`, the deepest first."""
+    for directory, _, files in os.walk(root, topdown=False):
+        for name in sorted(files):
+            fsync_file(Path(directory) / name)
         fsync_directory(Path(directory))
 
 

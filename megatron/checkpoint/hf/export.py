@@ -120,9 +120,6 @@ def _write_files(export: Export, folder: Path, tokenizer: Path | None, log: Call
 
 
 def _publish(temporary: Path, out: Path) -> None:
-    for path in temporary.rglob("*"):
-        if path.is_file():
-            durable.fsync_file(path)
     durable.fsync_tree(temporary)
     if out.exists():
         old = out.with_name(f".trash-{out.name}")
