@@ -60,10 +60,13 @@ def _store(url: str) -> tuple[Any, str]:
 
 
 @contextmanager
-def _reported(url: str, doing: str, error_class: type[MegatronError] = DataError) -> Iterator[None]:
-    """Turns whatever a store raises into one of our errors; each kind of store has its own classes."""
+def _looking(url: str, doing: str, error_class: type[MegatronError] = DataError) -> Iterator[tuple[Any, str]]:
+    """The store of a URL without what it remembers, and the path in it. Turns whatever the store raises into one of our
+    errors; each kind of store has its own classes."""
+    store, path = _store(url)
     try:
-        yield
+        store.invalidate_cache()
+        yield store, path
     except MegatronError:
         raise
     except FileNotFoundError:
@@ -77,9 +80,7 @@ def _short(error: BaseException) -> str:
 
 
 def status_of(url: str) -> RemoteStatus:
-    store, path = _store(url)
-    with _reported(url, "looking at it"):
-        store.invalidate_cache()
+    with _looking(url, "looking at it") as (store, path):
         facts = store.info(path)
     if facts.get("type") == "directory":
         raise ConfigError(f"{url}: is a folder; name a file")
@@ -90,18 +91,14 @@ def status_of(url: str) -> RemoteStatus:
 
 
 def exists(url: str) -> bool:
-    store, path = _store(url)
-    with _reported(url, "looking for it", StorageError):
-        store.invalidate_cache()
+    with _looking(url, "looking for it", StorageError) as (store, path):
         return bool(store.exists(path))
 
 
 def is_folder(url: str) -> bool:
-    store, path = _store(url)
     if url.startswith(("http://", "https://")):
         return url.endswith("/")  # a request would fetch the file
-    with _reported(url, "looking at it"):
-        store.invalidate_cache()
+    with _looking(url, "looking at it") as (store, path):
         return bool(store.isdir(path))
 
 
@@ -111,18 +108,14 @@ def has_magic(url: str) -> bool:
 
 def matches(pattern: str) -> list[str]:
     """The URLs of the files that match, sorted."""
-    store, path = _store(pattern)
-    with _reported(pattern, "listing"):
-        store.invalidate_cache()
+    with _looking(pattern, "listing") as (store, path):
         found = store.glob(path, detail=True)
     return sorted(str(store.unstrip_protocol(name)) for name, facts in found.items() if facts["type"] == "file")
 
 
 def files_in(url: str) -> list[str]:
     """The URLs of all files below a folder, sorted."""
-    store, path = _store(url)
-    with _reported(url, "listing"):
-        store.invalidate_cache()
+    with _looking(url, "listing") as (store, path):
         return sorted(str(store.unstrip_protocol(name)) for name in store.find(path))
 
 
@@ -193,8 +186,7 @@ def _blocks(url: str) -> Iterator[bytes]:
 
 
 def upload(path: Path, url: str) -> None:
-    store, name = _store(url)
-    with _reported(url, "writing", StorageError):
+    with _looking(url, "writing", StorageError) as (store, name):
         if url.startswith("file://"):
             store.makedirs(store._parent(name), exist_ok=True)
         store.put_file(str(path), name)
@@ -205,8 +197,6 @@ def upload(path: Path, url: str) -> None:
 
 
 def remove(url: str) -> None:
-    store, name = _store(url)
-    with _reported(url, "removing", StorageError):
-        store.invalidate_cache()
+    with _looking(url, "removing", StorageError) as (store, name):
         if store.exists(name):
             store.rm_file(name)
