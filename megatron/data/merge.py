@@ -5,11 +5,10 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 from megatron.data.indexed.builder import DatasetSummary, IndexedDatasetBuilder
-from megatron.data.indexed.checksums import FileChecksums, damaged_block
+from megatron.data.indexed.checksums import FileChecksums, refuse_damage
 from megatron.data.indexed.dataset import IndexedDataset, bin_path
 from megatron.data.indexed.record import DataRecord, make_record, read_record, record_path, write_record
 from megatron.data.parts import Group, partition_of
@@ -173,15 +172,7 @@ def _append(builder: IndexedDatasetBuilder, part: MergeInput, count: Callable[[m
 
     builder.add_dataset(part.prefix, on_block=see)
     if known is not None and sums is not None:
-        _compare(bin_path(part.prefix), sums, known)
-
-
-def _compare(path: Path, sums: BlockHasher, known: FileChecksums) -> None:
-    for number, (found, wanted) in enumerate(zip(sums.blocks(), known.blocks, strict=False)):
-        if found != wanted:
-            raise damaged_block(path, number, known)
-    if sums.size != known.size:
-        raise DataError(f"{path}: {sums.size} bytes, and {known.size} were written; copy the file again")
+        refuse_damage(bin_path(part.prefix), FileChecksums.of(sums), known)
 
 
 def _finish(builder: IndexedDatasetBuilder, parts: Sequence[MergeInput]) -> MergeResult:

@@ -70,42 +70,27 @@ def checksums_of(path: Path, *, block_bytes: int = BLOCK_BYTES) -> FileChecksums
     """Computes the checksums of a file by reading it whole."""
     size = regular_file_size(path, "data file")
     numbers = range(-(-size // block_bytes))
-    blocks = tuple(block for _, block in _digests(path, numbers, block_bytes))
-    return FileChecksums(size=size, blocks=blocks, block_bytes=block_bytes)
+    blocks = map_blocks(path, numbers, lambda file, number: _digest(file, number * block_bytes, block_bytes))
+    return FileChecksums(size=size, blocks=tuple(blocks), block_bytes=block_bytes)
 
 
-def verify_blocks(path: Path, expected: FileChecksums, *, on_block: Callable[[int], None] | None = None) -> None:
-    """Verifies the whole file with all cores and names the first damage. `on_block` receives the size of each block."""
-    size = regular_file_size(path, "data file")
-    if size != expected.size:
-        raise DataError(f"{path}: {size} bytes, and {expected.size} were written; {AGAIN}")
-    for number, block in _digests(path, range(len(expected.blocks)), expected.block_bytes):
-        if block != expected.blocks[number]:
-            raise damaged_block(path, number, expected)
-        if on_block is not None:
-            on_block(min(expected.block_bytes, size - number * expected.block_bytes))
+def verify_blocks(path: Path, expected: FileChecksums) -> None:
+    """Verifies the whole file with all cores."""
+    refuse_damage(path, checksums_of(path, block_bytes=expected.block_bytes), expected)
 
 
-def damaged_block(path: Path, number: int, expected: FileChecksums) -> DamagedBlockError:
-    start = number * expected.block_bytes
-    return DamagedBlockError(path, number, start, min(start + expected.block_bytes, expected.size))
-
-
-class DamagedBlockError(DataError):
-    """A block whose checksum differs."""
-
-    def __init__(self, path: Path, number: int, start: int, stop: int) -> None:
-        self.start, self.stop = start, stop
-        super().__init__(
-            f"{path}: damaged: block {number}, bytes {start} to {stop}, is not what was written "
-            f"({ALGORITHM} differs); {AGAIN}"
-        )
-
-
-def _digests(path: Path, numbers: Sequence[int], block_bytes: int) -> Iterator[tuple[int, str]]:
-    """(number, sha256) of each block in order, by threads: hashing releases the GIL."""
-    digests = map_blocks(path, numbers, lambda file, number: _digest(file, number * block_bytes, block_bytes))
-    return zip(numbers, digests, strict=True)
+def refuse_damage(path: Path, found: FileChecksums, expected: FileChecksums) -> None:
+    """Names the first damage."""
+    if found.size != expected.size:
+        raise DataError(f"{path}: {found.size} bytes, and {expected.size} were written; {AGAIN}")
+    for number, (block, wanted) in enumerate(zip(found.blocks, expected.blocks, strict=True)):
+        if block != wanted:
+            start = number * expected.block_bytes
+            stop = min(start + expected.block_bytes, expected.size)
+            raise DataError(
+                f"{path}: damaged: block {number}, bytes {start} to {stop}, is not what was written "
+                f"({ALGORITHM} differs); {AGAIN}"
+            )
 
 
 def map_blocks(path: Path, numbers: Sequence[int], look_at: Callable[[int, int], T]) -> Iterator[T]:
