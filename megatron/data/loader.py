@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, Dataset
 from megatron.data.blended import TokenDataset
 from megatron.data.masks import MaskConfig, document_ids, loss_mask, position_ids
 from megatron.errors import DataError, MegatronError
-from megatron.utils.process import die_with
+from megatron.utils.process import die_with, signals_held
 from megatron.utils.read_ahead import ReadAhead
 
 Batch = dict[str, torch.Tensor]
@@ -132,7 +132,8 @@ class BatchIterator(Iterator[Batch]):
             worker_init_fn=partial(_live_with_the_trainer, os.getpid()),
             generator=torch.Generator(),  # otherwise the loader draws a seed from the global generator
         )
-        with _child_signal_kept(), _signals_held():
+        # No signal to the process group ends a new worker before it has set them to be ignored.
+        with _child_signal_kept(), signals_held(signal.SIGINT, signal.SIGTERM):
             source: Iterator[Any] = iter(loader)
         self.workers: list[BaseProcess] = list(getattr(source, "_workers", []))
         ahead = ReadAhead(map(_unpacked, source), depth=read_ahead) if self.workers else None
@@ -200,16 +201,6 @@ def _child_signal_kept() -> Iterator[None]:
     yield
     if before is not None and signal.getsignal(signal.SIGCHLD) is not before:
         signal.signal(signal.SIGCHLD, before)
-
-
-@contextmanager
-def _signals_held() -> Iterator[None]:
-    """Blocks signals to the process group until the new workers have set them to be ignored."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _how_it_ended(worker: BaseProcess) -> str:

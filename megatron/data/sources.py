@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from megatron.data.indexed.dataset import IndexedDataset, idx_path
-from megatron.data.indexed.files import allow_open_files, is_mapped
-from megatron.data.indexed.maps import MapPool
+from megatron.data.indexed.files import allow_open_files, is_mapped, map_tokens
 from megatron.data.indexed.record import DataRecord, check_record, read_record, record_path
 from megatron.data.remote import is_url
 from megatron.errors import ConfigError
@@ -41,7 +41,8 @@ class Sources:
         self.config = config
         self._vocab_size, self._eod_id, self._tokenizer_fingerprint = vocab_size, eod_id, tokenizer_fingerprint
         self._opened: dict[str, Source] = {}
-        self._pool = MapPool(_MAPPED_AT_ONCE)
+        # Those read last stay mapped. Arrays already handed out stay valid, too: they hold their map.
+        self._pool = lru_cache(_MAPPED_AT_ONCE)(map_tokens)
         self._mapped_indices = 0
         self._borders = border_flag(config)
         self._unrecorded: list[str] = []
@@ -61,7 +62,7 @@ class Sources:
         new = set(prefixes) - self._opened.keys()
         self._mapped_indices += sum(is_mapped(idx_path(prefix)) for prefix in new)
         count = len(self._opened) + len(new)
-        read = min(count, self._pool.limit) if self.config.mmap_bin_files else count
+        read = min(count, _MAPPED_AT_ONCE) if self.config.mmap_bin_files else count
         allow_open_files(count, read + self._mapped_indices)
 
     def open(self, prefix: str) -> Source:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import signal
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron.data.indexed.builder import give_names
 from megatron.data.indexed.checksums import FileChecksums
 from megatron.data.indexed.index_file import token_dtype
 from megatron.data.indexed.record import make_record, write_record
@@ -15,11 +17,12 @@ from megatron.preprocess.encoder import EXAMPLES_SHOWN, remove_files
 from megatron.preprocess.input.files import InputFile
 from megatron.preprocess.input.locate import Lines
 from megatron.preprocess.journal import Kept, WorkFolder
-from megatron.preprocess.outputs import GrowingOutput, give_names, shard_is_whole, signals_deferred
+from megatron.preprocess.outputs import GrowingOutput, shard_is_whole
 from megatron.preprocess.settings import PreprocessSettings, digest_of
 from megatron.preprocess.shard import SegmentFailure, SegmentResult, Totals
 from megatron.tokenizer import Tokenizer
 from megatron.utils.durable import writing
+from megatron.utils.process import signals_held
 
 
 @dataclass
@@ -163,9 +166,9 @@ class Merger:
             for merged in self._keys:
                 merged.write_index(self._settings.dataset_impl)
         self._folder.naming()
-        with signals_deferred():
+        with signals_held(signal.SIGTERM, signal.SIGHUP, signal.SIGINT):  # until all files have their final names
             for merged, key, output in zip(self._keys, self._settings.json_keys, self._settings.outputs, strict=True):
-                give_names(merged, output)
+                give_names(output, merged.path("tokens"), merged.path("idx"))
                 self.report.keys.append(KeyReport(output, merged.dtype.name, merged.totals))
                 self._write_record(merged, key, output, deciding)
             self._folder.complete = True

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-import signal
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
@@ -19,7 +17,7 @@ from megatron.data.indexed.growing import GrowingIndex
 from megatron.data.indexed.record import record_path
 from megatron.errors import ConfigError
 from megatron.preprocess.shard import PARTS, SegmentResult, Totals
-from megatron.utils.durable import BlockHasher, fsync_directory, writing
+from megatron.utils.durable import BlockHasher
 
 _COPY_BYTES = 4 << 20
 
@@ -141,18 +139,6 @@ def _write_all(stream: BinaryIO, block: bytes) -> None:
         view = view[stream.write(view) :]
 
 
-def give_names(merged: GrowingOutput, output: str) -> None:
-    """Renames the files to their final names, the index last: without it there is no dataset. An old record or index is
-    removed first, since it must not describe the new tokens."""
-    with writing(bin_path(output)):
-        for old in (record_path(output), idx_path(output)):
-            old.unlink(missing_ok=True)
-        fsync_directory(bin_path(output).parent)
-        merged.path("tokens").replace(bin_path(output))
-        merged.path("idx").replace(idx_path(output))
-        fsync_directory(bin_path(output).parent)
-
-
 def take_names_back(folder: Path, outputs: Sequence[str]) -> None:
     """Undoes the renames of a run that was interrupted between them, so that it can be resumed."""
     for key, output in enumerate(outputs):
@@ -161,13 +147,3 @@ def take_names_back(folder: Path, outputs: Sequence[str]) -> None:
             for path in (record_path(output), idx_path(output)):
                 path.unlink(missing_ok=True)
             bin_path(output).replace(kept)
-
-
-@contextmanager
-def signals_deferred() -> Iterator[None]:
-    """Blocks signals until all files have their final names."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGHUP, signal.SIGINT))
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)

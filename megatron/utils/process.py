@@ -7,6 +7,8 @@ import os
 import resource
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1  # prctl.h of Linux
@@ -35,6 +37,16 @@ def usable_cpus() -> int:
 def signal_at_parent_death(number: signal.Signals) -> bool:
     """Asks the kernel to send this process a signal when its parent dies. False where it cannot (not Linux)."""
     return sys.platform == "linux" and ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0) == 0
+
+
+@contextmanager
+def signals_held(*numbers: signal.Signals) -> Iterator[None]:
+    """Blocks these signals, and so also in the threads and processes that are started inside."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def die_with(parent: int) -> None:

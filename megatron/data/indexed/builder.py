@@ -14,12 +14,13 @@ from typing import BinaryIO
 import numpy as np
 
 from megatron.data.indexed.checksums import BLOCK_BYTES, FileChecksums
-from megatron.data.indexed.dataset import IndexedDataset, bin_path
+from megatron.data.indexed.dataset import IndexedDataset, bin_path, idx_path
 from megatron.data.indexed.files import as_bytes, open_alone
 from megatron.data.indexed.growing import GrowingIndex, unnamed_file
 from megatron.data.indexed.index_file import dtype_code
+from megatron.data.indexed.record import record_path
 from megatron.errors import ConfigError, DataError, MegatronError
-from megatron.utils.durable import BlockHasher, fsync_directory, storage_error, try_lock
+from megatron.utils.durable import BlockHasher, fsync_directory, storage_error, try_lock, writing
 
 _COPY_BYTES = 16 << 20
 _BLOCK = 1 << 20
@@ -39,6 +40,18 @@ class DatasetSummary:
     longest_document: int
     empty_documents: int
     checksums: FileChecksums | None = None  # of the .bin
+
+
+def give_names(prefix: str, tokens: Path, index: Path) -> None:
+    """Renames the files of a dataset to their final names, the index last: without it there is no dataset. An old
+    record or index is removed first, since it must never describe the new tokens."""
+    with writing(bin_path(prefix)):
+        for old in (record_path(prefix), idx_path(prefix)):
+            old.unlink(missing_ok=True)
+        fsync_directory(bin_path(prefix).parent)
+        tokens.replace(bin_path(prefix))
+        index.replace(idx_path(prefix))
+        fsync_directory(bin_path(prefix).parent)
 
 
 class IndexedDatasetBuilder:
@@ -164,20 +177,12 @@ class IndexedDatasetBuilder:
         """Syncs both files, then gives them their final names, .idx last."""
         assert self._stream is not None, "the dataset is finished"
         try:
-            self._stream.flush()
-            os.fsync(self._stream.fileno())
-            self._index.write(self._partial_idx, self.dtype, self._impl)
+            with writing(bin_path(self.prefix)):
+                self._stream.flush()
+                os.fsync(self._stream.fileno())
+                self._index.write(self._partial_idx, self.dtype, self._impl)
             self._refuse_existing()
-            if self._overwrite:  # the old record and index must never describe the new tokens
-                Path(f"{self.prefix}.meta.json").unlink(missing_ok=True)
-                Path(f"{self.prefix}.idx").unlink(missing_ok=True)
-                fsync_directory(self._partial.parent)
-            self._partial.replace(f"{self.prefix}.bin")
-            self._partial_idx.replace(f"{self.prefix}.idx")
-            fsync_directory(self._partial.parent)
-        except OSError as error:
-            self.abort()
-            raise storage_error(Path(f"{self.prefix}.bin"), error) from error
+            give_names(self.prefix, self._partial, self._partial_idx)
         except MegatronError:
             self.abort()
             raise

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from megatron.data.indexed.files import as_bytes, regular_file_size
+from megatron.data.indexed.files import as_bytes, map_tokens, regular_file_size
 from megatron.data.indexed.index_file import LEGACY_MAGIC, Index, read_index
 from megatron.data.indexed.legacy import read_legacy_index
-from megatron.data.indexed.maps import MapPool
 from megatron.errors import ConfigError, DataError
 
 
@@ -30,10 +30,12 @@ def without_ending(name: str) -> str:
 
 
 class IndexedDataset:
-    """Sequences of tokens by index. `mmap=False` reads with pread, for file systems where mapping is slow. With a pool
-    the .bin is mapped on use, as one of a bounded number of maps."""
+    """Sequences of tokens by index. `mmap=False` reads with pread, for file systems where mapping is slow. With a pool,
+    which is a cached `map_tokens`, the .bin is mapped on use, as one of a bounded number of maps."""
 
-    def __init__(self, prefix: str | Path, *, mmap: bool = True, pool: MapPool | None = None) -> None:
+    def __init__(
+        self, prefix: str | Path, *, mmap: bool = True, pool: Callable[[Path, np.dtype, int], np.ndarray] | None = None
+    ) -> None:
         self.prefix = str(prefix)
         self.mmap = mmap
         self._pool = pool
@@ -43,7 +45,7 @@ class IndexedDataset:
         with open(idx, "rb") as stream:
             self.legacy = stream.read(len(LEGACY_MAGIC)) == LEGACY_MAGIC  # the lazy and cached kinds
         reader = read_legacy_index if self.legacy else read_index
-        self._attach(reader(idx, idx_bytes, self._bin_bytes))
+        self._attach(reader(idx, idx_bytes, self._bin_bytes), data)
 
     def _existing_paths(self) -> tuple[Path, Path]:
         idx, data = idx_path(self.prefix), bin_path(self.prefix)
@@ -52,21 +54,20 @@ class IndexedDataset:
                 raise ConfigError(f"data prefix {self.prefix}: {path} does not exist; {_nearest(self.prefix)}")
         return idx, data
 
-    def _attach(self, index: Index) -> None:
+    def _attach(self, index: Index, data: Path) -> None:
         self.dtype = index.dtype
         self.sequence_lengths = index.lengths
         self.document_indices = index.documents
         self._offsets = index.offsets
+        self._bin = data
         self._file: int | None = None
         self._tokens: np.ndarray | None = None
         if not self.mmap:
-            self._file = os.open(bin_path(self.prefix), os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
-        elif self._bin_bytes and self._pool is not None:
-            self._bin = bin_path(self.prefix)
-        elif self._bin_bytes:
-            self._tokens = np.memmap(bin_path(self.prefix), mode="r", dtype=self.dtype).view(np.ndarray)
-        else:  # an empty file cannot be mapped
+            self._file = os.open(data, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+        elif not self._bin_bytes:  # an empty file cannot be mapped
             self._tokens = np.empty(0, dtype=self.dtype)
+        elif self._pool is None:
+            self._tokens = map_tokens(data, self.dtype, self._bin_bytes)
 
     def __len__(self) -> int:
         return len(self.sequence_lengths)
@@ -86,7 +87,7 @@ class IndexedDataset:
         if self._tokens is not None:
             return self._tokens[start : start + count]
         if self._file is None and self._pool is not None:
-            return self._pool.tokens(self._bin, self.dtype, self._bin_bytes)[start : start + count]
+            return self._pool(self._bin, self.dtype, self._bin_bytes)[start : start + count]
         return self._read(start, count)
 
     def _read(self, start: int, count: int) -> np.ndarray:
@@ -95,7 +96,7 @@ class IndexedDataset:
         while wanted:
             part = os.pread(self._file, wanted, position)
             if not part:
-                raise DataError(f"{bin_path(self.prefix)}: ends at byte {position}; it was cut while it was in use")
+                raise DataError(f"{self._bin}: ends at byte {position}; it was cut while it was in use")
             parts.append(part)
             wanted -= len(part)
             position += len(part)

@@ -29,12 +29,24 @@ def regular_file_size(path: Path, setting: str) -> int:
     return info.st_size
 
 
-def map_or_read(path: Path, size: int, dtype: np.dtype | type = np.uint8) -> np.ndarray:
-    """A read-only view of a whole file: mapped if large, else read, because the number of maps of a process is limited.
-    (A plain ndarray slices faster than a memmap.)"""
-    if size <= _SMALL:
-        return np.fromfile(path, dtype=dtype)
-    return np.memmap(path, mode="r", dtype=dtype).view(np.ndarray)
+def map_or_read(path: Path, size: int) -> np.ndarray:
+    """The bytes of a whole file: mapped if large, else read, because the number of maps of a process is limited."""
+    return np.fromfile(path, dtype=np.uint8) if size <= _SMALL else _mapped(path, np.dtype(np.uint8))
+
+
+def _mapped(path: Path, dtype: np.dtype) -> np.ndarray:
+    return np.memmap(path, mode="r", dtype=dtype).view(np.ndarray)  # which slices faster than a memmap
+
+
+def map_tokens(path: Path, dtype: np.dtype, size: int) -> np.ndarray:
+    """A read-only view of a whole .bin, which had `size` bytes when it was opened."""
+    try:
+        mapped = _mapped(path, dtype)
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path}: gone or cut while it was in use ({error}); restore it and resume") from error
+    if mapped.nbytes != size:
+        raise DataError(f"{path}: {mapped.nbytes} bytes, and {size} when it was opened: it was changed while in use")
+    return mapped
 
 
 def is_mapped(path: Path) -> bool:

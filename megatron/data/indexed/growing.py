@@ -11,8 +11,8 @@ from typing import BinaryIO
 import numpy as np
 
 from megatron.data.indexed.files import as_bytes
-from megatron.data.indexed.index_file import HEADER, MAGIC, VERSION, dtype_code
-from megatron.data.indexed.legacy import write_legacy_index
+from megatron.data.indexed.index_file import HEADER, LEGACY_MAGIC, MAGIC, VERSION, dtype_code
+from megatron.data.indexed.legacy import HEADER as LEGACY_HEADER
 from megatron.utils.durable import write_synced
 
 _BLOCK = 1 << 17  # entries per block; several copies exist while they are summed
@@ -34,35 +34,33 @@ class GrowingIndex:
 
     def write(self, path: Path, dtype: np.dtype, impl: str = "mmap") -> None:
         """Writes the .idx: kind mmap, or lazy and cached, which share the older format."""
-        if impl == "mmap":
-            write_synced(path, self.index_bytes(dtype))
-        else:
-            write_legacy_index(path, dtype, self)
+        write_synced(path, self.index_bytes(dtype) if impl == "mmap" else self.legacy_index_bytes(dtype))
 
     def index_bytes(self, dtype: np.dtype) -> Iterator[bytes | memoryview]:
         """The content of the .idx file. Reads the lengths twice: as they are, and summed to offsets."""
         yield HEADER.pack(MAGIC, VERSION, dtype_code(dtype), self.sequences, self.documents + 1)
-        for block in self.lengths():
+        for block in _blocks(self._lengths):
             yield as_bytes(block)
         end = 0
-        for block in self.lengths():
+        for block in _blocks(self._lengths):
             sums = np.cumsum(block.astype(np.int64) * dtype.itemsize)
             yield np.concatenate([[end], sums[:-1] + end]).astype("<i8", copy=False).tobytes()
             end += int(sums[-1])
-        for block in self.document_array():
-            yield block.tobytes()
+        for first in _running_sums(_blocks(self._counts)):  # sequence of each document
+            yield first.tobytes()
 
-    def lengths(self) -> Iterator[np.ndarray]:
-        return _blocks(self._lengths)
-
-    def document_array(self) -> Iterator[np.ndarray]:
-        """The first sequence of each document, and the end."""
-        yield np.zeros(1, dtype="<i8")
-        end = 0
-        for block in _blocks(self._counts):
-            sums = np.cumsum(block, dtype=np.int64) + end
-            end = int(sums[-1])
-            yield sums.astype("<i8", copy=False)
+    def legacy_index_bytes(self, dtype: np.dtype) -> Iterator[bytes]:
+        """The same in the older format, where each sequence is an item of one dimension."""
+        items, sizes = self.sequences, (dtype_code(dtype), dtype.itemsize)
+        yield LEGACY_HEADER.pack(LEGACY_MAGIC, VERSION, *sizes, items, items, self.documents + 1)
+        for start in range(0, items + 1, _BLOCK):
+            yield np.arange(start, min(start + _BLOCK, items + 1), dtype="<i8").tobytes()
+        for sums in _running_sums(_blocks(self._lengths)):
+            yield sums.tobytes()
+        for lengths in _blocks(self._lengths):
+            yield lengths.astype("<i8").tobytes()
+        for first in _running_sums(_blocks(self._counts)):  # sequence of each document
+            yield first.tobytes()
 
     def close(self) -> None:
         self._lengths.close()
@@ -75,6 +73,16 @@ def unnamed_file(folder: Path) -> BinaryIO:
     stream = open(path, "xb+")  # noqa: SIM115
     path.unlink()
     return stream
+
+
+def _running_sums(blocks: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
+    """0, and then the sum up to each number."""
+    yield np.zeros(1, dtype="<i8")
+    end = 0
+    for block in blocks:
+        sums = np.cumsum(block, dtype=np.int64) + end
+        end = int(sums[-1])
+        yield sums.astype("<i8", copy=False)
 
 
 def _blocks(stream: BinaryIO) -> Iterator[np.ndarray]:

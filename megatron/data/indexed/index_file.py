@@ -125,10 +125,7 @@ def _walk_sequences(path: Path, lengths: np.ndarray, offsets: np.ndarray, itemsi
             bad = start + int(np.argmax(block < 0))
             raise DataError(f"{path}: sequence lengths: length of sequence {bad} is {lengths[bad]}; {AGAIN}")
         sums = np.cumsum(block * itemsize)
-        expected = np.empty_like(sums)
-        expected[0] = end
-        expected[1:] = sums[:-1]
-        expected[1:] += end
+        expected = np.concatenate([[end], sums[:-1] + end])
         if not np.array_equal(expected, offsets[start:stop]):
             bad = int(np.argmax(expected != offsets[start:stop]))
             raise DataError(

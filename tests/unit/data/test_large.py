@@ -15,7 +15,6 @@ from megatron.data.indexed.dataset import IndexedDataset
 from megatron.data.indexed.files import as_bytes
 from megatron.data.indexed.growing import GrowingIndex, unnamed_file
 from megatron.data.indexed.index_file import check_documents, check_sequences
-from megatron.data.indexed.legacy import legacy_index_bytes
 from megatron.errors import DataError
 from megatron.utils.durable import BlockHasher
 
@@ -61,7 +60,7 @@ def test_the_writer_counts_past_32_bits(tmp_path: Path) -> None:
     content = b"".join(bytes(piece) for piece in index.index_bytes(np.dtype("<u2")))
     offsets = np.frombuffer(content, dtype="<i8", offset=34 + 4 * 601, count=601)
     assert offsets.tolist() == [2 * LONG * n for n in range(601)] and offsets[-1] > 1 << 41
-    old = b"".join(bytes(piece) for piece in legacy_index_bytes(np.dtype("<u2"), index))
+    old = b"".join(bytes(piece) for piece in index.legacy_index_bytes(np.dtype("<u2")))
     elements = np.frombuffer(old, dtype="<i8", offset=56 + 8 * 602, count=602)
     assert elements.tolist() == [*(LONG * n for n in range(601)), LONG * 600 + 7]
     index.close()

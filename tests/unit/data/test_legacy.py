@@ -11,7 +11,6 @@ import pytest
 from megatron.data.indexed.builder import IndexedDatasetBuilder
 from megatron.data.indexed.dataset import IndexedDataset
 from megatron.data.indexed.growing import GrowingIndex, unnamed_file
-from megatron.data.indexed.legacy import write_legacy_index
 from megatron.errors import DataError
 
 DOCUMENTS = [[[3, 1], [4]], [], [[]], [[1, 5, 9, 2, 6]], [[5], [3, 5]]]
@@ -66,13 +65,12 @@ def test_all_kinds_read_alike(tmp_path: Path, mmap: bool) -> None:
 
 
 def test_many_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron.data.indexed.legacy._BLOCK", 4)
     monkeypatch.setattr("megatron.data.indexed.growing._BLOCK", 3)
     documents = [[[7] * (n % 5)] * (n % 3) for n in range(50)]
     index = GrowingIndex(unnamed_file(tmp_path), unnamed_file(tmp_path))
     for document in documents:
         index.add(np.array([len(s) for s in document], dtype=np.int32), np.array([len(document)], dtype=np.int32))
-    write_legacy_index(tmp_path / "d.idx", np.dtype("<i4"), index)
+    index.write(tmp_path / "d.idx", np.dtype("<i4"), "lazy")
     assert (tmp_path / "d.idx").read_bytes() == by_hand(documents, "int32")
     index.close()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ import pytest
 from megatron.data import sources
 from megatron.data.build import build_train_valid_test
 from megatron.data.indexed.dataset import IndexedDataset
-from megatron.data.indexed.maps import MapPool
+from megatron.data.indexed.files import map_tokens
 from megatron.errors import DataError
 from tests.unit.data.oracle import random_documents, write_dataset
 
@@ -24,7 +25,7 @@ def descriptors() -> int:
 
 def test_a_bounded_number_and_the_same_tokens(tmp_path: Path) -> None:
     prefixes = [write_dataset(tmp_path / f"d{n}", random_documents(n, 20, 30)) for n in range(40)]
-    pool, before = MapPool(5), descriptors()
+    pool, before = lru_cache(5)(map_tokens), descriptors()
     pooled = [IndexedDataset(prefix, pool=pool) for prefix in prefixes]
     plain = [IndexedDataset(prefix) for prefix in prefixes]
     opened = descriptors() - before - len(plain)
@@ -37,7 +38,7 @@ def test_a_bounded_number_and_the_same_tokens(tmp_path: Path) -> None:
         assert np.array_equal(tokens, plain[source].get(sequence))
         if len(kept) < 200:
             kept.append((tokens, tokens.copy()))
-        assert len(pool) <= 5
+        assert pool.cache_info().currsize <= 5
     assert all(np.array_equal(view, copy) for view, copy in kept), "what was handed out outlives its place in the pool"
     kept.clear()
     del tokens
@@ -46,17 +47,17 @@ def test_a_bounded_number_and_the_same_tokens(tmp_path: Path) -> None:
 
 def test_what_was_read_last_stays(tmp_path: Path) -> None:
     paths = [Path(write_dataset(tmp_path / f"d{n}", [[n] * 4]) + ".bin") for n in range(3)]
-    pool, dtype = MapPool(2), np.dtype("<u2")
-    first = pool.tokens(paths[0], dtype, 8)
-    pool.tokens(paths[1], dtype, 8)
-    assert pool.tokens(paths[0], dtype, 8) is first
-    pool.tokens(paths[2], dtype, 8)
-    assert pool.tokens(paths[0], dtype, 8) is first and len(pool) == 2
+    pool, dtype = lru_cache(2)(map_tokens), np.dtype("<u2")
+    first = pool(paths[0], dtype, 8)
+    pool(paths[1], dtype, 8)
+    assert pool(paths[0], dtype, 8) is first
+    pool(paths[2], dtype, 8)
+    assert pool(paths[0], dtype, 8) is first and pool.cache_info().currsize == 2
 
 
 def test_a_file_that_changed_meanwhile(tmp_path: Path) -> None:
     prefix = write_dataset(tmp_path / "d", [[1, 2, 3, 4]])
-    data = IndexedDataset(prefix, pool=MapPool(1))
+    data = IndexedDataset(prefix, pool=lru_cache(1)(map_tokens))
     file = Path(f"{prefix}.bin")
     file.write_bytes(file.read_bytes()[:-2])
     with pytest.raises(DataError, match=r"d\.bin: 6 bytes, and 8 when it was opened"):
