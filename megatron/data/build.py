@@ -86,10 +86,6 @@ def build_train_valid_test(
         built = _Builder(config, sources, seed, builders or Builders.resolve()).build(num_samples)
     if fim is None or tokenizer is None:
         return built
-    return _rearranged(built, fim, tokenizer, seed)
-
-
-def _rearranged(built: Datasets, fim: FillInTheMiddle, tokenizer: TextTokenizer, seed: int) -> Datasets:
     train, valid, test = (
         None if dataset is None else FIMDataset(dataset, fim, tokenizer, seed=seed, split=split)
         for split, dataset in enumerate((built.train, built.valid, built.test))
@@ -155,10 +151,10 @@ class _Builder:
 
     def build(self, num_samples: Sequence[int | None]) -> Datasets:
         start = time.perf_counter()
-        for blend in dict.fromkeys(self.asked.blends):
-            prefixes = self._prefixes(blend)
-            for number, prefix in enumerate(prefixes):
-                self.progress.say(f"{number} of {len(prefixes)} sources opened and checked")
+        for blend in filter(None, dict.fromkeys(self.asked.blends)):
+            self.sources.prepare(blend.prefixes)
+            for number, prefix in enumerate(blend.prefixes):
+                self.progress.say(f"{number} of {len(blend.prefixes)} sources opened and checked")
                 self.sources.open(prefix)
         opened = time.perf_counter()
         train, valid, test = (self._split(split, wanted) for split, wanted in enumerate(num_samples))
@@ -180,12 +176,6 @@ class _Builder:
             tuple(warn_repeated(self.rows)),
             render(self.rows),
         )
-
-    def _prefixes(self, blend: Blend | None) -> tuple[str, ...]:
-        if blend is None:
-            return ()
-        self.sources.prepare(blend.prefixes)
-        return blend.prefixes
 
     def _mixture(self) -> str:
         """What decides the sample order besides the content: weights, and the split of each source."""
@@ -344,6 +334,6 @@ class _Builder:
         return blend
 
     def _row(self, name: str, part: SourceSlice, weight: float | None, samples: int) -> None:
-        tokens = part.tokens
-        epochs = samples * self.config.seq_length / tokens
-        self.rows.append(MixtureRow(name, part.data.prefix, weight, part.last - part.first, tokens, samples, epochs))
+        epochs = samples * self.config.seq_length / part.tokens
+        sequences = part.last - part.first
+        self.rows.append(MixtureRow(name, part.data.prefix, weight, sequences, part.tokens, samples, epochs))

@@ -98,16 +98,13 @@ class IndexCache:
 
     def _store(self, key: str, text: str, arrays: Arrays) -> None:
         for attempt in range(1, _ATTEMPTS + 1):
-            self._make_directory()
+            with writing(self.directory):
+                self.directory.mkdir(parents=True, exist_ok=True)
             try:
                 return self._write(key, text, arrays)
             except StorageError as error:
                 if attempt == _ATTEMPTS or not isinstance(error.__cause__, FileNotFoundError):
                     raise
-
-    def _make_directory(self) -> None:
-        with writing(self.directory):
-            self.directory.mkdir(parents=True, exist_ok=True)
 
     def _write(self, key: str, text: str, arrays: Arrays) -> None:
         for name, array in arrays.items():

@@ -24,7 +24,6 @@ class MergeInput:
 
     prefix: str
     dtype: str
-    tokens: int
     size: int  # bytes of the .bin
     legacy: bool
     record: DataRecord | None
@@ -82,9 +81,7 @@ def look_at(prefix: str) -> MergeInput:
     record = read_record(prefix)
     if record is not None:
         _refuse_foreign_record(prefix, record, data)
-    part = MergeInput(
-        prefix, data.dtype.name, data.num_tokens, data.num_tokens * data.dtype.itemsize, data.legacy, record
-    )
+    part = MergeInput(prefix, data.dtype.name, data.num_tokens * data.dtype.itemsize, data.legacy, record)
     data.close()
     return part
 
@@ -97,15 +94,9 @@ def _refuse_foreign_record(prefix: str, record: DataRecord, data: IndexedDataset
             "run tools/preprocess_data.py again, or remove the record if the files are right"
         )
     named, said = partition_of(prefix), record.extra.get("partition")
-    if (
-        named is not None
-        and isinstance(said, dict)
-        and (said.get("rank"), said.get("world"))
-        != (
-            named.rank,
-            named.world,
-        )
-    ):
+    if named is None or not isinstance(said, dict):
+        return
+    if (said.get("rank"), said.get("world")) != (named.rank, named.world):
         raise DataError(
             f"{path}: is partition {said.get('rank')} of {said.get('world')} by its record and {named.rank} of "
             f"{named.world} by its name; rename it back"

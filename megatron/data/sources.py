@@ -12,7 +12,7 @@ import numpy as np
 
 from megatron.data.indexed.dataset import IndexedDataset, idx_path
 from megatron.data.indexed.files import allow_open_files, is_mapped, map_tokens
-from megatron.data.indexed.record import DataRecord, check_record, read_record, record_path
+from megatron.data.indexed.record import DataRecord, check_files, check_tokenizer, read_record, record_path
 from megatron.data.remote import is_url
 from megatron.errors import ConfigError
 
@@ -78,10 +78,10 @@ class Sources:
             self._unrecorded.append(prefix)
         else:
             content = record_path(prefix).read_bytes()
-            check_record(
+            check_files(record, data, fingerprint)
+            check_tokenizer(
                 record,
-                data,
-                data_fingerprint=fingerprint,
+                prefix,
                 tokenizer_fingerprint=self._tokenizer_fingerprint,
                 vocab_size=self._vocab_size,
                 eod_id=self._eod_id,

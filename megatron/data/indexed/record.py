@@ -164,16 +164,8 @@ def _parse_checksums(path: Path, content: Any, again: str) -> dict[str, FileChec
     return files
 
 
-def check_record(
-    record: DataRecord,
-    data: IndexedDataset,
-    *,
-    data_fingerprint: str,
-    tokenizer_fingerprint: str | None,
-    vocab_size: int | None,
-    eod_id: int | None,
-) -> None:
-    """Checks that the record belongs to these files, and that they were made with the run's tokenizer."""
+def check_files(record: DataRecord, data: IndexedDataset, data_fingerprint: str) -> None:
+    """Checks that the record belongs to these files."""
     path = record_path(data.prefix)
     if record.index_fingerprint != data_fingerprint or record.tokens != data.num_tokens:
         raise DataError(
@@ -181,19 +173,25 @@ def check_record(
             f"({record.tokens} tokens, the files have {data.num_tokens}); run tools/preprocess_data.py again, "
             f"or remove the record if the files are right"
         )
+
+
+def check_tokenizer(
+    record: DataRecord, prefix: str, *, tokenizer_fingerprint: str | None, vocab_size: int | None, eod_id: int | None
+) -> None:
+    """Checks that the data was made with the run's tokenizer."""
     if tokenizer_fingerprint is not None and record.tokenizer_fingerprint != tokenizer_fingerprint:
         raise ConfigError(
-            f"{data.prefix}: made with another tokenizer (vocabulary {record.vocab_size}, end of document "
+            f"{prefix}: made with another tokenizer (vocabulary {record.vocab_size}, end of document "
             f"{record.eod_id}) than the run's (vocabulary {vocab_size}, end of document {eod_id}); give the run the "
             f"same tokenizer (--vocab-file and --merge-file, or --tokenizer-model), or preprocess the data again"
         )
     if vocab_size is not None and record.max_id >= vocab_size:
         raise DataError(
-            f"{path}: max_id {record.max_id} is not below the run's vocabulary size {vocab_size}; "
+            f"{record_path(prefix)}: max_id {record.max_id} is not below the run's vocabulary size {vocab_size}; "
             f"use the tokenizer that the data was made with (its vocabulary: {record.vocab_size})"
         )
     if eod_id is not None and record.eod_id is not None and record.eod_id != eod_id:
         raise ConfigError(
-            f"{data.prefix}: end of document is id {record.eod_id} in the data and {eod_id} in the run's tokenizer; "
+            f"{prefix}: end of document is id {record.eod_id} in the data and {eod_id} in the run's tokenizer; "
             f"use the same tokenizer"
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -12,7 +12,7 @@ import numpy as np
 from megatron.data.indexed.checksums import BLOCK_BYTES, map_blocks, verify_blocks
 from megatron.data.indexed.dataset import IndexedDataset, bin_path, idx_path
 from megatron.data.indexed.index_file import AGAIN
-from megatron.data.indexed.record import DataRecord, check_record, record_path
+from megatron.data.indexed.record import DataRecord, check_files, record_path
 from megatron.errors import DataError
 
 _READ_BYTES = 4 << 20
@@ -43,9 +43,8 @@ class _Rules:
 class _Seen:
     """The findings in one block of the .bin."""
 
-    bytes: int = 0
-    low: int | None = None
-    high: int | None = None
+    low: int = np.iinfo(np.int64).max
+    high: int = np.iinfo(np.int64).min
     eod: int = 0
     ends: int = 0  # documents that end with eod_id
     damage: str | None = None
@@ -80,8 +79,7 @@ def verify_dataset(
 def _check_record(prefix: str, record: DataRecord, data: IndexedDataset) -> None:
     if record.idx is not None:
         verify_blocks(idx_path(prefix), record.idx)
-    fingerprint = data.fingerprint
-    check_record(record, data, data_fingerprint=fingerprint, tokenizer_fingerprint=None, vocab_size=None, eod_id=None)
+    check_files(record, data, data.fingerprint)
     bin_bytes = data.num_tokens * data.dtype.itemsize
     for name, said, found in (
         ("documents", record.documents, data.num_documents),
@@ -123,24 +121,18 @@ def _rules(record: DataRecord | None, vocab_size: int | None, eod_id: int | None
 
 def _scan(data: IndexedDataset, rules: _Rules, result: Verified, on_bytes: Callable[[int, int], None] | None) -> None:
     total = data.num_tokens * data.dtype.itemsize
-    eod = ends = 0
-    for seen in _blocks(data, rules, total):
+    numbers = range(-(-total // rules.block_bytes))
+    # By all cores: reading, hashing and comparing release the GIL.
+    blocks = map_blocks(bin_path(data.prefix), numbers, lambda file, number: _look_at(file, data, rules, number, total))
+    for seen in blocks:
         if seen.damage is not None:
             raise DataError(seen.damage)
-        result.bytes += seen.bytes
-        if seen.low is not None and seen.high is not None:
-            result.min_id = seen.low if result.min_id is None else min(result.min_id, seen.low)
-            result.max_id = seen.high if result.max_id is None else max(result.max_id, seen.high)
-        eod, ends = eod + seen.eod, ends + seen.ends
+        result.bytes = min(result.bytes + rules.block_bytes, total)
+        result.min_id = seen.low if result.min_id is None else min(result.min_id, seen.low)
+        result.max_id = seen.high if result.max_id is None else max(result.max_id, seen.high)
+        result.eod_inside += seen.eod - seen.ends
         if on_bytes is not None:
             on_bytes(result.bytes, total)
-    result.eod_inside = eod - ends
-
-
-def _blocks(data: IndexedDataset, rules: _Rules, total: int) -> Iterator[_Seen]:
-    """The findings of every block in order, by all cores: reading, hashing and comparing release the GIL."""
-    numbers = range(-(-total // rules.block_bytes))
-    return map_blocks(bin_path(data.prefix), numbers, lambda file, number: _look_at(file, data, rules, number, total))
 
 
 def _look_at(descriptor: int, data: IndexedDataset, rules: _Rules, number: int, total: int) -> _Seen:
@@ -158,7 +150,6 @@ def _look_at(descriptor: int, data: IndexedDataset, rules: _Rules, number: int, 
         if seen.damage is None:
             _look_at_tokens(data, rules, position, np.frombuffer(part, dtype=data.dtype), seen)
         position += len(part)
-        seen.bytes += len(part)
     if rules.blocks is not None and digest.hexdigest() != rules.blocks[number]:
         documents = f"documents {data.document_at(start)} to {data.document_at(stop - 1)}"
         inside = f"; {seen.damage.partition(': ')[2]}" if seen.damage else f"; {AGAIN}"
@@ -171,8 +162,7 @@ def _look_at(descriptor: int, data: IndexedDataset, rules: _Rules, number: int, 
 
 def _look_at_tokens(data: IndexedDataset, rules: _Rules, position: int, ids: np.ndarray, seen: _Seen) -> None:
     low, high = int(ids.min()), int(ids.max())
-    seen.low = low if seen.low is None else min(seen.low, low)
-    seen.high = high if seen.high is None else max(seen.high, high)
+    seen.low, seen.high = min(seen.low, low), max(seen.high, high)
     limit = rules.vocab_size if rules.vocab_size is not None else high + 1
     if low < 0 or high >= limit:
         at = int(np.argmax((ids < 0) | (ids >= limit)))

@@ -9,7 +9,15 @@ import pytest
 
 from megatron.data.indexed.checksums import FileChecksums
 from megatron.data.indexed.dataset import IndexedDataset
-from megatron.data.indexed.record import DataRecord, check_record, make_record, read_record, record_path, write_record
+from megatron.data.indexed.record import (
+    DataRecord,
+    check_files,
+    check_tokenizer,
+    make_record,
+    read_record,
+    record_path,
+    write_record,
+)
 from megatron.errors import ConfigError, DataError
 from tests.unit.data.oracle import write_dataset
 
@@ -32,7 +40,8 @@ def make(tmp_path: Path) -> tuple[str, DataRecord]:
 def check(prefix: str, record: DataRecord, **changed: object) -> None:
     run = {"tokenizer_fingerprint": "abc", "vocab_size": 10, "eod_id": 9} | changed
     data = IndexedDataset(prefix)
-    check_record(record, data, data_fingerprint=data.fingerprint, **run)  # type: ignore[arg-type]
+    check_files(record, data, data.fingerprint)
+    check_tokenizer(record, prefix, **run)  # type: ignore[arg-type]
 
 
 def test_round_trip(tmp_path: Path) -> None:
