@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
-
-from torch import nn
 
 from megatron.checkpoint import RunHistory
 from megatron.data.build import Datasets
@@ -18,20 +16,17 @@ from megatron.engine import Engine, Evaluation, build_engine
 from megatron.model.passes import ForwardStep
 from megatron.optimizer import build_schedule
 from megatron.pipeline_parallel.pipeline import Pipeline
-from megatron.training.batches import BatchMaker, Data, Provided, as_datasets
+from megatron.training.batches import BatchMaker, Data, DatasetsProvider, NumSamples, as_datasets
 from megatron.training.checkpointing import RunCheckpoints
 from megatron.training.evaluate import SplitEvaluator
 from megatron.training.hooks import Hook, ManualGarbageCollection, PipelineTrace
 from megatron.training.initialize import Run
 from megatron.training.metric_writers import build_metric_writers, writing
-from megatron.training.model import build_model
+from megatron.training.model import ModelProvider, build_model
 from megatron.training.profiling.profiler import build_profiler
 from megatron.training.replica_check import ReplicaCheck
 from megatron.training.resume import Progress, ResumePoint, find_resume_point
 from megatron.training.trainer import Trainer
-
-NumSamples = tuple[int, int | None, int]
-"""Samples wanted of the training, validation and test sets; None: the whole set once."""
 
 
 @dataclass(frozen=True)
@@ -59,8 +54,8 @@ class Parts:
 
 def assemble(
     run: Run,
-    datasets_provider: Callable[[Run, NumSamples], Provided],
-    model_provider: Callable[[Run], nn.Module],
+    datasets_provider: DatasetsProvider,
+    model_provider: ModelProvider,
     forward_step: ForwardStep,
     history: RunHistory | None = None,
     hooks: Sequence[Hook] = (),
@@ -124,7 +119,7 @@ def build_hooks(run: Run, engine: Evaluation, specs: Mapping[str, ShardSpec], pr
     return hooks
 
 
-def build_data(run: Run, resume_point: ResumePoint, datasets_provider: Callable[[Run, NumSamples], Provided]) -> Data:
+def build_data(run: Run, resume_point: ResumePoint, datasets_provider: DatasetsProvider) -> Data:
     """The datasets, checked against those that the run had before it was resumed."""
     training, accepted = not run.config.training.skip_train, []
     if training:

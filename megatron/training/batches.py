@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -22,6 +22,9 @@ from megatron.training.initialize import Run
 
 Provided = Datasets | tuple[Any, Any, Any]
 """What a datasets_provider may return: our `Datasets`, or a training, a validation and a test set of its own."""
+NumSamples = tuple[int, int | None, int]
+"""Samples wanted of the training, validation and test sets; None: the whole set once."""
+DatasetsProvider = Callable[[Run, NumSamples], Provided]
 
 
 def as_datasets(provided: Provided) -> Datasets:

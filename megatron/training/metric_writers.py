@@ -77,7 +77,7 @@ class TensorBoard(Hook):
         config = self.config
         if record.iteration % config.tensorboard_log_interval:
             return
-        step, samples = record.iteration, record.consumed_train_samples
+        step = record.iteration
         values: dict[str, float] = {}
         if config.log_learning_rate_to_tensorboard:
             values["learning-rate"] = record.learning_rate
@@ -94,8 +94,7 @@ class TensorBoard(Hook):
         if record.params_norm is not None:
             values["params-norm"] = record.params_norm
         for tag, value in values.items():
-            self._writer.add_scalar(tag, value, step)
-            self._writer.add_scalar(f"{tag} vs samples", value, samples)
+            self._scalar(tag, value, record)
         self._writer.add_scalar("iteration-time", record.seconds_per_iteration, step)
         self._writer.add_scalar("tokens-per-second", record.tokens_per_second, step)
         if config.log_timers_to_tensorboard:
@@ -118,7 +117,7 @@ class TensorBoard(Hook):
     def on_end(self) -> None:
         self._writer.close()
 
-    def _scalar(self, tag: str, value: float, record: EvalRecord) -> None:
+    def _scalar(self, tag: str, value: float, record: TrainRecord | EvalRecord) -> None:
         self._writer.add_scalar(tag, value, record.iteration)
         self._writer.add_scalar(f"{tag} vs samples", value, record.consumed_train_samples)
 

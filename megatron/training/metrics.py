@@ -67,8 +67,8 @@ class TrainRecord:
             f"number of nan iterations: {self.nan_iterations:3d}",
             f"tokens/s: {self.tokens_per_second:.0f}",
             f"samples/s: {self.samples_per_second:.2f}",
+            f"waited for data (ms): {self.data_wait_seconds * 1000:.1f}",
         ]
-        parts.append(f"waited for data (ms): {self.data_wait_seconds * 1000:.1f}")
         if self.tflops_per_device is not None:
             parts.append(f"TFLOP/s/device: {self.tflops_per_device:.3f}")
         if self.model_flops_utilisation is not None:

@@ -5,7 +5,7 @@ torch is imported after the command line has been read, so `--help` and a mistyp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from megatron.training.exit import StopReason, run_as_program
@@ -13,13 +13,10 @@ from megatron.training.exit import StopReason, run_as_program
 if TYPE_CHECKING:
     from megatron.model.passes import ForwardStep
     from megatron.training.assemble import Parts
-    from megatron.training.batches import Provided
+    from megatron.training.batches import DatasetsProvider
     from megatron.training.hooks import Hook
     from megatron.training.initialize import Run
     from megatron.training.model import ModelProvider
-
-    # (run, samples wanted of train, valid, test; None is the whole split once) -> the three datasets
-    DatasetsProvider = Callable[[Run, tuple[int, int | None, int]], Provided]
 
 
 def pretrain(

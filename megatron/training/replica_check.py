@@ -65,14 +65,11 @@ class ReplicaCheck(Hook):
         state = self._engine.optimizer.state()
         parameters = dict(self._engine.model.named_parameters())
         for name, tensor in {**parameters, **persistent_buffers(self._engine.model)}.items():
-            yield name, tensor.detach(), self._spec(name, tensor)
+            yield name, tensor.detach(), self._specs[name]
         for name, moments in state.items():
             for key, tensor in moments.items():
                 if tensor.shape == parameters[name].shape:
-                    yield f"{name} (optimizer: {key})", tensor, self._spec(name, tensor)
-
-    def _spec(self, name: str, tensor: Tensor) -> ShardSpec:
-        return self._specs.get(name) or ShardSpec(name=name, logical_shape=tuple(tensor.shape))
+                    yield f"{name} (optimizer: {key})", tensor, self._specs[name]
 
 
 def _parts(spec: ShardSpec, tensor: Tensor) -> Iterator[tuple[Range, Tensor]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ from megatron.config.run import all_settings
 from megatron.config.stages import split_layers
 from megatron.errors import ConfigError
 from megatron.layout import nearest_multiples
+from megatron.model.flops import flops_per_token
+from megatron.model.parameters import parameters
 
 MOST_PARAMETERS = 30_000_000
 MOST_WORK = 6e11
@@ -117,18 +120,12 @@ def alone(config: RunConfig) -> RunConfig:
 
 
 def is_large(config: RunConfig, ranks: int, vocab_size: int) -> bool:
-    model, moe = config.model, config.moe
-    attention = (2 * model.num_attention_heads + 2 * model.query_groups) * model.head_dim * model.hidden_size
-    width = (3 if model.gated else 2) * model.hidden_size
-    mlp = width * model.ffn_size
-    if moe.num_experts is not None:
-        mlp = width * (moe.moe_ffn_hidden_size or model.ffn_size) * moe.num_experts
-    parameters = model.num_layers * (attention + mlp) + vocab_size * model.hidden_size * (1 if model.tied else 2)
-    training = config.training
-    tokens = (training.global_batch_size or 0) * config.data.seq_length * (training.train_iters or 0)
-    scores = 2 * model.num_layers * model.num_attention_heads * model.head_dim * config.data.seq_length
+    model, moe, training, seq_length = config.model, config.moe, config.training, config.data.seq_length
+    count = sum(prod(parameter.shape) for parameter in parameters(model, vocab_size, moe).values())
     copies = 1 + ranks // config.parallel.model_parallel_size
-    return parameters * copies > MOST_PARAMETERS or 12 * (parameters + scores) * tokens > MOST_WORK
+    tokens = (training.global_batch_size or 0) * seq_length * (training.train_iters or 0)
+    work = 2 * tokens * flops_per_token(model, seq_length=seq_length, padded_vocab_size=vocab_size, moe=moe)
+    return count * copies > MOST_PARAMETERS or work > MOST_WORK
 
 
 def shrink(config: RunConfig, ranks: int) -> RunConfig:
