@@ -172,9 +172,6 @@ class Merger:
                 self.report.keys.append(KeyReport(output, merged.dtype.name, merged.totals))
                 self._write_record(merged, key, output, deciding)
             self._folder.complete = True
-        self.close()
-
-    def close(self) -> None:
         for merged in self._keys:
             merged.close()
 

@@ -79,7 +79,7 @@ class GrowingOutput:
         """True if the files continue with this segment; then its tokens have been added to the checksums."""
         shard = result.shards[self.key]
         for number, part in enumerate(PARTS):
-            if digest_of(self.path(part), self.sizes[number], shard.sizes[number]) != shard.digests[number]:
+            if _sha256_of(self.path(part), self.sizes[number], shard.sizes[number]) != shard.digests[number]:
                 return False
         for block in _blocks_of(self.path("tokens"), self.sizes[0], shard.sizes[0]):
             self.checksums.update(block)
@@ -92,13 +92,13 @@ class GrowingOutput:
 
 def shard_is_whole(result: SegmentResult, folder: Path) -> bool:
     return all(
-        digest_of(result.file(folder, key, part), 0, None) == shard.digests[number]
+        _sha256_of(result.file(folder, key, part), 0, None) == shard.digests[number]
         for key, shard in enumerate(result.shards)
         for number, part in enumerate(PARTS)
     )
 
 
-def digest_of(path: Path, start: int, size: int | None) -> str | None:
+def _sha256_of(path: Path, start: int, size: int | None) -> str | None:
     """The sha256 of `size` bytes of a file (None: all from `start`); None if the file is shorter or missing."""
     digest, length = hashlib.sha256(), 0
     try:

@@ -56,10 +56,11 @@ def preprocess(
         raise ConfigError(
             f"--resume: {sources[0].path} cannot be read a second time; leave --resume out, or give --overwrite"
         )
-    with ended_by_signals(), _saying_what_is_complete() as finished:
+    with ended_by_signals():
         if not is_begun(settings.prefix) and not settings.overwrite and not settings.resume:
             refuse_existing(settings.prefix, settings.outputs)  # before anything needs cleaning up
-        with WorkFolder(settings.prefix, resume=settings.resume, overwrite=settings.overwrite) as folder:
+        folder = WorkFolder(settings.prefix, resume=settings.resume, overwrite=settings.overwrite)
+        with _saying_what_is_kept(folder), folder:
             splitter = prepare_splitter_for(settings, sources, say)
             deciding = settings.deciding(sources, tokenizer, splitter)
             if settings.resume and not folder.keeps_something and is_complete(digest_of(deciding)):
@@ -70,10 +71,12 @@ def preprocess(
                 take_names_back(folder.path, settings.outputs)
             if not overwrite:
                 refuse_existing(settings.prefix, settings.outputs)
-            with _saying_what_is_kept(folder):
-                report = _Encoding(settings, sources, tokenizer, splitter, folder, say).run(deciding)
-            finished.append(settings.prefix)
-        return report
+            try:
+                return _Encoding(settings, sources, tokenizer, splitter, folder, say).run(deciding)
+            except MegatronError as error:
+                if folder.keeps_something:
+                    raise type(error)(f"{error}; {_kept(folder)}") from None
+                raise
 
 
 def is_of(output: str, digest: str) -> bool:
@@ -100,7 +103,6 @@ class _Encoding:
         self._encoder = SegmentEncoder(settings, folder.path, splitter, tokenizer)
         self._merger = Merger(settings, folder, sources, tokenizer, say)
         self._assigned: dict[int, Assigned] = {}  # segments in flight
-        self._lines_done: dict[int, int] = {}  # lines done of each of these segments
 
     def run(self, deciding: dict[str, Any]) -> Report:
         settings, merger = self._settings, self._merger
@@ -126,8 +128,9 @@ class _Encoding:
         progress: ProgressDisplay,
     ) -> None:
         def noted(advance: Advance) -> None:
-            self._lines_done[advance.number] = advance.line
-            plain = self._assigned[advance.number].segment.source.kind == "lines"
+            there = self._assigned[advance.number]
+            there.done = advance.line
+            plain = there.segment.source.kind == "lines"
             progress.update(
                 documents=advance.documents,
                 tokens=advance.tokens,
@@ -137,11 +140,9 @@ class _Encoding:
 
         try:
             for result in pool.map(self._missing(done), described=self._describe, noted=noted):
-                self._assigned[result.number] = self._assigned.pop(result.number)
                 self._merger.add(result)
                 for number in [number for number in self._assigned if number < self._merger.next]:
                     del self._assigned[number]
-                    self._lines_done.pop(number, None)
                 progress.update(documents=0, tokens=0, read=0, position=self._merger.position)
         except WorkerDiedError as death:
             raise self._death(death) from None
@@ -169,9 +170,8 @@ class _Encoding:
             where, doing = self._merger.lines.place_waiting(self._sources[0]), "a worker process that waited for more"
         else:
             lost: Assigned = death.task
-            number = lost.segment.number
-            between = [self._assigned[i] for i in sorted(self._assigned) if i < number]
-            where = self._merger.lines.place_range(lost, between, self._lines_done.get(number, 0))
+            between = [self._assigned[i] for i in sorted(self._assigned) if i < lost.segment.number]
+            where = self._merger.lines.place_range(lost, between)
             doing = "the worker process that tokenised them"
         return PeerLostError(
             f"{where}: {doing} {how} (out of memory?); nothing was written under the final names; run again, with "
@@ -195,27 +195,14 @@ def prepare_splitter_for(settings: PreprocessSettings, sources: list[InputFile],
 
 
 @contextmanager
-def _saying_what_is_complete() -> Iterator[list[str]]:
-    """Reports the outputs as complete to a signal that arrives while the work folder is removed."""
-    finished: list[str] = []
-    try:
-        yield finished
-    except Terminated as end:
-        if finished:
-            end.kept = f"{finished[0]} is complete"
-        raise
-
-
-@contextmanager
 def _saying_what_is_kept(folder: WorkFolder) -> Iterator[None]:
+    """Tells a signal what is there, also one that arrives while the work folder is removed."""
     try:
         yield
-    except MegatronError as error:
-        if folder.keeps_something:
-            raise type(error)(f"{error}; {_kept(folder)}") from None
-        raise
     except Terminated as end:
-        if folder.keeps_something:
+        if folder.complete:
+            end.kept = f"{folder.prefix} is complete"
+        elif folder.keeps_something:
             end.kept = _kept(folder)
         raise
 

@@ -54,12 +54,8 @@ class HuggingFaceTokenizer(Tokenizer):
         self.engine = "exact" if self._fast is None else "fast, guarded"
 
     @cached_property
-    def _vocab(self) -> dict[str, int]:
-        return self._rust.get_vocab(with_added_tokens=True)
-
-    @cached_property
     def vocab_size(self) -> int:
-        return max(self._vocab.values()) + 1
+        return max(self._rust.get_vocab(with_added_tokens=True).values()) + 1
 
     @cached_property
     def eod_id(self) -> int | None:

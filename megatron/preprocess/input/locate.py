@@ -12,12 +12,13 @@ from megatron.preprocess.shard import SegmentResult
 _QUICK = 1 << 30  # bytes searched for a line number while a failed run waits
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Assigned:
     """A segment in flight, without its data."""
 
     segment: Segment
     lines: int | None  # None: unknown without reading
+    done: int = 0  # of its lines
 
 
 def assigned(segment: Segment) -> Assigned:
@@ -49,21 +50,21 @@ class Lines:
         share = count_lines(self._source, 0, self._first_start)  # a partition may begin inside a file
         return self._source.place(share + self._before + line + 1)
 
-    def place_range(self, lost: Assigned, between: list[Assigned], done: int) -> str:
-        """The lines of a segment that was lost after `done` lines, while the segments `between` are unfinished."""
+    def place_range(self, lost: Assigned, between: list[Assigned]) -> str:
+        """The lines of a lost segment that were not done, while the segments `between` are unfinished."""
         try:
-            return self._place_range(lost, between, done)
+            return self._place_range(lost, between)
         except (OSError, MegatronError):  # the lines of a missing or changed file cannot be counted
             unit = "row groups" if lost.segment.source.kind == "parquet" else "bytes"
             return f"{lost.segment.source.path}, {unit} {lost.segment.start} to {lost.segment.stop}"
 
-    def _place_range(self, lost: Assigned, between: list[Assigned], done: int) -> str:
+    def _place_range(self, lost: Assigned, between: list[Assigned]) -> str:
         segment = lost.segment
         source = segment.source
         if source.kind == "parquet":
             first = count_lines(source, 0, segment.start)
             last = first + count_lines(source, segment.start, segment.stop)
-            return f"{source.path}, rows {first + done + 1} to {last}"
+            return f"{source.path}, rows {first + lost.done + 1} to {last}"
         before = [other for other in between if other.segment.source.path == source.path]
         same = self._source is not None and self._source.path == source.path
         if segment.source.kind == "lines":
@@ -76,7 +77,7 @@ class Lines:
             first = (self._before if same else 0) + sum(other.lines or 0 for other in before)
             last = first + (lost.lines or 0)
         name = "items" if source.array else "lines"
-        return f"{source.path}, {name} {first + done + 1} to {max(last, first + done + 1)}"
+        return f"{source.path}, {name} {first + lost.done + 1} to {max(last, first + lost.done + 1)}"
 
     def place_waiting(self, first: InputFile) -> str:
         return f"{(self._source or first).path}, after line {self._before}"

@@ -78,6 +78,6 @@ def test_a_lost_segment_of_a_file_that_has_gone_is_named_by_its_bytes(tmp_path: 
     second = list(plan_segments([source], segment_bytes=9))[1]
     lines = Lines()
     lines.enter(source, 0)
-    assert lines.place_range(Assigned(second, None), [], 1) == f"{path}, lines 5 to 6"
+    assert lines.place_range(Assigned(second, None, 1), []) == f"{path}, lines 5 to 6"
     path.unlink()
-    assert lines.place_range(Assigned(second, None), [], 1) == f"{path}, bytes 9 to 18"
+    assert lines.place_range(Assigned(second, None, 1), []) == f"{path}, bytes 9 to 18"
