@@ -34,7 +34,7 @@ from benchmarks.grown import grown
 from megatron.ops.library import library
 from megatron.ops.operation import Target
 from megatron.ops.proof import flat_tensors
-from megatron.ops.rows import ROWS
+from megatron.ops.registry import OPERATIONS
 from megatron.ops.sdpa import sdpa
 from megatron.utils.cpu import set_allocator
 
@@ -64,11 +64,11 @@ class Case:
 def case_of(op: str, shape: str, inputs: Any, moved: Callable[[tuple[Any, ...]], int], **options: Any) -> Case:
     """Of an operation of a model: beside PyTorch's own function, or the formula where there is none. `arguments` are
     given to all."""
-    row, arguments = ROWS[op], options.pop("arguments", {})
-    eager = options.pop("eager", row.without_native(Target("cpu")).function)
-    formula = options.pop("formula", row.formula)
-    assert row.native is not None
-    bound = row.native.bound
+    operation, arguments = OPERATIONS[op], options.pop("arguments", {})
+    eager = options.pop("eager", operation.without_native(Target("cpu")).function)
+    formula = options.pop("formula", operation.formula)
+    assert operation.native is not None
+    bound = operation.native.bound
     return Case(
         op=op,
         shape=shape,

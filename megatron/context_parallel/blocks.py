@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron.distributed.rng import stream_seed
-from megatron.ops.precision import widened
+from megatron.utils.dtype import widened
 
 _ROWS = {"cpu": 128}  # queries at a time
 _ROWS_ACCELERATOR = 1024

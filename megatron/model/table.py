@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from megatron.ops.precision import widened
+from megatron.utils.dtype import widened
 
 
 class Table(nn.Module):

@@ -19,7 +19,7 @@ from megatron.ops.operation import (
     unsupported_floats,
     without_derivative,
 )
-from megatron.ops.precision import widened
+from megatron.utils.dtype import widened
 
 
 def gelu(x: Tensor, tanh: bool) -> Tensor:
@@ -116,12 +116,8 @@ def _register(namespace: str, name: str, gradient: Callable[..., Any], shape: Ca
     torch.library.register_autograd(f"{namespace}::{name}_forward", backward, setup_context=save)
 
 
-def _native_swiglu(ops: Any, x: Tensor) -> Tensor:
-    return ops.swiglu_forward(x.contiguous())
-
-
-def _native_geglu(ops: Any, x: Tensor, tanh: bool) -> Tensor:
-    return ops.geglu_forward(x.contiguous(), tanh)
+def _native(name: str) -> Function:
+    return lambda ops, x, *options: getattr(ops, name)(x.contiguous(), *options)
 
 
 def _native_gelu(ops: Any, x: Tensor, tanh: bool) -> Tensor:
@@ -131,10 +127,6 @@ def _native_gelu(ops: Any, x: Tensor, tanh: bool) -> Tensor:
 def _native_bias_gelu(ops: Any, x: Tensor, bias: Tensor, tanh: bool) -> Tensor:
     readable = bias if bias.dtype in (x.dtype, torch.float32) else bias.float()
     return ops.gelu_forward(x.contiguous(), readable.contiguous(), tanh)
-
-
-def _native_squared_relu(ops: Any, x: Tensor) -> Tensor:
-    return ops.squared_relu_forward(x.contiguous())
 
 
 def _unsupported(x: Tensor, *options: bool) -> str | None:
@@ -153,14 +145,14 @@ def _unsupported_bias(x: Tensor, bias: Tensor, tanh: bool) -> str | None:
     return unsupported_floats(x, bias)
 
 
-def _row(name: str, formula: Function, fused: Function, native: Function, unsupported: Function) -> Operation:
+def _operation(name: str, formula: Function, fused: Function, native: Function, unsupported: Function) -> Operation:
     return Operation(name, formula, torch_function(fused), Native("activation", native, unsupported))
 
 
 OPERATIONS = (
-    _row("gelu", gelu, torch_gelu, _native_gelu, _unsupported),
-    _row("bias_gelu", bias_gelu, torch_bias_gelu, _native_bias_gelu, _unsupported_bias),
-    _row("swiglu", swiglu, torch_swiglu, _native_swiglu, _unsupported_pair),
-    _row("geglu", geglu, torch_geglu, _native_geglu, _unsupported_pair),
-    Operation("squared_relu", squared_relu, native=Native("activation", _native_squared_relu, _unsupported)),
+    _operation("gelu", gelu, torch_gelu, _native_gelu, _unsupported),
+    _operation("bias_gelu", bias_gelu, torch_bias_gelu, _native_bias_gelu, _unsupported_bias),
+    _operation("swiglu", swiglu, torch_swiglu, _native("swiglu_forward"), _unsupported_pair),
+    _operation("geglu", geglu, torch_geglu, _native("geglu_forward"), _unsupported_pair),
+    Operation("squared_relu", squared_relu, native=Native("activation", _native("squared_relu_forward"), _unsupported)),
 )

@@ -17,7 +17,7 @@ from megatron.ops.operation import (
     unsupported_floats,
     without_derivative,
 )
-from megatron.ops.precision import widened
+from megatron.utils.dtype import widened
 
 
 def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
@@ -82,24 +82,6 @@ def _unsupported(logits: Tensor, labels: Tensor) -> str | None:
             "[tokens, vocabulary] with int64 [tokens] would do"
         )
     return unsupported_floats(logits) or unsupported_devices(logits, labels)
-
-
-class NativeLogits:
-    """See `logits.LogitsMath`."""
-
-    def __init__(self, ops: Any) -> None:
-        self.ops = ops
-
-    def statistics(self, logits: Tensor, labels: Tensor, first: int, columns: int, vocab_size: int) -> Tensor:
-        return self.ops.xent_statistics(logits, labels, first, columns, vocab_size)
-
-    def gradient_(
-        self, logits: Tensor, labels: Tensor, log_sum_exp: Tensor, grad: Tensor, first: int, columns: int
-    ) -> None:
-        self.ops.xent_gradient_(logits, labels, log_sum_exp, grad, first, columns)
-
-    def in_place_(self, logits: Tensor, labels: Tensor, columns: int) -> Tensor:
-        return self.ops.xent_in_place_(logits, labels, columns)
 
 
 OPERATIONS = (

@@ -43,7 +43,7 @@ class Loop:
 
     @staticmethod
     def weight_gradients(dy: Tensor, x: Tensor, counts: Sequence[int]) -> Sequence[Tensor]:
-        return [_product(part, rows) for part, rows in zip(dy.split(counts), x.split(counts), strict=True)]
+        return [part.t() @ rows for part, rows in zip(dy.split(counts), x.split(counts), strict=True)]
 
 
 class Grouped:
@@ -117,10 +117,6 @@ class _GroupedLinear(Function):
         elif any(ctx.needs_input_grad[4:]):
             gradients = ctx.how.weight_gradients(dy, x, counts)
         return None, None, None, dx, *gradients
-
-
-def _product(dy: Tensor, x: Tensor) -> Tensor:
-    return dy.t() @ x
 
 
 def _ends(counts: Sequence[int], like: Tensor) -> Tensor:

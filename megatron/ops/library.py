@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from megatron.ops.registry import register
+
 FOLDER = Path(__file__).resolve().parent
 PATH = FOLDER / "_kernels.so"
 VERIFIED = FOLDER / "gpu_verified.json"
@@ -108,8 +110,6 @@ def load(path: Path, sources: Path = SOURCES) -> Library:
         return Library(f"not usable: {error.filename} cannot be read ({error.strerror}); make it readable, or {BUILD}")
     if reason is not None:
         return Library(f"{reason}; build again: {BUILD}")
-    from megatron.ops.rows import register  # they need what they register with
-
     register(NAMESPACE)
     verified = _verified_sources()
     unverified = frozenset(name for name, digest in record.cuda_sources.items() if verified.get(name) != digest)

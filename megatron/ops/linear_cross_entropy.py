@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron.ops import packed
-from megatron.ops.cross_entropy import NativeLogits, cross_entropy
+from megatron.ops.cross_entropy import cross_entropy
 from megatron.ops.logits import TORCH_LOGITS, LogitsMath, block_rows
 from megatron.ops.operation import (
     Implementation,
@@ -212,8 +212,8 @@ def _portable(target: Target) -> Implementation:
 
 
 def _native_linear_cross_entropy(ops: Any, *args: Any, **named: Any) -> Tensor:
-    fused = partial(fused_linear_cross_entropy, math=NativeLogits(ops), product=packed.selected())
-    return fused(*args, **named)
+    math = LogitsMath(ops.xent_statistics, ops.xent_gradient_, ops.xent_in_place_)
+    return partial(fused_linear_cross_entropy, math=math, product=packed.selected())(*args, **named)
 
 
 _NATIVE = Native("cross_entropy", _native_linear_cross_entropy, _unsupported, left_to_compiler=False, note=packed.note)

@@ -6,74 +6,70 @@ vocabulary; a split vocabulary and fp16 take `statistics`, then `gradient_`, the
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Protocol
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from megatron.ops.precision import widened
+from megatron.utils.dtype import widened
 
 
-class LogitsMath(Protocol):
-    def statistics(self, logits: Tensor, labels: Tensor, first: int, columns: int, vocab_size: int) -> Tensor:
-        """[3, tokens]: the largest of the first `columns` logits, the sum of exp(logit - largest), the label's logit
-        (0 where it is not among them)."""
-
-    def gradient_(
-        self, logits: Tensor, labels: Tensor, log_sum_exp: Tensor, grad: Tensor, first: int, columns: int
-    ) -> None:
-        """Overwrite logits with (softmax - onehot) * grad, rounded once; those behind `columns` with 0."""
-
-    def in_place_(self, logits: Tensor, labels: Tensor, columns: int) -> Tensor:
-        """Overwrite logits with softmax - onehot, those behind `columns` with 0; return the loss of every token."""
-
-
-class TorchLogits:
-    """See `LogitsMath`."""
-
-    def statistics(self, logits: Tensor, labels: Tensor, first: int, columns: int, vocab_size: int) -> Tensor:
-        _check_labels(labels, vocab_size)
-        wide_dtype = torch.promote_types(logits.dtype, torch.float32)
-        result = torch.zeros(3, len(labels), dtype=wide_dtype, device=logits.device)
-        result[0] = -torch.inf
-        here, local = _local(labels, first, columns)
-        for rows in _row_blocks(logits, columns):
-            wide = widened(logits[rows, :columns])
-            peak = wide.amax(-1)
-            result[0, rows] = peak
-            result[1, rows] = (wide - peak.masked_fill(peak == -torch.inf, 0.0)[:, None]).exp_().sum(-1)
-            result[2, rows] = wide.gather(-1, local[rows, None]).squeeze(-1).masked_fill(~here[rows], 0.0)
-        return result
-
-    def gradient_(
-        self, logits: Tensor, labels: Tensor, log_sum_exp: Tensor, grad: Tensor, first: int, columns: int
-    ) -> None:
-        here, local = _local(labels, first, columns)
-        logits[:, columns:].zero_()
-        for rows in _row_blocks(logits, columns):
-            block = logits[rows, :columns]
-            probability = (widened(block) - log_sum_exp[rows, None]).exp_()
-            probability.scatter_add_(-1, local[rows, None], -here[rows, None].to(probability.dtype))
-            block.copy_(probability.mul_(grad[rows, None]))
-
-    def in_place_(self, logits: Tensor, labels: Tensor, columns: int) -> Tensor:
-        wide_dtype = torch.promote_types(logits.dtype, torch.float32)
-        losses = torch.empty(len(labels), dtype=wide_dtype, device=logits.device)
-        logits[:, columns:].zero_()
-        for rows in _row_blocks(logits, columns):
-            block, index = logits[rows, :columns], labels[rows, None]
-            scores = widened(block)
-            target, peak = scores.gather(-1, index), scores.amax(-1, keepdim=True)
-            probability = torch.softmax(scores, -1)
-            # log-sum-exp from the largest probability, exp(peak - logsumexp), which is never small
-            losses[rows] = (peak - probability.amax(-1, keepdim=True).log() - target).squeeze(-1)
-            probability.scatter_add_(-1, index, torch.full_like(target, -1.0))
-            block.copy_(probability)
-        return losses
+def statistics(logits: Tensor, labels: Tensor, first: int, columns: int, vocab_size: int) -> Tensor:
+    """[3, tokens]: the largest of the first `columns` logits, the sum of exp(logit - largest), the label's logit (0
+    where it is not among them)."""
+    _check_labels(labels, vocab_size)
+    wide_dtype = torch.promote_types(logits.dtype, torch.float32)
+    result = torch.zeros(3, len(labels), dtype=wide_dtype, device=logits.device)
+    result[0] = -torch.inf
+    here, local = _local(labels, first, columns)
+    for rows in _row_blocks(logits, columns):
+        wide = widened(logits[rows, :columns])
+        peak = wide.amax(-1)
+        result[0, rows] = peak
+        result[1, rows] = (wide - peak.masked_fill(peak == -torch.inf, 0.0)[:, None]).exp_().sum(-1)
+        result[2, rows] = wide.gather(-1, local[rows, None]).squeeze(-1).masked_fill(~here[rows], 0.0)
+    return result
 
 
-TORCH_LOGITS: LogitsMath = TorchLogits()
+def gradient_(logits: Tensor, labels: Tensor, log_sum_exp: Tensor, grad: Tensor, first: int, columns: int) -> None:
+    """Overwrites logits with (softmax - onehot) * grad, rounded once; those behind `columns` with 0."""
+    here, local = _local(labels, first, columns)
+    logits[:, columns:].zero_()
+    for rows in _row_blocks(logits, columns):
+        block = logits[rows, :columns]
+        probability = (widened(block) - log_sum_exp[rows, None]).exp_()
+        probability.scatter_add_(-1, local[rows, None], -here[rows, None].to(probability.dtype))
+        block.copy_(probability.mul_(grad[rows, None]))
+
+
+def in_place_(logits: Tensor, labels: Tensor, columns: int) -> Tensor:
+    """Overwrites logits with softmax - onehot, those behind `columns` with 0; returns the loss of every token."""
+    wide_dtype = torch.promote_types(logits.dtype, torch.float32)
+    losses = torch.empty(len(labels), dtype=wide_dtype, device=logits.device)
+    logits[:, columns:].zero_()
+    for rows in _row_blocks(logits, columns):
+        block, index = logits[rows, :columns], labels[rows, None]
+        scores = widened(block)
+        target, peak = scores.gather(-1, index), scores.amax(-1, keepdim=True)
+        probability = torch.softmax(scores, -1)
+        # log-sum-exp from the largest probability, exp(peak - logsumexp), which is never small
+        losses[rows] = (peak - probability.amax(-1, keepdim=True).log() - target).squeeze(-1)
+        probability.scatter_add_(-1, index, torch.full_like(target, -1.0))
+        block.copy_(probability)
+    return losses
+
+
+@dataclass(frozen=True)
+class LogitsMath:
+    """These three functions, or the kernels of csrc/ in their place."""
+
+    statistics: Callable[[Tensor, Tensor, int, int, int], Tensor] = statistics
+    gradient_: Callable[[Tensor, Tensor, Tensor, Tensor, int, int], None] = gradient_
+    in_place_: Callable[[Tensor, Tensor, int], Tensor] = in_place_
+
+
+TORCH_LOGITS = LogitsMath()
 
 
 def _check_labels(labels: Tensor, vocab_size: int) -> None:

@@ -18,7 +18,7 @@ from megatron.ops.operation import (
     unsupported_floats,
     without_derivative,
 )
-from megatron.ops.precision import widened
+from megatron.utils.dtype import widened
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
@@ -132,13 +132,9 @@ def _register_shapes(namespace: str) -> None:
         return torch.empty_like(x), torch.empty_like(weight), weight.new_empty((weight.shape[0] if with_bias else 0,))
 
 
-def _fitting(parameter: Tensor, x: Tensor) -> Tensor:
-    """The kernels read parameters in fp32 or in the type of x."""
-    return parameter if parameter.dtype in (x.dtype, torch.float32) else parameter.float()
-
-
 def _parameters(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    weight = _fitting(weight, x).contiguous()
+    """The kernels read parameters in fp32 or in the type of x."""
+    weight = (weight if weight.dtype in (x.dtype, torch.float32) else weight.float()).contiguous()
     return weight, None if bias is None else bias.to(weight.dtype).contiguous()
 
 
@@ -180,13 +176,15 @@ def _unsupported_sum(x: Tensor, residual: Tensor, weight: Tensor, *bias_and_eps:
     return unsupported_floats(residual, x) or _unsupported_layer_norm(x, weight, bias, bias_and_eps[-1])
 
 
-def _row(name: str, formula: Function, fused: Function, native: Function, unsupported: Function) -> Operation:
+def _operation(name: str, formula: Function, fused: Function, native: Function, unsupported: Function) -> Operation:
     return Operation(name, formula, torch_function(fused), Native("norm", native, unsupported))
 
 
 OPERATIONS = (
-    _row("layer_norm", layer_norm, torch_layer_norm, _native_layer_norm, _unsupported_layer_norm),
-    _row("rms_norm", rms_norm, torch_rms_norm, _native_rms_norm, _unsupported_rms_norm),
-    _row("add_layer_norm", of_sum(layer_norm), of_sum(torch_layer_norm), _native_add_layer_norm, _unsupported_sum),
-    _row("add_rms_norm", of_sum(rms_norm), of_sum(torch_rms_norm), _native_add_rms_norm, _unsupported_sum),
+    _operation("layer_norm", layer_norm, torch_layer_norm, _native_layer_norm, _unsupported_layer_norm),
+    _operation("rms_norm", rms_norm, torch_rms_norm, _native_rms_norm, _unsupported_rms_norm),
+    _operation(
+        "add_layer_norm", of_sum(layer_norm), of_sum(torch_layer_norm), _native_add_layer_norm, _unsupported_sum
+    ),
+    _operation("add_rms_norm", of_sum(rms_norm), of_sum(torch_rms_norm), _native_add_rms_norm, _unsupported_sum),
 )

@@ -6,6 +6,7 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -58,7 +59,7 @@ class Native:
 
 @dataclass(frozen=True)
 class Operation:
-    """A row of the selection.
+    """An operation and the ways to compute it.
 
     `formula` is the fallback everywhere and the oracle of the other implementations; None for what is no part of a
     model. `portable` is what runs without the kernels of csrc/ (default: the formula). `required` is what a setting
@@ -155,11 +156,8 @@ def with_fallback(
 def without_derivative(namespace: str, *names: str) -> None:
     """Refuses to differentiate these operations: PyTorch would take their derivatives for zero, with a warning."""
     for name in names:
-        torch.library.register_autograd(f"{namespace}::{name}", _refusal(name))
+        torch.library.register_autograd(f"{namespace}::{name}", partial(_refuse, name))
 
 
-def _refusal(name: str) -> Callable[..., NoReturn]:
-    def refuse(ctx: Any, *grads: Any) -> NoReturn:
-        raise ConfigError(f"{name}: this native kernel has no derivative; --kernels ref has one")
-
-    return refuse
+def _refuse(name: str, ctx: Any, *grads: Any) -> NoReturn:
+    raise ConfigError(f"{name}: this native kernel has no derivative; --kernels ref has one")

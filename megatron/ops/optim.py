@@ -65,9 +65,9 @@ def _portable(target: Target) -> Implementation:
     return Implementation("torch", None, "PyTorch's own functions, a tensor at a time")
 
 
-def _row(name: str, function: Callable[..., Any], note: str = "") -> Operation:
+def _operation(name: str, function: Callable[..., Any], note: str = "") -> Operation:
     native = Native("optim", function, unsupported_floats, left_to_compiler=False, note=lambda target: note)
     return Operation(name, None, _portable, native)
 
 
-OPERATIONS = (_row("adamw", _native_adamw), _row("grad_norm", _native_grad_norm, _DOUBLE_PRECISION))
+OPERATIONS = (_operation("adamw", _native_adamw), _operation("grad_norm", _native_grad_norm, _DOUBLE_PRECISION))

@@ -18,9 +18,7 @@ from megatron.ops import attention as attention_op
 from megatron.ops import wgrad
 from megatron.ops.library import Library, library, this_gpu
 from megatron.ops.operation import Fallbacks, Implementation, Operation, Target, on_stderr, with_fallback
-from megatron.ops.rows import ROWS
-
-OPS: tuple[str, ...] = tuple(ROWS)
+from megatron.ops.registry import OPERATIONS
 
 
 @dataclass(frozen=True)
@@ -34,7 +32,8 @@ class Choice:
 class Kernels:
     """The operations that a model is built from. Their formulas are in the modules of this package.
 
-    The fields give the type checker their signatures; an operation without a field here is an attribute all the same.
+    The fields give the type checker their signatures and the table its order; an operation without a field here is an
+    attribute all the same, and comes last.
     """
 
     layer_norm: Callable[[Tensor, Tensor, Tensor | None, float], Tensor]
@@ -76,6 +75,14 @@ class Kernels:
         return "\n".join(lines if self.note is None else [*lines, self.note])
 
 
+def _ordered() -> list[Operation]:
+    places = [item.name for item in fields(Kernels)]
+    return sorted(OPERATIONS.values(), key=lambda one: places.index(one.name) if one.name in places else len(places))
+
+
+OPS: tuple[str, ...] = tuple(operation.name for operation in _ordered())
+
+
 def resolve(
     spec: str,
     device_type: str,
@@ -96,10 +103,10 @@ def resolve(
         raise ConfigError(f"--kernels {spec}: the native kernels are {why_not}; or use --kernels auto")
     fallbacks = None if mode == "native" else Fallbacks(warn)
     chosen = {
-        row.name: Implementation("ref", row.formula, "left out by --kernels")
-        if row.name in excluded
-        else _choose(row, mode, target, native, why_not, fallbacks)
-        for row in ROWS.values()
+        one.name: Implementation("ref", one.formula, "left out by --kernels")
+        if one.name in excluded
+        else _choose(one, mode, target, native, why_not, fallbacks)
+        for one in _ordered()
     }
     functions: dict[str, Any] = {name: implementation.function for name, implementation in chosen.items()}
     if functions["attention"] is attention_op.attention:
@@ -114,24 +121,24 @@ def resolve(
 
 
 def _choose(
-    row: Operation, mode: str, target: Target, native: Library, why_not: str | None, fallbacks: Fallbacks | None
+    op: Operation, mode: str, target: Target, native: Library, why_not: str | None, fallbacks: Fallbacks | None
 ) -> Implementation:
     if mode == "ref":
-        return Implementation("ref", row.formula, "--kernels ref")
-    if (required := row.required(target)) is not None:
+        return Implementation("ref", op.formula, "--kernels ref")
+    if (required := op.required(target)) is not None:
         return required
-    portable = row.without_native(target)
-    if row.native is None or (row.native.cpu_only and target.device_type == "cuda"):
+    portable = op.without_native(target)
+    if op.native is None or (op.native.cpu_only and target.device_type == "cuda"):
         return portable
-    unverified = target.device_type == "cuda" and row.native.room in native.unverified
+    unverified = target.device_type == "cuda" and op.native.room in native.unverified
     if why_not is None and unverified and mode == "auto":
         why_not = "not yet verified on a GPU as it is (tools/gpu_check.py)"
     if why_not is None:
         verified = ", NOT verified on a GPU" if unverified else ""
-        function = row.native.bound(native.ops)
+        function = op.native.bound(native.ops)
         if portable.function is not None:
-            function = with_fallback(row.name, row.native, function, portable.function, fallbacks)
-        return Implementation("native", function, f"csrc{verified}{row.native.note(target)}")
+            function = with_fallback(op.name, op.native, function, portable.function, fallbacks)
+        return Implementation("native", function, f"csrc{verified}{op.native.note(target)}")
     if native.missing is not None:  # said once, under the table
         return portable
     return replace(portable, reason=f"{portable.reason}; native is {why_not}")
@@ -139,8 +146,8 @@ def _choose(
 
 def left_to_compiler(kernels: Kernels) -> list[str]:
     """Of the operations with native kernels, those that a compiled layer computes by their formulas."""
-    rows = (ROWS[choice.op] for choice in kernels.choices if choice.backend == "native")
-    return [row.name for row in rows if row.native is not None and row.native.left_to_compiler]
+    native = (OPERATIONS[choice.op] for choice in kernels.choices if choice.backend == "native")
+    return [op.name for op in native if op.native is not None and op.native.left_to_compiler]
 
 
 def why_not_native(native: Library, device_type: str) -> str | None:

@@ -16,7 +16,7 @@ from megatron.ops.operation import (
     unsupported_floats,
     without_derivative,
 )
-from megatron.ops.precision import widened
+from megatron.utils.dtype import widened
 
 
 def softmax(scores: Tensor, mask: Tensor | None, scale: float, causal: bool = False) -> Tensor:

@@ -1,4 +1,4 @@
-"""torch's default dtype, for a block."""
+"""torch's default dtype, for a block; and the dtype that formulas compute in."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from torch import Tensor
 
 
 @contextmanager
@@ -17,3 +18,8 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
         yield
     finally:
         torch.set_default_dtype(previous)
+
+
+def widened(x: Tensor) -> Tensor:
+    """Half precision as fp32; other dtypes as they are."""
+    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x

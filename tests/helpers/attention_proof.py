@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron.ops import attention as attention_op
 from megatron.ops.proof import Call, Draw, Proof
-from megatron.ops.rows import ROWS
+from megatron.ops.registry import OPERATIONS
 
 # batch, heads, groups, queries, keys, width
 SHAPES = (
@@ -33,7 +33,7 @@ def oracle(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causa
 
 
 def kernel(ops: Any) -> Callable[..., Tensor]:
-    native = ROWS["attention"].native
+    native = OPERATIONS["attention"].native
     assert native is not None
     attention = native.bound(ops)
 

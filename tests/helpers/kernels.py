@@ -17,7 +17,7 @@ import torch
 
 from megatron.ops.library import library
 from megatron.ops.operation import with_fallback
-from megatron.ops.rows import ROWS, register
+from megatron.ops.registry import OPERATIONS, register
 from tests.helpers.scripts import load_script
 from tests.policy.rules import ROOT
 
@@ -68,16 +68,16 @@ def backend(name: str) -> Backend:
 
 def kernel(op: str, ops: Any) -> Callable[..., Any]:
     """The native implementation of an operation; `ops` is torch.ops.<namespace>."""
-    native = ROWS[op].native
+    native = OPERATIONS[op].native
     assert native is not None
     return native.bound(ops)
 
 
 def strict(op: str, ops: Any) -> Callable[..., Any]:
     """As under --kernels native: refuses what the kernel cannot take."""
-    row = ROWS[op]
-    assert row.native is not None and row.formula is not None
-    return with_fallback(op, row.native, row.native.bound(ops), row.formula, None)
+    operation = OPERATIONS[op]
+    assert operation.native is not None and operation.formula is not None
+    return with_fallback(op, operation.native, operation.native.bound(ops), operation.formula, None)
 
 
 BACKENDS = ("cpu", "emulated", "cuda")

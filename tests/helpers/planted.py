@@ -22,7 +22,7 @@ import pytest
 import torch
 
 from megatron.ops.proof import PROOFS, Draw, check
-from megatron.ops.rows import register
+from megatron.ops.registry import register
 from tests.helpers.attention_proof import CPU_PROOFS
 from tests.helpers.kernels import builder
 from tests.policy.rules import ROOT

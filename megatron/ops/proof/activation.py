@@ -30,35 +30,34 @@ def with_bias(draw: Draw) -> Iterator[Call]:
     yield Call("inf and nan", (draw.with_specials(6, 64), draw(64)))
 
 
-def both_forms(calls: Callable[[Draw], Iterator[Call]]) -> Callable[[Draw], Iterator[Call]]:
+def both_forms(calls: Iterator[Call]) -> Iterator[Call]:
     """Of GELU: by tanh and by erf."""
-
-    def generate(draw: Draw) -> Iterator[Call]:
-        for call in calls(draw):
-            for tanh in (True, False):
-                yield Call(f"{call.name}, {'tanh' if tanh else 'erf'}", (*call.args, tanh))
-
-    return generate
+    for call in calls:
+        for tanh in (True, False):
+            yield Call(f"{call.name}, {'tanh' if tanh else 'erf'}", (*call.args, tanh))
 
 
-def with_many_rows(
-    calls: Callable[[Draw], Iterator[Call]], arguments: Callable[[Draw, int], tuple[Any, ...]]
-) -> Callable[[Draw], Iterator[Call]]:
+def many_rows(draw: Draw, arguments: Callable[[int], tuple[Any, ...]]) -> Iterator[Call]:
     """More than a grid has; slow in the emulator, and the same for every dtype and function: a gated one and one with a
     bias are enough."""
+    if draw.dtype == torch.float32:
+        yield Call("many rows", arguments(66_000), grads=(0,))  # that of a bias is the sum of parts
 
-    def generate(draw: Draw) -> Iterator[Call]:
-        yield from calls(draw)
-        if draw.dtype == torch.float32:
-            yield Call("many rows", arguments(draw, 66_000), grads=(0,))  # that of a bias is the sum of parts
 
-    return generate
+def gated(draw: Draw) -> Iterator[Call]:
+    yield from inputs(draw)
+    yield from many_rows(draw, lambda rows: (draw(rows, 2),))
+
+
+def biased(draw: Draw) -> Iterator[Call]:
+    yield from both_forms(with_bias(draw))
+    yield from many_rows(draw, lambda rows: (draw(rows, 1), draw(1), True))
 
 
 PROOFS = (
-    proof_of("swiglu", with_many_rows(inputs, lambda draw, rows: (draw(rows, 2),))),
-    proof_of("geglu", both_forms(inputs)),
-    proof_of("gelu", both_forms(inputs)),
-    proof_of("bias_gelu", with_many_rows(both_forms(with_bias), lambda draw, rows: (draw(rows, 1), draw(1), True))),
+    proof_of("swiglu", gated),
+    proof_of("geglu", lambda draw: both_forms(inputs(draw))),
+    proof_of("gelu", lambda draw: both_forms(inputs(draw))),
+    proof_of("bias_gelu", biased),
     proof_of("squared_relu", inputs),
 )

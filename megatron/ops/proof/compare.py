@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.ops.rows import ROWS
+from megatron.ops.operation import DTYPES
+from megatron.ops.registry import OPERATIONS
 
 # How far an output may be from fp64 (relative Frobenius norm); halves must also be as near as the plain formula is.
 LIMITS = {torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}
@@ -64,18 +65,21 @@ class Proof:
     kernel: Callable[[Any], Callable[..., Any]]
     oracle: Callable[..., Any]
     calls: Callable[[Draw], Iterator[Call]]
-    dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16)
+    dtypes: tuple[torch.dtype, ...] = DTYPES
     limits: dict[torch.dtype, float] = field(default_factory=dict)  # where they differ from LIMITS
     as_near_as_ref: float = AS_NEAR_AS_REF  # how many times the plain formula's error an error in halves may be
 
 
-def proof_of(op: str, calls: Callable[[Draw], Iterator[Call]], **tolerances: Any) -> Proof:
-    """Of an operation's kernel by its formula."""
-    row = ROWS[op]
-    assert row.native is not None and row.formula is not None
-    return Proof(
-        name=op, room=row.native.room, kernel=row.native.bound, **({"oracle": row.formula} | tolerances), calls=calls
-    )
+def proof_of(name: str, calls: Callable[[Draw], Iterator[Call]], **given: Any) -> Proof:
+    """Of an operation's kernel by its formula, or what is `given` in their place."""
+    operation = OPERATIONS[name]
+    assert operation.native is not None
+    usual: dict[str, Any] = {
+        "room": operation.native.room,
+        "kernel": operation.native.bound,
+        "oracle": operation.formula,
+    }
+    return Proof(name=name, calls=calls, **(usual | given))
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.ops.cross_entropy import cross_entropy
-from megatron.ops.precision import widened
 from megatron.ops.proof.compare import Call, Draw, Proof, proof_of
+from megatron.utils.dtype import widened
 
 
 def logits_and_labels(draw: Draw) -> Iterator[tuple[str, Tensor, Tensor]]:

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.ops.operation import DTYPES
 from megatron.ops.optim import joined, split
-from megatron.ops.proof.compare import Call, Draw, Proof
+from megatron.ops.proof.compare import Call, Draw, proof_of
 
 BETAS, EPS = (0.9, 0.999), 1e-8
 HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -109,20 +110,6 @@ def square_sum_calls(draw: Draw) -> Iterator[Call]:
 
 
 PROOFS = (
-    Proof(
-        name="adamw",
-        room="optim",
-        kernel=kernel,
-        oracle=adamw,
-        calls=calls,
-        dtypes=(torch.float32, torch.bfloat16),  # of the gradients
-    ),
-    Proof(
-        name="grad_norm",
-        room="optim",
-        kernel=lambda ops: ops.square_sum,
-        oracle=square_sum,
-        calls=square_sum_calls,
-        limits=dict.fromkeys((torch.float32, torch.bfloat16, torch.float16), 1e-13),
-    ),
+    proof_of("adamw", calls, kernel=kernel, oracle=adamw, dtypes=(torch.float32, torch.bfloat16)),  # of the gradients
+    proof_of("grad_norm", square_sum_calls, oracle=square_sum, limits=dict.fromkeys(DTYPES, 1e-13)),
 )

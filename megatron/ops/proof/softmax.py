@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from megatron.ops.precision import widened
 from megatron.ops.proof.compare import Call, Draw, proof_of
 from megatron.ops.softmax import softmax
+from megatron.utils.dtype import widened
 
 SHAPES = ((1, 1, 1, 1), (2, 3, 5, 7), (1, 2, 33, 33), (2, 1, 3, 1000), (1, 1, 2, 4097), (3, 2, 16, 64))
 

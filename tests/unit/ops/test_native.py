@@ -14,7 +14,7 @@ from megatron.errors import ConfigError
 from megatron.ops import resolve
 from megatron.ops.activation import squared_relu, swiglu
 from megatron.ops.proof import PROOFS, Draw, Proof, check, flat_tensors
-from megatron.ops.rows import ROWS
+from megatron.ops.registry import OPERATIONS
 from tests.helpers.attention_proof import CPU_PROOFS
 from tests.helpers.kernels import BACKENDS, ORDERS, Backend, backend, emulator_order
 
@@ -122,7 +122,7 @@ def test_opcheck_of_every_operation() -> None:
         torch.library.opcheck(op, args, named)
 
 
-@pytest.mark.parametrize("op", [op for op, proof in PROOFS.items() if op in ROWS and proof.room != "optim"])
+@pytest.mark.parametrize("op", [op for op, proof in PROOFS.items() if op in OPERATIONS and proof.room != "optim"])
 def test_a_second_derivative_is_right_or_refused(op: str) -> None:
     """PyTorch would take it for zero and only warn."""
 
@@ -213,7 +213,9 @@ REFUSED: dict[str, list[tuple[tuple[Any, ...], str]]] = {
 
 def test_every_operation_refuses_something() -> None:
     """But the optimizer's, which are given nothing but its own flat buffers."""
-    assert set(REFUSED) == {name for name, row in ROWS.items() if row.native is not None and row.native.room != "optim"}
+    assert set(REFUSED) == {
+        name for name, row in OPERATIONS.items() if row.native is not None and row.native.room != "optim"
+    }
 
 
 @pytest.mark.parametrize(("op", "args", "reason"), [(op, *case) for op, cases in REFUSED.items() for case in cases])

@@ -21,7 +21,7 @@ COMPARE = """
 import sys
 import torch
 from megatron.ops.proof import PROOFS, Draw, check, flat_tensors
-from megatron.ops.rows import register
+from megatron.ops.registry import register
 from tests.helpers.attention_proof import CPU_PROOFS
 path, namespace, most, *names = sys.argv[1:]
 torch.ops.load_library(path)

@@ -9,7 +9,7 @@ from megatron.errors import ConfigError
 from megatron.ops import OPS, activation, norm, resolve, rope
 from megatron.ops.library import Library
 from megatron.ops.operation import Operation
-from megatron.ops.rows import ROWS
+from megatron.ops.registry import OPERATIONS
 from megatron.ops.select import left_to_compiler
 
 BUILT = Library()
@@ -58,7 +58,7 @@ def test_attention_backend_that_is_explicit(backend: str) -> None:
         ("fast", "'fast' is not one of auto, native, ref"),
         ("auto,rope", "only exclusions such as -rope"),
         ("auto,-ropes", "did you mean -rope"),
-        ("auto,-xyz", "there are gelu, bias_gelu"),
+        ("auto,-xyz", "there are layer_norm, rms_norm, add_layer_norm"),
     ],
 )
 def test_refusals_are_one_line_with_the_way_out(spec: str, message: str) -> None:
@@ -82,7 +82,7 @@ def test_a_copy_of_a_model_has_the_same_kernels() -> None:
 def test_an_operation_without_a_declared_signature_is_an_attribute_all_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setitem(ROWS, "twice", Operation("twice", lambda x: 2 * x))
+    monkeypatch.setitem(OPERATIONS, "twice", Operation("twice", lambda x: 2 * x))
     kernels = copy.deepcopy(resolve("auto", "cpu"))
     assert kernels.twice(3) == 6 and kernels.choices[-1].op == "twice"
     with pytest.raises(AttributeError, match="there is no operation 'thrice'"):

@@ -1,4 +1,4 @@
-"""The operations of this package: every module here that defines OPERATIONS contributes its rows to the selection."""
+"""The operations of this package: every module here that defines OPERATIONS has some."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megatron.ops.operation import Operation
 
 _NAMES = sorted(path.stem for path in Path(__file__).parent.glob("[a-z]*.py"))
 _MODULES = [module for name in _NAMES if hasattr(module := import_module(f"megatron.ops.{name}"), "OPERATIONS")]
-ROWS: dict[str, Operation] = {row.name: row for module in _MODULES for row in module.OPERATIONS}
+OPERATIONS: dict[str, Operation] = {one.name: one for module in _MODULES for one in module.OPERATIONS}
 
 
 def register(namespace: str) -> None:
