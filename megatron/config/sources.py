@@ -88,13 +88,15 @@ class Assignments:
         self._spelled[setting.name] = spelled
 
     def add(self, given: Given, target: Target) -> None:
-        spelled = given.spelling if given.raw is True else f"{given.spelling} {show(given.raw)}"
+        text = "" if given.raw is True else show(given.raw)
+        spelled = f"{given.spelling} {text}".rstrip()
+        if not isinstance(target, Setting) and given.raw is False:
+            return  # `--deepspeed=false`, or `deepspeed: false` in a file
         if isinstance(target, CompatFlag):
-            self._add_compat(given, target)
+            line = apply_compat(target, text)
+            if line is not None:
+                self.notices.append(line)
         elif isinstance(target, RetiredFlag):
-            if given.raw is False:
-                return
-            text = "" if given.raw is True else show(given.raw)
             for name, raw in target.sets(text).items():
                 setting = settings_by_name()[name]
                 self.set(setting, raw if setting.is_switch else parse_value(setting, raw), spelled)
@@ -106,13 +108,6 @@ class Assignments:
             if given.spelling in target.flag.aliases and given.spelling != target.spelling:
                 self.notices.append(f"{given.spelling}: taken as {target.spelling}")
             self.set(target, value, spelled)
-
-    def _add_compat(self, given: Given, target: CompatFlag) -> None:
-        if given.raw is False:  # `--deepspeed=false`, or `deepspeed: false` in a file
-            return
-        line = apply_compat(target, "" if given.raw is True else show(given.raw))
-        if line is not None:
-            self.notices.append(line)
 
 
 def interpret(given: Given, setting: Setting) -> Any:

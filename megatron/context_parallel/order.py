@@ -34,12 +34,13 @@ def own_part(x: Tensor, cp: Axis, dim: int) -> Tensor:
 
 def in_sequence(x: Tensor, ranks: int, dim: int) -> Tensor:
     """Reorders from by-rank order to sequence order."""
-    return _reordered(x, _by_rank(ranks), dim, back=True)
+    order = _by_rank(ranks)
+    return _reordered(x, sorted(range(len(order)), key=order.__getitem__), dim)
 
 
 def by_rank(x: Tensor, ranks: int, dim: int) -> Tensor:
     """Reorders from sequence order to by-rank order."""
-    return _reordered(x, _by_rank(ranks), dim, back=False)
+    return _reordered(x, _by_rank(ranks), dim)
 
 
 def own_positions(tokens: int, cp: Axis, device: torch.device) -> Tensor:
@@ -84,7 +85,6 @@ def _by_rank(ranks: int) -> list[int]:
     return [chunk for rank in range(ranks) for chunk in chunks_of(rank, ranks)]
 
 
-def _reordered(x: Tensor, chunks: list[int], dim: int, *, back: bool) -> Tensor:
-    order = sorted(range(len(chunks)), key=chunks.__getitem__) if back else chunks
-    parts = x.chunk(len(chunks), dim)
-    return torch.cat([parts[number] for number in order], dim)
+def _reordered(x: Tensor, order: list[int], dim: int) -> Tensor:
+    chunks = x.chunk(len(order), dim)
+    return torch.cat([chunks[number] for number in order], dim)

@@ -103,10 +103,11 @@ class ParallelState:
         `timeout` is that of every collective (torch does not hand down the one the world was initialised with).
         `links` asks for `pp_links`; unset, where the backend needs them.
         """
-        make_group = make_group or partial(_new_group, timeout=timeout)
-        made: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        groups = _make_groups(layout, make_group or partial(_new_group, timeout=timeout))
         comm_log = CommLog()
-        axes = {name: replace(_build_axis(layout, rank, name, make_group, made), comm_log=comm_log) for name in AXES}
+        axes = {
+            axis.name: replace(axis, _group=groups.get(axis.ranks), comm_log=comm_log) for axis in _axes(layout, rank)
+        }
         if links is None:
             links = layout.pp > 1 and dist.is_initialized() and dist.get_backend() != "gloo"
         pp_links = _build_links(layout, axes["pp"], timeout) if links else ()
@@ -115,11 +116,7 @@ class ParallelState:
     @staticmethod
     def plan(layout: Layout, rank: int) -> ParallelState:
         """The same axes without process groups, for arithmetic: a collective over one of them raises."""
-        axes = {}
-        for name in AXES:
-            ranks = layout.group_of(name, rank)
-            axes[name] = Axis(name, ranks.index(rank), len(ranks), ranks)
-        return ParallelState(layout, rank, **axes)  # type: ignore[arg-type]
+        return ParallelState(layout, rank, **{axis.name: axis for axis in _axes(layout, rank)})  # type: ignore[arg-type]
 
     def axis(self, name: str) -> Axis:
         if name not in AXES:
@@ -128,17 +125,21 @@ class ParallelState:
         return axis
 
 
-def _build_axis(
-    layout: Layout, rank: int, name: str, make_group: GroupMaker, made: dict[tuple[int, ...], dist.ProcessGroup]
-) -> Axis:
-    mine = layout.group_of(name, rank)
-    for ranks in layout.groups(name):
-        # Every rank makes every group: creating one is a collective of the whole world.
-        if len(ranks) > 1 and ranks not in made:  # dp and dp_cp are often the same ranks: one communicator serves both
-            made[ranks] = make_group(name, ranks)
-    if len(mine) == 1:
-        return Axis.single(name, rank)
-    return Axis(name, mine.index(rank), len(mine), mine, made[mine])
+def _axes(layout: Layout, rank: int) -> list[Axis]:
+    """Without process groups."""
+    members = {name: layout.group_of(name, rank) for name in AXES}
+    return [Axis(name, ranks.index(rank), len(ranks), ranks) for name, ranks in members.items()]
+
+
+def _make_groups(layout: Layout, make_group: GroupMaker) -> dict[tuple[int, ...], dist.ProcessGroup]:
+    """Every rank makes every group, because creating one is a collective of the whole world. dp and dp_cp are often the
+    same ranks: one communicator serves both."""
+    made: dict[tuple[int, ...], dist.ProcessGroup] = {}
+    for name in AXES:
+        for ranks in layout.groups(name):
+            if len(ranks) > 1 and ranks not in made:
+                made[ranks] = make_group(name, ranks)
+    return made
 
 
 def _build_links(layout: Layout, pp: Axis, timeout: timedelta | None) -> tuple[Axis, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from megatron.config.blend import parse_blend, parse_split
 from megatron.config.notices import given, spelled
 from megatron.config.run import RunConfig
+from megatron.config.sections.checkpoint import CheckpointConfig
 from megatron.errors import ConfigError
 
 _SHARED = ("data_path", "data_args_path")
@@ -97,7 +98,7 @@ def check_checkpoint(config: RunConfig) -> None:
         raise ConfigError(f"{spelled(config, 'save')}: how often? add --save-interval STEPS")
     if checkpoint.load is None:
         for name in ("ckpt_step", "finetune", "use_checkpoint_args", "perform_initialization"):
-            if given(config, name) and getattr(checkpoint, name) != _DEFAULTS[name]:
+            if given(config, name) and getattr(checkpoint, name) != getattr(CheckpointConfig, name):
                 raise ConfigError(f"{spelled(config, name)}: there is no checkpoint to load; add --load DIR")
     retain, interval = checkpoint.save_retain_interval, checkpoint.save_interval
     if retain is not None and (interval is None or retain % interval):
@@ -106,7 +107,5 @@ def check_checkpoint(config: RunConfig) -> None:
             "checkpoints to keep must be checkpoints that are saved"
         )
 
-
-_DEFAULTS = {"ckpt_step": None, "finetune": False, "use_checkpoint_args": False, "perform_initialization": True}
 
 CHECKS = (check_paths_and_split, check_fill_in_the_middle, check_checkpoint)

@@ -28,18 +28,12 @@ def check_units(config: RunConfig) -> None:
     by_samples = config.training.train_samples is not None
     if config.training.train_iters is None and not by_samples:
         return
-    if by_samples:
-        wrong = {"lr_decay_iters": "lr_decay_samples", "lr_warmup_iters": "lr_warmup_samples"}
-        wrong["lr_wsd_decay_iters"] = "lr_wsd_decay_samples"
-        length = spelled(config, "train_samples")
-    else:
-        wrong = {"lr_decay_samples": "lr_decay_iters", "lr_warmup_samples": "lr_warmup_iters"}
-        wrong["lr_wsd_decay_samples"] = "lr_wsd_decay_iters"
-        length = spelled(config, "train_iters")
-    for name, right in wrong.items():
-        if getattr(config.schedule, name):
-            way_out = f"use --{right.replace('_', '-')}"
-            raise ConfigError(f"{spelled(config, name)} and {length} count in different units; {way_out}")
+    right, wrong = ("samples", "iters") if by_samples else ("iters", "samples")
+    length = spelled(config, f"train_{right}")
+    for name in ("lr_decay", "lr_warmup", "lr_wsd_decay"):
+        if getattr(config.schedule, f"{name}_{wrong}"):
+            way_out = f"use --{name.replace('_', '-')}-{right}"
+            raise ConfigError(f"{spelled(config, f'{name}_{wrong}')} and {length} count in different units; {way_out}")
     if config.training.rampup_batch_size is not None and not by_samples:
         raise ConfigError(
             f"{spelled(config, 'rampup_batch_size')} and {length} cannot be combined; "
