@@ -40,9 +40,6 @@ class RetiredFlag:
     note: str
     values: Mapping[str, Any]
 
-    def sets(self, text: str) -> dict[str, Any]:
-        return {name: text if value is None else value for name, value in self.values.items()}
-
 
 @cache
 def retired_flags() -> Mapping[str, RetiredFlag]:

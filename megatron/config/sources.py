@@ -97,8 +97,8 @@ class Assignments:
             if line is not None:
                 self.notices.append(line)
         elif isinstance(target, RetiredFlag):
-            for name, raw in target.sets(text).items():
-                setting = settings_by_name()[name]
+            for name, value in target.values.items():
+                setting, raw = settings_by_name()[name], text if value is None else value
                 self.set(setting, raw if setting.is_switch else parse_value(setting, raw), spelled)
             self.notices.append(f"{spelled}: {target.note}")
         else:

@@ -6,10 +6,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from megatron.context_parallel.order import by_rank, chunks_of, in_sequence
+from megatron.context_parallel.sequence import by_rank, chunks_of, in_sequence
 from megatron.distributed import collectives
 from megatron.distributed.state import Axis
 from megatron.model.attention import CoreAttention, Window, attention_mask
+from megatron.ops.softmax import causal_mask
 
 _SEQUENCE = 2  # of [batch, heads, seq, d]
 
@@ -36,7 +37,7 @@ class GatheredAttention(nn.Module):
         if all(mask is None for mask in masks):
             return None, True
         whole = [
-            _triangle(size, (chunk + 1) * size, device) if mask is None else mask
+            causal_mask(size, (chunk + 1) * size, device)[None, None] if mask is None else mask
             for mask, chunk in zip(masks, chunks_of(cp.rank, cp.size))
         ]
         return torch.cat([nn.functional.pad(mask, (0, tokens * cp.size - mask.shape[-1])) for mask in whole], 2), False
@@ -60,7 +61,3 @@ class GatheredAttention(nn.Module):
             lambda pieces: in_sequence(collectives.gather_along(pieces, cp, dim), cp.size, dim),
             lambda grad: collectives.scatter_sum(by_rank(grad, cp.size, dim), cp, dim),
         )
-
-
-def _triangle(queries: int, keys: int, device: torch.device) -> Tensor:
-    return torch.ones(1, 1, queries, keys, dtype=torch.bool, device=device).tril(keys - queries)

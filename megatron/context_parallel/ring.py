@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron.context_parallel import blocks
 from megatron.context_parallel.blocks import Finished, Pair, Softmax
-from megatron.context_parallel.order import chunks_of
+from megatron.context_parallel.sequence import chunks_of
 from megatron.distributed import collectives
 from megatron.distributed.rng import default_generator, next_seed
 from megatron.distributed.state import Axis

@@ -1,16 +1,94 @@
-"""The model's view of a sequence of which this rank holds a part."""
+"""The balanced split of a sequence into 2N chunks, of which rank r of N holds chunks r and 2N - 1 - r.
+
+Under a causal mask late tokens attend to more keys than early ones; with this split all ranks have the same work.
+Tokens occur in three orders: of the sequence, of a rank's own part (its two chunks, ascending), and "by rank" (the
+parts of ranks 0, 1, ... concatenated, as collectives deliver them).
+"""
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from megatron.context_parallel.order import own_positions
 from megatron.distributed.state import Axis
 from megatron.errors import ConfigError
+from megatron.layout import CP_FLAG, nearest_multiples
 from megatron.model.attention import KVCache, SequenceView, Window
+from megatron.model.passes import Batch
+
+
+def chunks_of(rank: int, ranks: int) -> tuple[int, int]:
+    """The two chunks of a rank, ascending."""
+    return rank, 2 * ranks - 1 - rank
+
+
+def own_part(x: Tensor, cp: Axis, dim: int) -> Tensor:
+    """This rank's part of a sequence along `dim`."""
+    if cp.size == 1:
+        return x
+    assert x.shape[dim] % (2 * cp.size) == 0, f"{x.shape[dim]} tokens cannot be cut into {2 * cp.size} chunks"
+    chunks = x.chunk(2 * cp.size, dim)
+    return torch.cat([chunks[number] for number in chunks_of(cp.rank, cp.size)], dim)
+
+
+def in_sequence(x: Tensor, ranks: int, dim: int) -> Tensor:
+    """Reorders from by-rank order to sequence order."""
+    order = _by_rank(ranks)
+    return _reordered(x, sorted(range(len(order)), key=order.__getitem__), dim)
+
+
+def by_rank(x: Tensor, ranks: int, dim: int) -> Tensor:
+    """Reorders from sequence order to by-rank order."""
+    return _reordered(x, _by_rank(ranks), dim)
+
+
+def own_positions(tokens: int, cp: Axis, device: torch.device) -> Tensor:
+    """The positions in the sequence of this rank's `tokens` tokens."""
+    first, second = chunks_of(cp.rank, cp.size)
+    size = tokens // 2
+    steps = torch.arange(size, device=device)
+    return torch.cat([steps + first * size, steps + second * size])
+
+
+def slice_batch(batch: Batch, cp: Axis) -> Batch:
+    """Cuts every tensor [batch, seq, ...] of a batch to this rank's part of the sequence, except document ids, which
+    attention needs of all tokens."""
+    if cp.size == 1:
+        return batch
+    shape = _tokens_shape(batch, cp)
+
+    def cut(name: str, value: Any) -> Any:
+        per_token = isinstance(value, Tensor) and value.shape[:2] == shape and name != "document_ids"
+        return own_part(value, cp, 1) if per_token else value
+
+    return {name: cut(name, value) for name, value in batch.items()}
+
+
+def _tokens_shape(batch: Batch, cp: Axis) -> torch.Size:
+    tokens = batch.get("tokens")
+    if not isinstance(tokens, Tensor) or tokens.dim() != 2:
+        raise ConfigError(
+            f"{CP_FLAG} {cp.size}: a batch must have 'tokens' [batch, seq], by which it is cut, and has "
+            f"{', '.join(map(str, batch))}; use {CP_FLAG} 1 for other data"
+        )
+    if tokens.shape[1] % (2 * cp.size):
+        lengths = " or ".join(map(str, nearest_multiples(tokens.shape[1], 2 * cp.size)))
+        raise ConfigError(
+            f"{CP_FLAG} {cp.size}: samples of {tokens.shape[1]} tokens do not divide into {2 * cp.size} chunks; "
+            f"make them {lengths} long"
+        )
+    return tokens.shape
+
+
+def _by_rank(ranks: int) -> list[int]:
+    return [chunk for rank in range(ranks) for chunk in chunks_of(rank, ranks)]
+
+
+def _reordered(x: Tensor, order: list[int], dim: int) -> Tensor:
+    chunks = x.chunk(len(order), dim)
+    return torch.cat([chunks[number] for number in order], dim)
 
 
 class ContextAttention(Protocol):
@@ -24,7 +102,7 @@ class ContextAttention(Protocol):
 
 
 class SharedSequence(SequenceView):
-    """This rank's part of the split in `order.py`. `document_ids` are those of the whole sequence."""
+    """The model's view of this rank's part. `document_ids` are those of the whole sequence."""
 
     def __init__(self, cp: Axis, attention: type[ContextAttention]) -> None:
         self.cp, self.attention = cp, attention

@@ -9,7 +9,7 @@ from math import lcm
 import torch
 from torch import Tensor, nn
 
-from megatron.context_parallel.order import by_rank, in_sequence
+from megatron.context_parallel.sequence import by_rank, in_sequence
 from megatron.distributed import collectives
 from megatron.distributed.state import Axis
 from megatron.model.attention import CoreAttention, Window, attention_mask

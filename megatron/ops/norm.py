@@ -65,14 +65,12 @@ def register(namespace: str) -> None:
     ops = getattr(torch.ops, namespace)
 
     def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        x, weight, bias, *_ = inputs
-        _, mean, rstd = output
-        _keep(ctx, x, weight, bias, mean, rstd)
-
-    def save_sum(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        _, _, weight, bias, *_ = inputs
-        _, total, mean, rstd = output
-        _keep(ctx, total, weight, bias, mean, rstd)
+        *tensors, weight, bias, _, _ = inputs  # tensors: x, and perhaps a residual
+        *total, mean, rstd = output[1:]
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(mean, rstd)
+        ctx.save_for_backward(total[0] if total else tensors[0], weight, mean, rstd)
+        ctx.with_bias = bias is not None
 
     def gradients(ctx: Any, grad: Tensor | None, grad_sum: Tensor | None) -> tuple[Any, Any, Any]:
         x, weight, mean, rstd = ctx.saved_tensors
@@ -92,15 +90,8 @@ def register(namespace: str) -> None:
         return grad_x, grad_x, *others, None, None
 
     torch.library.register_autograd(f"{namespace}::norm_forward", backward, setup_context=save)
-    torch.library.register_autograd(f"{namespace}::add_norm_forward", backward_sum, setup_context=save_sum)
+    torch.library.register_autograd(f"{namespace}::add_norm_forward", backward_sum, setup_context=save)
     without_derivative(namespace, "norm_backward")
-
-
-def _keep(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, mean: Tensor, rstd: Tensor) -> None:
-    ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(mean, rstd)
-    ctx.save_for_backward(x, weight, mean, rstd)
-    ctx.with_bias = bias is not None
 
 
 def _register_shapes(namespace: str) -> None:

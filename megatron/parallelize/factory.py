@@ -29,7 +29,7 @@ from megatron.tensor_parallel import (
     VocabParallelTable,
     mappings,
 )
-from megatron.tensor_parallel.embedding import SequenceSlicedTable
+from megatron.tensor_parallel.vocabulary import SequenceSlicedTable
 
 CONTEXT_ATTENTION: dict[str, type[RingAttention] | type[UlyssesAttention] | type[GatheredAttention]] = {
     "p2p": RingAttention,

@@ -55,16 +55,13 @@ def check_positions(config: RunConfig) -> None:
 
 def check_rope(config: RunConfig) -> None:
     model = config.model
-    linear = model.rotary_seq_len_interpolation_factor is not None
-    scalings = [
-        name
-        for name, on in (
-            ("--position-embedding-type yarn", model.position_embedding_type == "yarn"),
-            ("--use-rope-scaling", model.use_rope_scaling),
-            ("--rotary-seq-len-interpolation-factor", linear),
-        )
-        if on
-    ]
+    scalings = _on(
+        {
+            "--position-embedding-type yarn": model.position_embedding_type == "yarn",
+            "--use-rope-scaling": model.use_rope_scaling,
+            "--rotary-seq-len-interpolation-factor": model.rotary_seq_len_interpolation_factor is not None,
+        }
+    )
     if len(scalings) > 1:
         raise ConfigError(f"{' and '.join(scalings)} are different scalings of RoPE; keep one of them")
     if scalings and model.positions != "rope":
@@ -84,6 +81,10 @@ def check_rope(config: RunConfig) -> None:
         )
 
 
+def _on(flags: dict[str, bool]) -> list[str]:
+    return [name for name, on in flags.items() if on]
+
+
 def check_window(config: RunConfig) -> None:
     window = config.model.window_size
     if window is not None and (len(window) != 2 or window[0] < 0 or window[1] != 0):
@@ -95,15 +96,7 @@ def check_window(config: RunConfig) -> None:
 
 def check_activation(config: RunConfig) -> None:
     model = config.model
-    chosen = [
-        name
-        for name, on in (
-            ("--swiglu", model.swiglu),
-            ("--squared-relu", model.squared_relu),
-            ("--openai-gelu", model.openai_gelu),
-        )
-        if on
-    ]
+    chosen = _on({"--swiglu": model.swiglu, "--squared-relu": model.squared_relu, "--openai-gelu": model.openai_gelu})
     if len(chosen) > 1:
         way_out = "keep one (a preset's is turned off with --swiglu=false)"
         raise ConfigError(f"{' and '.join(chosen)} each choose the activation; {way_out}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron.context_parallel.order import by_rank, chunks_of, in_sequence, own_part, own_positions, slice_batch
+from megatron.context_parallel.sequence import by_rank, chunks_of, in_sequence, own_part, own_positions, slice_batch
 from megatron.distributed.state import Axis
 from megatron.errors import ConfigError
 
