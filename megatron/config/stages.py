@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 
 from megatron.errors import ConfigError
 from megatron.layout import PP_FLAG, nearest_divisors
@@ -49,11 +50,7 @@ def split_layers(
 
 
 def _runs(counts: list[int]) -> tuple[range, ...]:
-    stages, start = [], 0
-    for count in counts:
-        stages.append(range(start, start + count))
-        start += count
-    return tuple(stages)
+    return tuple(range(end - count, end) for count, end in zip(counts, accumulate(counts)))
 
 
 def _chunks(layers: int, ranks: int, per_chunk: int, first: int | None, last: int | None) -> int:

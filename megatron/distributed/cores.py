@@ -50,8 +50,6 @@ def quota_cores(cores: int, quota_file: Path = _QUOTA) -> int:
 def threads_per_process(info: LaunchInfo, setting: int | None = None, cores: int | None = None) -> int:
     """CPU threads for this process: the setting, else the machine's usable cores shared by its ranks."""
     if setting is not None:
-        if setting < 1:
-            raise ConfigError(f"--cpu-threads {setting}: must be at least 1")
         return setting
     return max(1, (quota_cores(len(usable_cores())) if cores is None else cores) // info.local_world_size)
 

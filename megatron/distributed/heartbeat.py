@@ -84,7 +84,7 @@ class Heartbeat:
         while time.monotonic() < deadline and not any(status.state == "failed" for status in self._statuses.values()):
             with self._store_lock, suppress(RuntimeError):
                 self._read_announcement()
-                self._check_all(self._all_statuses())
+                self._check_all()
             time.sleep(0.2)
 
     def asked_to_end(self) -> None:
@@ -144,7 +144,7 @@ class Heartbeat:
                 self._read_announcement()
                 self._check_next_rank()
                 if time.monotonic() - self._comm_log.moved > self._patience and self._comm_log.waiting:
-                    self._check_all(self._all_statuses())
+                    self._check_all()
 
     # ---- the other ranks
 
@@ -161,16 +161,15 @@ class Heartbeat:
                 self._check(status)
                 return
 
-    def _check_all(self, statuses: list[RankStatus]) -> None:
+    def _check_all(self) -> None:
+        found = [self._read(rank) for rank in range(self._info.world_size)]
+        statuses = [status for status in found if status is not None]
         for status in statuses:
             if status.rank != self._info.rank:
                 self._check(status)
-        for found in (
-            mismatched_collectives(statuses),
-            deadlock(statuses, self._info.world_size, self._patience),
-        ):
-            if found is not None:
-                self._announce(f"hang {found}")
+        hang = mismatched_collectives(statuses) or deadlock(statuses, self._info.world_size, self._patience)
+        if hang is not None:
+            self._announce(f"hang {hang}")
 
     def _check(self, status: RankStatus) -> None:
         silent = time.monotonic() - self._last_seen[status.rank][1]
@@ -192,10 +191,6 @@ class Heartbeat:
         if self._last_seen.get(rank, (-1, 0.0))[0] != status.number:
             self._last_seen[rank] = (status.number, time.monotonic())
         return status
-
-    def _all_statuses(self) -> list[RankStatus]:
-        statuses = [self._read(rank) for rank in range(self._info.world_size)]
-        return [status for status in statuses if status is not None]
 
     # ---- ending the run
 

@@ -159,17 +159,16 @@ def init_process_group(info: LaunchInfo, backend: str, timeout: timedelta, devic
             device_id=None if backend == "gloo" else device,
         )
     except (RuntimeError, dist.DistError) as error:
-        address = f"{info.master_addr}:{info.master_port}"
-        raise _rendezvous_error(info, address, host_here, error) from error
+        raise _rendezvous_error(info, host_here, error) from error
 
 
-def _rendezvous_error(info: LaunchInfo, address: str, host_here: bool, error: Exception) -> Exception:
+def _rendezvous_error(info: LaunchInfo, host_here: bool, error: Exception) -> Exception:
     reason = str(error).splitlines()[0] if str(error) else type(error).__name__
     if host_here and ("EADDRINUSE" in str(error) or "in use" in str(error)):
         return ConfigError(f"--master-port {info.master_port}: already in use on this machine; choose another port")
     return PeerLostError(
-        f"rank {info.rank} of {info.world_size} could not meet the others at {address} "
-        f"(attempt {info.attempt}): {reason}"
+        f"rank {info.rank} of {info.world_size} could not meet the others at "
+        f"{info.master_addr}:{info.master_port} (attempt {info.attempt}): {reason}"
     )
 
 

@@ -23,6 +23,8 @@ import torch
 from megatron.distributed.state import Axis
 from megatron.layout import Coordinates
 
+CPU = torch.device("cpu")
+
 RngState = dict[str, Any]
 """Plain numbers and uint8 tensors only, so that `torch.load(weights_only=True)` admits it."""
 
@@ -47,9 +49,8 @@ def seed_rank(seed: int, place: Coordinates) -> int:
     return value
 
 
-def get_rng_state(device: torch.device | str = "cpu") -> RngState:
+def get_rng_state(device: torch.device = CPU) -> RngState:
     """The state of every generator that a step may draw from."""
-    device = torch.device(device)
     version, words, gauss = random.getstate()
     numpy: dict[str, Any] = np.random.get_state(legacy=False)
     state: RngState = {
@@ -68,9 +69,8 @@ def get_rng_state(device: torch.device | str = "cpu") -> RngState:
     return state
 
 
-def set_rng_state(state: RngState, device: torch.device | str = "cpu") -> None:
+def set_rng_state(state: RngState, device: torch.device = CPU) -> None:
     """Restores every generator to the state that `get_rng_state` returned."""
-    device = torch.device(device)
     python, numpy = state["python"], state["numpy"]
     random.setstate((python["version"], tuple(python["words"]), python["gauss"]))
     key = np.frombuffer(numpy["key"].numpy().tobytes(), dtype=np.uint32)
@@ -88,8 +88,8 @@ class SplitRandom:
     restores that generator, for recomputation or a resume, restores the stream too.
     """
 
-    def __init__(self, axis: Axis, device: torch.device | str = "cpu") -> None:
-        self._axis, self._device = axis, torch.device(device)
+    def __init__(self, axis: Axis, device: torch.device = CPU) -> None:
+        self._axis, self._device = axis, device
 
     @contextmanager
     def fork(self) -> Iterator[None]:

@@ -125,8 +125,7 @@ class ShardSpec:
 
     def put(self, full: torch.Tensor, local: torch.Tensor) -> None:
         """Writes this rank's stored tensor `local` to its place in the whole parameter."""
-        for here, there in pieces(self, self.whole()):
-            _cut(full.view(self.split_shape), self.dim, there).copy_(_cut(self.view(local), self.dim, here))
+        copy_common(self, local, self.whole(), full)
 
 
 def even_ranges(size: int, parts: int, index: int) -> tuple[Range, ...]:

@@ -27,7 +27,7 @@ from megatron.ops.operation import (
     without_derivative,
 )
 from megatron.ops.sdpa import explanation, order, sdpa
-from megatron.ops.softmax import softmax
+from megatron.ops.softmax import readable, softmax
 
 _FEW = 16  # queries for which it does not pay to lay out the keys
 
@@ -115,9 +115,8 @@ def _native_attention(
 ) -> Tensor:
     queries, keys = query.shape[2], key.shape[2]
     tensors = [t.transpose(1, 2) if t.stride(3) == 1 else t.transpose(1, 2).contiguous() for t in (query, key, value)]
-    if mask is not None:  # [batch or 1, heads or 1, queries or 1, keys]
-        mask = mask[(None,) * (4 - mask.dim())].expand(-1, -1, -1, keys)
-        mask = mask if mask.stride(3) == 1 else mask.contiguous()
+    if mask is not None:
+        mask = readable(mask, keys)
     # Drawn where torch's own dropout would draw: what replays that replays this.
     seed = torch.randint(2**62, (1,)) if dropout_p > 0.0 else None
     diagonal = keys - queries if causal else keys

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron.ops.sdpa import sdpa
-from megatron.ops.softmax import softmax
+from megatron.ops.softmax import readable, softmax
 
 # Up to these lengths it was measured to be so much faster that the memory is worth it (docs/performance.md).
 MAX_KEYS, MAX_KEYS_HALF = 1024, 2048
@@ -47,8 +47,7 @@ def blocked_attention(
     if not square or query.dtype == torch.float16:
         return sdpa(query, key, value, mask=mask, causal=causal, scale=scale, dropout_p=dropout_p)
     if mask is not None:
-        mask = mask[(None,) * (4 - mask.dim())].expand(-1, -1, -1, seq)  # [batch or 1, heads or 1, seq or 1, seq]
-        mask = mask if mask.stride(3) == 1 else mask.contiguous()
+        mask = readable(mask, seq)
     return _BlockedAttention.apply(query, key, value, mask, causal, scale, dropout_p)
 
 

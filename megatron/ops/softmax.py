@@ -37,6 +37,12 @@ def causal_mask(queries: int, keys: int, device: torch.device) -> Tensor:
     return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
 
 
+def readable(mask: Tensor, keys: int) -> Tensor:
+    """A mask of up to four dimensions as [batch or 1, heads or 1, queries or 1, keys], the keys side by side."""
+    mask = mask[(None,) * (4 - mask.dim())].expand(-1, -1, -1, keys)
+    return mask if mask.stride(3) == 1 else mask.contiguous()
+
+
 # ---------------------------------------------------------------- the kernels of csrc/
 # The probabilities are what the backward pass keeps.
 
@@ -66,17 +72,11 @@ def register(namespace: str) -> None:
 
 def _native_softmax(ops: Any, scores: Tensor, mask: Tensor | None, scale: float, causal: bool = False) -> Tensor:
     queries, keys = scores.shape[-2:]
-    four = _four_dimensions(scores).contiguous()
+    # Leading dimensions of one are added, or the first ones folded.
+    four = (scores.flatten(0, -4) if scores.dim() > 4 else scores[(None,) * (4 - scores.dim())]).contiguous()
     if mask is not None:
-        mask = _four_dimensions(mask if scores.dim() <= 4 else mask.expand(scores.shape))
-        mask = mask.expand(*mask.shape[:3], keys)
-        mask = mask if mask.stride(3) == 1 else mask.contiguous()
+        mask = readable(mask if scores.dim() <= 4 else mask.expand(scores.shape).flatten(0, -4), keys)
     return ops.softmax_forward(four, mask, keys - queries if causal else keys, scale).view(scores.shape)
-
-
-def _four_dimensions(x: Tensor) -> Tensor:
-    """Leading dimensions of one are added, or the first ones folded."""
-    return x.flatten(0, -4) if x.dim() > 4 else x[(None,) * (4 - x.dim())]
 
 
 def _unsupported(scores: Tensor, mask: Tensor | None, scale: float, causal: bool = False) -> str | None:

@@ -23,8 +23,6 @@ def info_of(local_world_size: int, local_rank: int = 0) -> LaunchInfo:
 def test_threads_are_shared_by_the_ranks_of_a_machine() -> None:
     assert [cores.threads_per_process(info_of(n), cores=8) for n in (1, 2, 3, 8, 16)] == [8, 4, 2, 1, 1]
     assert cores.threads_per_process(info_of(4), setting=3, cores=8) == 3
-    with pytest.raises(ConfigError, match="--cpu-threads 0"):
-        cores.threads_per_process(info_of(1), setting=0)
 
 
 def test_the_same_setting_gives_the_same_threads() -> None:
