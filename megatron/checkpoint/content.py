@@ -117,11 +117,7 @@ def merge_records(parts: list[Records]) -> Records:
     merged: Records = {}
     for part in parts:
         for name, record in part.items():
-            before = merged.get(name)
-            if before is None:
-                merged[name] = record
-                continue
+            before = merged.get(name, replace(record, slices=()))
             assert replace(before, slices=()) == replace(record, slices=()), name
-            slices = (*before.slices, *record.slices)
-            merged[name] = replace(record, slices=slices)
+            merged[name] = replace(record, slices=(*before.slices, *record.slices))
     return merged

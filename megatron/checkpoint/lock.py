@@ -17,7 +17,6 @@ from megatron.utils import durable
 class DirectoryLock:
     """The lock of a save directory, held by this process until `release` or its end."""
 
-    path: Path
     descriptor: int | None
     exclusive: bool  # False where the file system has no locks
 
@@ -25,16 +24,15 @@ class DirectoryLock:
     def acquire(cls, directory: Path, run_id: str) -> DirectoryLock:
         with storage.storage_errors("locking the checkpoint directory", directory):
             durable.make_directory(directory)
-            path = directory / paths.LOCK
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
-        try:
-            with storage.storage_errors("locking the checkpoint directory", directory):
+            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+            descriptor = os.open(directory / paths.LOCK, flags, 0o644)
+            try:
                 exclusive = _lock(descriptor, directory)
                 _sign(descriptor, run_id)
-        except BaseException:
-            os.close(descriptor)  # an open descriptor would go on holding the lock
-            raise
-        return cls(path, descriptor, exclusive)
+            except BaseException:
+                os.close(descriptor)  # an open descriptor would go on holding the lock
+                raise
+        return cls(descriptor, exclusive)
 
     def release(self) -> None:
         if self.descriptor is not None:

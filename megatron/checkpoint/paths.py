@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import stat
 from dataclasses import dataclass
+from os.path import lexists
 from pathlib import Path, PurePosixPath
 
 from megatron.errors import CheckpointError
@@ -66,13 +67,9 @@ def holds_nothing(directory: Path) -> bool:
     if not directory.exists():
         return True
     names = (directory / TRACKER, directory / RELEASE)
-    return not any(_lexists(name) for name in names) and not any(
+    return not any(lexists(name) for name in names) and not any(
         _STEP.fullmatch(entry.name) for entry in directory.iterdir()
     )
-
-
-def _lexists(path: Path) -> bool:
-    return path.is_symlink() or path.exists()
 
 
 @dataclass(frozen=True)
@@ -86,7 +83,7 @@ class Tracker:
 
 def read_tracker(directory: Path) -> Tracker:
     path = directory / TRACKER
-    if not _lexists(path):
+    if not lexists(path):
         return Tracker(problem=f"{path} is missing")
     if not is_plain_file(path):
         return Tracker(problem=f"{path} is not a plain file")
