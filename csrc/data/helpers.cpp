@@ -1,6 +1,6 @@
 // Index builders of megatron.data: loops that numpy cannot say quickly. Each has an exactly equal numpy twin in
-// megatron/data/index_builders.py or index_file.py, which the tests hold against it. No torch, no state; threads
-// share no word that one of them writes, so their number changes no result.
+// megatron/data/index_builders.py or indexed/index_file.py, which the tests hold against it. No torch, no state;
+// threads share no word that one of them writes, so their number changes no result.
 
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>

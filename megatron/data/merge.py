@@ -178,9 +178,7 @@ def _finish(builder: IndexedDatasetBuilder, parts: Sequence[MergeInput]) -> Merg
     return MergeResult(summary, len(parts), (note,))
 
 
-def joined_record(
-    prefix: str, records: Sequence[DataRecord], max_id: int, checksums: FileChecksums | None = None
-) -> DataRecord:
+def joined_record(prefix: str, records: Sequence[DataRecord], max_id: int, checksums: FileChecksums) -> DataRecord:
     """The record of datasets made with one tokenizer: all their sources, and the settings they share."""
     first = records[0]
     return make_record(

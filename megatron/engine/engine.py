@@ -28,8 +28,8 @@ from megatron.model.gpt import GPT
 from megatron.model.passes import Batch, Passes
 from megatron.optimizer import REPORT_SIZE, DynamicLossScaler, Optimizer
 from megatron.parallelize import Parallel, ReplicaSums, persistent_buffers
+from megatron.utils.device import ToHost
 from megatron.utils.timers import Timers
-from megatron.utils.to_host import ToHost
 
 _FORGIVEN_OVERFLOWS = 2
 """Overflows in a row at the lowest loss scale before the run stops: a lower scale is not there to help."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,9 +37,7 @@ class DatasetSummary:
     sequences: int
     tokens: int
     max_id: int  # -1 without tokens
-    longest_document: int
-    empty_documents: int
-    checksums: FileChecksums | None = None  # of the .bin
+    checksums: FileChecksums  # of the .bin
 
 
 def give_names(prefix: str, tokens: Path, index: Path) -> None:
@@ -69,7 +67,7 @@ class IndexedDatasetBuilder:
         dtype_code(self.dtype)  # refuses a dtype that the format does not have
         self._overwrite, self._impl = overwrite, impl
         self._checksums = BlockHasher(BLOCK_BYTES)
-        self._tokens, self._max_id, self._longest, self._empty = 0, -1, 0, 0
+        self._tokens, self._max_id = 0, -1
         self._partial = Path(f"{self.prefix}.bin.partial")
         self._partial_idx = Path(f"{self.prefix}.idx.partial")
         self._clear_interrupted()
@@ -102,8 +100,6 @@ class IndexedDatasetBuilder:
         ids = self._checked_tokens(tokens)
         sizes = self._checked_lengths([ids.size] if lengths is None else lengths, ids.size)
         self._write(ids, sizes, np.array([len(sizes)], dtype=np.int32))
-        self._longest = max(self._longest, ids.size)
-        self._empty += ids.size == 0
 
     def add_dataset(self, prefix: str | Path, *, on_block: Callable[[memoryview], None] | None = None) -> None:
         """Appends a dataset of the same token dtype, streaming. `on_block` receives the bytes of its .bin."""
@@ -126,10 +122,6 @@ class IndexedDatasetBuilder:
             bounds = other.document_indices[start : start + _BLOCK + 1]
             lengths = other.sequence_lengths[int(bounds[0]) : int(bounds[-1])]
             self._write(np.empty(0, dtype=self.dtype), lengths, np.diff(bounds).astype(np.int32))
-            sums = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
-            per_document = np.diff(sums[bounds - bounds[0]])
-            self._longest = max(self._longest, int(per_document.max(initial=0)))
-            self._empty += int(np.count_nonzero(per_document == 0))
 
     def _checked_tokens(self, tokens: Sequence[int] | np.ndarray) -> np.ndarray:
         """Refuses ids that do not fit the dtype instead of wrapping them."""
@@ -157,41 +149,37 @@ class IndexedDatasetBuilder:
     def _write(self, ids: np.ndarray, lengths: np.ndarray, counts: np.ndarray) -> None:
         self._write_tokens(ids)
         self._checksums.update(as_bytes(ids))
-        try:
+        with self._aborted_on_failure(self._partial):
             self._index.add(lengths, counts)
-        except OSError as error:
-            self.abort()
-            raise storage_error(self._partial, error) from error
 
     def _write_tokens(self, ids: np.ndarray) -> None:
         """Writes tokens without adding them to the checksums."""
         assert self._stream is not None, "the dataset is finished"
-        try:
+        with self._aborted_on_failure(self._partial):
             self._stream.write(as_bytes(ids))
-        except OSError as error:
-            self.abort()
-            raise storage_error(self._partial, error) from error
         self._tokens += ids.size
+
+    @contextlib.contextmanager
+    def _aborted_on_failure(self, path: Path) -> Iterator[None]:
+        try:
+            with writing(path):
+                yield
+        except MegatronError:
+            self.abort()
+            raise
 
     def finalize(self) -> DatasetSummary:
         """Syncs both files, then gives them their final names, .idx last."""
         assert self._stream is not None, "the dataset is finished"
-        try:
-            with writing(bin_path(self.prefix)):
-                self._stream.flush()
-                os.fsync(self._stream.fileno())
-                self._index.write(self._partial_idx, self.dtype, self._impl)
+        with self._aborted_on_failure(bin_path(self.prefix)):
+            self._stream.flush()
+            os.fsync(self._stream.fileno())
+            self._index.write(self._partial_idx, self.dtype, self._impl)
             self._refuse_existing()
             give_names(self.prefix, self._partial, self._partial_idx)
-        except MegatronError:
-            self.abort()
-            raise
         self._stream.close()
         self._stream = None
         self._index.close()
-        return self._summary()
-
-    def _summary(self) -> DatasetSummary:
         return DatasetSummary(
             prefix=self.prefix,
             dtype=self.dtype.name,
@@ -199,8 +187,6 @@ class IndexedDatasetBuilder:
             sequences=self._index.sequences,
             tokens=self._tokens,
             max_id=self._max_id,
-            longest_document=self._longest,
-            empty_documents=self._empty,
             checksums=FileChecksums.of(self._checksums),
         )
 

@@ -43,7 +43,7 @@ def test_summary(tmp_path: Path) -> None:
         summary = builder.finalize()
     assert summary.dtype == "int32" and summary.prefix == str(tmp_path / "d")
     assert (summary.documents, summary.sequences, summary.tokens) == (4, 5, 6)
-    assert (summary.max_id, summary.longest_document, summary.empty_documents) == (70000, 3, 1)
+    assert summary.max_id == 70000
 
 
 def test_merging_equals_writing_at_once(tmp_path: Path) -> None:
@@ -63,7 +63,6 @@ def test_merging_equals_writing_at_once(tmp_path: Path) -> None:
     for suffix in (".bin", ".idx"):
         assert (tmp_path / f"merged{suffix}").read_bytes() == (tmp_path / f"whole{suffix}").read_bytes()
     assert summary.max_id == max(int(tokens.max(initial=-1)) for tokens, _ in documents)
-    assert summary.longest_document == max(len(tokens) for tokens, _ in documents)
 
 
 def test_merging_another_dtype_is_refused(tmp_path: Path) -> None:
