@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from megatron.data.indexed.dataset import IndexedDataset
 from megatron.errors import ConfigError, DataError, StorageError
 from megatron.preprocess import outputs
 from megatron.preprocess.journal import WorkFolder
-from megatron.preprocess.run import preprocess
+from megatron.preprocess.run import Terminated, preprocess
 from megatron.preprocess.settings import PreprocessSettings
 from megatron.preprocess.shard import SegmentResult
 from megatron.tokenizer import TokenizerSettings
@@ -197,6 +198,17 @@ def whole(tmp_path: Path) -> dict[str, bytes]:
     corpus(tmp_path)
     preprocess(settings(tmp_path, "whole"), quiet)
     return files_of(tmp_path, "whole")
+
+
+def test_a_signal_while_the_work_folder_is_removed_is_told_that_the_output_is_complete(tmp_path: Path) -> None:
+    def end(*where: Any, **options: Any) -> None:
+        raise Terminated(signal.SIGTERM)
+
+    corpus(tmp_path)
+    with pytest.MonkeyPatch.context() as patched, pytest.raises(Terminated) as ended:
+        patched.setattr(shutil, "rmtree", end)
+        preprocess(settings(tmp_path), quiet)
+    assert ended.value.kept == f"{settings(tmp_path).prefix} is complete"
 
 
 def test_only_what_is_missing_is_done_again(tmp_path: Path, whole: dict[str, bytes]) -> None:
