@@ -15,6 +15,7 @@ from megatron.ops.operation import (
     Native,
     Operation,
     described,
+    register_shapes,
     torch_function,
     unsupported_floats,
     without_derivative,
@@ -75,31 +76,36 @@ def torch_geglu(x: Tensor, tanh: bool) -> Tensor:
 
 def register(namespace: str) -> None:
     ops = getattr(torch.ops, namespace)
-    for name in ("swiglu", "geglu"):
-        _register(namespace, name, getattr(ops, f"{name}_backward"), _half)
-    for name in ("gelu", "squared_relu"):
-        _register(namespace, name, getattr(ops, f"{name}_backward"), torch.empty_like)
+    register_shapes(
+        namespace,
+        swiglu_forward=_half,
+        geglu_forward=_half,
+        gelu_forward=_same,
+        squared_relu_forward=_same,
+        swiglu_backward=lambda grad, x: torch.empty_like(x),
+        geglu_backward=lambda grad, x, tanh: torch.empty_like(x),
+        gelu_backward=_gelu_gradients,
+        squared_relu_backward=lambda grad, x: torch.empty_like(x),
+    )
+    for name in ("swiglu", "geglu", "gelu", "squared_relu"):
+        _register_gradient(namespace, name, getattr(ops, f"{name}_backward"))
+        without_derivative(namespace, f"{name}_backward")
 
-    for name in ("swiglu", "geglu", "squared_relu"):
-        torch.library.register_fake(f"{namespace}::{name}_backward", lambda grad, x, *_: torch.empty_like(x))
 
-    @torch.library.register_fake(f"{namespace}::gelu_backward")
-    def _(grad: Tensor, x: Tensor, bias: Tensor | None, tanh: bool) -> tuple[Tensor, Tensor]:
-        return torch.empty_like(x), x.new_empty((0,)) if bias is None else torch.empty_like(bias)
-
-    without_derivative(namespace, *(f"{name}_backward" for name in ("swiglu", "geglu", "gelu", "squared_relu")))
-
-
-def _half(x: Tensor) -> Tensor:
+def _half(x: Tensor, *options: bool) -> Tensor:
     return x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
 
 
-def _register(namespace: str, name: str, gradient: Callable[..., Any], shape: Callable[[Tensor], Tensor]) -> None:
-    """Forward takes x, perhaps a bias, and options; `gradient` the same behind the gradient of the output."""
+def _same(x: Tensor, *bias_and_options: Any) -> Tensor:
+    return torch.empty_like(x)
 
-    @torch.library.register_fake(f"{namespace}::{name}_forward")
-    def _(x: Tensor, *_: Any) -> Tensor:
-        return shape(x)
+
+def _gelu_gradients(grad: Tensor, x: Tensor, bias: Tensor | None, tanh: bool) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x), x.new_empty((0,)) if bias is None else torch.empty_like(bias)
+
+
+def _register_gradient(namespace: str, name: str, gradient: Callable[..., Any]) -> None:
+    """Forward takes x, perhaps a bias, and options; `gradient` the same behind the gradient of the output."""
 
     def save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         ctx.is_tensor = [isinstance(value, Tensor) for value in inputs]

@@ -22,6 +22,7 @@ from megatron.ops.operation import (
     Target,
     broadcasts,
     described,
+    register_shapes,
     unsupported_devices,
     unsupported_floats,
     without_derivative,
@@ -65,14 +66,15 @@ def register(namespace: str) -> None:
     if not hasattr(ops, "attention_forward"):  # a CPU's alone
         return
 
-    @torch.library.register_fake(f"{namespace}::attention_forward")
-    def _(query: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
-        batch, queries, heads, _ = query.shape
+    def forward_shapes(query: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+        batch, queries, heads = query.shape[:3]
         return query.new_empty(query.shape), query.new_empty(batch, heads, queries, dtype=torch.float32)
 
-    @torch.library.register_fake(f"{namespace}::attention_backward")
-    def _(grad: Tensor, query: Tensor, key: Tensor, *args: Any) -> Tensor:
-        return query.new_empty(query.numel() + 2 * key.numel())
+    register_shapes(
+        namespace,
+        attention_forward=forward_shapes,
+        attention_backward=lambda grad, query, key, *_: query.new_empty(query.numel() + 2 * key.numel()),
+    )
 
     def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         *tensors, mask, ctx.diagonal, ctx.scale, ctx.dropout, seed = inputs

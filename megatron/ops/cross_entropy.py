@@ -12,6 +12,7 @@ from megatron.ops.operation import (
     Native,
     Operation,
     described,
+    register_shapes,
     torch_function,
     unsupported_devices,
     unsupported_floats,
@@ -39,25 +40,14 @@ def torch_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
 def register(namespace: str) -> None:
     ops = getattr(torch.ops, namespace)
 
-    @torch.library.register_fake(f"{namespace}::xent_forward")
-    def _(logits: Tensor, labels: Tensor) -> Tensor:
-        return logits.new_empty((2, logits.shape[0]), dtype=torch.float32)
-
-    @torch.library.register_fake(f"{namespace}::xent_backward")
-    def _(grad: Tensor, logits: Tensor, labels: Tensor, log_sum_exp: Tensor) -> Tensor:
-        return logits.new_empty(logits.shape)
-
-    @torch.library.register_fake(f"{namespace}::xent_statistics")
-    def _(logits: Tensor, labels: Tensor, first: int, columns: int, vocabulary: int) -> Tensor:
-        return logits.new_empty((3, logits.shape[0]), dtype=torch.float32)
-
-    @torch.library.register_fake(f"{namespace}::xent_gradient_")
-    def _(logits: Tensor, labels: Tensor, log_sum_exp: Tensor, grad: Tensor, first: int, columns: int) -> None:
-        return None
-
-    @torch.library.register_fake(f"{namespace}::xent_in_place_")
-    def _(logits: Tensor, labels: Tensor, columns: int) -> Tensor:
-        return logits.new_empty(logits.shape[:1], dtype=torch.float32)
+    register_shapes(
+        namespace,
+        xent_forward=lambda logits, *_: logits.new_empty((2, logits.shape[0]), dtype=torch.float32),
+        xent_backward=lambda grad, logits, *_: logits.new_empty(logits.shape),
+        xent_statistics=lambda logits, *_: logits.new_empty((3, logits.shape[0]), dtype=torch.float32),
+        xent_gradient_=lambda *args: None,
+        xent_in_place_=lambda logits, *_: logits.new_empty(logits.shape[:1], dtype=torch.float32),
+    )
 
     def save(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
         ctx.save_for_backward(*inputs, output)

@@ -14,6 +14,7 @@ from megatron.ops.operation import (
     Native,
     Operation,
     described,
+    register_shapes,
     torch_function,
     unsupported_floats,
     without_derivative,
@@ -61,8 +62,28 @@ def torch_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def register(namespace: str) -> None:
-    _register_shapes(namespace)
     ops = getattr(torch.ops, namespace)
+
+    def statistics(x: Tensor, centred: bool) -> tuple[Tensor, Tensor]:
+        rows = x.numel() // x.shape[-1] if x.shape[-1] > 0 else 0
+        wide = x.new_empty((rows,), dtype=torch.float32)
+        return (torch.empty_like(wide) if centred else wide.new_empty((0,))), wide
+
+    def gradient_shapes(
+        grad: Tensor, grad_sum: Tensor | None, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, with_bias: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return torch.empty_like(x), torch.empty_like(weight), weight.new_empty((weight.shape[0] if with_bias else 0,))
+
+    register_shapes(
+        namespace,
+        norm_forward=lambda x, weight, bias, eps, centred: (torch.empty_like(x), *statistics(x, centred)),
+        add_norm_forward=lambda x, residual, weight, bias, eps, centred: (
+            torch.empty_like(x),
+            torch.empty_like(x),
+            *statistics(x, centred),
+        ),
+        norm_backward=gradient_shapes,
+    )
 
     def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         *tensors, weight, bias, _, _ = inputs  # tensors: x, and perhaps a residual
@@ -92,35 +113,6 @@ def register(namespace: str) -> None:
     torch.library.register_autograd(f"{namespace}::norm_forward", backward, setup_context=save)
     torch.library.register_autograd(f"{namespace}::add_norm_forward", backward_sum, setup_context=save)
     without_derivative(namespace, "norm_backward")
-
-
-def _register_shapes(namespace: str) -> None:
-    def statistics(x: Tensor, centred: bool) -> tuple[Tensor, Tensor]:
-        rows = x.numel() // x.shape[-1] if x.shape[-1] > 0 else 0
-        wide = x.new_empty((rows,), dtype=torch.float32)
-        return (torch.empty_like(wide) if centred else wide.new_empty((0,))), wide
-
-    @torch.library.register_fake(f"{namespace}::norm_forward")
-    def _(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centred: bool) -> tuple[Tensor, ...]:
-        return torch.empty_like(x), *statistics(x, centred)
-
-    @torch.library.register_fake(f"{namespace}::add_norm_forward")
-    def _(
-        x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centred: bool
-    ) -> tuple[Tensor, ...]:
-        return torch.empty_like(x), torch.empty_like(x), *statistics(x, centred)
-
-    @torch.library.register_fake(f"{namespace}::norm_backward")
-    def _(
-        grad: Tensor,
-        grad_sum: Tensor | None,
-        x: Tensor,
-        weight: Tensor,
-        mean: Tensor,
-        rstd: Tensor,
-        with_bias: bool,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        return torch.empty_like(x), torch.empty_like(weight), weight.new_empty((weight.shape[0] if with_bias else 0,))
 
 
 def _parameters(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:

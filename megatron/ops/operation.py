@@ -153,6 +153,12 @@ def with_fallback(
 # ---------------------------------------------------------------- registration with torch
 
 
+def register_shapes(namespace: str, **results: Function) -> None:
+    """Tells torch what each operation returns: a function of its arguments that makes empty tensors of that shape."""
+    for name, result in results.items():
+        torch.library.register_fake(f"{namespace}::{name}", result)
+
+
 def without_derivative(namespace: str, *names: str) -> None:
     """Refuses to differentiate these operations: PyTorch would take their derivatives for zero, with a warning."""
     for name in names:

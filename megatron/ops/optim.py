@@ -16,24 +16,19 @@ from megatron.ops.operation import (
     Native,
     Operation,
     Target,
+    register_shapes,
     unsupported_floats,
     without_derivative,
 )
 
 
 def register(namespace: str) -> None:
-    @torch.library.register_fake(f"{namespace}::adamw_")
-    def _(*args: Any) -> None:
-        return None
-
-    @torch.library.register_fake(f"{namespace}::adamw_remainder_")
-    def _(*args: Any) -> None:
-        return None
-
-    @torch.library.register_fake(f"{namespace}::square_sum")
-    def _(x: Tensor) -> Tensor:
-        return x.new_empty((), dtype=torch.float64)
-
+    register_shapes(
+        namespace,
+        adamw_=lambda *args: None,
+        adamw_remainder_=lambda *args: None,
+        square_sum=lambda x: x.new_empty((), dtype=torch.float64),
+    )
     without_derivative(namespace, "square_sum")
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.ops.operation import Native, Operation, described, unsupported_floats
+from megatron.ops.operation import Native, Operation, described, register_shapes, unsupported_floats
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -28,9 +28,7 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def register(namespace: str) -> None:
     ops = getattr(torch.ops, namespace)
 
-    @torch.library.register_fake(f"{namespace}::rope")
-    def _(x: Tensor, cos: Tensor, sin: Tensor, backwards: bool) -> Tensor:
-        return x.new_empty(x.shape)
+    register_shapes(namespace, rope=lambda x, *_: x.new_empty(x.shape))
 
     def save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         _, cos, sin, ctx.backwards = inputs

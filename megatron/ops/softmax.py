@@ -12,6 +12,7 @@ from megatron.ops.operation import (
     Operation,
     broadcasts,
     described,
+    register_shapes,
     unsupported_devices,
     unsupported_floats,
     without_derivative,
@@ -50,13 +51,11 @@ def readable(mask: Tensor, keys: int) -> Tensor:
 def register(namespace: str) -> None:
     ops = getattr(torch.ops, namespace)
 
-    @torch.library.register_fake(f"{namespace}::softmax_forward")
-    def _(scores: Tensor, mask: Tensor | None, diagonal: int, scale: float) -> Tensor:
-        return torch.empty_like(scores)
-
-    @torch.library.register_fake(f"{namespace}::softmax_backward")
-    def _(grad: Tensor, out: Tensor, diagonal: int, scale: float) -> Tensor:
-        return torch.empty_like(grad)
+    register_shapes(
+        namespace,
+        softmax_forward=lambda scores, *_: torch.empty_like(scores),
+        softmax_backward=lambda grad, *_: torch.empty_like(grad),
+    )
 
     def save(ctx: Any, inputs: tuple[Tensor, Tensor | None, int, float], output: Tensor) -> None:
         ctx.save_for_backward(output)

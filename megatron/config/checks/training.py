@@ -142,17 +142,12 @@ def check_weight_decay(config: RunConfig) -> None:
         raise ConfigError(f"{spelled(config, 'weight_decay')} and {style} exclude each other; remove --weight-decay")
 
 
-def _of_a_trace() -> list[str]:
-    """Settings that have no meaning without --profile. A no-op never has one; the memory snapshot has its own check."""
-    names = [field.name for field in fields(ProfileConfig)]
-    return [name for name in names if name not in ("profile", "use_pytorch_profiler", "memory_snapshot_path")]
-
-
 def check_profile(config: RunConfig) -> None:
     profile = config.profile
     if not profile.profile and not given(config, "profile"):  # =false overrides a file
-        for name in _of_a_trace():
-            if given(config, name):
+        for name in (field.name for field in fields(ProfileConfig)):
+            # A no-op never has a meaning; the memory snapshot has a check of its own.
+            if given(config, name) and name not in ("use_pytorch_profiler", "memory_snapshot_path"):
                 raise ConfigError(f"{spelled(config, name)}: nothing is traced; add --profile, or leave it out")
     if profile.profile and profile.profile_step_end <= profile.profile_step_start:
         raise ConfigError(
