@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 import socket
+import weakref
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.checkpoint import paths, storage
 from megatron.errors import ConfigError
 from megatron.utils import durable
+from megatron.utils.process import process_exists
 
 
 @dataclass
@@ -32,7 +34,10 @@ class DirectoryLock:
             except BaseException:
                 os.close(descriptor)  # an open descriptor would go on holding the lock
                 raise
-        return cls(descriptor, exclusive)
+        lock = cls(descriptor, exclusive)
+        held = weakref.ref(lock)
+        os.register_at_fork(after_in_child=lambda: _release(held()))  # a child that kept it open would hold the lock
+        return lock
 
     def release(self) -> None:
         if self.descriptor is not None:
@@ -40,14 +45,18 @@ class DirectoryLock:
             self.descriptor = None
 
 
+def _release(lock: DirectoryLock | None) -> None:
+    if lock is not None:
+        lock.release()
+
+
 def _lock(descriptor: int, directory: Path) -> bool:
     """False where the file system has no locks; a ConfigError names the run that holds the lock."""
     try:
         return durable.try_lock(descriptor)
     except BlockingIOError as error:
-        raise ConfigError(
-            f"--save {directory}: in use by {_holder(descriptor)}; stop that run or give another directory"
-        ) from error
+        holder = _holder(descriptor, directory / paths.LOCK)
+        raise ConfigError(f"--save {directory}: in use by {holder}; stop that run or give another directory") from error
 
 
 def _sign(descriptor: int, run_id: str) -> None:
@@ -56,9 +65,12 @@ def _sign(descriptor: int, run_id: str) -> None:
     os.pwrite(descriptor, text, 0)
 
 
-def _holder(descriptor: int) -> str:
+def _holder(descriptor: int, path: Path) -> str:
     try:
         signed = json.loads(os.pread(descriptor, 4096, 0))
-        return f"run {signed['run_id']} (pid {signed['pid']} on {signed['host']})"
+        holder = f"run {signed['run_id']} (pid {signed['pid']} on {signed['host']})"
+        if signed["host"] == socket.gethostname() and not process_exists(signed["pid"]):
+            holder += f", which has ended, but a process that it started has not (`fuser {path}` names it)"
+        return holder
     except (ValueError, KeyError, TypeError, OSError):
         return "another run"

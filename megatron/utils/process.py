@@ -53,3 +53,14 @@ def die_with(parent: int) -> None:
     """Asks the kernel to kill this process when its parent dies. On other systems it goes on."""
     if signal_at_parent_death(signal.SIGKILL) and os.getppid() != parent:  # it died before the request
         os._exit(1)
+
+
+def process_exists(number: int) -> bool:
+    """Whether a process of this number runs on this machine, whoever owns it."""
+    try:
+        os.kill(number, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

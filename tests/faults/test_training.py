@@ -259,6 +259,28 @@ def test_a_second_run_is_refused_at_the_start_and_leaves_the_first_ones_record(t
     assert (tmp_path / "exit_reason.json").read_text() == "{}"
 
 
+def test_a_killed_run_leaves_neither_its_data_workers_nor_its_lock(tmp_path: Path) -> None:
+    save = tmp_path / "ckpt"
+    argv = flags(train_iters=100_000, num_workers=2, save=save, save_interval=2, log_interval=1)
+    run = _training(argv, 1)
+    _wait_for(" iteration        3/", run)
+    workers = _workers_of(run.pid)
+    assert len(workers) == 2
+    run.kill()
+    run.wait()
+    DirectoryLock.acquire(save, "the-next").release()
+    deadline = time.monotonic() + 2  # torch's own watch of the parent takes 5 s
+    while any(map(_runs, workers)):
+        assert time.monotonic() < deadline, "a data worker outlives its run"
+
+
+def _runs(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
 def test_a_full_disk_under_the_metrics_file_is_named(capsys: Capture) -> None:
     assert pretrain_here(flags(metrics_jsonl="/dev/full")) == 13
     assert capsys.readouterr().err.startswith("error: --metrics-jsonl /dev/full: writing failed (No space left")

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
+import socket
+import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from megatron.checkpoint import RunHistory, hold_directory, inspect_step, manifest
+from megatron.checkpoint import DirectoryLock, RunHistory, hold_directory, inspect_step, manifest
 from megatron.errors import CheckpointError, ConfigError, NonFiniteError
 from tests.unit.checkpoint.support import (
     MODEL,
@@ -334,3 +338,27 @@ def test_a_run_can_hold_its_directory_before_it_saves(tmp_path: Path) -> None:
     first.close()
     hold_directory(tmp_path / "new", parallel=one_process(), history=second)
     second.close()
+
+
+def test_a_forked_child_does_not_hold_the_lock(tmp_path: Path) -> None:
+    lock = DirectoryLock.acquire(tmp_path, "first-run")
+    context = multiprocessing.get_context("fork")
+    lives = context.Event()
+    child = context.Process(target=lambda: (lives.set(), time.sleep(60)))
+    child.start()
+    lives.wait()
+    lock.release()
+    DirectoryLock.acquire(tmp_path, "second-run").release()
+    child.kill()
+    child.join()
+
+
+def test_a_lock_whose_holder_is_dead_is_said_to_be_so(tmp_path: Path) -> None:
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    lock = DirectoryLock.acquire(tmp_path, "first-run")
+    signed = {"run_id": "first-run", "host": socket.gethostname(), "pid": dead.pid}
+    (tmp_path / ".lock").write_text(json.dumps(signed))
+    with pytest.raises(ConfigError, match=rf"run first-run \(pid {dead.pid} on .*\), which has ended, but .*fuser"):
+        DirectoryLock.acquire(tmp_path, "second-run")
+    lock.release()
