@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.checkpoint.pickle_scan import PickleRefused, scan
 from megatron.errors import CheckpointError
 
 _MAX_MEMBERS = 1_000_000
@@ -25,6 +26,7 @@ class UnsafeFileError(CheckpointError):
 def load_file(path: Path, *, allow: Sequence[Callable | tuple[Callable, str]] = ()) -> Any:
     """The content of one file, its tensors mapped from disk. `allow` admits named classes of another format."""
     check_container(path)
+    check_pickle(path, allow)
     try:
         with torch.serialization.safe_globals(list(allow)):
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
@@ -55,6 +57,15 @@ def check_container(path: Path) -> None:
         raise UnsafeFileError(f"{path} claims more bytes than it has")
     if len({m.filename for m in members}) != len(members):
         raise UnsafeFileError(f"{path} has two members of one name")
+
+
+def check_pickle(path: Path, allow: Sequence[Callable | tuple[Callable, str]]) -> None:
+    names = {each[1] if isinstance(each, tuple) else f"{each.__module__}.{each.__name__}" for each in allow}
+    try:
+        scan(torch._C.PyTorchFileReader(str(path)).get_record("data.pkl"), names)  # as torch.load reads it
+    except (PickleRefused, RuntimeError) as error:
+        first_line = str(error).partition("\n")[0][:200]
+        raise UnsafeFileError(f"{path} cannot be read as plain weights: {first_line}") from error
 
 
 def check_storages(content: Any, path: Path) -> None:
