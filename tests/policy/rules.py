@@ -254,6 +254,7 @@ def cuda_by_name(source: str, path: str) -> list[str]:
 # ---------------------------------------------------------------- texts and sizes
 
 MACHINE_PATH = re.compile(r"(?<![\w.:/$}*-])/(?:home|root|work|mnt|opt|Users|tmp)/[\w.-]+")
+FOREIGN_PACKAGE = re.compile(r"""(pip install\b.*[\s'"]megatron(?![-\w./])|^name = ["']megatron["'])""")
 LEFTOVER = re.compile(r"\b(?:TODO|FIXME|XXX|HACK)\b")
 
 
@@ -266,6 +267,12 @@ def machine_paths(text: str, path: str) -> list[str]:
 def leftovers(text: str, path: str) -> list[str]:
     lines = enumerate(text.splitlines(), start=1)
     return [f"{path}:{number}: {line.strip()[:80]}" for number, line in lines if LEFTOVER.search(line)]
+
+
+def foreign_packages(text: str, path: str) -> list[str]:
+    """The public index has a package called megatron that is not this one."""
+    lines = enumerate(text.splitlines(), start=1)
+    return [f"{path}:{number}: {line.strip()[:80]}" for number, line in lines if FOREIGN_PACKAGE.search(line)]
 
 
 def function_sizes(source: str, path: str) -> list[tuple[str, int]]:

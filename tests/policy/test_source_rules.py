@@ -48,6 +48,7 @@ HOLDS: list[tuple[Rule, Callable[[], list[Path]]]] = [
     (rules.cuda_by_name, package),
     (rules.machine_paths, lambda: [path for path in texts() if "policy" not in path.parts]),
     (rules.leftovers, lambda: [path for path in texts() if "policy" not in path.parts]),
+    (rules.foreign_packages, lambda: [path for path in texts() if "policy" not in path.parts]),
     (rules.unexplained_skips, all_tests),
 ]
 
@@ -95,6 +96,8 @@ PLANTED: list[tuple[Rule, str, str]] = [
     (rules.cuda_by_name, "megatron/model/gpt.py", "from torch.cuda import amp"),
     (rules.machine_paths, "README.md", "see /home/somebody/notes"),
     (rules.leftovers, "megatron/a.py", "# " + "TO" + "DO: finish this"),
+    (rules.foreign_packages, "README.md", "pip install 'megatron[data]'"),
+    (rules.foreign_packages, "pyproject.toml", 'name = "megatron"'),
     (rules.unexplained_skips, "tests/a.py", "@pytest.mark.skip\ndef test_a(): ..."),
     (rules.unexplained_skips, "tests/a.py", "@pytest.mark.skipif(True)\ndef test_a(): ..."),
     (rules.unexplained_skips, "tests/a.py", "@pytest.mark.flaky(reruns=3)\ndef test_a(): ..."),
