@@ -71,11 +71,17 @@ def flat_sum_of_squares(kernel: Callable[[Tensor], Tensor], tensors: Sequence[Te
 
 
 def side_by_side(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The same elements in as few flat tensors as possible, without a copy where a tensor is contiguous."""
+    """The same elements in as few flat tensors as possible, without a copy where a tensor is contiguous.
+
+    Buffers come in the order in which the tensors name them, whatever their addresses: equal runs add in one order.
+    """
     runs: list[tuple[Tensor, int, int]] = []  # first tensor, where its run begins and ends in the storage
     copies: list[Tensor] = []
     filled = [tensor for tensor in tensors if tensor.numel()]
-    for tensor in sorted(filled, key=lambda t: (t.untyped_storage().data_ptr(), int(t.storage_offset()))):
+    place: dict[int, int] = {}  # of a buffer, by its address
+    for tensor in filled:
+        place.setdefault(tensor.untyped_storage().data_ptr(), len(place))
+    for tensor in sorted(filled, key=lambda t: (place[t.untyped_storage().data_ptr()], int(t.storage_offset()))):
         start = int(tensor.storage_offset())
         if not tensor.is_contiguous():
             copies.append(tensor.reshape(-1))

@@ -278,6 +278,15 @@ def test_neighbours_become_one_and_the_sum_is_right(kernels: Kernels) -> None:
     assert total([]).item() == 0.0 and total([torch.zeros(0)]).item() == 0.0
 
 
+def test_addresses_do_not_decide_the_order_of_a_sum() -> None:
+    """Two equal runs have their buffers at other addresses, and log the same last bits."""
+    first, second, third = buffers = [torch.empty(1 << 16) for _ in range(3)]
+    for order in ((third, first, second), (second, third, first), (first, second, third)):
+        for flat, buffer in zip(side_by_side(order), order, strict=True):
+            assert flat.data_ptr() == buffer.data_ptr()
+    assert len({buffer.data_ptr() for buffer in buffers}) == 3
+
+
 @pytest.fixture(params=["no correction", "decay everywhere", "a stale copy", "the factor is left out"])
 def plant(request: pytest.FixtureRequest) -> Iterator[Callable[..., None]]:
     """An AdamW kernel with a mistake."""
