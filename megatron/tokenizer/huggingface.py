@@ -34,6 +34,23 @@ KEPT_FILES = (
 )
 
 
+def kept_files(folder: Path) -> dict[str, Path]:
+    """The files of a tokenizer in a folder, by name: what an import, a checkpoint and an export copy."""
+    files = {name: folder / name for name in KEPT_FILES if (folder / name).is_file()}
+    home = folder.resolve()
+    roots = [home]
+    if home.parent.name == "snapshots":  # a cache of Hugging Face's links its files to the folder of their contents
+        roots.append(home.parent.parent / "blobs")
+    for path in files.values():
+        target = path.resolve()
+        if not any(target.is_relative_to(root) for root in roots):
+            raise ConfigError(
+                f"{path} is a link to {target}, outside of its folder: its content would be copied into checkpoints; "
+                "copy the file into the folder if that is meant"
+            )
+    return files
+
+
 class HuggingFaceTokenizer(Tokenizer):
     name = "HuggingFaceTokenizer"
 
@@ -159,8 +176,7 @@ class HuggingFaceTokenizer(Tokenizer):
         return self._rust.decode(list(ids), skip_special_tokens=False)
 
     def files(self) -> dict[str, Path]:
-        beside = {name: self._json_file.with_name(name) for name in KEPT_FILES[1:]}
-        return {KEPT_FILES[0]: self._json_file, **{name: path for name, path in beside.items() if path.is_file()}}
+        return {**kept_files(self._json_file.parent), KEPT_FILES[0]: self._json_file}
 
     def save_pretrained(self, directory: str | Path, *, model_max_length: int | None = None) -> None:
         config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}

@@ -20,7 +20,7 @@ from megatron.checkpoint.hf.family import Family
 from megatron.config import ModelConfig, MoEConfig
 from megatron.errors import CheckpointError, ConfigError
 from megatron.model.parameters import HEAD_TABLE, WORD_TABLE
-from megatron.tokenizer.huggingface import KEPT_FILES
+from megatron.tokenizer.huggingface import kept_files
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class HuggingFaceFolder:
 
     @property
     def tokenizer_files(self) -> list[Path]:
-        return [path for name in KEPT_FILES if (path := self.folder / name).is_file()]
+        return [*kept_files(self.folder).values()]
 
 
 def open_folder(folder: Path) -> HuggingFaceFolder:

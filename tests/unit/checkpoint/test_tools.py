@@ -82,6 +82,15 @@ def test_to_hf_opens_in_transformers_with_its_tokenizer(run: Path, capsys: pytes
     assert convert(["--load", str(run), "--to", "hf", "--save", str(out), "--overwrite"]) == 0
 
 
+def test_a_link_in_a_checkpoints_tokenizer_is_not_exported(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (run.parent / "secret").write_text("not yours")
+    (folder,) = run.rglob("tokenizer")
+    (folder / "chat_template.jinja").symlink_to(run.parent / "secret")
+    assert convert(["--load", str(run), "--to", "hf", "--save", str(run.parent / "out")]) == 12
+    assert "chat_template.jinja is a symbolic link" in capsys.readouterr().err
+    assert not (run.parent / "out").exists()
+
+
 def test_from_hf_and_back_is_bit_equal(run: Path) -> None:
     from safetensors.torch import load_file
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -185,6 +186,30 @@ def test_saving_copies_the_files_and_drops_remote_code(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
     assert HuggingFaceTokenizer(tmp_path / "out").fingerprint == opened.fingerprint
     assert set(opened.files()) == {"tokenizer.json", "tokenizer_config.json"}
+
+
+def test_a_link_out_of_the_folder_is_not_copied(exported: Path, tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("not yours")
+    folder = tmp_path / "theirs"
+    shutil.copytree(exported, folder)
+    (folder / "chat_template.jinja").symlink_to("../secret")
+    with pytest.raises(ConfigError, match=r"chat_template.jinja is a link to .*secret, outside of its folder"):
+        HuggingFaceTokenizer(folder).save_pretrained(tmp_path / "copy")
+    assert not (tmp_path / "copy").exists()
+
+
+def test_links_of_a_hugging_face_cache_are_followed(exported: Path, tmp_path: Path) -> None:
+    model = tmp_path / "models--someone--model"
+    blobs, snapshot = model / "blobs", model / "snapshots" / "0123abcd"
+    blobs.mkdir(parents=True), snapshot.mkdir(parents=True)
+    for number, file in enumerate(sorted(exported.iterdir())):
+        shutil.copyfile(file, blobs / str(number))
+        (snapshot / file.name).symlink_to(Path("..", "..", "blobs", str(number)))
+    tokenizer = HuggingFaceTokenizer(snapshot)
+    assert tokenizer.fingerprint == HuggingFaceTokenizer(exported).fingerprint
+    tokenizer.save_pretrained(tmp_path / "copy")
+    assert not any(path.is_symlink() for path in (tmp_path / "copy").iterdir())
 
 
 def test_another_eos_is_another_fingerprint(tmp_path: Path) -> None:
