@@ -43,10 +43,10 @@ class DataSources:
 
 
 def parse_split(text: str) -> Shares:
-    """Parses '969, 30, 1', '98/2/0' or a single number."""
+    """Parses '969, 30, 1', '98/2/0' or a single number; quotes that a script passed on are no part of it."""
     way_out = "give up to three numbers of 0 or more that are not all 0, as in --split 969,30,1"
     try:
-        shares = [float(part.strip()) for part in re.split("[,/]", text)]
+        shares = [float(part.strip()) for part in re.split("[,/]", text.strip("'\""))]
     except ValueError:
         raise ConfigError(f"--split {text}: not a list of numbers; {way_out}") from None
     if len(shares) > 3:

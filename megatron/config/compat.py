@@ -66,6 +66,9 @@ def compat_flags() -> Mapping[str, CompatFlag]:
         for note, words in words_by_note.items():
             for spelling, takes, neutral in map(_parse, words.split()):
                 rows.append(CompatFlag(spelling=spelling, status=status, note=note, takes=takes, neutral=neutral))
+    for note, words in table.IMPLEMENTATIONS.items():
+        for spelling, takes, _ in map(_parse, words.split()):
+            rows.append(CompatFlag(spelling=spelling, status="no-op", note=note, takes=takes))
     for word, (note, accepts) in table.NO_OPS.items():
         spelling, takes, _ = _parse(word)
         values = tuple(accepts.split())

@@ -5,41 +5,39 @@
 
 LATER: dict[str, str] = {
     "leave it out": """
-        --moe-router-fusion --moe-router-force-load-balancing
-        --moe-router-padding-for-fp8 --moe-router-padding-for-quantization
-        --moe-input-jitter-eps= --moe-per-layer-logging --moe-enable-deepep --moe-deepep-num-sms= --moe-permute-fusion
-        --moe-apply-probs-on-input
-        --moe-shared-expert-overlap --moe-shared-expert-gate --moe-use-legacy-grouped-gemm --moe-layer-recompute
-        --moe-extended-tp --moe-use-upcycling --moe-upcycling-granularity= --moe-flex-dispatcher-backend=
-        --moe-token-dropping --moe-train-capacity-factor= --overlap-moe-expert-parallel-comm
-        --delay-wgrad-compute
-        --microbatch-group-size-per-virtual-pipeline-stage= --overlap-p2p-communication-warmup-flush
-        --defer-embedding-wgrad-compute --wgrad-deferral-limit=0 --pipeline-model-parallel-comm-backend=""",
+        --moe-router-force-load-balancing --moe-router-padding-for-fp8 --moe-router-padding-for-quantization
+        --moe-input-jitter-eps= --moe-per-layer-logging --moe-apply-probs-on-input --moe-shared-expert-gate
+        --moe-use-upcycling --moe-upcycling-granularity= --moe-token-dropping --moe-train-capacity-factor=
+        --pipeline-model-parallel-comm-backend=""",
     "leave it out; multi-latent attention is not built": """
         --qk-head-dim= --qk-pos-emb-head-dim= --v-head-dim= --rotary-scaling-factor= --mscale= --mscale-all-dim=
-        --cache-mla-latents --mla-down-proj-fusion""",
+        --cache-mla-latents --mla-down-proj-fusion --disable-dsa-indexer-rotate-activation
+        --disable-dsa-indexer-scoring-relu --no-dsa-indexer-rotate-activation --no-dsa-indexer-scoring-relu
+        --dsa-indexer-head-dim= --dsa-indexer-k-norm-epsilon= --dsa-indexer-k-norm-fp32 --dsa-indexer-loss-coeff=
+        --dsa-indexer-n-heads= --dsa-indexer-rope-interleaved --dsa-indexer-skip-topk-offset= --dsa-indexer-topk=
+        --dsa-indexer-topk-freq= --dsa-indexer-use-sparse-loss --dsa-kernel-backend=
+        --yarn-correction-range-round-to-int --no-yarn-correction-range-round-to-int""",
     "use --num-layers-per-virtual-pipeline-stage": """
         --num-virtual-stages-per-pipeline-rank= --virtual-pipeline-model-parallel-size=1""",
     "use --decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers": """
         --pipeline-model-parallel-layout= --account-for-embedding-in-pipeline-split
         --account-for-loss-in-pipeline-split""",
-    "remove it; tensor-parallel communication here overlaps by itself": """
-        --tp-comm-overlap-cfg= --disable-tp-comm-overlap-ag --disable-tp-comm-overlap-rs --tp-comm-overlap-rs-dgrad
-        --disable-tp-comm-bulk-dgrad --disable-tp-comm-bulk-wgrad --disable-tp-comm-split-ag
-        --disable-tp-comm-split-rs --tp-comm-bootstrap-backend= --tp-comm-atomic-ag --tp-comm-atomic-rs""",
     "remove it; see --context-parallel-size and --cp-comm-type": """
         --hierarchical-context-parallel-sizes=... --hybrid-context-parallel --max-seqlen-per-dp-cp-rank=""",
     "remove it; data parallelism here reduces whole gradients": """
-        --ddp-bucket-size= --ddp-num-buckets= --ddp-pad-buckets-for-high-nccl-busbw
-        --ddp-reduce-scatter-with-fp32-accumulation --ddp-average-in-collective
-        --overlap-param-gather-with-optimizer-step --num-distributed-optimizer-instances=1
-        --torch-fsdp2-no-reshard-after-forward --grad-reduce-in-bf16 --fp8-param-gather
-        --use-precision-aware-optimizer --main-grads-dtype=fp32 --main-params-dtype=fp32 --exp-avg-dtype=fp32
-        --exp-avg-sq-dtype=fp32 --use-torch-optimizer-for-cpu-offload --overlap-cpu-optimizer-d2h-h2d
-        --no-pin-cpu-grads --no-pin-cpu-params --cpu-offloading-num-layers=0 --cpu-offloading""",
+        --ddp-reduce-scatter-with-fp32-accumulation --overlap-param-gather-with-optimizer-step
+        --num-distributed-optimizer-instances=1 --torch-fsdp2-no-reshard-after-forward --grad-reduce-in-bf16
+        --fp8-param-gather --use-precision-aware-optimizer --main-grads-dtype=fp32 --main-params-dtype=fp32
+        --exp-avg-dtype=fp32 --exp-avg-sq-dtype=fp32 --use-torch-optimizer-for-cpu-offload
+        --overlap-cpu-optimizer-d2h-h2d --no-pin-cpu-grads --no-pin-cpu-params --cpu-offloading-num-layers=0
+        --cpu-offloading --outer-dp-sharding-strategy=no_shard --no-use-layer-wise-param-layout
+        --fsdp-db-use-persist-buf-on-alloc-fail --fsdp-manual-registration
+        --ddp-param-name-patterns-for-fp32-local-accumulation=... --disable-align-grad-reduce
+        --create-all-gather-group""",
     "use --fp16 or --bf16": """
         --fp8-e4m3 --fp8-hybrid --fp8-interval=1 --no-fp8-wgrad --fp8-wgrad --first-last-layers-bf16
-        --num-layers-at-start-in-bf16=0 --num-layers-at-end-in-bf16=0 --fp8-param --fp8-quantizer-factory=""",
+        --num-layers-at-start-in-bf16=0 --num-layers-at-end-in-bf16=0 --fp8-param --fp8-quantizer-factory=
+        --disable-fp8-wgrad""",
     "leave it out (data parallelism without ZeRO)": """
         --deepspeed --deepspeed_config= --zero-stage=0 --partition-activations --contigious-checkpointing
         --checkpoint-in-cpu --synchronize-each-layer --cpu-optimizer --cpu_torch_adam --remote-device=none
@@ -48,41 +46,71 @@ LATER: dict[str, str] = {
     "remove it": """
         --embedding-init-method-std= --decoupled-lr= --decoupled-min-lr= --rotary-interleaved --no-rope-freq=
         --window-attn-skip-freq= --qk-l2-norm --quick-geglu --activation-func-clamp-value= --glu-linear-offset=0
-        --softmax-type=vanilla --check-for-large-grads --log-energy --log-progress --logging-level=
-        --log-max-attention-logit --qk-clip --qk-clip-alpha= --qk-clip-threshold= --log-device-memory-used
-        --straggler-ctrlr-port= --straggler-minmax-count= --disable-straggler-on-startup --error-injection-rate=0
-        --error-injection-type= --result-rejected-tracker-filename= 
-        
-        --nvtx-ranges
-        --check-weight-hash-across-dp-replicas-interval= --train-sync-interval= --empty-unused-memory-level=0
-        --decrease-batch-size-if-needed --step-batch-size-schedule= --phase-transition-iterations=
-        --distributed-timeout-seconds-after-init= --high-priority-stream-groups=...
-        --nccl-communicator-config-path= --multiple-validation-sets
-        --num-dataset-builder-threads=1 --mid-level-dataset-surplus=0.005 --allow-ambiguous-pad-tokens
-        --tokenizer-metadata=
-        --non-persistent-save-interval= --non-persistent-ckpt-type= --non-persistent-global-ckpt-dir=
-        --non-persistent-local-ckpt-dir= --non-persistent-local-ckpt-algo= --use-persistent-ckpt-worker
-        --async-strategy= --replication --replication-jump= --replication-factor= --pretrained-checkpoint=
-        --ckpt-convert-save= --load-main-params-from-ckpt
-        --muon-no-split-qkv --muon-use-nesterov --muon-scale-mode= --muon-fp32-matmul-prec= --muon-num-ns-steps=
-        --muon-tp-mode= --muon-extra-scale-factor= --cuda-graph-impl=none --cuda-graph-scope=
-        --cuda-graph-warmup-steps= --enable-cuda-graph --external-cuda-graph --compile-dtypes
-        --save-on-signal --spiky-loss-factor= --wandb-resume= --calc-ft-timeouts --use-mup --mtp-use-repeated-layer
-        --attention-output-gate --cross-entropy-fusion-impl=native --embedding-weights-in-fp32""",
+        --softmax-type=vanilla --check-for-large-grads --log-energy --log-progress --log-max-attention-logit
+        --qk-clip --qk-clip-alpha= --qk-clip-threshold= --log-device-memory-used --straggler-ctrlr-port=
+        --straggler-minmax-count= --disable-straggler-on-startup --error-injection-rate=0 --error-injection-type=
+        --result-rejected-tracker-filename= --nvtx-ranges --check-weight-hash-across-dp-replicas-interval=
+        --train-sync-interval= --decrease-batch-size-if-needed --step-batch-size-schedule=
+        --phase-transition-iterations= --distributed-timeout-seconds-after-init= --nccl-communicator-config-path=
+        --multiple-validation-sets --num-dataset-builder-threads=1 --mid-level-dataset-surplus=0.005
+        --allow-ambiguous-pad-tokens --tokenizer-metadata= --non-persistent-save-interval=
+        --non-persistent-ckpt-type= --non-persistent-global-ckpt-dir= --non-persistent-local-ckpt-dir=
+        --non-persistent-local-ckpt-algo= --replication --replication-jump= --replication-factor=
+        --pretrained-checkpoint= --ckpt-convert-save= --load-main-params-from-ckpt --muon-no-split-qkv
+        --muon-use-nesterov --muon-scale-mode= --muon-fp32-matmul-prec= --muon-num-ns-steps= --muon-tp-mode=
+        --muon-extra-scale-factor= --compile-dtypes --save-on-signal --spiky-loss-factor= --wandb-resume=
+        --calc-ft-timeouts --use-mup --mtp-use-repeated-layer --attention-output-gate --embedding-weights-in-fp32
+        --freeze-all-layers --save-activations-interval= --save-dgrads-interval= --save-params-interval=
+        --save-tokens-per-expert-interval= --save-wgrads-interval= --record-shapes --pytorch-profiler-collect-chakra
+        --gpu-sniff-test-interval= --batch-invariant-mode --batch-invariant-backend= --otel-enabled
+        --otel-service-name= --otel-span-groups=... --dataloader-defer-npy-index-mmap --dataloader-fast-cache-load
+        --use-same-sampling-seed-across-dp-ranks --mlp-chunks-for-training=
+        --disable-clone-scatter-output-in-embedding --disable-manual-gc-eval --disable-log-loss-scale-to-tensorboard
+        --expert-tensor-parallel-num-weight-shards= --tensor-parallel-num-weight-shards= --ft-num-warmup-iters=
+        --chat-template= --enable-msc --disable-use-tokenizer-model-from-checkpoint-args
+        --disable-ckpt-load-validate-sharding-integrity --disable-strict-fsdp-dtensor-load --fake-process-group
+        --no-weight-decay-cond-type=""",
+    "remove it; multi-token prediction is not built": """
+        --mtp-detach-heads --mtp-hsm --mtp-hybrid-override-pattern= --mtp-standalone --num-speculative-tokens=""",
+    "remove it; the learning rate is one for all parameters": """
+        --mup-attn-scale-power= --mup-base-head-dim= --mup-base-hidden-size= --mup-embedding-mult= --mup-output-mult=
+        --mup-width-mult=""",
+    "use --optimizer adam": "--lion-beta1= --lion-beta2=",
+    "use --recompute-granularity full": """
+        --activation-offload-fraction= --fine-grained-activation-offloading
+        --fine-grained-offloading-max-inflight-offloads= --offload-modules=... --min-offloaded-tensor-size=
+        --delta-offload-bytes-across-pp-ranks= --delay-offload-until-cuda-graph
+        --cpu-offloading-retain-pinned-cpu-buffers""",
+    "use --split and --eval-iters; there is one validation set": """
+        --validation-set-names=... --per-dataset-sequences-path=""",
+    "evaluation uses the batch sizes of training; remove it": "--eval-global-batch-size= --eval-micro-batch-size=",
+    "give the flag that SIGTERM is for: --exit-signal-handler": """
+        --exit-signal= --exit-signal-handler-for-dataloader --exit-signal-handler-for-training""",
+    "leave it out; --load takes the step as it was saved": "--override-ckpt-iteration",
+    "leave it out; the tokenizer is part of a checkpoint": """
+        --no-save-tokenizer-assets --disable-save-tokenizer-assets""",
+    "remove it; see --log-memory-to-tensorboard": "--log-memory-interval=",
+    "use --eval-interval": "--start-eval-at-iter=",
+    "remove it; norms do not decay": "--apply-wd-to-qk-layernorm",
+    "use tokenizer.json or the tokenizer's own files as they are": """
+        --tokenizer-special-tokens=... --tokenizer-hf-no-use-fast --tokenizer-sentencepiece-legacy
+        --no-tokenizer-sentencepiece-ignore-extra-whitespaces
+        --disable-tokenizer-sentencepiece-ignore-extra-whitespaces --null-tokenizer-eod-id= --null-tokenizer-pad-id=""",
+    "the vocabulary is padded to --make-vocab-size-divisible-by; use --make-vocab-size-divisible-by 1": """
+        --no-pad-vocab-size --disable-pad-vocab-size""",
 }
 
 NEVER: dict[str, str] = {
     "use --lr-warmup-fraction, --lr-warmup-iters or --lr-warmup-samples": "--warmup=",
     "use --kernels and --fp16 or --bf16": """
         --fp4-format= --fp4-recipe= --fp4-param-gather --kitchen-config-file= --kitchen-recipe-number=
-        --te-rng-tracker --use-te-activation-func --te-precision-config-file= --keep-fp8-transpose-cache
-        --reuse-grad-buf-for-mxfp8-param-ag --onnx-safe=""",
-    "use data parallelism as it is (ZeRO comes through --use-distributed-optimizer and --use-torch-fsdp2)": """
+        --te-precision-config-file= --keep-fp8-transpose-cache --reuse-grad-buf-for-mxfp8-param-ag --onnx-safe=
+        --use-kitchen-attention --kitchen-attention-backend=""",
+    "use data parallelism as it is": """
         --use-megatron-fsdp --use-custom-fsdp --init-model-with-meta-device --fsdp-double-buffer
         --enable-full-sharding-in-hsdp --suggested-communication-unit-size= --use-nccl-ub
         --disable-symmetric-registration --use-sharp --sharp-enabled-group= --use-ring-exchange-p2p
         --no-gradient-reduce-div-fusion --data-parallel-random-init --lazy-mpu-init=""",
-    "ranks are always ordered tp, cp, dp, pp; remove it": "--use-tp-pp-dp-mapping",
     "the loss is always computed in fp32; remove it": "--fp16-lm-cross-entropy",
     "only GPT-style decoders are trained here": """
         --encoder-num-layers= --decoder-num-layers= --decoder-seq-length= --vocab-extra-ids=0
@@ -94,29 +122,36 @@ NEVER: dict[str, str] = {
         --heterogeneous-layers-config-path= --heterogeneous-layers-config-encoded-json= --query-in-block-prob=
         --use-one-sent-docs --titles-data-path= --evidence-data-path= --block-data-path= --embedding-path=
         --indexer-batch-size= --indexer-log-interval= --img-h= --img-w= --num-classes= --num-channels= --patch-dim=
-        --classes-fraction= --data-per-class-fraction= --head-lr-mult= --iter-per-epoch=
-        --output-bert-embeddings --bert-embedder-type= --bert-load= --num-classes-per-head= --sample-rate=1 --sft
-        --sft-tokenizer-prompt-format= --perform-rl-step --spec=... --enable-experimental --add-retriever""",
+        --classes-fraction= --data-per-class-fraction= --head-lr-mult= --iter-per-epoch= --output-bert-embeddings
+        --bert-embedder-type= --bert-load= --num-classes-per-head= --sample-rate=1 --sft
+        --sft-tokenizer-prompt-format= --perform-rl-step --spec=... --enable-experimental --add-retriever
+        --linear-conv-kernel-dim= --linear-key-head-dim= --linear-num-key-heads= --linear-num-value-heads=
+        --linear-value-head-dim= --gdp-cutedsl-kernel --gdp-num-chunk-states-to-recompute= --gdp-num-householder=
+        --enable-mhc-connections --mhc-init-gating-factor= --mhc-num-residual-streams= --mhc-recompute-layer-num=
+        --mhc-sinkhorn-iterations=""",
     "the padded size follows from the tokenizer and --make-vocab-size-divisible-by": "--padded-vocab-size=",
     "generation has its own tool; use tools/generate.py": """
         --max-tokens-to-oom= --flash-decode --use-legacy-static-engine --symmetric-ar-type=
-        --nccl-all-reduce-for-prefill --mlp-chunks-for-prefill= --disable-chunked-prefill --decode-only-cuda-graphs""",
+        --nccl-all-reduce-for-prefill --mlp-chunks-for-prefill= --disable-chunked-prefill --decode-only-cuda-graphs
+        --enable-chunked-prefill --output-logit-dtype= --refit-method=""",
     "tokenizers never execute code here; give a tokenizer.json": "--trust-remote-code",
     "use --config FILE": "--yaml-cfg=",
     "use --print-config": "--config-logger-dir=",
-    "checkpoints are in --ckpt-format torch and load into any layout": """
-        --use-dist-ckpt --dist-ckpt-format= --dist-ckpt-strictness= --dist-ckpt-save-pre-mcore-014
-        --dist-ckpt-optim-fully-reshardable --distrib-optim-fully-reshardable-mem-efficient
-        --ckpt-convert-update-legacy-dist-opt-format --no-strict-fsdp-dtensor-load""",
+    "checkpoints are in --ckpt-format torch and load into any layout": "--ckpt-convert-update-legacy-dist-opt-format",
     "the layout is what the command line says": "--use-mp-args-from-checkpoint-args",
     "the tokenizer of a checkpoint is used unless another is given": "--no-use-tokenizer-model-from-checkpoint-args",
     "SIGTERM (--exit-signal-handler) and --load resume a run under any scheduler": """
         --adlr-autoresume --adlr-autoresume-interval= --enable-ft-package""",
     "torchrun restarts failed runs": "--inprocess-restart",
     "remove it": """
-        --scattered-embeddings --split-transformers --memory-centric-tiled-linear --tile-factor=1
-        --profile-backward --run-workload-inspector-server --test-mode --dump-param-to-param-group-map=
+        --scattered-embeddings --split-transformers --memory-centric-tiled-linear --tile-factor=1 --profile-backward
+        --run-workload-inspector-server --test-mode --dump-param-to-param-group-map=
         --disable-bf16-reduced-precision-matmul --tensorboard-flush-secs= --rope-type=rope""",
+    "distillation is not supported; remove it": """
+        --export-te-mcore-model --export-kd-teacher-load= --export-kd-cfg= --logits-load-decode-threads=
+        --logits-load-dir= --logits-load-ignore-errors --logits-load-kd-loss-alpha= --logits-load-msc-prefetch-depth=
+        --logits-load-prefetch-factor= --logits-save-dir= --logits-save-dtype= --logits-save-top-k=
+        --logits-save-top-p= --logits-save-top-p-min-k=""",
 }
 
 FAMILIES: dict[str, str] = {
@@ -139,6 +174,8 @@ FAMILIES: dict[str, str] = {
     "--fp4-": "fp4 is not supported; use --bf16",
     "--cuda-graph-": "use --cuda-graphs, which records whole passes",
     "--hybrid-": "only GPT-style decoders are trained here; remove the --hybrid-* flags",
+    "--fault-injector-": "faults are not injected into a run; remove the --fault-injector-* flags",
+    "--gtp-": "remove the --gtp-* flags",
     "--megatron-fsdp-": "Megatron-FSDP is not supported; remove the --megatron-fsdp-* flags",
 }
 
@@ -206,4 +243,54 @@ NO_OPS: dict[str, tuple[str, str]] = {
     "--no-ckpt-fully-parallel-save": ("only applies to distributed formats; --ckpt-format torch is written", ""),
     "--ckpt-fully-parallel-load": ("only applies to distributed formats; --ckpt-format torch is read", ""),
     "--ckpt-assume-constant-structure": ("only applies to distributed formats; --ckpt-format torch is written", ""),
+}
+
+# what they mean here -> flags that choose among implementations of the same result, a closed list
+IMPLEMENTATIONS: dict[str, str] = {
+    "the checkpoint is written by the training process": """
+        --use-persistent-ckpt-worker --async-strategy= --async-ckpt-use-cpu-shm --async-ckpt-cpu-priority=
+        --async-ckpt-io-priority=""",
+    "only applies to distributed formats; a checkpoint here loads into any layout": """
+        --use-dist-ckpt --dist-ckpt-format= --dist-ckpt-strictness= --dist-ckpt-save-pre-mcore-014
+        --dist-ckpt-optim-fully-reshardable --distrib-optim-fully-reshardable-mem-efficient --dist-ckpt-workers=
+        --no-ckpt-load-validate-sharding-integrity --ckpt-fully-parallel-save-process-group=
+        --ckpt-fully-parallel-load-process-group= --ckpt-fully-parallel-load-exchange-algo=
+        --ckpt-fully-parallel-load-per-rank-objects --ckpt-drop-redundant-extra-state --ckpt-pg-tensors-cache-create
+        --ckpt-pg-tensors-cache-path= --no-strict-fsdp-dtensor-load""",
+    "checksums are always verified, unless --skip-hash": "--verify-integrity",
+    "one implementation routes and permutes tokens": """
+        --moe-router-fusion --moe-permute-fusion --moe-enable-deepep --moe-deepep-num-sms=
+        --moe-flex-dispatcher-backend= --moe-use-legacy-grouped-gemm --moe-layer-recompute --moe-extended-tp""",
+    "only what runs at the same time changes with it, and no result": """
+        --overlap-moe-expert-parallel-comm --delay-wgrad-compute --overlap-p2p-communication-warmup-flush
+        --defer-embedding-wgrad-compute --wgrad-deferral-limit= --moe-shared-expert-overlap
+        --ep-overlap-early-attn-memory-release --overlap-dispatch-backward-with-experts-wgrad
+        --high-priority-stream-groups=... --high-priority-a2a-comm-stream""",
+    "--pipeline-schedule interleaved orders the passes": "--microbatch-group-size-per-virtual-pipeline-stage=",
+    "tensor-parallel communication overlaps by itself": """
+        --tp-comm-overlap-cfg= --disable-tp-comm-overlap-ag --disable-tp-comm-overlap-rs --tp-comm-overlap-rs-dgrad
+        --disable-tp-comm-bulk-dgrad --disable-tp-comm-bulk-wgrad --disable-tp-comm-split-ag
+        --disable-tp-comm-split-rs --tp-comm-bootstrap-backend= --tp-comm-atomic-ag --tp-comm-atomic-rs
+        --no-tp-comm-bulk-dgrad --no-tp-comm-bulk-wgrad --no-tp-comm-overlap-ag --no-tp-comm-overlap-rs
+        --no-tp-comm-split-ag --no-tp-comm-split-rs""",
+    "the mean is taken over the counted tokens of the global batch": "--ddp-average-in-collective",
+    "gradients are reduced in buffers of one size": """
+        --ddp-bucket-size= --ddp-num-buckets= --ddp-pad-buckets-for-high-nccl-busbw""",
+    "--kernels chooses the operations": """
+        --cross-entropy-fusion-impl= --te-rng-tracker --use-te-activation-func --use-transformer-engine-op-fuser
+        --disable-jit-fuser --fused-residual-rmsnorm --use-fused-weighted-squared-relu
+        --use-grouped-gemm-for-shared-expert --use-grouped-gemm-for-dense-mlp --flash-attention-version=""",
+    "--cuda-graphs records whole passes": """
+        --cuda-graph-impl= --cuda-graph-scope=... --cuda-graph-modules=... --cuda-graph-warmup-steps=
+        --enable-cuda-graph --external-cuda-graph --optimizer-cuda-graph""",
+    "ranks are ordered tp, cp, dp, pp, which changes no result": "--use-tp-pp-dp-mapping",
+    "the memory that an allocator keeps is not given back between steps": "--empty-unused-memory-level=",
+    "the log has one level; --timing-log-level chooses its timers": "--logging-level=",
+    "the fast encoder is used where it is installed and exact": "--use-gigatoken",
+    "no token is added to a document, except Llama 2's first": "--tokenizer-hf-no-include-special-tokens",
+    "a watchdog and each rank's last collectives are always there (docs/reliability.md)": """
+        --flight-recorder-dump-path= --flight-recorder-trace-buffer-size= --flight-recorder-include-stack-trace
+        --no-flight-recorder-dump-on-timeout --no-flight-recorder-extra-dump-on-exec
+        --no-flight-recorder-include-only-active --disable-flight-recorder-dump-on-timeout
+        --disable-flight-recorder-extra-dump-on-exec --disable-flight-recorder-include-only-active""",
 }

@@ -59,6 +59,11 @@ _NEEDS: tuple[tuple[str, Callable[[RunConfig], bool], tuple[str, ...]], ...] = (
     ),
     ("--swiglu", lambda c: c.model.swiglu, ("bias_swiglu_fusion",)),
     ("--recompute-granularity full", lambda c: c.recompute.full, ("recompute_num_layers",)),
+    (
+        "several tensor-parallel ranks",
+        lambda c: c.parallel.splits_sequence or not c.parallel.sequence_parallel,
+        ("sequence_parallel",),
+    ),
     ("--context-parallel-size", lambda c: c.parallel.context_parallel_size > 1, ("cp_comm_type",)),
     ("--fim-data", lambda c: c.data.fim_data, _like("fim_*", but=("fim_data",))),
     ("--dataloader-type cyclic", lambda c: c.data.dataloader_type == "cyclic", ("data_sharding",)),

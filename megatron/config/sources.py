@@ -103,7 +103,7 @@ class Assignments:
             self.notices.append(f"{spelled}: {target.note}")
         else:
             value = interpret(given, target)
-            if target.flag.status == "no-op":
+            if target.flag.status == "no-op" and value != target.default:
                 self.notices.append(f"{spelled}: {target.flag.note}")
             if given.spelling in target.flag.aliases and given.spelling != target.spelling:
                 self.notices.append(f"{given.spelling}: taken as {target.spelling}")

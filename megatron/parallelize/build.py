@@ -61,7 +61,7 @@ def parallelize(
         check_not_split(model, config)
         return Parallel(model, foreign_specs(model), SinglePass(model, forward_step))
     table, layers = model.table(), stage_layers(model.config.num_layers, config, state)
-    held, cut = _held(model, layers, state), Cut(state.tp, model.padded_vocab_size, config.sequence_parallel)
+    held, cut = _held(model, layers, state), Cut(state.tp, model.padded_vocab_size, config.splits_sequence)
     specs = held_specs(table, held, cut, tied=model.config.tied, pp=state.pp)
     rows = {name: table[name].row for name in specs}
     if is_plain(state):
@@ -71,7 +71,7 @@ def parallelize(
     place = Place(
         state,
         held.experts,
-        config.sequence_parallel,
+        config.splits_sequence,
         config.cp_attention,
         device,
         {name: cut.stored_shape(rows[name], spec) for name, spec in specs.items()},
@@ -119,7 +119,7 @@ def held_parameters(model: nn.Module, config: ParallelConfig, state: ParallelSta
         return sum(parameter.numel() for parameter in model.parameters())
     table, layers = model.table(), stage_layers(model.config.num_layers, config, state)
     check_unchanged(model, layers)
-    cut = Cut(state.tp, model.padded_vocab_size, config.sequence_parallel)
+    cut = Cut(state.tp, model.padded_vocab_size, config.splits_sequence)
     specs = held_specs(table, _held(model, layers, state), cut, tied=model.config.tied, pp=state.pp)
     rows = {name: table[name].row for name in specs}
     return sum(prod(cut.stored_shape(rows[name], spec)) for name, spec in specs.items() if rows[name].trained)

@@ -89,8 +89,12 @@ def check_capacity(config: RunConfig) -> None:
     moe, parallel = config.moe, config.parallel
     if not moe.is_on or moe.moe_expert_capacity_factor is None:
         return
-    for name in ("context_parallel_size", "sequence_parallel"):
-        if getattr(parallel, name) > 1 or getattr(parallel, name) is True:
+    cutting = {
+        "context_parallel_size": parallel.context_parallel_size > 1,
+        "sequence_parallel": parallel.splits_sequence,
+    }
+    for name, cuts in cutting.items():
+        if cuts:
             raise ConfigError(
                 f"{spelled(config, 'moe_expert_capacity_factor')}: what is dropped is decided over whole sequences, "
                 f"which {spelled(config, name)} cuts; remove one of them"

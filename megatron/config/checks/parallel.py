@@ -31,7 +31,7 @@ def _check_sequence(config: RunConfig) -> None:
     parallel, seq_length = config.parallel, config.data.seq_length
     cp, pieces = parallel.context_parallel_size, 2
     given = f"2 x {spelled(config, 'context_parallel_size')}"
-    if parallel.sequence_parallel and parallel.tensor_model_parallel_size > 1:
+    if parallel.splits_sequence:
         pieces = lcm(2, parallel.tensor_model_parallel_size)
         given += f" with {spelled(config, 'tensor_model_parallel_size')} --sequence-parallel"
     if seq_length % (cp * pieces):
@@ -61,11 +61,6 @@ def check_tensor(config: RunConfig) -> None:
     """Tensor parallelism: every rank holds whole heads, whole KV heads (or a copy of one), and equal parts of the
     MLP."""
     parallel, model, tp = config.parallel, config.model, config.parallel.tensor_model_parallel_size
-    if parallel.sequence_parallel and tp == 1:
-        raise ConfigError(
-            "--sequence-parallel: splits norms and dropout over the tensor-parallel ranks, and there is one "
-            "(--tensor-model-parallel-size 1); remove it, or raise --tensor-model-parallel-size"
-        )
     if tp == 1 or not model.num_attention_heads:
         return
     _check_divides(config, "num_attention_heads", model.num_attention_heads)

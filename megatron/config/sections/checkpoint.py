@@ -39,15 +39,18 @@ class CheckpointConfig:
     )
     ckpt_format: str = flag(
         "torch",
-        "Format of the checkpoints.",
-        choices=("torch",),
-        refused=dict.fromkeys(
-            ("torch_dist", "torch_dcp", "fsdp_dtensor", "zarr"),
-            "not supported; use torch (any layout loads into any other with it)",
-        ),
+        "Format of the checkpoints; there is one.",
+        choices=("torch", "torch_dist", "torch_dcp", "fsdp_dtensor", "zarr"),
+        status="no-op",
+        note="checkpoints are written in the format torch, which loads into any layout",
     )
     ckpt_step: int | None = flag(None, "Load this iteration instead of the newest.", at_least=0)
-    async_save: bool = flag(False, "Write checkpoints in the background.", status="later", note="remove it")
+    async_save: bool = flag(
+        False,
+        "Write checkpoints in the background.",
+        status="no-op",
+        note="a checkpoint is written before training goes on; the files are the same",
+    )
     save_retain_interval: int | None = flag(
         None, "Of the older checkpoints keep only those at multiples of this; the newest is always kept.", at_least=1
     )

@@ -69,8 +69,7 @@ class MoEConfig:
     moe_token_dispatcher_type: str = flag(
         "alltoall",
         "How tokens are sent to experts on other ranks.",
-        choices=("alltoall", "allgather"),
-        refused={"flex": "DeepEP is not supported; use alltoall, which computes the same"},
+        choices=("alltoall", "allgather", "flex"),
         status="no-op",
         note="tokens are always sent by all-to-all, each to the ranks of its experts only; an all-gather computes the "
         "same and sends more",

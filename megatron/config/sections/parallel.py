@@ -31,7 +31,9 @@ class ParallelConfig:
     pipeline_trace: str | None = flag(
         None, "Directory where each rank records when the passes of its last steps ran, for tools/draw_pipeline.py."
     )
-    sequence_parallel: bool = flag(False, "Split norms and dropout over the tensor-parallel ranks.")
+    sequence_parallel: bool = flag(
+        False, "Split norms and dropout over the tensor-parallel ranks, if there are several."
+    )
     context_parallel_size: int = flag(1, "Ranks that share each sequence.", at_least=1)
     cp_comm_type: tuple[str, ...] = flag(
         ("p2p",),
@@ -84,6 +86,11 @@ class ParallelConfig:
     optimizer_offload_fraction: float = flag(
         1.0, "Share of the optimizer state to offload.", status="later", note="leave it out"
     )
+
+    @property
+    def splits_sequence(self) -> bool:
+        """--sequence-parallel where it has an effect."""
+        return self.sequence_parallel and self.tensor_model_parallel_size > 1
 
     @property
     def model_parallel_size(self) -> int:

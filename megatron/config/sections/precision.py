@@ -20,8 +20,7 @@ class PrecisionConfig:
     transformer_impl: str = flag(
         "local",
         "Which layers are used; there is one implementation, and --kernels picks its operations.",
-        choices=("local",),
-        refused={"transformer_engine": "not supported; use local (--kernels chooses the fast operations)"},
+        choices=("local", "transformer_engine", "inference_optimized"),
         status="no-op",
         note="there is one implementation; --kernels chooses its operations",
     )

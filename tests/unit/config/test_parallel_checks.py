@@ -25,7 +25,6 @@ FIRST, LAST = "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_la
             4,
             ["--num-query-groups 6", "--tensor-model-parallel-size 4", "3 or 6"],
         ),
-        ({"sequence_parallel": True}, 1, ["--sequence-parallel", "--tensor-model-parallel-size"]),
         ({TP: 4, "sequence_parallel": True, "seq_length": 14}, 4, ["--seq-length 14", "--seq-length 12 or 16"]),
         (
             {PP: 2, "num_layers": 3},

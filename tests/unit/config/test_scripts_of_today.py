@@ -1,0 +1,84 @@
+"""Command lines as Megatron-LM's scripts of 2026 have them: what chooses an implementation is taken, and said."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+from megatron.config import compat_table, parse_args
+from megatron.config.compat import compat_flags, retired_flags
+from megatron.config.flag import Setting
+from megatron.config.run import all_settings
+from megatron.config.sources import canonical_spellings, spelling_table
+from megatron.errors import ConfigError
+from tests.helpers.runs import flags, train_here
+
+DENSE = """--transformer-impl transformer_engine --use-mcore-models --position-embedding-type rope --rotary-percent 1.0
+    --normalization RMSNorm --swiglu --disable-bias-linear --untie-embeddings-and-output-weights
+    --group-query-attention --num-query-groups 2 --attention-dropout 0.0 --hidden-dropout 0.0 --sequence-parallel
+    --no-create-attention-mask-in-dataloader --no-gradient-accumulation-fusion --overlap-grad-reduce --async-save
+    --use-persistent-ckpt-worker --ckpt-format torch_dist --dist-ckpt-strictness log_all --split '99,1,0'
+    --dist-ckpt-optim-fully-reshardable --cross-entropy-loss-fusion --cross-entropy-fusion-impl te --manual-gc
+    --distributed-backend gloo --rerun-mode validate_results --logging-level 40 --te-rng-tracker --log-params-norm"""
+EXPERTS = f"""{DENSE} --num-experts 4 --moe-router-topk 2 --moe-router-load-balancing-type aux_loss
+    --moe-aux-loss-coeff 1e-2 --moe-grouped-gemm --moe-token-dispatcher-type flex --moe-permute-fusion
+    --moe-router-fusion --moe-enable-deepep --overlap-moe-expert-parallel-comm --delay-wgrad-compute"""
+PLAIN = {
+    "position_embedding_type": "rope",
+    "normalization": "RMSNorm",
+    "swiglu": True,
+    "disable_bias_linear": True,
+    "untie_embeddings_and_output_weights": True,
+    "group_query_attention": True,
+    "num_query_groups": 2,
+    "attention_dropout": 0.0,
+    "hidden_dropout": 0.0,
+    "split": "99,1,0",
+}
+PLAIN_EXPERTS = {**PLAIN, "num_experts": 4, "moe_router_topk": 2, "moe_aux_loss_coeff": 1e-2}
+
+
+@pytest.mark.parametrize(("script", "plain"), [(DENSE, PLAIN), (EXPERTS, PLAIN_EXPERTS)], ids=["dense", "experts"])
+def test_a_choice_of_implementation_is_said_and_changes_nothing(script: str, plain: dict[str, object]) -> None:
+    argv = [*flags(), *(word.replace("'", '"') for word in script.split())]
+    said = parse_args(argv).notices
+    for spelling in ("--transformer-impl", "--async-save", "--use-persistent-ckpt-worker", "--ckpt-format", "--te-rng"):
+        assert sum(line.startswith(spelling) for line in said) == 1, (spelling, said)
+    assert sum(line.startswith("--sequence-parallel: has no effect without several") for line in said) == 1
+    ours, wanted = train_here(argv), train_here(flags(**plain))
+    assert [each["lm_loss"] for each in ours["records"]] == [each["lm_loss"] for each in wanted["records"]]
+    assert all(torch.equal(tensor, wanted["weights"][name]) for name, tensor in ours["weights"].items())
+
+
+def test_what_changes_a_result_is_still_refused() -> None:
+    for flag in (
+        "--use-distributed-optimizer",
+        "--multi-latent-attention",
+        "--fp8-format hybrid",
+        "--mtp-num-layers 1",
+    ):
+        with pytest.raises(ConfigError, match=f"{flag}: not supported yet"):
+            parse_args([*flags(), *flag.split()])
+
+
+def test_every_way_out_names_flags_that_exist_and_work() -> None:
+    notes = [(flag.spelling, flag.note) for flag in (*compat_flags().values(), *retired_flags().values())]
+    for setting in all_settings():
+        notes += [(setting.spelling, text) for text in (setting.flag.note, *(setting.flag.refused or {}).values())]
+    known, table = canonical_spellings(), spelling_table()
+    wrong = []
+    for spelling, note in notes:
+        for named in re.findall(r"--[a-z][\w-]*(?!\*)\b(?![-*])", note):
+            target = table.get(known.get(named.replace("_", "-"), ""))
+            if not isinstance(target, Setting) or target.flag.status in ("later", "never"):
+                wrong.append((spelling, named, note))
+    assert not wrong, "\n".join(map(str, wrong))
+
+
+def test_no_flag_stands_twice_in_the_table() -> None:
+    groups = (compat_table.LATER, compat_table.NEVER, compat_table.IMPLEMENTATIONS)
+    words = [word.partition("=")[0] for group in groups for text in group.values() for word in text.split()]
+    words += [word.partition("=")[0] for word in (*compat_table.NO_OPS, *compat_table.RETIRED)]
+    assert len(words) == len(set(words))
