@@ -27,7 +27,7 @@ class CompatFlag:
     status: Status
     note: str
     takes: Takes
-    neutral: str | None = None  # later/never: the value that asks for nothing new
+    neutral: str | None = None  # the value that asks for nothing new
     accepts: tuple[str, ...] = ()  # no-op: the values that mean nothing here; others are refused
 
 
@@ -67,8 +67,8 @@ def compat_flags() -> Mapping[str, CompatFlag]:
             for spelling, takes, neutral in map(_parse, words.split()):
                 rows.append(CompatFlag(spelling=spelling, status=status, note=note, takes=takes, neutral=neutral))
     for note, words in table.IMPLEMENTATIONS.items():
-        for spelling, takes, _ in map(_parse, words.split()):
-            rows.append(CompatFlag(spelling=spelling, status="no-op", note=note, takes=takes))
+        for spelling, takes, neutral in map(_parse, words.split()):
+            rows.append(CompatFlag(spelling=spelling, status="no-op", note=note, takes=takes, neutral=neutral))
     for word, (note, accepts) in table.NO_OPS.items():
         spelling, takes, _ = _parse(word)
         values = tuple(accepts.split())
@@ -83,13 +83,13 @@ def refused_family(spelling: str) -> str | None:
 
 def apply_compat(flag: CompatFlag, text: str) -> str | None:
     """The line to print for a no-op, None for a neutral value; any other use is refused."""
+    if flag.neutral is not None and _same(text, flag.neutral):
+        return None
     spelled = f"{flag.spelling} {text}".rstrip()
     if flag.status == "no-op":
         if flag.accepts and text not in flag.accepts:
             raise ConfigError(f"{spelled}: not supported; use {' or '.join(flag.accepts)}, or leave the flag out")
         return f"{spelled}: {flag.note}"
-    if flag.neutral is not None and _same(text, flag.neutral):
-        return None
     verdict = "not supported yet" if flag.status == "later" else "not supported"
     raise ConfigError(f"{spelled}: {verdict}; {flag.note}")
 

@@ -263,7 +263,7 @@ IMPLEMENTATIONS: dict[str, str] = {
         --moe-flex-dispatcher-backend= --moe-use-legacy-grouped-gemm --moe-layer-recompute --moe-extended-tp""",
     "only what runs at the same time changes with it, and no result": """
         --overlap-moe-expert-parallel-comm --delay-wgrad-compute --overlap-p2p-communication-warmup-flush
-        --defer-embedding-wgrad-compute --wgrad-deferral-limit= --moe-shared-expert-overlap
+        --defer-embedding-wgrad-compute --wgrad-deferral-limit=0 --moe-shared-expert-overlap
         --ep-overlap-early-attn-memory-release --overlap-dispatch-backward-with-experts-wgrad
         --high-priority-stream-groups=... --high-priority-a2a-comm-stream""",
     "--pipeline-schedule interleaved orders the passes": "--microbatch-group-size-per-virtual-pipeline-stage=",
@@ -277,14 +277,14 @@ IMPLEMENTATIONS: dict[str, str] = {
     "gradients are reduced in buffers of one size": """
         --ddp-bucket-size= --ddp-num-buckets= --ddp-pad-buckets-for-high-nccl-busbw""",
     "--kernels chooses the operations": """
-        --cross-entropy-fusion-impl= --te-rng-tracker --use-te-activation-func --use-transformer-engine-op-fuser
+        --cross-entropy-fusion-impl=native --te-rng-tracker --use-te-activation-func --use-transformer-engine-op-fuser
         --disable-jit-fuser --fused-residual-rmsnorm --use-fused-weighted-squared-relu
         --use-grouped-gemm-for-shared-expert --use-grouped-gemm-for-dense-mlp --flash-attention-version=""",
     "--cuda-graphs records whole passes": """
-        --cuda-graph-impl= --cuda-graph-scope=... --cuda-graph-modules=... --cuda-graph-warmup-steps=
+        --cuda-graph-impl=none --cuda-graph-scope=... --cuda-graph-modules=... --cuda-graph-warmup-steps=
         --enable-cuda-graph --external-cuda-graph --optimizer-cuda-graph""",
     "ranks are ordered tp, cp, dp, pp, which changes no result": "--use-tp-pp-dp-mapping",
-    "the memory that an allocator keeps is not given back between steps": "--empty-unused-memory-level=",
+    "the memory that an allocator keeps is not given back between steps": "--empty-unused-memory-level=0",
     "the log has one level; --timing-log-level chooses its timers": "--logging-level=",
     "the fast encoder is used where it is installed and exact": "--use-gigatoken",
     "no token is added to a document, except Llama 2's first": "--tokenizer-hf-no-include-special-tokens",

@@ -116,7 +116,7 @@ def test_batch_size_is_micro_batch_size() -> None:
         "--exit-on-missing-checkpoint",
         "--no-pipeline-parallel",
         "--no-query-key-layer-scaling",
-        "--transformer-impl local",
+        "--transformer-impl transformer_engine",
     ],
 )
 def test_named_no_ops_print_their_line(flag: str) -> None:
