@@ -43,13 +43,17 @@ def set_aside_newer(directory: Path, step: int, history: RunHistory) -> list[str
     return messages
 
 
-def retain(directory: Path, history: RunHistory, interval: int | None, *, tracker_step: int) -> list[str]:
-    """Deletes the steps between multiples of `interval`, but never the tracker's, the loaded one or the two newest."""
-    if interval is None:
+def retain(
+    directory: Path, history: RunHistory, *, last: int | None, interval: int | None, tracker_step: int
+) -> list[str]:
+    """Deletes old steps if asked to, but never the tracker's, the loaded one or the two newest. `last`: the number of
+    newest steps to keep; `interval`: multiples of it are kept."""
+    if last is None and interval is None:
         return []
     steps = paths.list_steps(directory)
-    kept = {*steps[:2], tracker_step, history.loaded_step(directory)}
-    kept |= {step for step in steps if step % interval == 0}
+    kept = {*steps[: max(2, last or 0)], tracker_step, history.loaded_step(directory)}
+    if interval is not None:
+        kept |= {step for step in steps if step % interval == 0}
     messages = []
     for step in sorted(set(steps) - kept):
         trash = free_name(directory, paths.TRASH + paths.step_name(step))

@@ -43,6 +43,7 @@ def save_checkpoint(
     parallel: ParallelState,
     save_tokenizer: SaveTokenizer | None,
     history: RunHistory,
+    retain_last: int | None = None,
     retain_interval: int | None = None,
     fingerprint: Mapping[str, Any] | None = None,
     release: bool = False,
@@ -57,7 +58,8 @@ def save_checkpoint(
     if run_on_first(save.is_done, parallel.world):
         return SavedInfo(save.target, state.iteration, 0, 0.0, already_there=True)
     written = _write_all(save, save_tokenizer)
-    messages = run_on_first(lambda: save.commit(written, fingerprint or {}, retain_interval), parallel.world)
+    messages = run_on_first(lambda: save.commit(written, fingerprint or {}), parallel.world)
+    messages += run_on_first(lambda: save.retain(retain_last, retain_interval), parallel.world)
     history.committed_steps(directory).add(state.iteration)
     size = sum(record.size for part in written for record in part.files.values())
     return SavedInfo(save.target, state.iteration, size, time.monotonic() - started, messages=tuple(messages))
@@ -192,7 +194,7 @@ class _Save:
         with suppress(OSError):
             shutil.rmtree(self.temporary)
 
-    def commit(self, written: list[_Written], fingerprint: Mapping[str, Any], retain_interval: int | None) -> list[str]:
+    def commit(self, written: list[_Written], fingerprint: Mapping[str, Any]) -> list[str]:
         """Commits the written files as a step. Runs on the first rank only."""
         record = self._manifest(written, fingerprint)
         try:
@@ -204,12 +206,14 @@ class _Save:
         except StorageError:
             self.discard()  # which does nothing once it has been renamed
             raise
-        return [*messages, *self._retain(retain_interval)]
+        return messages
 
-    def _retain(self, interval: int | None) -> list[str]:
+    def retain(self, last: int | None, interval: int | None) -> list[str]:
         """The new step is committed already, so failing to delete an old one is only a warning."""
         try:
-            return retention.retain(self.directory, self.history, interval, tracker_step=self.state.iteration)
+            return retention.retain(
+                self.directory, self.history, last=last, interval=interval, tracker_step=self.state.iteration
+            )
         except OSError as error:
             return [f"warning: {storage.storage_message('deleting old checkpoints', self.directory, error)}"]
 

@@ -212,7 +212,7 @@ def test_kill_during_retention(tmp_path: Path) -> None:
         save(tmp_path / "template", make_state(step, names=FEW), history)
     save(tmp_path / "template", OLD, history)
     history.close()
-    outcomes = crash_everywhere(tmp_path / "template", tmp_path, lambda d: save_new(d, retain_interval=7))
+    outcomes = crash_everywhere(tmp_path / "template", tmp_path, lambda d: save_new(d, retain_last=2))
     assert one_switch(outcomes)
 
 

@@ -145,7 +145,7 @@ def test_retention_deletes_only_when_asked(tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("iter_*"))) == 6
     save(tmp_path, make_state(7), history, retain_interval=4)
     assert sorted(p.name for p in tmp_path.glob("iter_*")) == ["iter_0000004", "iter_0000006", "iter_0000007"]
-    save(tmp_path, make_state(8), history, retain_interval=5)
+    save(tmp_path, make_state(8), history, retain_last=1)
     assert sorted(p.name for p in tmp_path.glob("iter_*")) == ["iter_0000007", "iter_0000008"]
     assert not list(tmp_path.glob(".trash-*"))
     history.close()
