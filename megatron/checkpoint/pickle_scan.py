@@ -10,6 +10,7 @@ from __future__ import annotations
 import pickletools
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Any
 
 _DTYPES = (
     *("bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64", "float16", "bfloat16"),
@@ -75,6 +76,7 @@ def _follow(data: bytes, allowed: Collection[str]) -> None:
     marks: list[int] = []
     memo: dict[int, _Value] = {}
     repeated = 0
+    argument: Any  # an int, a str, bytes or None, as the opcode has it
     for opcode, argument, _ in pickletools.genops(data):
         name = opcode.name
         if name in ("BINPUT", "LONG_BINPUT"):

@@ -33,7 +33,13 @@ def test_operations_are_those_of_the_plain_step() -> None:
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
 def test_a_step_runs(dtype: torch.dtype) -> None:
-    assert peak.peak_step(SHAPE, dtype, threads=2)().item() == 0
+    try:
+        step = peak.peak_step(SHAPE, dtype, threads=2)
+    except NotInstalledError as error:
+        if "is not known" not in str(error):
+            raise
+        pytest.skip(str(error))
+    assert step().item() == 0
 
 
 def test_a_compiler_that_fails_leaves_it_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
