@@ -17,11 +17,9 @@ LATER: dict[str, str] = {
         --dsa-indexer-n-heads= --dsa-indexer-rope-interleaved --dsa-indexer-skip-topk-offset= --dsa-indexer-topk=
         --dsa-indexer-topk-freq= --dsa-indexer-use-sparse-loss --dsa-kernel-backend=
         --yarn-correction-range-round-to-int --no-yarn-correction-range-round-to-int""",
-    "use --num-layers-per-virtual-pipeline-stage": """
-        --num-virtual-stages-per-pipeline-rank= --virtual-pipeline-model-parallel-size=1""",
+    "use --num-layers-per-virtual-pipeline-stage": "--virtual-pipeline-model-parallel-size=1",
     "use --decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers": """
-        --pipeline-model-parallel-layout= --account-for-embedding-in-pipeline-split
-        --account-for-loss-in-pipeline-split""",
+        --pipeline-model-parallel-layout=""",
     "remove it; see --context-parallel-size and --cp-comm-type": """
         --hierarchical-context-parallel-sizes=... --hybrid-context-parallel --max-seqlen-per-dp-cp-rank=""",
     "remove it; data parallelism here reduces whole gradients": """

@@ -5,11 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import accumulate
 
+from megatron.config.sections.parallel import ParallelConfig
 from megatron.errors import ConfigError
 from megatron.layout import PP_FLAG, nearest_divisors
 
 LAYERS_FLAG = "--num-layers"
 CHUNK_FLAG = "--num-layers-per-virtual-pipeline-stage"
+CHUNKS_FLAG = "--num-virtual-stages-per-pipeline-rank"
+EMBEDDING_FLAG = "--account-for-embedding-in-pipeline-split"
+LOSS_FLAG = "--account-for-loss-in-pipeline-split"
 FIRST_FLAG = "--decoder-first-pipeline-num-layers"
 LAST_FLAG = "--decoder-last-pipeline-num-layers"
 
@@ -29,18 +33,18 @@ class StageLayers:
         return [self.stages[chunk * self.ranks + rank] for chunk in range(self.chunks)]
 
 
-def split_layers(
-    layers: int,
-    ranks: int,
-    *,
-    layers_per_chunk: int | None = None,
-    first: int | None = None,
-    last: int | None = None,
-) -> StageLayers:
-    """Equal stages, unless `first` or `last` gives the number of layers of the first or last rank: the others then
-    share the rest. With `layers_per_chunk` every rank holds several (virtual) stages of that many layers."""
-    if layers_per_chunk is not None:
-        return StageLayers(_runs([layers_per_chunk] * _chunks(layers, ranks, layers_per_chunk, first, last)), ranks)
+def stage_layers(layers: int, parallel: ParallelConfig) -> StageLayers:
+    """The layers of every stage as the settings divide them."""
+    first, last = parallel.decoder_first_pipeline_num_layers, parallel.decoder_last_pipeline_num_layers
+    embedding, loss = parallel.account_for_embedding_in_pipeline_split, parallel.account_for_loss_in_pipeline_split
+    if not (embedding or loss or parallel.has_virtual_stages):
+        return split_layers(layers, parallel.pipeline_model_parallel_size, first=first, last=last)
+    return _even_stages(layers, parallel)
+
+
+def split_layers(layers: int, ranks: int, *, first: int | None = None, last: int | None = None) -> StageLayers:
+    """One stage a rank, all equal, unless `first` or `last` gives the number of layers of the first or last: the
+    others then share the rest."""
     given = {0: first, ranks - 1: last} if ranks > 1 else {}
     fixed = {rank: count for rank, count in given.items() if count is not None}
     rest, others = layers - sum(fixed.values()), ranks - len(fixed)
@@ -53,21 +57,62 @@ def _runs(counts: list[int]) -> tuple[range, ...]:
     return tuple(range(end - count, end) for count, end in zip(counts, accumulate(counts)))
 
 
-def _chunks(layers: int, ranks: int, per_chunk: int, first: int | None, last: int | None) -> int:
-    if ranks == 1:
+def _even_stages(layers: int, parallel: ParallelConfig) -> StageLayers:
+    """Stages of equally many units, one or several a rank. A unit is a layer; the embedding and the loss too, where
+    they are to be counted."""
+    ranks, per_stage = parallel.pipeline_model_parallel_size, parallel.num_layers_per_virtual_pipeline_stage
+    chunks = parallel.num_virtual_stages_per_pipeline_rank
+    extra = (parallel.account_for_embedding_in_pipeline_split, parallel.account_for_loss_in_pipeline_split)
+    _refuse_other_divisions(parallel)
+    units = layers + sum(extra)
+    stages = ranks * (chunks or 1) if per_stage is None else units // per_stage
+    if units % stages if per_stage is None else units % (ranks * per_stage):
+        raise ConfigError(_no_even_stages(layers, parallel, units))
+    counts = [units // stages] * stages
+    counts[0] -= extra[0]
+    counts[-1] -= extra[1]
+    if min(counts) < 1:
         raise ConfigError(
-            f"{CHUNK_FLAG} {per_chunk}: there is one pipeline stage ({PP_FLAG} 1); remove it or raise that"
+            f"{LAYERS_FLAG} {layers}: a stage is left without a layer when the embedding or the loss counts as one; "
+            f"remove {EMBEDDING_FLAG} and {LOSS_FLAG}, or use fewer stages"
         )
-    if first is not None or last is not None:
-        flag = FIRST_FLAG if first is not None else LAST_FLAG
-        raise ConfigError(f"{CHUNK_FLAG} {per_chunk} and {flag} are both given; keep one of them")
-    if layers % (ranks * per_chunk):
-        fits = [n for n in range(1, layers // ranks + 1) if layers % (ranks * n) == 0]
+    return StageLayers(_runs(counts), ranks)
+
+
+def _refuse_other_divisions(parallel: ParallelConfig) -> None:
+    """Virtual stages need several ranks, and one flag alone may say how the layers are divided."""
+    values = {
+        CHUNK_FLAG: parallel.num_layers_per_virtual_pipeline_stage,
+        CHUNKS_FLAG: parallel.num_virtual_stages_per_pipeline_rank,
+        EMBEDDING_FLAG: parallel.account_for_embedding_in_pipeline_split or None,
+        LOSS_FLAG: parallel.account_for_loss_in_pipeline_split or None,
+        FIRST_FLAG: parallel.decoder_first_pipeline_num_layers,
+        LAST_FLAG: parallel.decoder_last_pipeline_num_layers,
+    }
+    given = {flag: flag if value is True else f"{flag} {value}" for flag, value in values.items() if value is not None}
+    if parallel.pipeline_model_parallel_size == 1:
+        flag = next(iter(given.values()))
+        raise ConfigError(f"{flag}: there is one pipeline stage ({PP_FLAG} 1); remove it or raise that")
+    apart = [flag for flag in (FIRST_FLAG, LAST_FLAG) if flag in given]
+    both = [flag for flag in (CHUNK_FLAG, CHUNKS_FLAG) if flag in given]
+    if apart or len(both) == 2:
+        one, other = both if len(both) == 2 else (next(iter(given)), apart[0])
+        raise ConfigError(f"{given[one]} and {other} are both given; keep one of them")
+
+
+def _no_even_stages(layers: int, parallel: ParallelConfig, units: int) -> str:
+    ranks, per_stage = parallel.pipeline_model_parallel_size, parallel.num_layers_per_virtual_pipeline_stage
+    counted = f" (with the embedding or the loss {units})" if units > layers else ""
+    fits = [n for n in range(1, units // ranks + 1) if units % (ranks * n) == 0]
+    if per_stage is not None:
         way = f"use {CHUNK_FLAG} {' or '.join(map(str, fits))}" if fits else f"use a multiple of {ranks} layers"
-        raise ConfigError(
-            f"{LAYERS_FLAG} {layers} does not divide by {PP_FLAG} {ranks} x {CHUNK_FLAG} {per_chunk}; {way}"
-        )
-    return layers // per_chunk
+        return f"{LAYERS_FLAG} {layers}{counted} does not divide by {PP_FLAG} {ranks} x {CHUNK_FLAG} {per_stage}; {way}"
+    chunks = parallel.num_virtual_stages_per_pipeline_rank
+    if chunks is None:
+        near = " or ".join(map(str, nearest_divisors(units, ranks)))
+        return f"{LAYERS_FLAG} {layers}{counted} does not divide by {PP_FLAG} {ranks}; use {PP_FLAG} {near}"
+    way = f"use {CHUNKS_FLAG} {' or '.join(map(str, fits))}" if fits else f"use a multiple of {ranks} layers"
+    return f"{LAYERS_FLAG} {layers}{counted} does not divide by {PP_FLAG} {ranks} x {CHUNKS_FLAG} {chunks}; {way}"
 
 
 def _uneven(layers: int, ranks: int, first: int | None, last: int | None, rest: int, others: int) -> str:

@@ -1,6 +1,6 @@
 """Builds the model of one rank from the plain model, the table of parameters and the layout."""
 
-from megatron.parallelize.build import Parallel, held_parameters, is_plain, parallelize, stage_layers
+from megatron.parallelize.build import Parallel, held_parameters, is_plain, parallelize
 from megatron.parallelize.replicas import ReplicaSums
 from megatron.parallelize.specs import initialise_part, persistent_buffers
 
@@ -12,5 +12,4 @@ __all__ = [
     "is_plain",
     "parallelize",
     "persistent_buffers",
-    "stage_layers",
 ]

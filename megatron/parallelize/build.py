@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.config import ParallelConfig
-from megatron.config.stages import StageLayers, split_layers
+from megatron.config.stages import StageLayers, stage_layers
 from megatron.distributed.shard import ShardSpec, even_ranges
 from megatron.distributed.state import ParallelState
 from megatron.errors import ConfigError
@@ -60,7 +60,7 @@ def parallelize(
     if not isinstance(model, GPT):
         check_not_split(model, config)
         return Parallel(model, foreign_specs(model), SinglePass(model, forward_step))
-    table, layers = model.table(), stage_layers(model.config.num_layers, config, state)
+    table, layers = model.table(), stage_layers(model.config.num_layers, config)
     held, cut = _held(model, layers, state), Cut(state.tp, model.padded_vocab_size, config.splits_sequence)
     specs = held_specs(table, held, cut, tied=model.config.tied, pp=state.pp)
     rows = {name: table[name].row for name in specs}
@@ -117,7 +117,7 @@ def held_parameters(model: nn.Module, config: ParallelConfig, state: ParallelSta
         check_not_split(model, config)
     if not isinstance(model, GPT) or is_plain(state):
         return sum(parameter.numel() for parameter in model.parameters())
-    table, layers = model.table(), stage_layers(model.config.num_layers, config, state)
+    table, layers = model.table(), stage_layers(model.config.num_layers, config)
     check_unchanged(model, layers)
     cut = Cut(state.tp, model.padded_vocab_size, config.splits_sequence)
     specs = held_specs(table, _held(model, layers, state), cut, tied=model.config.tied, pp=state.pp)
@@ -128,16 +128,6 @@ def held_parameters(model: nn.Module, config: ParallelConfig, state: ParallelSta
 def is_plain(state: ParallelState) -> bool:
     """True if every rank trains the plain model: it holds all weights and sees whole sequences."""
     return state.model.size == state.ep.size == state.cp.size == 1
-
-
-def stage_layers(num_layers: int, config: ParallelConfig, state: ParallelState) -> StageLayers:
-    return split_layers(
-        num_layers,
-        state.pp.size,
-        layers_per_chunk=config.num_layers_per_virtual_pipeline_stage,
-        first=config.decoder_first_pipeline_num_layers,
-        last=config.decoder_last_pipeline_num_layers,
-    )
 
 
 def _held(model: GPT, layers: StageLayers, state: ParallelState) -> Held:

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from megatron.config import RunConfig
+from megatron.config.stages import stage_layers
 from megatron.data.splits import sample_counts
 from megatron.layout import Layout
-from megatron.parallelize import stage_layers
 from megatron.training.initialize import Run
 from megatron.training.model import count_parameters, model_flops
 from megatron.utils.device import human_bytes
@@ -89,7 +89,7 @@ def _ranks(group: Sequence[int]) -> str:
 
 def _stages(run: Run, layout: Layout, parameters: Sequence[int]) -> list[tuple[str, str]]:
     """Which ranks hold which layers, and how many parameters each of them."""
-    layers, rows = stage_layers(run.config.model.num_layers, run.config.parallel, run.parallel), []
+    layers, rows = stage_layers(run.config.model.num_layers, run.config.parallel), []
     for stage, count in enumerate(parameters):
         runs = [_ranks(part) for part in layers.of_rank(stage)]
         ranks = [rank for rank in range(layout.world_size) if layout.coordinates(rank).pp == stage]

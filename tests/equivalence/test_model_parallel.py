@@ -49,6 +49,7 @@ def layout(tp: int = 1, pp: int = 1, **more: Any) -> dict[str, Any]:
 
 
 SP = {"sequence_parallel": True}
+COUNTED = {"account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True}
 CASES: dict[int, list[tuple[dict[str, Any], dict[str, Any]]]] = {
     2: [
         (GPT2, layout(tp=2)),
@@ -57,6 +58,8 @@ CASES: dict[int, list[tuple[dict[str, Any], dict[str, Any]]]] = {
         (RECOMPUTED, layout(pp=2, pipeline_schedule="zero-bubble")),
         (GPT2, layout(pp=2, num_layers_per_virtual_pipeline_stage=1)),
         (ODD, layout(pp=2, decoder_first_pipeline_num_layers=2)),
+        (ODD, layout(pp=2, account_for_loss_in_pipeline_split=True)),
+        ({**GPT2, "num_layers": 6}, layout(pp=2, num_virtual_stages_per_pipeline_rank=2, **COUNTED)),
     ],
     4: [
         (GPT2, layout(tp=2, **SP)),

@@ -6,7 +6,7 @@ from math import lcm
 
 from megatron.config.notices import spelled
 from megatron.config.run import RunConfig
-from megatron.config.stages import split_layers
+from megatron.config.stages import stage_layers
 from megatron.errors import ConfigError
 from megatron.layout import nearest_divisors, nearest_multiples
 
@@ -107,15 +107,8 @@ def nearest_tensor_sizes(config: RunConfig) -> str:
 def check_pipeline(config: RunConfig) -> None:
     """Pipeline parallelism: the layers divide over the stages, and the schedule fits the (virtual) stages."""
     parallel, pp = config.parallel, config.parallel.pipeline_model_parallel_size
-    virtual = parallel.num_layers_per_virtual_pipeline_stage
     if config.model.num_layers:
-        split_layers(
-            config.model.num_layers,
-            pp,
-            layers_per_chunk=virtual,
-            first=parallel.decoder_first_pipeline_num_layers,
-            last=parallel.decoder_last_pipeline_num_layers,
-        )
+        stage_layers(config.model.num_layers, parallel)
     for setting in (
         "pipeline_schedule",
         "pipeline_trace",
@@ -127,8 +120,12 @@ def check_pipeline(config: RunConfig) -> None:
                 f"{spelled(config, setting)}: there is one stage (--pipeline-model-parallel-size 1); remove it, or "
                 "raise --pipeline-model-parallel-size"
             )
-    if (parallel.schedule == "interleaved") != (virtual is not None):
-        way = "use --pipeline-schedule interleaved" if virtual else "give --num-layers-per-virtual-pipeline-stage"
+    if (parallel.schedule == "interleaved") != parallel.has_virtual_stages:
+        way = (
+            "use --pipeline-schedule interleaved"
+            if parallel.has_virtual_stages
+            else "give --num-layers-per-virtual-pipeline-stage"
+        )
         raise ConfigError(
             f"{spelled(config, 'pipeline_schedule')}: the interleaved schedule and virtual stages come together; {way}"
         )

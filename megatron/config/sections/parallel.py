@@ -26,6 +26,15 @@ class ParallelConfig:
     num_layers_per_virtual_pipeline_stage: int | None = flag(
         None, "Layers per virtual stage: each rank has several, and the interleaved schedule.", at_least=1
     )
+    num_virtual_stages_per_pipeline_rank: int | None = flag(
+        None, "Virtual stages of each rank, instead of their number of layers; 1 is none.", at_least=1
+    )
+    account_for_embedding_in_pipeline_split: bool = flag(
+        False, "Count the embedding as a layer when the layers are divided over the stages."
+    )
+    account_for_loss_in_pipeline_split: bool = flag(
+        False, "Count the output layer and the loss as a layer when the layers are divided over the stages."
+    )
     decoder_first_pipeline_num_layers: int | None = flag(None, "Layers of the first stage.", at_least=1)
     decoder_last_pipeline_num_layers: int | None = flag(None, "Layers of the last stage.", at_least=1)
     pipeline_trace: str | None = flag(
@@ -121,4 +130,8 @@ class ParallelConfig:
     @property
     def schedule(self) -> str:
         """The pipeline schedule in force."""
-        return self.pipeline_schedule or ("interleaved" if self.num_layers_per_virtual_pipeline_stage else "1f1b")
+        return self.pipeline_schedule or ("interleaved" if self.has_virtual_stages else "1f1b")
+
+    @property
+    def has_virtual_stages(self) -> bool:
+        return bool(self.num_layers_per_virtual_pipeline_stage) or (self.num_virtual_stages_per_pipeline_rank or 1) > 1

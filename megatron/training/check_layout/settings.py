@@ -23,7 +23,7 @@ from megatron.config import (
 )
 from megatron.config.notices import spelled
 from megatron.config.run import all_settings
-from megatron.config.stages import split_layers
+from megatron.config.stages import stage_layers
 from megatron.errors import ConfigError
 from megatron.layout import nearest_multiples
 from megatron.model.flops import flops_per_token
@@ -208,13 +208,20 @@ def _few_heads(config: RunConfig) -> tuple[int, int]:
 def _few_layers(config: RunConfig) -> tuple[int, ParallelConfig]:
     """Layers, and how they are cut into stages: a stage that had more layers than another still has."""
     parallel, layers = config.parallel, config.model.num_layers
-    pp, per_chunk = parallel.pipeline_model_parallel_size, parallel.num_layers_per_virtual_pipeline_stage
+    pp, stages = parallel.pipeline_model_parallel_size, stage_layers(config.model.num_layers, parallel)
     if config.moe.is_on and not config.moe.moe_layer_freq.strip().isdigit():
         return layers, parallel  # a list of its layers
-    if per_chunk is not None:
-        return pp * min(2, layers // (pp * per_chunk)), replace(parallel, num_layers_per_virtual_pipeline_stage=1)
+    if stages.chunks > 1:
+        chunks = min(2, stages.chunks)
+        extra = parallel.account_for_embedding_in_pipeline_split + parallel.account_for_loss_in_pipeline_split
+        each = 2 if extra else 1  # of which the first and the last stage keep a layer
+        return pp * chunks * each - extra, replace(
+            parallel,
+            num_layers_per_virtual_pipeline_stage=parallel.num_layers_per_virtual_pipeline_stage and each,
+            num_virtual_stages_per_pipeline_rank=parallel.num_virtual_stages_per_pipeline_rank and chunks,
+        )
     first, last = parallel.decoder_first_pipeline_num_layers, parallel.decoder_last_pipeline_num_layers
-    counts = [len(stage) for stage in split_layers(layers, pp, first=first, last=last).stages]
+    counts = [len(stage) for stage in stages.stages]
     sizes = sorted(set(counts))
     few = {count: place + 1 for place, count in enumerate(sizes)} if sizes[1:] else {sizes[0]: min(2, sizes[0])}
     cut = replace(

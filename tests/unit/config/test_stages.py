@@ -6,7 +6,18 @@ from typing import Any
 
 import pytest
 
-from megatron.config.stages import split_layers
+from megatron.config import ParallelConfig
+from megatron.config.stages import stage_layers
+from megatron.errors import ConfigError
+
+FIELDS = {
+    "first": "decoder_first_pipeline_num_layers",
+    "last": "decoder_last_pipeline_num_layers",
+    "virtual": "num_layers_per_virtual_pipeline_stage",
+    "stages": "num_virtual_stages_per_pipeline_rank",
+    "embedding": "account_for_embedding_in_pipeline_split",
+    "loss": "account_for_loss_in_pipeline_split",
+}
 
 
 @pytest.mark.parametrize(
@@ -18,10 +29,41 @@ from megatron.config.stages import split_layers
         (5, 4, {"last": 2}, [[(0, 1)], [(1, 2)], [(2, 3)], [(3, 5)]]),
         (8, 3, {"first": 1, "last": 3}, [[(0, 1)], [(1, 5)], [(5, 8)]]),
         (3, 2, {"first": 1, "last": 2}, [[(0, 1)], [(1, 3)]]),
-        (8, 2, {"layers_per_chunk": 2}, [[(0, 2), (4, 6)], [(2, 4), (6, 8)]]),
+        (8, 2, {"virtual": 2}, [[(0, 2), (4, 6)], [(2, 4), (6, 8)]]),
+        (8, 2, {"stages": 2}, [[(0, 2), (4, 6)], [(2, 4), (6, 8)]]),
+        (8, 2, {"stages": 1}, [[(0, 4)], [(4, 8)]]),
+        (7, 2, {"embedding": True}, [[(0, 3)], [(3, 7)]]),
+        (7, 2, {"loss": True}, [[(0, 4)], [(4, 7)]]),
+        (10, 3, {"embedding": True, "loss": True}, [[(0, 3)], [(3, 7)], [(7, 10)]]),
+        (6, 2, {"embedding": True, "loss": True, "virtual": 2}, [[(0, 1), (3, 5)], [(1, 3), (5, 6)]]),
+        (6, 2, {"embedding": True, "loss": True, "stages": 2}, [[(0, 1), (3, 5)], [(1, 3), (5, 6)]]),
     ],
 )
 def test_each_rank_holds(layers: int, ranks: int, how: dict[str, Any], held: list[list[tuple[int, int]]]) -> None:
-    stages = split_layers(layers, ranks, **how)
+    fields = {FIELDS[name]: value for name, value in how.items()}
+    stages = stage_layers(layers, ParallelConfig(pipeline_model_parallel_size=ranks, **fields))
     assert [[(run.start, run.stop) for run in stages.of_rank(rank)] for rank in range(ranks)] == held
     assert [layer for stage in stages.stages for layer in stage] == list(range(layers))
+
+
+@pytest.mark.parametrize(
+    ("layers", "ranks", "how", "message"),
+    [
+        (8, 1, {"stages": 2}, r"--num-virtual-stages-per-pipeline-rank 2: there is one pipeline stage"),
+        (8, 1, {"loss": True}, r"--account-for-loss-in-pipeline-split: there is one pipeline stage"),
+        (8, 2, {"stages": 2, "virtual": 2}, r"stage 2 and --num-virtual-stages-per-pipeline-rank are both given"),
+        (8, 2, {"embedding": True, "first": 2}, r"split and --decoder-first-pipeline-num-layers are both given"),
+        (8, 2, {"stages": 3}, r"8 does not divide by .*size 2 x .*rank 3; use --num-virtual-.*rank 1 or 2 or 4"),
+        (
+            8,
+            2,
+            {"loss": True},
+            r"--num-layers 8 \(with the embedding or the loss 9\) does not divide by .*; use .*1 or 3",
+        ),
+        (3, 2, {"loss": True, "virtual": 1}, r"a stage is left without a layer"),
+    ],
+)
+def test_divisions_that_are_refused(layers: int, ranks: int, how: dict[str, Any], message: str) -> None:
+    fields = {FIELDS[name]: value for name, value in how.items()}
+    with pytest.raises(ConfigError, match=message):
+        stage_layers(layers, ParallelConfig(pipeline_model_parallel_size=ranks, **fields))

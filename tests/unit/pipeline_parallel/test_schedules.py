@@ -6,7 +6,8 @@ from collections import Counter
 
 import pytest
 
-from megatron.config.stages import split_layers
+from megatron.config import ParallelConfig
+from megatron.config.stages import split_layers, stage_layers
 from megatron.pipeline_parallel.schedules import SCHEDULES, Action, PipelineSchedule
 from megatron.pipeline_parallel.timeline import Timeline, cost_of_kinds, simulate, without_transfers
 
@@ -103,5 +104,5 @@ def test_layers_of_the_stages() -> None:
     uneven = split_layers(7, 3, first=1, last=2)
     assert uneven.stages == (range(0, 1), range(1, 5), range(5, 7))
     # Megatron's rule: chunk v on stage p starts at layer v * (L / V) + p * (L / (V * PP)).
-    virtual = split_layers(8, 2, layers_per_chunk=2)
+    virtual = stage_layers(8, ParallelConfig(pipeline_model_parallel_size=2, num_layers_per_virtual_pipeline_stage=2))
     assert virtual.of_rank(0) == [range(0, 2), range(4, 6)] and virtual.of_rank(1) == [range(2, 4), range(6, 8)]
