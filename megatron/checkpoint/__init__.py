@@ -6,6 +6,7 @@ from megatron.checkpoint.load import FoundStep, find_checkpoint, load_checkpoint
 from megatron.checkpoint.lock import DirectoryLock
 from megatron.checkpoint.megatron_lm import load_megatron_lm
 from megatron.checkpoint.reader import StepReader
+from megatron.checkpoint.retention import warning_before_training
 from megatron.checkpoint.save import hold_directory, save_checkpoint
 from megatron.checkpoint.state import LoadedState, RunHistory, SavedInfo, Sharded, TrainState
 from megatron.checkpoint.verify import DamagedCheckpointError, inspect_step
@@ -29,4 +30,5 @@ __all__ = [
     "load_megatron_lm",
     "model_config",
     "save_checkpoint",
+    "warning_before_training",
 ]

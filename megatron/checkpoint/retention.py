@@ -25,20 +25,37 @@ def sweep(directory: Path, run_id: str, *, exclusive: bool) -> list[str]:
     return messages
 
 
+def warning_before_training(directory: Path, history: RunHistory) -> str | None:
+    """What the first save will do to steps of another run; a damaged one was reported when it was passed over."""
+    steps = [step for step in _newer_than_start(directory, history) if step not in history.bad_steps(directory)]
+    if not steps:
+        return None
+    names, start = [paths.step_name(step) for step in reversed(steps)], history.started_from
+    what = f"1 step ({names[0]})" if len(names) == 1 else f"{len(names)} steps ({names[0]} to {names[-1]})"
+    onward = f"--load {directory} (without --finetune or --ckpt-step) to go on from them"
+    return (
+        f"--save {directory}: holds {what} that this run, which starts from iteration {start}, does not go on from: "
+        f"its first save renames them to {paths.ABANDONED}...; give {onward}, or another --save to leave them alone"
+    )
+
+
+def _newer_than_start(directory: Path, history: RunHistory, saving: int | None = None) -> list[int]:
+    """The steps newer than this run's start (or with the number that it saves) that are not its own, newest first."""
+    own = {history.loaded_step(directory), *history.committed_steps(directory)}
+    steps = paths.list_steps(directory)
+    return [step for step in steps if step not in own and (step > history.started_from or step == saving)]
+
+
 def set_aside_newer(directory: Path, step: int, history: RunHistory) -> list[str]:
     """Renames steps that are newer than this run's start and not its own: they are never read again, never deleted."""
-    start, loaded = history.started_from, history.loaded_step(directory)
-    committed = history.committed_steps(directory)
     messages = []
-    for other in paths.list_steps(directory):
-        if other in committed or other == loaded or (other <= start and other != step):
-            continue
+    for other in _newer_than_start(directory, history, step):
         bad = other in history.bad_steps(directory)
         prefix = paths.BAD if bad else paths.ABANDONED
         target = free_name(directory, prefix + paths.step_name(other))
         durable.rename(paths.step_directory(directory, other), target)
         history.bad_steps(directory).discard(other)
-        why = "found damaged" if bad else f"not part of this run, which started from iteration {start}"
+        why = "found damaged" if bad else f"not part of this run, which started from iteration {history.started_from}"
         messages.append(f"{paths.step_name(other)} renamed to {target.name} ({why})")
     return messages
 

@@ -87,6 +87,8 @@ def assemble(
         checkpoints = RunCheckpoints(run, engine, built.specs, schedule, data.remembered, history)
         if config.checkpoint.load:
             checkpoints.load(progress, resume_point)
+        if not config.training.skip_train:
+            checkpoints.warn_of_other_steps()
         hooks = [*build_hooks(run, engine, built.specs, progress), *hooks]
         for hook in hooks:
             closing.callback(hook.on_end)

@@ -19,6 +19,7 @@ from megatron.checkpoint import (
     load_checkpoint,
     load_megatron_lm,
     save_checkpoint,
+    warning_before_training,
 )
 from megatron.config import to_dict
 from megatron.distributed.rng import get_rng_state, set_rng_state
@@ -85,6 +86,12 @@ class RunCheckpoints:
                 f"  successfully saved checkpoint at iteration {progress.iteration:7d} to {config.checkpoint.save} "
                 f"({info.bytes_written / 1e6:.1f} MB in {info.seconds:.2f} s)"
             )
+
+    def warn_of_other_steps(self) -> None:
+        """Says, before a long training, what its first save will do to the steps of another run."""
+        save = self.run.config.checkpoint.save
+        if save is not None and self.run.log.main and (warning := warning_before_training(Path(save), self.history)):
+            self.run.log.warn(warning)
 
     def load(self, progress: Progress, resume_point: ResumePoint) -> None:
         """Fills the model, the optimizer, `progress` and last the random states, unless it is a fresh start."""

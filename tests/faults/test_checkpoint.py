@@ -197,7 +197,7 @@ def test_kill_while_rewinding_past_newer_steps(tmp_path: Path) -> None:
         code = in_child(killed)
         step = step_loaded(directory)
         seen.add(step)
-        set_aside = (directory / ".abandoned-iter_0000030").exists()
+        set_aside = (directory / "abandoned-iter_0000030").exists()
         assert step in (10, 20) if set_aside else step == 30
         shutil.rmtree(directory)
         if code == 0:
@@ -222,7 +222,7 @@ def test_a_crash_between_rename_and_tracker_does_not_stop_the_next_save(tmp_path
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("10")
     save_new(tmp_path)
     assert loaded_equals(tmp_path, NEW)
-    assert (tmp_path / ".abandoned-iter_0000020").is_dir()
+    assert (tmp_path / "abandoned-iter_0000020").is_dir()
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])

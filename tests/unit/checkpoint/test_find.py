@@ -88,7 +88,7 @@ def test_damaged_step_falls_back_loudly_or_is_refused(three_steps: Path) -> None
     assert loaded is not None and loaded.step == 20
     assert any("FALLING BACK" in message for message in messages)
     info = save(three_steps, make_state(25), history)
-    assert (three_steps / ".bad-iter_0000030").is_dir() and any(".bad-" in message for message in info.messages)
+    assert (three_steps / "bad-iter_0000030").is_dir() and any("bad-" in message for message in info.messages)
     assert step_loaded(three_steps) == (25, "")
     history.close()
 
@@ -106,8 +106,8 @@ def test_rewinding_sets_the_future_aside_at_the_next_save(three_steps: Path) -> 
     assert sorted(p.name for p in three_steps.glob("iter_*"))[-1] == "iter_0000030"
     save(three_steps, make_state(15), history)
     assert sorted(p.name for p in three_steps.iterdir() if "iter_" in p.name) == [
-        ".abandoned-iter_0000020",
-        ".abandoned-iter_0000030",
+        "abandoned-iter_0000020",
+        "abandoned-iter_0000030",
         "iter_0000010",
         "iter_0000015",
     ]

@@ -133,8 +133,8 @@ def test_saving_the_loaded_or_committed_step_again_is_a_no_op(tmp_path: Path) ->
 def test_another_runs_step_is_set_aside_not_overwritten(tmp_path: Path) -> None:
     save(tmp_path, make_state(seed=1), run_id="first")
     info = save(tmp_path, make_state(seed=2), run_id="second")
-    assert any(".abandoned-iter_0000010" in message for message in info.messages)
-    assert inspect_step(tmp_path / ".abandoned-iter_0000010")[1] == []
+    assert any("abandoned-iter_0000010" in message for message in info.messages)
+    assert inspect_step(tmp_path / "abandoned-iter_0000010")[1] == []
     assert loaded_equals(tmp_path, make_state(seed=2))
 
 

@@ -82,6 +82,32 @@ def test_saves_at_the_interval_and_at_the_end(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.glob("iter_*")) == ["iter_0000004", "iter_0000006"]
 
 
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({}, "holds 3 steps (iter_0000002 to iter_0000006) that this run, which starts from iteration 0"),
+        ({"load": "SAVE", "finetune": True}, "holds 3 steps (iter_0000002 to iter_0000006)"),
+        ({"load": "SAVE", "ckpt_step": 4}, "holds 1 step (iter_0000006) that this run, which starts from iteration 4"),
+        ({"load": "SAVE"}, None),
+        ({"save": "OTHER"}, None),
+        ({"load": "SAVE", "ckpt_step": 4, "skip_train": True}, None),
+    ],
+)
+def test_steps_that_the_first_save_renames_are_named_before_training(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, Any], said: str | None
+) -> None:
+    folders = {"SAVE": str(tmp_path / "first"), "OTHER": str(tmp_path / "other")}
+    train_here(flags(save=folders["SAVE"], save_interval=2))
+    capsys.readouterr()
+    places = {name: folders.get(str(value), value) for name, value in {"save": "SAVE", **changes}.items()}
+    _, parts = make_parts(flags(save_interval=2, **places))
+    parts.closing.close()
+    warned = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: --save")]
+    assert len(warned) == (said is not None)
+    if said is not None:
+        assert all(part in warned[0] for part in (said, "abandoned-", "--load", "another --save"))
+
+
 def test_skipped_iterations_consume_their_data() -> None:
     whole = train_here(flags(lr_decay_style="constant", weight_decay=0, lr=0.0))["records"]
     skipping = train_here(flags(lr_decay_style="constant", weight_decay=0, lr=0.0, iterations_to_skip=[2, 3]))
