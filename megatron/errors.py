@@ -3,11 +3,36 @@
 The exit codes are a contract with launch scripts and restart policies (docs/getting_started.md).
 """
 
+import re
+
+# With one slash, too: a Path of a URL loses the other.
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*:/{1,2})([^\s'\"<>]*[^\s'\"<>:;,.)])")
+
+
+def without_secrets(text: str) -> str:
+    """The text with the user, password and query of every URL in it replaced by dots; signed links carry their key in
+    the query. What is not a secret stays: s3://bucket/a?.json is a pattern, abfs://container@account a place."""
+    return _URL.sub(lambda found: found[1] + _public(found[1], found[2]), text)
+
+
+def _public(scheme: str, rest: str) -> str:
+    web = scheme.lower().startswith("http")
+    host, slash, path = rest.partition("/")
+    user, at, place = host.rpartition("@")
+    if not web and ":" not in user:
+        place, at = host, ""
+    place = f"...@{place}{slash}{path}" if at else f"{place}{slash}{path}"
+    before, mark, query = place.partition("?")
+    return f"{before}?..." if mark and (web or "=" in query) else place
+
 
 class MegatronError(Exception):
     """Base of all errors whose cause is outside of the program. (Bugs are assertions.)"""
 
     exit_code: int = 1
+
+    def __init__(self, message: object = "") -> None:
+        super().__init__(without_secrets(str(message)))
 
 
 class ConfigError(MegatronError, ValueError):

@@ -1,7 +1,8 @@
 """Files behind a URL (s3://, gs://, https://, file://, memory://, ...), through fsspec.
 
-fsspec is imported when the first URL is met. A range that comes back short is requested again,
-and then is an error that names the URL; it is never taken for the end of the file.
+fsspec is imported when the first URL is met. Only schemes that name a store are taken: others of fsspec (reference,
+zip, a chain with ::) would read files that the object at the URL names. A range that comes back short is requested
+again, and then is an error that names the URL; it is never taken for the end of the file.
 """
 
 from __future__ import annotations
@@ -16,22 +17,37 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.errors import ConfigError, DataError, MegatronError, StorageError
+from megatron.errors import ConfigError, DataError, MegatronError, StorageError, without_secrets
 from megatron.utils.durable import write_atomically
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
-_PACKAGES = {
+_PACKAGES = {  # every scheme that is taken, and the package that reads it
     **dict.fromkeys(("s3", "s3a"), "s3fs"),
     **dict.fromkeys(("gs", "gcs"), "gcsfs"),
     **dict.fromkeys(("az", "abfs", "abfss", "adl"), "adlfs"),
     **dict.fromkeys(("http", "https"), "aiohttp"),
+    **dict.fromkeys(("file", "memory"), "fsspec"),
+    "hf": "huggingface_hub",
+    "hdfs": "pyarrow",
+    "oss": "ossfs",
+    "oci": "ocifs",
 }
+OLDEST_FSSPEC = "2025.3.0"
 _VERSIONS = ("ETag", "etag", "VersionId", "generation", "mtime", "LastModified", "last_modified", "updated", "created")
 PAUSES = (0.5, 1.0, 2.0)  # seconds before each retry
 
 
 def is_url(name: str | Path) -> bool:
     return isinstance(name, str) and _URL.match(name) is not None
+
+
+def refuse_secrets(url: str) -> None:
+    """For a URL that becomes the name of files. What is left of it without its secrets would name other objects."""
+    if without_secrets(url) != url:
+        raise ConfigError(
+            f"{url}: a password or query in the address of a dataset; leave it out (credentials are taken from "
+            "the environment of the store's package)"
+        )
 
 
 @dataclass(frozen=True)
@@ -42,21 +58,48 @@ class RemoteStatus:
 
 def _store(url: str) -> tuple[Any, str]:
     """(file system, path in it) of a URL."""
-    scheme = url.partition("://")[0].lower()
+    scheme = url.partition("://")[0]
+    if "::" in url:
+        raise ConfigError(f"{url}: :: chains two file systems, which is not read; fetch the file, and name that")
+    if scheme not in _PACKAGES:
+        raise ConfigError(f"{url}: {scheme}:// is not read; give one of {', '.join(_PACKAGES)}, or fetch the file")
     try:
-        from fsspec.core import url_to_fs
+        import fsspec
     except ImportError:
         raise ConfigError(f"{url}: reading URLs needs the package fsspec; pip install fsspec") from None
-    try:
-        store, path = url_to_fs(url)
-    except ImportError:
-        package = _PACKAGES.get(scheme, f"of fsspec for {scheme}://")
-        raise ConfigError(f"{url}: {scheme}:// needs the package {package}; pip install {package}") from None
-    except ValueError:
+    if _numbers(fsspec.__version__) < _numbers(OLDEST_FSSPEC):
         raise ConfigError(
-            f"{url}: {scheme}:// is not a scheme that fsspec knows; give s3://, gs://, https://"
+            f"{url}: fsspec {fsspec.__version__} is too old; pip install 'fsspec>={OLDEST_FSSPEC}'"
         ) from None
+    options = {"get_client": _client_within_the_host} if scheme.startswith("http") else {}
+    try:
+        store, path = fsspec.core.url_to_fs(url, **options)
+    except ImportError:
+        package = _PACKAGES[scheme]
+        raise ConfigError(f"{url}: {scheme}:// needs the package {package}; pip install {package}") from None
+    except ValueError as error:
+        raise ConfigError(f"{url}: not an address ({_short(error)}); correct it") from None
     return store, str(path)
+
+
+def _numbers(version: str) -> list[int]:
+    return [int(part) for part in re.findall(r"\d+", version)[:3]]
+
+
+async def _client_within_the_host(**options: Any) -> Any:
+    """A web client that follows a redirect only to the server that was asked (http to https too): the address, which a
+    stranger may have written, could lead to servers that only this machine reaches."""
+    import aiohttp
+
+    async def look(_session: Any, _context: Any, asked: Any) -> None:
+        source, target = asked.url, asked.url.join(type(asked.url)(asked.response.headers.get("Location", "")))
+        upgraded = (source.scheme, target.scheme) == ("http", "https")
+        if source.host != target.host or not (upgraded or source.origin() == target.origin()):
+            raise ConfigError(f"{source}: redirects to another server, {target.origin()}; give the address there")
+
+    trace = aiohttp.TraceConfig()
+    trace.on_request_redirect.append(look)
+    return aiohttp.ClientSession(trace_configs=[trace], **options)
 
 
 @contextmanager
@@ -69,14 +112,16 @@ def _looking(url: str, doing: str, error_class: type[MegatronError] = DataError)
         yield store, path
     except MegatronError:
         raise
-    except FileNotFoundError:
+    except FileNotFoundError as error:
+        if isinstance(error.__cause__, MegatronError):  # fsspec takes whatever fails on the web for this
+            raise error.__cause__ from None
         raise ConfigError(f"{url}: there is no such object; check the address") from None
     except Exception as error:
         raise error_class(f"{url}: {doing} failed ({_short(error)}); check the network and the access rights") from None
 
 
 def _short(error: BaseException) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:200].rstrip(": ")
+    return without_secrets(f"{type(error).__name__}: {' '.join(str(error).split())}")[:200].rstrip(": ")
 
 
 def status_of(url: str) -> RemoteStatus:
@@ -154,6 +199,8 @@ class RemoteFile(io.RawIOBase):
                 if len(data) == stop - start:
                     return data
                 reason = f"{len(data)} bytes came"
+            except MegatronError:
+                raise
             except Exception as error:  # each kind of store raises its own classes
                 reason = _short(error)
             if pause is not None:

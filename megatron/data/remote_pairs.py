@@ -24,6 +24,7 @@ def fetch_words(words: Iterable[str], folder: Path) -> list[str]:
 
 def fetch_pair(prefix: str, folder: Path) -> str:
     """Downloads .bin, .idx and the record, if any; returns the local prefix. Each URL folder gets a local one."""
+    remote.refuse_secrets(prefix)
     parent, _, name = prefix.rpartition("/")
     place = folder / hashlib.sha256(parent.encode()).hexdigest()[:8]
     place.mkdir(parents=True, exist_ok=True)
@@ -52,6 +53,7 @@ def _prefixes_of(word: str) -> list[str]:
 
 def refuse_existing(prefix: str, outputs: Sequence[str]) -> None:
     """`outputs` are URLs without ending."""
+    remote.refuse_secrets(prefix)
     for output in outputs:
         for ending in _HALVES:
             if remote.exists(output + ending):

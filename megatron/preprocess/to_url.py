@@ -26,6 +26,7 @@ def default_folder(url: str) -> Path:
 
 def preprocess_to_url(settings: PreprocessSettings, folder: Path | None, say: Say) -> Report:
     url = settings.output_prefix
+    remote.refuse_secrets(url)
     folder = folder or default_folder(url)
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -88,13 +88,14 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _inspect_anywhere(prefix: str, arguments: argparse.Namespace, tokenizer: Tokenizer | None) -> dict[str, Any]:
     """Inspects a dataset, downloading it first if it is a URL."""
-    from megatron.data.remote import is_url
+    from megatron.data.remote import is_url, refuse_secrets
 
     if not is_url(prefix):
         return inspect(prefix, arguments, tokenizer)
     from megatron.data.remote_pairs import fetch_pair
     from megatron.preprocess.commands.merge_datasets import work_folder
 
+    refuse_secrets(prefix)
     with work_folder(arguments.work_folder) as folder:
         if not arguments.json:
             print(f"{prefix}:")

@@ -57,8 +57,10 @@ def run(arguments: argparse.Namespace) -> None:
         for merged in _merge(arguments, arguments.input, output):
             _print(merged, merged.summary.prefix)
         return
+    from megatron.data.remote import refuse_secrets
     from megatron.data.remote_pairs import beside, fetch_words, put_pair, refuse_existing
 
+    refuse_secrets(output)
     with work_folder(arguments.work_folder) as folder:
         local = str(folder / output.rpartition("/")[2]) if is_url(output) else output
         if is_url(output) and not arguments.overwrite:

@@ -8,15 +8,16 @@ import os
 import stat
 import sys
 import zlib
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from megatron.data import remote
-from megatron.errors import ConfigError, DataError
+from megatron.errors import ConfigError, DataError, without_secrets
 
 STDIN = "-"
 STDIN_NAME = "standard input"
@@ -34,11 +35,12 @@ _OWN_RECORDS = ("_document.meta.json", "_sentence.meta.json")
 class InputFile:
     """One input file, or a pipe."""
 
-    path: str  # as shown in messages
+    path: str  # as shown in messages and records; unlike any other
     kind: str  # "lines", "gzip", "zstd", "parquet", "array" (one JSON array, not compressed), "stdin" (any pipe)
     size: int  # bytes on disk, 0 if unknown
     identity: str  # absolute path, size and modification time: equal identities mean equal content
     array: bool = False  # holds one JSON array, compressed or not; for pipes known only when read
+    url: str | None = None  # of which `path` may leave out a password
 
     @property
     def unit(self) -> str:
@@ -65,8 +67,8 @@ class InputFile:
     def _refuse_change(self, file: BinaryIO) -> None:
         if self.kind == "stdin":
             return
-        if remote.is_url(self.path):
-            there = remote.status_of(self.path)
+        if self.url is not None:
+            there = remote.status_of(self.url)
             size, version = there.size, _remote_version(there)
         else:
             status = os.fstat(file.fileno())
@@ -78,8 +80,8 @@ class InputFile:
             )
 
     def _open(self, buffering: int) -> BinaryIO:
-        if remote.is_url(self.path):
-            return cast(BinaryIO, remote.open_remote(self.path, self.size, buffering))
+        if self.url is not None:
+            return cast(BinaryIO, remote.open_remote(self.url, self.size, buffering))
         return open(self.path, "rb", buffering=buffering)
 
 
@@ -98,7 +100,18 @@ def expand_inputs(patterns: Sequence[str]) -> list[InputFile]:
                 raise ConfigError(f"--input {path}: given twice, so its documents would count twice; name it once")
             seen.add(file)
             sources.append(source)
-    return sources
+    return _told_apart(sources)
+
+
+def _told_apart(sources: Sequence[InputFile]) -> list[InputFile]:
+    """URLs that differ only in what is not shown of them get numbers."""
+    found: Counter[str] = Counter()
+    named = []
+    for source in sources:
+        found[source.path] += 1
+        again = "" if found[source.path] == 1 else f" ({found[source.path]})"
+        named.append(replace(source, path=source.path + again))
+    return named
 
 
 def input_bytes(sources: Sequence[InputFile]) -> int:
@@ -193,7 +206,8 @@ def _remote_source(url: str) -> tuple[InputFile, str]:
     status = remote.status_of(url)
     with remote.open_remote(url, status.size, _SNIFFED_BYTES) as file:
         kind, array = _look_into(file, url, status.size)
-    return InputFile(url, kind, status.size, f"{url} {_remote_version(status)}", array), url
+    shown = without_secrets(url)
+    return InputFile(shown, kind, status.size, f"{shown} {_remote_version(status)}", array, url), url
 
 
 def _source(path: str) -> tuple[InputFile, tuple[int, int]]:

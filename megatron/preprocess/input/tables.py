@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from megatron.data import remote
 from megatron.errors import DataError
 from megatron.preprocess.input.documents import BadLine, Batch, LineError, Texts, missing_key, texts_of
 from megatron.preprocess.input.files import InputFile, reader_of
@@ -28,7 +27,7 @@ def _opened(source: InputFile) -> Iterator[Any]:
         # Without these two a whole row group would be held in memory.
         with source.opened(_BUFFER_BYTES) as raw:
             # For local files pyarrow's own reader is faster than a Python file.
-            opened = raw if remote.is_url(source.path) else source.path
+            opened = raw if source.url is not None else source.path
             with parquet.ParquetFile(opened, pre_buffer=False, buffer_size=_BUFFER_BYTES) as file:
                 yield file
     except (ArrowException, OSError) as error:

@@ -24,6 +24,7 @@ class WebServer:
     good: int = 0
     asked: list[str] = field(default_factory=list)
     port: int = 0
+    redirects: dict[str, str] = field(default_factory=dict)
 
     def url(self, name: str) -> str:
         return f"http://127.0.0.1:{self.port}/{name}"
@@ -55,7 +56,14 @@ def _handler_for(web: WebServer) -> type[BaseHTTPRequestHandler]:
             self._answer(body=True)
 
         def _answer(self, *, body: bool) -> None:
-            content = web.files.get(self.path.lstrip("/"))
+            name = self.path.lstrip("/").partition("?")[0]
+            if name in web.redirects:
+                self.send_response(302)
+                self.send_header("Location", web.redirects[name])
+                self.send_header("Content-Length", "0")
+                self.end_headers()
+                return
+            content = web.files.get(name)
             if content is None:
                 self.send_error(404)
                 return

@@ -17,7 +17,7 @@ import pytest
 
 from megatron.data import remote, remote_pairs
 from megatron.data.indexed.dataset import IndexedDataset
-from megatron.errors import ConfigError, DataError, StorageError
+from megatron.errors import ConfigError, DataError, StorageError, without_secrets
 from megatron.preprocess.settings import PreprocessSettings
 from megatron.preprocess.to_url import default_folder, preprocess_to_url
 from megatron.tokenizer import TokenizerSettings
@@ -279,7 +279,7 @@ def test_a_missing_package_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "gcsfs", None)
     with pytest.raises(ConfigError, match=r"gs://b/x: gs:// needs the package gcsfs; pip install gcsfs"):
         remote.status_of("gs://b/x")
-    with pytest.raises(ConfigError, match="xyz:// is not a scheme that fsspec knows"):
+    with pytest.raises(ConfigError, match="xyz:// is not read; give one of s3, "):
         remote.status_of("xyz://b/x")
 
 
@@ -299,3 +299,77 @@ def test_without_a_url_fsspec_is_not_loaded(workshop: Workshop) -> None:
         command = workshop.command("--input", source, "--output-prefix", "o")
         done = subprocess.run(command, cwd=workshop.folder, env=environment, capture_output=True, text=True)
         assert done.returncode == code and ("fsspec was imported" in done.stderr) == bool(code), done.stderr
+
+
+# ---------------------------------------------------------------- addresses of strangers, and passwords in addresses
+
+
+@pytest.mark.parametrize("url", ["reference://x::http://h/refs.json", "zip://a::file:///b.zip", "s3://b/x::file:///y"])
+def test_chains_of_file_systems_are_refused(url: str) -> None:
+    with pytest.raises(ConfigError, match=":: chains two file systems, which is not read; fetch the file"):
+        remote.status_of(url)
+
+
+@pytest.mark.parametrize("scheme", ["reference", "zip", "tar", "dir", "github", "local", "filecache", "S3"])
+def test_only_schemes_of_the_list_are_read(scheme: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{scheme}:// is not read; give one of s3, .*https, file"):
+        remote.status_of(f"{scheme}://b/x")
+
+
+def test_an_old_fsspec_is_refused_and_the_tests_ask_for_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert f"fsspec>={remote.OLDEST_FSSPEC}" in (ROOT / "pyproject.toml").read_text()
+    monkeypatch.setattr(fsspec, "__version__", "2024.12.1")
+    with pytest.raises(ConfigError, match=r"fsspec 2024\.12\.1 is too old; pip install 'fsspec>="):
+        remote.status_of("memory://x")
+
+
+def test_a_redirect_to_another_server_is_not_followed() -> None:
+    with serving(WebServer({"x": b"inside"})) as inside, serving(WebServer({"y": b"own"})) as outside:
+        outside.redirects = {"x": inside.url("x"), "near": "/y"}
+        with pytest.raises(ConfigError, match=rf"redirects to another server, http://127.0.0.1:{inside.port}; give"):
+            remote.status_of(outside.url("x"))
+        with pytest.raises(ConfigError, match="redirects to another server"):
+            remote.open_remote(outside.url("x"), 6, 6).read()
+        assert remote.open_remote(outside.url("near"), 3, 3).read() == b"own"
+
+
+SECRET = "hunter2"
+
+
+@pytest.mark.parametrize("fault", ["none", "gone", "missing"])
+def test_secrets_of_an_address_reach_no_file_and_no_line(workshop: Workshop, fault: Any) -> None:
+    content = workshop.corpus("in.jsonl", sample_documents(2000)).read_bytes()
+    files = {} if fault == "missing" else {"in.jsonl": content}
+    with serving(WebServer(files, fault="gone" if fault == "gone" else "none", good=1)) as web:
+        address = web.url("in.jsonl").replace("://", f"://me:{SECRET}@") + f"?part=1&signature={SECRET}"
+        done = workshop.run("--input", address, address.replace("part=1", "part=2"), "--output-prefix", "o")
+    assert (done.returncode == 0) == (fault == "none"), done.stderr
+    assert SECRET not in done.stdout + done.stderr
+    written = [path for path in workshop.folder.rglob("*") if path.is_file()]
+    assert not [path for path in written if SECRET in path.name or SECRET.encode() in path.read_bytes()]
+    if fault == "none":
+        record = json.loads((workshop.folder / "o_text_document.meta.json").read_text())
+        assert record["source"] == ["in.jsonl?...", "in.jsonl?... (2)"]
+
+
+@pytest.mark.parametrize("tool", ["preprocess_data", "merge_datasets", "inspect_dataset"])
+def test_datasets_take_no_secrets_in_their_address(workshop: Workshop, tool: str) -> None:
+    workshop.corpus("in.jsonl", [{"text": "x"}])
+    address = f"https://me:{SECRET}@host/corpus?token={SECRET}"
+    if tool == "preprocess_data":
+        done = workshop.run("--input", "in.jsonl", "--output-prefix", address)
+    elif tool == "merge_datasets":
+        done = run_tool(tool, workshop, "--input", address, "--output-prefix", "o")
+    else:
+        done = run_tool(tool, workshop, address)
+    assert done.returncode == 2 and SECRET not in done.stdout + done.stderr
+    assert "https://...@host/corpus?...: a password or query in the address of a dataset" in done.stderr
+    assert not [path for path in workshop.folder.rglob("*") if SECRET in path.name]
+
+
+def test_what_is_no_secret_stays_in_the_line() -> None:
+    kept = ["s3://bucket/a?.json", "abfs://container@account.dfs/x", "https://host/a@b.json", "memory://x", "a ? b = c"]
+    for text in kept:
+        assert without_secrets(f"{text}: no") == f"{text}: no"
+    assert without_secrets("https:/me:pw@host/x?k=pw.idx: no") == "https:/...@host/x?...: no"
+    assert without_secrets("abfs://me:pw@host/x, url='s3://b/x?sig=1'") == "abfs://...@host/x, url='s3://b/x?...'"
