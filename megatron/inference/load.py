@@ -16,6 +16,7 @@ from megatron.errors import CheckpointError, ConfigError
 from megatron.layout import Layout
 from megatron.model import GPT
 from megatron.tokenizer import Tokenizer
+from megatron.utils.fp16_products import set_fp16_products
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,8 @@ def load_model(
         raise CheckpointError(f"{found.directory} holds no tokenizer, so text cannot be turned into ids")
     reader = StepReader(found.directory, found.manifest)
     wanted = _dtype(dtype) if dtype else reader.model_dtype()
+    if wanted == torch.float16 and device.type == "cpu":
+        set_fp16_products()
     model = restore_model(reader, dtype=wanted, device=device, kernels=kernels)
     return LoadedModel(model, tokenizer)
 

@@ -24,6 +24,7 @@ from megatron.tokenizer import Tokenizer, build_tokenizer
 from megatron.training.settings import read_settings
 from megatron.utils.cpu import has_bf16_products, set_allocator, set_fp32_products
 from megatron.utils.cuda import grow_segments
+from megatron.utils.fp16_products import set_fp16_products
 from megatron.utils.log import RankLog
 
 
@@ -178,6 +179,8 @@ def _prepare_cpu(config: RunConfig, launch: LaunchInfo, device: torch.device, lo
         log.info(set_allocator(cpu.cpu_allocator))
     if computes or cpu.fp32_products != "auto":
         log.info(set_fp32_products(cpu.fp32_products))
+    if computes and config.precision.fp16:
+        log.info(set_fp16_products())
     if cpu.cpu_pinning:
         log.info(f"each rank stays on its own cores; rank 0 on {', '.join(map(str, sorted(pin(launch))))}")
     if computes or cpu.cpu_scheduling != "auto":
@@ -229,7 +232,5 @@ def tokenizer_of(config: RunConfig, *, required: bool = True) -> Tokenizer | Non
 def _warn_of_slow_precision(config: RunConfig, device: torch.device, log: RankLog) -> None:
     if device.type != "cpu":
         return
-    if config.precision.fp16:
-        log.warn("--fp16 on a CPU computes correctly but slowly; --bf16 is the fast choice here")
     if config.precision.bf16 and not has_bf16_products():
         log.warn("--bf16: this processor has no instructions for it; training is correct, and fp32 may be faster")

@@ -72,7 +72,7 @@ def test_train_in_two_launches(checkout: Checkout) -> None:
     """As typed, but for `--exit-interval` on the first launch: the second is the same command without it."""
     first = checkout.must_run(TRAIN.rstrip() + " --exit-interval 2\n")
     saved = checkout.root / "experiments" / "codeparrot-small"
-    assert "fresh start" in first and first.count("warning") >= 1 and "--bf16" in first, "fp16 on a CPU says so"
+    assert "fresh start" in first and "fp16 products: " in first, "how fp16 is multiplied on a CPU is said"
     assert (saved / "iter_0000002" / "mp_rank_00" / "model_optim_rng.pt").is_file()
     assert (saved / "latest_checkpointed_iteration.txt").read_text().strip() == "2"
 

@@ -52,6 +52,15 @@ def test_beside_an_accelerator_only_what_was_asked_for(asked: list[str]) -> None
     assert asked == ["set_allocator keep", "set_fp32_products mkl", "set_scheduling batch"]
 
 
+def test_fp16_is_multiplied_the_fast_way_and_how_is_said(
+    monkeypatch: pytest.MonkeyPatch, asked: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(initialize, "set_fp16_products", lambda: "how fp16 is multiplied")
+    for flags, device, expected in (("--fp16", "cpu", 1), ("--bf16", "cpu", 0), ("--fp16", "meta", 0)):
+        prepare(flags, device)
+        assert capsys.readouterr().out.count("how fp16 is multiplied") == expected
+
+
 def test_the_settings_come_before_anything_large(monkeypatch: pytest.MonkeyPatch, asked: list[str]) -> None:
     def tokenizer_of(*_: object, **__: object) -> None:
         assert asked, "the tokenizer was built before the allocator was set"
