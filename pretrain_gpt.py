@@ -26,7 +26,7 @@ def datasets_provider(run: Run, num_samples: tuple[int, int | None, int]) -> Dat
         run.config.data,
         num_samples=num_samples,
         seed=run.config.training.seed,
-        vocab_size=run.vocab_size,
+        vocab_size=run.data_vocab_size,
         eod_id=run.eod_id,
         tokenizer_fingerprint=run.tokenizer_fingerprint,
         tokenizer=run.tokenizer,

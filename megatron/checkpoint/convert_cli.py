@@ -8,9 +8,13 @@ from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megatron.errors import ConfigError, StorageError
 from megatron.utils.command_line import Parser, run_tool
+
+if TYPE_CHECKING:
+    from megatron.checkpoint.hf import HuggingFaceFolder
 
 
 def parser() -> Parser:
@@ -87,7 +91,7 @@ def from_hugging_face(arguments: argparse.Namespace) -> None:
         "model": {**asdict(source.config), "window_size": source.config.window and list(source.config.window)},
         "moe": asdict(source.moe),
         "precision": {"bf16": source.dtype == "bfloat16", "fp16": source.dtype == "float16"},
-        "tokenizer": {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(arguments.load.resolve())},
+        "tokenizer": _tokenizer_settings(source),
     }
 
     def copy_tokenizer(folder: Path) -> None:
@@ -107,3 +111,11 @@ def from_hugging_face(arguments: argparse.Namespace) -> None:
             release=True,
         )
     print(f"saved {info.path} ({source.family.architecture}, {source.dtype}); train on with --load and --finetune")
+
+
+def _tokenizer_settings(source: HuggingFaceFolder) -> dict[str, str | int]:
+    """The table decides the vocabulary: most have more rows than their tokenizer has entries."""
+    settings: dict[str, str | int] = {"vocab_size": source.vocab_size}
+    if (source.folder / "tokenizer.json").is_file():
+        settings |= {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(source.folder.resolve())}
+    return settings

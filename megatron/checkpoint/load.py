@@ -21,6 +21,7 @@ from megatron.checkpoint.verify import DamagedCheckpointError, verified_manifest
 from megatron.config import ModelConfig, MoEConfig
 from megatron.distributed.state import ParallelState
 from megatron.errors import CheckpointError
+from megatron.model.parameters import WORD_TABLE
 
 Log = Callable[[str], object]
 
@@ -37,6 +38,14 @@ class FoundStep:
     def tokenizer(self) -> Path | None:
         folder = self.directory / paths.TOKENIZER
         return folder if folder.is_dir() else None
+
+    def saved_settings(self) -> dict[str, dict[str, Any]]:
+        """Its configuration, with the vocabulary that its table has: a tokenizer may have fewer entries."""
+        settings = {section: dict(values) for section, values in self.manifest.config.items()}
+        words, tokenizer = self.manifest.model.get(WORD_TABLE), settings.setdefault("tokenizer", {})
+        if words is not None and tokenizer.get("vocab_size") is None:
+            tokenizer["vocab_size"] = words.logical_shape[0]
+        return settings
 
 
 def find_checkpoint(
@@ -173,7 +182,16 @@ class _Load:
             *([f"other shapes: {_listed(shapes)}"] if shapes else []),
         ]
         if wrong:
-            raise CheckpointError(f"{self.found.directory} does not fit the model ({'; '.join(wrong)})")
+            raise CheckpointError(
+                f"{self.found.directory} does not fit the model ({'; '.join(wrong)}){self._way_to_vocabulary(saved)}"
+            )
+
+    def _way_to_vocabulary(self, saved: Manifest) -> str:
+        ours, theirs = self.params.get(WORD_TABLE), saved.model.get(WORD_TABLE)
+        if ours is None or theirs is None or ours[0].logical_shape[0] == theirs.logical_shape[0]:
+            return ""
+        rows = theirs.logical_shape[0]
+        return f"; the checkpoint's vocabulary is --vocab-size {rows}, and --use-checkpoint-args takes it"
 
     def _check_holds(self, part: str, wanted: bool, flag: str) -> None:
         if wanted and part not in self.found.manifest.holds:

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from megatron.config.flag import Setting
 from megatron.config.run import SECTIONS, RunConfig, all_settings, build, settings_by_name
 from megatron.config.values import parse_switch, parse_value, show
 from megatron.errors import ConfigError
@@ -65,18 +66,47 @@ _NOT_ADOPTED = (
 )
 
 
+# Under --finetune a value that is given replaces the checkpoint's: these settings affect no tensor. (The load refuses
+# another number of learned positions.)
+_LENGTH_OF_THE_RUN = (
+    "seq_length",
+    "max_position_embeddings",
+    "window_size",
+    "rotary_base",
+    "rotary_seq_len_interpolation_factor",
+    "use_rope_scaling",
+    "rope_scaling_factor",
+    "rope_low_freq_factor",
+    "rope_high_freq_factor",
+    "rope_original_max_position",
+    "yarn_factor",
+    "yarn_original_max_position_embeddings",
+    "yarn_beta_fast",
+    "yarn_beta_slow",
+    "yarn_attention_factor",
+)
+_FILES_OF_THE_TOKENIZER = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file")
+
+PRECEDENCE = (
+    "A later source wins: default, preset, file, flag. With --use-checkpoint-args the checkpoint gives the model, its "
+    "experts, vocabulary and tokenizer, and the sequence length if it has one; a flag that disagrees is refused. Under "
+    "--finetune flags may set the length of the sequence, its positions, and another tokenizer. Dropout, initial "
+    "values, balancing of experts, batch and rates are the run's own."
+)
+
+
 def adopt_checkpoint_args(config: RunConfig, saved: Mapping[str, Mapping[str, Any]]) -> RunConfig:
-    """--use-checkpoint-args: takes model shape, tokenizer and sequence length from the checkpoint; a flag or file that
-    contradicts them is refused."""
+    """--use-checkpoint-args, as `PRECEDENCE` says."""
     loaded = from_dict(saved)
     changes: dict[str, dict[str, Any]] = {}
     origins = dict(config.origins)
     for setting in all_settings():
-        adopted = setting.section in _ADOPTED_SECTIONS and setting.name not in _NOT_ADOPTED
-        if not adopted and setting.name != "seq_length":
+        if not _is_adopted(setting, config, saved):
             continue
         mine, theirs = config.value(setting), loaded.value(setting)
         if setting.name in origins and mine != theirs:
+            if config.checkpoint.finetune and setting.name in _LENGTH_OF_THE_RUN:
+                continue
             raise ConfigError(
                 f"{setting.spelling} {show(mine)} ({origins[setting.name]}) and {show(theirs)} of the checkpoint "
                 "disagree; remove it, or --use-checkpoint-args"
@@ -87,8 +117,17 @@ def adopt_checkpoint_args(config: RunConfig, saved: Mapping[str, Mapping[str, An
     return dataclasses.replace(config, **sections, origins=origins)
 
 
+def _is_adopted(setting: Setting, config: RunConfig, saved: Mapping[str, Mapping[str, Any]]) -> bool:
+    if setting.name == "seq_length":
+        return "seq_length" in saved.get("data", {})  # an imported model has none
+    other_tokenizer = config.checkpoint.finetune and any(name in config.origins for name in _FILES_OF_THE_TOKENIZER)
+    if setting.section == "tokenizer" and other_tokenizer:
+        return setting.name == "vocab_size" and config.tokenizer.kind != "NullTokenizer"
+    return setting.section in _ADOPTED_SECTIONS and setting.name not in _NOT_ADOPTED
+
+
 def describe(config: RunConfig) -> str:
-    """The table of --print-config: every value and where it came from."""
+    """The table of --print-config: every value and where it came from, and which source wins."""
     rows = [("setting", "value", "from")]
     for section in SECTIONS:
         rows.append((f"[{section}]", "", ""))
@@ -96,4 +135,5 @@ def describe(config: RunConfig) -> str:
             rows.append((setting.name, show(config.value(setting)), config.origins.get(setting.name, "default")))
     width = [max(len(row[column]) for row in rows) for column in range(2)]
     width[1] = min(width[1], 60)
-    return "\n".join(f"{name:<{width[0]}}  {value:<{width[1]}}  {origin}".rstrip() for name, value, origin in rows)
+    table = [f"{name:<{width[0]}}  {value:<{width[1]}}  {origin}".rstrip() for name, value, origin in rows]
+    return "\n".join([*table, PRECEDENCE])

@@ -129,7 +129,7 @@ class BatchMaker:
                 sample_ids,
                 num_workers=workers,
                 masks=_masks(config, self.run.eod_id),
-                vocab_size=self.run.vocab_size if self.run.has_vocabulary else None,
+                vocab_size=self.run.data_vocab_size if self.run.has_vocabulary else None,
                 pin_memory=pin_memory,
                 read_ahead=self._read_ahead,
             )

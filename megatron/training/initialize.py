@@ -54,7 +54,13 @@ class Run:
 
     @property
     def vocab_size(self) -> int:
-        """Without padding, which exists in memory only."""
+        """Of the model: the tokenizer's, or that of a checkpoint whose table has more rows. Without padding, which
+        exists in memory only."""
+        return max(self.data_vocab_size, self.config.tokenizer.vocab_size or 0)
+
+    @property
+    def data_vocab_size(self) -> int:
+        """Of the data: the ids of the tokenizer are below this."""
         if self.tokenizer is not None:
             return self.tokenizer.vocab_size
         if self.config.tokenizer.vocab_size is None:
@@ -216,16 +222,31 @@ def _for_dry_run(config: RunConfig, launch: LaunchInfo) -> LaunchInfo:
 def tokenizer_of(config: RunConfig, *, required: bool = True) -> Tokenizer | None:
     settings = config.tokenizer
     if settings.tokenizer_type or settings.vocab_file or settings.tokenizer_model:
-        tokenizer = build_tokenizer(settings)
-        given, own = settings.vocab_size, tokenizer.vocab_size
-        if given not in (None, own) and settings.tokenizer_type != "NullTokenizer":
-            raise ConfigError(f"--vocab-size {given}: the tokenizer has {own} entries; leave --vocab-size out")
+        if settings.kind in ("NullTokenizer", "TikTokenizer"):  # --vocab-size is a setting of these
+            return build_tokenizer(settings)
+        tokenizer = build_tokenizer(replace(settings, vocab_size=None))
+        _check_vocabulary(settings.vocab_size, tokenizer.vocab_size, loads=config.checkpoint.load is not None)
         return tokenizer
     if not required or (config.data.mock_data and settings.vocab_size is not None):
         return None
     raise ConfigError(
         "no tokenizer: give --vocab-file and --merge-file (or --tokenizer-type and --tokenizer-model); "
         "with --mock-data --vocab-size N is enough"
+    )
+
+
+def _check_vocabulary(given: int | None, own: int, *, loads: bool) -> None:
+    """--vocab-size may name the table of a checkpoint, which can have more rows than the tokenizer has entries."""
+    if given is None or given == own or (loads and given > own):
+        return
+    if loads:
+        raise ConfigError(
+            f"--vocab-size {given}: the tokenizer has {own} entries, more than this table has rows; give the tokenizer "
+            "of the checkpoint"
+        )
+    raise ConfigError(
+        f"--vocab-size {given}: the tokenizer has {own} entries; leave --vocab-size out (more are only for a --load "
+        "whose table has them)"
     )
 
 

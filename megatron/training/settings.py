@@ -4,24 +4,29 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megatron.config import RunConfig, adopt_checkpoint_args, check, check_paths, describe
 from megatron.config.cli import resolve
 from megatron.errors import ConfigError
 from megatron.training.exit import rank_of_process
 
+if TYPE_CHECKING:
+    from megatron.checkpoint.load import FoundStep
+
 
 def read_settings(argv: Sequence[str] | None, *, needs_data: bool = True) -> RunConfig:
     """`needs_data=False`: the script brings its own datasets."""
     config = resolve(list(sys.argv[1:] if argv is None else argv))
+    if config.checkpoint.use_checkpoint_args:
+        config = _with_checkpoint_args(config)
     if config.runtime.print_config:
         if rank_of_process() == 0:
             print(describe(config))
         sys.exit(0)
-    if config.checkpoint.use_checkpoint_args:
-        config = _with_checkpoint_args(config)
     check(config, needs_data=needs_data)
     check_paths(config)
     project = config.logging.wandb_project
@@ -58,4 +63,16 @@ def _with_checkpoint_args(config: RunConfig) -> RunConfig:
         check_hashes=False,  # the load itself checks them
         log=lambda _: None,
     )
-    return config if found is None else adopt_checkpoint_args(config, found.manifest.config)
+    if found is None:
+        return config
+    return _with_its_own_tokenizer(adopt_checkpoint_args(config, found.saved_settings()), found)
+
+
+def _with_its_own_tokenizer(config: RunConfig, found: FoundStep) -> RunConfig:
+    """A Hugging Face tokenizer is taken from the checkpoint's own copy: the folder that it came from may be gone."""
+    adopted, folder = config.origins.get("tokenizer_model") == "checkpoint", found.tokenizer
+    if not adopted or config.tokenizer.tokenizer_type not in ("HuggingFaceTokenizer", "HFTokenizer"):
+        return config
+    if folder is None or not (folder / "tokenizer.json").is_file():
+        return config
+    return replace(config, tokenizer=replace(config.tokenizer, tokenizer_model=str(folder)))

@@ -116,7 +116,9 @@ class TokenizerConfig:
     vocab_file: str | None = flag(None, "vocab.json of a GPT-2 byte-level BPE.", aliases=("--vocab",))
     merge_file: str | None = flag(None, "merges.txt of a GPT-2 byte-level BPE.", aliases=("--merges-file",))
     vocab_size: int | None = flag(
-        None, "Vocabulary of NullTokenizer and --mock-data; must equal the tokenizer's own otherwise.", at_least=1
+        None,
+        "Vocabulary of NullTokenizer and --mock-data; else the tokenizer's own, or that of --load if larger.",
+        at_least=1,
     )
     tiktoken_pattern: str | None = flag(None, "Word pattern of TikTokenizer; unset: v2.", choices=("v1", "v2"))
     tiktoken_num_special_tokens: int = flag(1000, "Ids of TikTokenizer before its ranks.", at_least=3)

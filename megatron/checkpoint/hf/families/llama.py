@@ -276,7 +276,7 @@ class Qwen3MoE(Qwen3):
         dense = set(values.get("mlp_only_layers") or ())
         with_experts = [int(layer not in dense and (layer + 1) % step == 0) for layer in range(layers)]
         return MoEConfig(
-            num_experts=values["num_experts"],
+            num_experts=values.get("num_local_experts") or values["num_experts"],  # transformers 5 and 4
             moe_router_topk=values["num_experts_per_tok"],
             moe_router_pre_softmax=not values.get("norm_topk_prob", False),
             moe_ffn_hidden_size=values["moe_intermediate_size"],
