@@ -2,9 +2,30 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
 
 from megatron.config.run import RunConfig
+from megatron.errors import ConfigError
+
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+
+
+def parse_schedule(words: Sequence[str]) -> tuple[tuple[int, int], ...]:
+    """Parses '0:384 200B:768' into (tokens, batch size from so many consumed tokens on)."""
+    given = f"--step-batch-size-schedule {' '.join(words)}"
+    steps = []
+    for entry in " ".join(words).split():
+        match = re.fullmatch(r"(\d{1,15})([KMBT]?):([1-9]\d{0,8})", entry)
+        if match is None:
+            raise ConfigError(f"{given}: {entry} is not TOKENS:SIZE, as in 200B:768")
+        steps.append((int(match[1]) * _UNITS[match[2]], int(match[3])))
+    if not steps or steps[0][0] != 0 or any(one >= other for (one, _), (other, _) in pairwise(steps)):
+        raise ConfigError(f"{given}: begin with 0:SIZE and let the tokens grow, as in 0:384 200B:768")
+    return tuple(steps)
 
 
 @dataclass(frozen=True)
@@ -19,10 +40,28 @@ class BatchPlan:
         """`check_world` has checked that the division is exact."""
         return BatchPlan(config, world_size // config.parallel.model_parallel_size)
 
+    @cached_property
+    def _scheduled(self) -> tuple[tuple[int, int], ...]:
+        """(samples, batch size from so many on) of --step-batch-size-schedule; () without one."""
+        words, length = self.config.training.step_batch_size_schedule, self.config.data.seq_length
+        return () if words is None else tuple((-(-tokens // length), size) for tokens, size in parse_schedule(words))
+
+    @property
+    def batch_sizes(self) -> tuple[int, ...]:
+        """Those that a step can have. A ramp-up is given by its first one and its increment."""
+        ramp = self.config.training.rampup_batch_size or ()
+        return (self.final_batch_size, *ramp[:2], *(size for _, size in self._scheduled))
+
+    @property
+    def evaluation_batch_size(self) -> int:
+        return self.config.evaluation.eval_global_batch_size or self.final_batch_size
+
     @property
     def final_batch_size(self) -> int:
-        """Samples per step once a ramp-up, if any, is over, and in evaluation."""
+        """Samples per step once a ramp-up or a schedule, if any, is over."""
         training = self.config.training
+        if self._scheduled:
+            return self._scheduled[-1][1]
         return training.micro_batch_size * self.dp if training.global_batch_size is None else training.global_batch_size
 
     def batch_size(self, consumed: int) -> int:
@@ -31,6 +70,8 @@ class BatchPlan:
         As in Megatron every increment takes an equal share of the ramp's samples, computed in floating point so that
         the batch size changes at the same sample.
         """
+        if self._scheduled:
+            return [size for start, size in self._scheduled if start <= consumed][-1]
         final = self.final_batch_size
         ramp = self.config.training.rampup_batch_size
         if ramp is None:
@@ -72,6 +113,12 @@ class BatchPlan:
         if training.train_iters is not None:
             return max(0, training.train_iters - iteration)
         left = 0
+        for (_, size), (end, _) in pairwise(self._scheduled):
+            to_the_end, that_fit = -(-(end - consumed) // size), ((training.train_samples or 0) - consumed) // size
+            if to_the_end > that_fit:
+                return left + max(0, that_fit)
+            left += max(0, to_the_end)
+            consumed += max(0, to_the_end) * size
         ramp_end = training.rampup_batch_size[2] if training.rampup_batch_size is not None else -1
         while consumed <= ramp_end and not self.is_finished(iteration, consumed):
             consumed += self.batch_size(consumed)

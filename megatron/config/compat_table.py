@@ -48,7 +48,7 @@ LATER: dict[str, str] = {
         --qk-clip --qk-clip-alpha= --qk-clip-threshold= --log-device-memory-used --straggler-ctrlr-port=
         --straggler-minmax-count= --disable-straggler-on-startup --error-injection-rate=0 --error-injection-type=
         --result-rejected-tracker-filename= --nvtx-ranges --check-weight-hash-across-dp-replicas-interval=
-        --train-sync-interval= --decrease-batch-size-if-needed --step-batch-size-schedule=
+        --train-sync-interval= --decrease-batch-size-if-needed
         --phase-transition-iterations= --distributed-timeout-seconds-after-init= --nccl-communicator-config-path=
         --multiple-validation-sets --num-dataset-builder-threads=1 --mid-level-dataset-surplus=0.005
         --allow-ambiguous-pad-tokens --tokenizer-metadata= --non-persistent-save-interval=
@@ -81,14 +81,13 @@ LATER: dict[str, str] = {
         --cpu-offloading-retain-pinned-cpu-buffers""",
     "use --split and --eval-iters; there is one validation set": """
         --validation-set-names=... --per-dataset-sequences-path=""",
-    "evaluation uses the batch sizes of training; remove it": "--eval-global-batch-size= --eval-micro-batch-size=",
+    "evaluation uses the micro-batch size of training; remove it": "--eval-micro-batch-size=",
     "give the flag that SIGTERM is for: --exit-signal-handler": """
         --exit-signal= --exit-signal-handler-for-dataloader --exit-signal-handler-for-training""",
     "leave it out; --load takes the step as it was saved": "--override-ckpt-iteration",
     "leave it out; the tokenizer is part of a checkpoint": """
         --no-save-tokenizer-assets --disable-save-tokenizer-assets""",
     "remove it; see --log-memory-to-tensorboard": "--log-memory-interval=",
-    "use --eval-interval": "--start-eval-at-iter=",
     "remove it; norms do not decay": "--apply-wd-to-qk-layernorm",
     "use tokenizer.json or the tokenizer's own files as they are": """
         --tokenizer-special-tokens=... --tokenizer-hf-no-use-fast --tokenizer-sentencepiece-legacy

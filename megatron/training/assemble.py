@@ -133,7 +133,7 @@ def build_data(run: Run, resume_point: ResumePoint, datasets_provider: DatasetsP
         accepted += resume_point.check_content(datasets.fingerprint, accept=run.config.data.accept_changed_data)
         for warning in (*accepted, *resume_point.order_warning(wanted[0])):
             run.log.warn(warning)
-    batches = BatchMaker(run, run.batch_plan.final_batch_size)
+    batches = BatchMaker(run)
     if run.config.evaluation.eval_iters:
         batches.check_evaluation(datasets.valid, "validation")
         batches.check_evaluation(datasets.test, "test")
@@ -160,6 +160,6 @@ def _samples_wanted(run: Run, resume_point: ResumePoint) -> NumSamples:
         train_samples=0 if run.config.training.skip_train else resume_point.train_samples(plan),
         eval_interval=evaluation.eval_interval,
         eval_iters=evaluation.eval_iters,
-        global_batch_size=plan.final_batch_size,
+        global_batch_size=plan.evaluation_batch_size,
     )
     return train, None if evaluation.full_validation and valid else valid, test

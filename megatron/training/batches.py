@@ -46,8 +46,8 @@ class BatchMaker:
     `close()` ends the loaders' workers: without it they live until the process ends.
     """
 
-    def __init__(self, run: Run, global_batch_size: int) -> None:
-        self.run, self.global_batch_size = run, global_batch_size
+    def __init__(self, run: Run) -> None:
+        self.run, self.evaluation_batch_size = run, run.batch_plan.evaluation_batch_size
         self._open: WeakSet[BatchIterator] = WeakSet()
 
     def close(self) -> None:
@@ -64,8 +64,9 @@ class BatchMaker:
         same loss."""
         if dataset is not None and not self._usable(dataset) and not self.run.config.evaluation.full_validation:
             raise DataError(
-                f"the {split} set has {len(dataset)} samples, fewer than one global batch of {self.global_batch_size}; "
-                "give it more, lower --global-batch-size, or evaluate on all of it with --full-validation"
+                f"the {split} set has {len(dataset)} samples, fewer than one global batch of "
+                f"{self.evaluation_batch_size}; give it more, lower --eval-global-batch-size or --global-batch-size, "
+                "or evaluate on all of it with --full-validation"
             )
 
     def evaluation(self, dataset: Any, consumed: int) -> Iterator[Batch]:
@@ -103,7 +104,7 @@ class BatchMaker:
             yield {**batch, "loss_mask": torch.zeros_like(batch["loss_mask"])}
 
     def _usable(self, dataset: Any) -> int:
-        return len(dataset) // self.global_batch_size * self.global_batch_size
+        return len(dataset) // self.evaluation_batch_size * self.evaluation_batch_size
 
     @property
     def _shape(self) -> BlockShape:
@@ -113,7 +114,7 @@ class BatchMaker:
     @property
     def _read_ahead(self) -> int:
         """All micro-batches of a step, since it takes them at once."""
-        return max(2, min(64, self.global_batch_size // self._shape.block))
+        return max(2, min(64, self.run.batch_plan.final_batch_size // self._shape.block))
 
     def _load(
         self, dataset: Any, consumed: int, *, order: str = "single", shape: BlockShape | None = None

@@ -35,7 +35,7 @@ def render_plan(run: Run, model_provider: Callable[[Run], nn.Module]) -> str:
         train_samples=plan.train_samples,
         eval_interval=config.evaluation.eval_interval,
         eval_iters=config.evaluation.eval_iters,
-        global_batch_size=plan.final_batch_size,
+        global_batch_size=plan.evaluation_batch_size,
     )
     rows = [
         ("ranks", f"{run.launch.world_size} (data parallel {plan.dp})"),

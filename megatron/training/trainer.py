@@ -81,7 +81,7 @@ class Trainer:
                 )
             for hook in self.hooks:
                 hook.after_iteration(iteration.number)
-            if self._due(config.evaluation.eval_interval):
+            if self._due(config.evaluation.eval_interval) and iteration.number >= config.evaluation.start_eval_at_iter:
                 self.evaluator.valid(self.progress, f"iteration {iteration.number}")
             reason = self.stop.reason(iteration.number)
             if config.checkpoint.save and (reason or self.finished or self._due(config.checkpoint.save_interval)):

@@ -20,7 +20,7 @@ def validated(rank: int, ranks: int, argv: list[str]) -> tuple[float, int]:
     with parts:
         dataset = pretrain_gpt().datasets_provider(run, (SAMPLES, None, 0)).train
         assert len(dataset) == SAMPLES
-        result = parts.engine.evaluate(BatchMaker(run, 8).once(dataset))
+        result = parts.engine.evaluate(BatchMaker(run).once(dataset))
     return result.lm_loss, result.counted_tokens
 
 

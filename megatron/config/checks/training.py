@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import fields
 
+from megatron.config.batch import parse_schedule
 from megatron.config.notices import given, spelled
 from megatron.config.run import RunConfig
 from megatron.config.sections.logging import ProfileConfig
@@ -34,11 +35,12 @@ def check_units(config: RunConfig) -> None:
         if getattr(config.schedule, f"{name}_{wrong}"):
             way_out = f"use --{name.replace('_', '-')}-{right}"
             raise ConfigError(f"{spelled(config, f'{name}_{wrong}')} and {length} count in different units; {way_out}")
-    if config.training.rampup_batch_size is not None and not by_samples:
-        raise ConfigError(
-            f"{spelled(config, 'rampup_batch_size')} and {length} cannot be combined; "
-            "give the length of the run in samples, with --train-samples"
-        )
+    for name in ("rampup_batch_size", "step_batch_size_schedule"):
+        if getattr(config.training, name) is not None and not by_samples:
+            raise ConfigError(
+                f"{spelled(config, name)} and {length} cannot be combined; "
+                "give the length of the run in samples, with --train-samples"
+            )
 
 
 def check_batch(config: RunConfig) -> None:
@@ -51,6 +53,12 @@ def check_batch(config: RunConfig) -> None:
             f"{' or '.join(map(str, nearest_divisors(final, micro)))}; with several data-parallel ranks, a multiple of "
             "both together"
         )
+    if training.step_batch_size_schedule is not None:
+        for name in ("global_batch_size", "rampup_batch_size"):
+            if getattr(training, name) is not None:
+                schedule = spelled(config, "step_batch_size_schedule")
+                raise ConfigError(f"{schedule} and {spelled(config, name)} are both given; keep one")
+        parse_schedule(training.step_batch_size_schedule)
     if training.rampup_batch_size is None:
         return
     start, increment, samples = training.rampup_batch_size

@@ -19,7 +19,7 @@ def check_world(config: RunConfig, world_size: int) -> None:
     micro = config.training.micro_batch_size
     step = micro * dp
     final = plan.final_batch_size
-    if final % step:
+    if final % step and config.training.step_batch_size_schedule is None:
         fitting = f", or --micro-batch-size {_either(nearest_divisors(final // dp, micro))}" if final % dp == 0 else ""
         raise ConfigError(
             f"{spelled(config, 'global_batch_size')} does not divide by {spelled(config, 'micro_batch_size')} x "
@@ -32,11 +32,28 @@ def check_world(config: RunConfig, world_size: int) -> None:
         raise ConfigError(
             f"{spelled(config, 'profile_ranks')}: there is no rank {absent[0]}; the ranks are 0 to {world_size - 1}"
         )
+    _check_evaluation(plan, step)
+    if config.training.step_batch_size_schedule is not None and any(size % step for size in plan.batch_sizes):
+        raise ConfigError(
+            f"{spelled(config, 'step_batch_size_schedule')}: not all sizes divide by "
+            f"{spelled(config, 'micro_batch_size')} x {dp} data-parallel ranks; make each a multiple of {step}"
+        )
     ramp = config.training.rampup_batch_size
     if ramp is not None and (ramp[0] % step or (final > ramp[0] and ramp[1] % step)):
         raise ConfigError(
             f"{spelled(config, 'rampup_batch_size')}: start and increment do not divide by "
             f"{spelled(config, 'micro_batch_size')} x {dp} data-parallel ranks; make both multiples of {step}"
+        )
+
+
+def _check_evaluation(plan: BatchPlan, step: int) -> None:
+    config, size = plan.config, plan.evaluation_batch_size
+    pp = config.parallel.pipeline_model_parallel_size if config.parallel.schedule == "interleaved" else 1
+    if config.evaluation.eval_global_batch_size is not None and size % (step * pp):
+        raise ConfigError(
+            f"{spelled(config, 'eval_global_batch_size')}: not a multiple of {step * pp} (--micro-batch-size x "
+            f"{plan.dp} data-parallel ranks{f' x {pp} pipeline stages' if pp > 1 else ''}); use "
+            f"--eval-global-batch-size {_either(nearest_multiples(size, step * pp))}"
         )
 
 
@@ -51,11 +68,11 @@ def _check_interleaved(plan: BatchPlan) -> None:
     if parallel.schedule != "interleaved":
         return
     unit = config.training.micro_batch_size * dp * pp
-    ramp = config.training.rampup_batch_size
-    sizes = [plan.final_batch_size, *(ramp[:2] if ramp is not None else ())]
+    sizes, training = plan.batch_sizes, config.training
     if any(size % unit for size in sizes):
-        named = "rampup_batch_size" if ramp is not None else "global_batch_size"
-        nearest = "" if ramp is not None else f", such as {_either(nearest_multiples(sizes[0], unit))}"
+        changing = [n for n in ("rampup_batch_size", "step_batch_size_schedule") if getattr(training, n) is not None]
+        named = next(iter(changing), "global_batch_size")
+        nearest = "" if changing else f", such as {_either(nearest_multiples(sizes[0], unit))}"
         raise ConfigError(
             f"{spelled(config, named)}: the interleaved schedule takes micro-batches in groups of "
             f"{spelled(config, 'pipeline_model_parallel_size')}; use multiples of {unit} (--micro-batch-size x {dp} "

@@ -46,6 +46,10 @@ class LoggingConfig:
 @dataclass(frozen=True, kw_only=True)
 class EvaluationConfig:
     eval_interval: int = flag(1000, "Steps between evaluations.", at_least=1)
+    start_eval_at_iter: int = flag(0, "No evaluation before this iteration.", at_least=0)
+    eval_global_batch_size: int | None = flag(
+        None, "Samples per evaluation step over all ranks. Unset: the (last) global batch size of training.", at_least=1
+    )
     eval_iters: int = flag(100, "Global batches per evaluation; 0 is none.", at_least=0)
     full_validation: bool = flag(False, "Evaluate on the whole validation set each time.")
 

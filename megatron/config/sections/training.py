@@ -18,6 +18,12 @@ class TrainingConfig:
     rampup_batch_size: tuple[int, ...] | None = flag(
         None, "START INCREMENT SAMPLES: grow the batch from START to --global-batch-size over SAMPLES samples.", nargs=3
     )
+    step_batch_size_schedule: tuple[str, ...] | None = flag(
+        None,
+        "TOKENS:SIZE ...: the global batch size from so many consumed tokens on, as in 0:384 200B:768 400B:1152 (K, M, "
+        "B, T), instead of --global-batch-size.",
+        nargs="+",
+    )
     train_iters: int | None = flag(None, "Steps to train (or --train-samples).", at_least=1)
     train_samples: int | None = flag(None, "Samples to train on (or --train-iters).", at_least=1)
     exit_interval: int | None = flag(None, "Save and stop when the iteration is a multiple of this.", at_least=1)

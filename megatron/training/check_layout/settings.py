@@ -79,6 +79,7 @@ def reproducible(config: RunConfig, ranks: int, steps: int, cache: Path) -> RunC
         config.training,
         global_batch_size=BatchPlan(config, dp).final_batch_size,
         rampup_batch_size=None,
+        step_batch_size_schedule=None,
         train_iters=steps,
         train_samples=None,
         exit_interval=None,

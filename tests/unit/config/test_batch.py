@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.config import BatchPlan, RunConfig, TrainingConfig
+from megatron.config.batch import parse_schedule
+from megatron.errors import ConfigError
 
 
 def run(**training: object) -> RunConfig:
@@ -87,3 +91,43 @@ def test_sizes_without_a_ramp() -> None:
     endless = BatchPlan(run(micro_batch_size=4), 3)
     assert (endless.total_iterations, endless.train_samples) == (0, 0)
     assert BatchPlan.on(by_samples.config, 6).dp == 6
+
+
+SCHEDULE = ("0:4", "1K:8", "3K:16")
+
+
+def scheduled(train_samples: int = 1000) -> BatchPlan:
+    """Sequences of 16 tokens: 8 samples a step from sample 63 on, 16 from sample 188 on."""
+    config = run(micro_batch_size=2, step_batch_size_schedule=SCHEDULE, train_samples=train_samples)
+    return BatchPlan(replace(config, data=replace(config.data, seq_length=16)), 2)
+
+
+def test_a_schedule_by_tokens() -> None:
+    plan = scheduled()
+    assert [plan.batch_size(n) for n in (0, 62, 63, 187, 188, 10**9)] == [4, 4, 8, 8, 16, 16]
+    assert plan.final_batch_size == plan.evaluation_batch_size == 16 and plan.train_samples == 1000
+
+
+@pytest.mark.parametrize("samples", (1, 4, 60, 63, 64, 65, 100, 187, 188, 190, 199, 200, 1000, 1007))
+@pytest.mark.parametrize("consumed", (0, 4, 64, 72, 192, 208))
+def test_the_steps_left_of_a_schedule_are_those_that_are_taken(samples: int, consumed: int) -> None:
+    plan, at, steps = scheduled(samples), consumed, 0
+    while not plan.is_finished(steps, at):
+        at += plan.batch_size(at)
+        steps += 1
+    assert plan.iterations_left(0, consumed) == steps
+
+
+def test_a_schedule_of_years_is_counted_at_once() -> None:
+    config = run(
+        micro_batch_size=4, step_batch_size_schedule=("0:384", "200B:768", "400B:1152"), train_samples=19531250 * 10
+    )
+    plan = BatchPlan(replace(config, data=replace(config.data, seq_length=4096)), 8)
+    assert plan.batch_size(48828124) == 384 and plan.batch_size(48828125) == 768
+    assert plan.total_iterations == 127157 + 63578 + 84771
+
+
+@pytest.mark.parametrize("words", ("1K:8", "0:8 1K", "0:8 1K:0", "0:8 2K:4 1K:8", "0:8 0:9", "0:8,1K:9", "0:8 1Q:3"))
+def test_a_schedule_that_cannot_be(words: str) -> None:
+    with pytest.raises(ConfigError, match=f"--step-batch-size-schedule {words}: .*as in"):
+        parse_schedule(words.split())

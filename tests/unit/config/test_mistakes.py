@@ -47,6 +47,8 @@ ADDED = {
     "--num-query-groups 3": ("--num-query-groups 3", "divides the heads"),
     "--group-query-attention": ("--group-query-attention", "--num-query-groups N"),
     "--train-samples 100": ("--train-iters 100 and --train-samples 100", "keep one"),
+    "--step-batch-size-schedule 0:4": ("--step-batch-size-schedule 0:4 and --train-iters 100", "--train-samples"),
+    "--step-batch-size-schedule 0:4 --global-batch-size 4": ("--step-batch-size-schedule 0:4", "--train-samples"),
     "--lr-decay-samples 10": ("--lr-decay-samples 10", "--lr-decay-iters"),
     "--lr-warmup-samples 5": ("--lr-warmup-samples 5", "use --lr-warmup-iters"),
     "--lr-warmup-iters 100": ("--lr-warmup-iters 100", "shorten the warm-up"),

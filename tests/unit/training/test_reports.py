@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.config import parse_args
+from megatron.config import check_world, parse_args
 from megatron.errors import ConfigError
 from megatron.ops import resolve
 from megatron.training.metric_writers import build_metric_writers
@@ -125,6 +125,29 @@ def test_every_evaluation_reads_the_next_part_of_the_validation_set() -> None:
 
 def test_an_evaluation_interval_beyond_the_run_is_no_evaluation() -> None:
     assert train_here(flags(eval_iters=2, eval_interval=7))["parts"].progress.consumed_valid_samples == 0
+
+
+def test_evaluations_have_their_own_batch_and_beginning(tmp_path: Path) -> None:
+    metrics = tmp_path / "metrics.jsonl"
+    settings = {"eval_iters": 2, "eval_interval": 2, "eval_global_batch_size": 4, "start_eval_at_iter": 3}
+    result = train_here(flags(**settings, metrics_jsonl=metrics))
+    assert [each["iteration"] for each in read_metrics(metrics, "valid")] == [4, 6]
+    assert {each["counted_tokens"] for each in read_metrics(metrics, "valid")} == {2 * 4 * 16}
+    assert result["parts"].progress.consumed_valid_samples == 2 * 2 * 4
+    same = train_here(flags(eval_iters=4, eval_interval=2, global_batch_size=4, train_iters=12))
+    assert same["parts"].progress.consumed_valid_samples == 6 * 4 * 4
+    with pytest.raises(ConfigError, match=r"--eval-global-batch-size 3: not a multiple of 2 .*use .* 2 or 4"):
+        check_world(parse_args(flags(eval_iters=1, eval_global_batch_size=3)), 1)
+
+
+def test_the_batch_grows_by_the_schedule() -> None:
+    plain = {"global_batch_size": None, "train_iters": None, "train_samples": 30, "lr_decay_style": "constant"}
+    result = train_here(flags(**plain, step_batch_size_schedule="0:4 128:8"))
+    records = result["records"]
+    assert [each["global_batch_size"] for each in records] == [4, 4, 8, 8]
+    assert result["parts"].progress.consumed_train_samples == 24
+    with pytest.raises(ConfigError, match="--step-batch-size-schedule 0:4 128:7: not all sizes divide by"):
+        check_world(parse_args(flags(**plain, step_batch_size_schedule="0:4 128:7")), 1)
 
 
 def test_a_metrics_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
