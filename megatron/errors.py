@@ -3,7 +3,10 @@
 The exit codes are a contract with launch scripts and restart policies (docs/getting_started.md).
 """
 
+from __future__ import annotations
+
 import re
+from collections.abc import Sequence
 
 # With one slash, too: a Path of a URL loses the other.
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*:/{1,2})([^\s'\"<>]*[^\s'\"<>:;,.)])")
@@ -34,11 +37,28 @@ class MegatronError(Exception):
     def __init__(self, message: object = "") -> None:
         super().__init__(without_secrets(str(message)))
 
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """What is printed, one line each; a single one, unless several mistakes were found at once."""
+        return (str(self),)
+
 
 class ConfigError(MegatronError, ValueError):
     """A setting that cannot be used as given, or a path in the settings that does not exist."""
 
     exit_code = 2
+
+
+class ConfigErrors(ConfigError):
+    """Several refusals of one command line."""
+
+    def __init__(self, errors: Sequence[ConfigError]) -> None:
+        super().__init__("\n".join(map(str, errors)))
+        self._lines = tuple(map(str, errors))
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        return self._lines
 
 
 class DataError(MegatronError):

@@ -7,13 +7,13 @@ import re
 import sys
 from collections.abc import Sequence
 from functools import cache
-from typing import Any, NoReturn
+from typing import Any
 
 from megatron.config.checks import check
-from megatron.config.compat import CompatFlag, RetiredFlag
 from megatron.config.flag import Setting
 from megatron.config.notices import notices_of
 from megatron.config.presets import PRESETS
+from megatron.config.refusals import Refusals
 from megatron.config.run import SECTIONS, RunConfig, all_settings, build
 from megatron.config.sources import (
     Assignments,
@@ -29,27 +29,34 @@ from megatron.errors import ConfigError
 
 
 def parse_args(argv: Sequence[str] | None = None, *, needs_data: bool = True) -> RunConfig:
-    """The checked settings of a training run; every mistake is a one-line ConfigError.
+    """The checked settings of a training run; every mistake is one line of a ConfigError.
 
     `needs_data=False`: the script brings its own datasets, so neither data path nor tokenizer is required. `.notices`
     are lines to print once, `.origins` tells where each value came from.
     """
-    config = resolve(list(sys.argv[1:] if argv is None else argv))
-    check(config, needs_data=needs_data, complete=not config.checkpoint.use_checkpoint_args)
+    refusals = Refusals()
+    config = resolve(argv, refusals)
+    check(config, needs_data=needs_data, complete=not config.checkpoint.use_checkpoint_args, refusals=refusals)
+    refusals.end()
     return config
 
 
-def resolve(argv: list[str]) -> RunConfig:
-    """Merges the sources (default < preset < file < flag) without the checks across settings."""
+def resolve(argv: Sequence[str] | None, refusals: Refusals) -> RunConfig:
+    """Merges the sources (default < preset < file < flag) without the checks across settings. A value that is refused
+    stays at its default."""
     flags = Assignments(origin="flag")
-    for given in tokenize(argv):
-        flags.add(given, spelling_table()[given.spelling])
+    for given in tokenize(sys.argv[1:] if argv is None else argv, refusals):
+        with refusals.of_reading():
+            flags.add(given, spelling_table()[given.spelling])
     sources = [flags]
     if flags.values.get("config") is not None:
-        sources.insert(0, file_assignments(flags.values["config"]))
+        sources.insert(0, file_assignments(flags.values["config"], refusals))
     name = next((source.values["model"] for source in reversed(sources) if "model" in source.values), None)
     if name is not None:
-        sources.insert(0, _preset(name))
+        with refusals.of_reading():
+            sources.insert(0, _preset(name))
+    if refusals.doubts("--config", "--model"):
+        refusals.end()  # too much is unknown for any check
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
     for source in sources:
@@ -57,7 +64,9 @@ def resolve(argv: list[str]) -> RunConfig:
         origins.update(dict.fromkeys(source.values, source.origin))
     config = build(values, origins=origins)
     lines = [line for source in sources for line in source.notices]
-    return build(values, origins=origins, notices=tuple(dict.fromkeys([*lines, *notices_of(config)])))
+    with refusals.of_checking():
+        lines += notices_of(config)
+    return build(values, origins=origins, notices=tuple(dict.fromkeys(lines)))
 
 
 def _preset(name: str) -> Assignments:
@@ -66,54 +75,52 @@ def _preset(name: str) -> Assignments:
     return Assignments(origin=f"preset {name}", values=dict(PRESETS[name]))
 
 
-def tokenize(argv: Sequence[str]) -> list[Given]:
-    """Splits argv into (spelling in the table, raw value); unknown flags are refused here."""
-    given, rest = _normalize(argv)
-    namespace, stray = make_parser().parse_known_args(rest, argparse.Namespace(given=given))
-    if stray:
-        raise _refuse_stray(stray[0], argv)
-    result: list[Given] = namespace.given
-    return result
-
-
-def _refuse_stray(word: str, argv: Sequence[str]) -> ConfigError:
-    if word.startswith("-") and not _is_negative_number(word):
-        flag = f"--{word.lstrip('-')}"
-        if flag.partition("=")[0].replace("_", "-") in canonical_spellings():
-            return ConfigError(f"{word}: flags begin with two dashes; give {flag}")
-        return refuse_unknown(flag)
-    place = argv.index(word) if word in argv else 0
-    before = next((i for i in range(place - 1, -1, -1) if argv[i].startswith("--")), None)
-    after = "" if before is None else f" after {' '.join(argv[before:place])}"
-    return ConfigError(f"'{word}'{after}: a value that belongs to no flag; remove it or quote it with its value")
-
-
-def _normalize(argv: Sequence[str]) -> tuple[list[Given], list[str]]:
-    """Resolves underscores, splits `--switch=false`, and attaches negative numbers such as -1e-5 to their flag, because
-    argparse would take them for flags."""
-    table, spellings = spelling_table(), canonical_spellings()
+def tokenize(argv: Sequence[str], refusals: Refusals) -> list[Given]:
+    """Splits argv into (spelling in the table, raw value); unknown flags and words that belong to none are refused."""
+    if "-h" in argv or "--help" in argv:
+        make_parser().parse_args(["--help"])
     given: list[Given] = []
-    rest: list[str] = []
-    for word in argv:
-        if word in ("-h", "--help"):
-            rest.append(word)
-            continue
-        if not word.startswith("--"):
-            takes_one = bool(rest) and rest[-1] in table and not getattr(table[rest[-1]], "many", False)
-            if takes_one and _is_negative_number(word):
-                rest[-1] += "=" + word
-            else:
-                rest.append(word)
-            continue
-        name, equals, value = word.partition("=")
-        spelling = spellings.get(name.replace("_", "-"))
-        if spelling is None:
-            raise refuse_unknown(name)
-        if equals and _is_switch(table[spelling]):
-            given.append(Given(spelling, _switch_value(spelling, value)))
-        else:
-            rest.append(spelling + equals + value)
-    return given, rest
+    starts = [place for place, word in enumerate(argv) if _is_flag(word)]
+    if argv and 0 not in starts:
+        refusals.refuse(_stray(argv[0], ()))
+    for start, end in zip(starts, [*starts[1:], len(argv)]):
+        with refusals.of_reading():
+            given.append(_read(argv[start], argv[start + 1 : end]))
+    return given
+
+
+def _is_flag(word: str) -> bool:
+    return word.startswith("--") or (len(word) > 1 and word[0] == "-" and not _is_negative_number(word))
+
+
+def _read(word: str, after: Sequence[str]) -> Given:
+    """One flag, with the words up to the next one."""
+    name, equals, attached = word.partition("=")
+    spelling = canonical_spellings().get(f"--{name.lstrip('-')}".replace("_", "-"))
+    if spelling is None:
+        raise refuse_unknown(name if name.startswith("--") else f"-{name}")
+    if not name.startswith("--"):
+        raise ConfigError(f"{word}: flags begin with two dashes; give -{word}")
+    target = spelling_table()[spelling]
+    if _is_switch(target):
+        if after:
+            raise _stray(after[0], [word])
+        return Given(spelling, _switch_value(spelling, attached) if equals else True)
+    values = [attached, *after] if equals else list(after)
+    wanted = _values_wanted(target)
+    count = max(1, len(values)) if wanted == "+" else int(wanted or 1)
+    if len(values) < count:
+        how_many = "at least one value" if wanted == "+" else f"{wanted} values" if wanted else "one value"
+        example = " ".join([spelling, *["VALUE"] * count])
+        raise ConfigError(f"{spelling}: needs {how_many}, as in {example}; see --help")
+    if len(values) > count:
+        raise _stray(values[count], [word, *after[: count - bool(equals)]])
+    return Given(spelling, values[0] if wanted is None else values)
+
+
+def _stray(word: str, before: Sequence[str]) -> ConfigError:
+    place = f" after {' '.join(before)}" if before else ""
+    return ConfigError(f"'{word}'{place}: a value that belongs to no flag; remove it or quote it with its value")
 
 
 def _is_negative_number(word: str) -> bool:
@@ -130,28 +137,17 @@ def _switch_value(spelling: str, text: str) -> bool:
     raise ConfigError(f"{spelling}={text}: it is a switch; give {spelling} alone, or {spelling}=false")
 
 
-class _Collect(argparse.Action):
-    """Appends every occurrence in order: plain argparse would let a later value silently replace an earlier one."""
-
-    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        namespace.given.append(Given(str(option_string), True if self.nargs == 0 else values))
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        match = re.match(r"argument ([^:/]+)[^:]*: expected (.*)", message)
-        if match:
-            flag, wanted = match.groups()
-            count = int(number.group()) if (number := re.match(r"\d+", wanted)) else 1
-            example = " ".join([flag, *["VALUE"] * count])
-            raise ConfigError(f"{flag}: needs {wanted.replace('argument', 'value')}, as in {example}; see --help")
-        raise ConfigError(message)
+def _values_wanted(target: Target) -> int | str | None:
+    """A number, "+" for one or more, None for a single value that is no list."""
+    if isinstance(target, Setting):
+        return target.flag.nargs
+    return "+" if target.takes == "values" else None
 
 
 @cache
 def make_parser() -> argparse.ArgumentParser:
-    """An argparse parser of every spelling, with one group per section."""
-    parser = _Parser(
+    """Prints --help, with one group per section."""
+    parser = argparse.ArgumentParser(
         description="Pretrain a GPT. Flags are spelled as in Megatron-LM; docs/flags.md lists them all.",
         allow_abbrev=False,
         epilog="A switch can be turned off again (after a preset or a file) with --switch=false.",
@@ -161,10 +157,6 @@ def make_parser() -> argparse.ArgumentParser:
         group = parser.add_argument_group(section)
         for setting in (s for s in all_settings() if s.section == section):
             group.add_argument(*setting.spellings, **_argparse_options(setting))
-    for target in spelling_table().values():
-        if isinstance(target, RetiredFlag | CompatFlag):
-            nargs: int | str | None = {"switch": 0, "value": None, "values": "+"}[target.takes]
-            parser.add_argument(target.spelling, action=_Collect, nargs=nargs, dest="given", help=argparse.SUPPRESS)
     return parser
 
 
@@ -176,12 +168,10 @@ def _argparse_options(setting: Setting) -> dict[str, Any]:
     elif setting.has_default:
         text += f" [{show(setting.default)}]"
     options: dict[str, Any] = {
-        "action": _Collect,
-        "dest": "given",
         "default": argparse.SUPPRESS,
         "help": text.replace("%", "%%"),
     }
     if setting.is_switch:
-        return {**options, "nargs": 0}
+        return {**options, "action": "store_true"}
     metavar = "{" + ",".join(map(str, flag.choices)) + "}" if flag.choices else setting.base.__name__.upper()
     return {**options, "nargs": flag.nargs, "metavar": metavar}

@@ -11,6 +11,7 @@ from typing import Any
 
 from megatron.config.compat import CompatFlag, RetiredFlag, apply_compat, compat_flags, refused_family, retired_flags
 from megatron.config.flag import Setting
+from megatron.config.refusals import Refusals
 from megatron.config.run import SECTIONS, all_settings, settings_by_name
 from megatron.config.values import nearest, parse_switch, parse_value, show
 from megatron.errors import ConfigError
@@ -182,26 +183,30 @@ def _flatten(path: str, content: Mapping[Any, Any]) -> dict[str, Any]:
     return flat
 
 
-def file_assignments(path: str) -> Assignments:
+def file_assignments(path: str, refusals: Refusals) -> Assignments:
     """The values of a YAML file, whose keys are flag or field names with dashes or underscores."""
     assignments = Assignments(origin=f"file {path}")
-    table, spellings = spelling_table(), canonical_spellings()
-    fields = {name.replace("_", "-"): setting for name, setting in settings_by_name().items()}
-    for key, raw in read_yaml(path).items():
-        spelling = spellings.get("--" + key)
-        if raw is None and (key in fields or spelling):
-            continue  # "key:" without a value leaves the default, as leaving the line out does
+    settings: dict[str, Any] = {}
+    with refusals.of_reading():
+        settings = read_yaml(path)
+    for key, raw in settings.items():
         try:
-            if spelling is not None:
-                target = table[spelling]
-                if not isinstance(target, Setting) and target.takes == "switch" and not isinstance(raw, bool):
-                    raise ConfigError(f"{spelling} {show(raw)}: it is a switch; write true or false")
-                assignments.add(Given(spelling, raw), target)
-            elif key in fields:  # `bias_gelu_fusion: false`, the positive name of a --no-X switch
-                setting = fields[key]
-                assignments.set(setting, interpret(Given("--" + key, raw), setting), f"--{key} {show(raw)}")
-            else:
-                raise refuse_unknown("--" + key)
+            _add_from_file(assignments, key, raw)
         except ConfigError as error:
-            raise ConfigError(f"in {path}: {error}") from None
+            refusals.refuse(ConfigError(f"in {path}: {error}"))
     return assignments
+
+
+def _add_from_file(assignments: Assignments, key: str, raw: Any) -> None:
+    spelling, setting = canonical_spellings().get("--" + key), settings_by_name().get(key.replace("-", "_"))
+    if spelling is not None:
+        target = spelling_table()[spelling]
+        if raw is None:
+            return  # "key:" without a value leaves the default, as leaving the line out does
+        if not isinstance(target, Setting) and target.takes == "switch" and not isinstance(raw, bool):
+            raise ConfigError(f"{spelling} {show(raw)}: it is a switch; write true or false")
+        assignments.add(Given(spelling, raw), target)
+    elif setting is None:
+        raise refuse_unknown("--" + key)
+    elif raw is not None:  # `bias_gelu_fusion: false`, the positive name of a --no-X switch
+        assignments.set(setting, interpret(Given("--" + key, raw), setting), f"--{key} {show(raw)}")

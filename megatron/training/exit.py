@@ -167,4 +167,4 @@ def _say_once(error: MegatronError) -> None:
     elif rank != 0:
         time.sleep(_OTHERS_ARE_STOPPED_WITHIN)
     where = f" (rank {rank})" if rank != 0 or affected else ""
-    print(f"error{where}: {error}", file=sys.stderr, flush=True)
+    print("\n".join(f"error{where}: {line}" for line in error.lines), file=sys.stderr, flush=True)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from megatron.config import RunConfig, adopt_checkpoint_args, check, check_paths, describe
 from megatron.config.cli import resolve
+from megatron.config.refusals import Refusals
 from megatron.errors import ConfigError
 from megatron.training.exit import rank_of_process
 
@@ -20,18 +21,23 @@ if TYPE_CHECKING:
 
 def read_settings(argv: Sequence[str] | None, *, needs_data: bool = True) -> RunConfig:
     """`needs_data=False`: the script brings its own datasets."""
-    config = resolve(list(sys.argv[1:] if argv is None else argv))
+    refusals = Refusals()
+    config = resolve(argv, refusals)
     if config.checkpoint.use_checkpoint_args:
+        refusals.end()  # without the model's shape there is little to check
         config = _with_checkpoint_args(config)
     if config.runtime.print_config:
+        refusals.end()
         if rank_of_process() == 0:
             print(describe(config))
         sys.exit(0)
-    check(config, needs_data=needs_data)
-    check_paths(config)
+    check(config, needs_data=needs_data, refusals=refusals)
+    check_paths(config, refusals)
     project = config.logging.wandb_project
     if project is not None and rank_of_process() == 0 and not _importable("wandb"):
-        raise wandb_missing(project)
+        with refusals.of_checking():
+            raise wandb_missing(project)
+    refusals.end()
     return config
 
 

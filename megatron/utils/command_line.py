@@ -120,7 +120,7 @@ def _exit_code(name: str, job: Callable[[], int | None]) -> int:
     try:
         code = job()
     except MegatronError as error:
-        print(f"{name}: {error}", file=sys.stderr)
+        print("\n".join(f"{name}: {line}" for line in error.lines), file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         print(f"{name}: interrupted; nothing was written", file=sys.stderr)

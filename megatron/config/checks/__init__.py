@@ -9,21 +9,30 @@ from __future__ import annotations
 from megatron.config.checks import data, kernels, model, moe, parallel, training
 from megatron.config.checks.paths import check_paths
 from megatron.config.checks.world import check_world
+from megatron.config.refusals import Refusals
 from megatron.config.run import RunConfig
 
 __all__ = ["check", "check_paths", "check_world"]
 
 
-def check(config: RunConfig, *, needs_data: bool = True, complete: bool = True) -> None:
+def check(
+    config: RunConfig, *, needs_data: bool = True, complete: bool = True, refusals: Refusals | None = None
+) -> None:
     """All checks that need nothing but the settings.
 
-    `complete=False`: --use-checkpoint-args has yet to fill in shape, tokenizer and sequence length.
+    `complete=False`: --use-checkpoint-args has yet to fill in shape, tokenizer and sequence length. `refusals`: those
+    of the command line, which get what is found here; without them it is raised.
     """
+    found = Refusals() if refusals is None else refusals
     if complete:
-        model.check_required(config)
-    for check_one in (*model.CHECKS, *training.CHECKS, *data.CHECKS, *parallel.CHECKS, *moe.CHECKS, *kernels.CHECKS):
-        check_one(config)
+        missing = [flag for flag in model.missing(config) if not found.doubts(flag)]
+        if missing:
+            found.refuse(model.required(missing))
+    checks = [*model.CHECKS, *training.CHECKS, *data.CHECKS, *parallel.CHECKS, *moe.CHECKS, *kernels.CHECKS]
     if needs_data:
-        data.check_sources(config)
-        if complete:
-            data.check_tokenizer(config)
+        checks += [data.check_sources, *([data.check_tokenizer] if complete else [])]
+    for check_one in checks:
+        with found.of_checking():
+            check_one(config)
+    if refusals is None:
+        found.end()

@@ -7,14 +7,16 @@ from megatron.config.run import RunConfig, all_settings
 from megatron.errors import ConfigError
 
 
-def check_required(config: RunConfig) -> None:
-    missing = [setting.spelling for setting in all_settings() if setting.flag.required and not config.value(setting)]
+def missing(config: RunConfig) -> list[str]:
+    """The flags that every model needs and that were not given."""
+    flags = [setting.spelling for setting in all_settings() if setting.flag.required and not config.value(setting)]
     if config.model.positions == "learned" and not config.model.max_position_embeddings:
-        missing.append("--max-position-embeddings")
-    if missing:
-        raise ConfigError(
-            f"{', '.join(missing)}: required and not given; give them (or a --model preset for the shape)"
-        )
+        flags.append("--max-position-embeddings")
+    return flags
+
+
+def required(flags: list[str]) -> ConfigError:
+    return ConfigError(f"{', '.join(flags)}: required and not given; give them (or a --model preset for the shape)")
 
 
 def check_heads(config: RunConfig) -> None:

@@ -6,22 +6,35 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megatron.config.blend import data_sources
+from megatron.config.refusals import Refusals
 from megatron.config.run import RunConfig
 from megatron.errors import ConfigError
 
 
-def check_paths(config: RunConfig) -> None:
-    """Data, tokenizer and configuration files exist. (Checkpoints are checked by the code that loads them.)"""
+def check_paths(config: RunConfig, refusals: Refusals | None = None) -> None:
+    """Data, tokenizer and configuration files exist. (Checkpoints are checked by the code that loads them.)
+
+    `refusals`: those of the command line, which get what is found here; without them it is raised.
+    """
+    found = Refusals() if refusals is None else refusals
+    with found.of_checking():  # what a file names may be wrong too
+        for error in _wrong_paths(config):
+            with found.of_checking():
+                raise error
+    if refusals is None:
+        found.end()
+
+
+def _wrong_paths(config: RunConfig) -> Iterator[ConfigError]:
+    told: set[str] = set()  # of the two files of one prefix, one is enough
     for flag, path, hint in _named_files(config):
-        if path.is_dir():
-            raise ConfigError(f"{flag} {path}: is a directory; name the file in it")
-        if not path.exists():
-            raise ConfigError(f"{flag} {path}: no such file; {hint}")
-        if not path.is_file():  # a pipe can be read only once, by one rank
-            raise ConfigError(f"{flag} {path}: not a regular file; copy its content to a file and name that")
+        line = _wrong_file(f"{flag} {path}", path, hint)
+        if line is not None and str(path.with_suffix("")) not in told:
+            told.add(str(path.with_suffix("")))
+            yield ConfigError(line)
     model = config.tokenizer.tokenizer_model
     if model is not None and not Path(model).exists():
-        raise ConfigError(
+        yield ConfigError(
             f"--tokenizer-model {model}: no such file or directory; give a tokenizer.json or its directory "
             "(nothing is downloaded)"
         )
@@ -30,21 +43,31 @@ def check_paths(config: RunConfig) -> None:
         ("--tensorboard-dir", config.logging.tensorboard_dir),
         ("--data-cache-path", config.data.data_cache_path),
     ):
-        if directory is not None:
-            _refuse_file_on_the_way(flag, directory)
-    for flag, file in (
+        file = _file_on_the_way(directory)
+        if file is not None:
+            which = "" if file == Path(str(directory)) else f"{file} "
+            yield ConfigError(f"{flag} {directory}: {which}is a file; give a directory")
+    for flag, name in (
         ("--metrics-jsonl", config.logging.metrics_jsonl),
         ("--data-table-path", config.data.data_table_path),
     ):
-        if file is not None and Path(file).is_dir():
-            raise ConfigError(f"{flag} {file}: is a directory; name a file in it")
+        if name is not None and Path(name).is_dir():
+            yield ConfigError(f"{flag} {name}: is a directory; name a file in it")
 
 
-def _refuse_file_on_the_way(flag: str, directory: str) -> None:
-    for path in (Path(directory), *Path(directory).parents):
-        if path.is_file():
-            which = "" if path == Path(directory) else f"{path} "
-            raise ConfigError(f"{flag} {directory}: {which}is a file; give a directory")
+def _wrong_file(named: str, path: Path, hint: str) -> str | None:
+    if path.is_dir():
+        return f"{named}: is a directory; name the file in it"
+    if not path.exists():
+        return f"{named}: no such file; {hint}"
+    if not path.is_file():  # a pipe can be read only once, by one rank
+        return f"{named}: not a regular file; copy its content to a file and name that"
+    return None
+
+
+def _file_on_the_way(directory: str | None) -> Path | None:
+    path = None if directory is None else Path(directory)
+    return next((place for place in (path, *path.parents) if place.is_file()), None) if path is not None else None
 
 
 def _named_files(config: RunConfig) -> Iterator[tuple[str, Path, str]]:

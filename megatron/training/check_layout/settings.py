@@ -143,7 +143,8 @@ def shrink(config: RunConfig, ranks: int) -> RunConfig:
         check(small, needs_data=False)
         check_world(small, ranks)
     except ConfigError as error:
-        raise ConfigError(f"this layout could not be shrunk ({error}); give a smaller model, or --full") from None
+        why = ", and ".join(error.lines)
+        raise ConfigError(f"this layout could not be shrunk ({why}); give a smaller model, or --full") from None
     return small
 
 

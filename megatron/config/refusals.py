@@ -1,0 +1,52 @@
+"""The refusals of one command line, collected so that all of them are told at once."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from megatron.errors import ConfigError, ConfigErrors
+
+_FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]*")
+
+
+class Refusals:
+    """Filled while the settings are read and checked; `end` raises what there is."""
+
+    def __init__(self) -> None:
+        self._errors: dict[str, ConfigError] = {}
+        self._in_doubt: set[str] = set()
+
+    def refuse(self, error: ConfigError) -> None:
+        """A value that cannot be read. The flags that the line names, before its way out, are in doubt from then on:
+        they stand at their defaults, and what a check says of them would only follow from this refusal."""
+        self._errors.setdefault(str(error), error)
+        self._in_doubt.update(_FLAG.findall(str(error).partition(";")[0]))
+
+    def doubts(self, *flags: str) -> bool:
+        return not self._in_doubt.isdisjoint(flags)
+
+    @contextmanager
+    def of_reading(self) -> Iterator[None]:
+        try:
+            yield
+        except ConfigError as error:
+            self.refuse(error)
+
+    @contextmanager
+    def of_checking(self) -> Iterator[None]:
+        """A check across settings. After a refusal it may also fail in other ways, which says nothing new."""
+        try:
+            yield
+        except ConfigError as error:
+            if not self.doubts(*_FLAG.findall(str(error))):
+                self._errors.setdefault(str(error), error)
+        except Exception:
+            if not self._errors:
+                raise
+
+    def end(self) -> None:
+        errors = tuple(self._errors.values())
+        if errors:
+            raise errors[0] if len(errors) == 1 else ConfigErrors(errors)
