@@ -10,6 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron.checkpoint.foreign import is_hugging_face
 from megatron.errors import ConfigError, StorageError
 from megatron.utils.command_line import Parser, run_tool
 
@@ -40,6 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(arguments: argparse.Namespace) -> None:
     if arguments.to == "megatron":
         raise ConfigError("--to megatron: not supported yet; the native files already have Megatron's names")
+    if arguments.source == arguments.to == "native" and is_hugging_face(arguments.load):
+        raise ConfigError(f"--load {arguments.load}: holds a Hugging Face model; give --from hf")
     if arguments.source == arguments.to:
         raise ConfigError(f"--to {arguments.to}: --load is in that format already; there is nothing to convert")
     if arguments.to == "hf":

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.checkpoint import paths
+from megatron.checkpoint import foreign, paths
 from megatron.errors import CheckpointError, ConfigError
 
 
@@ -32,8 +32,9 @@ def find_candidates(
         return Candidates(())
     if not directory.is_dir():
         what = "is not a directory" if is_file else "does not exist"
+        hub = "" if is_file else foreign.hub_hint(directory)
         fresh = "" if save_dir is None else ", or the same as --save for a fresh start"
-        raise ConfigError(f"--load {directory}: {what}; give a directory with checkpoints{fresh}")
+        raise ConfigError(f"--load {directory}: {what}; give a directory with checkpoints{fresh}{hub}")
     if step is not None:
         return Candidates((_explicit(directory, step),))
     tracker = paths.read_tracker(directory)
@@ -77,6 +78,8 @@ def _some(steps: list[int]) -> str:
 
 
 def _way_out(directory: Path) -> str:
+    if foreign.is_hugging_face(directory):
+        return foreign.way_in(directory)
     step = paths.step_of(directory.name)
     if step is not None:
         return f"it is one step of a run; give --load {directory.parent} --ckpt-step {step}"

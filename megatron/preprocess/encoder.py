@@ -118,6 +118,8 @@ class SegmentEncoder:
     def _note_bad(self, result: SegmentResult, bad: BadLine) -> None:
         if self._settings.on_error == "stop":
             way = "correct the line, or give --on-error skip to leave it out"
+            if bad.kind == "key missing":
+                way = f"name the key with --json-keys, not {' '.join(self._settings.json_keys)}, or {way}"
             raise _Stop(f"{bad}; {way}", bad.number)
         result.bad[bad.kind] = result.bad.get(bad.kind, 0) + 1
         if len(result.examples) < EXAMPLES_SHOWN:

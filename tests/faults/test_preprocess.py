@@ -37,6 +37,7 @@ BAD_LINES: dict[str, tuple[bytes, str]] = {
     "raw NUL": (b'{"text": "a\x00b"}', "not JSON"),
     "truncated": (b'{"text": "abc', "not JSON"),
     "nested": (b'{"text": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "not JSON"),
+    "plain text": (b"Once upon a time", "not JSON"),
     "two objects": (b'{"text": "a"} {"text": "b"}', "not JSON"),
 }
 FLAGS = ("--input", "in.jsonl", "--output-prefix", "out", "--append-eod")
@@ -98,10 +99,17 @@ def test_skipping_goes_on_with_exact_counts(workshop: Workshop) -> None:
     assert done.returncode == 0, done.stderr
     texts = [f"document {i}" for i in range(len(BAD_LINES))]
     assert workshop.output("out") == expected_files(expected_documents(workshop.tokenizer, texts, eod=True))
-    for kind, count in (("not JSON", 5), ("not a JSON object", 2), ("key missing", 1), ("not UTF-8", 2)):
+    for kind, count in (("not JSON", 6), ("not a JSON object", 2), ("key missing", 1), ("not UTF-8", 2)):
         assert f"bad lines skipped: {count} ({kind})" in done.stdout
     assert f"blank lines skipped: {len(BAD_LINES)}" in done.stdout
     assert "in.jsonl:2: not JSON" in done.stderr
+
+
+def test_plain_text_and_another_key_are_told_the_way_out(workshop: Workshop) -> None:
+    workshop.corpus("in.jsonl", [b"Once upon a time"])
+    assert_refused(workshop, workshop.run(*FLAGS), 11, "it begins with 'Once upon a time'; is it plain text?")
+    workshop.corpus("in.jsonl", [{"content": "a"}])
+    assert_refused(workshop, workshop.run(*FLAGS), 11, "'content'); name the key with --json-keys, not text")
 
 
 def test_a_line_that_is_bad_for_one_key_is_left_out_of_all(workshop: Workshop) -> None:

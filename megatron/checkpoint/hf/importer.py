@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megatron.checkpoint import paths
+from megatron.checkpoint import foreign, paths
 from megatron.checkpoint.hf.export import DTYPES, INDEX, WEIGHTS
 from megatron.checkpoint.hf.families import by_model_type
 from megatron.checkpoint.hf.family import Family
@@ -42,7 +42,7 @@ class HuggingFaceFolder:
 
 def open_folder(folder: Path) -> HuggingFaceFolder:
     if not folder.is_dir():
-        raise ConfigError(f"--load {folder}: no such directory")
+        raise ConfigError(f"--load {folder}: no such directory{foreign.hub_hint(folder)}")
     values = _read_json(folder / "config.json")
     family = by_model_type(values.get("model_type"))
     config, moe = family.read_config(values)

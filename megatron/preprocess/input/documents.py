@@ -22,6 +22,7 @@ _DECODER = json.JSONDecoder(parse_int=float)
 TOO_LONG = b"\xff\xfe line too long"
 _DEEP_BYTES = 1000  # a shorter line cannot be nested so deeply that the two parsers differ
 _DEEP_MARKS = 400
+_PLAIN_TEXT = 'it begins with {!r}; is it plain text? Each line is to be an object such as {{"text": "..."}}'
 
 Texts = list[str]  # the sequences of one document; several if the value is a list of texts
 
@@ -137,6 +138,8 @@ def parse_line(line: bytes, keys: Sequence[str]) -> list[Texts] | None:
     except ValueError as error:
         if text in ("{", "["):
             raise LineError("not JSON", f"{text} alone: not one object per line; convert it with jq -c .") from None
+        if text[0] not in '{["':
+            raise LineError("not JSON", _PLAIN_TEXT.format(text[:20])) from None
         raise LineError("not JSON", f"{error}") from None
     if not isinstance(record, dict):
         raise LineError("not a JSON object", "each line is one object, with the text under a key")
