@@ -7,11 +7,14 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from megatron.distributed.state import Axis
 from megatron.errors import ConfigError, DataError
 from megatron.pipeline_parallel.schedules import Action
 from megatron.pipeline_parallel.timeline import Span, Timeline
+
+if TYPE_CHECKING:  # drawing loads no torch
+    from megatron.distributed.state import Axis
 
 _KEPT_STEPS = 16
 """Enough for a median, few enough that the files of a long run stay small."""
