@@ -58,7 +58,7 @@ class Heartbeat:
         info = self._info
         # A connection of its own: a request of the training thread may block for minutes.
         store = dist.TCPStore(
-            info.master_addr, info.master_port, None, False, timedelta(seconds=self._patience), wait_for_workers=False
+            info.store_host, info.master_port, None, False, timedelta(seconds=self._patience), wait_for_workers=False
         )
         self._store = dist.PrefixStore(f"heartbeat/{info.run_id}/attempt_{info.attempt}", store)
         self._publish("alive")

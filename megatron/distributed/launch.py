@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -45,6 +46,11 @@ class LaunchInfo:
     @property
     def single_node(self) -> bool:
         return self.local_world_size == self.world_size
+
+    @property
+    def store_host(self) -> str:
+        """Where the ranks find the store. One that we open on one machine listens on loopback only."""
+        return "127.0.0.1" if self.single_node and not self.agent_store else self.master_addr
 
     @staticmethod
     def detect(local_rank: int | None = None, env: Mapping[str, str] | None = None) -> LaunchInfo:
@@ -144,12 +150,15 @@ def init_process_group(info: LaunchInfo, backend: str, timeout: timedelta, devic
     if info.world_size == 1:
         return
     if info.single_node and sys.platform == "linux":
-        # All ranks are on this machine: loopback works without host names and firewall rules, and nobody else can
-        # connect.
+        # All ranks are on this machine: loopback works without host names and firewall rules, and no other machine can
+        # connect to them.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     host_here = info.rank == 0 and not info.agent_store
     try:
-        store = dist.TCPStore(info.master_addr, info.master_port, info.world_size, host_here, timeout)
+        listening = _listen_on_loopback(info.master_port) if host_here and info.single_node else None
+        store = dist.TCPStore(
+            info.store_host, info.master_port, info.world_size, host_here, timeout, master_listen_fd=listening
+        )
         dist.init_process_group(
             group_backend(backend, device),
             store=dist.PrefixStore(f"{info.run_id}/attempt_{info.attempt}", store),
@@ -158,8 +167,18 @@ def init_process_group(info: LaunchInfo, backend: str, timeout: timedelta, devic
             timeout=timeout,
             device_id=None if backend == "gloo" else device,
         )
-    except (RuntimeError, dist.DistError) as error:
+    except (RuntimeError, OSError, dist.DistError) as error:
         raise _rendezvous_error(info, host_here, error) from error
+
+
+def _listen_on_loopback(port: int) -> int:
+    """A socket for the store, which takes it over. Left to itself, the store listens on all interfaces, and whoever
+    connects while a job forms can answer in a rank's place."""
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(("127.0.0.1", port))
+        listener.listen(socket.SOMAXCONN)
+        return listener.detach()
 
 
 def _rendezvous_error(info: LaunchInfo, host_here: bool, error: Exception) -> Exception:
@@ -168,7 +187,7 @@ def _rendezvous_error(info: LaunchInfo, host_here: bool, error: Exception) -> Ex
         return ConfigError(f"--master-port {info.master_port}: already in use on this machine; choose another port")
     return PeerLostError(
         f"rank {info.rank} of {info.world_size} could not meet the others at "
-        f"{info.master_addr}:{info.master_port} (attempt {info.attempt}): {reason}"
+        f"{info.store_host}:{info.master_port} (attempt {info.attempt}): {reason}"
     )
 
 
