@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megatron.errors import ConfigError, DataError
+from megatron.errors import ConfigError, DataError, MegatronError
 
 Ids = npt.NDArray[np.int32]
 
@@ -97,6 +98,20 @@ def package(name: str, kind: str) -> Any:
         return import_module(name)
     except ImportError:
         raise ConfigError(f"--tokenizer-type {kind}: needs the package {name}: pip install {name}") from None
+
+
+@contextmanager
+def library_errors(wrap: Callable[[str], Exception]) -> Iterator[None]:
+    """Turns whatever a tokenizer's library raises into `wrap(reason)`. Libraries in Rust raise plain Exception, and
+    after a panic a PanicException, which is no Exception and has no Python name."""
+    try:
+        yield
+    except MegatronError:
+        raise
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise wrap(" ".join(str(error).split())[:300]) from None
 
 
 def refuse_surrogates(text: str) -> None:

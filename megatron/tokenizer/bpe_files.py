@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -19,6 +20,8 @@ Merge = tuple[str, str]
 
 # With a larger share of unreachable ordinary tokens, merges.txt is truncated or of another vocabulary.
 UNREACHABLE_SHARE = 0.01
+# Ids may have gaps. With larger ones the file is damaged, or meant to fill the memory.
+SPARE_IDS = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -73,7 +76,7 @@ def read_text(path: Path, setting: str) -> str:
 def _read_vocab(path: Path) -> dict[str, int]:
     try:
         vocab = json.loads(read_text(path, "--vocab-file"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(
             f"--vocab-file {path}: not JSON ({error}); give the tokenizer's vocab.json "
             "(merges.txt belongs to --merge-file)"
@@ -82,7 +85,17 @@ def _read_vocab(path: Path) -> dict[str, int]:
         raise ConfigError(f"--vocab-file {path}: not an object of token -> id; give the tokenizer's vocab.json")
     if len(set(vocab.values())) != len(vocab):
         raise ConfigError(f"--vocab-file {path}: two tokens share one id; the file is damaged")
+    check_ids(vocab, f"--vocab-file {path}")
     return vocab
+
+
+def check_ids(vocab: Mapping[str, int], name: str) -> None:
+    """Refuses ids far above the number of tokens: libraries and the embedding make a table up to the largest id."""
+    token, largest = max(vocab.items(), key=lambda item: item[1])
+    if largest >= 2 * len(vocab) + SPARE_IDS:
+        raise ConfigError(
+            f"{name}: {token[:60]!r} has the id {largest}, and there are {len(vocab)} tokens; number them from 0 on"
+        )
 
 
 def _read_merges(path: Path) -> list[Merge]:

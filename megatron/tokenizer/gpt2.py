@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from megatron.tokenizer.base import END_OF_TEXT, Ids, Tokenizer, refuse_surrogates
+from megatron.errors import ConfigError
+from megatron.tokenizer.base import END_OF_TEXT, Ids, Tokenizer, library_errors, refuse_surrogates
 from megatron.tokenizer.bpe_files import BPE, read_bpe
 from megatron.tokenizer.export import tokenizer_json, write_gpt2_folder
 from megatron.tokenizer.fast.guard import Encoder, build_guarded
@@ -102,7 +103,10 @@ class _RustBPE:
         from tokenizers import Tokenizer as RustTokenizer
         from tokenizers import decoders, models, pre_tokenizers
 
-        self._rust: Any = RustTokenizer(models.BPE(vocab=bpe.vocab, merges=bpe.merges))
+        with library_errors(
+            lambda reason: ConfigError(f"--vocab-file, --merge-file: tokenizers refuses them ({reason})")
+        ):
+            self._rust: Any = RustTokenizer(models.BPE(vocab=bpe.vocab, merges=bpe.merges))
         self._rust.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         self._rust.decoder = decoders.ByteLevel()
 

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from megatron.errors import ConfigError, DataError
-from megatron.tokenizer.base import END_OF_TEXT, Ids, Tokenizer, package, refuse_surrogates
-from megatron.tokenizer.bpe_files import BPE, merge_pair, read_text
+from megatron.tokenizer.base import END_OF_TEXT, Ids, Tokenizer, library_errors, package, refuse_surrogates
+from megatron.tokenizer.bpe_files import BPE, check_ids, merge_pair, read_text
 from megatron.tokenizer.export import config_text, write_files
 from megatron.tokenizer.fast.guard import Encoder, build_guarded
 
@@ -58,6 +58,7 @@ class HuggingFaceTokenizer(Tokenizer):
         self._json_file = _find_json(Path(tokenizer_model))
         self._description = _read_json(self._json_file)
         self._rust = _load(self._json_file)
+        check_ids(self._rust.get_vocab(with_added_tokens=True), f"{SETTING} {self._json_file}")
         self._eod_token = self._find_eod_token()
         self._make_special_text_plain()
         self._fast = build_guarded(
@@ -130,7 +131,13 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def _encode_exactly(self, text: str) -> Ids:
         # One text at a time starts no threads, which would not survive a later fork.
-        return np.array(self._rust.encode(text, add_special_tokens=False).ids, dtype=np.int32)
+        with library_errors(self._encoding_failed):
+            return np.array(self._rust.encode(text, add_special_tokens=False).ids, dtype=np.int32)
+
+    def _encoding_failed(self, reason: str) -> DataError:
+        return DataError(
+            f"{SETTING} {self._json_file}: tokenizers gives up on a text ({reason}); correct the file, or skip the text"
+        )
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
         if self._fast is not None:
@@ -142,12 +149,13 @@ class HuggingFaceTokenizer(Tokenizer):
         return arrays
 
     def _encode_batch_exactly(self, texts: Sequence[str]) -> list[Ids]:
-        try:
-            encodings = self._rust.encode_batch_fast(texts, add_special_tokens=False)
-        except (TypeError, UnicodeEncodeError):
-            for text in texts:
-                refuse_surrogates(text)
-            raise
+        with library_errors(self._encoding_failed):
+            try:
+                encodings = self._rust.encode_batch_fast(texts, add_special_tokens=False)
+            except (TypeError, UnicodeEncodeError):
+                for text in texts:
+                    refuse_surrogates(text)
+                raise
         return [np.fromiter(encoding.ids, dtype=np.int32) for encoding in encodings]
 
     @cached_property
@@ -173,7 +181,8 @@ class HuggingFaceTokenizer(Tokenizer):
             )
 
     def detokenize(self, ids: Iterable[int]) -> str:
-        return self._rust.decode(list(ids), skip_special_tokens=False)
+        with library_errors(self._encoding_failed):
+            return self._rust.decode(list(ids), skip_special_tokens=False)
 
     def files(self) -> dict[str, Path]:
         return {**kept_files(self._json_file.parent), KEPT_FILES[0]: self._json_file}
@@ -215,8 +224,11 @@ def _find_json(given: Path) -> Path:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(read_text(path, SETTING))
-    except ValueError as error:
+        text = read_text(path, SETTING)
+        content = json.loads(text)
+        if "\\u" in text:  # half of a surrogate pair is JSON, and no text
+            json.dumps(content, ensure_ascii=False).encode("utf-8")
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{SETTING} {path}: not JSON ({error})") from None
     if not isinstance(content, dict):
         raise ConfigError(f"{SETTING} {path}: not a JSON object")
@@ -225,10 +237,10 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def _load(path: Path) -> Any:
     made = package("tokenizers", HuggingFaceTokenizer.name)
-    try:
+    with library_errors(
+        lambda reason: ConfigError(f"{SETTING} {path}: not a tokenizer that tokenizers can open ({reason})")
+    ):
         rust = made.Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises plain Exception
-        raise ConfigError(f"{SETTING} {path}: not a tokenizer that tokenizers can open ({error})") from None
     rust.no_truncation()  # a limit stored in the file would silently truncate documents
     rust.no_padding()
     return rust

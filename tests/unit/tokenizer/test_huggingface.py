@@ -235,3 +235,44 @@ def test_what_cannot_be_opened_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.model").touch()
     with pytest.raises(ConfigError, match=r"opens a tokenizer.json or the folder"):
         HuggingFaceTokenizer(tmp_path / "tokenizer.model")
+
+
+# ---------------------------------------------------------------- a file from a stranger
+
+
+def test_one_huge_id_is_refused_in_both_formats(exported: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(exported, tmp_path / "copy"))
+    edit_json(folder / "vocab.json", lambda vocab: vocab.update({"<|endoftext|>": 2**31}))
+    with pytest.raises(
+        ConfigError, match=r"vocab.json: '<\|endoftext\|>' has the id 2147483648, and there are \d+ tokens"
+    ):
+        GPT2BPETokenizer(folder / "vocab.json", folder / "merges.txt", encoder="fast")
+    edit_json(folder / "tokenizer.json", lambda content: content["model"]["vocab"].update({"unused": 2**31}))
+    with pytest.raises(ConfigError, match=r"tokenizer.json: 'unused' has the id 2147483648, and there are"):
+        HuggingFaceTokenizer(folder)
+
+
+class PanicException(BaseException):
+    """As the libraries in Rust raise it."""
+
+
+def test_a_panic_of_the_library_is_one_line(exported: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = HuggingFaceTokenizer(exported)
+
+    class Panics:
+        def __getattr__(self, name: str) -> Any:
+            def panic(*given: Any, **options: Any) -> Any:
+                raise PanicException("called `Option::unwrap()`\non a `None` value")
+
+            return panic
+
+    monkeypatch.setattr(tokenizer, "_rust", Panics())
+    for act in (lambda: tokenizer._encode_exactly("a"), lambda: tokenizer._encode_batch_exactly(["a"])):
+        with pytest.raises(DataError, match=r"tokenizers gives up on a text \(called `Option::unwrap\(\)` on a `None`"):
+            act()
+
+
+def test_a_vocabulary_without_its_unknown_token_is_one_line(tmp_path: Path) -> None:
+    RustTokenizer(models.WordPiece({"a": 0}, unk_token="[UNK]")).save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(DataError, match=r"tokenizer.json: tokenizers gives up on a text \(.*UNK"):
+        HuggingFaceTokenizer(tmp_path).tokenize("b")
