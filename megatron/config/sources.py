@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -14,6 +13,7 @@ from megatron.config.flag import Setting
 from megatron.config.refusals import Refusals
 from megatron.config.run import SECTIONS, all_settings, settings_by_name
 from megatron.config.values import nearest, parse_switch, parse_value, show
+from megatron.config.yaml_file import read_yaml
 from megatron.errors import ConfigError
 
 Target = Setting | RetiredFlag | CompatFlag
@@ -132,42 +132,6 @@ def interpret(given: Given, setting: Setting) -> Any:
     return value
 
 
-def read_yaml(path: str) -> dict[str, Any]:
-    """The settings of a YAML file as one flat dict; groups named like sections are flattened."""
-    import yaml  # here, because a command line without --config needs no YAML
-
-    file = Path(path)
-    if not file.is_file():
-        raise ConfigError(f"--config {path}: no such file; give the path of a YAML file")
-    try:
-        text = file.read_text(encoding="utf-8")
-        content = yaml.safe_load(text)
-        twice = _key_given_twice(yaml.compose(text, Loader=yaml.SafeLoader))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        reason = " ".join(str(error).split())
-        raise ConfigError(f"--config {path}: not valid YAML ({reason}); correct the file") from None
-    if twice is not None:
-        raise ConfigError(f"--config {path}: '{twice}' is set twice; keep one")
-    if content is None:
-        return {}
-    if not isinstance(content, dict):
-        raise ConfigError(f"--config {path}: not a mapping of settings; write lines such as 'num-layers: 12'")
-    return _flatten(path, content)
-
-
-def _key_given_twice(node: Any) -> str | None:
-    """A key that occurs twice in one mapping, of which YAML would silently keep the last value."""
-    seen: set[str] = set()
-    for key, value in node.value if node is not None and node.id == "mapping" else ():
-        if key.value in seen:
-            return str(key.value)
-        seen.add(key.value)
-        inner = _key_given_twice(value)
-        if inner is not None:
-            return inner
-    return None
-
-
 def _flatten(path: str, content: Mapping[Any, Any]) -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for key, value in content.items():
@@ -188,7 +152,7 @@ def file_assignments(path: str, refusals: Refusals) -> Assignments:
     assignments = Assignments(origin=f"file {path}")
     settings: dict[str, Any] = {}
     with refusals.of_reading():
-        settings = read_yaml(path)
+        settings = _flatten(path, read_yaml(path))
     for key, raw in settings.items():
         try:
             _add_from_file(assignments, key, raw)

@@ -12,6 +12,7 @@ from megatron.config.flag import Setting
 from megatron.errors import ConfigError
 
 _TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
+_LARGEST = 1 << 63  # of whole numbers, and one more
 _KIND = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
 
 
@@ -21,6 +22,8 @@ def show(value: Any) -> str:
         return "true" if value else "false"
     if isinstance(value, list | tuple):
         return " ".join(show(item) for item in value)
+    if isinstance(value, int) and abs(value) >= _LARGEST:
+        return f"{hex(value)[:20]}..."  # Python refuses to write thousands of digits
     return "none" if value is None else str(value)
 
 
@@ -45,20 +48,25 @@ def parse_switch(setting: Setting, raw: Any) -> bool:
 
 
 def _parse_one(setting: Setting, raw: Any) -> int | float | str:
-    spelled = f"{setting.spelling} {show(raw)}"
+    spelled = f"{setting.spelling} {show(raw)[:200]}"
     if raw is None or (isinstance(raw, str) and not raw.strip()):
         raise ConfigError(
             f"{setting.spelling} '': the value is empty (an unset shell variable?); give a value or leave the flag out"
         )
+    if isinstance(raw, dict | list | tuple | set | bytes):
+        raise ConfigError(f"{setting.spelling}: the value is {type(raw).__name__}, not {_KIND[setting.base]}")
     if setting.base is str:
-        return str(raw)
+        return show(raw) if isinstance(raw, int) and not isinstance(raw, bool) else str(raw)
     try:
         if isinstance(raw, bool):
             raise ValueError
         if setting.base is int:
             if isinstance(raw, float) and raw != int(raw):
                 raise ValueError
-            return int(raw)
+            whole = int(raw)
+            if abs(whole) >= _LARGEST:
+                raise OverflowError
+            return whole
         number = float(raw)
     except (ValueError, OverflowError, TypeError):
         raise ConfigError(f"{spelled}: not {_KIND[setting.base]}; {_way_out(setting)}") from None

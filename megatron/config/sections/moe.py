@@ -9,7 +9,7 @@ from typing import Literal
 from megatron.config.flag import flag
 from megatron.errors import ConfigError
 
-_TERM = re.compile(r"\[([01](?:,[01])*)\](?:\*(\d+))?")
+_TERM = re.compile(r"\[([01](?:,[01])*)\](?:\*([0-9]{1,9}))?")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,14 +117,15 @@ class MoEConfig:
 def _pattern(text: str, num_layers: int) -> list[bool]:
     """Per layer whether it has experts."""
     written = text.replace(" ", "")
-    if written.isdigit() and int(written) > 0:
+    if re.fullmatch(r"0*[1-9][0-9]{0,8}", written):
         return [layer % int(written) == 0 for layer in range(num_layers)]
     terms = [_TERM.fullmatch(term) for term in written.removeprefix("(").removesuffix(")").split("+")]
-    pattern = [digit == "1" for term in terms if term for digit in term[1].split(",") * int(term[2] or 1)]
-    if not all(terms) or len(pattern) != num_layers:
-        found = f"has {len(pattern)} entries for --num-layers {num_layers}" if all(terms) else "is no such list"
+    repeated = [(term[1].split(","), int(term[2] or 1)) for term in terms if term]
+    entries = sum(len(digits) * times for digits, times in repeated)  # counted before they are written out
+    if not all(terms) or entries != num_layers:
+        found = f"has {entries} entries for --num-layers {num_layers}" if all(terms) else "is no such list"
         raise ConfigError(
-            f"--moe-layer-freq {text}: {found}; give a number (every N-th layer has experts), or one 0 or 1 per layer "
-            "such as ([0]*3+[1]*9)"
+            f"--moe-layer-freq {text[:200]}: {found}; give a number (every N-th layer has experts), or one 0 or 1 per "
+            "layer such as ([0]*3+[1]*9)"
         )
-    return pattern
+    return [digit == "1" for digits, times in repeated for digit in digits * times]

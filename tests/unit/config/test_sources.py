@@ -152,3 +152,52 @@ def test_sections_are_frozen_and_keyword_only() -> None:
         assert type(section).__dataclass_params__.frozen
         assert all(field.kw_only for field in dataclasses.fields(section))
         assert hash(section) == hash(type(section)())
+
+
+# ---------------------------------------------------------------- a file from a stranger
+
+BOMB = "a: &a [x, x]\nb: &b [*a, *a]\nc: [*b, *b]"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (BOMB, r"line 2: \*a repeats a list or a section; write its values out"),
+        ("a: &a {lr: 1}\noptimizer: {<<: *a}", r"\*a repeats a list or a section"),
+        ("a: &a [*a]", r"\*a repeats a list or a section"),
+        ("seed: " + "[" * 100_000, "line 1: nested too deeply; settings are 'name: value'"),
+        ("seed: !!int abc", "line 1: the tag tag:yaml.org,2002:int is not read; write the value alone"),
+        ("seed: !!python/object/apply:os.system [ls]", "the tag .*os.system is not read"),
+        ("seed: 2024-01-01", "--seed 2024-01-01: not a whole number"),
+        ("lr: 2024-13-45", "--lr 2024-13-45: not a number"),
+        ("seed: " + "1" * 5000, r"not valid YAML \(Exceeds the limit"),
+        ("seed: 0x" + "1" * 5000, r"--seed 0x1+\.\.\.: not a whole number"),
+        ("seed: 99999999999999999999", "--seed 0x56bc75e2d630fffff...: not a whole number"),
+        ("lr: 0x" + "1" * 5000, r"--lr 0x1+\.\.\.: not a number"),
+        ("? [a, b]\n: 1", "unhashable key|as a key"),
+        ("checkpoint: {save: {a: 1}}", "--save: the value is dict, not text"),
+        ("seed: 1\n" + "# " + "x" * (1 << 20), "larger than 1048576 bytes"),
+    ],
+)
+def test_a_strange_file_is_one_line(tmp_path: Path, text: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words) as raised:
+        parse_file(tmp_path, text, f"{REST} {SMALL}")
+    assert "\n" not in str(raised.value) and len(str(raised.value)) < 1000
+
+
+def test_dates_and_anchored_numbers_are_what_is_written(tmp_path: Path) -> None:
+    config = parse_file(tmp_path, "load: 2024-01-01\nseed: &s 7\nlog-interval: *s", f"{REST} {SMALL}")
+    assert (config.checkpoint.load, config.logging.log_interval) == ("2024-01-01", 7)
+
+
+@pytest.mark.parametrize("flags", ["--seed " + "1" * 5000, "--lr " + "1" * 5000, "--seed 99999999999999999999"])
+def test_numbers_without_end_on_the_command_line(flags: str) -> None:
+    with pytest.raises(ConfigError, match=r"not a (whole|finite)? ?number"):
+        parse_args(argv(SMALL, REST, flags))
+
+
+@pytest.mark.parametrize("pattern", ["[1]*300000000", "[1]*" + "9" * 5000, "1" * 5000, "²", "[1,0]*150000000+[1]"])
+def test_expert_layers_are_counted_before_they_are_written_out(pattern: str) -> None:
+    with pytest.raises(ConfigError, match=r"--moe-layer-freq .*: (has [0-9]+ entries|is no such list)") as raised:
+        parse_args(argv(SMALL, REST, f"--num-experts 2 --moe-layer-freq {pattern}"))
+    assert len(str(raised.value)) < 1000
