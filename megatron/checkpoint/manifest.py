@@ -17,6 +17,7 @@ from megatron.checkpoint.storage import FileRecord
 from megatron.errors import CheckpointError
 
 SCHEMA = 1
+_DISTRIBUTED = (".metadata", "metadata.json")  # files of torch's and Megatron's distributed formats
 _MAX_BYTES = 512 * 2**20
 
 
@@ -94,6 +95,11 @@ def read(directory: Path) -> Manifest:
     if path.is_symlink():
         raise paths.UnsafePathError(f"{path} is a symbolic link; a checkpoint holds plain files only")
     if not paths.is_plain_file(path):
+        if any((path.parent / name).exists() for name in _DISTRIBUTED):
+            raise MissingManifestError(
+                f"{path.parent} is in a distributed format (torch_dist, torch_dcp or fsdp_dtensor), which is not read "
+                "yet; load it with the program that wrote it and save it with --ckpt-format torch at TP 1, PP 1"
+            )
         raise MissingManifestError(f"{path} is missing: the checkpoint was never completed, or is not one of ours")
     try:
         if path.stat().st_size > _MAX_BYTES:

@@ -122,3 +122,14 @@ def test_our_own_step_without_its_manifest_is_not_taken_for_foreign(tmp_path: Pa
     (tmp_path / "iter_0000010/manifest.json").unlink()
     with pytest.raises(CheckpointError, match=r"manifest\.json is missing"):
         load(tmp_path, finetune=True)
+
+
+@pytest.mark.parametrize("finetune", [False, True])
+def test_a_distributed_format_is_refused_by_name(tmp_path: Path, finetune: bool) -> None:
+    step = tmp_path / "iter_0000500"
+    step.mkdir()
+    for name in (".metadata", "common.pt", "__0_0.distcp"):
+        (step / name).touch()
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("500")
+    with pytest.raises(CheckpointError, match=r"iter_0000500 is in a distributed format .*--ckpt-format torch at TP 1"):
+        load(tmp_path, finetune=finetune)
