@@ -103,6 +103,12 @@ class PeerLostError(MegatronError):
     exit_code = 17
 
 
+class MemoryShortError(MegatronError):
+    """An allocation failed, on the CPU or on the accelerator."""
+
+    exit_code = 18
+
+
 class InterruptError(MegatronError):
     """The user pressed Ctrl-C (SIGINT)."""
 

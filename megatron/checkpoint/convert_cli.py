@@ -60,7 +60,8 @@ def to_hugging_face(arguments: argparse.Namespace) -> None:
 
     if arguments.save.exists() and not arguments.overwrite:
         raise ConfigError(f"--save {arguments.save}: exists already; give another folder, or --overwrite")
-    found = find_checkpoint(arguments.load, parallel=ParallelState.build(Layout(1), 0), step=arguments.ckpt_step)
+    alone = ParallelState.build(Layout(1), 0)
+    found = find_checkpoint(arguments.load, parallel=alone, step=arguments.ckpt_step, strict=True)
     assert found is not None, "without a save directory there is no fresh start"
     tokenizer = saved_tokenizer(found)
     export = plan_export(found, dtype=arguments.dtype, eod_id=None if tokenizer is None else tokenizer.eod_id)

@@ -20,6 +20,7 @@ class Candidates:
     directories: tuple[Path, ...]
     release: bool = False
     warning: str | None = None
+    if_damaged: str = "no valid checkpoint is left to fall back to"  # said if none of the directories is valid
 
 
 def find_candidates(
@@ -36,13 +37,17 @@ def find_candidates(
         fresh = "" if save_dir is None else ", or the same as --save for a fresh start"
         raise ConfigError(f"--load {directory}: {what}; give a directory with checkpoints{fresh}{hub}")
     if step is not None:
-        return Candidates((_explicit(directory, step),))
+        others = [other for other in paths.list_steps(directory) if other != step]
+        return Candidates((_explicit(directory, step),), if_damaged=_not_taken(f"--ckpt-step {step}", others))
     tracker = paths.read_tracker(directory)
     if tracker.release:
         return Candidates((_release(directory),), release=True)
     steps = paths.list_steps(directory)
     if tracker.step is not None and tracker.step in steps:
-        older = () if strict else tuple(s for s in steps if s < tracker.step)
+        older = [s for s in steps if s < tracker.step]
+        if strict:
+            newest = paths.step_directory(directory, tracker.step)
+            return Candidates((newest,), if_damaged=_not_taken(f"step {tracker.step} alone", older))
         return Candidates(tuple(paths.step_directory(directory, s) for s in (tracker.step, *older)))
     problem = tracker.problem or f"{directory / paths.TRACKER} names step {tracker.step}, which is not there"
     if not steps:
@@ -61,6 +66,11 @@ def _explicit(directory: Path, step: int) -> Path:
         there = paths.list_steps(directory)
         raise CheckpointError(f"--ckpt-step {step}: {directory} has no such step; it has {_some(there)}")
     return chosen
+
+
+def _not_taken(asked: str, others: list[int]) -> str:
+    there = f"the others that it has are {_some(others)}: name one with --ckpt-step" if others else "it has no other"
+    return f"{asked} was asked for, so no other step was tried; {there}"
 
 
 def _release(directory: Path) -> Path:

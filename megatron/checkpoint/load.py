@@ -77,7 +77,7 @@ def find_checkpoint(
             record = run_on_all(partial(verified_manifest, candidate, hashes=check_hashes), parallel.world)
         except DamagedCheckpointError as error:
             if candidate == candidates.directories[-1]:
-                raise CheckpointError(f"{error}; no valid checkpoint is left to fall back to") from error
+                raise CheckpointError(f"{error}; {candidates.if_damaged}") from error
             say(f"warning: {error}")
             say(f"warning: {candidate} is damaged: FALLING BACK to an older step; the next save renames it to "
                 f"{paths.BAD}{candidate.name}")  # fmt: skip

@@ -39,6 +39,15 @@ class DirectoryLock:
         os.register_at_fork(after_in_child=lambda: _release(held()))  # a child that kept it open would hold the lock
         return lock
 
+    def is_of(self, directory: Path) -> bool:
+        """Whether the locked directory still has this name."""
+        if self.descriptor is None:
+            return False
+        try:
+            return os.path.samestat(os.fstat(self.descriptor), (directory / paths.LOCK).stat())
+        except FileNotFoundError:
+            return False
+
     def release(self) -> None:
         if self.descriptor is not None:
             os.close(self.descriptor)

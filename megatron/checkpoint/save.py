@@ -29,7 +29,7 @@ from megatron.checkpoint.state import RunHistory, SavedInfo, TrainState, axis_si
 from megatron.checkpoint.storage import FileRecord
 from megatron.distributed.collectives import all_gather_object
 from megatron.distributed.state import ParallelState
-from megatron.errors import StorageError
+from megatron.errors import ConfigError, StorageError
 from megatron.utils import durable
 
 SaveTokenizer = Callable[[Path], object]
@@ -70,8 +70,22 @@ def hold_directory(directory: Path, *, parallel: ParallelState, history: RunHist
 
     def acquire() -> None:
         history.acquire(directory)
+        _check_writable(directory)
 
     run_on_first(acquire, parallel.world)
+
+
+def _check_writable(directory: Path) -> None:
+    """Refuses a directory in which the first save would fail, such as an immutable one."""
+    if (directory / paths.TRACKER).is_dir():
+        raise ConfigError(
+            f"--save {directory}: {paths.TRACKER} in it is a directory, where a save writes a file of that name; "
+            "remove it, or give another --save"
+        )
+    with storage.storage_errors("trying to write a checkpoint", directory):
+        probe = durable.temporary_of(directory / paths.TRACKER)
+        probe.touch(exist_ok=False)
+        probe.unlink()
 
 
 @dataclass(frozen=True)
@@ -146,6 +160,12 @@ class _Save:
 
     def prepare(self, need: int) -> None:
         lock = self.history.acquire(self.directory)
+        if not lock.is_of(self.directory):
+            raise StorageError(
+                f"--save {self.directory}: was moved, removed or replaced while this run was training; iteration "
+                f"{self.state.iteration} is not saved, earlier ones are where the directory went. Put it back, and "
+                "start again with --load to go on from the last"
+            )
         with storage.storage_errors("preparing a checkpoint", self.directory):
             retention.sweep(self.directory, self.history.run_id, exclusive=lock.exclusive)
             free = storage.free_bytes(self.directory)

@@ -35,7 +35,7 @@ def load_model(
     log: Callable[[str], object] = print,
 ) -> LoadedModel:
     """Builds and fills the model that the checkpoint describes, by default in the dtype that it was trained in."""
-    found = find_checkpoint(directory, parallel=ParallelState.build(Layout(1), 0), step=step, log=log)
+    found = find_checkpoint(directory, parallel=ParallelState.build(Layout(1), 0), step=step, strict=True, log=log)
     assert found is not None, "without a save directory there is no fresh start"
     tokenizer = saved_tokenizer(found)
     if tokenizer is None:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.errors import ConfigError, InterruptError, MegatronError, PeerLostError, StorageError
+from megatron.errors import ConfigError, InterruptError, MegatronError, MemoryShortError, PeerLostError, StorageError
 from megatron.utils.command_line import forget_stdout, not_installed, stdout_is_unread
 from megatron.utils.durable import write_atomically
 
@@ -110,7 +110,8 @@ def _end(error: BaseException) -> None:
 
 def as_megatron_error(error: BaseException) -> BaseException:
     """The MegatronError that explains an exception to a user, or the exception itself. Explained are Ctrl-C, a closed
-    stdout, a missing dependency and a lost peer (gloo raises a bare RuntimeError that names its source file)."""
+    stdout, a missing dependency, too little memory and a lost peer (gloo raises a bare RuntimeError that names its
+    source file)."""
     if isinstance(error, KeyboardInterrupt):
         return InterruptError("interrupted (SIGINT); start again with --load to go on from the last checkpoint")
     if isinstance(error, BrokenPipeError) and stdout_is_unread():
@@ -118,6 +119,11 @@ def as_megatron_error(error: BaseException) -> BaseException:
     if isinstance(error, ModuleNotFoundError):
         line = not_installed(error)
         return error if line is None else ConfigError(line)
+    if is_memory_short(error):
+        return MemoryShortError(
+            f"out of memory: {in_one_line(error)}. Lower --micro-batch-size, add --recompute-activations, or split the "
+            "model over more ranks (--tensor-model-parallel-size); --dry-run says what a configuration needs"
+        )
     torch = sys.modules.get("torch")
     if torch is None or isinstance(error, MegatronError) or not isinstance(error, RuntimeError):
         return error
@@ -128,6 +134,14 @@ def as_megatron_error(error: BaseException) -> BaseException:
         f"a collective failed, so another rank has ended or cannot be reached; what it said is the cause. Start again "
         f"with --load to go on from the last checkpoint ({text.splitlines()[0][:200]})"
     )
+
+
+def is_memory_short(error: BaseException) -> bool:
+    """Python's own error, the accelerator's, or the bare RuntimeError of torch's CPU allocator."""
+    kinds: tuple[type[BaseException], ...] = (MemoryError,)
+    if (torch := sys.modules.get("torch")) is not None:
+        kinds += (torch.OutOfMemoryError,)
+    return isinstance(error, kinds) or (isinstance(error, RuntimeError) and "can't allocate memory" in str(error))
 
 
 def in_one_line(error: BaseException) -> str:

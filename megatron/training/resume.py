@@ -104,7 +104,7 @@ class ResumePoint:
             if section in saved and saved[section].get(name, ours[section][name]) != ours[section][name]
         ]
         if "data" in saved and _split_of(ours) != _split_of(saved):
-            changed.append(f"--split is {ours['data']['split']} here and {saved['data']['split']} in the checkpoint")
+            changed.append(f"--split is {_split_as_text(ours)} here and {_split_as_text(saved)} in the checkpoint")
         if not changed:
             return []
         difference = f"the order of the samples differs from the checkpoint's: {'; '.join(changed)}"
@@ -153,3 +153,7 @@ def _split_of(config: Mapping[str, Mapping[str, Any]]) -> tuple[float, ...] | No
     data = config.get("data", {})
     cut = data.get("data_path") or data.get("data_args_path")
     return parse_split(data["split"]) if cut and "split" in data else None
+
+
+def _split_as_text(config: Mapping[str, Mapping[str, Any]]) -> str:
+    return "not used (no --data-path to split)" if _split_of(config) is None else str(config["data"]["split"])

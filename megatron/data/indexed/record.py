@@ -137,6 +137,9 @@ def _parse(path: Path, content: dict[str, Any], again: str) -> DataRecord:
         if not isinstance(content[name], kinds) or isinstance(content[name], bool):
             raise DataError(f"{path}: {name}: {content[name]!r} is not of the right kind; {again}")
     known = {name: content[name] for name in _KINDS}
+    impossible = _impossible(known)
+    if impossible is not None:
+        raise DataError(f"{path}: {impossible}; {again}")
     known["source"] = tuple(str(name) for name in known["source"])
     checksums = _parse_checksums(path, content.get("checksums", {}), again)
     version = content.get("tool_version")
@@ -149,6 +152,21 @@ def _parse(path: Path, content: dict[str, Any], again: str) -> DataRecord:
         tool_version=None if version is None else str(version),
         extra=extra,
     )
+
+
+def _impossible(known: dict[str, Any]) -> str | None:
+    """What no dataset can have."""
+    vocabulary, highest, eod = known["vocab_size"], known["max_id"], known["eod_id"]
+    for name in ("documents", "sequences", "tokens"):
+        if known[name] < 0:
+            return f"{name}: {known[name]}, and there cannot be fewer than none"
+    if vocabulary < 1:
+        return f"vocab_size: {vocabulary}, and a vocabulary has at least one entry"
+    if not -1 <= highest < vocabulary:
+        return f"max_id: {highest}, which is no id of a vocabulary of {vocabulary}"
+    if eod is not None and not 0 <= eod < vocabulary:
+        return f"eod_id: {eod}, which is no id of a vocabulary of {vocabulary}"
+    return None
 
 
 def _parse_checksums(path: Path, content: Any, again: str) -> dict[str, FileChecksums]:
@@ -165,7 +183,7 @@ def _parse_checksums(path: Path, content: Any, again: str) -> dict[str, FileChec
 
 
 def check_files(record: DataRecord, data: IndexedDataset, data_fingerprint: str) -> None:
-    """Checks that the record belongs to these files."""
+    """Checks that the record belongs to these files, and counts what they hold."""
     path = record_path(data.prefix)
     if record.index_fingerprint != data_fingerprint or record.tokens != data.num_tokens:
         raise DataError(
@@ -173,6 +191,16 @@ def check_files(record: DataRecord, data: IndexedDataset, data_fingerprint: str)
             f"({record.tokens} tokens, the files have {data.num_tokens}); run tools/preprocess_data.py again, "
             f"or remove the record if the files are right"
         )
+    for name, said, found in (
+        ("documents", record.documents, data.num_documents),
+        ("sequences", record.sequences, len(data)),
+        ("dtype", record.dtype, data.dtype.name),
+    ):
+        if said != found:
+            raise DataError(
+                f"{path}: {name} {said}, and the files have {found}; "
+                "run tools/preprocess_data.py again, or remove the record if the files are right"
+            )
 
 
 def check_tokenizer(

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import multiprocessing
 import socket
 import subprocess
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from megatron.checkpoint import DirectoryLock, RunHistory, hold_directory, inspect_step, manifest
-from megatron.errors import CheckpointError, ConfigError, NonFiniteError
+from megatron.checkpoint import DirectoryLock, RunHistory, hold_directory, inspect_step, manifest, paths
+from megatron.errors import CheckpointError, ConfigError, NonFiniteError, StorageError
 from tests.unit.checkpoint.support import (
     MODEL,
     PADDED,
@@ -362,3 +364,36 @@ def test_a_lock_whose_holder_is_dead_is_said_to_be_so(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=rf"run first-run \(pid {dead.pid} on .*\), which has ended, but .*fuser"):
         DirectoryLock.acquire(tmp_path, "second-run")
     lock.release()
+
+
+@pytest.mark.parametrize("how", ["moved", "replaced"])
+def test_a_save_directory_that_was_moved_while_training_is_named(tmp_path: Path, how: str) -> None:
+    place, history = tmp_path / "ckpt", RunHistory("a")
+    save(place, make_state(10), history)
+    place.rename(tmp_path / "elsewhere")
+    if how == "replaced":
+        place.mkdir()
+        (place / ".lock").touch()
+    with pytest.raises(StorageError, match=r"was moved, removed or replaced .* iteration 20 is not saved"):
+        save(place, make_state(20), history)
+    assert loaded_equals(tmp_path / "elsewhere", make_state(10))
+    history.close()
+
+
+def test_a_directory_in_place_of_the_tracker_is_refused_at_the_start(tmp_path: Path) -> None:
+    (tmp_path / paths.TRACKER).mkdir()
+    with closing(RunHistory("a")) as history, pytest.raises(ConfigError, match="is a directory, where a save writes"):
+        hold_directory(tmp_path, parallel=one_process(), history=history)
+
+
+def test_a_directory_that_takes_no_files_is_refused_at_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / paths.LOCK).touch()  # of a run before: an immutable directory still opens it
+
+    def immutable(*_: object, **__: object) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(Path, "touch", immutable)
+    with closing(RunHistory("a")) as history, pytest.raises(StorageError, match="Operation not permitted"):
+        hold_directory(tmp_path, parallel=one_process(), history=history)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -89,6 +90,19 @@ def test_a_link_in_a_checkpoints_tokenizer_is_not_exported(run: Path, capsys: py
     assert convert(["--load", str(run), "--to", "hf", "--save", str(run.parent / "out")]) == 12
     assert "chat_template.jinja is a symbolic link" in capsys.readouterr().err
     assert not (run.parent / "out").exists()
+
+
+def test_a_damaged_newest_step_is_not_replaced_by_an_older_one(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (newest,) = run.glob("iter_*")
+    older = run / "iter_0000001"
+    shutil.copytree(newest, older)
+    (newest / "manifest.json").write_text("{}")
+    out = run.parent / "out"
+    for tool, words in ((convert, ["--to", "hf", "--save", str(out)]), (generate, ["--prompt", "abc"])):
+        assert tool(["--load", str(run), *words]) == 12
+        error = capsys.readouterr().err
+        assert "step 5 alone was asked for" in error and "name one with --ckpt-step" in error and error.count("\n") == 1
+    assert not out.exists()
 
 
 def test_from_hf_and_back_is_bit_equal(run: Path) -> None:

@@ -172,3 +172,26 @@ def test_checksums_of_another_kind_are_refused(tmp_path: Path, value: object) ->
     record_path(prefix).write_text(json.dumps(content | {"checksums": value}))
     with pytest.raises(DataError, match=r"checksums: .*not an object"):
         read_record(prefix)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *[("documents", -1), ("sequences", -5), ("tokens", -(10**30)), ("vocab_size", 0), ("vocab_size", -3)],
+        *[("max_id", 10), ("max_id", -2), ("max_id", 10**30), ("eod_id", 10), ("eod_id", -1)],
+    ],
+)
+def test_an_impossible_number_is_refused(tmp_path: Path, name: str, value: int) -> None:
+    prefix, _ = make(tmp_path)
+    content = json.loads(record_path(prefix).read_text())
+    record_path(prefix).write_text(json.dumps(content | {name: value}))
+    with pytest.raises(DataError, match=rf"d\.meta\.json: (max_id|{name}): "):
+        read_record(prefix)
+
+
+@pytest.mark.parametrize("changes", [{"documents": 3}, {"sequences": 10**12}, {"dtype": "int32"}])
+def test_numbers_of_other_files_are_refused(tmp_path: Path, changes: dict[str, int | str]) -> None:
+    prefix, record = make(tmp_path)
+    name, said = next(iter(changes.items()))
+    with pytest.raises(DataError, match=rf"d\.meta\.json: {name} {said}, and the files have"):
+        check(prefix, dataclasses.replace(record, **changes))  # type: ignore[arg-type]

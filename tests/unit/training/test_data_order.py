@@ -126,6 +126,13 @@ def test_settings_that_decide_the_order_must_stay(
     make_parts(flags(**{**corpus, **changes}, load=saved, skip_train=True, eval_iters=0))
 
 
+def test_a_split_that_is_not_used_is_not_shown_as_the_same(tmp_path: Path, corpus: dict[str, Any]) -> None:
+    saved = tmp_path / "ckpt"
+    tokens_seen(0, 1, flags(**corpus, split="90,5,5", save=saved, save_interval=100))
+    with pytest.raises(ConfigError, match=r"--split is not used \(no --data-path to split\) here and 90,5,5 in the"):
+        make_parts(flags(load=saved))
+
+
 def test_the_same_split_spelled_otherwise_is_the_same(tmp_path: Path, corpus: dict[str, Any]) -> None:
     saved = tmp_path / "ckpt"
     tokens_seen(0, 1, flags(**corpus, save=saved, save_interval=100))
