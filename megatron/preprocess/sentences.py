@@ -69,7 +69,10 @@ def _find_or_learn(
         import nltk.data
         from nltk.tokenize.punkt import load_punkt_params
     except ImportError as error:
-        raise ConfigError(f"--split-sentences needs NLTK 3.9.1 or newer ({error}); pip install -U nltk") from error
+        raise ConfigError(
+            f"--split-sentences: needs NLTK 3.9.1 or newer ({error}); pip install -U 'nltk>=3.9.1' "
+            "(the extra `data` of this package has it)"
+        ) from error
     folder = f"tokenizers/punkt_tab/{language}/"
     try:
         found = nltk.data.find(folder)

@@ -11,6 +11,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = (
     "README.md",
     "docs/getting_started.md",
+    "docs/from_megatron_lm.md",
     "docs/data.md",
     "docs/training.md",
     "docs/parallelism.md",

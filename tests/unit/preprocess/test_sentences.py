@@ -351,7 +351,7 @@ def test_a_name_that_is_no_language(language: str, tmp_path: Path) -> None:
 
 def test_without_nltk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "nltk.data", None)
-    with pytest.raises(ConfigError, match=r"--split-sentences needs NLTK .*pip install"):
+    with pytest.raises(ConfigError, match=r"--split-sentences: needs NLTK .*pip install .*the extra `data`"):
         prepare(tmp_path / "p.json", sample=unasked)
 
 
