@@ -34,6 +34,8 @@ LONGEST_UNSAMPLED = 4 * STRETCH
 # The first texts are all compared, so that a small input is not left to chance.
 WARM_UP = 4 * PIECE
 EXCERPT = 60
+# So many ids are searched at once for those of a piece.
+SEARCHED = 1 << 18
 
 
 def build_guarded(
@@ -99,8 +101,9 @@ class GuardedEncoder:
                 arrays.append(self._exact(text))
                 continue
             arrays.append(ids)
+            found: int | None = 0
             for start in self._sample(text):
-                self._compare(index, text, ids, start)
+                found = self._compare(index, text, ids, start, found)
         return arrays
 
     def _encode_with_fallback(self, text: str) -> Ids:
@@ -134,15 +137,20 @@ class GuardedEncoder:
         self._warm_up -= min(size, PIECE)
         return [int((number + chance) / pieces * max(0, size - PIECE)) for number in range(pieces)]
 
-    def _compare(self, index: int, text: str, ids: Ids, start: int) -> None:
+    def _compare(self, index: int, text: str, ids: Ids, start: int, after: int | None) -> int | None:
+        """Compares the piece at `start`, and returns where it was found. The next piece lies behind it, so the ids of a
+        text are searched once in all; `after` None: a piece before was not found, and no other is looked for."""
         piece, at_words = _cut(text, start)
-        if at_words and occurs(self._exact(piece), ids):
-            return
+        if at_words and after is not None:
+            position = find_ids(self._exact(piece), ids, after)
+            if position is not None:
+                return position
         # A piece cut inside a word need not occur in the ids; then it, or all of a short text, is encoded again.
         whole = text if at_words and len(text) <= STRETCH else piece
         found = ids if whole is text else self._engine.encode(piece.encode())
         if not np.array_equal(self._exact(whole), found):
             raise EncoderDifference(index, self._excerpt(whole))
+        return None if at_words else after
 
     def _excerpt(self, text: str) -> str:
         """A part of the text that still shows the difference, shortened by halving."""
@@ -169,12 +177,14 @@ def _cut(text: str, start: int) -> tuple[str, bool]:
     return text[begin:end], (begin == 0 or first is not None) and (last is not None or end == len(text))
 
 
-def occurs(part: Ids, whole: Ids) -> bool:
-    """True if `part` is a contiguous part of `whole`."""
-    if len(part) == len(whole):
-        return bool(np.array_equal(part, whole))
-    wanted, bytes_of = part.astype(np.int32).tobytes(), whole.astype(np.int32, copy=False).tobytes()
-    position = bytes_of.find(wanted)
-    while position % 4 and position > 0:
-        position = bytes_of.find(wanted, position + 1)
-    return position >= 0
+def find_ids(part: Ids, whole: Ids, start: int = 0) -> int | None:
+    """Where `part` begins in `whole`, at `start` or behind it; None if it is not there. Copies one block at a time."""
+    wanted = part.astype(np.int32).tobytes()
+    for begin in range(start, len(whole) - len(part) + 1, SEARCHED):
+        block = whole[begin : begin + SEARCHED + len(part) - 1].astype(np.int32, copy=False).tobytes()
+        position = block.find(wanted)
+        while position % 4 and position > 0:
+            position = block.find(wanted, position + 1)
+        if position >= 0:
+            return begin + position // 4
+    return None

@@ -145,6 +145,50 @@ def test_some_text_is_compared_however_the_choice_falls(
         encoder.encode_batch([f"short text {number} bug" for number in range(60)])
 
 
+@pytest.mark.parametrize("repeated", [True, False])
+def test_the_ids_of_a_long_text_are_searched_once(
+    exact: GPT2BPETokenizer, monkeypatch: pytest.MonkeyPatch, repeated: bool
+) -> None:
+    """Else the work grows with the square of a document's length."""
+    searched = 0
+    find = guard.find_ids
+
+    def counted(part: Ids, whole: Ids, start: int = 0) -> int | None:
+        nonlocal searched
+        found = find(part, whole, start)
+        searched += (len(whole) if found is None else found + len(part)) - start
+        return found
+
+    monkeypatch.setattr(guard, "find_ids", counted)
+    monkeypatch.setattr(guard, "STRETCH", 4 * guard.PIECE)
+    text = prose(1, 100) + " "
+    text = text * 2000 if repeated else prose(1, 200_000)
+    (ids,) = guarded(exact, Wrong(exact, "no such word")).encode_batch([text])
+    assert ids.tolist() == exact.tokenize(text)
+    pieces = len(text) // (4 * guard.PIECE) + 1
+    assert 0 < searched <= len(ids) + pieces * 2 * guard.PIECE
+
+
+def test_a_wrong_piece_late_in_a_long_text_is_caught(exact: GPT2BPETokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guard, "STRETCH", guard.PIECE)
+    with pytest.raises(EncoderDifference):
+        guarded(exact, Wrong(exact, "bug")).encode_batch([prose(1, 20_000) + " bug" * 4000 + prose(2, 20_000)])
+
+
+@pytest.mark.parametrize("searched", [1, 3, 1 << 18])
+def test_where_ids_are_found(monkeypatch: pytest.MonkeyPatch, searched: int) -> None:
+    monkeypatch.setattr(guard, "SEARCHED", searched)
+    whole = np.array([0, 1, 1 << 8, 1 << 16, 7, 8, 1, 256, 7], dtype=np.int32)
+    for start in range(len(whole)):
+        for stop in range(start + 1, len(whole) + 1):
+            part = whole[start:stop]
+            first = next(i for i in range(len(whole)) if np.array_equal(whole[i : i + len(part)], part))
+            assert guard.find_ids(part, whole) == first and guard.find_ids(part, whole, start) == start
+    assert guard.find_ids(np.array([1, 7], dtype=np.int32), whole) is None
+    assert guard.find_ids(np.array([1], dtype=np.int32), whole, 7) is None
+    assert guard.find_ids(np.arange(99, dtype=np.int32), whole) is None
+
+
 def test_the_alarm_can_be_sent_to_another_process() -> None:
     alarm = pickle.loads(pickle.dumps(EncoderDifference(3, "an excerpt")))
     assert (alarm.index, alarm.excerpt) == (3, "an excerpt")
