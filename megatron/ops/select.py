@@ -74,6 +74,13 @@ class Kernels:
         lines = [f"{op:<{op_width}}  {backend:<{backend_width}}  {why}" for op, backend, why in rows]
         return "\n".join(lines if self.note is None else [*lines, self.note])
 
+    def summary(self) -> str:
+        """One line: what does not run on the kernels of csrc/."""
+        others = ", ".join(f"{choice.op} ({choice.backend})" for choice in self.choices if choice.backend != "native")
+        any_native = any(choice.backend == "native" for choice in self.choices)
+        line = f"kernels: native{f', but {others}' if others else ''}" if any_native else "kernels: none is native"
+        return f"{line}{'' if self.note is None else f'; {self.note}'}; --log-kernels shows all, and why"
+
 
 def _ordered() -> list[Operation]:
     places = [item.name for item in fields(Kernels)]

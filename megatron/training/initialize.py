@@ -112,7 +112,7 @@ def start(config: RunConfig, *, needs_data: bool = True) -> Run:
         f"{verb} {launch.world_size} x {device.type} with {threads} CPU threads each, backend {backend}, "
         f"data parallel {run.parallel.dp.size}"
     )
-    log.info(run.kernels.table())
+    log.info(run.kernels.table() if config.logging.log_kernels else run.kernels.summary())
     if config.kernels.compile and (left := left_to_compiler(run.kernels)):
         log.info(f"--compile: inside a layer the plain formulas of {', '.join(left)} are fused instead")
     return run

@@ -10,6 +10,7 @@ from megatron.config.flag import flag
 @dataclass(frozen=True, kw_only=True)
 class LoggingConfig:
     log_interval: int = flag(100, "Steps between log lines.", at_least=1)
+    log_kernels: bool = flag(False, "Print which implementation of each operation runs, and why.")
     tensorboard_dir: str | None = flag(None, "Directory of TensorBoard event files.")
     tensorboard_log_interval: int = flag(1, "Steps between TensorBoard entries.", at_least=1)
     tensorboard_queue_size: int = flag(1000, "Pending TensorBoard entries before a flush.", at_least=1)

@@ -32,6 +32,14 @@ def test_a_kernel_that_is_not_the_faster_one_says_what_it_is_taken_for() -> None
     assert "adds up in double precision" in reasons["grad_norm"] and reasons["adamw"] == "csrc"
 
 
+def test_the_start_of_a_run_names_in_one_line_what_is_not_native() -> None:
+    line = resolve("auto,-rope", "cpu", native=BUILT).summary()
+    assert line.startswith("kernels: native, but ") and "rope (ref)" in line and "adamw" not in line
+    assert "--log-kernels" in line and "\n" not in line
+    without = resolve("auto", "cpu", native=NOT_BUILT).summary()
+    assert without.startswith("kernels: none is native; the native kernels are not built: python setup.py build_ext")
+
+
 def test_what_a_compiled_layer_does_by_formulas_is_known() -> None:
     assert left_to_compiler(resolve("ref", "cpu")) == []
     left = left_to_compiler(resolve("auto,-rope", "cpu", native=BUILT))
