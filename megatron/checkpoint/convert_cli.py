@@ -10,9 +10,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron.checkpoint.foreign import is_hugging_face
 from megatron.errors import ConfigError, StorageError
 from megatron.utils.command_line import Parser, run_tool
+from megatron.utils.foreign import hub_hint, is_hugging_face
 
 if TYPE_CHECKING:
     from megatron.checkpoint.hf import HuggingFaceFolder
@@ -24,9 +24,9 @@ def parser() -> Parser:
         description="Convert a checkpoint. --to hf writes a folder that transformers opens offline, with the run's "
         "tokenizer, and compares its logits with ours before it appears under its name.",
     )
-    p.add_argument("--load", type=Path, required=True, help="A run's save directory, or (--from hf) a model folder.")
+    p.add_argument("--load", type=Path, required=True, help="A run's save directory, or a Hugging Face model folder.")
     p.add_argument("--ckpt-step", type=int, help="This iteration instead of the newest.")
-    p.add_argument("--from", dest="source", choices=("native", "hf"), default="native", help="Format of --load.")
+    p.add_argument("--from", dest="source", choices=("native", "hf"), help="Format of --load (default: what it is).")
     p.add_argument("--to", required=True, choices=("hf", "native", "megatron"), help="Format of --save.")
     p.add_argument("--save", type=Path, required=True, help="Where to write.")
     p.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="Other than trained (--to hf).")
@@ -41,8 +41,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(arguments: argparse.Namespace) -> None:
     if arguments.to == "megatron":
         raise ConfigError("--to megatron: not supported yet; the native files already have Megatron's names")
-    if arguments.source == arguments.to == "native" and is_hugging_face(arguments.load):
-        raise ConfigError(f"--load {arguments.load}: holds a Hugging Face model; give --from hf")
+    if not arguments.load.exists():
+        raise ConfigError(f"--load {arguments.load}: no such directory{hub_hint(arguments.load)}")
+    if arguments.source is None:
+        arguments.source = "hf" if is_hugging_face(arguments.load) else "native"
     if arguments.source == arguments.to:
         raise ConfigError(f"--to {arguments.to}: --load is in that format already; there is nothing to convert")
     if arguments.to == "hf":
@@ -55,6 +57,7 @@ def to_hugging_face(arguments: argparse.Namespace) -> None:
     from megatron.checkpoint import find_checkpoint
     from megatron.checkpoint.build import saved_tokenizer
     from megatron.checkpoint.hf import check_export, plan_export, write_export
+    from megatron.checkpoint.hf.origin import own_token_ids
     from megatron.distributed.state import ParallelState
     from megatron.layout import Layout
 
@@ -64,7 +67,7 @@ def to_hugging_face(arguments: argparse.Namespace) -> None:
     found = find_checkpoint(arguments.load, parallel=alone, step=arguments.ckpt_step, strict=True)
     assert found is not None, "without a save directory there is no fresh start"
     tokenizer = saved_tokenizer(found)
-    export = plan_export(found, dtype=arguments.dtype, eod_id=None if tokenizer is None else tokenizer.eod_id)
+    export = plan_export(found, dtype=arguments.dtype, token_ids=own_token_ids(tokenizer, found.tokenizer))
     print(f"exporting {found.directory} as {export.family.architecture}, vocabulary {export.facts.vocab_size}")
     write_export(
         export,
@@ -79,6 +82,7 @@ def to_hugging_face(arguments: argparse.Namespace) -> None:
 def from_hugging_face(arguments: argparse.Namespace) -> None:
     from megatron.checkpoint import RunHistory, TrainState, save_checkpoint
     from megatron.checkpoint.hf import open_folder, read_tensors
+    from megatron.checkpoint.hf.origin import read_origin
     from megatron.checkpoint.paths import holds_nothing
     from megatron.distributed.shard import ShardSpec
     from megatron.distributed.state import ParallelState
@@ -108,7 +112,7 @@ def from_hugging_face(arguments: argparse.Namespace) -> None:
     with closing(RunHistory(f"from-hf-{source.family.model_type}")) as history:
         info = save_checkpoint(
             arguments.save,
-            TrainState(params=params, config=config),
+            TrainState(params=params, config=config, origin=read_origin(arguments.load).plain()),
             parallel=ParallelState.build(Layout(1), 0),
             save_tokenizer=copy_tokenizer if source.tokenizer_files else None,
             history=history,

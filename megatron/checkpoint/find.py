@@ -9,8 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.checkpoint import foreign, paths
+from megatron.checkpoint import paths
 from megatron.errors import CheckpointError, ConfigError
+from megatron.utils.foreign import hub_hint, refuse_hugging_face
 
 
 @dataclass(frozen=True)
@@ -27,13 +28,14 @@ def find_candidates(
     directory: Path, *, save_dir: Path | None = None, step: int | None = None, strict: bool = False
 ) -> Candidates:
     """The rule of --load. With `strict` or an explicit step there is only one candidate."""
-    is_file = directory.exists() and not directory.is_dir()
     same_as_save = save_dir is not None and directory.resolve() == save_dir.resolve()
+    refuse_hugging_face(directory)
+    is_file = directory.exists() and not directory.is_dir()
     if step is None and same_as_save and not is_file and paths.holds_nothing(directory):
         return Candidates(())
     if not directory.is_dir():
         what = "is not a directory" if is_file else "does not exist"
-        hub = "" if is_file else foreign.hub_hint(directory)
+        hub = "" if is_file else hub_hint(directory)
         fresh = "" if save_dir is None else ", or the same as --save for a fresh start"
         raise ConfigError(f"--load {directory}: {what}; give a directory with checkpoints{fresh}{hub}")
     if step is not None:
@@ -88,8 +90,6 @@ def _some(steps: list[int]) -> str:
 
 
 def _way_out(directory: Path) -> str:
-    if foreign.is_hugging_face(directory):
-        return foreign.way_in(directory)
     step = paths.step_of(directory.name)
     if step is not None:
         return f"it is one step of a run; give --load {directory.parent} --ckpt-step {step}"

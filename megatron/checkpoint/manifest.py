@@ -63,6 +63,7 @@ class Manifest:
     files: Mapping[str, FileRecord]
     model: Mapping[str, TensorRecord]
     optimizer: Mapping[str, Mapping[str, TensorRecord]] = field(default_factory=dict)
+    origin: Mapping[str, Any] = field(default_factory=dict)  # hf/origin.py; empty for a run started here
     holds: tuple[str, ...] = ()  # which of optimizer, scheduler and rng were saved
     schema: int = SCHEMA
 

@@ -258,6 +258,7 @@ class _Save:
             versions={"megatron": __version__, "torch": torch.__version__, "python": platform.python_version()},
             fingerprint=classic.plain(fingerprint),
             data=classic.plain(self.state.data),
+            origin=classic.plain(self.state.origin),
             config=classic.plain(self.state.config),
             args=classic.plain(classic_arguments(self.state, self.parallel.tp.size)),
             files={name: record for part in written for name, record in part.files.items()},

@@ -32,6 +32,7 @@ class TrainState:
     rng: Mapping[str, Any] | None = None  # plain ints and uint8 tensors of this rank
     args: Mapping[str, Any] = field(default_factory=dict)  # under Megatron's classic names
     data: Mapping[str, Any] = field(default_factory=dict)  # integers and dataset fingerprints
+    origin: Mapping[str, Any] = field(default_factory=dict)  # of an imported model: what its export gives back
 
 
 @dataclass

@@ -37,18 +37,23 @@ KEPT_FILES = (
 def kept_files(folder: Path) -> dict[str, Path]:
     """The files of a tokenizer in a folder, by name: what an import, a checkpoint and an export copy."""
     files = {name: folder / name for name in KEPT_FILES if (folder / name).is_file()}
+    for path in files.values():
+        refuse_outside(folder, path)
+    return files
+
+
+def refuse_outside(folder: Path, path: Path) -> None:
+    """Refuses a file of a folder that is a link out of it, because what is read is copied into checkpoints."""
     home = folder.resolve()
     roots = [home]
     if home.parent.name == "snapshots":  # a cache of Hugging Face's links its files to the folder of their contents
         roots.append(home.parent.parent / "blobs")
-    for path in files.values():
-        target = path.resolve()
-        if not any(target.is_relative_to(root) for root in roots):
-            raise ConfigError(
-                f"{path} is a link to {target}, outside of its folder: its content would be copied into checkpoints; "
-                "copy the file into the folder if that is meant"
-            )
-    return files
+    target = path.resolve()
+    if not any(target.is_relative_to(root) for root in roots):
+        raise ConfigError(
+            f"{path} is a link to {target}, outside of its folder: its content would be copied into checkpoints; "
+            "copy the file into the folder if that is meant"
+        )
 
 
 class HuggingFaceTokenizer(Tokenizer):

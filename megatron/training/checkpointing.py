@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +62,8 @@ class RunCheckpoints:
     schedule: Schedule | None  # None in a run that only evaluates
     data: Mapping[str, Any]
     history: RunHistory
+    origin: Mapping[str, Any] = field(default_factory=dict)
+    """Of the imported model that this run goes on with: an export gives it back."""
 
     @property
     def optimizer(self) -> Optimizer | None:
@@ -112,6 +114,7 @@ class RunCheckpoints:
             found = find_step(run, self.history)
         if found is None:
             return None  # announced when it was looked for
+        self.origin = found.manifest.origin
         return load_checkpoint(
             found,
             parallel=run.parallel,
@@ -166,6 +169,7 @@ class RunCheckpoints:
             config=to_dict(self.run.config),
             args=classic_args(self.run, progress, is_gpt=isinstance(self.engine.model, GPT)),
             data=self.data,
+            origin=self.origin,
         )
 
     def _params(self) -> dict[str, tuple[ShardSpec, Tensor]]:
@@ -177,7 +181,7 @@ class RunCheckpoints:
         tokenizer = self.run.tokenizer
         if tokenizer is None or not tokenizer.files():  # NullTokenizer: numbers are not made from text
             return None
-        length = self.run.config.data.seq_length
+        length = None if self.origin else self.run.config.data.seq_length  # an imported one keeps its own
         return lambda folder: tokenizer.save_pretrained(folder, model_max_length=length)
 
 

@@ -14,6 +14,7 @@ from megatron.config.cli import resolve
 from megatron.config.refusals import Refusals
 from megatron.errors import ConfigError
 from megatron.training.exit import rank_of_process
+from megatron.utils.foreign import refuse_hugging_face
 
 if TYPE_CHECKING:
     from megatron.checkpoint.load import FoundStep
@@ -23,6 +24,9 @@ def read_settings(argv: Sequence[str] | None, *, needs_data: bool = True) -> Run
     """`needs_data=False`: the script brings its own datasets."""
     refusals = Refusals()
     config = resolve(argv, refusals)
+    if config.checkpoint.load is not None:
+        with refusals.of_checking():  # now: --finetune looks for its checkpoint after data and model were built
+            refuse_hugging_face(Path(config.checkpoint.load))
     if config.checkpoint.use_checkpoint_args:
         refusals.end()  # without the model's shape there is little to check
         config = _with_checkpoint_args(config)

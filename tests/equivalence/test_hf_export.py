@@ -140,7 +140,7 @@ def test_logits_equal_and_import_gives_the_same_bits_back(tmp_path: Path, case: 
     architecture, settings = CASES[case]
     config = model(**settings)
     tensors = save_random(tmp_path / "native", config)
-    export = plan(tmp_path / "native", eod_id=3)
+    export = plan(tmp_path / "native", token_ids={"bos_token_id": 3, "eos_token_id": 3})
     assert export.family.architecture == architecture
     messages = export_to(tmp_path / "hf", export)
     assert any("logits equal" in message for message in messages)

@@ -88,7 +88,7 @@ def save_random(directory: Path, config: ModelConfig, moe: MoEConfig) -> dict[st
 def plan(directory: Path) -> Export:
     found = find_checkpoint(directory, parallel=ParallelState.build(Layout(1), 0))
     assert found is not None
-    return plan_export(found, eod_id=3)
+    return plan_export(found, token_ids={"bos_token_id": 3, "eos_token_id": 3})
 
 
 @pytest.mark.parametrize("case", CASES)

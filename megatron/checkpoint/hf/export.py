@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,8 @@ from megatron.checkpoint.architecture import model_config, moe_config
 from megatron.checkpoint.hf.exchange import Exchange, gain_less_one
 from megatron.checkpoint.hf.families import choose
 from megatron.checkpoint.hf.family import Facts, Family
+from megatron.checkpoint.hf.origin import GENERATION, origin_of
+from megatron.checkpoint.hf.weights import INDEX, WEIGHTS
 from megatron.checkpoint.load import FoundStep
 from megatron.checkpoint.reader import StepReader
 from megatron.config import ModelConfig, MoEConfig
@@ -26,7 +28,6 @@ from megatron.model.parameters import WORD_TABLE
 from megatron.utils import durable
 
 SHARD_BYTES = 5 * 10**9
-WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -39,6 +40,8 @@ class Export:
     family: Family
     facts: Facts
     moe: MoEConfig
+    generation: Mapping[str, Any] | None
+    """What generation_config.json gets; None: there is none."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -49,14 +52,18 @@ class Export:
         return list(self.family.exchanges(self.config, self.facts.vocab_size, self.moe))
 
 
-def plan_export(found: FoundStep, *, dtype: str | None = None, eod_id: int | None = None) -> Export:
-    """Chooses the family and checks that the checkpoint holds exactly that model."""
+def plan_export(
+    found: FoundStep, *, dtype: str | None = None, token_ids: Mapping[str, int | None] | None = None
+) -> Export:
+    """Chooses the family and checks that the checkpoint holds exactly that model. `token_ids` are the tokenizer's own;
+    an imported model keeps those that it came with."""
     saved = found.manifest
     if "model" not in saved.config:
         raise CheckpointError(f"{found.directory} holds no configuration of a GPT; only our GPT can be exported")
     config = model_config(saved.config["model"])
     moe = moe_config(saved.config)
-    family = choose(config, moe)
+    origin = origin_of(saved.origin, found.directory)
+    family = choose(config, moe, came_as=None if origin is None else origin.model_type)
     words = saved.model.get(WORD_TABLE)
     if words is None:
         raise CheckpointError(f"{found.directory} holds no word embedding; only our GPT can be exported")
@@ -64,8 +71,12 @@ def plan_export(found: FoundStep, *, dtype: str | None = None, eod_id: int | Non
     if dtype is None and trained not in DTYPES:
         raise ConfigError(f"--dtype: not given, and the checkpoint's {trained} is none of {', '.join(DTYPES)}")
     context = config.max_position_embeddings or int(saved.config.get("data", {}).get("seq_length") or 0)
-    facts = Facts(words.logical_shape[0], dtype or trained, context, eod_id)
-    export = Export(StepReader(found.directory, saved), config, family, facts, moe)
+    ids = token_ids or dict.fromkeys(("bos_token_id", "eos_token_id"))
+    generation: Mapping[str, Any] | None = {"pad_token_id": ids["eos_token_id"], **ids}
+    if origin is not None:
+        ids, generation = origin.token_ids, origin.generation
+    facts = Facts(words.logical_shape[0], dtype or trained, context, ids)
+    export = Export(StepReader(found.directory, saved), config, family, facts, moe, generation)
     _check_complete(export, found)
     return export
 
@@ -115,8 +126,8 @@ def _write_files(export: Export, folder: Path, tokenizer: Path | None, log: Call
         log("warning: the checkpoint has no tokenizer beside it; the export has none either")
     _write_weights(export, folder, log)
     _write_json(folder / "config.json", export.family.config_json(export.config, export.moe, export.facts))
-    eod = export.facts.eod_id
-    _write_json(folder / "generation_config.json", {"bos_token_id": eod, "eos_token_id": eod, "pad_token_id": eod})
+    if export.generation is not None:
+        _write_json(folder / GENERATION, export.generation)
 
 
 def _publish(temporary: Path, out: Path) -> None:
@@ -132,7 +143,7 @@ def _publish(temporary: Path, out: Path) -> None:
         durable.rename(temporary, out)
 
 
-def _write_json(path: Path, values: dict[str, Any]) -> None:
+def _write_json(path: Path, values: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
 

@@ -30,7 +30,8 @@ class Facts:
     vocab_size: int
     dtype: str  # "float32", "bfloat16", "float16"
     context: int  # positions that the model was trained for
-    eod_id: int | None
+    token_ids: Mapping[str, Any]
+    """bos_token_id, eos_token_id and others, as config.json gets them."""
 
 
 class Family(ABC):
@@ -98,8 +99,7 @@ class Family(ABC):
             "tie_word_embeddings": config.tied,
             "initializer_range": config.init_method_std,
             "use_cache": True,
-            "bos_token_id": facts.eod_id,
-            "eos_token_id": facts.eod_id,
+            **facts.token_ids,
             **self.model_to_json(config, facts.context),
             **self.experts_to_json(config, moe),
             _OWN_KEY: {

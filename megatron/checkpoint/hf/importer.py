@@ -1,26 +1,30 @@
-"""Imports a Hugging Face folder of a known family; only config.json and safetensors files are read."""
+"""Imports a Hugging Face folder of a known family; of files with code in them nothing is run."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megatron.checkpoint import foreign, paths
-from megatron.checkpoint.hf.export import DTYPES, INDEX, WEIGHTS
+from megatron.checkpoint.hf.export import DTYPES
 from megatron.checkpoint.hf.families import by_model_type
 from megatron.checkpoint.hf.family import Family
+from megatron.checkpoint.hf.weights import WeightsFile, read_json, weights_files
 from megatron.config import ModelConfig, MoEConfig
 from megatron.errors import CheckpointError, ConfigError
 from megatron.model.parameters import HEAD_TABLE, WORD_TABLE
 from megatron.tokenizer.huggingface import kept_files
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Where a tensor is: some files of the Hub leave out the prefix of its name."""
+
+    file: WeightsFile
+    name: str
 
 
 @dataclass(frozen=True)
@@ -33,7 +37,7 @@ class HuggingFaceFolder:
     moe: MoEConfig
     vocab_size: int
     dtype: str
-    files: Mapping[str, Path]  # tensor name -> file
+    files: Mapping[str, Stored]  # by the name that transformers gives the tensor
 
     @property
     def tokenizer_files(self) -> list[Path]:
@@ -42,11 +46,11 @@ class HuggingFaceFolder:
 
 def open_folder(folder: Path) -> HuggingFaceFolder:
     if not folder.is_dir():
-        raise ConfigError(f"--load {folder}: no such directory{foreign.hub_hint(folder)}")
-    values = _read_json(folder / "config.json")
+        raise ConfigError(f"--load {folder}: no such directory")
+    values = read_json(folder / "config.json")
     family = by_model_type(values.get("model_type"))
     config, moe = family.read_config(values)
-    files = _tensor_files(folder)
+    files = _stored_tensors(folder, family)
     vocab_size = values.get("vocab_size")
     if not isinstance(vocab_size, int):
         raise ConfigError(f"{folder / 'config.json'}: vocab_size is missing")
@@ -58,69 +62,43 @@ def read_tensors(source: HuggingFaceFolder) -> Iterator[tuple[str, tuple[int, ..
     wanted = list(source.family.exchanges(source.config, source.vocab_size, source.moe))
     zeros = source.family.zero_biases(source.config, source.vocab_size)
     _check_names(source, {name for exchange in wanted for name in exchange.theirs} | zeros.keys())
-    with ExitStack() as stack:
-        read = _reader(source, stack)
-        for name in zeros:
-            if bool(read(name).any()):
-                raise CheckpointError(
-                    f"{source.folder}: {name} is not zero, but config.json says there is no such bias"
-                )
-        for exchange in wanted:
-            try:
-                stored = exchange.from_hf(read)
-            except RuntimeError as error:
-                raise CheckpointError(
-                    f"{source.folder}: {', '.join(exchange.theirs)} do not have the shapes that config.json describes"
-                ) from error
-            yield exchange.parameter.name, exchange.parameter.shape, stored
+    read = _reader(source)
+    for name in zeros:
+        if bool(read(name).any()):
+            raise CheckpointError(f"{source.folder}: {name} is not zero, but config.json says there is no such bias")
+    for exchange in wanted:
+        try:
+            stored = exchange.from_hf(read)
+        except RuntimeError as error:
+            raise CheckpointError(
+                f"{source.folder}: {', '.join(exchange.theirs)} do not have the shapes that config.json describes"
+            ) from error
+        yield exchange.parameter.name, exchange.parameter.shape, stored
 
 
-def _reader(source: HuggingFaceFolder, stack: ExitStack) -> Callable[[str], Tensor]:
-    opened: dict[Path, Any] = {}
-
+def _reader(source: HuggingFaceFolder) -> Callable[[str], Tensor]:
     def read(name: str) -> Tensor:
-        path = source.files[name]
-        if path not in opened:
-            opened[path] = stack.enter_context(safe_open(path, framework="pt"))
-        tensor: Tensor = opened[path].get_tensor(name)
-        return tensor
+        stored = source.files[name]
+        return stored.file.tensor(stored.name)
 
     return read
 
 
-def _tensor_files(folder: Path) -> dict[str, Path]:
-    if (folder / INDEX).is_file():
-        names = _read_json(folder / INDEX).get("weight_map")
-        if not isinstance(names, dict):
-            raise CheckpointError(f"{folder / INDEX} has no weight_map")
-        shards = {str(shard) for shard in names.values()}
-    elif (folder / WEIGHTS).is_file():
-        shards = {WEIGHTS}
-    else:
-        raise ConfigError(
-            f"--load {folder}: no {WEIGHTS}; weights in other formats are not read, save them as safetensors first"
-        )
-    files: dict[str, Path] = {}
-    for shard in sorted(shards):
-        path = paths.member(folder, shard)
-        files |= dict.fromkeys(_header_names(path), path)
-    return files
+def _stored_tensors(folder: Path, family: Family) -> dict[str, Stored]:
+    held = {name: file for file in weights_files(folder) for name in file.names()}
+    words = family.table(WORD_TABLE)
+    prefix = words.partition(".")[0] + "."
+    if words not in held and words.removeprefix(prefix) in held:
+        head = family.table(HEAD_TABLE)
+        return {name if name == head else prefix + name: Stored(file, name) for name, file in held.items()}
+    return {name: Stored(file, name) for name, file in held.items()}
 
 
-def _header_names(path: Path) -> list[str]:
-    try:
-        with safe_open(path, framework="pt") as file:
-            return list(file.keys())
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path} cannot be read as safetensors ({error})") from error
-
-
-def _stored_dtype(files: Mapping[str, Path], family: Family) -> str:
+def _stored_dtype(files: Mapping[str, Stored], family: Family) -> str:
     name = family.table(WORD_TABLE)
     if name not in files:
         raise CheckpointError(f"no {name} in the folder: it is not a {family.architecture}")
-    with safe_open(files[name], framework="pt") as file:
-        dtype: torch.dtype = file.get_tensor(name).dtype
+    dtype: torch.dtype = files[name].file.tensor(files[name].name).dtype
     found = str(dtype).removeprefix("torch.")
     if found not in DTYPES:
         raise CheckpointError(f"{name} is {found}; supported: {', '.join(DTYPES)}")
@@ -137,15 +115,3 @@ def _check_names(source: HuggingFaceFolder, wanted: set[str]) -> None:
             f"{source.folder} does not hold the model that config.json describes "
             f"(missing: {', '.join(missing[:6]) or 'none'}; not known: {', '.join(extra[:6]) or 'none'})"
         )
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise ConfigError(f"{path} does not exist: not a Hugging Face model folder") from error
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} cannot be read as JSON ({error})") from error
-    if not isinstance(values, dict):
-        raise CheckpointError(f"{path} is not a JSON object")
-    return values

@@ -8,26 +8,35 @@ import pytest
 
 from megatron.checkpoint import convert_cli
 from megatron.checkpoint.find import find_candidates
-from megatron.checkpoint.foreign import hub_hint
-from megatron.errors import CheckpointError, ConfigError
+from megatron.errors import ConfigError
+from megatron.utils.foreign import hub_hint, is_hugging_face
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     (tmp_path / "model").mkdir()
     (tmp_path / "model/config.json").write_text("{}")
+    (tmp_path / "model/model.safetensors").touch()
     return tmp_path / "model"
 
 
 def convert(*flags: str, capsys: pytest.CaptureFixture[str]) -> str:
-    assert convert_cli.main([*flags, "--to", "native", "--save", "out"]) == ConfigError.exit_code
+    to = [] if "--to" in flags else ["--to", "native"]
+    assert convert_cli.main([*flags, *to, "--save", "out"]) == ConfigError.exit_code
     return capsys.readouterr().err
 
 
 def test_a_hugging_face_folder_is_named_with_the_way_in(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(CheckpointError, match=r"holds a Hugging Face model: import it with .*--from hf"):
+    with pytest.raises(ConfigError, match=r"holds a Hugging Face model: import it with .*--from hf"):
         find_candidates(folder)
-    assert "holds a Hugging Face model; give --from hf" in convert("--load", str(folder), capsys=capsys)
+    told = convert("--load", str(folder), "--from", "native", "--to", "hf", capsys=capsys)
+    assert "holds a Hugging Face model: import it" in told
+
+
+def test_a_configuration_without_weights_is_no_model(folder: Path) -> None:
+    assert is_hugging_face(folder)
+    (folder / "model.safetensors").unlink()
+    assert not is_hugging_face(folder)
 
 
 def test_a_name_of_the_hub_is_told_how_to_fetch_it(capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,8 +14,10 @@ from megatron.errors import ConfigError
 FAMILIES: tuple[Family, ...] = (GPT2(), Llama(), Qwen2(), Qwen3(), Mistral(), Mixtral(), Qwen3MoE())
 
 
-def choose(config: ModelConfig, moe: MoEConfig) -> Family:
-    """The simplest family that computes what `config` and `moe` describe."""
+def choose(config: ModelConfig, moe: MoEConfig, *, came_as: str | None = None) -> Family:
+    """The simplest family that computes what `config` and `moe` describe, or the one that the model `came_as`."""
+    if came_as is not None and by_model_type(came_as).unsupported(config, moe) is None:
+        return by_model_type(came_as)
     for family in FAMILIES:
         if family.unsupported(config, moe) is None:
             return family

@@ -1,0 +1,113 @@
+"""The files of weights in a Hugging Face folder: safetensors, or the older `pytorch_model.bin`, whole or in shards.
+
+A `.bin` file is a pickle: it is opened as our own checkpoints are, scanned first and weights only; no flag undoes that.
+"""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from megatron.checkpoint import safe_load
+from megatron.errors import CheckpointError, ConfigError
+from megatron.tokenizer.huggingface import refuse_outside
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+BIN, BIN_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+
+
+class WeightsFile(ABC):
+    """One file, opened when it is first needed; only what is used of it is read."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @abstractmethod
+    def names(self) -> Iterable[str]: ...
+
+    @abstractmethod
+    def tensor(self, name: str) -> Tensor: ...
+
+
+class Safetensors(WeightsFile):
+    @cached_property
+    def _opened(self) -> Any:
+        try:
+            return safe_open(self.path, framework="pt")
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{self.path} cannot be read as safetensors ({error})") from error
+
+    def names(self) -> Iterable[str]:
+        return list(self._opened.keys())
+
+    def tensor(self, name: str) -> Tensor:
+        found: Tensor = self._opened.get_tensor(name)
+        return found
+
+
+class Pickled(WeightsFile):
+    @cached_property
+    def _content(self) -> dict[str, Tensor]:
+        content = safe_load.load_file(self.path)
+        if not isinstance(content, dict) or not all(
+            isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in content.items()
+        ):
+            raise CheckpointError(f"{self.path} is not a dictionary of tensors by name: not weights of transformers")
+        return content
+
+    def names(self) -> Iterable[str]:
+        return list(self._content)
+
+    def tensor(self, name: str) -> Tensor:
+        return self._content[name].detach()
+
+
+def weights_files(folder: Path) -> list[WeightsFile]:
+    """All files that the folder's index names, or the one that there is; safetensors where there are both formats."""
+    for index, whole, kind in ((INDEX, WEIGHTS, Safetensors), (BIN_INDEX, BIN, Pickled)):
+        if (folder / index).is_file():
+            return [kind(_member(folder, shard)) for shard in _shards(folder / index)]
+        if (folder / whole).is_file():
+            return [kind(_member(folder, whole))]
+    raise ConfigError(
+        f"--load {folder}: no {WEIGHTS} and no {BIN}; weights in other formats are not read, save them as safetensors "
+        "first"
+    )
+
+
+def _shards(index: Path) -> list[str]:
+    names = read_json(index).get("weight_map")
+    if not isinstance(names, dict):
+        raise CheckpointError(f"{index} has no weight_map")
+    return sorted({str(shard) for shard in names.values()})
+
+
+def _member(folder: Path, name: str) -> Path:
+    path = folder / name
+    if Path(name).name != name:
+        raise CheckpointError(f"{folder}: its index names {name!r}, which is outside of its folder")
+    refuse_outside(folder, path)
+    return path
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse_constant)
+    except FileNotFoundError as error:
+        raise ConfigError(f"{path} does not exist: not a Hugging Face model folder") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} cannot be read as JSON ({error})") from error
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{path} is not a JSON object")
+    return values
+
+
+def _refuse_constant(text: str) -> None:
+    raise ValueError(f"{text} is not JSON")

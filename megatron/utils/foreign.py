@@ -1,0 +1,39 @@
+"""What --load may have been given instead of a checkpoint of ours: a Hugging Face model, or a name on its Hub."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from megatron.errors import ConfigError
+
+_WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "*.safetensors.index.json", "pytorch_model.bin.index.json")
+_TRACKER = "latest_checkpointed_iteration.txt"
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+
+
+def is_hugging_face(folder: Path) -> bool:
+    """Whether it holds a model of `transformers`: its configuration and weights, in one file or in shards."""
+    if not (folder / "config.json").is_file() or (folder / _TRACKER).exists():
+        return False
+    return any(next(folder.glob(pattern), None) is not None for pattern in _WEIGHTS)
+
+
+def refuse_hugging_face(folder: Path) -> None:
+    """Refuses it where a checkpoint of ours is meant, with the command that makes it one."""
+    if is_hugging_face(folder):
+        raise ConfigError(
+            f"--load {folder}: holds a Hugging Face model: import it with python tools/convert_checkpoint.py --load "
+            f"{folder} --from hf --to native --save DIR, then give --load DIR, and to train --finetune "
+            "--use-checkpoint-args too"
+        )
+
+
+def hub_hint(path: Path) -> str:
+    """For a path that does not exist: what to do if it is a name on the Hub. Empty if it cannot be."""
+    if _HUB_NAME.fullmatch(str(path)) is None:
+        return ""
+    return (
+        f"; if {path} is a model on the Hugging Face Hub, `hf download {path} --local-dir DIR` fetches it and "
+        "tools/convert_checkpoint.py --load DIR --from hf imports it"
+    )
