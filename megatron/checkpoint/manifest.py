@@ -70,6 +70,8 @@ class Manifest:
 
 def encode(manifest: Manifest) -> bytes:
     body = asdict(manifest)
+    if not manifest.origin:
+        del body["origin"]  # the format of a run that was started here stays as it was
     return storage.canonical_json({"manifest": body, "sha256": _digest(body)})
 
 

@@ -16,6 +16,7 @@ PAGES = (
     "docs/training.md",
     "docs/parallelism.md",
     "docs/checkpoints.md",
+    "docs/huggingface.md",
     "docs/numerics.md",
     "docs/performance.md",
     "docs/kernels.md",

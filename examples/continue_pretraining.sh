@@ -1,0 +1,52 @@
+#!/usr/bin/env bash
+# Trains on from a Hugging Face model in a folder (nothing is downloaded): imports it once, starts, and resumes when called again.
+# Further flags, or other values of these: bash examples/continue_pretraining.sh --seq-length 4096 --train-iters 5000
+set -euo pipefail
+. "$(dirname "$0")/launch.sh"
+
+HF_MODEL=${HF_MODEL:-my-model}
+IMPORTED=${IMPORTED:-experiments/imported}
+CHECKPOINT_PATH=${CHECKPOINT_PATH:-experiments/continued}
+DATA_PATH=${DATA_PATH:-my-data_text_document}    # made with --tokenizer-type HuggingFaceTokenizer --tokenizer-model $HF_MODEL
+
+if [ ! -e "$IMPORTED/latest_checkpointed_iteration.txt" ]; then
+    "$PYTHON" tools/convert_checkpoint.py --load "$HF_MODEL" --from hf --to native --save "$IMPORTED"
+fi
+FROM=(--load "$IMPORTED" --finetune)
+if [ -e "$CHECKPOINT_PATH/latest_checkpointed_iteration.txt" ]; then
+    FROM=(--load "$CHECKPOINT_PATH")
+fi
+
+TRAINING_ARGS=(
+    --use-checkpoint-args
+    --seq-length 1024
+    --attention-dropout 0
+    --hidden-dropout 0
+    --micro-batch-size 1
+    --global-batch-size 16
+    --train-iters 1000
+    --lr 2.0e-5
+    --min-lr 2.0e-6
+    --lr-decay-style cosine
+    --lr-warmup-fraction .01
+    --weight-decay 0.1
+    --clip-grad 1.0
+    --bf16
+)
+
+DATA_ARGS=(
+    --data-path "$DATA_PATH"
+    --split 98,2,0
+)
+
+OUTPUT_ARGS=(
+    --log-interval 10
+    --save-interval 500
+    --eval-interval 500
+    --eval-iters 10
+    --save "$CHECKPOINT_PATH"
+)
+
+merge_settings "${TRAINING_ARGS[@]}" "${DATA_ARGS[@]}" "${OUTPUT_ARGS[@]}" "${FROM[@]}" -- "$@"
+check_settings 1
+"$PYTHON" -m torch.distributed.run --standalone --nproc_per_node 1 pretrain_gpt.py "${SETTINGS[@]}"
