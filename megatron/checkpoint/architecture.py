@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import Any
+from typing import Any, TypeVar
 
 from megatron.config import ModelConfig, MoEConfig
+from megatron.config.run import settings_by_name
+from megatron.config.values import check_one
 from megatron.errors import CheckpointError
+from megatron.utils.typed import typed
 
 # Effective values are compared: an MLP of 4 x hidden is the same model whether the width was given or left unset.
 _EFFECTIVE = (
@@ -66,20 +69,37 @@ _FLAG = {"ffn_size": "ffn-hidden-size", "head_dim": "kv-channels", "query_groups
 CONTEXT = {"rotary_base", "rope_scaling", "window", *(name for names in _ROPE_SCALING.values() for name in names)}
 
 
-def model_config(values: Mapping[str, Any]) -> ModelConfig:
+def model_config(values: Any) -> ModelConfig:
     """The model section of a saved configuration."""
-    _refuse_unknown("model has", values, ModelConfig)
-    given: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
-    return ModelConfig(**given)
+    return _section("model has", values, ModelConfig)
 
 
 def moe_config(saved: Mapping[str, Any]) -> MoEConfig:
     """The experts of a saved configuration; older ones have none."""
     values = saved.get("moe") or {}
-    if not values.get("num_experts"):
+    if isinstance(values, dict) and not values.get("num_experts"):
         return MoEConfig()
-    _refuse_unknown("experts have", values, MoEConfig)
-    return MoEConfig(**values)
+    return _section("experts have", values, MoEConfig)
+
+
+Section = TypeVar("Section", ModelConfig, MoEConfig)
+
+
+def _section(what: str, values: Any, section: type[Section]) -> Section:
+    """Checked as flags are: the file may be another's."""
+    if isinstance(values, Mapping):
+        _refuse_unknown(what, values, section)
+        values = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+    try:
+        made = typed(section, values)
+        for name in values:
+            value, setting = getattr(made, name), settings_by_name()[name]
+            for one in value if isinstance(value, tuple) else [value]:
+                if one is not None and one != setting.default:
+                    check_one(setting, one)
+    except ValueError as error:
+        raise CheckpointError(f"the checkpoint's {what} a setting that cannot be: {error}") from None
+    return made
 
 
 def _refuse_unknown(what: str, values: Mapping[str, Any], section: type[ModelConfig | MoEConfig]) -> None:

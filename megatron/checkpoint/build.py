@@ -53,8 +53,10 @@ def saved_tokenizer(found: FoundStep) -> Tokenizer | None:
     if folder is not None and (folder / "tokenizer.json").is_file():
         settings = TokenizerSettings(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(folder))
         return build_tokenizer(settings, announce=False)
-    saved = dict(found.manifest.config.get("tokenizer") or {})
-    if saved.get("tokenizer_type") == "NullTokenizer" and saved.get("vocab_size"):
+    saved = found.manifest.config.get("tokenizer")
+    if not isinstance(saved, dict) or type(saved.get("vocab_size")) is not int:
+        return None
+    if saved.get("tokenizer_type") == "NullTokenizer" and saved["vocab_size"]:
         return build_tokenizer(
             TokenizerSettings(tokenizer_type="NullTokenizer", vocab_size=saved["vocab_size"]), announce=False
         )

@@ -9,16 +9,19 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from math import prod
 from pathlib import Path
 from typing import Any
 
 from megatron.checkpoint import paths, storage
 from megatron.checkpoint.storage import FileRecord
 from megatron.errors import CheckpointError
+from megatron.utils.typed import typed
 
 SCHEMA = 1
 _DISTRIBUTED = (".metadata", "metadata.json")  # files of torch's and Megatron's distributed formats
-_MAX_BYTES = 512 * 2**20
+_ALWAYS_READ = 4 * 2**20  # bytes; a larger manifest is read if the files that it describes are larger still
+_MOST_DIMENSIONS = 16
 
 
 class MissingManifestError(CheckpointError):
@@ -78,18 +81,46 @@ def encode(manifest: Manifest) -> bytes:
 def decode(raw: bytes, path: Path) -> Manifest:
     try:
         outer = json.loads(raw)
+        if b"\\ud" in raw:  # half of a surrogate pair is JSON, and no text
+            json.dumps(outer, ensure_ascii=False).encode()
         body = outer["manifest"]
         if raw != storage.canonical_json(outer) or _digest(body) != outer["sha256"]:
             raise BrokenManifestError(f"{path} does not match its own checksum: it was damaged or edited")
         if body["schema"] != SCHEMA:
             raise BrokenManifestError(f"{path} has schema {body['schema']}; this version reads {SCHEMA}")
-        return _from_plain(body)
+        manifest = typed(Manifest, body)
+        _check_numbers(manifest)
+        return manifest
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise BrokenManifestError(f"{path} cannot be read as a manifest ({type(error).__name__}: {error})") from error
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        raise BrokenManifestError(f"{path} cannot be read as a manifest ({reason})") from error
+
+
+def _check_numbers(manifest: Manifest) -> None:
+    """Shapes and positions that no tensor has. A ValueError says which."""
+    if manifest.step < 0 or any(record.size < 0 for record in manifest.files.values()):
+        raise ValueError("a negative step or size")
+    kinds = [("model", manifest.model), *manifest.optimizer.items()]
+    for name, record in [(f"{group} {name}", record) for group, records in kinds for name, record in records.items()]:
+        shapes = [record.logical_shape, *(piece.shape for piece in record.slices)]
+        ends = [end for piece in record.slices for pair in piece.ranges or () for end in pair]
+        if record.fold < 1 or any(number < 0 for number in [*(n for shape in shapes for n in shape), *ends]):
+            raise ValueError(f"{name[:100]} has a negative size or position")
+        stored = [prod(piece.shape) for piece in record.slices]
+        if max(map(len, shapes)) > _MOST_DIMENSIONS or (stored and prod(record.logical_shape) > sum(stored)):
+            raise ValueError(f"{name[:100]} is larger than its slices")
+        for piece, elements in zip(record.slices, stored, strict=True):
+            if piece.file in manifest.files and elements > manifest.files[piece.file].size:
+                raise ValueError(f"{name[:100]} has a slice of {elements} elements, more than the bytes of its file")
 
 
 def _digest(body: Mapping[str, Any]) -> str:
     return hashlib.sha256(storage.canonical_json(body)).hexdigest()
+
+
+def _of_the_others(directory: Path) -> int:
+    """Bytes of the weight files, which a manifest of many slices grows with."""
+    return sum(path.lstat().st_size for path in directory.rglob("*.pt"))
 
 
 def read(directory: Path) -> Manifest:
@@ -105,42 +136,10 @@ def read(directory: Path) -> Manifest:
             )
         raise MissingManifestError(f"{path} is missing: the checkpoint was never completed, or is not one of ours")
     try:
-        if path.stat().st_size > _MAX_BYTES:
-            raise BrokenManifestError(f"{path} is larger than any manifest")
+        size = path.stat().st_size
+        if size > _ALWAYS_READ and size > _of_the_others(directory):
+            raise BrokenManifestError(f"{path} has {size} bytes, more than the files that it describes")
         raw = path.read_bytes()
     except OSError as error:
         raise BrokenManifestError(f"{path} cannot be read ({error.strerror})") from error
     return decode(raw, path)
-
-
-def _from_plain(body: dict[str, Any]) -> Manifest:
-    model = {name: _tensor(record) for name, record in body.pop("model").items()}
-    optimizer = {
-        name: {kind: _tensor(record) for kind, record in kinds.items()} for name, kinds in body.pop("optimizer").items()
-    }
-    files = {
-        name: FileRecord(size=int(r["size"]), sha256=str(r["sha256"]), blocks=tuple(r["blocks"]))
-        for name, r in body.pop("files").items()
-    }
-    holds = tuple(body.pop("holds"))
-    return Manifest(model=model, optimizer=optimizer, files=files, holds=holds, **body)
-
-
-def _tensor(record: dict[str, Any]) -> TensorRecord:
-    return TensorRecord(
-        logical_shape=tuple(record["logical_shape"]),
-        dtype=str(record["dtype"]),
-        dim=int(record["dim"]),
-        slices=tuple(_slice(item) for item in record["slices"]),
-        fold=int(record.get("fold", 1)),  # absent in the first versions
-    )
-
-
-def _slice(item: dict[str, Any]) -> Slice:
-    ranges = item["ranges"]
-    return Slice(
-        file=str(item["file"]),
-        key=tuple(item["key"]),
-        ranges=None if ranges is None else tuple((int(a), int(b)) for a, b in ranges),
-        shape=tuple(item["shape"]),
-    )

@@ -28,6 +28,10 @@ def from_dict(plain: Mapping[str, Mapping[str, Any]]) -> RunConfig:
     values: dict[str, Any] = {}
     unknown: list[str] = []
     for section, fields in plain.items():
+        if not isinstance(fields, Mapping):
+            raise ConfigError(
+                f"checkpoint: its section {section[:60]} is {type(fields).__name__}, not settings by name"
+            )
         for name, value in fields.items():
             setting = settings_by_name().get(name)
             if setting is None or setting.section != section:

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from megatron.checkpoint.hf.config_types import check_types
 from megatron.checkpoint.hf.exchange import Exchange, TensorLayout, gain_less_one
 from megatron.config import ModelConfig, MoEConfig
 from megatron.errors import ConfigError
@@ -110,12 +111,14 @@ class Family(ABC):
 
     def read_config(self, values: Mapping[str, Any]) -> tuple[ModelConfig, MoEConfig]:
         """The model that a config.json describes. What we cannot compute is refused by its name there."""
+        check_types(values)
         if values.get("auto_map"):
             raise ConfigError("config.json: auto_map asks for the model's own code to run; that is never done")
         try:
             given, moe = self.model_from_json(values), self.experts_from_json(values)
         except KeyError as error:
             raise ConfigError(f"config.json: {error.args[0]} is missing") from error
+        _check_heads(given)
         own = values.get(_OWN_KEY) or {}
         given |= {name: bool(own[name]) for name in _OWN_SETTINGS if name in own}
         given["untie_embeddings_and_output_weights"] = not values.get("tie_word_embeddings", self.tied_by_default)
@@ -137,11 +140,24 @@ class Family(ABC):
         return MoEConfig()
 
 
+def _check_heads(given: Mapping[str, Any]) -> None:
+    heads, groups = given["num_attention_heads"], given.get("num_query_groups") or 1
+    if (
+        heads % groups
+        or given.get("kv_channels") == 0
+        or (not given.get("kv_channels") and given["hidden_size"] % heads)
+    ):
+        raise ConfigError(
+            f"config.json: {heads} attention heads do not fit {groups} key-value heads or the hidden size "
+            f"{given['hidden_size']}"
+        )
+
+
 def refuse_unless(values: Mapping[str, Any], **expected: Any) -> None:
     """Raise unless each setting has the one value that we compute, or is left out."""
     for name, usual in expected.items():
         if values.get(name, usual) != usual:
-            raise ConfigError(f"config.json: {name} {values[name]!r} is not supported; only {usual!r}")
+            raise ConfigError(f"config.json: {name} {values[name]!r:.60} is not supported; only {usual!r}")
 
 
 def positions_flag(config: ModelConfig) -> str:

@@ -54,7 +54,18 @@ def open_folder(folder: Path) -> HuggingFaceFolder:
     vocab_size = values.get("vocab_size")
     if not isinstance(vocab_size, int):
         raise ConfigError(f"{folder / 'config.json'}: vocab_size is missing")
+    _refuse_more_than_stored(folder, config, moe, len(files))
     return HuggingFaceFolder(folder, family, config, moe, vocab_size, _stored_dtype(files, family), files)
+
+
+def _refuse_more_than_stored(folder: Path, config: ModelConfig, moe: MoEConfig, held: int) -> None:
+    """Before the names of all tensors are written out: each layer and each expert has one of its own."""
+    experts = len(moe.expert_layers(config.num_layers)) * (moe.num_experts or 0)
+    if config.num_layers + experts > held:
+        raise CheckpointError(
+            f"{folder}: config.json describes {config.num_layers} layers and {experts} experts, and the weights are "
+            f"{held} tensors; they are not of one model"
+        )
 
 
 def read_tensors(source: HuggingFaceFolder) -> Iterator[tuple[str, tuple[int, ...], Tensor]]:

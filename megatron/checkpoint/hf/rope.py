@@ -44,7 +44,7 @@ def rope_from_json(values: Mapping[str, Any]) -> dict[str, Any]:
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     theta = scaling.get("rope_theta", values.get("rope_theta", 10000.0))
     if kind not in _SCALING:
-        raise ConfigError(f"config.json: rope_type {kind!r} is not supported; there are {', '.join(_SCALING)}")
+        raise ConfigError(f"config.json: rope_type {kind!r:.60} is not supported; there are {', '.join(_SCALING)}")
     refuse_unless(scaling, partial_rotary_factor=1.0, mscale=None, mscale_all_dim=None, truncate=True)
     if kind == "yarn":
         scaling["beta_fast"] = scaling.get("beta_fast") or 32.0

@@ -56,9 +56,9 @@ class FileChecksums:
             raise ValueError("not an object")
         size, block_bytes, blocks = (content.get(name) for name in ("size", "block_bytes", "blocks"))
         if content.get("algorithm") != ALGORITHM:
-            raise ValueError(f"algorithm {content.get('algorithm')!r}, and only {ALGORITHM} is known")
+            raise ValueError(f"algorithm {content.get('algorithm')!r:.60}, and only {ALGORITHM} is known")
         if type(size) is not int or type(block_bytes) is not int or size < 0 or block_bytes < 8 or block_bytes % 8:
-            raise ValueError(f"size {size!r} in blocks of {block_bytes!r} bytes")
+            raise ValueError(f"size {size!r:.60} in blocks of {block_bytes!r:.60} bytes")
         if not isinstance(blocks, list) or not all(isinstance(block, str) and len(block) == 64 for block in blocks):
             raise ValueError("blocks is not a list of checksums")
         if len(blocks) != -(-size // block_bytes):

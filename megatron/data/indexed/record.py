@@ -111,7 +111,7 @@ def read_record(prefix: str | Path) -> DataRecord | None:
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise DataError(f"{path}: format: not {FORMAT!r}; {again}")
     if content.get("version") != VERSION:
-        raise DataError(f"{path}: version {content.get('version')!r}, and only {VERSION} is known; {again}")
+        raise DataError(f"{path}: version {content.get('version')!r:.60}, and only {VERSION} is known; {again}")
     return _parse(path, content, again)
 
 
@@ -135,7 +135,7 @@ def _parse(path: Path, content: dict[str, Any], again: str) -> DataRecord:
         if name not in content:
             raise DataError(f"{path}: {name}: missing; {again}")
         if not isinstance(content[name], kinds) or isinstance(content[name], bool):
-            raise DataError(f"{path}: {name}: {content[name]!r} is not of the right kind; {again}")
+            raise DataError(f"{path}: {name}: {content[name]!r:.60} is not of the right kind; {again}")
     known = {name: content[name] for name in _KINDS}
     impossible = _impossible(known)
     if impossible is not None:

@@ -43,7 +43,7 @@ def by_model_type(model_type: Any) -> Family:
     for family in FAMILIES:
         if family.model_type == model_type:
             return family
-    raise ConfigError(f"config.json: model_type {model_type!r} cannot be imported; supported: {_model_types()}")
+    raise ConfigError(f"config.json: model_type {model_type!r:.60} cannot be imported; supported: {_model_types()}")
 
 
 def _model_types() -> str:
