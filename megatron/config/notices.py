@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Callable, Iterator
 
+from megatron.config.blend import parse_split
 from megatron.config.run import RunConfig, settings_by_name
 from megatron.config.values import show
 
@@ -13,6 +14,22 @@ def _like(pattern: str, but: tuple[str, ...] = ()) -> tuple[str, ...]:
     """The settings that have an effect and are named so."""
     working = [name for name, setting in settings_by_name().items() if setting.flag.status == "works"]
     return tuple(name for name in fnmatch.filter(working, pattern) if name not in but)
+
+
+_OF_DATA_FILES = ("split", "split_rule", "max_epochs", "mmap_bin_files", "data_cache_path")
+
+
+def _only_experts_of_own_width(config: RunConfig) -> bool:
+    moe, layers = config.moe, config.model.num_layers
+    return moe.is_on and moe.moe_ffn_hidden_size is not None and len(moe.expert_layers(layers)) == layers
+
+
+def _has_validation_data(config: RunConfig) -> bool:
+    """Or may have: a file that lists the sources is read later, and a script may bring its own."""
+    data = config.data
+    if data.train_data_path is not None:
+        return data.valid_data_path is not None
+    return data.mock_data or (data.data_path or data.data_args_path) is None or parse_split(data.split)[1] > 0
 
 
 # (condition for the message, whether it holds, settings that have no effect without it)
@@ -29,12 +46,23 @@ _NEEDS: tuple[tuple[str, Callable[[RunConfig], bool], tuple[str, ...]], ...] = (
         lambda c: bool(c.schedule.lr_warmup_iters or c.schedule.lr_warmup_samples or c.schedule.lr_warmup_fraction),
         ("lr_warmup_init",),
     ),
-    ("--fp16", lambda c: c.precision.fp16, ("loss_scale",)),
+    (
+        "a decay (--lr-decay-style other than constant)",
+        lambda c: c.schedule.lr_decay_style != "constant",
+        ("min_lr",),
+    ),
+    (
+        "a decay or --lr-warmup-fraction",
+        lambda c: c.schedule.lr_decay_style != "constant" or c.schedule.lr_warmup_fraction is not None,
+        ("lr_decay_iters", "lr_decay_samples"),
+    ),
     (
         "--fp16 and a dynamic loss scale",
         lambda c: c.precision.fp16 and c.precision.loss_scale is None,
         ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"),
     ),
+    ("normally distributed initial weights", lambda c: not c.model.init_method_xavier_uniform, ("init_method_std",)),
+    ("positions", lambda c: c.model.positions != "none", ("reset_position_ids",)),
     ("rotary positions", lambda c: c.model.positions == "rope", ("rotary_percent", "rotary_base", "rope_fusion")),
     (
         "--use-rope-scaling",
@@ -46,6 +74,21 @@ _NEEDS: tuple[tuple[str, Callable[[RunConfig], bool], tuple[str, ...]], ...] = (
         "--num-experts",
         lambda c: c.moe.is_on,
         _like("moe_*", but=("moe_router_bias_update_rate", "moe_token_drop_policy")),
+    ),
+    (
+        "--moe-router-load-balancing-type aux_loss or seq_aux_loss",
+        lambda c: not c.moe.is_on or c.moe.moe_router_load_balancing_type != "none",
+        ("moe_aux_loss_coeff",),
+    ),
+    (
+        "--moe-aux-loss-coeff",
+        lambda c: not c.moe.is_on or c.moe.balances or c.moe.moe_router_load_balancing_type == "none",
+        ("moe_router_load_balancing_type",),
+    ),
+    (
+        "a dense layer",
+        lambda c: not _only_experts_of_own_width(c),
+        ("ffn_hidden_size",),
     ),
     (
         "--moe-router-enable-expert-bias",
@@ -67,12 +110,28 @@ _NEEDS: tuple[tuple[str, Callable[[RunConfig], bool], tuple[str, ...]], ...] = (
     ("--context-parallel-size", lambda c: c.parallel.context_parallel_size > 1, ("cp_comm_type",)),
     ("--fim-data", lambda c: c.data.fim_data, _like("fim_*", but=("fim_data",))),
     ("--dataloader-type cyclic", lambda c: c.data.dataloader_type == "cyclic", ("data_sharding",)),
+    ("data files", lambda c: not c.data.mock_data, _OF_DATA_FILES),
+    (
+        "--tokenizer-type TikTokenizer",
+        lambda c: c.tokenizer.tokenizer_type == "TikTokenizer",
+        ("tiktoken_num_special_tokens",),
+    ),
+    ("--eval-iters above 0", lambda c: c.evaluation.eval_iters > 0, ("eval_interval", "full_validation")),
+    (
+        "validation data",
+        lambda c: c.evaluation.eval_iters == 0 or _has_validation_data(c),
+        ("eval_interval", "full_validation"),
+    ),
+    ("--timing-log-level 1 or 2", lambda c: c.logging.timing_log_level > 0, ("timing_log_option",)),
     ("--manual-gc", lambda c: c.training.manual_gc, ("manual_gc_interval", "manual_gc_eval")),
     ("--save", lambda c: c.checkpoint.save is not None, ("save_interval", "save_optim", "save_rng")),
     (
         "--load",
         lambda c: c.checkpoint.load is not None,
-        ("load_optim", "load_rng", "strict_load", "skip_hash", "accept_changed_data"),
+        (
+            *("load_optim", "load_rng", "strict_load", "skip_hash", "accept_changed_data"),
+            *("override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler"),
+        ),
     ),
     (
         "--tensorboard-dir",
@@ -107,6 +166,7 @@ def notices_of(config: RunConfig) -> Iterator[str]:
     yield from _activation(config)
     yield from _attention(config)
     yield from _experts(config)
+    yield from _iterations_to_skip(config)
     for needed, active, names in _NEEDS:
         if not active(config):
             for name in names:
@@ -138,3 +198,10 @@ def _experts(config: RunConfig) -> Iterator[str]:
             f"{spelled(config, 'moe_router_load_balancing_type')}: looks at the tokens of a micro-batch together, so "
             "training depends on --micro-batch-size; seq_aux_loss does not"
         )
+
+
+def _iterations_to_skip(config: RunConfig) -> Iterator[str]:
+    skipped, length = config.training.iterations_to_skip or (), config.training.train_iters
+    beyond = [number for number in skipped if number < 1 or (length is not None and number > length)]
+    if beyond:
+        yield f"--iterations-to-skip {show(beyond)}: no such iterations; they are counted from 1 to --train-iters"

@@ -76,7 +76,8 @@ class RouterReports:
 
     @property
     def coefficients(self) -> dict[str, float]:
-        return {"load_balancing_loss": self.config.moe_aux_loss_coeff, "z_loss": self.config.moe_z_loss_coeff or 0.0}
+        balance = self.config.moe_aux_loss_coeff if self.config.balances else 0.0
+        return {"load_balancing_loss": balance, "z_loss": self.config.moe_z_loss_coeff or 0.0}
 
     def begin(self, scale: Tensor | float) -> None:
         """Starts a step: sets the scale and clears the sums."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron.config import ModelConfig, parse_args
+from megatron.optimizer.loss_scaler import build_loss_scaler
 from tests.unit.config.commands import SMALL, argv
 
 
@@ -53,6 +54,92 @@ def test_what_may_surprise_is_said(flags: str, said_about: list[str]) -> None:
     lines = said(flags)
     assert len(lines) == len(said_about)
     assert all(line.startswith(start) for line, start in zip(lines, said_about))
+
+
+CONSTANT = "--lr-decay-style constant"
+MOE = "--num-experts 4 --disable-bias-linear --swiglu"
+FILES = "--data-path x --tokenizer-type NullTokenizer"
+
+# a setting, in flags in which it has no effect, what it needs, and flags in which it has one
+WITHOUT_EFFECT = [
+    ("--min-lr 1e-5", CONSTANT, "a decay", "--lr-decay-style cosine"),
+    ("--lr-decay-iters 50", CONSTANT, "a decay", CONSTANT + " --lr-warmup-fraction 0.1"),
+    ("--lr-decay-iters 50", CONSTANT, "a decay", "--lr-decay-style WSD --lr-wsd-decay-iters 9"),
+    (
+        "--moe-aux-loss-coeff 0.1",
+        f"{MOE} --moe-router-load-balancing-type none",
+        "--moe-router-load-balancing-type aux_loss",
+        f"{MOE} --moe-router-load-balancing-type seq_aux_loss",
+    ),
+    (
+        "--moe-router-load-balancing-type seq_aux_loss",
+        MOE,
+        "--moe-aux-loss-coeff",
+        f"{MOE} --moe-aux-loss-coeff 0.1",
+    ),
+    (
+        "--ffn-hidden-size 128",
+        f"{MOE} --moe-ffn-hidden-size 32",
+        "a dense layer",
+        f"{MOE} --moe-ffn-hidden-size 32 --moe-layer-freq 2",
+    ),
+    ("--ffn-hidden-size 128", f"{MOE} --moe-ffn-hidden-size 32", "a dense layer", MOE),
+    ("--init-method-std 0.1", "--init-method-xavier-uniform", "normally distributed", ""),
+    ("--tiktoken-num-special-tokens 9", "", "--tokenizer-type TikTokenizer", None),
+    ("--override-opt_param-scheduler", "", "--load", "--load x"),
+    ("--use-checkpoint-opt_param-scheduler", "", "--load", "--load x"),
+    ("--reset-position-ids", "--no-position-embedding", "positions", ""),
+    ("--timing-log-option all", "", "--timing-log-level 1 or 2", "--timing-log-level 1"),
+    ("--split 99,1,0", "", "data files", FILES),
+    ("--split-rule main", "", "data files", FILES),
+    ("--max-epochs 3", "", "data files", FILES),
+    ("--no-mmap-bin-files", "", "data files", FILES),
+    ("--data-cache-path x", "", "data files", FILES),
+    ("--eval-interval 5", "--eval-iters 0", "--eval-iters above 0", "--eval-iters 2"),
+    ("--full-validation", "--eval-iters 0", "--eval-iters above 0", "--eval-iters 2"),
+    ("--eval-interval 5", f"{FILES} --split 1,0,0", "validation data", f"{FILES} --split 9,1,0"),
+    (
+        "--eval-interval 5",
+        f"{FILES} --train-data-path y",
+        "validation data",
+        f"{FILES} --train-data-path y --valid-data-path z",
+    ),
+]
+
+
+def about(setting: str, flags: str) -> list[str]:
+    command = SMALL
+    if "--data-path" in flags:
+        command = command.replace("--mock-data", "")
+    if "--train-data-path" in flags:
+        flags = flags.replace("--data-path x ", "", 1)
+    return [line for line in parse_args(argv(command, flags, setting)).notices if line.startswith(setting.split()[0])]
+
+
+@pytest.mark.parametrize(("setting", "without_effect", "needed", "with_effect"), WITHOUT_EFFECT)
+def test_a_setting_without_effect_is_told_where_it_has_none(
+    setting: str, without_effect: str, needed: str, with_effect: str | None
+) -> None:
+    (line,) = about(setting, without_effect)
+    assert ": has no effect without " + needed in line
+    if with_effect is not None:
+        assert about(setting, with_effect) == []
+
+
+def test_balancing_that_is_turned_off_is_not_said_to_be_without_effect() -> None:
+    assert about("--moe-router-load-balancing-type none", MOE) == []
+
+
+@pytest.mark.parametrize(("given", "beyond"), [("5 100", ""), ("5 101 300", "101 300"), ("0 100", "0")])
+def test_iterations_to_skip_that_do_not_exist_are_named(given: str, beyond: str) -> None:
+    lines = about(f"--iterations-to-skip {given}", "")
+    assert len(lines) == bool(beyond)
+    assert all(line.startswith(f"--iterations-to-skip {beyond}: no such iterations") for line in lines)
+
+
+def test_a_constant_loss_scale_is_used_without_fp16() -> None:
+    assert said("--loss-scale 3") == ()
+    assert build_loss_scaler(parse_args(argv(SMALL, "--loss-scale 3")).precision).scale == 3.0
 
 
 @pytest.mark.parametrize(

@@ -285,3 +285,9 @@ def test_generation_with_a_cache_is_the_whole_pass() -> None:
     cache = model.make_cache(1, 9)
     parts = [model(ids[:, i : i + 1], cache=cache) for i in range(9)]
     assert torch.allclose(torch.cat(parts, 1), model(ids), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(("kind", "reported"), [("aux_loss", 0.1), ("seq_aux_loss", 0.1), ("none", 0.0)])
+def test_a_balancing_loss_that_is_turned_off_is_not_reported(kind: str, reported: float) -> None:
+    config = MoEConfig(num_experts=4, moe_aux_loss_coeff=0.1, moe_z_loss_coeff=0.2, moe_router_load_balancing_type=kind)
+    assert RouterReports(config, 2).coefficients == {"load_balancing_loss": reported, "z_loss": 0.2}
