@@ -86,7 +86,7 @@ def test_config_json_of_each_family(family: Family) -> None:
     config = ModelConfig(
         num_layers=2, hidden_size=16, num_attention_heads=2, max_position_embeddings=32, add_bias_linear=False
     )
-    written = family.config_json(config, moe, Facts(64, "float32", 32, 0))
+    written = family.config_json(config, moe, Facts(64, "float32", 32, {"eos_token_id": 0}))
     family.read_config(written)
     taken, refused = only_our_errors(family.read_config, mutated(written, COUNT, 3))
     assert taken and refused
