@@ -35,6 +35,14 @@ def check_heads(config: RunConfig) -> None:
         )
 
 
+def check_width(config: RunConfig) -> None:
+    if config.model.hidden_size and not config.model.ffn_size:
+        raise ConfigError(
+            f"{spelled(config, 'hidden_size')} --swiglu: the width of the MLP, two thirds of four times that in whole "
+            "64s, is 0; give --ffn-hidden-size"
+        )
+
+
 def check_positions(config: RunConfig) -> None:
     model, data = config.model, config.data
     if model.max_position_embeddings and data.seq_length > model.max_position_embeddings:
@@ -141,6 +149,7 @@ def check_recompute(config: RunConfig) -> None:
 
 
 CHECKS = (
+    check_width,
     check_heads,
     check_positions,
     check_rope,

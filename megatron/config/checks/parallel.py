@@ -81,10 +81,11 @@ def check_tensor(config: RunConfig) -> None:
 
 
 def _check_divides(config: RunConfig, setting: str, size: int) -> None:
-    tp = config.parallel.tensor_model_parallel_size
+    tp, named = config.parallel.tensor_model_parallel_size, f"--{setting.replace('_', '-')} {size}"
     if size % tp:
+        unset = " (not given: from --hidden-size)" if getattr(config.model, setting) is None else ""
         raise ConfigError(
-            f"{spelled(config, setting)} does not divide by {spelled(config, 'tensor_model_parallel_size')}; "
+            f"{named}{unset} does not divide by {spelled(config, 'tensor_model_parallel_size')}; "
             f"use --tensor-model-parallel-size {nearest_tensor_sizes(config)}"
         )
 

@@ -91,6 +91,7 @@ ADDED = {
     "--data-path corpus": ("--mock-data", "keep one"),
     "--split 90,abc": ("--split 90,abc", "969,30,1"),
     "--split 0,0,0": ("--split 0,0,0", "969,30,1"),
+    "--swiglu --num-attention-heads 1 --hidden-size 16": ("--hidden-size 16 --swiglu", "give --ffn-hidden-size"),
     "--swiglu --openai-gelu": ("--swiglu and --openai-gelu", "keep one"),
     "--recompute-granularity full": ("--recompute-granularity full", "--recompute-method uniform"),
     "--recompute-method uniform": ("--recompute-method uniform", "--recompute-granularity full"),

@@ -25,6 +25,11 @@ FIRST, LAST = "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_la
             4,
             ["--num-query-groups 6", "--tensor-model-parallel-size 4", "3 or 6"],
         ),
+        (
+            {TP: 3, "hidden_size": 48, "num_attention_heads": 3, "swiglu": True},
+            3,
+            ["--ffn-hidden-size 128 (not given: from --hidden-size) does not divide by --tensor-model-parallel-size 3"],
+        ),
         ({TP: 4, "sequence_parallel": True, "seq_length": 14}, 4, ["--seq-length 14", "--seq-length 12 or 16"]),
         (
             {PP: 2, "num_layers": 3},
