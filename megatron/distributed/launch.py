@@ -43,9 +43,14 @@ class LaunchInfo:
     parent: int = 0
     """The process that started this one."""
 
+    local_is_said: bool = True
+    """The launcher has said how many ranks this machine has; `local_world_size` is all of them otherwise."""
+
     @property
     def single_node(self) -> bool:
-        return self.local_world_size == self.world_size
+        """All ranks are certainly on this machine: the launcher says so, or they meet on loopback."""
+        on_loopback = self.master_addr == "localhost" or self.master_addr.startswith(("127.", "::1"))
+        return self.local_world_size == self.world_size and (self.local_is_said or on_loopback)
 
     @property
     def store_host(self) -> str:
@@ -86,6 +91,7 @@ def _from_torch(env: Mapping[str, str], local_rank: int | None) -> LaunchInfo:
         world_size=world_size,
         local_rank=from_env,
         local_world_size=_number(env, "LOCAL_WORLD_SIZE", world_size),
+        local_is_said="LOCAL_WORLD_SIZE" in env,
         master_addr=env.get("MASTER_ADDR", "127.0.0.1"),
         master_port=_number(env, "MASTER_PORT", 0),
         run_id=env.get("TORCHELASTIC_RUN_ID", "none"),

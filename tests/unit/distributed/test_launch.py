@@ -227,6 +227,15 @@ def test_a_busy_port_is_one_line() -> None:
             init_process_group(info, "gloo", timedelta(seconds=5))
 
 
+def test_ranks_of_a_launcher_that_does_not_count_them_may_be_on_several_machines() -> None:
+    by_hand = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "node-1", "MASTER_PORT": "29500"}
+    info = LaunchInfo.detect(env=by_hand)
+    assert not info.single_node and info.store_host == "node-1"
+    for here in ("localhost", "127.0.0.1"):
+        assert LaunchInfo.detect(env={**by_hand, "MASTER_ADDR": here}).single_node
+    assert LaunchInfo.detect(env={**by_hand, "LOCAL_WORLD_SIZE": "2"}).store_host == "127.0.0.1"
+
+
 def test_only_a_store_of_ours_on_one_machine_is_found_on_loopback() -> None:
     ours = LaunchInfo(world_size=2, local_world_size=2, master_addr="node-1")
     assert ours.store_host == "127.0.0.1"
