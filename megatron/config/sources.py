@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -59,9 +60,18 @@ _ELSEWHERE = {
 }
 
 
+def _that_work() -> list[str]:
+    """The spellings worth suggesting."""
+    return [
+        s for s, target in spelling_table().items() if isinstance(target, Setting) and target.flag.status == "works"
+    ]
+
+
 def refuse_unknown(name: str) -> ConfigError:
-    same = _ELSEWHERE.get(name.replace("_", "-"))
-    hint = nearest(name, spelling_table()) if same is None else f" (here it is {same})"
+    close = difflib.get_close_matches(name.replace("_", "-"), [*_that_work(), *_ELSEWHERE], n=1, cutoff=0.6)
+    hint = "".join(
+        f" (here it is {_ELSEWHERE[word]})" if word in _ELSEWHERE else f" (did you mean {word}?)" for word in close
+    )
     family = refused_family(name)
     if family:
         return ConfigError(f"{name}{hint}: {family}")

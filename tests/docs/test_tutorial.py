@@ -109,7 +109,7 @@ def test_a_typo_in_the_tutorials_command_is_one_line(checkout: Checkout) -> None
         )
     )
     assert done.returncode == 2 and len(done.stdout.strip().splitlines()) == 1, done.stdout
-    assert "--learning-rte" in done.stdout
+    assert "--learning-rte: unknown setting (here it is --lr)" in done.stdout
 
 
 @pytest.mark.parametrize(
