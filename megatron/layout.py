@@ -53,6 +53,11 @@ class Layout:
     pp: int = 1
 
     def __post_init__(self) -> None:
+        for flag, size in self._sizes():
+            if size < 1:
+                raise ConfigError(f"{flag} {size}: must be at least 1")
+        if self.world_size < 1:
+            raise ConfigError(f"world size {self.world_size}: at least one process is needed")
         if self.world_size % self.model_size:
             raise ConfigError(self._world_message())
         if (self.dp * self.cp) % self.ep:
@@ -110,9 +115,11 @@ class Layout:
             return (*key, place.pp)  # a middle stage forms a group of its own
         return key
 
+    def _sizes(self) -> tuple[tuple[str, int], ...]:
+        return (TP_FLAG, self.tp), (CP_FLAG, self.cp), (EP_FLAG, self.ep), (PP_FLAG, self.pp)
+
     def _world_message(self) -> str:
-        sizes = ((TP_FLAG, self.tp), (CP_FLAG, self.cp), (PP_FLAG, self.pp))
-        given = [(flag, size) for flag, size in sizes if size > 1]
+        given = [(flag, size) for flag, size in self._sizes() if size > 1 and flag != EP_FLAG]
         product = " x ".join(f"{flag} {size}" for flag, size in given)
         worlds = " or ".join(str(n) for n in nearest_multiples(self.world_size, self.model_size))
         ways = [f"start {worlds} processes"]
@@ -167,5 +174,9 @@ def padded_vocab_size(vocab_size: int, divisible_by: int, tp: int) -> int:
     """Rows of the vocabulary tables in memory: the smallest multiple of `divisible_by * tp` that holds `vocab_size`."""
     if vocab_size < 1:
         raise ConfigError(f"vocabulary size {vocab_size}: must be at least 1")
+    if divisible_by < 1:
+        raise ConfigError(f"--make-vocab-size-divisible-by {divisible_by}: must be at least 1")
+    if tp < 1:
+        raise ConfigError(f"{TP_FLAG} {tp}: must be at least 1")
     unit = divisible_by * tp
     return -(-vocab_size // unit) * unit

@@ -114,6 +114,9 @@ def test_expert_groups_cross_context_and_data_parallel() -> None:
         ),
         ({"world_size": 4, "cp": 8}, ["--context-parallel-size 8", "start 8", "--context-parallel-size 4"]),
         ({"world_size": 6, "ep": 4}, ["--expert-model-parallel-size 4", "--context-parallel-size 1", "3 or 6"]),
+        ({"world_size": 4, "tp": 0}, ["--tensor-model-parallel-size 0"]),
+        ({"world_size": 4, "pp": -1}, ["--pipeline-model-parallel-size -1"]),
+        ({"world_size": 0}, ["world size 0"]),
     ],
 )
 def test_refusals_name_the_flags_and_what_would_work(sizes: dict[str, int], words: list[str]) -> None:
@@ -156,9 +159,10 @@ def test_padded_vocab_is_the_smallest_multiple(vocab: int, unit: int, tp: int) -
     assert rows >= vocab and rows % (unit * tp) == 0 and rows - unit * tp < vocab
 
 
-def test_an_empty_vocabulary_is_refused() -> None:
-    with pytest.raises(ConfigError, match="vocabulary size 0"):
-        padded_vocab_size(0, 1, 1)
+@pytest.mark.parametrize(("args", "word"), [((0, 1, 1), "vocabulary"), ((5, 0, 1), "divisible-by 0"), ((5, 1, 0), "0")])
+def test_padded_vocab_refusals(args: tuple[int, int, int], word: str) -> None:
+    with pytest.raises(ConfigError, match=word):
+        padded_vocab_size(*args)
 
 
 def test_nearest() -> None:
