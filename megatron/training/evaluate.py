@@ -10,6 +10,7 @@ from megatron.model.passes import Batch
 from megatron.training.batches import Data
 from megatron.training.hooks import Hook
 from megatron.training.initialize import Run
+from megatron.training.log_lines import LOG_FORMS
 from megatron.training.metrics import EvalRecord
 from megatron.training.resume import Progress
 
@@ -21,6 +22,7 @@ class SplitEvaluator:
     def __init__(self, run: Run, engine: Evaluation, data: Data, hooks: Sequence[Hook]) -> None:
         self._engine, self._hooks, self._log = engine, hooks, run.log
         self._batches, self._valid, self._test = data.batches, data.datasets.valid, data.datasets.test
+        self._line_of = LOG_FORMS[run.config.logging.log_format].evaluation
         evaluation = run.config.evaluation
         self._eval_iters, self._full_validation = evaluation.eval_iters, evaluation.full_validation
         self._global_batch_size = run.batch_plan.evaluation_batch_size
@@ -55,7 +57,7 @@ class SplitEvaluator:
             lm_loss=result.lm_loss,
             counted_tokens=result.counted_tokens,
         )
-        self._log.info(record.block(where))
+        self._log.info(self._line_of(record, where))
         for hook in self._hooks:
             hook.on_evaluate(record)
         return record

@@ -21,6 +21,7 @@ from megatron.errors import ConfigError
 from megatron.layout import padded_vocab_size
 from megatron.ops.select import Kernels, left_to_compiler, resolve
 from megatron.tokenizer import Tokenizer, build_tokenizer
+from megatron.training.log_lines import LOG_FORMS
 from megatron.training.settings import read_settings
 from megatron.utils.cpu import has_bf16_products, set_allocator, set_fp32_products
 from megatron.utils.cuda import grow_segments
@@ -92,7 +93,7 @@ def start(config: RunConfig, *, needs_data: bool = True) -> Run:
     started = time.monotonic()
     launch = _for_dry_run(config, LaunchInfo.detect(config.runtime.local_rank))
     check_world(config, launch.world_size)
-    log = RankLog(launch.rank)
+    log = RankLog(launch.rank, stamped=LOG_FORMS[config.logging.log_format].stamped)
     for notice in config.notices:
         log.info(notice)
     device = resolve_device(config.runtime.device, launch.local_rank)

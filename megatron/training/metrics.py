@@ -1,12 +1,10 @@
-"""What is reported: a record of each step and of each evaluation, the lines of the log, and rates."""
+"""What is reported: a record of each step and of each evaluation, and rates."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass
 from typing import Any
-
-from megatron.utils.timers import human_duration
 
 PPL_CAP = 20.0  # exp() of a larger loss is meaningless; Megatron has the same cap
 
@@ -42,40 +40,6 @@ class TrainRecord:
     def as_json(self) -> dict[str, Any]:
         return {"split": "train", **{k: v for k, v in asdict(self).items() if v is not None}}
 
-    def line(self) -> str:
-        """Megatron's wording and order first, because people parse it; then what Megatron does not report."""
-        parts = [
-            f" iteration {self.iteration:8d}/{self.total_iterations:8d}",
-            f"consumed samples: {self.consumed_train_samples:12d}",
-            f"elapsed time per iteration (ms): {self.seconds_per_iteration * 1000:.1f}",
-            f"learning rate: {self.learning_rate:.3E}",
-            f"global batch size: {self.global_batch_size:5d}",
-            f"lm loss: {self.mean_lm_loss:.6E}",
-            f"loss scale: {self.loss_scale:.1f}",
-            f"grad norm: {self.grad_norm:.3f}",
-        ]
-        if self.num_zeros is not None:
-            parts.append(f"num zeros: {self.num_zeros:.1f}")
-        if self.params_norm is not None:
-            parts.append(f"params norm: {self.params_norm:.3f}")
-        if self.load_balancing_loss is not None:
-            parts.append(f"load_balancing_loss: {self.load_balancing_loss:.6E}")
-        if self.z_loss is not None:
-            parts.append(f"z_loss: {self.z_loss:.6E}")
-        parts += [
-            f"number of skipped iterations: {self.skipped_iterations:3d}",
-            f"number of nan iterations: {self.nan_iterations:3d}",
-            f"tokens/s: {self.tokens_per_second:.0f}",
-            f"samples/s: {self.samples_per_second:.2f}",
-            f"waited for data (ms): {self.data_wait_seconds * 1000:.1f}",
-        ]
-        if self.tflops_per_device is not None:
-            parts.append(f"TFLOP/s/device: {self.tflops_per_device:.3f}")
-        if self.model_flops_utilisation is not None:
-            parts.append(f"MFU: {100 * self.model_flops_utilisation:.1f}%")
-        parts.append(f"ETA: {human_duration(self.eta_seconds)}")
-        return " | ".join(parts) + " |"
-
 
 @dataclass(frozen=True, kw_only=True)
 class EvalRecord:
@@ -93,13 +57,6 @@ class EvalRecord:
 
     def as_json(self) -> dict[str, Any]:
         return {**asdict(self), "lm_loss_ppl": self.perplexity}
-
-    def block(self, where: str) -> str:
-        line = (
-            f" validation loss at {where} | lm loss value: {self.lm_loss:.6E} | lm loss PPL: {self.perplexity:.6E} | "
-        )
-        rule = "-" * (len(line) + 1)
-        return f"{rule}\n{line}\n{rule}"
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 
 from torch import nn
 
@@ -13,6 +14,7 @@ from megatron.engine import Engine, StepResult
 from megatron.model.flops import peak_flops
 from megatron.training.hooks import Hook
 from megatron.training.initialize import Run
+from megatron.training.log_lines import LOG_FORMS
 from megatron.training.metrics import Throughput, TrainRecord
 from megatron.training.model import model_flops
 from megatron.training.resume import Progress
@@ -66,7 +68,7 @@ class TrainingLog:
         if is_logged:
             for hook in self._hooks:
                 hook.on_log(record)
-            self._log.info(record.line())
+            self._log.info(LOG_FORMS[config.log_format].train(record, datetime.now()))
             self._log_times(result.times)
             self._since_logged.clear()
             self._skipped = self._not_finite = 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, field
+from datetime import datetime
 from typing import TextIO
 
 
@@ -13,6 +14,8 @@ class RankLog:
 
     rank: int = 0
     stream: TextIO = field(default_factory=lambda: sys.stdout)
+    stamped: bool = False
+    """Whether every line begins with the time of day."""
 
     @property
     def main(self) -> bool:
@@ -21,8 +24,8 @@ class RankLog:
     def info(self, text: str) -> None:
         """Prints on rank 0 only."""
         if self.main:
-            print(text, file=self.stream, flush=True)
+            stamp = f"{datetime.now():%H:%M:%S} " if self.stamped else ""
+            print(stamp + text.replace("\n", "\n" + stamp), file=self.stream, flush=True)
 
     def warn(self, text: str) -> None:
-        if self.main:
-            print(f"warning: {text}", file=self.stream, flush=True)
+        self.info(f"warning: {text}")

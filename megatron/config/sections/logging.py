@@ -10,6 +10,10 @@ from megatron.config.flag import flag
 @dataclass(frozen=True, kw_only=True)
 class LoggingConfig:
     log_interval: int = flag(100, "Steps between log lines.", at_least=1)
+    log_format: str = flag(
+        "classic", "classic: Megatron-LM's lines, which its parsers read; compact: short lines with the time of day.",
+        choices=("classic", "compact"),
+    )  # fmt: skip
     log_kernels: bool = flag(False, "Print which implementation of each operation runs, and why.")
     tensorboard_dir: str | None = flag(None, "Directory of TensorBoard event files.")
     tensorboard_log_interval: int = flag(1, "Steps between TensorBoard entries.", at_least=1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,13 @@ import torch
 from megatron.config import check_world, parse_args
 from megatron.errors import ConfigError
 from megatron.ops import resolve
+from megatron.training.log_lines import LOG_FORMS
 from megatron.training.metric_writers import build_metric_writers
+from megatron.training.metrics import TrainRecord
 from megatron.utils.log import RankLog
 from tests.helpers.distributed import run_ranks
 from tests.helpers.kernels import backend
-from tests.helpers.runs import flags, make_parts, read_metrics, train_here
+from tests.helpers.runs import flags, make_parts, pretrain_here, read_metrics, train_here
 
 # What the community's parsers expect, number for number.
 MEGATRON_LINE = re.compile(
@@ -37,6 +40,56 @@ def test_the_log_line_is_megatrons(capsys: pytest.CaptureFixture[str]) -> None:
     assert [int(line[1]) for line in lines] == [2, 4, 6]
     assert [int(line[3]) for line in lines] == [16, 32, 48]
     assert int(lines[0][2]) == 6 and int(lines[0][6]) == 8
+
+
+def test_the_classic_line_ends_with_the_date_and_the_time(capsys: pytest.CaptureFixture[str]) -> None:
+    before = datetime.now().replace(microsecond=0)
+    train_here(flags(train_iters=1))
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if MEGATRON_LINE.match(line)]
+    (stamp,) = re.findall(r" \| datetime: ([\d :-]+) \|$", line)
+    assert before <= datetime.fromisoformat(stamp) <= datetime.now()
+
+
+COMPACT_LINE = re.compile(
+    r"(\d\d:\d\d:\d\d) iteration +(\d+)/(\d+) \| lm loss (\d+\.\d{6}) \| grad norm [\d.]+ \| lr [\d.e+-]+ \| "
+    r"[\d.]+ ms \| \d+ tokens/s \| ETA [\d:]+$"
+)
+
+
+def test_the_compact_log_is_stamped_in_every_line_and_fits_a_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    metrics = tmp_path / "metrics.jsonl"
+    settings = {"log_format": "compact", "metrics_jsonl": metrics, "eval_iters": 2, "eval_interval": 3}
+    assert pretrain_here(flags(**settings)) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert all(re.match(r"\d\d:\d\d:\d\d ", line) for line in said), said
+    lines = [match for line in said if (match := COMPACT_LINE.match(line))]
+    assert [float(line[4]) for line in lines] == [
+        pytest.approx(row["mean_lm_loss"], abs=1e-6) for row in read_metrics(metrics)
+    ]
+    assert len(lines) == 6 and max(len(line[0]) for line in lines) <= 120
+    evaluated = [line for line in said if "perplexity" in line]
+    assert [re.sub(r"^[\d:]+ (iteration \d+).*", r"\1", line) for line in evaluated[:2]] == [
+        "iteration 3",
+        "iteration 6",
+    ]
+    assert re.search(r"on test set \| lm loss \d\.\d{6} \| perplexity [\d.]+$", evaluated[-1])
+
+
+def test_the_compact_line_shows_what_is_not_as_it_should_be() -> None:
+    record = TrainRecord(
+        iteration=7, total_iterations=1000, consumed_train_samples=56, learning_rate=1e-4, weight_decay=0.0,
+        global_batch_size=8, lm_loss=2.0, mean_lm_loss=2.5, loss_scale=4096.0, grad_norm=1.25, num_zeros=3,
+        params_norm=10.0, load_balancing_loss=1.5, z_loss=None, skipped_iterations=2, nan_iterations=1,
+        seconds_per_iteration=0.25, data_wait_seconds=0.0, tokens_per_second=1e4, samples_per_second=5.0,
+        tflops_per_device=123.4, model_flops_utilisation=0.456, eta_seconds=3661.0,
+    )  # fmt: skip
+    assert LOG_FORMS["compact"].train(record, datetime(2026, 1, 2)) == (
+        "iteration    7/1000 | lm loss 2.500000 | grad norm 1.250 | lr 1.000e-04 | loss scale 4096 | num zeros 3 | "
+        "params norm 10.000 | load_balancing_loss 1.5 | 2 skipped | 1 not finite | 250.0 ms | 10000 tokens/s | "
+        "MFU 45.6% | ETA 01:01:01"
+    )
 
 
 def test_in_fp64_what_runs_instead_of_the_kernels_is_one_line_of_the_log(capfd: pytest.CaptureFixture[str]) -> None:
