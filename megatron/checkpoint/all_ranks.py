@@ -3,13 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TypeVar
 
-from megatron.distributed.collectives import all_gather_object, broadcast_object
+from megatron import errors
+from megatron.checkpoint.verify import DamagedCheckpointError
+from megatron.distributed.messages import all_gather_json, broadcast_json
 from megatron.distributed.state import Axis
 from megatron.errors import CheckpointError, MegatronError
 
 T = TypeVar("T")
+
+_TOLD = {
+    kind.__name__: kind
+    for kind in (
+        DamagedCheckpointError,  # all ranks fall back to an older step together
+        errors.ConfigError,
+        errors.DataError,
+        errors.CheckpointError,
+        errors.StorageError,
+        errors.NonFiniteError,
+        errors.ReplicaError,
+        errors.HangError,
+        errors.PeerLostError,
+        errors.MemoryShortError,
+        errors.InterruptError,
+        MegatronError,
+    )
+}
+"""The errors that travel between ranks, by name."""
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """How `work` ended on one rank: an error by its name in `_TOLD` and its text, or neither."""
+
+    error: str = ""
+    text: str = ""
 
 
 def run_on_all(work: Callable[[], T], axis: Axis) -> T:
@@ -20,25 +50,28 @@ def run_on_all(work: Callable[[], T], axis: Axis) -> T:
         result = work()
     except Exception as caught:  # a bug must not leave the other ranks waiting either
         error = caught
-    failures = all_gather_object(_portable(error), axis)
+    outcomes = all_gather_json(_outcome(error), axis, _Outcome)
     if error is not None:
         raise error
-    for rank, failure in enumerate(failures):
-        if failure is not None:
-            kind, text = failure
-            raise kind(f"{text} (on rank {axis.ranks[rank]})")
+    for rank, outcome in enumerate(outcomes):
+        if outcome.error:
+            raise _TOLD.get(outcome.error, CheckpointError)(f"{outcome.text} (on rank {axis.ranks[rank]})")
     return result  # type: ignore[return-value]
 
 
-def run_on_first(work: Callable[[], T], axis: Axis) -> T:
-    """Runs `work` on the axis' first rank; every rank returns its result or raises its error."""
-    result = run_on_all(lambda: work() if axis.rank == 0 else None, axis)
-    return broadcast_object(result, axis)
+def run_on_first(work: Callable[[], T], axis: Axis, kind: type[T]) -> T:
+    """Runs `work` on the axis' first rank; every rank returns its result, of type `kind`, or raises its error."""
+    return broadcast_json(run_on_all(lambda: work() if axis.rank == 0 else None, axis), axis, kind)
 
 
-def _portable(error: Exception | None) -> tuple[type[MegatronError], str] | None:
+def do_on_first(work: Callable[[], object], axis: Axis) -> None:
+    """Runs `work`, which returns nothing that others need, on the axis' first rank; every rank raises its error."""
+    run_on_all(lambda: work() if axis.rank == 0 else None, axis)
+
+
+def _outcome(error: Exception | None) -> _Outcome:
     if error is None:
-        return None
-    if isinstance(error, MegatronError):
-        return type(error), str(error)
-    return CheckpointError, f"{type(error).__name__}: {error}"
+        return _Outcome()
+    if not isinstance(error, MegatronError):
+        return _Outcome(CheckpointError.__name__, f"{type(error).__name__}: {error}")
+    return _Outcome(next(kind.__name__ for kind in type(error).__mro__ if kind.__name__ in _TOLD), str(error))

@@ -13,7 +13,7 @@ import torch
 from megatron.checkpoint import determinism, paths
 from megatron.checkpoint.all_ranks import run_on_all, run_on_first
 from megatron.checkpoint.architecture import check_architecture
-from megatron.checkpoint.find import find_candidates
+from megatron.checkpoint.find import Candidates, find_candidates
 from megatron.checkpoint.manifest import Manifest
 from megatron.checkpoint.reader import StepReader
 from megatron.checkpoint.state import LoadedState, RunHistory, Sharded, axis_sizes, rank_file
@@ -65,7 +65,7 @@ def find_checkpoint(
     """
     say = log if parallel.world.rank == 0 else _say_nothing
     candidates = run_on_first(
-        lambda: find_candidates(directory, save_dir=save_dir, step=step, strict=strict), parallel.world
+        lambda: find_candidates(directory, save_dir=save_dir, step=step, strict=strict), parallel.world, Candidates
     )
     if not candidates.directories:
         say(f"--load {directory} is also --save and holds no checkpoint: a fresh start")

@@ -22,17 +22,19 @@ import torch
 
 from megatron import __version__
 from megatron.checkpoint import classic, manifest, paths, retention, storage
-from megatron.checkpoint.all_ranks import run_on_all, run_on_first
+from megatron.checkpoint.all_ranks import do_on_first, run_on_all, run_on_first
 from megatron.checkpoint.content import Records, classic_arguments, merge_records, rank_content
 from megatron.checkpoint.manifest import Manifest
 from megatron.checkpoint.state import RunHistory, SavedInfo, TrainState, axis_sizes, rank_file
 from megatron.checkpoint.storage import FileRecord
-from megatron.distributed.collectives import all_gather_object
+from megatron.distributed.messages import all_gather_json
+from megatron.distributed.rng import rng_from_plain, rng_to_plain
 from megatron.distributed.state import ParallelState
 from megatron.errors import ConfigError, StorageError
 from megatron.utils import durable
 
 SaveTokenizer = Callable[[Path], object]
+Messages = tuple[str, ...]
 _SPACE_FACTOR = 1.2
 
 
@@ -55,14 +57,14 @@ def save_checkpoint(
     """
     started = time.monotonic()
     save = _Save(directory, state, parallel, history, release)
-    if run_on_first(save.is_done, parallel.world):
+    if run_on_first(save.is_done, parallel.world, bool):
         return SavedInfo(save.target, state.iteration, 0, 0.0, already_there=True)
     written = _write_all(save, save_tokenizer)
-    messages = run_on_first(lambda: save.commit(written, fingerprint or {}), parallel.world)
-    messages += run_on_first(lambda: save.retain(retain_last, retain_interval), parallel.world)
+    messages = run_on_first(lambda: save.commit(written, fingerprint or {}), parallel.world, Messages)
+    messages += run_on_first(lambda: save.retain(retain_last, retain_interval), parallel.world, Messages)
     history.committed_steps(directory).add(state.iteration)
     size = sum(record.size for part in written for record in part.files.values())
-    return SavedInfo(save.target, state.iteration, size, time.monotonic() - started, messages=tuple(messages))
+    return SavedInfo(save.target, state.iteration, size, time.monotonic() - started, messages=messages)
 
 
 def hold_directory(directory: Path, *, parallel: ParallelState, history: RunHistory) -> None:
@@ -72,7 +74,7 @@ def hold_directory(directory: Path, *, parallel: ParallelState, history: RunHist
         history.acquire(directory)
         _check_writable(directory)
 
-    run_on_first(acquire, parallel.world)
+    do_on_first(acquire, parallel.world)
 
 
 def _check_writable(directory: Path) -> None:
@@ -100,21 +102,20 @@ class _Written:
 def _write_all(save: _Save, save_tokenizer: SaveTokenizer | None) -> list[_Written]:
     """All ranks write; if one fails, nothing is committed and the temporary directory is removed."""
     rng = _gather_rng(save.state, save.parallel)
-    need = sum(all_gather_object(save.bytes_to_write(), save.parallel.world))
-    run_on_first(lambda: save.prepare(need), save.parallel.world)
+    need = sum(all_gather_json(save.bytes_to_write(), save.parallel.world, int))
+    do_on_first(lambda: save.prepare(need), save.parallel.world)
     try:
         written = run_on_all(lambda: save.write_rank(rng, save_tokenizer), save.parallel.world)
     except Exception:
-        run_on_first(save.discard, save.parallel.world)
+        do_on_first(save.discard, save.parallel.world)
         raise
-    return all_gather_object(written, save.parallel.world)
+    return all_gather_json(written, save.parallel.world, _Written)
 
 
 def _gather_rng(state: TrainState, parallel: ParallelState) -> list[Any] | None:
     """The random states of the data- and context-parallel ranks, in axis order."""
-    entries = all_gather_object(state.rng, parallel.dp_cp)
-    present = [dict(entry) for entry in entries if entry is not None]
-    return present if len(present) == len(entries) else None
+    entries = all_gather_json({} if state.rng is None else rng_to_plain(state.rng), parallel.dp_cp, dict[str, Any])
+    return [rng_from_plain(entry) for entry in entries] if all(entries) else None
 
 
 @dataclass(frozen=True)
@@ -214,7 +215,7 @@ class _Save:
         with suppress(OSError):
             shutil.rmtree(self.temporary)
 
-    def commit(self, written: list[_Written], fingerprint: Mapping[str, Any]) -> list[str]:
+    def commit(self, written: list[_Written], fingerprint: Mapping[str, Any]) -> Messages:
         """Commits the written files as a step. Runs on the first rank only."""
         record = self._manifest(written, fingerprint)
         try:
@@ -226,16 +227,18 @@ class _Save:
         except StorageError:
             self.discard()  # which does nothing once it has been renamed
             raise
-        return messages
+        return tuple(messages)
 
-    def retain(self, last: int | None, interval: int | None) -> list[str]:
+    def retain(self, last: int | None, interval: int | None) -> Messages:
         """The new step is committed already, so failing to delete an old one is only a warning."""
         try:
-            return retention.retain(
-                self.directory, self.history, last=last, interval=interval, tracker_step=self.state.iteration
+            return tuple(
+                retention.retain(
+                    self.directory, self.history, last=last, interval=interval, tracker_step=self.state.iteration
+                )
             )
         except OSError as error:
-            return [f"warning: {storage.storage_message('deleting old checkpoints', self.directory, error)}"]
+            return (f"warning: {storage.storage_message('deleting old checkpoints', self.directory, error)}",)
 
     def _publish(self) -> list[str]:
         if self.release:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,6 @@ from torch.autograd.function import once_differentiable
 from megatron.distributed.state import Axis
 
 ReduceName = Literal["sum", "max", "min"]
-T = TypeVar("T")
 
 # torch 2.13 renamed these and warns of the old names, which older ones alone have.
 _gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -163,35 +162,6 @@ def own_piece(tensor: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
         return tensor
     assert tensor.shape[dim] % axis.size == 0, f"{tuple(tensor.shape)} along {dim} over {axis.size} ranks"
     return tensor.chunk(axis.size, dim)[axis.rank]
-
-
-def all_gather_object(value: T, axis: Axis) -> list[T]:
-    """Small Python values of all members, in axis order."""
-    if axis.size == 1:
-        return [value]
-    gathered: list[Any] = [None] * axis.size
-    with axis.during("all_gather_object"):
-        dist.all_gather_object(gathered, value, axis.group)
-    return gathered
-
-
-def gather_object(value: T, axis: Axis, target: int = 0) -> list[T] | None:
-    """Small Python values of all members on axis rank `target`; None on the others."""
-    if axis.size == 1:
-        return [value]
-    gathered: list[Any] | None = [None] * axis.size if axis.rank == target else None
-    with axis.during("gather_object"):
-        dist.gather_object(value, gathered, axis.ranks[target], axis.group)
-    return gathered
-
-
-def broadcast_object(value: T | None, axis: Axis, source: int = 0) -> T:
-    """The Python value of axis rank `source`, on every member."""
-    box = [value]
-    if axis.size > 1:
-        with axis.during("broadcast_object"):
-            dist.broadcast_object_list(box, axis.ranks[source], axis.group)
-    return box[0]  # type: ignore[return-value]
 
 
 def barrier(axis: Axis) -> None:

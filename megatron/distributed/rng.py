@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,6 +24,7 @@ from megatron.distributed.state import Axis
 from megatron.layout import Coordinates
 
 CPU = torch.device("cpu")
+_BYTES = "hexadecimal bytes"
 
 RngState = dict[str, Any]
 """Plain numbers and uint8 tensors only, so that `torch.load(weights_only=True)` admits it."""
@@ -57,7 +58,7 @@ def get_rng_state(device: torch.device = CPU) -> RngState:
         "python": {"version": version, "words": list(words), "gauss": gauss},
         "numpy": {
             "kind": str(numpy["bit_generator"]),
-            "key": _to_bytes(numpy["state"]["key"]),
+            "key": _to_tensor(numpy["state"]["key"].tobytes()),
             "position": int(numpy["state"]["pos"]),
             "has_gauss": int(numpy["has_gauss"]),
             "cached_gauss": float(numpy["gauss"]),
@@ -78,6 +79,29 @@ def set_rng_state(state: RngState, device: torch.device = CPU) -> None:
     torch.set_rng_state(state["torch_cpu"].cpu())
     if device.type != "cpu" and "accelerator" in state:
         torch.get_device_module(device).set_rng_state(state["accelerator"].cpu(), device)
+
+
+def rng_to_plain(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The state in values that JSON can say: a tensor of bytes as its hexadecimal digits."""
+    return {
+        name: rng_to_plain(value)
+        if isinstance(value, Mapping)
+        else {_BYTES: value.numpy().tobytes().hex()}
+        if isinstance(value, torch.Tensor)
+        else value
+        for name, value in state.items()
+    }
+
+
+def rng_from_plain(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: value
+        if not isinstance(value, Mapping)
+        else _to_tensor(bytes.fromhex(value[_BYTES]))
+        if _BYTES in value
+        else rng_from_plain(value)
+        for name, value in state.items()
+    }
 
 
 class SplitRandom:
@@ -123,5 +147,5 @@ def next_seed(generator: torch.Generator) -> int:
     return stream_seed(generator.initial_seed(), "fork", offset)
 
 
-def _to_bytes(array: np.ndarray) -> torch.Tensor:
-    return torch.frombuffer(bytearray(array.tobytes()), dtype=torch.uint8)
+def _to_tensor(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from megatron.data_parallel import GradBuffers, broadcast_parameters
-from megatron.distributed.collectives import all_gather_object
+from megatron.distributed.messages import all_gather_json
 from megatron.distributed.state import ParallelState
 from megatron.engine.evaluation import Evaluation, EvaluationResult, check_counted
 from megatron.engine.routers import RouterSteps
@@ -237,15 +237,15 @@ class Engine(Evaluation):
 
     def _bad_samples(self, micro_batches: Sequence[Batch], losses: Sequence[Tensor]) -> str:
         """The samples whose loss is not finite, by rank. Every rank calls it, since all have the same loss."""
-        mine = [
+        mine = tuple(
             number
             for batch, loss in zip(micro_batches, losses)  # a pipeline's last stage alone has losses
             if not torch.isfinite(loss)
             for number in torch.as_tensor(batch.get("sample_ids", ())).tolist()
-        ]
+        )
         parts = [
             f"rank {rank}: samples {', '.join(map(str, numbers[:8]))}{', ...' if len(numbers) > 8 else ''}"
-            for rank, numbers in enumerate(all_gather_object(mine, self.parallel.world))
+            for rank, numbers in enumerate(all_gather_json(mine, self.parallel.world, tuple[int, ...]))
             if numbers
         ]
         return f" ({'; '.join(parts)})" if parts else ""
@@ -254,8 +254,8 @@ class Engine(Evaluation):
         """What is not finite, and on which ranks: parameters before gradients. Every rank calls it, since the cause
         may be on one rank alone: in one stage, or in one shard of a layer."""
         weights = [name for name, p in self.model.named_parameters() if not torch.isfinite(p).all()]
-        mine = ("parameters", weights) if weights else ("gradients", self._optimizer.find_nonfinite())
-        found = all_gather_object(mine, self.parallel.world)
+        mine = ("parameters", tuple(weights)) if weights else ("gradients", tuple(self._optimizer.find_nonfinite()))
+        found = all_gather_json(mine, self.parallel.world, tuple[str, tuple[str, ...]])
         for kind in ("parameters", "gradients"):
             ranks = {rank: names for rank, (what, names) in enumerate(found) if what == kind and names}
             if ranks:

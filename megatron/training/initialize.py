@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import torch
 
 from megatron.config import BatchPlan, RunConfig, check_world
-from megatron.distributed.collectives import all_gather_object, broadcast_object
 from megatron.distributed.cores import pin, set_scheduling, set_threads
 from megatron.distributed.device import activate, resolve_backend, resolve_device
 from megatron.distributed.launch import LaunchInfo, die_with_parent, init_process_group, keep_products_repeatable
+from megatron.distributed.messages import all_gather_json, broadcast_json
 from megatron.distributed.rng import seed_rank
 from megatron.distributed.state import ParallelState
 from megatron.errors import ConfigError
@@ -147,7 +147,7 @@ def build_run(
         connect(timeout)
         parallel = ParallelState.build(layout, launch.rank, timeout)
         _check_same_kernels(config.kernels.spec, kernels, parallel)
-        run_id = broadcast_object(uuid.uuid4().hex[:12], parallel.world)
+        run_id = broadcast_json(uuid.uuid4().hex[:12], parallel.world, str)
     seed_rank(config.training.seed, layout.coordinates(launch.rank))
     return Run(
         config=config,
@@ -163,17 +163,24 @@ def build_run(
     )
 
 
+@dataclass(frozen=True)
+class RankKernels:
+    """Which implementation of each operation a rank runs, and why no native one, if that has one reason."""
+
+    backends: Mapping[str, str]
+    note: str | None
+
+
 def _check_same_kernels(spec: str, kernels: Kernels, parallel: ParallelState) -> None:
     """Refuses ranks with different kernels, which round differently: replicas of a parameter would drift apart."""
-    mine = {choice.op: choice.backend for choice in kernels.choices}, kernels.note
-    everyone = all_gather_object(mine, parallel.world)
-    first, first_note = everyone[0]
-    for rank, (backends, note) in enumerate(everyone):
-        for op in (op for op in first if backends[op] != first[op]):
-            because = f" ({note or first_note})" if note or first_note else ""
+    mine = RankKernels({choice.op: choice.backend for choice in kernels.choices}, kernels.note)
+    first, *others = all_gather_json(mine, parallel.world, RankKernels)
+    for rank, other in enumerate(others, start=1):
+        for op in (op for op, backend in first.backends.items() if other.backends.get(op) != backend):
+            because = f" ({other.note or first.note})" if other.note or first.note else ""
             raise ConfigError(
-                f"--kernels {spec}: {op} would be {backends[op]} on rank {rank} and {first[op]} on rank 0{because}; "
-                "build the kernels on every machine, or give --kernels ref"
+                f"--kernels {spec}: {op} would be {other.backends.get(op)} on rank {rank} and {first.backends[op]} on "
+                f"rank 0{because}; build the kernels on every machine, or give --kernels ref"
             )
 
 

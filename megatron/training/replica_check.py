@@ -14,8 +14,10 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch
 from torch import Tensor
 
-from megatron.distributed.collectives import all_gather_object, all_reduce
+from megatron.distributed.collectives import all_reduce
+from megatron.distributed.messages import all_gather_json
 from megatron.distributed.shard import Range, ShardSpec
+from megatron.distributed.state import Axis
 from megatron.engine import Engine
 from megatron.errors import ReplicaError
 from megatron.parallelize import persistent_buffers
@@ -47,11 +49,11 @@ class ReplicaCheck(Hook):
     def check(self, iteration: int) -> None:
         mine = self._fingerprints()
         # Every replica of a tensor is reached over one of these two axes, or over both in turn.
-        differing = [_differing(all_gather_object(mine, axis)) for axis in (self._state.dp_cp, self._state.model)]
+        differing = [_differing(_everyone(mine, axis)) for axis in (self._state.dp_cp, self._state.model)]
         flag = torch.tensor([float(any(differing))], device=self._engine.device)
         all_reduce(flag, self._state.world, op="max")
         if flag.item():
-            raise ReplicaError(_message(all_gather_object(mine, self._state.world), iteration))
+            raise ReplicaError(_message(_everyone(mine, self._state.world), iteration))
 
     def _fingerprints(self) -> Fingerprints:
         found: Fingerprints = {}
@@ -100,6 +102,12 @@ def _factors(count: int, device: torch.device) -> Tensor:
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         x = (x ^ ((x >> shift) & ((1 << (64 - shift)) - 1))) * (factor - (1 << 64))
     return x | 1
+
+
+def _everyone(mine: Fingerprints, axis: Axis) -> list[Fingerprints]:
+    told = tuple((name, dim, *held, value) for (name, dim, held), value in mine.items())
+    everyone = all_gather_json(told, axis, tuple[tuple[str, int, int, int, int], ...])
+    return [{(name, dim, (start, stop)): value for name, dim, start, stop, value in one} for one in everyone]
 
 
 def _differing(ranks: Iterable[Fingerprints]) -> list[Key]:

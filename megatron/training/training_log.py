@@ -9,7 +9,7 @@ from datetime import datetime
 
 from torch import nn
 
-from megatron.distributed.collectives import all_gather_object
+from megatron.distributed.messages import all_gather_json
 from megatron.engine import Engine, StepResult
 from megatron.model.flops import peak_flops
 from megatron.training.hooks import Hook
@@ -77,7 +77,7 @@ class TrainingLog:
         """An iteration's phases over all ranks; a collective, so only when asked for."""
         config = self._config
         if config.timing_log_level > 0:
-            times = all_gather_object(dict(mine), self._engine.parallel.world)
+            times = all_gather_json(dict(mine), self._engine.parallel.world, dict[str, float])
             self._log.info(render_times(times, config.timing_log_option))
 
     def _record(self, iteration: Iteration, result: StepResult, params_norm: float | None) -> TrainRecord:

@@ -1,4 +1,4 @@
-"""Plain JSON content as dataclasses: each value is of the type that its field declares, or an error names the place."""
+"""Plain JSON content as typed values: each is of the type that is declared for it, or an error names the place."""
 
 from __future__ import annotations
 
@@ -7,15 +7,29 @@ import types
 import typing
 from collections.abc import Mapping
 from functools import cache
+from pathlib import Path
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 
 
 def typed(kind: type[T], value: Any) -> T:
-    """The dataclass of type `kind` that `value` describes; a ValueError says what is wrong, and where."""
-    made: T = _read(kind, value, kind.__name__.lower())
+    """The value of type `kind` (say, a dataclass) that `value` describes; a ValueError says what is wrong, where."""
+    made: T = _read(kind, value, kind.__name__.lower() if isinstance(kind, type) else "value")
     return made
+
+
+def plain(value: Any) -> Any:
+    """What `typed` reads back: dataclasses as objects, tuples as lists, paths as text."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        if not all(isinstance(name, str) for name in value):
+            raise TypeError(f"the names of an object are text, not {sorted({type(name).__name__ for name in value})}")
+        return {name: plain(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    return str(value) if isinstance(value, Path) else value
 
 
 def _read(kind: Any, value: Any, place: str) -> Any:
@@ -28,9 +42,12 @@ def _read(kind: Any, value: Any, place: str) -> Any:
         return _read_fields(kind, value, place)
     if origin is tuple:
         return _read_tuple(inner, value, place)
-    if origin is Mapping:
+    if origin in (Mapping, dict):
         _demand(isinstance(value, dict), value, "an object", place)
         return {name: _read(inner[1], item, f"{place}.{name}"[:200]) for name, item in value.items()}
+    if kind is Path:
+        _demand(isinstance(value, str), value, "text", place)
+        return Path(value)
     _demand(type(value) is kind or (kind is float and type(value) is int), value, kind.__name__, place)
     return value
 

@@ -34,9 +34,6 @@ def all_collectives(rank: int) -> dict[str, Any]:
             "first": collectives.broadcast(torch.tensor([10.0 * rank]), axis).item(),
             "last": collectives.broadcast(torch.tensor([10.0 * rank]), axis, axis.size - 1).item(),
             "gathered": [part.item() for part in collectives.all_gather(torch.tensor([10.0 * rank]), axis)],
-            "objects": collectives.all_gather_object({"rank": rank}, axis),
-            "to_last": collectives.gather_object(rank, axis, axis.size - 1),
-            "object": collectives.broadcast_object(f"from {rank}" if axis.rank == 1 else None, axis, 1),
         }
     return found
 
@@ -53,9 +50,6 @@ def expected(rank: int) -> dict[str, Any]:
             "first": 10.0 * ranks[0],
             "last": 10.0 * ranks[-1],
             "gathered": [10.0 * other for other in ranks],
-            "objects": [{"rank": other} for other in ranks],
-            "to_last": list(ranks) if rank == ranks[-1] else None,
-            "object": f"from {ranks[1]}",
         }
     return found
 

@@ -33,6 +33,7 @@ ENVIRONMENT_READERS = ("megatron/distributed/launch.py", "csrc/build.py")
 # A closed list: libraries that listen to nothing but a variable, set for one child process. Nothing of ours reads it.
 ENVIRONMENT_WRITERS = {"megatron/preprocess/pool.py": "TOKENIZERS_PARALLELISM"}
 PICKLES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "shelve", "marshal", "joblib"}
+OBJECT_COLLECTIVES = re.compile(r"\w*(_object|_object_list|_object_to_tensor|_tensor_to_object)|rpc_(a?sync)|init_rpc")
 YAML_LOADERS = {"load", "load_all", "unsafe_load", "unsafe_load_all", "full_load", "full_load_all"}
 
 
@@ -215,6 +216,19 @@ def unsafe_loading(source: str, path: str) -> list[str]:
         elif isinstance(node, ast.Call):
             found += [(node.lineno, what) for what in unsafe_call(node)]
     return [f"{path}:{line}: {what}" for line, what in found]
+
+
+def pickles_between_ranks(source: str, path: str) -> list[str]:
+    """torch's object collectives unpickle what arrives; `megatron.distributed.messages` sends JSON."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        named = [(node.lineno, alias.name) for alias in node.names] if isinstance(node, ast.ImportFrom) else []
+        if isinstance(node, ast.Attribute | ast.Name):
+            named.append((node.lineno, dotted(node)))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):  # getattr(dist, "...")
+            named.append((node.lineno, node.value))
+        found += [(line, name) for line, name in named if OBJECT_COLLECTIVES.fullmatch(name.rpartition(".")[2])]
+    return [f"{path}:{line}: {name}" for line, name in found]
 
 
 def unsafe_call(call: ast.Call) -> Iterator[str]:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megatron.context_parallel import RingAttention, SharedSequence
 from megatron.distributed import collectives
+from megatron.distributed.messages import all_gather_json
 from megatron.distributed.state import Axis, ParallelState
 from megatron.errors import ConfigError
 from megatron.model.attention import Window
@@ -31,7 +32,7 @@ def no_replica_sum(parts: Parts) -> None:
     """The gradients of replicas (norms under --sequence-parallel, a tied table, shared keys) are not summed."""
     specs = parts.checkpoints.specs.values()
     here = any(parts.engine.parallel.axis(name).size > 1 for spec in specs for name in spec.replica_axes)
-    anywhere = any(collectives.all_gather_object(here, parts.engine.parallel.world))
+    anywhere = any(all_gather_json(here, parts.engine.parallel.world, bool))
     way = "parameters whose gradient is summed over a model's ranks; try --sequence-parallel, or tied stages"
     _needs(anywhere, "no-replica-sum", way)
     parts.trainer.engine.sum_replicas = lambda grads: None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron.distributed import collectives
+from megatron.distributed import collectives, messages
 from megatron.distributed.state import Axis, ParallelState
 from megatron.layout import AXES, Layout
 
@@ -72,9 +72,8 @@ def test_an_axis_does_not_keep_its_group_alive() -> None:
         lambda axis: collectives.start_all_reduce(torch.ones(1), axis),
         lambda axis: collectives.broadcast(torch.ones(1), axis),
         lambda axis: collectives.all_gather(torch.ones(1), axis),
-        lambda axis: collectives.all_gather_object(1, axis),
-        lambda axis: collectives.gather_object(1, axis),
-        lambda axis: collectives.broadcast_object(1, axis),
+        lambda axis: messages.all_gather_json(1, axis, int),
+        lambda axis: messages.broadcast_json(1, axis, int),
         collectives.barrier,
     ],
 )
@@ -85,14 +84,14 @@ def test_a_missing_group_raises(call: object) -> None:
 
 def test_size_one_never_touches_torch_distributed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(collectives, "dist", None)
+    monkeypatch.setattr(messages, "dist", None)
     axis, tensor = Axis.single("dp"), torch.tensor([1.0, 2.0])
     assert collectives.all_reduce(tensor, axis, "max") is tensor
     assert collectives.start_all_reduce(tensor, axis).wait() is tensor
     assert collectives.broadcast(tensor, axis) is tensor
     assert collectives.all_gather(tensor, axis)[0] is tensor
-    assert collectives.all_gather_object({"a": 1}, axis) == [{"a": 1}]
-    assert collectives.gather_object("x", axis) == ["x"]
-    assert collectives.broadcast_object("x", axis) == "x"
+    assert messages.all_gather_json({"a": 1}, axis, dict[str, int]) == [{"a": 1}]
+    assert messages.broadcast_json("x", axis, str) == "x"
     collectives.barrier(axis)
     assert tensor.tolist() == [1.0, 2.0]
 

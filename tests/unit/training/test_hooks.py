@@ -13,7 +13,7 @@ from torch import nn
 
 import megatron
 from megatron import Hook
-from megatron.distributed.collectives import all_gather_object
+from megatron.distributed.messages import all_gather_json
 from megatron.errors import NonFiniteError
 from megatron.training.initialize import Run
 from megatron.training.metrics import EvalRecord, TrainRecord
@@ -148,10 +148,10 @@ class Agreed(Hook):
 
     def on_step(self, record: TrainRecord, times: Mapping[str, float]) -> None:
         held = sum(p.double().sum().item() for p in self.model.parameters())
-        everyone = all_gather_object([held, record.lm_loss], self.run.parallel.world)
+        everyone = all_gather_json((held, record.lm_loss), self.run.parallel.world, tuple[float, float])
         if self.run.log.main:
             with self.path.open("a") as file:
-                print(record.iteration, len(everyone), len({tuple(one) for one in everyone}), file=file)
+                print(record.iteration, len(everyone), len(set(everyone)), file=file)
 
 
 def train_with_hook(rank: int, size: int, path: Path) -> list[str]:

@@ -10,6 +10,7 @@ from megatron.layout import Layout
 from megatron.ops import resolve
 from megatron.ops.library import Library
 from megatron.training import initialize
+from megatron.training.initialize import RankKernels
 
 BUILT, MISSING = Library(), Library("not built: python setup.py build_ext --inplace")
 
@@ -17,8 +18,8 @@ BUILT, MISSING = Library(), Library("not built: python setup.py build_ext --inpl
 @pytest.mark.parametrize("missing_on", [0, 1, None])
 def test_ranks_with_other_kernels_are_refused(missing_on: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     tables = [resolve("auto", "cpu", native=MISSING if rank == missing_on else BUILT) for rank in range(2)]
-    everyone = [({choice.op: choice.backend for choice in table.choices}, table.note) for table in tables]
-    monkeypatch.setattr(initialize, "all_gather_object", lambda mine, axis: everyone)
+    everyone = [RankKernels({choice.op: choice.backend for choice in table.choices}, table.note) for table in tables]
+    monkeypatch.setattr(initialize, "all_gather_json", lambda mine, axis, kind: everyone)
     parallel = ParallelState.plan(Layout(world_size=2), 0)
     if missing_on is None:
         initialize._check_same_kernels("auto", tables[0], parallel)

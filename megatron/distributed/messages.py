@@ -1,0 +1,95 @@
+"""Plain values between ranks: JSON in a tensor, read back by the type that the receiver expects.
+
+torch's own object collectives unpickle what arrives, so that whoever gets hold of one rank's connections runs code in
+all of them. Here the worst that a peer can send is text that is refused. Values are what JSON can say, and dataclasses,
+tuples and paths of such values.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from megatron.distributed.state import Axis
+from megatron.errors import PeerLostError
+from megatron.utils.typed import plain, typed
+
+T = TypeVar("T")
+
+LARGEST_MESSAGE = 2**28
+"""Bytes of one rank; the longest of ours, the records of a checkpoint's tensors, has some millions."""
+
+
+def all_gather_json(value: T, axis: Axis, kind: type[T]) -> list[T]:
+    """Small values of all members, in axis order, each of type `kind`."""
+    if axis.size == 1:
+        return [value]
+    group, device = axis.group, _device(axis)
+    mine = _encoded(value).to(device)
+    with axis.during("all_gather_json"):
+        lengths = _all_gather(torch.tensor([len(mine)], device=device), group, axis.size)
+        sizes = [_checked_length(int(length), axis, rank) for rank, length in enumerate(torch.cat(lengths).tolist())]
+        padded = torch.nn.functional.pad(mine, (0, max(sizes) - len(mine)))
+        rows = _all_gather(padded, group, axis.size)
+    return [_decoded(row[:size], axis, rank, kind) for rank, (row, size) in enumerate(zip(rows, sizes, strict=True))]
+
+
+def broadcast_json(value: T | None, axis: Axis, kind: type[T], source: int = 0) -> T:
+    """The small value of axis rank `source`, of type `kind`, on every member."""
+    if axis.size == 1:
+        assert value is not None
+        return value
+    group, device, sends = axis.group, _device(axis), axis.rank == source
+    message = _encoded(value).to(device) if sends else torch.empty(0, dtype=torch.uint8, device=device)
+    with axis.during("broadcast_json"):
+        length = torch.tensor([len(message)], device=device)
+        dist.broadcast(length, axis.ranks[source], group)
+        size = _checked_length(int(length.item()), axis, source)
+        received = message if sends else message.new_empty(size)
+        dist.broadcast(received, axis.ranks[source], group)
+    return _decoded(received, axis, source, kind)
+
+
+def _all_gather(tensor: torch.Tensor, group: dist.ProcessGroup, size: int) -> list[torch.Tensor]:
+    gathered = [torch.empty_like(tensor) for _ in range(size)]
+    dist.all_gather(gathered, tensor, group)
+    return gathered
+
+
+def _device(axis: Axis) -> torch.device:
+    """Where the group takes tensors: on the host if it can."""
+    if "cpu:" in dist.get_backend_config(axis.group):
+        return torch.device("cpu")
+    accelerator = torch.accelerator.current_accelerator()
+    assert accelerator is not None
+    return torch.device(accelerator.type, torch.accelerator.current_device_index())
+
+
+def _encoded(value: Any) -> torch.Tensor:
+    text = json.dumps(plain(value), separators=(",", ":")).encode("ascii")
+    assert len(text) <= LARGEST_MESSAGE, f"a message of {len(text)} bytes"
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
+
+
+def _decoded(message: torch.Tensor, axis: Axis, rank: int, kind: type[T]) -> T:
+    try:
+        return typed(kind, json.loads(message.cpu().numpy().tobytes()))
+    except (ValueError, RecursionError) as error:  # of text, of JSON, or of a type
+        raise _refusal(axis, rank, str(error)) from None
+
+
+def _checked_length(length: int, axis: Axis, rank: int) -> int:
+    if not 0 < length <= LARGEST_MESSAGE:
+        raise _refusal(axis, rank, f"a length of {length} bytes")
+    return length
+
+
+def _refusal(axis: Axis, rank: int, reason: str) -> PeerLostError:
+    reason = " ".join(reason.split())[:200]
+    return PeerLostError(
+        f"rank {axis.ranks[rank]} sent something that is no message of this program ({reason}). All ranks must run the "
+        "same version, and no other process may reach their ports (docs/parallelism.md)"
+    )
