@@ -31,5 +31,6 @@ _LAZY = {
 
 def __getattr__(name: str) -> Any:
     if name in _LAZY:
+        import_module("megatron.utils.process").wait_passively()  # before torch is imported
         return getattr(import_module(_LAZY[name]), name)
     raise AttributeError(f"module 'megatron' has no attribute '{name}'")

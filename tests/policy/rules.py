@@ -30,8 +30,11 @@ ABOVE_THE_PACKAGE = {"tools", "tests", "benchmarks", "examples", "pretrain_gpt"}
 ABOVE_IN_ORDER = ("benchmarks", "tools", "tests")
 # The launcher's variables, and which compiler builds the kernels.
 ENVIRONMENT_READERS = ("megatron/distributed/launch.py", "csrc/build.py")
-# A closed list: libraries that listen to nothing but a variable, set for one child process. Nothing of ours reads it.
-ENVIRONMENT_WRITERS = {"megatron/preprocess/pool.py": "TOKENIZERS_PARALLELISM"}
+# A closed list: libraries that listen to nothing but a variable, set for this process. Nothing of ours reads it.
+ENVIRONMENT_WRITERS = {
+    "megatron/preprocess/pool.py": "TOKENIZERS_PARALLELISM",
+    "megatron/utils/process.py": "OMP_WAIT_POLICY",
+}
 PICKLES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "shelve", "marshal", "joblib"}
 OBJECT_COLLECTIVES = re.compile(r"\w*(_object|_object_list|_object_to_tensor|_tensor_to_object)|rpc_(a?sync)|init_rpc")
 YAML_LOADERS = {"load", "load_all", "unsafe_load", "unsafe_load_all", "full_load", "full_load_all"}
@@ -188,12 +191,11 @@ def environment_reads(source: str, path: str) -> list[str]:
         return []
     found = []
     tree = ast.parse(source)
-    written = [target for node in ast.walk(tree) if isinstance(node, ast.Assign) for target in node.targets]
     allowed = {
-        id(target.value)
-        for target in written
-        if isinstance(target, ast.Subscript) and isinstance(target.slice, ast.Constant)
-        if target.slice.value == ENVIRONMENT_WRITERS.get(path, "")
+        id(environment)
+        for node in ast.walk(tree)
+        for environment, variable in variables_set(node)
+        if isinstance(variable, ast.Constant) and variable.value == ENVIRONMENT_WRITERS.get(path)
     }
     for node in ast.walk(tree):
         name = dotted(node) if isinstance(node, ast.Attribute) and id(node) not in allowed else ""
@@ -203,6 +205,17 @@ def environment_reads(source: str, path: str) -> list[str]:
             names = {alias.name for alias in node.names} & {"environ", "environb", "getenv", "putenv"}
             found += [f"{path}:{node.lineno}: from os import {name}" for name in sorted(names)]
     return found
+
+
+def variables_set(node: ast.AST) -> Iterator[tuple[ast.AST, ast.AST]]:
+    """`os.environ` and the name, of `os.environ[name] = value` and of a bare `os.environ.setdefault(name, value)`."""
+    for target in node.targets if isinstance(node, ast.Assign) else []:
+        if isinstance(target, ast.Subscript):
+            yield target.value, target.slice
+    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+        called = node.value.func
+        if isinstance(called, ast.Attribute) and called.attr == "setdefault":
+            yield called.value, node.value.args[0]
 
 
 def unsafe_loading(source: str, path: str) -> list[str]:
