@@ -113,3 +113,9 @@ class InterruptError(MegatronError):
     """The user pressed Ctrl-C (SIGINT)."""
 
     exit_code = 130
+
+
+class TerminatedError(MegatronError):
+    """SIGTERM ended a run that has no --exit-signal-handler."""
+
+    exit_code = 143

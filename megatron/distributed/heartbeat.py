@@ -16,6 +16,7 @@ from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from typing import NoReturn
 
 import torch.distributed as dist
 
@@ -29,9 +30,12 @@ from megatron.distributed.failure_detection import (
     why_lost,
 )
 from megatron.distributed.launch import LaunchInfo
-from megatron.errors import HangError, MegatronError, PeerLostError
+from megatron.errors import HangError, MegatronError, PeerLostError, TerminatedError
 
 _INTERVAL = 1.0
+_LOCK_HELD_AT_MOST = 4.0  # seconds that a signal waits for the store; a look at the ranks takes milliseconds
+_ERRORS: dict[str, type[MegatronError]] = {"hang": HangError, "lost": PeerLostError, "terminated": TerminatedError}
+"""By the first word of an announcement."""
 _WAY_OUT = "Start again with --load to go on from the last checkpoint"
 
 Where = Callable[[], tuple[int, str]]
@@ -88,8 +92,9 @@ class Heartbeat:
             time.sleep(0.2)
 
     def asked_to_end(self) -> None:
-        """Called on SIGTERM. The launcher sends it when a rank of this machine has died, which is then the cause."""
-        if self._store_lock.acquire(timeout=1.0):
+        """Called on SIGTERM; ends the process. The launcher sends it when a rank of this machine has died, which is
+        then the cause."""
+        if self._store_lock.acquire(timeout=_LOCK_HELD_AT_MOST):
             with suppress(RuntimeError):
                 self._read_announcement()
                 first = self._info.rank - self._info.local_rank
@@ -97,8 +102,8 @@ class Heartbeat:
                     status = self._read(rank) if rank != self._info.rank else None
                     if status is not None:
                         self._check(status)
-            self._store_lock.release()
-        self.fail("ended by SIGTERM")
+                self._announce(f"terminated {by_sigterm(self._where())}")
+        self._end(f"terminated {by_sigterm(self._where())}", prints=True)  # the store does not answer
 
     # ---- this rank
 
@@ -210,9 +215,9 @@ class Heartbeat:
         if self._store.check(["announced"]):
             self._end(self._store.get("announced").decode().partition(" ")[2], prints=False)
 
-    def _end(self, announced: str, *, prints: bool) -> None:
+    def _end(self, announced: str, *, prints: bool) -> NoReturn:
         kind, _, text = announced.partition(" ")
-        error = HangError(f"{text}. {_WAY_OUT}") if kind == "hang" else PeerLostError(f"{text}. {_WAY_OUT}")
+        error = _ERRORS[kind](text if kind == "terminated" else f"{text}. {_WAY_OUT}")
         with self._ending:  # never released: the first thread ends the process
             self._on_end(error, prints)
             self._keep_store_alive()
@@ -238,6 +243,15 @@ class Heartbeat:
                 name, where = f"{host.name}", f"; it was last seen in {host}{self._own_place()}"
             if found is not None:
                 self._end(f"lost {name} {found}{where}", prints=True)
+
+
+def by_sigterm(where: tuple[int, str]) -> str:
+    """The message of a run that SIGTERM ends, given its step and phase."""
+    step, phase = where
+    return (
+        f"ended by SIGTERM at step {step}{f' ({phase})' if phase else ''}; start again with --load to go on from the "
+        "last checkpoint. --exit-signal-handler saves first"
+    )
 
 
 def _own_pid_namespace() -> str:

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
-_AT_MOST = 5.0  # seconds for the action
+_AT_MOST = 10.0  # seconds for the action
 _EXIT_CODE = 128 + signal.SIGTERM
 
 

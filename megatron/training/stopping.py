@@ -19,12 +19,15 @@ class SignalFlag:
     """Notes that a signal came; the loop looks at it between two steps.
 
     A second Ctrl-C ends the process at once. A signal that is ignored (a job in a script's background) stays ignored.
+    What listens to signals in another thread (`on_sigterm`) does not hear them meanwhile.
     """
 
     def __init__(self, signals: tuple[signal.Signals, ...]) -> None:
         self.received: int = 0
         wanted = [number for number in signals if signal.getsignal(number) is not signal.SIG_IGN]
         self._previous = {number: signal.signal(number, self._remember) for number in wanted}
+        # Last here and first in `restore`: a signal in between is heard twice and ends the run; it is never lost.
+        self._listener = signal.set_wakeup_fd(-1)
 
     def _remember(self, number: int, _frame: FrameType | None) -> None:
         self.received = number
@@ -32,6 +35,7 @@ class SignalFlag:
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def restore(self) -> None:
+        signal.set_wakeup_fd(self._listener, warn_on_full_buffer=False)
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 
-from megatron.distributed.heartbeat import Heartbeat
+from megatron.distributed.heartbeat import Heartbeat, by_sigterm
 from megatron.distributed.sigterm import on_sigterm
 from megatron.engine import Engine
-from megatron.errors import MegatronError, PeerLostError
+from megatron.errors import MegatronError, PeerLostError, TerminatedError
 from megatron.training.assemble import Parts
 from megatron.training.exit import ExitRecord, as_megatron_error
 from megatron.training.initialize import Run
@@ -31,24 +31,26 @@ class Position:
 
 @contextmanager
 def watched(run: Run, record: ExitRecord) -> Iterator[Position]:
-    """Wraps the work of a rank in its heartbeat, if there are several ranks and a --heartbeat-timeout-seconds."""
+    """Wraps the work of a rank: SIGTERM ends it with a line and a record, and so does the loss of another rank if there
+    is a --heartbeat-timeout-seconds."""
     position, patience = Position(), run.config.runtime.heartbeat_timeout_seconds
-    if run.launch.world_size == 1 or not patience:
-        yield position
-        return
 
     def end(error: MegatronError, speaks: bool) -> None:
         record.failed(error)
         if speaks:
-            print(f"error (rank {run.launch.rank}): {error}", file=sys.stderr)
+            where = f" (rank {run.launch.rank})" if run.launch.world_size > 1 else ""
+            print(f"error{where}: {error}", file=sys.stderr)
         sys.stdout.flush()
         sys.stderr.flush()
 
+    # With --exit-signal-handler the loop takes the signal over, from its first step to its last.
+    if run.launch.world_size == 1 or not patience:
+        with on_sigterm(lambda: end(TerminatedError(by_sigterm(position())), True)):
+            yield position
+        return
     heartbeat = Heartbeat(run.launch, run.parallel.comm_log, position, end, patience=patience)
     heartbeat.start()
-    # With --exit-signal-handler SIGTERM asks for a stop after the step, and the heartbeat goes on.
-    last = nullcontext() if run.config.training.exit_signal_handler else on_sigterm(heartbeat.asked_to_end)
-    with last:
+    with on_sigterm(heartbeat.asked_to_end):
         try:
             yield position
         except BaseException as error:

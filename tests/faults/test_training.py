@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import time
@@ -19,7 +20,7 @@ BOUND = 60.0  # seconds on a loaded machine; what these tests guard against is a
 
 # A pretrain script whose rank 1 misbehaves in its 7th micro-batch, as its first argument says.
 SCRIPT = f"""
-import os, signal, sys
+import os, signal, sys, time
 sys.path.insert(0, {str(REPOSITORY)!r})
 import pretrain_gpt
 from megatron import pretrain
@@ -37,9 +38,17 @@ def forward_step(model, batch):
             raise DataError("planted data error")
         if how == "nan":
             loss = loss * float("nan")
-        if how == "kill":
+        if how.startswith("kill"):
             os.kill(os.getpid(), signal.SIGKILL)
     return loss, count
+
+if how == "kill, seen late":  # the launcher's SIGTERM comes a tenth of a second after the kill, and before the look
+    from megatron.distributed.heartbeat import Heartbeat
+    look = Heartbeat._check
+    def late(heartbeat, status):
+        time.sleep(0.7)
+        look(heartbeat, status)
+    Heartbeat._check = late
 
 pretrain(pretrain_gpt.datasets_provider, pretrain_gpt.model_provider, forward_step)
 """
@@ -58,6 +67,7 @@ FAULTS = {
     "data": ("error (rank 1): planted data error", "DataError", 11),
     "nan": ("error: iteration 4: the loss is nan (rank 1: samples ", "NonFiniteError", 14),
     "kill": ("", "PeerLostError", 17),
+    "kill, seen late": ("", "PeerLostError", 17),
 }
 
 
@@ -70,6 +80,7 @@ def test_a_rank_that_fails_ends_the_run(tmp_path: Path, script: Path, how: str) 
     assert time.monotonic() - started < BOUND
     assert done.returncode != 0
     message, reason, code = FAULTS[how]
+    assert (save / "exit_reason.json").exists(), done.stdout + done.stderr
     record = json.loads((save / "exit_reason.json").read_text())
     assert (record["reason"], record["exit_code"]) == (reason, code)
     if message:
@@ -189,12 +200,25 @@ def test_a_second_ctrl_c_does_not_wait_for_the_end_of_the_step(tmp_path: Path) -
     assert not list(tmp_path.glob("iter_*"))
 
 
-def test_sigterm_without_the_handler_has_the_documented_code() -> None:
-    process = _training(flags(train_iters=10**6, num_workers=1), 2)
+@pytest.mark.parametrize(
+    ("to", "patience"),
+    [("the only rank", 20.0), ("worker 0", 20.0), ("worker 1", 20.0), ("launcher", 20.0), ("worker 1", 0.0)],
+)
+def test_sigterm_without_the_handler_is_said_once_and_recorded(to: str, patience: float, tmp_path: Path) -> None:
+    """Without heartbeats, by every rank that gets the signal."""
+    ranks = 1 if to == "the only rank" else 2
+    settings = {"num_workers": 1, "save": tmp_path, "save_interval": 10**6, "heartbeat_timeout_seconds": patience}
+    process = _training(flags(train_iters=10**6, **settings), ranks)
     _wait_for(" iteration        3/", process)
-    os.kill(_workers_of(process.pid)[1], signal.SIGTERM)
+    os.kill(_workers_of(process.pid)[int(to[-1])] if to.startswith("worker") else process.pid, signal.SIGTERM)
     _, err = process.communicate(timeout=BOUND)
-    assert process.returncode == 1 and "exitcode  : 143" in err, err
+    said, *more = [line for line in err.splitlines() if line.startswith("error")]
+    assert re.search(r"ended by SIGTERM at step \d+( \(.*\))?; start again with --load .* --exit-signal-handler", said)
+    assert not (patience and more), err
+    assert process.returncode == (143 if ranks == 1 else 1), err
+    assert not to.startswith("worker") or "exitcode  : 143" in err, err
+    record = json.loads((tmp_path / "exit_reason.json").read_text())
+    assert (record["reason"], record["exit_code"]) == ("TerminatedError", 143) and not list(tmp_path.glob("iter_*"))
 
 
 def _training(argv: list[str], ranks: int, script: Path = REPOSITORY / "pretrain_gpt.py") -> subprocess.Popen[str]:
