@@ -115,6 +115,15 @@ def data_sources(data: DataConfig) -> DataSources:
     return DataSources(False, blends, shares)
 
 
+def given_sets(data: DataConfig) -> tuple[bool, bool, bool]:
+    """Whether the settings give a training, a validation and a test set. Without any, a script brings its own."""
+    sources = data_sources(data)
+    if data.mock_data or sources.cut:
+        return (sources.shares[0] > 0, sources.shares[1] > 0, sources.shares[2] > 0)
+    train, valid, test = (blend is not None for blend in sources.blends)
+    return (train, valid, test) if train or valid or test else (True, True, True)
+
+
 def _read_blend(path: str) -> Blend:
     """A file with the words of --data-path, on any number of lines."""
     flag = f"--data-args-path {path}"

@@ -16,7 +16,7 @@ def _like(pattern: str, but: tuple[str, ...] = ()) -> tuple[str, ...]:
     return tuple(name for name in fnmatch.filter(working, pattern) if name not in but)
 
 
-_OF_DATA_FILES = ("split", "split_rule", "max_epochs", "mmap_bin_files", "data_cache_path")
+_OF_DATA_FILES = ("split_rule", "max_epochs", "mmap_bin_files", "data_cache_path")
 
 
 def _only_experts_of_own_width(config: RunConfig) -> bool:
@@ -29,7 +29,8 @@ def _has_validation_data(config: RunConfig) -> bool:
     data = config.data
     if data.train_data_path is not None:
         return data.valid_data_path is not None
-    return data.mock_data or (data.data_path or data.data_args_path) is None or parse_split(data.split)[1] > 0
+    splits = data.mock_data or (data.data_path or data.data_args_path) is not None
+    return not splits or parse_split(data.split)[1] > 0
 
 
 # (condition for the message, whether it holds, settings that have no effect without it)
@@ -112,6 +113,11 @@ _NEEDS: tuple[tuple[str, Callable[[RunConfig], bool], tuple[str, ...]], ...] = (
     ("--dataloader-type cyclic", lambda c: c.data.dataloader_type == "cyclic", ("data_sharding",)),
     ("data files", lambda c: not c.data.mock_data, _OF_DATA_FILES),
     (
+        "data files, or a share of 0",
+        lambda c: not c.data.mock_data or not all(parse_split(c.data.split)),
+        ("split",),
+    ),
+    (
         "--tokenizer-type TikTokenizer",
         lambda c: c.tokenizer.tokenizer_type == "TikTokenizer",
         ("tiktoken_num_special_tokens",),
@@ -124,7 +130,11 @@ _NEEDS: tuple[tuple[str, Callable[[RunConfig], bool], tuple[str, ...]], ...] = (
     ),
     ("--timing-log-level 1 or 2", lambda c: c.logging.timing_log_level > 0, ("timing_log_option",)),
     ("--manual-gc", lambda c: c.training.manual_gc, ("manual_gc_interval", "manual_gc_eval")),
-    ("--save", lambda c: c.checkpoint.save is not None, ("save_interval", "save_optim", "save_rng")),
+    (
+        "--save",
+        lambda c: c.checkpoint.save is not None,
+        ("save_interval", "save_retain_interval", "save_optim", "save_rng"),
+    ),
     (
         "--load",
         lambda c: c.checkpoint.load is not None,

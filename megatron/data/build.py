@@ -96,12 +96,13 @@ def build_train_valid_test(
 def _mock(
     config: DataConfig, num_samples: Sequence[int | None], seed: int, vocab_size: int | None, eod_id: int | None
 ) -> Datasets:
-    if any(data_sources(config).blends):
+    sources = data_sources(config)
+    if any(sources.blends):
         raise ConfigError("--mock-data and a data path are both given; choose one")
 
     def dataset(split: int) -> MockDataset | None:
         wanted = num_samples[split]
-        if not wanted:
+        if not wanted or not sources.shares[split]:
             return None
         return MockDataset(
             size=wanted, seq_length=config.seq_length, vocab_size=vocab_size, seed=seed, split=split, eod_id=eod_id

@@ -87,8 +87,6 @@ def assemble(
         checkpoints = RunCheckpoints(run, engine, built.specs, schedule, data.remembered, history)
         if config.checkpoint.load:
             checkpoints.load(progress, resume_point)
-        if not config.training.skip_train:
-            checkpoints.warn_of_other_steps()
         hooks = [*build_hooks(run, engine, built.specs, progress), *hooks]
         for hook in hooks:
             closing.callback(hook.on_end)
@@ -98,6 +96,8 @@ def assemble(
         if isinstance(engine, Engine) and schedule is not None:
             done, consumed = progress.iteration, progress.consumed_train_samples
             ended = run.batch_plan.is_finished(done, consumed)
+            if not ended:
+                checkpoints.warn_before_training()
             train_batches = iter(()) if ended else data.batches.train(data.datasets.train, consumed)
             trainer = Trainer(run, engine, schedule, train_batches, progress, evaluator, checkpoints, hooks)
             closing.callback(trainer.stop.close)

@@ -89,10 +89,13 @@ class RunCheckpoints:
                 f"({info.bytes_written / 1e6:.1f} MB in {info.seconds:.2f} s)"
             )
 
-    def warn_of_other_steps(self) -> None:
-        """Says, before a long training, what its first save will do to the steps of another run."""
+    def warn_before_training(self) -> None:
+        """Says, before a long training, that nothing of it will be kept, or what its first save will do to the steps of
+        another run."""
         save = self.run.config.checkpoint.save
-        if save is not None and self.run.log.main and (warning := warning_before_training(Path(save), self.history)):
+        if save is None:
+            self.run.log.info("no --save: the weights are lost when this run ends; --save DIR keeps them")
+        elif self.run.log.main and (warning := warning_before_training(Path(save), self.history)):
             self.run.log.warn(warning)
 
     def load(self, progress: Progress, resume_point: ResumePoint) -> None:

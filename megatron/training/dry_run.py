@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
-from megatron.config import RunConfig
+from megatron.config import CheckpointConfig, RunConfig
+from megatron.config.blend import given_sets
 from megatron.config.stages import stage_layers
 from megatron.data.splits import sample_counts
 from megatron.layout import Layout
@@ -30,13 +31,14 @@ def render_plan(run: Run, model_provider: Callable[[Run], nn.Module]) -> str:
     held = max(by_stage)
     split = layout.size("model") > 1 or layout.ep > 1
     tokens = plan.train_samples * config.data.seq_length
-    train, valid, test = sample_counts(
+    counts = sample_counts(
         train_iters=plan.total_iterations,
         train_samples=plan.train_samples,
         eval_interval=config.evaluation.eval_interval,
         eval_iters=config.evaluation.eval_iters,
         global_batch_size=plan.evaluation_batch_size,
     )
+    train, valid, test = (count if given else 0 for count, given in zip(counts, given_sets(config.data)))
     rows = [
         ("ranks", f"{run.launch.world_size} (data parallel {plan.dp})"),
         *_groups(layout),
@@ -58,6 +60,7 @@ def render_plan(run: Run, model_provider: Callable[[Run], nn.Module]) -> str:
         ("iterations", f"{plan.total_iterations}"),
         ("samples", f"{train} train, {valid} validation, {test} test"),
         ("tokens", f"{tokens}"),
+        ("checkpoints", _checkpoints(config.checkpoint)),
         *_compute(run, model, tokens),
         (
             "memory per rank",
@@ -66,6 +69,13 @@ def render_plan(run: Run, model_provider: Callable[[Run], nn.Module]) -> str:
     ]
     width = max(len(name) for name, _ in rows)
     return "\n".join(["dry run: all settings are valid", *(f"  {name:<{width}}  {text}" for name, text in rows)])
+
+
+def _checkpoints(settings: CheckpointConfig) -> str:
+    if settings.save is None:
+        return "none (no --save): the weights are lost when the run ends"
+    often = "" if settings.save_interval is None else f"every {settings.save_interval} iterations and "
+    return f"{often}at the end, in {settings.save}"
 
 
 def _groups(layout: Layout) -> list[tuple[str, str]]:

@@ -25,6 +25,7 @@ class StopReason:
     kind: str  # "done", "dry_run", "exit_interval", "exit_duration", "signal", "paused", or an error's class
     text: str
     exit_code: int = 0
+    warning: str = ""  # what a planned end must not hide
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,14 @@ class ExitRecord:
     def _write(self, reason: StopReason, **details: int) -> None:
         if self.directory is None:
             return
-        record = {"reason": reason.kind, "text": reason.text, "exit_code": reason.exit_code, **details}
+        record: dict[str, str | int] = {
+            "reason": reason.kind,
+            "text": reason.text,
+            "exit_code": reason.exit_code,
+            **details,
+        }
+        if reason.warning:
+            record["warning"] = reason.warning
         try:
             write_atomically(self.directory / FILE, [f"{json.dumps(record)}\n".encode()], sync=False)
         except OSError as error:

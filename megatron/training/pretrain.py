@@ -71,6 +71,8 @@ def train_and_evaluate(run: Run, parts: Parts) -> StopReason:
     else:
         reason = parts.trainer.fit()
     run.log.info(f"stopped at iteration {progress.iteration}: {reason.text}")
+    if reason.warning:
+        run.log.warn(reason.warning)
     if reason.kind == "done":
         where = f"iteration {progress.iteration}"
         parts.evaluator.valid(progress, f"{where} on validation set")

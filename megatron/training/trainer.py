@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 
 from megatron.engine import Engine, StepResult
@@ -88,8 +89,9 @@ class Trainer:
                 self.checkpoints.save(self.progress)
         self.engine.settle()
         if self.finished:
-            return StopReason("done", "all iterations are done")
-        return reason or StopReason("paused", f"{iterations} iterations were asked for")
+            reason = StopReason("done", "all iterations are done")
+        reason = reason or StopReason("paused", f"{iterations} iterations were asked for")
+        return replace(reason, warning=self.reports.skipped.of_the_run())
 
     def iterate(self, count: int = 1) -> StepResult | None:
         """So many iterations, and what the last step did; for those who look on step by step."""

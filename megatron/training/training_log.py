@@ -18,6 +18,7 @@ from megatron.training.log_lines import LOG_FORMS
 from megatron.training.metrics import Throughput, TrainRecord
 from megatron.training.model import model_flops
 from megatron.training.resume import Progress
+from megatron.training.skipped_steps import SkippedSteps
 from megatron.utils.device import device_name
 from megatron.utils.timers import render_times
 
@@ -43,6 +44,7 @@ class TrainingLog:
         self._last_told = time.perf_counter()
         self._since_logged: list[tuple[float, int, float, float]] = []  # loss, samples, seconds, of these for data
         self._skipped = self._not_finite = 0
+        self.skipped = SkippedSteps()
 
     def passed_over(self, iteration: Iteration) -> None:
         self._skipped += 1
@@ -53,6 +55,7 @@ class TrainingLog:
         seconds, self._last_told = now - max(iteration.started, self._last_told), now
         self._since_logged.append((result.lm_loss, result.batch_size, seconds, result.times["batch-generator"]))
         self._skipped += result.skipped
+        self.skipped.count(result.skipped, result.loss_scale)
         self._not_finite += not result.finite
         config = self._config
         is_logged = iteration.number % config.log_interval == 0
@@ -69,6 +72,8 @@ class TrainingLog:
             for hook in self._hooks:
                 hook.on_log(record)
             self._log.info(LOG_FORMS[config.log_format].train(record, datetime.now()))
+            if warning := self.skipped.since_last_asked():
+                self._log.warn(warning)
             self._log_times(result.times)
             self._since_logged.clear()
             self._skipped = self._not_finite = 0

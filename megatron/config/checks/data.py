@@ -20,7 +20,7 @@ def _given(config: RunConfig, names: tuple[str, ...]) -> list[str]:
 def check_paths_and_split(config: RunConfig) -> None:
     """The syntax of data paths and --split, and which of them exclude each other. `check_paths` looks at the files."""
     data = config.data
-    parse_split(data.split)
+    shares = parse_split(data.split)
     for name in ("data_path", *_SEPARATE):
         words = getattr(data, name)
         if words is not None:
@@ -28,6 +28,8 @@ def check_paths_and_split(config: RunConfig) -> None:
     ways = [*_given(config, _SHARED), *_given(config, _SEPARATE_FILE), *_given(config, _SEPARATE)[:1]]
     if data.mock_data and ways:
         raise ConfigError("--mock-data and data paths exclude each other; keep one of them")
+    if not shares[0] and (data.mock_data or _given(config, _SHARED)) and not config.training.skip_train:
+        raise ConfigError(f"{spelled(config, 'split')}: leaves nothing to train on; give training a share")
     if len(ways) > 1:
         first = "--" + ways[0].replace("_", "-")
         raise ConfigError(f"{first} and {spelled(config, ways[1])} exclude each other; keep one of them")
@@ -94,14 +96,19 @@ def check_tokenizer(config: RunConfig) -> None:
 
 def check_checkpoint(config: RunConfig) -> None:
     checkpoint = config.checkpoint
-    if checkpoint.save is not None and checkpoint.save_interval is None:
-        raise ConfigError(f"{spelled(config, 'save')}: how often? add --save-interval STEPS")
     if checkpoint.load is None:
         for name in ("ckpt_step", "finetune", "use_checkpoint_args", "perform_initialization"):
             if given(config, name) and getattr(checkpoint, name) != getattr(CheckpointConfig, name):
                 raise ConfigError(f"{spelled(config, name)}: there is no checkpoint to load; add --load DIR")
     retain, interval = checkpoint.save_retain_interval, checkpoint.save_interval
-    if retain is not None and (interval is None or retain % interval):
+    if checkpoint.save is None or retain is None:
+        return
+    if interval is None:
+        raise ConfigError(
+            f"{spelled(config, 'save_retain_interval')}: without --save-interval there is one checkpoint, at the end; "
+            "add --save-interval STEPS, or leave it out"
+        )
+    if retain % interval:
         raise ConfigError(
             f"{spelled(config, 'save_retain_interval')} is no multiple of {spelled(config, 'save_interval')}; "
             "checkpoints to keep must be checkpoints that are saved"

@@ -9,10 +9,10 @@ from megatron.config.flag import flag
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    save: str | None = flag(None, "Directory to save checkpoints in; needs --save-interval.")
+    save: str | None = flag(None, "Directory to save checkpoints in: at the end of the run, and every --save-interval.")
     load: str | None = flag(None, "Directory to resume from; the same as --save starts afresh while it is empty.")
     save_interval: int | None = flag(
-        None, "Steps between checkpoints.", at_least=1, aliases=("--persistent-save-interval",)
+        None, "Steps between checkpoints. Unset: one at the end.", at_least=1, aliases=("--persistent-save-interval",)
     )
     save_optim: bool = flag(True, "Leave the optimizer out of checkpoints.", off="--no-save-optim")
     save_rng: bool = flag(True, "Leave the random states out of checkpoints.", off="--no-save-rng")

@@ -38,7 +38,10 @@ class DataConfig:
     per_split_data_args_path: str | None = flag(
         None, 'JSON file {"train": [...], "valid": [...], "test": [...]}, each the words of --data-path.'
     )
-    split: str = flag("969, 30, 1", "Proportions of documents for training, validation and test.")
+    split: str = flag(
+        "969, 30, 1",
+        "Proportions of documents for training, validation and test; 0 is no such set, with --mock-data too.",
+    )
     split_rule: str = flag(
         "23.06", "Rounding of --split, as in Megatron-LM 23.06 or on main.", choices=("23.06", "main")
     )

@@ -48,8 +48,7 @@ def test_a_script_of_main_runs_and_says_what_its_flags_mean() -> None:
         "--calculate-per-token-loss",
         "--no-create-attention-mask-in-dataloader",
         "--log-throughput",
-        "--split",  # of --mock-data, as the next
-        "--no-mmap-bin-files",
+        "--no-mmap-bin-files",  # of --mock-data
     }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -251,3 +252,21 @@ def test_fill_in_the_middle_without_its_tokens(text_corpus: dict[str, Any], corp
         make_parts(flags(**corpus, fim_data=True))
     with pytest.raises(ConfigError, match="--fim-split-sample TOKEN and --fim-fragment-rate RATE go together"):
         make_parts(flags(**text_corpus, fim_data=True, fim_split_sample="<file>"))
+
+
+@pytest.mark.parametrize(
+    ("split", "sets"), [("99,1,0", "valid"), ("9,0,1", "test"), ("1,0,0", ""), (None, "valid test")]
+)
+def test_mock_data_has_the_sets_that_the_split_gives_a_share(
+    capsys: pytest.CaptureFixture[str], split: str | None, sets: str
+) -> None:
+    assert pretrain_here(flags(split=split, eval_iters=1, train_iters=1, cpu_threads=1)) == 0
+    said = capsys.readouterr().out
+    evaluated = [name for name in ("validation", "test") if f" on {name} set" in said]
+    assert [name[:5] for name in evaluated] == sets.split()
+    assert ("--split" in said) is False
+    assert pretrain_here(flags(split=split, eval_iters=1, train_iters=1, cpu_threads=1, dry_run=True)) == 0
+    (planned,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  samples ")]
+    assert [bool(int(n)) for n in re.findall(r"(\d+) (?:validation|test)", planned)] == [
+        name in evaluated for name in ("validation", "test")
+    ]

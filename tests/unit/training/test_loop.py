@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,9 @@ import torch
 from megatron.errors import ConfigError, DataError, NonFiniteError
 from megatron.training.exit import ExitRecord, StopReason
 from megatron.training.hooks import Hook
+from megatron.training.skipped_steps import SkippedSteps
 from megatron.training.stopping import SignalFlag
-from tests.helpers.runs import Recorder, flags, make_parts, train_here
+from tests.helpers.runs import Recorder, flags, make_parts, pretrain_here, train_here
 
 
 def poison(parts: Any, at: int, value: float) -> None:
@@ -80,6 +82,95 @@ def test_ctrl_c_is_heard_twice_and_one_that_is_ignored_never() -> None:
 def test_saves_at_the_interval_and_at_the_end(tmp_path: Path) -> None:
     train_here(flags(save=tmp_path, save_interval=4))
     assert sorted(p.name for p in tmp_path.glob("iter_*")) == ["iter_0000004", "iter_0000006"]
+
+
+def tree(folder: Path) -> dict[str, tuple[int, int]]:
+    """When which file was written, of all that belongs to checkpoints."""
+    files = [path for path in folder.rglob("*") if path.is_file() and path.name not in (".lock", "exit_reason.json")]
+    return {str(path.relative_to(folder)): (path.stat().st_mtime_ns, path.stat().st_ino) for path in files}
+
+
+def test_without_an_interval_there_is_one_save_at_the_end_and_a_restart_writes_it_once(tmp_path: Path) -> None:
+    again = flags(save=tmp_path, load=tmp_path, cpu_threads=1)
+    assert pretrain_here(again) == 0
+    assert [p.name for p in tmp_path.glob("*iter_*")] == ["iter_0000006"]
+    written = tree(tmp_path)
+    assert pretrain_here(again) == 0 and tree(tmp_path) == written
+    assert pretrain_here(flags(save=tmp_path, load=tmp_path, train_iters=8, lr_decay_iters=6, cpu_threads=1)) == 0
+    assert sorted(p.name for p in tmp_path.glob("*iter_*")) == ["iter_0000006", "iter_0000008"]
+    after = tree(tmp_path)
+    assert {name: after[name] for name in written if "iter_0000006" in name} == {
+        name: place for name, place in written.items() if "iter_0000006" in name
+    }
+
+
+def test_an_end_ahead_of_time_saves_without_an_interval_too(tmp_path: Path) -> None:
+    train_here(flags(save=tmp_path, exit_interval=4))
+    assert [p.name for p in tmp_path.glob("iter_*")] == ["iter_0000004"]
+
+
+def test_without_a_place_to_save_it_is_said_before_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def told(**changes: Any) -> bool:
+        make_parts(flags(**changes))[1].closing.close()
+        return "no --save: the weights are lost" in capsys.readouterr().out
+
+    assert told()
+    assert not told(save=tmp_path) and not told(skip_train=True)
+    train_here(flags(save=tmp_path))
+    assert not told(load=tmp_path), "this run has ended, and trains nothing"
+
+
+ALL = "8 of 8 steps were skipped.*: nothing was learnt"
+FP16 = {"fp16": True, "train_iters": 8, "eval_iters": 0, "cpu_threads": 1}
+
+
+@pytest.mark.parametrize(
+    ("changes", "skipped"),
+    [
+        ({"initial_loss_scale": 2.0**60, "hysteresis": 1}, ALL),
+        (
+            {"loss_scale": 2.0**60, "no_check_for_nan_in_loss_and_grad": True},
+            ALL,
+        ),
+        ({"initial_loss_scale": 256.0}, None),
+    ],
+)
+def test_a_run_that_skipped_its_steps_says_so_at_its_end(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, Any], skipped: str | None
+) -> None:
+    assert pretrain_here(flags(**FP16, save=tmp_path, **changes)) == 0
+    told = re.findall(r"warning: (.*steps were skipped.*)", capsys.readouterr().out)
+    record = json.loads((tmp_path / "exit_reason.json").read_text())
+    assert (record["reason"], record["text"]) == ("done", "all iterations are done")
+    assert told == ([record["warning"]] if skipped else []) and ("warning" in record) is bool(skipped)
+    assert skipped is None or re.search(skipped, told[0])
+
+
+def counted(skipped: SkippedSteps, pattern: str, interval: int = 20) -> list[bool]:
+    """One letter a step, x for a skipped one. Returns whether each log line had a warning."""
+    told = []
+    for number, letter in enumerate(pattern, 1):
+        skipped.count(letter == "x", loss_scale=2.0)
+        if number % interval == 0:
+            told.append(bool(skipped.since_last_asked()))
+    return told
+
+
+@pytest.mark.parametrize(
+    ("pattern", "told", "at_the_end"),
+    [
+        ("x" * 32 + "." * 368, [False] * 20, False),  # the search for the first scale, 8 % of the steps
+        ("x" * 32 + "." * 200, [False] * 11, True),  # 14 %
+        ("." * 60 + "x" * 40, [False] * 3 + [True, False], True),  # said once for a streak
+        ("." * 60 + "x.." * 20 + "." * 40 + "x" * 20, [False] * 3 + [True, False, False, False, False, True], True),
+        (("." * 19 + "x") * 10, [False] * 10, False),  # 5 %: doublings that were too much
+        ("x" * 60, [False, False, True], True),
+    ],
+)
+def test_many_skipped_steps_are_told_in_the_log(pattern: str, told: list[bool], at_the_end: bool) -> None:
+    skipped = SkippedSteps()
+    assert counted(skipped, pattern) == told
+    assert bool(skipped.of_the_run()) is at_the_end
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,50 @@
+"""Counts the steps that were skipped for an overflow.
+
+A few are how a dynamic loss scale is found, many are no training.
+"""
+
+from __future__ import annotations
+
+SHARE = 0.1
+"""Of the steps: fewer skipped ones are not worth a warning."""
+SEARCH = 50
+"""Steps in which a dynamic scale may still come down from its first value; 2**32 is halved 32 times at most."""
+
+
+class SkippedSteps:
+    """Those of this launch; the data that --iterations-to-skip passes over has no steps."""
+
+    def __init__(self) -> None:
+        self._steps = self._skipped = 0
+        self._steps_told = self._skipped_told = 0
+        self._told = False  # a line for the first of several bad intervals in a row
+        self._scale = 1.0
+
+    def count(self, skipped: bool, loss_scale: float) -> None:
+        self._steps += 1
+        self._skipped += skipped
+        self._scale = loss_scale
+
+    def since_last_asked(self) -> str:
+        """The warning about the steps since the last call, if one is due."""
+        steps, skipped = self._steps - self._steps_told, self._skipped - self._skipped_told
+        self._steps_told, self._skipped_told = self._steps, self._skipped
+        many = self._steps > SEARCH and _many(skipped, steps)
+        due, self._told = many and not self._told, many
+        return f"{self._line(skipped, steps)} since the last line" if due else ""
+
+    def of_the_run(self) -> str:
+        if not _many(self._skipped, self._steps):
+            return ""
+        line = self._line(self._skipped, self._steps)
+        return f"{line}: nothing was learnt" if self._skipped == self._steps else line
+
+    def _line(self, skipped: int, steps: int) -> str:
+        return (
+            f"{skipped} of {steps} steps were skipped, because their gradients were not finite (loss scale now "
+            f"{self._scale:g}; --initial-loss-scale, --lr and --bf16 are what changes that)"
+        )
+
+
+def _many(skipped: int, steps: int) -> bool:
+    return skipped > 0 and skipped >= SHARE * steps
