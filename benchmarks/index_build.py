@@ -196,7 +196,7 @@ def start_up(prefix: Path, cache: Path, seq: int) -> dict[str, float]:
     """One start in parts, in this process."""
     clock = Clock()
     with clock("import of megatron.data"):
-        from megatron.data.cache import IndexCache
+        from megatron.data.cache import CachePlace, IndexCache
         from megatron.data.gpt_dataset import GPTDataset
         from megatron.data.indexed.dataset import IndexedDataset
     with clock("open, every entry checked"):
@@ -206,7 +206,7 @@ def start_up(prefix: Path, cache: Path, seq: int) -> dict[str, float]:
     warm = cache.exists()
     with clock("index read from the cache" if warm else "index built and cached"):
         whole: dict[str, Any] = {"first": 0, "last": len(data), "num_samples": None, "seq_length": seq, "seed": SEED}
-        dataset = GPTDataset(data, **whole, cache=IndexCache(cache), fingerprint=fingerprint)
+        dataset = GPTDataset(data, **whole, cache=IndexCache(CachePlace(cache)), fingerprint=fingerprint)
     with clock("first sample"):
         dataset[0]
     return {**clock.parts, "all": sum(clock.parts.values())}

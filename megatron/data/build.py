@@ -15,7 +15,7 @@ import numpy as np
 
 from megatron.config.blend import SPLITS, Blend, data_sources
 from megatron.data.blended import BlendedDataset, TokenDataset, part_samples, shares_of
-from megatron.data.cache import IndexCache, cache_directory, remove_leftovers
+from megatron.data.cache import CachePlace, IndexCache, remove_leftovers
 from megatron.data.fim import FillInTheMiddle, FIMDataset, TextTokenizer
 from megatron.data.gpt_dataset import GPTDataset
 from megatron.data.index_builders import Builders, epochs_needed
@@ -264,12 +264,11 @@ class _Builder:
         return dataset
 
     def _cache(self, prefix: str) -> IndexCache:
-        asked = self.config.data_cache_path
-        directory = cache_directory(asked, prefix)
-        if directory not in self.tidied:
-            self.tidied.add(directory)
-            remove_leftovers(directory)
-        return IndexCache(directory, required=asked is not None)
+        place = CachePlace.of(self.config.data_cache_path, prefix)
+        if place.directory not in self.tidied:
+            self.tidied.add(place.directory)
+            remove_leftovers(place.directory)
+        return IndexCache(place)
 
     def _single(self, name: str, part: SourceSlice, wanted: int | None) -> TokenDataset | None:
         dataset = self._dataset(part, wanted)

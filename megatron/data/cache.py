@@ -11,11 +11,13 @@ import io
 import json
 import os
 import re
+import stat
 import tempfile
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from tokenize import TokenError
 from typing import Any, Literal
@@ -36,29 +38,58 @@ _ATTEMPTS = 3  # at storing an entry while its directory is being deleted
 Arrays = dict[str, np.ndarray]
 
 
+@dataclass(frozen=True)
+class CachePlace:
+    """Where indices are stored, and whose are read."""
+
+    directory: Path
+    required: bool = False
+    """The user named this directory: failing to write there is an error, not a note."""
+    shared: Path | None = None
+    """Another directory, which is read but not written."""
+    trusted: frozenset[int] | None = None
+    """The users whose entries are read; None: everybody's. Whoever writes an index decides which tokens a run sees."""
+
+    @staticmethod
+    def of(asked: str | None, prefix: str) -> CachePlace:
+        """The place for the indices of this data: the user's own choice, which is trusted, else beside the data, else
+        a temporary one. Beside data of another user everybody has a directory of his own."""
+        if asked is not None:
+            return CachePlace(Path(asked), required=True)
+        beside, me = Path(prefix).absolute().parent, os.getuid()
+        if not os.access(beside, os.W_OK | os.X_OK):
+            return CachePlace(_private_temporary(), trusted=frozenset({me}))
+        owners = {Path(prefix + suffix).stat().st_uid for suffix in (".bin", ".idx")}
+        trusted, shared = frozenset({me, 0, *owners}), beside / "index-cache"
+        if owners == {me}:
+            return CachePlace(shared, trusted=trusted)
+        return CachePlace(beside / f"index-cache-{me}", shared=shared, trusted=trusted)
+
+
 class IndexCache:
-    def __init__(self, directory: Path, *, required: bool = False) -> None:
-        """`required`: the user named this directory, so failing to write there is an error, not a note."""
-        self.directory = directory
-        self.required = required
+    def __init__(self, place: CachePlace) -> None:
+        self.place = place
+        self.directory = place.directory
         self.notes: list[str] = []  # what the user should be told
 
     def load_or_build(self, description: Mapping[str, Any], build: Callable[[], Arrays]) -> Arrays:
         """Returns the arrays of this description, mapped from a valid cache entry or else built and stored."""
         text = json.dumps({"format": FORMAT, **description}, sort_keys=True)
         key = hashlib.sha256(text.encode()).hexdigest()[:32]
+        loaded = self._load_shared(key, text)
+        if loaded is not None:
+            return loaded
         try:
-            loaded = self._load(key, text)
+            loaded = self._load(self.directory, key, text)
         except _DamagedError as damage:
             self.notes.append(f"index cache {damage}: built again")
-            loaded = None
         if loaded is not None:
             return loaded
         arrays = build()
         try:
             self._store(key, text, arrays)
         except StorageError as error:
-            if self.required:
+            if self.place.required:
                 raise StorageError(f"--data-cache-path {self.directory}: {error}") from error
             self.notes.append(f"index cache not stored, so built at every start: {error}")
             return arrays
@@ -66,17 +97,24 @@ class IndexCache:
             return arrays  # reading them back would map nothing
         del arrays  # not both copies in memory at once
         try:
-            loaded = self._load(key, text)  # mapped: the ranks of a machine share one copy
+            loaded = self._load(self.directory, key, text)  # mapped: the ranks of a machine share one copy
         except _DamagedError as damage:
             self.notes.append(f"index cache {damage}: not used, though it was written just now")
         return build() if loaded is None else loaded
 
-    def _path(self, key: str, name: str) -> Path:
-        return self.directory / f"{key}-{name}"
-
-    def _load(self, key: str, text: str) -> Arrays | None:
-        marker = self._path(key, "description.json")
+    def _load_shared(self, key: str, text: str) -> Arrays | None:
+        """A damaged or untrusted entry there is no news: it is not ours to mend."""
+        if self.place.shared is None:
+            return None
         try:
+            return self._load(self.place.shared, key, text)
+        except _DamagedError:
+            return None
+
+    def _load(self, directory: Path, key: str, text: str) -> Arrays | None:
+        marker = _path(directory, key, "description.json")
+        try:
+            self._check_owner(marker)
             stored = json.loads(marker.read_bytes())
         except (FileNotFoundError, NotADirectoryError):
             return None
@@ -84,10 +122,21 @@ class IndexCache:
             raise _DamagedError(f"{marker}: {error}") from None
         if not isinstance(stored, dict) or stored.get("built_from") != text or not isinstance(stored.get("crc"), dict):
             raise _DamagedError(f"{marker}: not the description of this index")
-        return {name: self._load_array(self._path(key, f"{name}.npy"), crc) for name, crc in stored["crc"].items()}
+        return {
+            name: self._load_array(_path(directory, key, f"{name}.npy"), crc) for name, crc in stored["crc"].items()
+        }
+
+    def _check_owner(self, path: Path) -> None:
+        found, trusted = path.stat(), self.place.trusted
+        if trusted is not None and (found.st_uid not in trusted or found.st_mode & stat.S_IWOTH):
+            raise _DamagedError(
+                f"{path}: belongs to user {found.st_uid}, or everybody may write it; give --data-cache-path if you "
+                "trust the directory"
+            )
 
     def _load_array(self, path: Path, crc: int) -> np.ndarray:
         try:
+            self._check_owner(path)
             mode: Literal["r"] | None = "r" if path.stat().st_size > _MAPPED_FROM else None
             array = np.load(path, mmap_mode=mode, allow_pickle=False).view(np.ndarray)
         except _LOAD_ERRORS as error:
@@ -108,9 +157,9 @@ class IndexCache:
 
     def _write(self, key: str, text: str, arrays: Arrays) -> None:
         for name, array in arrays.items():
-            self._write_file(self._path(key, f"{name}.npy"), _npy(array))
+            self._write_file(_path(self.directory, key, f"{name}.npy"), _npy(array))
         content = {"built_from": text, "crc": {name: _crc(array) for name, array in arrays.items()}}
-        self._write_file(self._path(key, "description.json"), [json.dumps(content).encode()])
+        self._write_file(_path(self.directory, key, "description.json"), [json.dumps(content).encode()])
 
     def _write_file(self, path: Path, chunks: Iterable[bytes | memoryview]) -> None:
         # Not synced: checksums detect files torn by a power cut, and thousands of fsyncs would take minutes.
@@ -120,6 +169,10 @@ class IndexCache:
 
 class _DamagedError(Exception):
     """The entry exists but cannot be used."""
+
+
+def _path(directory: Path, key: str, name: str) -> Path:
+    return directory / f"{key}-{name}"
 
 
 def _crc(array: np.ndarray) -> int:
@@ -142,16 +195,6 @@ def remove_leftovers(directory: Path) -> None:
         with suppress(OSError):  # another process removed it, or we lack the permission
             if path.stat().st_mtime < long_ago:
                 path.unlink()
-
-
-def cache_directory(asked: str | None, prefix: str) -> Path:
-    """The directory for the indices of this data: the user's, else beside the data, else a temporary one."""
-    if asked is not None:
-        return Path(asked)
-    beside = Path(prefix).absolute().parent
-    if os.access(beside, os.W_OK | os.X_OK):
-        return beside / "index-cache"
-    return _private_temporary()
 
 
 def _private_temporary() -> Path:

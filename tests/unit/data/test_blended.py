@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from megatron.data.blended import BlendedDataset, part_samples, shares_of
-from megatron.data.cache import IndexCache
+from megatron.data.cache import CachePlace, IndexCache
 from megatron.data.mock import MockDataset
 from megatron.errors import DataError
 from tests.unit.data import oracle
@@ -55,7 +55,7 @@ def test_more_than_255_sources() -> None:
 
 def test_cache(tmp_path: Path) -> None:
     def build(weights: list[float]) -> list[int]:
-        cache = IndexCache(tmp_path)
+        cache = IndexCache(CachePlace(tmp_path))
         return BlendedDataset([source(0, 50), source(1, 50)], weights, 20, needed=20, cache=cache).indices.tolist()
 
     assert build([1, 2]) == build([1, 2]) != build([2, 1])

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megatron.data.cache import IndexCache
+from megatron.data.cache import CachePlace, IndexCache
 from megatron.data.gpt_dataset import GPTDataset
 from megatron.data.index_builders import Builders
 from megatron.data.indexed.dataset import IndexedDataset
@@ -82,7 +82,7 @@ def test_the_cache_changes_nothing(tmp_path: Path) -> None:
     prefix = write_dataset(tmp_path / "d", random_documents(0, 40, 30))
     plain = tokens_of(make(prefix, num_samples=90))
     for _ in range(2):
-        assert tokens_of(make(prefix, num_samples=90, cache=IndexCache(tmp_path / "c"))) == plain
+        assert tokens_of(make(prefix, num_samples=90, cache=IndexCache(CachePlace(tmp_path / "c")))) == plain
     entries = len(list((tmp_path / "c").iterdir()))
     assert entries == 4  # three arrays and their description, once
 
@@ -93,7 +93,7 @@ def test_preprocessing_again_is_never_met_by_an_old_cache(tmp_path: Path) -> Non
         for path in tmp_path.glob("d.*"):
             path.unlink()
         prefix = write_dataset(tmp_path / "d", texts)
-        got = tokens_of(make(prefix, seq_length=4, num_samples=20, cache=IndexCache(tmp_path / "c")))
+        got = tokens_of(make(prefix, seq_length=4, num_samples=20, cache=IndexCache(CachePlace(tmp_path / "c"))))
         assert got == gpt_samples(texts, [0, 1], 20, 4, 1234)
 
 
