@@ -1,24 +1,19 @@
 #!/usr/bin/env bash
-# Trains on from a Hugging Face model in a folder (nothing is downloaded): imports it once, starts, and resumes when called again.
+# Trains on from a Hugging Face model in a folder (nothing is downloaded), and resumes when called again.
 # Further flags, or other values of these: bash examples/continue_pretraining.sh --seq-length 4096 --train-iters 5000
 set -euo pipefail
 . "$(dirname "$0")/launch.sh"
 
 HF_MODEL=${HF_MODEL:-my-model}
-IMPORTED=${IMPORTED:-experiments/imported}
 CHECKPOINT_PATH=${CHECKPOINT_PATH:-experiments/continued}
 DATA_PATH=${DATA_PATH:-my-data_text_document}    # made with --tokenizer-type HuggingFaceTokenizer --tokenizer-model $HF_MODEL
 
-if [ ! -e "$IMPORTED/latest_checkpointed_iteration.txt" ]; then
-    "$PYTHON" tools/convert_checkpoint.py --load "$HF_MODEL" --from hf --to native --save "$IMPORTED"
-fi
-FROM=(--load "$IMPORTED" --finetune)
+FROM=(--load "$HF_MODEL" --finetune)
 if [ -e "$CHECKPOINT_PATH/latest_checkpointed_iteration.txt" ]; then
-    FROM=(--load "$CHECKPOINT_PATH")
+    FROM=(--load "$CHECKPOINT_PATH" --use-checkpoint-args)
 fi
 
 TRAINING_ARGS=(
-    --use-checkpoint-args
     --seq-length 1024
     --attention-dropout 0
     --hidden-dropout 0

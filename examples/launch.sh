@@ -28,14 +28,13 @@ check_settings() {
     "$PYTHON" - "$1" "${SETTINGS[@]}" <<'END'
 import sys
 
-from megatron.config import check_paths, check_world, parse_args
-from megatron.errors import ConfigError
+from megatron.config import check_world
+from megatron.errors import MegatronError
+from megatron.training.settings import read_settings
 
 try:
-    config = parse_args(sys.argv[2:])
-    check_world(config, int(sys.argv[1]))
-    check_paths(config)
-except ConfigError as error:
+    check_world(read_settings(sys.argv[2:]), int(sys.argv[1]))
+except MegatronError as error:
     print(f"error: {error}", file=sys.stderr)
     sys.exit(error.exit_code)
 END

@@ -6,16 +6,11 @@ import argparse
 import shutil
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from megatron.errors import ConfigError, StorageError
 from megatron.utils.command_line import Parser, run_tool
 from megatron.utils.foreign import hub_hint, is_hugging_face
-
-if TYPE_CHECKING:
-    from megatron.checkpoint.hf import HuggingFaceFolder
 
 
 def parser() -> Parser:
@@ -95,12 +90,6 @@ def from_hugging_face(arguments: argparse.Namespace) -> None:
         raise ConfigError(f"--save {arguments.save}: holds checkpoints already; give another directory")
     source = open_folder(arguments.load)
     params = {name: (ShardSpec(name=name, logical_shape=shape), tensor) for name, shape, tensor in read_tensors(source)}
-    config = {
-        "model": {**asdict(source.config), "window_size": source.config.window and list(source.config.window)},
-        "moe": asdict(source.moe),
-        "precision": {"bf16": source.dtype == "bfloat16", "fp16": source.dtype == "float16"},
-        "tokenizer": _tokenizer_settings(source),
-    }
 
     def copy_tokenizer(folder: Path) -> None:
         for path in source.tokenizer_files:
@@ -112,18 +101,10 @@ def from_hugging_face(arguments: argparse.Namespace) -> None:
     with closing(RunHistory(f"from-hf-{source.family.model_type}")) as history:
         info = save_checkpoint(
             arguments.save,
-            TrainState(params=params, config=config, origin=read_origin(arguments.load).plain()),
+            TrainState(params=params, config=source.settings(), origin=read_origin(arguments.load).plain()),
             parallel=ParallelState.build(Layout(1), 0),
             save_tokenizer=copy_tokenizer if source.tokenizer_files else None,
             history=history,
             release=True,
         )
     print(f"saved {info.path} ({source.family.architecture}, {source.dtype}); train on with --load and --finetune")
-
-
-def _tokenizer_settings(source: HuggingFaceFolder) -> dict[str, str | int]:
-    """The table decides the vocabulary: most have more rows than their tokenizer has entries."""
-    settings: dict[str, str | int] = {"vocab_size": source.vocab_size}
-    if (source.folder / "tokenizer.json").is_file():
-        settings |= {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(source.folder.resolve())}
-    return settings

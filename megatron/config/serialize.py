@@ -54,10 +54,10 @@ def from_dict(plain: Mapping[str, Mapping[str, Any]]) -> RunConfig:
 # --use-checkpoint-args takes these sections, which define the function that the weights were trained for, except for
 # the fields below: they affect training only.
 _ADOPTED_SECTIONS = ("model", "moe", "tokenizer")
+_DROPOUT = ("attention_dropout", "hidden_dropout")
 _NOT_ADOPTED = (
     "model",
-    "attention_dropout",
-    "hidden_dropout",
+    *_DROPOUT,
     "init_method_std",
     "init_method_xavier_uniform",
     "make_vocab_size_divisible_by",
@@ -92,15 +92,17 @@ _LENGTH_OF_THE_RUN = (
 _FILES_OF_THE_TOKENIZER = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file")
 
 PRECEDENCE = (
-    "A later source wins: default, preset, file, flag. With --use-checkpoint-args the checkpoint gives the model, its "
-    "experts, vocabulary and tokenizer, and the sequence length if it has one; a flag that disagrees is refused. Under "
-    "--finetune flags may set the length of the sequence, its positions, and another tokenizer. Dropout, initial "
-    "values, balancing of experts, batch and rates are the run's own."
+    "A later source wins: default, preset, file, flag. With --use-checkpoint-args, and with a Hugging Face model in "
+    "--load, the checkpoint gives the model, its experts, vocabulary and tokenizer, and the sequence length if it has "
+    "one; a flag that disagrees is refused. Under --finetune flags may set the length of the sequence, its positions, "
+    "and another tokenizer. Dropout, initial values, balancing of experts, batch and rates are the run's own."
 )
 
 
-def adopt_checkpoint_args(config: RunConfig, saved: Mapping[str, Mapping[str, Any]]) -> RunConfig:
-    """--use-checkpoint-args, as `PRECEDENCE` says."""
+def adopt_checkpoint_args(
+    config: RunConfig, saved: Mapping[str, Mapping[str, Any]], way_out: str = "remove it, or --use-checkpoint-args"
+) -> RunConfig:
+    """--use-checkpoint-args, as `PRECEDENCE` says. `way_out`: of a flag that disagrees."""
     loaded = from_dict(saved)
     changes: dict[str, dict[str, Any]] = {}
     origins = dict(config.origins)
@@ -113,12 +115,18 @@ def adopt_checkpoint_args(config: RunConfig, saved: Mapping[str, Mapping[str, An
                 continue
             raise ConfigError(
                 f"{setting.spelling} {show(mine)} ({origins[setting.name]}) and {show(theirs)} of the checkpoint "
-                "disagree; remove it, or --use-checkpoint-args"
+                f"disagree; {way_out}"
             )
         changes.setdefault(setting.section, {})[setting.name] = theirs
         origins[setting.name] = "checkpoint"
     sections = {name: dataclasses.replace(getattr(config, name), **fields) for name, fields in changes.items()}
-    return dataclasses.replace(config, **sections, origins=origins)
+    lines = [
+        f"{setting.spelling} {show(config.value(setting))} is this run's own (not given): the checkpoint was trained "
+        f"with {show(loaded.value(setting))}; give {setting.spelling} to choose"
+        for setting in map(settings_by_name().__getitem__, _DROPOUT)
+        if setting.name not in origins and config.value(setting) != loaded.value(setting)
+    ]
+    return dataclasses.replace(config, **sections, origins=origins, notices=(*config.notices, *lines))
 
 
 def _is_adopted(setting: Setting, config: RunConfig, saved: Mapping[str, Mapping[str, Any]]) -> bool:

@@ -21,6 +21,9 @@ from megatron.checkpoint import (
     save_checkpoint,
     warning_before_training,
 )
+from megatron.checkpoint.all_ranks import run_on_all
+from megatron.checkpoint.hf import load_hugging_face
+from megatron.checkpoint.hf.origin import read_origin
 from megatron.config import to_dict
 from megatron.distributed.rng import get_rng_state, set_rng_state
 from megatron.distributed.shard import ShardSpec
@@ -31,6 +34,7 @@ from megatron.parallelize import persistent_buffers
 from megatron.training.exit import ExitRecord, as_megatron_error
 from megatron.training.initialize import Run
 from megatron.training.resume import Progress, ResumePoint, find_step
+from megatron.utils.foreign import is_hugging_face
 
 
 @contextmanager
@@ -110,6 +114,8 @@ class RunCheckpoints:
         config = run.config.checkpoint
         if config.finetune:
             assert config.load is not None
+            if is_hugging_face(Path(config.load)):
+                return self._load_hugging_face(Path(config.load))
             place = Path(config.load), config.ckpt_step
             loaded = load_megatron_lm(*place, parallel=run.parallel, params=params, log=run.log.info)
             if loaded is not None:
@@ -130,6 +136,18 @@ class RunCheckpoints:
             history=self.history,
             fingerprint=determinism_fingerprint(run.device, run.kernels),
             log=run.log.info,
+        )
+
+    def _load_hugging_face(self, folder: Path) -> LoadedState:
+        config, parallel = self.run.config, self.run.parallel
+        self.origin = run_on_all(lambda: read_origin(folder).plain(), parallel.world)
+        return load_hugging_face(
+            folder,
+            parallel=parallel,
+            params=self._params(),
+            model_config=config.model if isinstance(self.engine.model, GPT) else None,
+            moe_config=config.moe,
+            log=self.run.log.info,
         )
 
     def _restore(self, loaded: LoadedState, progress: Progress) -> None:

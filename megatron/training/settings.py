@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING
 
 from megatron.config import RunConfig, adopt_checkpoint_args, check, check_paths, describe
 from megatron.config.cli import resolve
+from megatron.config.notices import given, spelled
 from megatron.config.refusals import Refusals
 from megatron.errors import ConfigError
 from megatron.training.exit import rank_of_process
-from megatron.utils.foreign import refuse_hugging_face
+from megatron.utils.foreign import is_hugging_face
 
 if TYPE_CHECKING:
     from megatron.checkpoint.load import FoundStep
@@ -24,12 +25,10 @@ def read_settings(argv: Sequence[str] | None, *, needs_data: bool = True) -> Run
     """`needs_data=False`: the script brings its own datasets."""
     refusals = Refusals()
     config = resolve(argv, refusals)
-    if config.checkpoint.load is not None:
-        with refusals.of_checking():  # now: --finetune looks for its checkpoint after data and model were built
-            refuse_hugging_face(Path(config.checkpoint.load))
-    if config.checkpoint.use_checkpoint_args:
+    theirs = config.checkpoint.load is not None and is_hugging_face(Path(config.checkpoint.load))
+    if theirs or config.checkpoint.use_checkpoint_args:
         refusals.end()  # without the model's shape there is little to check
-        config = _with_checkpoint_args(config)
+        config = _with_settings_of_folder(config) if theirs else _with_checkpoint_args(config)
     if config.runtime.print_config:
         refusals.end()
         if rank_of_process() == 0:
@@ -76,6 +75,27 @@ def _with_checkpoint_args(config: RunConfig) -> RunConfig:
     if found is None:
         return config
     return _with_its_own_tokenizer(adopt_checkpoint_args(config, found.saved_settings()), found)
+
+
+def _with_settings_of_folder(config: RunConfig) -> RunConfig:
+    """--load of a Hugging Face model: a start from its weights, in the shape and with the tokenizer that it has."""
+    from megatron.checkpoint.hf import open_folder
+
+    checkpoint = config.checkpoint
+    assert checkpoint.load is not None
+    folder = Path(checkpoint.load)
+    here = f"--load {folder}: holds a Hugging Face model"
+    if not checkpoint.finetune:
+        raise ConfigError(f"{here}, which has weights and nothing to resume; add --finetune to train on from them")
+    for name in ("ckpt_step", "strict_load", "skip_hash"):
+        if given(config, name):
+            raise ConfigError(f"{spelled(config, name)}: {here}, without steps and checksums; remove it")
+    if checkpoint.save is not None and Path(checkpoint.save).resolve() == folder.resolve():
+        raise ConfigError(f"--save {checkpoint.save}: {here}; save to another directory")
+    source = open_folder(folder)
+    adopted = adopt_checkpoint_args(config, source.settings(), way_out="remove it")
+    line = f"{here} ({source.family.model_type}): the model's shape, vocabulary and tokenizer are the folder's"
+    return replace(adopted, notices=(*adopted.notices, line))
 
 
 def _with_its_own_tokenizer(config: RunConfig, found: FoundStep) -> RunConfig:

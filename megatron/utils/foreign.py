@@ -24,8 +24,8 @@ def refuse_hugging_face(folder: Path) -> None:
     if is_hugging_face(folder):
         raise ConfigError(
             f"--load {folder}: holds a Hugging Face model: import it with python tools/convert_checkpoint.py --load "
-            f"{folder} --from hf --to native --save DIR, then give --load DIR, and to train --finetune "
-            "--use-checkpoint-args too"
+            f"{folder} --from hf --to native --save DIR, then give --load DIR (pretrain_gpt.py --finetune takes the "
+            "model as it is)"
         )
 
 
@@ -34,6 +34,7 @@ def hub_hint(path: Path) -> str:
     if _HUB_NAME.fullmatch(str(path)) is None:
         return ""
     return (
-        f"; if {path} is a model on the Hugging Face Hub, `hf download {path} --local-dir DIR` fetches it and "
-        "tools/convert_checkpoint.py --load DIR --from hf imports it"
+        f"; if {path} is a model on the Hugging Face Hub, `hf download {path} --local-dir DIR` fetches it, "
+        "pretrain_gpt.py --load DIR --finetune trains on from it and tools/convert_checkpoint.py --load DIR --from hf "
+        "imports it"
     )

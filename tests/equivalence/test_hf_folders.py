@@ -141,11 +141,7 @@ def test_a_model_of_theirs_is_named_with_the_command_that_imports_it(
     if form is not None:
         FORMS[form](folder)
     way = f"holds a Hugging Face model: import it with python tools/convert_checkpoint.py --load {folder} --from hf"
-    save = {"save": folder, "save_interval": 2, "finetune": None}
     for start in (
-        lambda: pretrain_here(command(folder, use_checkpoint_args=None, num_layers=2)),
-        lambda: pretrain_here(command(folder)),
-        lambda: pretrain_here(command(folder, **save)),
         lambda: generate(["--load", str(folder), "--prompt", "abc"]),
         lambda: convert(["--load", str(folder), "--from", "native", "--to", "hf", "--save", str(tmp_path / "x")]),
     ):

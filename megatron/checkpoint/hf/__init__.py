@@ -1,6 +1,7 @@
 """Import from and export to `transformers`, in safetensors: GPT-2, Llama, Qwen2, Qwen3, Mistral, Mixtral, Qwen3-MoE."""
 
 from megatron.checkpoint.hf.check import check_export
+from megatron.checkpoint.hf.direct import load_hugging_face
 from megatron.checkpoint.hf.export import DTYPES, Export, plan_export, write_export
 from megatron.checkpoint.hf.importer import HuggingFaceFolder, open_folder, read_tensors
 
@@ -9,6 +10,7 @@ __all__ = [
     "Export",
     "HuggingFaceFolder",
     "check_export",
+    "load_hugging_face",
     "open_folder",
     "plan_export",
     "read_tensors",

@@ -1,7 +1,8 @@
 """Weights between our logical views and the tensors of a Hugging Face model.
 
 A `TensorLayout` holds both directions side by side, so that import(export(x)) is x. Nothing is permuted for RoPE: both
-rotate half-split heads.
+rotate half-split heads. Import goes through views of their tensors: of a file that is mapped, only what is copied is
+read.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron.config import ModelConfig
+from megatron.distributed.shard import Range
 from megatron.model.parameters import Parameter, Row
 
 Tensors = tuple[Tensor, ...]
@@ -26,8 +28,10 @@ class TensorLayout:
     """Theirs, with `{layer}` and `{expert}` as in the rows of the parameter table."""
     split: Callable[[Tensor, Row], Tensors]
     """Our logical view -> their tensors."""
-    join: Callable[[Tensors, Row], Tensor]
-    """Their tensors -> our logical view."""
+    blocks: Callable[[Tensors, Row], Tensors]
+    """Their tensors -> views of them which, put together along one dimension, are our logical view."""
+    along: int = 0
+    """That dimension; where there are several blocks, no layout of ranks splits it alone."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +54,16 @@ class Exchange:
         return {name: part.contiguous() for name, part in zip(self.theirs, parts, strict=True)}
 
     def from_hf(self, read: Callable[[str], Tensor]) -> Tensor:
-        logical = self.layout.join(tuple(read(name) for name in self.theirs), self.parameter.row)
-        return (logical - 1 if self.gain_less_one else logical).contiguous().view(self.parameter.stored_shape)
+        return self.part_from_hf(read, 0, None).contiguous().view(self.parameter.stored_shape)
+
+    def part_from_hf(self, read: Callable[[str], Tensor], dim: int, part: Range | None) -> Tensor:
+        """Our logical view, or that part of its dimension `dim`; the tensors that `read` gives are not read further."""
+        blocks = self.layout.blocks(tuple(read(name) for name in self.theirs), self.parameter.row)
+        if part is not None:
+            assert len(blocks) == 1 or dim != self.layout.along, f"{self.parameter.name} is split along its blocks"
+            blocks = tuple(block.narrow(dim, part[0], part[1] - part[0]) for block in blocks)
+        logical = blocks[0] if len(blocks) == 1 else torch.cat(blocks, self.layout.along)
+        return logical - 1 if self.gain_less_one else logical
 
 
 def gain_less_one(config: ModelConfig, name: str) -> bool:
@@ -65,16 +77,18 @@ def gain_less_one(config: ModelConfig, name: str) -> bool:
 def same(module: str) -> TensorLayout:
     """The matrix or vector as we store it."""
     return TensorLayout(
-        (module,), lambda ours, row: (ours.reshape(row.stored_shape),), lambda parts, row: parts[0].reshape(row.shape)
+        (module,), lambda ours, row: (ours.reshape(row.stored_shape),), lambda parts, row: (parts[0].view(row.shape),)
     )
 
 
 def separate_qkv(query: str, key: str, value: str) -> TensorLayout:
-    return TensorLayout((query, key, value), lambda ours, row: heads_apart(ours), heads_together)
+    return TensorLayout((query, key, value), lambda ours, row: heads_apart(ours), heads_of_groups, along=1)
 
 
 def separate_gate_and_up(gate: str, up: str) -> TensorLayout:
-    return TensorLayout((gate, up), lambda ours, row: (ours[0], ours[1]), lambda parts, row: torch.stack(parts))
+    return TensorLayout(
+        (gate, up), lambda ours, row: (ours[0], ours[1]), lambda parts, row: (parts[0][None], parts[1][None])
+    )
 
 
 def heads_apart(qkv: Tensor) -> Tensors:
@@ -84,9 +98,12 @@ def heads_apart(qkv: Tensor) -> Tensors:
     return query.reshape(-1, *rest), key.reshape(-1, *rest), value.reshape(-1, *rest)
 
 
-def heads_together(parts: Tensors, row: Row) -> Tensor:
-    """The inverse of `heads_apart`."""
+def heads_of_groups(parts: Tensors, row: Row) -> Tensors:
+    """The inverse of `heads_apart`, in blocks along the heads of a group."""
     groups, slots, width, *rest = row.shape
     query, key, value = parts
-    query = query.reshape(groups, slots - 2, width, *rest)
-    return torch.cat([query, key.reshape(groups, 1, width, *rest), value.reshape(groups, 1, width, *rest)], dim=1)
+    return (
+        query.view(groups, slots - 2, width, *rest),
+        key.view(groups, 1, width, *rest),
+        value.view(groups, 1, width, *rest),
+    )

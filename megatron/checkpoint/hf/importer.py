@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatron.checkpoint.hf.exchange import Exchange
 from megatron.checkpoint.hf.export import DTYPES
 from megatron.checkpoint.hf.families import by_model_type
 from megatron.checkpoint.hf.family import Family
@@ -43,6 +46,35 @@ class HuggingFaceFolder:
     def tokenizer_files(self) -> list[Path]:
         return [*kept_files(self.folder).values()]
 
+    def settings(self) -> dict[str, dict[str, Any]]:
+        """As a checkpoint of ours would have them. The table decides the vocabulary: most have more rows than their
+        tokenizer has entries."""
+        window = self.config.window_size
+        tokenizer: dict[str, Any] = {"vocab_size": self.vocab_size}
+        if (self.folder / "tokenizer.json").is_file():
+            tokenizer |= {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(self.folder.resolve())}
+        return {
+            "model": {**asdict(self.config), "window_size": window and list(window)},
+            "moe": asdict(self.moe),
+            "precision": {"bf16": self.dtype == "bfloat16", "fp16": self.dtype == "float16"},
+            "tokenizer": tokenizer,
+        }
+
+    def tensor(self, name: str) -> Tensor:
+        """Mapped: what is not used of it is not read."""
+        stored = self.files[name]
+        return stored.file.tensor(stored.name)
+
+    def exchanges(self) -> list[Exchange]:
+        """Of all parameters. Refused are a tensor that is missing, and one that would not be used."""
+        wanted = list(self.family.exchanges(self.config, self.vocab_size, self.moe))
+        zeros = self.family.zero_biases(self.config, self.vocab_size)
+        _check_names(self, {name for exchange in wanted for name in exchange.theirs} | zeros.keys())
+        for name in zeros:
+            if bool(self.tensor(name).any()):
+                raise CheckpointError(f"{self.folder}: {name} is not zero, but config.json says there is no such bias")
+        return wanted
+
 
 def open_folder(folder: Path) -> HuggingFaceFolder:
     if not folder.is_dir():
@@ -69,30 +101,22 @@ def _refuse_more_than_stored(folder: Path, config: ModelConfig, moe: MoEConfig, 
 
 
 def read_tensors(source: HuggingFaceFolder) -> Iterator[tuple[str, tuple[int, ...], Tensor]]:
-    """(name, logical shape, stored tensor) of each of our parameters. A tensor that would not be used is refused."""
-    wanted = list(source.family.exchanges(source.config, source.vocab_size, source.moe))
-    zeros = source.family.zero_biases(source.config, source.vocab_size)
-    _check_names(source, {name for exchange in wanted for name in exchange.theirs} | zeros.keys())
-    read = _reader(source)
-    for name in zeros:
-        if bool(read(name).any()):
-            raise CheckpointError(f"{source.folder}: {name} is not zero, but config.json says there is no such bias")
-    for exchange in wanted:
-        try:
-            stored = exchange.from_hf(read)
-        except RuntimeError as error:
-            raise CheckpointError(
-                f"{source.folder}: {', '.join(exchange.theirs)} do not have the shapes that config.json describes"
-            ) from error
+    """(name, logical shape, stored tensor) of each of our parameters."""
+    for exchange in source.exchanges():
+        with shapes_of_config(source, exchange):
+            stored = exchange.from_hf(source.tensor)
         yield exchange.parameter.name, exchange.parameter.shape, stored
 
 
-def _reader(source: HuggingFaceFolder) -> Callable[[str], Tensor]:
-    def read(name: str) -> Tensor:
-        stored = source.files[name]
-        return stored.file.tensor(stored.name)
-
-    return read
+@contextmanager
+def shapes_of_config(source: HuggingFaceFolder, exchange: Exchange) -> Iterator[None]:
+    """Viewing a tensor in the shape that config.json describes fails if it has another."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise CheckpointError(
+            f"{source.folder}: {', '.join(exchange.theirs)} do not have the shapes that config.json describes"
+        ) from error
 
 
 def _stored_tensors(folder: Path, family: Family) -> dict[str, Stored]:

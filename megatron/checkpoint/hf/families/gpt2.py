@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.hf.exchange import TensorLayout, Tensors, heads_apart, heads_together, same
+from megatron.checkpoint.hf.exchange import TensorLayout, Tensors, heads_apart, heads_of_groups, same
 from megatron.checkpoint.hf.family import Family, Lacking, positions_flag, refuse_unless
 from megatron.config import ModelConfig
 from megatron.errors import ConfigError
@@ -27,7 +27,7 @@ def _linear(module: str) -> TensorLayout:
     return TensorLayout(
         (module,),
         lambda ours, row: (_transposed(ours.reshape(row.stored_shape)),),
-        lambda parts, row: _transposed(parts[0]).reshape(row.shape),
+        lambda parts, row: (_transposed(parts[0]).view(row.shape),),
     )
 
 
@@ -35,10 +35,10 @@ def _fused_qkv(module: str) -> TensorLayout:
     def split(qkv: Tensor, row: Row) -> Tensors:
         return (_transposed(torch.cat(heads_apart(qkv))),)  # from [3 * hidden, ...]
 
-    def join(parts: Tensors, row: Row) -> Tensor:
-        return heads_together(_transposed(parts[0]).chunk(3), row)
+    def blocks(parts: Tensors, row: Row) -> Tensors:
+        return heads_of_groups(_transposed(parts[0]).chunk(3), row)
 
-    return TensorLayout((module,), split, join)
+    return TensorLayout((module,), split, blocks, along=1)
 
 
 _LAYER = "transformer.h.{layer}"
