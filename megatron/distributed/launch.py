@@ -1,4 +1,4 @@
-"""How this process was launched, and the life of its process group.
+"""How this process was launched, and how it leaves its process group.
 
 The only module that reads the environment, through which torchrun, `python -m torch.distributed.launch` and Slurm tell
 a process its rank. Users need not export anything.
@@ -9,16 +9,12 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 
-import torch
 import torch.distributed as dist
 
-from megatron.distributed.device import activate, group_backend
 from megatron.errors import ConfigError, PeerLostError
 from megatron.utils.process import signal_at_parent_death
 
@@ -143,58 +139,6 @@ def _check(info: LaunchInfo) -> None:
         raise ConfigError(
             f"LOCAL_RANK={info.local_rank} is outside LOCAL_WORLD_SIZE={info.local_world_size}; start with torchrun"
         )
-
-
-def init_process_group(info: LaunchInfo, backend: str, timeout: timedelta, device: torch.device | None = None) -> None:
-    """Makes `device` the current one and joins the process group; a single process needs none.
-
-    Every restart uses a key prefix of its own in the store, because the keys of a killed attempt would make it connect
-    to processes that no longer exist.
-    """
-    device = device or torch.device("cpu")
-    activate(device)
-    if info.world_size == 1:
-        return
-    if info.single_node and sys.platform == "linux":
-        # All ranks are on this machine: loopback works without host names and firewall rules, and no other machine can
-        # connect to them.
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    host_here = info.rank == 0 and not info.agent_store
-    try:
-        listening = _listen_on_loopback(info.master_port) if host_here and info.single_node else None
-        store = dist.TCPStore(
-            info.store_host, info.master_port, info.world_size, host_here, timeout, master_listen_fd=listening
-        )
-        dist.init_process_group(
-            group_backend(backend, device),
-            store=dist.PrefixStore(f"{info.run_id}/attempt_{info.attempt}", store),
-            rank=info.rank,
-            world_size=info.world_size,
-            timeout=timeout,
-            device_id=None if backend == "gloo" else device,
-        )
-    except (RuntimeError, OSError, dist.DistError) as error:
-        raise _rendezvous_error(info, host_here, error) from error
-
-
-def _listen_on_loopback(port: int) -> int:
-    """A socket for the store, which takes it over. Left to itself, the store listens on all interfaces, and whoever
-    connects while a job forms can answer in a rank's place."""
-    with socket.socket() as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(("127.0.0.1", port))
-        listener.listen(socket.SOMAXCONN)
-        return listener.detach()
-
-
-def _rendezvous_error(info: LaunchInfo, host_here: bool, error: Exception) -> Exception:
-    reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-    if host_here and ("EADDRINUSE" in str(error) or "in use" in str(error)):
-        return ConfigError(f"--master-port {info.master_port}: already in use on this machine; choose another port")
-    return PeerLostError(
-        f"rank {info.rank} of {info.world_size} could not meet the others at "
-        f"{info.store_host}:{info.master_port} (attempt {info.attempt}): {reason}"
-    )
 
 
 def keep_products_repeatable() -> None:

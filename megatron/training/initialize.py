@@ -13,8 +13,9 @@ import torch
 from megatron.config import BatchPlan, RunConfig, check_world
 from megatron.distributed.cores import pin, set_scheduling, set_threads
 from megatron.distributed.device import activate, resolve_backend, resolve_device
-from megatron.distributed.launch import LaunchInfo, die_with_parent, init_process_group, keep_products_repeatable
+from megatron.distributed.launch import LaunchInfo, die_with_parent, keep_products_repeatable
 from megatron.distributed.messages import all_gather_json, broadcast_json
+from megatron.distributed.rendezvous import init_process_group
 from megatron.distributed.rng import seed_rank
 from megatron.distributed.state import ParallelState
 from megatron.errors import ConfigError

@@ -34,6 +34,7 @@ ENVIRONMENT_READERS = ("megatron/distributed/launch.py", "csrc/build.py")
 ENVIRONMENT_WRITERS = {
     "megatron/preprocess/pool.py": "TOKENIZERS_PARALLELISM",
     "megatron/utils/process.py": "OMP_WAIT_POLICY",
+    "megatron/distributed/rendezvous.py": "GLOO_SOCKET_IFNAME",
 }
 PICKLES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "shelve", "marshal", "joblib"}
 OBJECT_COLLECTIVES = re.compile(r"\w*(_object|_object_list|_object_to_tensor|_tensor_to_object)|rpc_(a?sync)|init_rpc")

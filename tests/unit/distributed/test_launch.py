@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import os
-import socket
-import sys
 from dataclasses import replace
 from datetime import timedelta
-from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from megatron.distributed import device as device_module
 from megatron.distributed import launch
 from megatron.distributed.device import group_backend, resolve_backend, resolve_device
-from megatron.distributed.launch import LaunchInfo, first_host, init_process_group
+from megatron.distributed.launch import LaunchInfo, first_host
+from megatron.distributed.rendezvous import init_process_group
 from megatron.errors import ConfigError
 
 TORCHRUN = {
@@ -118,7 +114,7 @@ def test_the_parent_guard_is_for_supervised_ranks_only() -> None:
 
 
 def test_one_process_has_no_group() -> None:
-    launch.init_process_group(LaunchInfo(), "gloo", launch.timedelta(seconds=1))
+    init_process_group(LaunchInfo(), "gloo", timedelta(seconds=1))
     assert not torch.distributed.is_initialized()
     launch.shutdown()
 
@@ -127,7 +123,7 @@ def test_the_accelerator_becomes_the_current_device(monkeypatch: pytest.MonkeyPa
     chosen: list[int] = []
     monkeypatch.setattr(torch.accelerator, "set_device_index", chosen.append)
     for name in ("cpu", "cuda:3"):
-        launch.init_process_group(LaunchInfo(), "gloo", launch.timedelta(seconds=1), torch.device(name))
+        init_process_group(LaunchInfo(), "gloo", timedelta(seconds=1), torch.device(name))
     assert chosen == [3]
 
 
@@ -186,45 +182,6 @@ def test_backend_refusals(
     with pytest.raises(ConfigError) as error:
         resolve_backend(setting, torch.device(device))
     assert all(word in str(error.value) for word in words), error.value
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/net")
-def test_a_store_on_one_machine_listens_on_loopback_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    monkeypatch.setattr(dist, "init_process_group", lambda *given, **options: kept.append(options["store"]))
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    kept: list[Any] = []
-    ranks = [
-        LaunchInfo(rank=r, world_size=2, local_rank=r, local_world_size=2, master_addr="localhost", master_port=port)
-        for r in (0, 1)
-    ]
-    threads = [Thread(target=init_process_group, args=(info, "gloo", timedelta(seconds=60))) for info in ranks]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert len(kept) == 2
-    kept[0].set("key", "value")
-    assert kept[1].get("key") == b"value"
-    lines = [
-        line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]
-    ]
-    assert [line[1] for line in lines if line[3] == "0A" and line[1].endswith(f":{port:04X}")] == [
-        f"0100007F:{port:04X}"
-    ]
-
-
-def test_a_busy_port_is_one_line() -> None:
-    with socket.socket() as busy:
-        busy.bind(("127.0.0.1", 0))
-        busy.listen()
-        info = LaunchInfo(rank=0, world_size=2, local_world_size=2, master_port=busy.getsockname()[1])
-        with pytest.raises(
-            ConfigError, match=r"--master-port \d+: already in use on this machine; choose another port"
-        ):
-            init_process_group(info, "gloo", timedelta(seconds=5))
 
 
 def test_ranks_of_a_launcher_that_does_not_count_them_may_be_on_several_machines() -> None:
