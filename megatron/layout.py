@@ -10,6 +10,7 @@ slice: with `j = cp + CP * dp`, the expert coordinate is `j % EP`, and `j // EP`
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron.errors import ConfigError
@@ -104,6 +105,16 @@ class Layout:
         """The group of `axis` that holds `rank`."""
         key = self._key(axis, rank)
         return tuple(other for other in range(self.world_size) if self._key(axis, other) == key)
+
+    def pipeline_links(self) -> Iterator[tuple[str, int, int]]:
+        """(what, sender, receiver) of every link between neighbouring stages, also around the ends of the pipeline, in
+        one order for all ranks: activations to the next stage, gradients to the previous one, those of every other
+        stage first, so that the pairs of half a pipeline are disjoint."""
+        pipelines = self.groups("pp")
+        for what, step in (("activation", 1), ("gradient", -1)):
+            for sender in (*range(0, self.pp, 2), *range(1, self.pp, 2)):
+                for ranks in pipelines:
+                    yield what, ranks[sender], ranks[(sender + step) % self.pp]
 
     def _key(self, axis: str, rank: int) -> tuple[int, ...]:
         """The coordinates that identify the group of `axis` that holds `rank`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -15,6 +15,8 @@ from megatron.distributed.comm_log import CommLog, CommOp
 from megatron.layout import AXES, Layout
 
 GroupMaker = Callable[[str, tuple[int, ...]], dist.ProcessGroup]
+LinkEnd = tuple[str, bool]
+"""What a link carries ("activation" or "gradient"), and whether this rank is the sender."""
 
 
 @dataclass(frozen=True)
@@ -84,9 +86,9 @@ class ParallelState:
     embedding: Axis
     model: Axis
     world: Axis
-    pp_links: tuple[Axis, ...] = ()
-    """Four process groups over the ranks of `pp`, one for each kind and direction of point-to-point message, where the
-    backend matches messages by order only (nccl)."""
+    pp_links: Mapping[LinkEnd, Axis] = field(default_factory=dict)
+    """This rank's ends of the links between pipeline stages: process groups of two ranks, one of which only sends and
+    the other only receives, where the backend matches messages by order only (nccl)."""
     comm_log: CommLog = field(default_factory=CommLog, repr=False, compare=False)
 
     @staticmethod
@@ -110,7 +112,7 @@ class ParallelState:
         }
         if links is None:
             links = layout.pp > 1 and dist.is_initialized() and dist.get_backend() != "gloo"
-        pp_links = _build_links(layout, axes["pp"], timeout) if links else ()
+        pp_links = _build_links(layout, rank, timeout) if links else {}
         return ParallelState(layout, rank, pp_links=pp_links, comm_log=comm_log, **axes)
 
     @staticmethod
@@ -142,15 +144,15 @@ def _make_groups(layout: Layout, make_group: GroupMaker) -> dict[tuple[int, ...]
     return made
 
 
-def _build_links(layout: Layout, pp: Axis, timeout: timedelta | None) -> tuple[Axis, ...]:
-    """Makes the groups of all pipelines on every rank, as torch requires."""
-    links = []
-    for _ in range(4):
-        groups = {
-            ranks: dist.new_group(list(ranks), timeout=timeout, group_desc="pp link") for ranks in layout.groups("pp")
-        }
-        links.append(Axis(pp.name, pp.rank, pp.size, pp.ranks, groups[pp.ranks]))
-    return tuple(links)
+def _build_links(layout: Layout, rank: int, timeout: timedelta | None) -> dict[LinkEnd, Axis]:
+    """Makes the groups of all pipelines on every rank, as torch requires; the keys are in the order of their making."""
+    links: dict[LinkEnd, Axis] = {}
+    for what, sender, receiver in layout.pipeline_links():
+        group = dist.new_group([sender, receiver], timeout=timeout, group_desc=f"pp {what}")
+        if rank in (sender, receiver):
+            ends = tuple(sorted((sender, receiver)))
+            links[what, rank == sender] = Axis(f"pp {what}", ends.index(rank), 2, ends, group)
+    return links
 
 
 def _new_group(name: str, ranks: tuple[int, ...], timeout: timedelta | None) -> dist.ProcessGroup:

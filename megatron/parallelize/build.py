@@ -24,6 +24,7 @@ from megatron.model.passes import Batch, ForwardStep, Passes, SinglePass
 from megatron.model.wgrads import WgradQueue, WgradRoute
 from megatron.parallelize.factory import ParallelFactory, Place
 from megatron.parallelize.specs import Cut, Held, foreign_specs, held_specs, in_order_of
+from megatron.pipeline_parallel.links import Links
 from megatron.pipeline_parallel.pass_recorder import PassRecorder
 from megatron.pipeline_parallel.pipeline import BoundStage, Pipeline
 from megatron.pipeline_parallel.schedules import SCHEDULES
@@ -97,6 +98,8 @@ def parallelize(
             specs[name] = replace(specs[name], replica_axes=())
     if state.pp.size == 1:
         return Parallel(part, specs, SinglePass(part, forward_step), wgrads, rows)
+    links = Links(state.pp, state.pp_links)
+    links.connect(device)
     pipeline = Pipeline(
         _stages(part, layers, state),
         state.pp,
@@ -105,7 +108,7 @@ def parallelize(
         hidden_step=_hidden_step,
         hidden_like=partial(_hidden_like, part, place, dtype),
         wgrad_queue=wgrads if isinstance(wgrads, WgradQueue) else None,
-        links=state.pp_links,
+        links=links,
         recorder=None if config.pipeline_trace is None else PassRecorder(),
     )
     return Parallel(part, specs, pipeline, wgrads, rows)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -12,13 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.distributed.comm_log import CommOp
-from megatron.distributed.state import Axis
+from megatron.distributed.state import Axis, LinkEnd
 
 Content = Literal["activation", "gradient"]
-Link = tuple[Content, bool]
-"""What is sent, and whether it wraps around from one end of the pipeline axis to the other."""
-
-_LINKS: tuple[Link, ...] = (("activation", False), ("activation", True), ("gradient", False), ("gradient", True))
 
 
 @dataclass(frozen=True)
@@ -38,22 +34,29 @@ class Links:
     """Asynchronous sends and receives: receives are posted ahead of their use, sends are kept alive until complete.
 
     gloo matches messages by tag. nccl has no tags and pairs the operations of two ranks in the order in which each rank
-    issued them, so there every direction of activations and of gradients has a process group of its own: one side only
-    sends on it, the other only receives, and both in the order of the passes.
+    issued them, and it runs the operations of a process group one after the other: so there every link, activations
+    or gradients from one stage to its neighbour, is a process group of two ranks, one of which only sends.
     """
 
-    def __init__(self, pp: Axis, links: Sequence[Axis] = ()) -> None:
-        """`links`: `ParallelState.pp_links`, one group per direction, for backends without tags."""
-        self._pp = pp
-        self._axes = dict(zip(_LINKS, links, strict=True)) if links else dict.fromkeys(_LINKS, pp)
+    def __init__(self, pp: Axis, links: Mapping[LinkEnd, Axis] | None = None) -> None:
+        """`links`: `ParallelState.pp_links`, for backends without tags."""
+        self._pp, self._axes = pp, links or {}
         self._receiving: dict[Message, tuple[Tensor, dist.Work]] = {}
         self._sending: deque[tuple[Tensor, dist.Work]] = deque()
+
+    def connect(self, device: torch.device) -> None:
+        """Sends one number over every link. nccl connects two ranks at their first message, on the host, which waits
+        for the other one: in a step, where each may first wait for something else, that could be for ever. Here all
+        ranks go through the links in one order."""
+        for (_, sends), axis in self._axes.items():
+            number, other = torch.zeros(1, device=device), axis.ranks[1 - axis.rank]
+            with axis.wait(CommOp("connect", axis.name, axis.ranks)):
+                (dist.send if sends else dist.recv)(number, other, axis.group)
 
     def send(self, tensor: Tensor, message: Message, to: int) -> None:
         """`to` is a place on the pipeline axis."""
         tensor = tensor.contiguous()
-        group = self._axes[self._link(message, to)].group
-        work = dist.isend(tensor, self._pp.ranks[to], group=group, tag=message.tag)
+        work = dist.isend(tensor, self._pp.ranks[to], group=self._group(message, sends=True), tag=message.tag)
         assert work is not None
         self._sending.append((tensor, work))
         while self._sending and self._sending[0][1].is_completed():
@@ -63,16 +66,13 @@ class Links:
         """Posts a receive; `take` waits for it."""
         assert message not in self._receiving, f"{message} is expected already"
         tensor = torch.empty(shape, dtype=like.dtype, device=like.device)
-        group = self._axes[self._link(message, self._pp.rank)].group
+        group = self._group(message, sends=False)
         work = dist.irecv(tensor, self._pp.ranks[source], group=group, tag=message.tag)
         assert work is not None
         self._receiving[message] = tensor, work
 
-    def _link(self, message: Message, receiver: int) -> Link:
-        """With virtual stages the last rank also sends to the first. With two ranks each direction then carries both
-        kinds of traffic, so the wrap-around has links of its own."""
-        end = 0 if message.what == "activation" else self._pp.size - 1
-        return message.what, receiver == end
+    def _group(self, message: Message, *, sends: bool) -> dist.ProcessGroup:
+        return self._axes.get((message.what, sends), self._pp).group
 
     def take(self, message: Message) -> Tensor:
         tensor, work = self._receiving.pop(message)

@@ -11,7 +11,7 @@ or, on the last stage, to a loss.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -28,7 +28,6 @@ HiddenStep = Callable[[Any, Batch, Tensor | None], Tensor]
 """(stage, batch, the previous stage's hidden states or None on the first stage) -> this stage's hidden states."""
 HiddenLike = Callable[[Batch], tuple[tuple[int, ...], Tensor]]
 """batch -> the shape of the hidden states between stages, and any tensor of their dtype and device."""
-_POSTED_AHEAD = 2  # receives
 
 
 class Pipeline:
@@ -42,15 +41,15 @@ class Pipeline:
         hidden_step: HiddenStep,
         hidden_like: HiddenLike,
         wgrad_queue: WgradQueue | None = None,
-        links: Sequence[Axis] = (),
+        links: Links | None = None,
         recorder: PassRecorder | None = None,
     ) -> None:
-        """`stages`: this rank's, in the order of the model. `links`: `ParallelState.pp_links`. `recorder` is told when
-        each pass ran."""
+        """`stages`: this rank's, in the order of the model. `links`: connected ones, where the backend needs that.
+        `recorder` is told when each pass ran."""
         self.stages, self.pp, self.schedule = list(stages), pp, schedule
         self.loss_step, self.hidden_step, self.hidden_like = loss_step, hidden_step, hidden_like
         self.wgrad_queue, self.recorder = wgrad_queue, recorder
-        self.links = Links(pp, links)
+        self.links = links or Links(pp)
 
     @property
     def last(self) -> int:
@@ -62,21 +61,16 @@ class Pipeline:
     ) -> list[tuple[Tensor, Tensor]]:
         """Adds the gradients of `factor` times the summed loss, as `Passes` describes. The rank of the last stage
         returns (loss sum, count) of every micro-batch, the others an empty list."""
-        step = _Execution(self, batches, factor)
+        actions = self.schedule(self.pp.size, self.pp.rank, len(batches), len(self.stages))
+        step = _Execution(self, batches, factor, actions)
         if self.recorder is not None:
             self.recorder.begin_step(self.pp, len(batches), len(self.stages))
-        actions = self.schedule(self.pp.size, self.pp.rank, len(batches), len(self.stages))
-        needs = [message for action in actions if (message := step.needs(action)) is not None]
-        posted = iter(needs)
         armed_at = _last_pass(actions, len(batches) - 1)
-        for _ in range(_POSTED_AHEAD):
-            step.expect(posted)
         for position, action in enumerate(actions):
             if position == armed_at:
                 arm()
             started = time.time()
-            if step.run(action):
-                step.expect(posted)
+            step.run(action)
             if self.recorder is not None:
                 self.recorder.record(action, step.started or started, time.time())
         self.links.finish()
@@ -85,24 +79,33 @@ class Pipeline:
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor] | None:
         """Evaluates one batch without gradients; the rank of the last stage returns (loss sum, count), the others
         None."""
-        step = _Execution(self, [batch], 1.0)
-        for chunk in range(len(self.stages)):
-            action = Action("F", chunk, 0)
-            message = step.needs(action)
-            step.expect(iter([message] if message else []))
+        actions = [Action("F", chunk, 0) for chunk in range(len(self.stages))]
+        step = _Execution(self, [batch], 1.0, actions)
+        for action in actions:
             step.run(action)
         self.links.finish()
         return step.results[0] if step.results else None
 
 
 class _Execution:
-    """One step in progress: the activations kept for its remaining backward passes, and the losses so far."""
+    """One step in progress: the activations kept for its remaining backward passes, and the losses so far.
 
-    def __init__(self, pipeline: Pipeline, batches: Sequence[Batch], factor: float | Tensor) -> None:
+    Of each kind of message the next receive is posted ahead of its use, and only that one: the operations of a link run
+    one after the other, and where all streams of a device share a hardware queue (`CUDA_DEVICE_MAX_CONNECTIONS=1`), a
+    second receive would hold up the passes that the first one depends on.
+    """
+
+    def __init__(
+        self, pipeline: Pipeline, batches: Sequence[Batch], factor: float | Tensor, actions: Sequence[Action]
+    ) -> None:
         self.p, self.batches, self.factor = pipeline, batches, factor
         self.kept: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}  # (chunk, micro-batch): input, output
         self.results: list[tuple[Tensor, Tensor]] = []
         self.started: float | None = None  # when the last action's input arrived
+        needs = [message for action in actions if (message := self.needs(action)) is not None]
+        self._to_come = {what: iter([m for m in needs if m.what == what]) for what in ("activation", "gradient")}
+        for messages in self._to_come.values():
+            self._expect(next(messages, None))
 
     def stage(self, action: Action) -> int:
         return action.chunk * self.p.pp.size + self.p.pp.rank
@@ -116,17 +119,15 @@ class _Execution:
             return Message("gradient", stage, action.micro_batch)
         return None
 
-    def expect(self, messages: Iterator[Message]) -> None:
-        """Posts the receive of the next message in `messages`, if there is one."""
-        message = next(messages, None)
+    def _expect(self, message: Message | None) -> None:
+        """Posts its receive."""
         if message is None:
             return
         shape, like = self.p.hidden_like(self.batches[message.micro_batch])
         step = -1 if message.what == "activation" else 1
         self.p.links.expect(message, shape, like, (self.p.pp.rank + step) % self.p.pp.size)
 
-    def run(self, action: Action) -> bool:
-        """Runs the action; returns whether it consumed a message."""
+    def run(self, action: Action) -> None:
         self.started = None
         if action.kind == "F":
             self._forward(action)
@@ -135,11 +136,11 @@ class _Execution:
         else:
             assert self.p.wgrad_queue is not None, "this schedule needs layers that queue their weight gradients"
             self.p.wgrad_queue.run()
-        return self.needs(action) is not None
 
     def _take(self, message: Message) -> Tensor:
         arrived = self.p.links.take(message)
         self.started = time.time()
+        self._expect(next(self._to_come[message.what], None))  # arrives while this pass is computed
         return arrived
 
     def _forward(self, action: Action) -> None:

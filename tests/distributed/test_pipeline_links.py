@@ -1,5 +1,5 @@
 """Links between stages: messages find their receiver whatever the order of asking, in one group and in one for each
-direction (which nccl needs, and which runs here on gloo)."""
+link (which nccl needs, and which runs here on gloo)."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from megatron.pipeline_parallel.links import Links, Message
 from tests.helpers.distributed import run_ranks
 
 
-def exchange(rank: int, size: int, by_direction: bool) -> list[float]:
+def exchange(rank: int, size: int, by_link: bool) -> list[float]:
     """Everybody sends activations forward and gradients back, around both ends, and receives the last ones first."""
-    state = ParallelState.build(Layout(size, pp=size), rank, links=by_direction)
-    assert len(state.pp_links) == (4 if by_direction else 0)
+    state = ParallelState.build(Layout(size, pp=size), rank, links=by_link)
+    assert len(state.pp_links) == (4 if by_link else 0)
     links = Links(state.pp, state.pp_links)
+    links.connect(torch.device("cpu"))
     after, before = (rank + 1) % size, (rank - 1) % size
     like, received = torch.empty(0), []
     messages = [Message("activation", rank, m) for m in range(3)] + [Message("gradient", rank, m) for m in range(3)]
@@ -31,10 +32,10 @@ def exchange(rank: int, size: int, by_direction: bool) -> list[float]:
     return received
 
 
-@pytest.mark.parametrize("by_direction", [False, True])
+@pytest.mark.parametrize("by_link", [False, True])
 @pytest.mark.parametrize("size", [2, 3])
-def test_every_message_arrives_where_it_belongs(size: int, by_direction: bool) -> None:
-    for rank, received in enumerate(run_ranks(size, exchange, size, by_direction)):
+def test_every_message_arrives_where_it_belongs(size: int, by_link: bool) -> None:
+    for rank, received in enumerate(run_ranks(size, exchange, size, by_link)):
         after, before = (rank + 1) % size, (rank - 1) % size
         expected = [100.0 * before + m for m in range(3)] + [100.0 * after + m + 50 for m in range(3)]
         assert received == expected[::-1]

@@ -1,0 +1,105 @@
+"""Whether all members of each communicator ask the same of it, in the same order."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+
+from megatron.training.order.events import Communicator, Message, Op, Recording, Wait
+
+
+def disagreements(recordings: Mapping[int, Recording]) -> list[str]:
+    """A line for the first disagreement of each communicator; the recorded ranks stand for the others of their kind."""
+    return [*_of_groups(recordings), *_of_collectives(recordings), *_of_messages(recordings), *_not_waited(recordings)]
+
+
+def _of_groups(recordings: Mapping[int, Recording]) -> Iterator[str]:
+    """A communicator's name counts the groups made before it, so equal names with other ranks are another order."""
+    first: dict[str, tuple[int, Communicator]] = {}
+    for rank, recording in recordings.items():
+        for name, group in recording.groups.items():
+            other, known = first.setdefault(name, (rank, group))
+            if known.ranks != group.ranks:
+                yield (
+                    f"groups are made in another order: number {name} is {group} on rank {rank} "
+                    f"and {known} on rank {other}"
+                )
+                return
+    for name, (rank, group) in first.items():
+        for member in group.ranks:
+            if member in recordings and name not in recordings[member].groups:
+                yield f"{group} was made by rank {rank} and not by rank {member}"
+
+
+def _of_collectives(recordings: Mapping[int, Recording]) -> Iterator[str]:
+    asked: dict[str, dict[int, list[Op]]] = defaultdict(dict)
+    for rank, recording in recordings.items():
+        for name in recording.groups:
+            asked[name][rank] = []
+        for op in recording.ops:
+            if op.is_collective:
+                asked[op.group][rank].append(op)
+    for name, by_rank in asked.items():
+        first, *others = by_rank
+        group = recordings[first].groups[name]
+        for other in others:
+            line = _first_difference(group, first, by_rank[first], other, by_rank[other])
+            if line is not None:
+                yield line
+                break
+
+
+def _first_difference(group: Communicator, a: int, of_a: list[Op], b: int, of_b: list[Op]) -> str | None:
+    for number, (ours, theirs) in enumerate(zip(of_a, of_b), 1):
+        if _content(ours) != _content(theirs):
+            return f"operation {number} of {group} is {ours} on rank {a} and {theirs} on rank {b}"
+    if len(of_a) == len(of_b):
+        return None
+    (longer, more), (shorter, fewer) = sorted([(a, of_a), (b, of_b)], key=lambda each: -len(each[1]))
+    missing = more[len(fewer)]
+    return f"operation {len(fewer) + 1} of {group}, {missing}, is on rank {longer} and not on rank {shorter}"
+
+
+def _content(op: Op) -> tuple[object, ...]:
+    return op.kind, op.size, op.dtype, op.detail
+
+
+def _of_messages(recordings: Mapping[int, Recording]) -> Iterator[str]:
+    """nccl has no tags: messages of a pair are matched by order, and their tags show whether rightly so."""
+    sides: dict[tuple[str, int, int], dict[str, list[Message]]] = defaultdict(lambda: {"send": [], "recv": []})
+    groups: dict[str, Communicator] = {}
+    for rank, recording in recordings.items():
+        groups |= recording.groups
+        for op in recording.ops:
+            for message in op.messages:
+                way = (rank, message.peer) if message.side == "send" else (message.peer, rank)
+                sides[op.group, *way][message.side].append(message)
+    for (name, sender, receiver), both in sides.items():
+        if sender not in recordings or receiver not in recordings:
+            continue
+        for number, (sent, received) in enumerate(zip(both["send"], both["recv"]), 1):
+            if (sent.size, sent.dtype, sent.tag) != (received.size, received.dtype, received.tag):
+                yield (
+                    f"message {number} from rank {sender} to rank {receiver} on {groups[name]}: the sender's is "
+                    f"{sent}, the receiver's is {received}"
+                )
+                break
+        else:
+            if len(both["send"]) != len(both["recv"]):
+                yield (
+                    f"on {groups[name]} rank {sender} sends {len(both['send'])} messages to rank {receiver}, "
+                    f"which receives {len(both['recv'])}"
+                )
+
+
+def _not_waited(recordings: Mapping[int, Recording]) -> Iterator[str]:
+    for rank, recording in recordings.items():
+        waited = {event.op for event in recording.events if isinstance(event, Wait)}
+        left = [op for op in recording.ops if op.number not in waited and not _only_sends(op)]
+        if left:
+            yield f"rank {rank} never waits for {left[0]} on {recording.groups[left[0].group]}"
+            return
+
+
+def _only_sends(op: Op) -> bool:
+    return bool(op.messages) and all(message.side == "send" for message in op.messages)

@@ -1,0 +1,105 @@
+"""What one rank asks of its communicators, in the order in which it asks; no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class Message:
+    """One side of a point-to-point message."""
+
+    side: Literal["send", "recv"]
+    peer: int
+    """Rank in the world."""
+    size: int
+    dtype: str
+    tag: int = 0
+
+    def __str__(self) -> str:
+        way = "send to" if self.side == "send" else "receive from"
+        return f"{way} rank {self.peer}, {self.size} x {self.dtype}, tag {self.tag}"
+
+
+@dataclass(frozen=True)
+class Op:
+    """A collective, a send, a receive, or several of these in one batch."""
+
+    number: int
+    """Among all operations of the rank."""
+    group: str
+    kind: str
+    size: int = 0
+    """Elements of this rank's input; -1 where it depends on data."""
+    dtype: str = ""
+    detail: str = ""
+    """The reduction, the root."""
+    messages: tuple[Message, ...] = ()
+
+    @property
+    def is_collective(self) -> bool:
+        return not self.messages
+
+    @property
+    def blocks_host(self) -> bool:
+        """Waiting for it stops the host, not only the stream of the computation."""
+        return self.kind == "barrier"
+
+    def __str__(self) -> str:
+        if self.messages:
+            return " and ".join(map(str, self.messages))
+        size = "a size that depends on data" if self.size < 0 else str(self.size)
+        return " ".join(filter(None, [self.kind, self.detail and f"({self.detail})", f"of {size} x {self.dtype}"]))
+
+
+@dataclass(frozen=True)
+class Wait:
+    """The computation from here on uses the operation's result."""
+
+    op: int
+
+
+@dataclass(frozen=True)
+class Compute:
+    """Work on the device between communications; `seconds` counts only where time is simulated."""
+
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Mark:
+    """The name of what follows: a step, an evaluation, a save."""
+
+    name: str
+
+
+Event = Op | Wait | Compute | Mark
+
+
+@dataclass(frozen=True)
+class Communicator:
+    name: str
+    """Equal on all members if they made their groups in the same order."""
+    ranks: tuple[int, ...]
+    what: str = ""
+    """Its axis."""
+
+    def __str__(self) -> str:
+        shown = ", ".join(map(str, self.ranks[:4])) + (f", ... {self.ranks[-1]}" if len(self.ranks) > 4 else "")
+        return f"{self.what or 'group'} {self.name} (ranks {shown})"
+
+
+@dataclass(frozen=True)
+class Recording:
+    """All that one rank did."""
+
+    rank: int
+    groups: dict[str, Communicator] = field(default_factory=dict)
+    """By name, in the order in which they were made."""
+    events: Sequence[Event] = ()
+
+    @property
+    def ops(self) -> list[Op]:
+        return [event for event in self.events if isinstance(event, Op)]

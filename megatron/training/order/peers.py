@@ -1,0 +1,168 @@
+"""The other ranks of a recorded one: made up, or real ones over gloo."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+Done = dist.Work | None
+"""The operation's work, where it is executed."""
+
+
+class Peers:
+    """Answers each operation of one communicator."""
+
+    def __init__(self, options: Any, ranks: tuple[int, ...]) -> None:
+        raise NotImplementedError
+
+    def all_reduce(self, tensors: Sequence[Tensor], opts: Any) -> Done:
+        raise NotImplementedError
+
+    reduce = broadcast = all_reduce
+
+    def all_gather(self, inputs: Sequence[Tensor], outputs: Sequence[Sequence[Tensor]], opts: Any) -> Done:
+        raise NotImplementedError
+
+    def all_gather_flat(self, given: Tensor, output: Tensor, opts: Any) -> Done:
+        raise NotImplementedError
+
+    def reduce_scatter_flat(self, given: Tensor, output: Tensor, opts: Any) -> Done:
+        raise NotImplementedError
+
+    def gather(self, inputs: Sequence[Tensor], outputs: Sequence[Sequence[Tensor]], opts: Any) -> Done:
+        raise NotImplementedError
+
+    def scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any) -> Done:
+        raise NotImplementedError
+
+    def all_to_all(
+        self, given: Tensor, output: Tensor, received: Sequence[int], sent: Sequence[int], opts: Any
+    ) -> Done:
+        raise NotImplementedError
+
+    def barrier(self, opts: Any) -> Done:
+        raise NotImplementedError
+
+    def send(self, tensors: Sequence[Tensor], peer: int, tag: int) -> Done:
+        raise NotImplementedError
+
+    recv = send
+
+
+class Scripted(Peers):
+    """Peers that hold what this rank holds. A sum is one more, so that no count stays zero and no divisor is."""
+
+    def __init__(self, options: Any, ranks: tuple[int, ...]) -> None:
+        self.rank, self.size = options.group_rank, options.group_size
+
+    def all_reduce(self, tensors: Sequence[Tensor], opts: Any) -> Done:
+        if opts.reduceOp == dist.ReduceOp.SUM:
+            for tensor in tensors:
+                tensor.detach().add_(1)
+        return None
+
+    def reduce(self, tensors: Sequence[Tensor], opts: Any) -> Done:
+        return self.all_reduce(tensors, opts)
+
+    def broadcast(self, tensors: Sequence[Tensor], opts: Any) -> Done:
+        return None
+
+    def all_gather(self, inputs: Sequence[Tensor], outputs: Sequence[Sequence[Tensor]], opts: Any) -> Done:
+        for given, parts in zip(inputs, outputs, strict=True):
+            for part in parts:
+                part.detach().copy_(given)
+        return None
+
+    def all_gather_flat(self, given: Tensor, output: Tensor, opts: Any) -> Done:
+        output.detach().view(self.size, -1).copy_(given.reshape(1, -1))
+        return None
+
+    def reduce_scatter_flat(self, given: Tensor, output: Tensor, opts: Any) -> Done:
+        output.detach().copy_(given.reshape(self.size, *output.shape)[self.rank])
+        return None
+
+    def gather(self, inputs: Sequence[Tensor], outputs: Sequence[Sequence[Tensor]], opts: Any) -> Done:
+        return self.all_gather(inputs, outputs, opts) if outputs and self.rank == opts.rootRank else None
+
+    def scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any) -> Done:
+        for number, output in enumerate(outputs):
+            if inputs and inputs[0]:
+                output.detach().copy_(inputs[number][self.rank])
+            else:
+                output.detach().zero_()
+        return None
+
+    def all_to_all(
+        self, given: Tensor, output: Tensor, received: Sequence[int], sent: Sequence[int], opts: Any
+    ) -> Done:
+        output.detach().zero_()
+        if given.shape == output.shape:
+            output.detach().copy_(given)
+        return None
+
+    def barrier(self, opts: Any) -> Done:
+        return None
+
+    def send(self, tensors: Sequence[Tensor], peer: int, tag: int) -> Done:
+        return None
+
+    def recv(self, tensors: Sequence[Tensor], peer: int, tag: int) -> Done:
+        for tensor in tensors:
+            tensor.detach().fill_(1)
+        return None
+
+
+class GlooPeers(Peers):
+    """Real ranks: every operation is executed over gloo."""
+
+    def __init__(self, options: Any, ranks: tuple[int, ...]) -> None:
+        self._gloo: Any = dist.ProcessGroupGloo(
+            options.store, options.group_rank, options.group_size, timeout=options.timeout
+        )
+
+    def all_reduce(self, tensors: Sequence[Tensor], opts: Any) -> Done:
+        return self._gloo.allreduce(tensors, opts)
+
+    def reduce(self, tensors: Sequence[Tensor], opts: Any) -> Done:
+        return self._gloo.reduce(tensors, opts)
+
+    def broadcast(self, tensors: Sequence[Tensor], opts: Any) -> Done:
+        return self._gloo.broadcast(tensors, opts)
+
+    def all_gather(self, inputs: Sequence[Tensor], outputs: Sequence[Sequence[Tensor]], opts: Any) -> Done:
+        return self._gloo.allgather(outputs, inputs, opts)
+
+    def all_gather_flat(self, given: Tensor, output: Tensor, opts: Any) -> Done:
+        return _named(self._gloo, "all_gather_single", "_allgather_base")(output, given, opts)
+
+    def reduce_scatter_flat(self, given: Tensor, output: Tensor, opts: Any) -> Done:
+        return _named(self._gloo, "reduce_scatter_single", "_reduce_scatter_base")(output, given, opts)
+
+    def gather(self, inputs: Sequence[Tensor], outputs: Sequence[Sequence[Tensor]], opts: Any) -> Done:
+        return self._gloo.gather(outputs, inputs, opts)
+
+    def scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any) -> Done:
+        return self._gloo.scatter(outputs, inputs, opts)
+
+    def all_to_all(
+        self, given: Tensor, output: Tensor, received: Sequence[int], sent: Sequence[int], opts: Any
+    ) -> Done:
+        exchange = _named(self._gloo, "all_to_all_single", "alltoall_base")
+        return exchange(output, given, list(received), list(sent), opts)
+
+    def barrier(self, opts: Any) -> Done:
+        return self._gloo.barrier(opts)
+
+    def send(self, tensors: Sequence[Tensor], peer: int, tag: int) -> Done:
+        return self._gloo.send(tensors, peer, tag)
+
+    def recv(self, tensors: Sequence[Tensor], peer: int, tag: int) -> Done:
+        return self._gloo.recv(tensors, peer, tag)
+
+
+def _named(group: Any, *names: str) -> Any:
+    """The method by the name that this torch has for it."""
+    return next(getattr(group, name) for name in names if hasattr(group, name))

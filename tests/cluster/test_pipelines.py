@@ -1,0 +1,129 @@
+"""Pipelines of 2 to 16 stages never hang under the rules of nccl and CUDA, in any schedule, and the order of operations
+that makes it so costs no time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from megatron.pipeline_parallel.links import Links
+from megatron.pipeline_parallel.pipeline import _Execution
+from megatron.pipeline_parallel.schedules import SCHEDULES
+from megatron.pipeline_parallel.timeline import cost_of_kinds, simulate
+from megatron.training.order.agreement import disagreements
+from megatron.training.order.events import Op, Recording, Wait
+from megatron.training.order.waits import INDEPENDENT, ONE_QUEUE, STRICTEST, Rules, play
+from tests.cluster.pipelines import record_pipeline
+
+TRANSFER = 0.05  # of a stage's forward pass: slow
+STEPS = 2  # the first one, and one with all links in use
+
+
+def shapes(name: str) -> Iterator[tuple[int, int, int]]:
+    """(ranks, micro-batches, chunks): fewer micro-batches than stages, as many, and more."""
+    for ranks in (2, 3, 4, 5, 8, 16):
+        if name == "interleaved":
+            yield from ((ranks, ranks * groups, chunks) for groups, chunks in ((1, 2), (2, 3)))
+        else:
+            yield from ((ranks, count, 1) for count in (1, ranks + 1, 2 * ranks))
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_no_pipeline_hangs(name: str) -> None:
+    for ranks, micro_batches, chunks in shapes(name):
+        recordings = record_pipeline(name, ranks, micro_batches, chunks, STEPS)
+        assert disagreements(recordings) == []
+        for rules in (STRICTEST, ONE_QUEUE, INDEPENDENT):
+            assert play(recordings, rules).stuck == [], (ranks, micro_batches, chunks, rules)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("rules", [INDEPENDENT, ONE_QUEUE], ids=["own queues", "one queue"])
+def test_no_time_is_lost_to_the_order(name: str, rules: Rules) -> None:
+    """The recorded pipeline takes as long as its schedule does on paper, where nothing but data is waited for."""
+    backward = 1.0 if name == "zero-bubble" else 2.0
+    for ranks, groups in ((2, 4), (4, 4), (8, 2)):
+        chunks = 2 if name == "interleaved" else 1
+        recordings = record_pipeline(name, ranks, ranks * groups, chunks)
+        cost = cost_of_kinds(1.0 / chunks, backward / chunks, 1.0)
+        paper = simulate(SCHEDULES[name], ranks, ranks * groups, chunks, cost=cost, transfer=TRANSFER).end
+        connecting = 4 * TRANSFER  # two links in turn for either kind of message
+        taken = play(recordings, rules, TRANSFER).seconds - connecting
+        assert taken == pytest.approx(paper, rel=1e-3 if name != "interleaved" else 0.01), (ranks, groups)
+
+
+# What the proof is worth: what was wrong before, and other mistakes, are found.
+
+
+def with_one_group_a_kind(recordings: Mapping[int, Recording]) -> dict[int, Recording]:
+    result = {}
+    for rank, each in recordings.items():
+        kind = {name: group.what for name, group in each.groups.items()}
+        groups = {
+            kind[name]: replace(group, name=kind[name], ranks=(0, 1, 2, 3)) for name, group in each.groups.items()
+        }
+        events = [replace(event, group=kind[event.group]) if isinstance(event, Op) else event for event in each.events]
+        result[rank] = Recording(rank, groups, events)
+    return result
+
+
+def stuck(recordings: Mapping[int, Recording], rules: Rules) -> str:
+    return "\n".join(play(recordings, rules).stuck)
+
+
+def test_planted_links_that_connect_in_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stage 0's first operation is the receive of a gradient, stage 1's that of an activation."""
+    monkeypatch.setattr(Links, "connect", lambda self, device: None)
+    recordings = record_pipeline("1f1b", 4, 8)
+    found = stuck(recordings, INDEPENDENT)
+    assert "rank 0 connects for receive from rank 1" in found and "on pp gradient" in found
+    assert "rank 1 connects for receive from rank 0" in found and "on pp activation" in found
+    assert stuck(recordings, Rules(first_use_blocks=False)) == ""
+
+
+def test_planted_two_receives_ahead_hang_where_streams_share_a_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    begin = _Execution.__init__
+
+    def eager(self: _Execution, *given: Any) -> None:
+        begin(self, *given)
+        for messages in self._to_come.values():
+            self._expect(next(messages, None))
+
+    monkeypatch.setattr(_Execution, "__init__", eager)
+    recordings = record_pipeline("1f1b", 4, 8)
+    assert stuck(recordings, INDEPENDENT) == ""
+    found = stuck(recordings, ONE_QUEUE)
+    assert "rank 0 waits for receive from rank 1" in found and "not there: rank 1" in found
+
+
+def test_planted_one_group_for_all_links_of_a_kind() -> None:
+    """A send queues behind the receive that was issued before it on the same communicator."""
+    found = stuck(with_one_group_a_kind(record_pipeline("zero-bubble", 4, 8)), INDEPENDENT)
+    assert "rank 1 waits for receive from rank 2" in found and "rank 2 waits for receive from rank 1" in found, found
+
+
+def test_planted_a_swapped_receive_is_found() -> None:
+    """The tensors have the same shape, so nccl would deliver the wrong ones without a word."""
+    recordings = record_pipeline("1f1b", 3, 6)
+    events = list(recordings[1].events)
+    first, second = [
+        place
+        for place, event in enumerate(events)
+        if isinstance(event, Op) and event.messages[0].side == "recv" and event.messages[0].tag in (2, 2 + (1 << 13))
+    ]
+    one, other = events[first], events[second]
+    assert isinstance(one, Op) and isinstance(other, Op)
+    events[first], events[second] = replace(one, messages=other.messages), replace(other, messages=one.messages)
+    (found,) = disagreements({**recordings, 1: replace(recordings[1], events=events)})
+    assert found.startswith("message 2 from rank 0 to rank 1 on pp activation"), found
+
+
+def test_planted_a_wait_left_out_is_found() -> None:
+    recordings = record_pipeline("1f1b", 2, 2)
+    last = [event for event in recordings[0].events if isinstance(event, Wait)][-3:]
+    events = [event for event in recordings[0].events if event not in last]
+    (found,) = disagreements({**recordings, 0: replace(recordings[0], events=events)})
+    assert found.startswith("rank 0 never waits for receive from rank 1"), found
