@@ -5,7 +5,7 @@
     python benchmarks/gpu_peers.py --sizes tiny --device cpu --rounds 2 --steps 2 --warm-up 1   # to see that it runs
 
 Ours is what pretrain_gpt.py makes of the flags of benchmarks/gpu_steps.py, its loader and settling included; the peers
-are benchmarks/peers.py on batches of the same loader, with the same AdamW. All are bf16, without dropout.
+are benchmarks/parts/peers.py on batches of the same loader, with the same AdamW. All are bf16, without dropout.
 
 Every contender has a process of its own. They take turns: a few steps that do not count, a block between two readings
 of the clock, the device idle at both; then what they do not hold is given back, for all share one memory. A ratio is
@@ -35,9 +35,9 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks import peers
 from benchmarks.gpu_steps import NAMED, PEAK, Size, run_flags
-from benchmarks.turns import Contenders, Turn, rotated, speed_over
+from benchmarks.parts import peers
+from benchmarks.parts.turns import Contenders, Turn, rotated, speed_over
 from megatron.config import ModelConfig
 from megatron.data.loader import build_loader
 from megatron.data.mock import MockDataset

@@ -30,7 +30,7 @@ from torch.optim.adamw import adamw
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.grown import grown
+from benchmarks.parts.grown import grown
 from megatron.ops.library import library
 from megatron.ops.operation import Target
 from megatron.ops.proof import flat_tensors

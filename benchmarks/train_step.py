@@ -32,9 +32,19 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.peak import peak_step
-from benchmarks.peers import BETAS, CLIP, LEARNING_RATE, WEIGHT_DECAY, Place, Shape, Step, plain_step, transformers_step
-from benchmarks.turns import Contenders, Turn, rotated, speed_over
+from benchmarks.parts.peak import peak_step
+from benchmarks.parts.peers import (
+    BETAS,
+    CLIP,
+    LEARNING_RATE,
+    WEIGHT_DECAY,
+    Place,
+    Shape,
+    Step,
+    plain_step,
+    transformers_step,
+)
+from benchmarks.parts.turns import Contenders, Turn, rotated, speed_over
 from megatron.config import ModelConfig, OptimizerConfig, PrecisionConfig
 from megatron.data_parallel import GradBuffers
 from megatron.distributed.state import Axis

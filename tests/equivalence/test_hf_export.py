@@ -26,7 +26,7 @@ from megatron.errors import CheckpointError, ConfigError
 from megatron.layout import Layout
 from megatron.model.parameters import parameters
 
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
 
 GPT2: dict[str, Any] = {"max_position_embeddings": 96, "attention_dropout": 0.0, "hidden_dropout": 0.0}
 LLAMA: dict[str, Any] = {
@@ -162,6 +162,22 @@ def test_logits_are_close_by_a_wide_margin(tmp_path: Path) -> None:
     export = plan(tmp_path / "native")
     export_to(tmp_path / "hf", export)
     assert compare_logits(export, tmp_path / "hf").relative < 1e-5
+
+
+@pytest.mark.parametrize("case", ["gpt2", "llama mqa tied", "qwen3"])
+def test_a_model_in_parts_on_several_devices_is_the_model(tmp_path: Path, case: str) -> None:
+    """`device_map="auto"`: the first layer fits the device, the second does not, and is fetched when it is its turn."""
+    save_random(tmp_path / "native", model(**CASES[case][1]))
+    export_to(tmp_path / "hf", plan(tmp_path / "native"))
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    whole = load(tmp_path / "hf")
+    table = whole.get_input_embeddings().weight
+    room = sum(p.nbytes for name, p in whole.named_parameters() if ".1." not in name and p is not table) + table.nbytes
+    parts = load(tmp_path / "hf", device_map="auto", max_memory={"cpu": room}, offload_folder=tmp_path / "disk")
+    assert set(parts.hf_device_map.values()) == {"cpu", "disk"}, parts.hf_device_map
+    tokens = torch.arange(24).reshape(2, 12)
+    with torch.no_grad():
+        assert torch.equal(parts(tokens).logits, whole(tokens).logits)
 
 
 # ---------------------------------------------------------------- planted mistakes

@@ -125,7 +125,11 @@ ALLOWED: list[tuple[Rule, str, str]] = [
     (rules.upward_imports, "megatron/model/gpt.py", "from megatron.ops import Kernels\nfrom .block import Block"),
     (rules.upward_imports, "megatron/layout.py", "from megatron.errors import ConfigError"),
     (rules.upward_imports_of_scripts, "tools/a.py", "import megatron\nfrom benchmarks import gpu_peers"),
-    (rules.upward_imports_of_scripts, "benchmarks/a.py", "from benchmarks.turns import Turn\nimport megatron.data"),
+    (
+        rules.upward_imports_of_scripts,
+        "benchmarks/a.py",
+        "from benchmarks.parts.turns import Turn\nimport megatron.data",
+    ),
     (rules.environment_reads, rules.ENVIRONMENT_READERS[0], "import os\nrank = os.environ['RANK']"),
     (
         rules.environment_reads,

@@ -13,7 +13,7 @@ import torch
 
 from benchmarks import gpu_peers
 from benchmarks.gpu_steps import NAMED, PEAK
-from benchmarks.peers import NotInstalledError, Place, Shape, transformers_step
+from benchmarks.parts.peers import NotInstalledError, Place, Shape, transformers_step
 
 TINY = gpu_peers.Task(NAMED["tiny"], "cpu", "", warm_up=1, workers=0)
 

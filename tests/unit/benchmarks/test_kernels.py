@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import grown as module
 from benchmarks import kernels
+from benchmarks.parts import grown as module
 from megatron.ops.proof import flat_tensors
 from tests.helpers.kernels import backend
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks import peak
-from benchmarks.peers import Place, Shape, plain_step
-from benchmarks.turns import NotInstalledError
+from benchmarks.parts import peak
+from benchmarks.parts.peers import Place, Shape, plain_step
+from benchmarks.parts.turns import NotInstalledError
 
 SHAPE = Shape(layers=2, hidden=32, heads=2, seq=8, vocab=48, batch=3)
 

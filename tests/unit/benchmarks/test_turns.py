@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.turns import Contenders, NotInstalledError, Turn, rotated, speed_over
+from benchmarks.parts.turns import Contenders, NotInstalledError, Turn, rotated, speed_over
 
 
 def prepare(kind: str) -> Turn:

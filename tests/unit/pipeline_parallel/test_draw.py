@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, ImageDraw
 
-from megatron.pipeline_parallel.draw import main
+from megatron.pipeline_parallel.draw import main, ticks
 from megatron.pipeline_parallel.pass_recorder import read_timelines
 from tests.helpers.distributed import run_ranks
 from tests.helpers.runs import flags, make_parts
@@ -28,6 +29,46 @@ def test_zero_bubble_stands_beside_its_own_theory(tmp_path: Path, capsys: pytest
     assert "bubble 12.5% of the work, (p-1)/(3 m) is 12.5%" in capsys.readouterr().out
 
 
+def texts_of(argv: list[str], monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """All that is written into the picture."""
+    written, write = [], ImageDraw.ImageDraw.text
+
+    def spy(pen: ImageDraw.ImageDraw, place: tuple[float, float], text: str, **options: Any) -> None:
+        width, height = pen.im.size
+        inside = 0 <= place[0] <= width - 5 * len(text) and 0 <= place[1] <= height - 10
+        assert inside, text
+        written.append(text)
+        write(pen, place, text, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ImageDraw.ImageDraw, "text", spy)
+        assert main(argv) == 0
+    return written
+
+
+def test_axes_have_titles_and_units_and_colours_a_legend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    output = ["--output", str(tmp_path / "p.png")]
+    texts = texts_of(["--schedule", "interleaved", "--chunks", "2", *output], monkeypatch)
+    assert {"stage 0", "stage 3", "time (1 = a forward pass)"} <= set(texts)
+    assert {f"{kind}, chunk {chunk}" for kind in ("forward", "backward") for chunk in (0, 1)} <= set(texts)
+    assert [text for text in texts if "idle" in text]
+    texts = texts_of(["--schedule", "zero-bubble", *output], monkeypatch)
+    assert {"forward", "backward, inputs only", "weight gradients"} <= set(texts)
+
+
+@pytest.mark.parametrize(
+    ("end", "shown"),
+    [
+        (10.0, [0, 2, 4, 6, 8, 10]),
+        (57.0, [0, 10, 20, 30, 40, 50]),
+        (0.0131, [0, 0.002, 0.004, 0.006, 0.008, 0.01, 0.012]),
+        (4999.0, [0, 500, 1000, 1500, 2000, 2500, 3000, 3500, 4000, 4500]),
+    ],
+)
+def test_ticks_are_round_numbers(end: float, shown: list[float]) -> None:
+    assert ticks(end) == shown
+
+
 def run(rank: int, argv: list[str]) -> bool:
     torch.set_num_threads(1)
     _, parts = make_parts(argv, rank=rank, world_size=2)
@@ -36,7 +77,7 @@ def run(rank: int, argv: list[str]) -> bool:
     return True
 
 
-def test_a_real_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_real_step(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "trace"
     settings = flags(pipeline_model_parallel_size=2, pipeline_trace=folder, train_iters=2)
     assert run_ranks(2, run, settings) == [True, True]
@@ -48,7 +89,8 @@ def test_a_real_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     for (rank, action), span in ends.items():
         if rank == 1 and action.kind == "F":
             assert span.start >= ends[0, action].start, "a stage cannot start before the one in front of it"
-    assert main(["--trace", str(folder), "--output", str(tmp_path / "real.png")]) == 0
+    texts = texts_of(["--trace", str(folder), "--output", str(tmp_path / "real.png")], monkeypatch)
+    assert {"time (ms)", "forward", "backward"} <= set(texts)
     assert "measured" in capsys.readouterr().out
 
 

@@ -1,13 +1,20 @@
-"""The terminal plot: the right points in the right places, and one line when there is nothing to draw."""
+"""Loss curves: the right points in the right places, from the metrics file and logs, in the terminal and as a PNG."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from PIL import Image
+
+from megatron.errors import ConfigError
+from megatron.training.curves.picture import build_figure, write_picture
+from megatron.training.curves.read import Run, read_log, read_metrics
+from tests.helpers.runs import flags, pretrain_here
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -70,6 +77,99 @@ def test_nothing_to_draw_is_one_line(tmp_path: Path, content: str | None, named:
         path.write_text(content)
     done = plot("--metrics-jsonl", str(path))
     assert done.returncode == 2 and named in done.stderr and len(done.stderr.strip().splitlines()) == 1
+
+
+THEIR_LOG = """
+using world size: 8, data-parallel size: 8
+ [2026-01-02 03:04:05] iteration       10/     100 | consumed samples:          80 | \
+learning rate: 1.000000E-04 | global batch size:     8 \
+| lm loss: 1.050000E+01 | loss scale: 1.0 | grad norm: 2.500 | \
+number of skipped iterations:   0 | number of nan iterations:   0 |
+ iteration       20/     100 | consumed samples:         160 | learning rate: 9.000E-05 | global batch size:     8 \
+| lm loss: 9.500000E+00 | loss scale: 1.0 | grad norm: 1.500 | \
+number of skipped iterations:   0 | number of nan iterations:   0 |
+------------------------------------------------------------------------------------------------------------
+ validation loss at iteration 20 | lm loss value: 9.750000E+00 | lm loss PPL: 1.715423E+04 |
+------------------------------------------------------------------------------------------------------------
+ validation loss at iteration 20 on validation set | lm loss value: 9.800000E+00 | lm loss PPL: 1.715423E+04 |
+ validation loss at iteration 20 on test set | lm loss value: 1.234000E+02 | lm loss PPL: 1.715423E+04 |
+"""
+
+
+def test_megatrons_own_log_is_read(tmp_path: Path) -> None:
+    log = tmp_path / "train.log"
+    log.write_text(THEIR_LOG)
+    assert read_log(log, "lm_loss").curves == {"train": {10: 10.5, 20: 9.5}, "valid": {20: 9.8}}
+    assert read_log(log, "grad_norm").curves == {"train": {10: 2.5, 20: 1.5}}
+    assert read_log(log, "learning_rate").curves == {"train": {10: 1e-4, 20: 9e-5}}
+
+
+@pytest.mark.parametrize("form", ["classic", "compact"])
+@pytest.mark.parametrize("value", ["mean_lm_loss", "grad_norm", "learning_rate"])
+def test_a_log_holds_the_curves_of_the_metrics_file(form: str, value: str, tmp_path: Path) -> None:
+    log, metrics = tmp_path / "log", tmp_path / "metrics.jsonl"
+    with log.open("w") as stream, contextlib.redirect_stdout(stream):
+        settings = {"eval_iters": 1, "eval_interval": 2, "train_iters": 3, "metrics_jsonl": metrics}
+        assert pretrain_here(flags(**settings, log_format=form)) == 0
+    mine, exact = read_log(log, value).curves, read_metrics(metrics, value).curves
+    assert mine["train"] == pytest.approx(exact["train"], rel=1e-3)
+    assert list(mine["train"]) == [1, 2, 3]
+    if value == "mean_lm_loss":
+        assert mine["valid"] == pytest.approx(read_metrics(metrics, "lm_loss").curves["valid"], rel=1e-6)
+
+
+def test_a_picture_of_several_runs_names_axes_and_runs(tmp_path: Path) -> None:
+    runs = [
+        Run("first", {"train": {1: 4.0, 2: 3.0, 4: 2.0}, "valid": {4: 2.5}}),
+        Run("second", {"train": {2: 1.0, 1: 5.0}}),
+    ]
+    (axes,) = build_figure(runs, "lm_loss").axes
+    assert (axes.get_xlabel(), axes.get_ylabel()) == ("iteration", "lm loss")
+    legend = axes.get_legend()
+    assert legend is not None
+    assert [text.get_text() for text in legend.get_texts()] == ["first: train", "first: valid", "second: train"]
+    drawn = [(list(line.get_xdata()), list(line.get_ydata())) for line in axes.lines]
+    assert drawn == [([1, 2, 4], [4.0, 3.0, 2.0]), ([4], [2.5]), ([1, 2], [5.0, 1.0])]
+    train, valid, other = axes.lines
+    assert train.get_color() == valid.get_color() != other.get_color()
+    assert train.get_linestyle() != valid.get_linestyle()
+
+
+def test_the_tool_writes_a_png_of_metrics_and_logs(tmp_path: Path) -> None:
+    log, picture = tmp_path / "train.log", tmp_path / "loss.png"
+    log.write_text(THEIR_LOG)
+    done = plot("--metrics-jsonl", metrics(tmp_path / "m", falling(5)), "--log", str(log), "--output", str(picture))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"{picture}: lm_loss of {tmp_path / 'm'}, {log}\n"
+    with Image.open(picture) as image:
+        assert image.format == "PNG" and image.width > 1000
+        assert len(image.convert("RGB").getcolors(1 << 24) or ()) > 20
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ([], "--metrics-jsonl and --log: neither is given"),
+        (["--log", "a", "b"], "2 runs are too many for the terminal; add --output"),
+        (["--log", "a", "--output", "a.jpg"], "--output a.jpg: a PNG is written"),
+        (["--log", "a", "--names", "x", "y"], "--names: 2 for 1 runs"),
+        (["--log", "nowhere"], "--log nowhere: No such file or directory; give the file that a run's output went to"),
+    ],
+)
+def test_refused(arguments: list[str], named: str) -> None:
+    done = plot(*arguments)
+    assert done.returncode == 2 and named in done.stderr and len(done.stderr.strip().splitlines()) == 1
+
+
+def test_without_matplotlib_one_line_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ConfigError, match=r"--output .*x.png: drawing needs matplotlib, .* install matplotlib"):
+        write_picture([Run("a", {"train": {1: 1.0}})], "lm_loss", tmp_path / "x.png")
+
+
+def test_a_folder_that_is_not_there_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"x.png: cannot be written \(No such file or directory\)"):
+        write_picture([Run("a", {"train": {1: 1.0}})], "lm_loss", tmp_path / "nowhere" / "x.png")
 
 
 def test_a_misspelt_flag_is_one_line() -> None:

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.turns import NotInstalledError
+from benchmarks.parts.turns import NotInstalledError
 
 BETAS, LEARNING_RATE, WEIGHT_DECAY, CLIP = (0.9, 0.95), 3e-4, 0.1, 1.0
 Step = Callable[[], Tensor]
@@ -72,8 +72,8 @@ def peer_step(model: nn.Module, place: Place, loss_of: Callable[[Any], Tensor]) 
 
 
 def transformers_step(shape: Shape, place: Place, next_batch: NextBatch) -> Step:
-    # A script finds the modules beside it, and transformers would take kernels.py for the package of that name.
-    sys.path[:] = [path for path in sys.path if Path(path) != Path(__file__).resolve().parent]
+    # A script finds the scripts beside it, and transformers would take kernels.py for the package of that name.
+    sys.path[:] = [path for path in sys.path if Path(path) != Path(__file__).resolve().parents[1]]
     try:
         from transformers import GPT2Config, GPT2LMHeadModel
     except ImportError as error:

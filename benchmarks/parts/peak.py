@@ -14,8 +14,8 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.peers import Shape, Step
-from benchmarks.turns import NotInstalledError
+from benchmarks.parts.peers import Shape, Step
+from benchmarks.parts.turns import NotInstalledError
 
 _SOURCE = Path(__file__).with_suffix(".cpp")
 _FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-shared", "-fPIC")
