@@ -21,7 +21,7 @@ from megatron.data.gpt_dataset import GPTDataset
 from megatron.data.index_builders import Builders, epochs_needed
 from megatron.data.indexed.dataset import IndexedDataset
 from megatron.data.mock import MockDataset
-from megatron.data.sources import Sources, border_flag
+from megatron.data.sources import Sources, check_border_flag
 from megatron.data.splits import split_bounds
 from megatron.data.table import MixtureRow, abbreviated, refuse_repeated, render, warn_repeated
 from megatron.errors import ConfigError, DataError
@@ -75,9 +75,7 @@ def build_train_valid_test(
 
     `num_samples` per split comes from splits.sample_counts; None means one epoch. `tokenizer` is only for --fim-data.
     """
-    flag = border_flag(config)
-    if flag is not None and eod_id is None:
-        raise ConfigError(f"{flag}: the tokenizer has no end-of-document id; use one that has, or leave it out")
+    check_border_flag(config, eod_id)
     fim = FillInTheMiddle.of(config, tokenizer) if config.fim_data else None
     if config.mock_data:
         built = _mock(config, num_samples, seed, vocab_size, eod_id)

@@ -145,6 +145,12 @@ def _listed(prefixes: list[str], text: str) -> list[str]:
     return [f"{prefixes[0]} and {len(prefixes) - 1} other sources: {text}"]
 
 
+def check_border_flag(config: DataConfig, eod_id: int | None) -> None:
+    flag = border_flag(config)
+    if flag is not None and eod_id is None:
+        raise ConfigError(f"{flag}: the tokenizer has no end-of-document id; use one that has, or leave it out")
+
+
 def border_flag(config: DataConfig) -> str | None:
     """The flag in use that needs an end-of-document token after each document, if any."""
     for name in ("reset_attention_mask", "dataloader_inter_document_masking", "reset_position_ids", "eod_mask_loss"):

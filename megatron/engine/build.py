@@ -78,8 +78,7 @@ def _decay_by_row(rows: Mapping[str, Row]) -> Callable[[str, nn.Parameter], Grou
 
 
 def _graphed(passes: Passes, model: nn.Module, grads: GradBuffers, device: torch.device) -> GraphedPasses:
-    if device.type != "cuda":
-        raise ConfigError(f"--cuda-graphs: needs a CUDA device, and this run is on {device.type}; leave it out")
+    assert device.type == "cuda", "checked when the device was chosen"
     if not isinstance(model, GPT):
         raise ConfigError(
             f"--cuda-graphs: records our GPT alone, and the model provider gave a {type(model).__name__}; leave it out"

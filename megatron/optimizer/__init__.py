@@ -2,7 +2,7 @@
 
 from megatron.optimizer.loss_scaler import ConstantLossScaler, DynamicLossScaler, LossScaler, build_loss_scaler
 from megatron.optimizer.lr_schedule import Curves, Schedule, build_schedule
-from megatron.optimizer.optimizer import REPORT_SIZE, Optimizer, StepInfo, megatron_rule
+from megatron.optimizer.optimizer import REPORT_SIZE, Optimizer, StepInfo, megatron_rule, no_place_for_remainders
 from megatron.optimizer.update_rules import GroupRule
 
 __all__ = [
@@ -18,4 +18,5 @@ __all__ = [
     "build_loss_scaler",
     "build_schedule",
     "megatron_rule",
+    "no_place_for_remainders",
 ]

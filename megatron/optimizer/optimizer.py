@@ -220,11 +220,15 @@ def build_update(
         betas = config.adam_beta1, config.adam_beta2
         return FlatAdam(grads, rules, betas, config.adam_eps, kernel, remainders=config.store_param_remainders)
     if config.store_param_remainders:
-        raise ConfigError(
-            "--store-param-remainders: only the native AdamW can work without fp32 masters, and it does not run here; "
-            "leave it out, or see the row adamw of the table of kernels"
-        )
+        raise no_place_for_remainders()
     return TorchUpdate(grads, rules, build_rule(config, device), asynchronous=asynchronous)
+
+
+def no_place_for_remainders() -> ConfigError:
+    return ConfigError(
+        "--store-param-remainders: only the native AdamW can work without fp32 masters, and it does not run here; "
+        "leave it out, or see the row adamw of the table of kernels"
+    )
 
 
 def _check_same(what: str, here: set[str], saved: set[str]) -> None:

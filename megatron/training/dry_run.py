@@ -1,23 +1,72 @@
-"""`--dry-run`: describes the run that the settings ask for, without data, process group or memory."""
+"""`--dry-run`: checks and describes the run that the settings ask for, without a process group or memory."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import torch
 from torch import nn
 
+from megatron.checkpoint import find_checkpoint
+from megatron.checkpoint.find import find_candidates
 from megatron.config import CheckpointConfig, RunConfig
-from megatron.config.blend import given_sets
+from megatron.config.blend import data_sources, given_sets
 from megatron.config.stages import stage_layers
+from megatron.data.sources import Sources
 from megatron.data.splits import sample_counts
+from megatron.distributed.state import ParallelState
 from megatron.layout import Layout
 from megatron.training.initialize import Run
 from megatron.training.model import count_parameters, model_flops
+from megatron.training.resume import ResumePoint
 from megatron.utils.device import human_bytes
+from megatron.utils.foreign import is_hugging_face
 
 _SHOWN = 4
 """Longest list of groups, or of ranks in a group, that is shown whole."""
+
+
+def check_files(run: Run, *, needs_data: bool) -> None:
+    """Opens what a launch would read: the sources of the data, and the description of the checkpoint. What
+    takes long (sample order, hashes, tensors) is left to the launch, as is what a script's own providers do."""
+    config = run.config
+    if needs_data and not config.data.mock_data:
+        sources = Sources(
+            config.data,
+            vocab_size=run.data_vocab_size,
+            eod_id=run.eod_id,
+            tokenizer_fingerprint=run.tokenizer_fingerprint,
+        )
+        prefixes = [prefix for blend in data_sources(config.data).blends if blend for prefix in blend.prefixes]
+        sources.prepare(prefixes)
+        for prefix in dict.fromkeys(prefixes):
+            sources.open(prefix)
+    if config.checkpoint.load is not None and not is_hugging_face(Path(config.checkpoint.load)):
+        _check_checkpoint(run, Path(config.checkpoint.load))
+
+
+def _check_checkpoint(run: Run, directory: Path) -> None:
+    settings = run.config.checkpoint
+    step, save = settings.ckpt_step, Path(settings.save) if settings.save else None
+    if settings.finetune:  # it may be Megatron-LM's own, which has no description
+        find_candidates(directory, step=step, save_dir=save, strict=settings.strict_load)
+        return
+    alone = ParallelState.plan(Layout(1), 0)
+    found = find_checkpoint(
+        directory,
+        parallel=alone,
+        step=step,
+        save_dir=save,
+        strict=settings.strict_load,
+        check_hashes=False,
+        log=lambda _: None,
+    )
+    point = ResumePoint(found)
+    point.check_architecture(run.config)
+    if not run.config.training.skip_train:
+        for warning in point.check_settings(run.config):
+            run.log.warn(warning)
 
 
 def render_plan(run: Run, model_provider: Callable[[Run], nn.Module]) -> str:

@@ -22,7 +22,7 @@ _LONGEST = 300
 
 @dataclass(frozen=True)
 class StopReason:
-    kind: str  # "done", "dry_run", "exit_interval", "exit_duration", "signal", "paused", or an error's class
+    kind: str  # "done", "planned", "exit_interval", "exit_duration", "signal", "paused", or an error's class
     text: str
     exit_code: int = 0
     warning: str = ""  # what a planned end must not hide

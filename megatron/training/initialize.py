@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -10,7 +11,7 @@ from datetime import timedelta
 
 import torch
 
-from megatron.config import BatchPlan, RunConfig, check_world
+from megatron.config import BatchPlan, RunConfig, check_world, describe
 from megatron.distributed.cores import pin, set_scheduling, set_threads
 from megatron.distributed.device import activate, resolve_backend, resolve_device
 from megatron.distributed.launch import LaunchInfo, die_with_parent, keep_products_repeatable
@@ -22,6 +23,7 @@ from megatron.errors import ConfigError
 from megatron.layout import padded_vocab_size
 from megatron.ops.select import Kernels, left_to_compiler, resolve
 from megatron.tokenizer import Tokenizer, build_tokenizer
+from megatron.training.checks import check_parts
 from megatron.training.log_lines import LOG_FORMS
 from megatron.training.settings import read_settings
 from megatron.utils.cpu import has_bf16_products, set_allocator, set_fp32_products
@@ -86,7 +88,11 @@ def initialize(argv: Sequence[str] | None = None, *, needs_data: bool = True) ->
     """The start of a script without the training loop: settings read, ranks connected, random streams seeded. Errors of
     usage come before any process waits for another. Such a script leaves with `megatron.distributed.launch.shutdown()`.
     """
-    return start(read_settings(argv, needs_data=needs_data), needs_data=needs_data)
+    run = start(read_settings(argv, needs_data=needs_data), needs_data=needs_data)
+    if run.config.runtime.print_config:
+        run.log.info(describe(run.config))
+        sys.exit(0)
+    return run
 
 
 def start(config: RunConfig, *, needs_data: bool = True) -> Run:
@@ -109,7 +115,7 @@ def start(config: RunConfig, *, needs_data: bool = True) -> Run:
     run = build_run(config, launch, device=device, log=log, needs_data=needs_data, connect=connect, started=started)
     if config.training.deterministic_mode:
         torch.use_deterministic_algorithms(True)
-    verb = "planned for" if config.runtime.dry_run else "running on"
+    verb = "planned for" if config.runtime.plans else "running on"
     log.info(
         f"{verb} {launch.world_size} x {device.type} with {threads} CPU threads each, backend {backend}, "
         f"data parallel {run.parallel.dp.size}"
@@ -141,7 +147,8 @@ def build_run(
     tokenizer = tokenizer_of(config, required=needs_data)
     _warn_of_slow_precision(config, device, log)
     layout, run_id = config.parallel.layout(launch.world_size), "dry-run"
-    if config.runtime.dry_run:
+    check_parts(config, device=device, kernels=kernels, tokenizer=tokenizer, needs_data=needs_data)
+    if config.runtime.plans:
         parallel = ParallelState.plan(layout, launch.rank)
     else:
         timeout = timedelta(minutes=config.runtime.distributed_timeout_minutes)
@@ -205,7 +212,7 @@ def _prepare_cpu(config: RunConfig, launch: LaunchInfo, device: torch.device, lo
 
 def _prepare_accelerator(config: RunConfig, device: torch.device, log: RankLog) -> None:
     """Selects and configures the device, before anything is allocated there: choosing kernels tries them out."""
-    if config.runtime.dry_run or device.type == "cpu":
+    if config.runtime.plans or device.type == "cpu":
         return
     activate(device)  # else every rank of the machine would try them on the first device
     if device.type != "cuda":
@@ -217,13 +224,13 @@ def _prepare_accelerator(config: RunConfig, device: torch.device, log: RankLog) 
 
 
 def _for_dry_run(config: RunConfig, launch: LaunchInfo) -> LaunchInfo:
-    """With --dry-run, one process describes a run of many ranks."""
+    """With --dry-run or --print-config, one process stands for a run of many ranks."""
     runtime, alone = config.runtime, launch.launcher == "python"
-    if runtime.dry_run_ranks is not None and not (runtime.dry_run and alone):
+    if runtime.dry_run_ranks is not None and not (runtime.plans and alone):
         raise ConfigError(
             f"--dry-run-ranks {runtime.dry_run_ranks}: is for one process with --dry-run, without a launcher; remove it"
         )
-    if not (runtime.dry_run and alone):
+    if not (runtime.plans and alone):
         return launch
     return replace(launch, world_size=runtime.dry_run_ranks or config.parallel.fewest_ranks)
 

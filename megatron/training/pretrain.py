@@ -36,20 +36,23 @@ def pretrain(
     """
 
     def body() -> StopReason:
+        from megatron.config import describe
         from megatron.training.settings import read_settings
 
         config = read_settings(argv, needs_data=needs_data)
 
         from megatron.training.assemble import assemble
         from megatron.training.checkpointing import held_save_directory
-        from megatron.training.dry_run import render_plan
+        from megatron.training.dry_run import check_files, render_plan
         from megatron.training.initialize import start
         from megatron.training.watchdog import watched
 
         run = start(config, needs_data=needs_data)
-        if config.runtime.dry_run:
-            run.log.info(render_plan(run, model_provider))
-            return StopReason("dry_run", "--dry-run")
+        if config.runtime.plans:
+            check_files(run, needs_data=needs_data)
+            plan = render_plan(run, model_provider)
+            run.log.info(describe(config) if config.runtime.print_config else plan)
+            return StopReason("planned", "--print-config" if config.runtime.print_config else "--dry-run")
         with held_save_directory(run) as (history, exit_record):
             with (
                 watched(run, exit_record) as position,

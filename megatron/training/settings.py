@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron.config import RunConfig, adopt_checkpoint_args, check, check_paths, describe
+from megatron.config import RunConfig, adopt_checkpoint_args, check, check_paths
 from megatron.config.cli import resolve
 from megatron.config.notices import given, spelled
 from megatron.config.refusals import Refusals
@@ -29,11 +29,6 @@ def read_settings(argv: Sequence[str] | None, *, needs_data: bool = True) -> Run
     if theirs or config.checkpoint.use_checkpoint_args:
         refusals.end()  # without the model's shape there is little to check
         config = _with_settings_of_folder(config) if theirs else _with_checkpoint_args(config)
-    if config.runtime.print_config:
-        refusals.end()
-        if rank_of_process() == 0:
-            print(describe(config))
-        sys.exit(0)
     check(config, needs_data=needs_data, refusals=refusals)
     check_paths(config, refusals)
     project = config.logging.wandb_project

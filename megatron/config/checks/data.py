@@ -115,4 +115,9 @@ def check_checkpoint(config: RunConfig) -> None:
         )
 
 
-CHECKS = (check_paths_and_split, check_fill_in_the_middle, check_checkpoint)
+def check_seed(config: RunConfig) -> None:
+    if config.training.seed >= 2**32 and any(_given(config, (*_SHARED, *_SEPARATE, *_SEPARATE_FILE))):
+        raise ConfigError(f"{spelled(config, 'seed')}: the sample order needs 0 to {2**32 - 1}; choose another")
+
+
+CHECKS = (check_seed, check_paths_and_split, check_fill_in_the_middle, check_checkpoint)

@@ -51,8 +51,12 @@ def _wrong_paths(config: RunConfig) -> Iterator[ConfigError]:
         ("--metrics-jsonl", config.logging.metrics_jsonl),
         ("--data-table-path", config.data.data_table_path),
     ):
-        if name is not None and Path(name).is_dir():
+        if name is None:
+            continue
+        if Path(name).is_dir():
             yield ConfigError(f"{flag} {name}: is a directory; name a file in it")
+        if (file := _file_on_the_way(str(Path(name).parent))) is not None:
+            yield ConfigError(f"{flag} {name}: {file} is a file, not a directory; name another place")
 
 
 def _wrong_file(named: str, path: Path, hint: str) -> str | None:

@@ -23,7 +23,7 @@ class RuntimeConfig:
         None, "Set by torch.distributed.launch; must agree with LOCAL_RANK.", at_least=0, cli_only=True
     )
     config: str | None = flag(None, "YAML file of settings; flags override it.", cli_only=True)
-    print_config: bool = flag(False, "Print every value with its origin.", cli_only=True)
+    print_config: bool = flag(False, "Check everything, print every value with its origin, and exit.", cli_only=True)
     dry_run: bool = flag(
         False, "Check everything, print the plan and exit; one process can plan for many ranks.", cli_only=True
     )
@@ -33,6 +33,11 @@ class RuntimeConfig:
         at_least=1,
         cli_only=True,
     )
+
+    @property
+    def plans(self) -> bool:
+        """Whether the command ends before anything is connected, allocated or written."""
+        return self.dry_run or self.print_config
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ from pathlib import Path
 from megatron.config.run import SECTIONS, all_settings
 
 CLASSES = {cls.__name__: section for section, cls in SECTIONS.items()}
-HOLDERS = {"config", "settings", "section", "args"}
+HOLDERS = {"config", "_config", "settings", "section", "args"}
 
 
 @dataclass

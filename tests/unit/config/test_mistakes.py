@@ -157,41 +157,41 @@ def test_a_mistake_gives_one_line(mistake: str) -> None:
     refused(argv(SMALL, mistake), setting, way_out)
 
 
-@pytest.mark.parametrize(
-    ("missing", "way_out"),
-    [
-        ("--num-layers", "--model preset"),
-        ("--micro-batch-size", "give them"),
-        ("--seq-length", "give them"),
-        ("--max-position-embeddings", "give them"),
-        ("--lr", "--lr 1e-4"),
-        ("--train-iters", "--skip-train"),
-        ("--mock-data", "tools/preprocess_data.py"),
-        ("--vocab-size", "--vocab-size N"),
-    ],
-)
+REQUIRED = {
+    "--num-layers": "--model preset",
+    "--micro-batch-size": "give them",
+    "--seq-length": "give them",
+    "--max-position-embeddings": "give them",
+    "--lr": "--lr 1e-4",
+    "--train-iters": "--skip-train",
+    "--mock-data": "tools/preprocess_data.py",
+    "--vocab-size": "--vocab-size N",
+}
+
+
+@pytest.mark.parametrize(("missing", "way_out"), REQUIRED.items())
 def test_what_is_required_is_named(missing: str, way_out: str) -> None:
     refused(argv(without(SMALL, missing)), missing if missing != "--mock-data" else "--data-path", way_out)
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "setting", "way_out"),
-    [
-        ("--hidden-size 64", "--hidden-size 66", "--hidden-size 66", "--kv-channels"),
-        ("--seq-length 32", "--seq-length 33", "--max-position-embeddings 32", "to 33"),
-        ("--num-layers 2", "--num-layers 0", "--num-layers 0", "at least 1"),
-        ("--num-layers 2", "--num-layers -2", "--num-layers -2", "at least 1"),
-        ("--mock-data", "--data-path a b 0.5", "--data-path a b 0.5", "WEIGHT PREFIX"),
-        ("--mock-data", "--data-path 0.5 a b c", "--data-path 0.5 a b c", "WEIGHT PREFIX"),
-        ("--mock-data", "--data-path 0 a 1 b", "--data-path 0 a 1 b", "positive"),
-        ("--mock-data", "--valid-data-path a", "--valid-data-path a", "--train-data-path"),
-        ("--mock-data", "--data-path a --valid-data-path b", "--valid-data-path b", "keep one"),
-        ("--mock-data", "--train-data-path a --split 9,1,0", "--split 9,1,0", "remove --split"),
-        ("--mock-data --vocab-size 100", "--data-path a", "--vocab-file and --merge-file", "vocab.json"),
-        ("--mock-data --vocab-size 100", "--data-path a --vocab-file v", "--merge-file", "merges.txt"),
-        ("--vocab-size 100", NULL, "--tokenizer-type NullTokenizer", "--vocab-size"),
-    ],
-)
+CHANGED = [
+    ("--hidden-size 64", "--hidden-size 66", "--hidden-size 66", "--kv-channels"),
+    ("--seq-length 32", "--seq-length 33", "--max-position-embeddings 32", "to 33"),
+    ("--num-layers 2", "--num-layers 0", "--num-layers 0", "at least 1"),
+    ("--num-layers 2", "--num-layers -2", "--num-layers -2", "at least 1"),
+    ("--mock-data", "--data-path a b 0.5", "--data-path a b 0.5", "WEIGHT PREFIX"),
+    ("--mock-data", "--data-path 0.5 a b c", "--data-path 0.5 a b c", "WEIGHT PREFIX"),
+    ("--mock-data", "--data-path 0 a 1 b", "--data-path 0 a 1 b", "positive"),
+    ("--mock-data", "--valid-data-path a", "--valid-data-path a", "--train-data-path"),
+    ("--mock-data", "--data-path a --valid-data-path b", "--valid-data-path b", "keep one"),
+    ("--mock-data", "--train-data-path a --split 9,1,0", "--split 9,1,0", "remove --split"),
+    ("--mock-data --vocab-size 100", "--data-path a", "--vocab-file and --merge-file", "vocab.json"),
+    ("--mock-data --vocab-size 100", "--data-path a --vocab-file v", "--merge-file", "merges.txt"),
+    ("--vocab-size 100", NULL, "--tokenizer-type NullTokenizer", "--vocab-size"),
+]
+
+
+@pytest.mark.parametrize(("old", "new", "setting", "way_out"), CHANGED)
 def test_a_wrong_value_gives_one_line(old: str, new: str, setting: str, way_out: str) -> None:
     assert old in SMALL
     refused(argv(SMALL.replace(old, new)), setting, way_out)
