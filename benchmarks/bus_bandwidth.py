@@ -1,0 +1,146 @@
+"""Bandwidth of our collectives between the devices of this machine, beside torch's own and nccl's own program.
+
+    python benchmarks/bus_bandwidth.py                     # all GPUs, over nccl
+    python benchmarks/bus_bandwidth.py --device cpu --ranks 2 --sizes 1
+
+Bus bandwidth is what nccl-tests calls so: bytes of the whole buffer over time, times 2 (n - 1) / n for an all-reduce
+and (n - 1) / n for the others (1 for a ring shift), so that it compares with the link's. Ours and torch's take turns;
+the medians count. If `all_reduce_perf` of nccl-tests is on PATH, it runs last.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+MIB = 2**20
+Run = Callable[[], object]
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--ranks", type=int, help="unset: every GPU, or two on the CPU")
+    parser.add_argument("--sizes", nargs="+", type=int, default=[1, 16, 256], help="of the whole buffer, in MiB")
+    parser.add_argument("--rounds", type=int, default=10)
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str]) -> int:
+    args = parse(arguments)
+    if "RANK" in os.environ:
+        measure(args)
+        return 0
+    import torch
+
+    ranks = args.ranks or (2 if args.device == "cpu" else torch.cuda.device_count())
+    if args.device == "cuda" and ranks < 2:
+        print(f"--device cuda: {ranks} found, and two are needed", file=sys.stderr)
+        return 2
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
+    code = subprocess.run([*launcher, __file__, *arguments], check=False).returncode
+    program = shutil.which("all_reduce_perf")
+    if args.device == "cuda":
+        command = [program or "all_reduce_perf", "-b", "1M", "-e", "256M", "-f", "16", "-g", str(ranks)]
+        print("nccl's own:", "not installed (nccl-tests)" if program is None else " ".join(command), flush=True)
+        if program is not None:
+            code = code or subprocess.run(command, check=False).returncode
+    return code
+
+
+def measure(args: argparse.Namespace) -> None:
+    """One rank of the measurement; rank 0 prints."""
+    sys.path.insert(0, str(ROOT))
+    import torch
+    import torch.distributed as dist
+
+    local = int(os.environ["LOCAL_RANK"])
+    device = torch.device("cpu") if args.device == "cpu" else torch.device("cuda", local)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group("gloo" if device.type == "cpu" else "nccl")
+    for size in args.sizes:
+        for name, (ours, theirs, share) in contenders(size * MIB, device).items():
+            seconds = in_turns([ours, theirs], args.rounds, device)
+            widths = [share * size * MIB / 1e9 / each for each in seconds]
+            if dist.get_rank() == 0:
+                row = f"{name:<14} {size:5} MiB  ours {widths[0]:8.2f} GB/s  torch {widths[1]:8.2f} GB/s"
+                print(f"{row}  ratio {widths[0] / widths[1]:.2f}", flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def contenders(size: int, device: Any) -> dict[str, tuple[Run, Run, float]]:
+    """(ours, torch's, share of the buffer that crosses a link) by name, for a whole buffer of `size` bytes."""
+    import torch
+    import torch.distributed as dist
+
+    from megatron.distributed import collectives
+    from megatron.distributed.state import Axis
+
+    ranks = dist.get_world_size()
+    world = Axis("world", dist.get_rank(), ranks, tuple(range(ranks)), dist.group.WORLD)
+    whole = torch.ones(size // 4 // ranks * ranks, device=device)
+    part = whole[: whole.numel() // ranks].clone()
+    before, after = (world.rank - 1) % ranks, (world.rank + 1) % ranks
+    gathered, received = torch.empty_like(whole), torch.empty_like(whole)
+
+    def ring() -> None:
+        messages = [dist.P2POp(dist.isend, whole, after), dist.P2POp(dist.irecv, received, before)]
+        for work in dist.batch_isend_irecv(messages):
+            work.wait()
+
+    # torch 2.13 renamed these and warns of the old names, which older ones alone have.
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    share = (ranks - 1) / ranks
+    return {
+        "all-reduce": (lambda: collectives.all_reduce(whole, world), lambda: dist.all_reduce(whole), 2 * share),
+        "all-gather": (
+            lambda: collectives.gather_along(part, world, 0),
+            lambda: gather(gathered, part),
+            share,
+        ),
+        "reduce-scatter": (
+            lambda: collectives.scatter_sum(whole, world, 0),
+            lambda: scatter(part, whole),
+            share,
+        ),
+        "all-to-all": (
+            lambda: collectives.all_to_all(whole.view(ranks, -1), world),
+            lambda: dist.all_to_all_single(received, whole),
+            share,
+        ),
+        "ring shift": (lambda: collectives.start_shift(whole, world).wait(), ring, 1.0),
+    }
+
+
+def in_turns(runs: Sequence[Run], rounds: int, device: Any) -> list[float]:
+    """Median seconds of each, after a first call that connects."""
+    import torch
+
+    times: list[list[float]] = [[] for _ in runs]
+    for round_ in range(-1, rounds):
+        for run, into in zip(runs, times, strict=True):
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            started = time.perf_counter()
+            run()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            if round_ >= 0:
+                into.append(time.perf_counter() - started)
+    return [statistics.median(each) for each in times]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

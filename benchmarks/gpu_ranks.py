@@ -1,0 +1,265 @@
+"""Every kind of parallelism on two real devices, beside one: does each layout start, end and train the same?
+
+    python benchmarks/gpu_ranks.py                                # every case on the first two GPUs, over nccl
+    python benchmarks/gpu_ranks.py --cases TP2 "PP2 1f1b" --connections 1
+    python benchmarks/gpu_ranks.py --device cpu --cases TP2       # over gloo, to see that it runs
+
+Each case is a run of pretrain_gpt.py in processes of its own with a time limit, so that a hang is a row of the report
+and not the end of it. Its losses and gradient norms in fp32 are held against those of one device. Every case runs with
+CUDA_DEVICE_MAX_CONNECTIONS at 1, which many scripts export, and at 8, which is CUDA's default. Then the kernels are
+compared with fp64 on the second device, and bus bandwidths are measured (benchmarks/bus_bandwidth.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+LOSS_GATE, NORM_GATE = 1e-5, 1e-4
+"""Relative, in fp32: rounding is 1e-7 in a loss and 1e-6 in a norm; a lost sum or a wrong mask is above 1e-4."""
+STEPS = 4
+TP, EP, CP = "--tensor-model-parallel-size", "--expert-model-parallel-size", "--context-parallel-size"
+PP, VIRTUAL = "--pipeline-model-parallel-size", "--num-layers-per-virtual-pipeline-stage"
+SCHEDULE = "--pipeline-schedule"
+EXPERTS = ("--disable-bias-linear", "--num-experts", "4", "--moe-router-topk", "2", "--moe-aux-loss-coeff", "0")
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    flags: tuple[str, ...]
+    ranks: int = 2
+    model: tuple[str, ...] = ()
+    """Flags that the single device gets, too."""
+
+
+CASES = (
+    Case("DP2", ()),
+    Case("DP2 overlapped", ("--overlap-grad-reduce",)),
+    Case("TP2", (TP, "2")),
+    Case("TP2 sequence parallel", (TP, "2", "--sequence-parallel")),
+    Case("PP2 1f1b", (PP, "2")),
+    Case("PP2 interleaved", (PP, "2", VIRTUAL, "1")),
+    Case("PP2 zero-bubble", (PP, "2", SCHEDULE, "zero-bubble")),
+    Case("PP2 gpipe", (PP, "2", SCHEDULE, "gpipe")),
+    Case("CP2 p2p", (CP, "2")),
+    Case("CP2 a2a", (CP, "2", "--cp-comm-type", "a2a")),
+    Case("CP2 allgather", (CP, "2", "--cp-comm-type", "allgather")),
+    Case("EP2", (EP, "2"), model=EXPERTS),
+    Case("TP2 x PP2", (TP, "2", PP, "2"), ranks=4),
+    Case("CP2 x PP2", (CP, "2", PP, "2"), ranks=4),
+    Case("TP2 x EP2", (TP, "2", EP, "2"), ranks=4, model=EXPERTS),
+)
+NAMED = {case.name: case for case in CASES}
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a command ended: its exit code, None if it was ended at the time limit, and the last of what it said."""
+
+    code: int | None
+    said: tuple[str, ...]
+    seconds: float
+
+
+def run_within(command: Sequence[str], seconds: float, environment: Mapping[str, str]) -> Ended:
+    """Runs a command in a session of its own, all of which is killed when the time is over."""
+    started = time.monotonic()
+    with tempfile.TemporaryFile("w+", errors="replace") as output:
+        process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env={**os.environ, **environment},
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            code: int | None = process.wait(max(0.0, seconds))
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # also the ranks that a launcher left behind
+            process.wait()
+        output.seek(0)
+        lines = [line.strip() for line in output if line.strip()]
+    return Ended(code, tuple(lines[-300:]), time.monotonic() - started)
+
+
+def train(ranks: int, flags: Sequence[str], device: str, seconds: float, environment: Mapping[str, str]) -> Any:
+    """The records of a run's steps, or how it ended if it did not end well."""
+    with tempfile.TemporaryDirectory() as folder:
+        metrics = Path(folder) / "metrics.jsonl"
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)] if ranks > 1 else []
+        command = [sys.executable, *launcher, str(ROOT / "pretrain_gpt.py"), *_model(device), *flags]
+        ended = run_within([*command, "--metrics-jsonl", str(metrics)], seconds, environment)
+        records = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.is_file() else []
+    steps = [record for record in records if record["split"] == "train"]
+    return steps if ended.code == 0 and len(steps) == STEPS else ended
+
+
+def _model(device: str) -> list[str]:
+    size = 256 if device != "cpu" else 32
+    numbers = {
+        "--num-layers": 4, "--hidden-size": size, "--num-attention-heads": 4, "--seq-length": size, "--vocab-size": 512,
+        "--max-position-embeddings": size, "--micro-batch-size": 2, "--global-batch-size": 8, "--train-iters": STEPS,
+        "--lr": 1e-3, "--attention-dropout": 0, "--hidden-dropout": 0, "--eval-iters": 0, "--log-interval": 1,
+        "--num-workers": 0, "--distributed-timeout-minutes": 1, "--device": device,
+    }  # fmt: skip
+    return [*(str(word) for pair in numbers.items() for word in pair), "--mock-data"]
+
+
+def held_against(got: Sequence[Mapping[str, Any]], expected: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The largest relative differences of losses and gradient norms, and whether they are those of rounding."""
+
+    def largest(name: str) -> float:
+        pairs = [(ours[name], theirs[name]) for ours, theirs in zip(got, expected, strict=True)]
+        apart = [abs(ours - theirs) / abs(theirs) for ours, theirs in pairs]
+        return max(math.inf if math.isnan(difference) else difference for difference in apart)
+
+    loss, norm = largest("lm_loss"), largest("grad_norm")
+    equal = loss <= LOSS_GATE and norm <= NORM_GATE
+    return {"verdict": "equal" if equal else "DIFFERENT", "loss": loss, "grad_norm": norm}
+
+
+def judge(case: Case, expected: Any, device: str, seconds: float, environment: Mapping[str, str]) -> dict[str, Any]:
+    """One row of the report."""
+    started = time.monotonic()
+    got = train(case.ranks, [*case.model, *case.flags], device, seconds, environment)
+    row: dict[str, Any] = {"case": case.name, **environment, "seconds": round(time.monotonic() - started, 1)}
+    if isinstance(got, Ended):
+        return row | failure(got, seconds)
+    if isinstance(expected, Ended):
+        return row | {"verdict": "ended well; one device did not, so nothing is compared"}
+    return row | held_against(got, expected)
+
+
+def failure(ended: Ended, seconds: float) -> dict[str, Any]:
+    own = (
+        [line for line in ended.said if re.match(r"error(?: \(rank \d+\))?: ", line)]
+        or list(ended.said[-1:])
+        or ["no message"]
+    )
+    what = f"HUNG: not done within {seconds:.0f} s" if ended.code is None else f"FAILED (exit code {ended.code})"
+    return {"verdict": f"{what}: {own[0]}", "said": list(ended.said[-30:])}
+
+
+def line(row: Mapping[str, Any]) -> str:
+    numbers = f"loss {row['loss']:.1e}  norm {row['grad_norm']:.1e}" if "loss" in row else ""
+    connections = row.get("CUDA_DEVICE_MAX_CONNECTIONS", "")
+    return f"{row['case']:<24} {connections:>2} {row['seconds']:6.1f} s  {row['verdict']}  {numbers}".rstrip()
+
+
+def kernels_on(device: str) -> int:
+    """Compares every native operation with fp64 on a device that need not be the first; returns the exit code."""
+    import torch
+
+    from megatron.ops.library import library
+    from megatron.ops.proof import PROOFS, Draw, check
+    from megatron.ops.select import why_not_native
+
+    reason = why_not_native(library(), torch.device(device).type)
+    if reason is not None:
+        print(f"the kernels are {reason}")
+        return 1
+    wrong = 0
+    for proof in PROOFS.values():
+        draw = Draw(proof.dtypes[0], torch.Generator().manual_seed(1))
+        for finding in (finding for call in proof.calls(draw) for finding in check(proof, call, library().ops, device)):
+            if finding.wrong:
+                wrong += 1
+                print(f"{proof.name}: {finding.tensor}: {finding.wrong}")
+    return int(wrong > 0)
+
+
+def devices(kind: str) -> int:
+    """How many there are; asked in a process of its own, which takes no memory of a GPU here."""
+    if kind == "cpu":
+        return 2
+    found = run_within([sys.executable, "-c", "import torch; print(torch.cuda.device_count())"], 120, {})
+    return int(found.said[-1]) if found.code == 0 else 0
+
+
+def main(arguments: Sequence[str] | None = None, about: Mapping[str, Any] | None = None) -> int:
+    """`about`: what else the record is to say."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", nargs="+", choices=NAMED, default=list(NAMED))
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--connections", nargs="+", type=int, default=[1, 8], help="CUDA_DEVICE_MAX_CONNECTIONS")
+    parser.add_argument("--case-seconds", type=float, default=90, help="for one case")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="for everything")
+    parser.add_argument("--json", type=Path, help="also write the results here, after every row")
+    parser.add_argument("--kernels-on", metavar="DEVICE", help="only compare the kernels there with fp64")
+    args = parser.parse_args(arguments)
+    if args.kernels_on is not None:
+        return kernels_on(args.kernels_on)
+    found = devices(args.device)
+    if found < 2:
+        parser.error(f"--device {args.device}: {found} found, and two are needed; --device cpu shows that it runs")
+    report = Report(args, about or {})
+    for connections in args.connections if args.device == "cuda" else [None]:
+        variable = {} if connections is None else {"CUDA_DEVICE_MAX_CONNECTIONS": str(connections)}
+        for name in args.cases:
+            if NAMED[name].ranks <= max(found, 2 if args.device == "cuda" else 4):
+                report.case(NAMED[name], variable)
+    if args.device == "cuda":
+        report.command("kernels on cuda:1", [str(Path(__file__)), "--kernels-on", "cuda:1"])
+    small = ["--sizes", "1", "--rounds", "2"] if args.device == "cpu" else []
+    report.command("bus bandwidths", [str(ROOT / "benchmarks" / "bus_bandwidth.py"), "--device", args.device, *small])
+    return int(any(not row["verdict"].startswith(("equal", "done")) for row in report.rows))
+
+
+class Report:
+    """Rows that are printed and written as they come."""
+
+    def __init__(self, args: argparse.Namespace, about: Mapping[str, Any]) -> None:
+        self._args, self._about = args, about
+        self._until = time.monotonic() + args.seconds
+        self._one_device: dict[tuple[str, ...], Any] = {}
+        self.rows: list[dict[str, Any]] = []
+
+    def case(self, case: Case, environment: Mapping[str, str]) -> None:
+        device, seconds = self._args.device, self._left()
+        if not seconds:
+            return self._add({"case": case.name, **environment, "seconds": 0.0, "verdict": "NOT RUN: the time is over"})
+        if case.model not in self._one_device:
+            self._one_device[case.model] = train(1, case.model, device, seconds, {})
+        return self._add(judge(case, self._one_device[case.model], device, self._left(), environment))
+
+    def command(self, name: str, words: Sequence[str]) -> None:
+        seconds = self._left()
+        ended = run_within([sys.executable, *words], seconds, {})
+        row = {"case": name, "seconds": round(ended.seconds, 1)}
+        told = {"verdict": "done", "said": list(ended.said[-30:])} if ended.code == 0 else failure(ended, seconds)
+        self._add(row | told)
+        print(*told["said"], sep="\n", flush=True)
+
+    def _left(self) -> float:
+        return max(0.0, min(float(self._args.case_seconds), self._until - time.monotonic()))
+
+    def _add(self, row: dict[str, Any]) -> None:
+        self.rows.append(row)
+        print(line(row), flush=True)
+        if self._args.json is not None:
+            record = {**self._about, "results": self.rows}
+            self._args.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+    sys.exit(main())
