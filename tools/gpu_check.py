@@ -3,12 +3,13 @@
     python tools/gpu_check.py --part ops       # every CUDA kernel: right, repeatable, how fast; writes the record
     python tools/gpu_check.py --part steps     # whole training steps (benchmarks/gpu_steps.py)
     python tools/gpu_check.py --part peers     # beside transformers and a plain model (benchmarks/gpu_peers.py)
+    python tools/gpu_check.py --part nccl      # two or more GPUs: every kind of parallelism (benchmarks/gpu_ranks.py)
 
 `ops` builds the kernels if they do not load, compares each with fp64 and with its CPU twin on fresh random inputs,
 twice, lets compute-sanitizer look at small shapes where it is installed, times each against PyTorch, torch.compile and
 a copy of its bytes, and writes megatron/ops/gpu_verified.json. `--kernels auto` takes a CUDA kernel only if its source
-is in that record as it is: commit it. The other parts write gpu_check_steps.json and gpu_check_peers.json; what stands
-after -- goes to their benchmark: `--part peers -- --sizes 345M`. Whatever has been measured is written at once, so that
+is in that record as it is: commit it. The other parts write gpu_check_PART.json; what stands after -- goes to their
+benchmark: `--part peers -- --sizes 345M`. Whatever has been measured is written at once, so that
 a run that is cut off leaves it. `--device cpu` does the same with the CPU, small, to see that this tool runs.
 """
 
@@ -34,7 +35,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks import gpu_peers, gpu_steps
+from benchmarks import gpu_peers, gpu_ranks, gpu_steps
 from csrc.build import cuda_program
 from megatron.ops.library import PATH, VERIFIED, library
 from megatron.ops.proof import PROOFS, Draw, Proof, check, flat_tensors
@@ -330,9 +331,9 @@ def check_ops(args: argparse.Namespace) -> int:
 def check_benchmark(args: argparse.Namespace) -> int:
     """Runs a benchmark, which writes the record itself as it goes."""
     words = ["--device", args.device, "--seconds", str(args.seconds), "--json", str(args.out)]
-    if args.device == "cpu":
+    if args.device == "cpu" and args.part != "nccl":
         words += ["--sizes", "tiny"]
-    main = {"steps": gpu_steps.main, "peers": gpu_peers.main}[args.part]
+    main = {"steps": gpu_steps.main, "peers": gpu_peers.main, "nccl": gpu_ranks.main}[args.part]
     return main([*words, *args.more], about_run(args))
 
 
@@ -346,7 +347,7 @@ def about_run(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-PARTS = {"ops": check_ops, "steps": check_benchmark, "peers": check_benchmark}
+PARTS = {"ops": check_ops, "steps": check_benchmark, "peers": check_benchmark, "nccl": check_benchmark}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -144,7 +144,7 @@ def test_a_source_whose_process_dies_does_not_take_the_others_along(
     assert set(tool.verified_sources(verdicts, built, {})) == set(built) - {"norm", "rope"}
 
 
-@pytest.mark.parametrize("part", ["steps", "peers"])
+@pytest.mark.parametrize("part", ["steps", "peers", "nccl"])
 def test_the_benchmarks_write_the_record(
     tool: ModuleType, part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -154,13 +154,13 @@ def test_the_benchmarks_write_the_record(
         given.append((words, about))
         return 7
 
-    monkeypatch.setattr(tool.gpu_steps if part == "steps" else tool.gpu_peers, "main", benchmark)
+    benchmarks = {"steps": tool.gpu_steps, "peers": tool.gpu_peers, "nccl": tool.gpu_ranks}
+    monkeypatch.setattr(benchmarks[part], "main", benchmark)
     out = str(tmp_path / "record.json")
     assert tool.main(["--part", part, "--device", "cpu", "--out", out, "--", "--flags=--compile"]) == 7
     words, about = given[0]
-    assert words == [
-        "--device", "cpu", "--seconds", "450", "--json", out, "--sizes", "tiny", "--flags=--compile"
-    ]  # fmt: skip
+    small = [] if part == "nccl" else ["--sizes", "tiny"]
+    assert words == ["--device", "cpu", "--seconds", "450", "--json", out, *small, "--flags=--compile"]
     assert about["part"] == part and about["device_type"] == "cpu" and about["environment"]
 
 
