@@ -1,6 +1,7 @@
 """manifest.json: the checksums of every file, and where the slices of every logical tensor are stored.
 
-The manifest is checked too: it contains its own hash, and its text must be exactly what its content serialises to.
+The manifest is checked too: it contains its own hash, and its text must be exactly what its content serialises to. That
+hash is sha256 in every schema: so an older program gets as far as the schema, and names what it does not know.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from megatron.checkpoint.storage import FileRecord
 from megatron.errors import CheckpointError
 from megatron.utils.typed import typed
 
-SCHEMA = 1
+SCHEMA = 2
 _DISTRIBUTED = (".metadata", "metadata.json")  # files of torch's and Megatron's distributed formats
 _ALWAYS_READ = 4 * 2**20  # bytes; a larger manifest is read if the files that it describes are larger still
 _MOST_DIMENSIONS = 16
@@ -68,6 +69,7 @@ class Manifest:
     optimizer: Mapping[str, Mapping[str, TensorRecord]] = field(default_factory=dict)
     origin: Mapping[str, Any] = field(default_factory=dict)  # hf/origin.py; empty for a run started here
     holds: tuple[str, ...] = ()  # which of optimizer, scheduler and rng were saved
+    hash: str = storage.HASH  # of the files' blocks
     schema: int = SCHEMA
 
 
@@ -86,14 +88,26 @@ def decode(raw: bytes, path: Path) -> Manifest:
         body = outer["manifest"]
         if raw != storage.canonical_json(outer) or _digest(body) != outer["sha256"]:
             raise BrokenManifestError(f"{path} does not match its own checksum: it was damaged or edited")
+        if body["schema"] == 1:
+            body = _of_schema_1(body)
         if body["schema"] != SCHEMA:
-            raise BrokenManifestError(f"{path} has schema {body['schema']}; this version reads {SCHEMA}")
+            raise BrokenManifestError(f"{path} has schema {body['schema']}; this version reads 1 to {SCHEMA}")
         manifest = typed(Manifest, body)
+        if manifest.hash not in storage.HASHES:
+            raise BrokenManifestError(
+                f"{path} has {manifest.hash[:40]} checksums; this version knows {', '.join(storage.HASHES)}"
+            )
         _check_numbers(manifest)
         return manifest
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         raise BrokenManifestError(f"{path} cannot be read as a manifest ({reason})") from error
+
+
+def _of_schema_1(body: Mapping[str, Any]) -> dict[str, Any]:
+    """As of today: there were sha256 alone, of every block and of the whole file once more."""
+    files = {name: {"size": file["size"], "blocks": file["blocks"]} for name, file in body["files"].items()}
+    return {**body, "files": files, "hash": "sha256", "schema": SCHEMA}
 
 
 def _check_numbers(manifest: Manifest) -> None:

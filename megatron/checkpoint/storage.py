@@ -13,11 +13,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+import xxhash
+
 from megatron.errors import StorageError
-from megatron.utils.durable import BlockHasher
+from megatron.utils.durable import BlockHasher, Hash
 
 BLOCK_BYTES = 16 * 2**20
 _READ_BYTES = 2**20
+
+
+HASHES: Mapping[str, Callable[[], Hash]] = {"xxh3_128": xxhash.xxh3_128, "sha256": hashlib.sha256}
+"""By their names in the manifest. They find damage; against forgery there is no key that they could use."""
+HASH = "xxh3_128"
+"""What is written. sha256 is that of checkpoints before schema 2, at a tenth of the speed of memory."""
 
 
 @dataclass(frozen=True)
@@ -25,29 +33,26 @@ class FileRecord:
     """What the manifest says about one file."""
 
     size: int
-    sha256: str
-    blocks: tuple[str, ...]  # sha256 of every 16 MiB block, so that damage has an address
+    blocks: tuple[str, ...]  # the hash of every 16 MiB block, so that damage has an address
 
 
 class FileHasher:
-    def __init__(self) -> None:
-        self._whole = hashlib.sha256()
-        self._blocks = BlockHasher(BLOCK_BYTES)
+    def __init__(self, algorithm: str) -> None:
+        self._blocks = BlockHasher(BLOCK_BYTES, HASHES[algorithm])
 
     def update(self, data: bytes | memoryview) -> None:
-        self._whole.update(data)
         self._blocks.update(data)
 
     def record(self) -> FileRecord:
-        return FileRecord(size=self._blocks.size, sha256=self._whole.hexdigest(), blocks=self._blocks.blocks())
+        return FileRecord(size=self._blocks.size, blocks=self._blocks.blocks())
 
 
 class HashingFile:
     """A file for `torch.save`. It hashes the bytes as they are handed to the disk, not from a later re-read."""
 
-    def __init__(self, file: IO[bytes]) -> None:
+    def __init__(self, file: IO[bytes], algorithm: str) -> None:
         self._file = file
-        self.hasher = FileHasher()
+        self.hasher = FileHasher(algorithm)
 
     def write(self, data: bytes | memoryview) -> int:
         view = memoryview(data).cast("B")
@@ -61,18 +66,18 @@ class HashingFile:
         self._file.flush()
 
 
-def write_durable(path: Path, write: Callable[[HashingFile], object]) -> FileRecord:
+def write_durable(path: Path, write: Callable[[HashingFile], object], algorithm: str = HASH) -> FileRecord:
     """Creates `path`, lets `write` fill it and syncs it. The caller syncs the directory."""
     with open(path, "xb") as raw:
-        file = HashingFile(raw)
+        file = HashingFile(raw, algorithm)
         write(file)
         raw.flush()
         os.fsync(raw.fileno())
     return file.hasher.record()
 
 
-def hash_file(path: Path) -> FileRecord:
-    hasher = FileHasher()
+def hash_file(path: Path, algorithm: str = HASH) -> FileRecord:
+    hasher = FileHasher(algorithm)
     with open(path, "rb") as file:
         while data := file.read(_READ_BYTES):
             hasher.update(data)

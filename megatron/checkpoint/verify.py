@@ -40,7 +40,7 @@ def inspect_step(directory: Path, *, hashes: bool = True, deep: bool = False) ->
         return None, [Problem("corrupt", str(error))]
     problems = _step_number(directory, record) + _coverage(directory, record) + _extra_files(directory, record)
     for name, expected in record.files.items():
-        problems += _file(directory, name, expected, hashes=hashes)
+        problems += _file(directory, name, expected, algorithm=record.hash if hashes else None)
     if deep and not problems:
         problems += _contents(directory, record)
     return record, problems
@@ -92,7 +92,7 @@ def _extra_files(directory: Path, record: Manifest) -> list[Problem]:
     return problems
 
 
-def _file(directory: Path, name: str, expected: FileRecord, *, hashes: bool) -> list[Problem]:
+def _file(directory: Path, name: str, expected: FileRecord, *, algorithm: str | None) -> list[Problem]:
     try:
         path = paths.member(directory, name)
     except paths.UnsafePathError as error:
@@ -103,7 +103,7 @@ def _file(directory: Path, name: str, expected: FileRecord, *, hashes: bool) -> 
         size = path.stat().st_size
         if size != expected.size:
             return [Problem("corrupt", f"{path} has {size} bytes, {expected.size} were written")]
-        if hashes and (found := storage.hash_file(path)) != expected:
+        if algorithm and (found := storage.hash_file(path, algorithm)) != expected:
             return [Problem("corrupt", f"{path} differs from what was written, {_where(found, expected)}")]
     except OSError as error:
         return [Problem("corrupt", f"{path} cannot be read ({error.strerror})")]

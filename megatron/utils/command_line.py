@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 from megatron.errors import ConfigError, InterruptError, MegatronError
 from megatron.utils.process import wait_passively
 
-DEPENDENCIES = ("numpy", "regex", "safetensors", "tokenizers", "torch", "transformers", "yaml")
+DEPENDENCIES = ("numpy", "regex", "safetensors", "tokenizers", "torch", "transformers", "xxhash", "yaml")
 _STDOUT = 1
 
 

@@ -12,9 +12,10 @@ import hashlib
 import os
 import re
 import secrets
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Protocol
 
 from megatron.errors import StorageError
 
@@ -170,12 +171,20 @@ def try_lock(descriptor: int) -> bool:
 # ---------------------------------------------------------------- checksums
 
 
-class BlockHasher:
-    """sha256 of every block of a stream that comes in pieces of any size, so that damage has an address."""
+class Hash(Protocol):
+    """As hashlib's and xxhash's."""
 
-    def __init__(self, block_bytes: int) -> None:
+    def update(self, data: memoryview, /) -> None: ...
+
+    def hexdigest(self) -> str: ...
+
+
+class BlockHasher:
+    """The hash of every block of a stream that comes in pieces of any size, so that damage has an address."""
+
+    def __init__(self, block_bytes: int, new: Callable[[], Hash] = hashlib.sha256) -> None:
         self.block_bytes, self.size = block_bytes, 0
-        self._block = hashlib.sha256()
+        self._new, self._block = new, new()
         self._blocks: list[str] = []
 
     def update(self, data: bytes | bytearray | memoryview) -> None:
@@ -187,7 +196,7 @@ class BlockHasher:
             view = view[len(part) :]
             if self.size % self.block_bytes == 0:
                 self._blocks.append(self._block.hexdigest())
-                self._block = hashlib.sha256()
+                self._block = self._new()
 
     def blocks(self) -> tuple[str, ...]:
         """Of everything so far; the last block may be short."""
