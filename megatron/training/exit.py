@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Thread
 
 from megatron.errors import ConfigError, InterruptError, MegatronError, MemoryShortError, PeerLostError, StorageError
 from megatron.utils.command_line import forget_stdout, not_installed, stdout_is_unread
@@ -85,6 +88,7 @@ def _unwritable(directory: Path, error: OSError) -> StorageError:
 # Seconds. The launcher ends the other ranks once one has left, so a rank that only lost its peers waits longest.
 _OTHERS_ARE_STOPPED_WITHIN = 4.0
 _AFFECTED_WAITS = 8.0
+_LEAVES_WITHIN = 10.0
 
 
 def run_as_program(body: Callable[[], StopReason]) -> StopReason:
@@ -106,14 +110,28 @@ def run_as_program(body: Callable[[], StopReason]) -> StopReason:
 
 
 def _end(error: BaseException) -> None:
-    """Leaves the process group and exits with the error's code; returns if it is no MegatronError."""
+    """Leaves the process group and exits with the error's code; returns if it is no MegatronError.
+
+    The error is printed while a thread leaves: at once, so that the others' collectives fail now instead of at their
+    timeout, and beside, because destroying a group can hang in the very collective that failed.
+    """
     told = as_megatron_error(error)
     if stdout_is_unread():
         forget_stdout()
-    _leave(together=False)  # first, so that the others' collectives fail at once instead of at their timeout
+    leaving = Thread(target=_leave_alone, name="leaving", daemon=True)
+    leaving.start()
     if isinstance(told, MegatronError):
         _say_once(told)
-        sys.exit(told.exit_code)
+    leaving.join(_LEAVES_WITHIN)
+    code = told.exit_code if isinstance(told, MegatronError) else 1
+    if leaving.is_alive():
+        if not isinstance(told, MegatronError):
+            traceback.print_exception(error)
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(code)
+    if isinstance(told, MegatronError):
+        sys.exit(code)
 
 
 def as_megatron_error(error: BaseException) -> BaseException:
@@ -175,6 +193,11 @@ def _leave(*, together: bool) -> None:
         from megatron.distributed.launch import shutdown
 
         shutdown(barrier=together)
+
+
+def _leave_alone() -> None:
+    with suppress(Exception):  # the error that is being printed matters more
+        _leave(together=False)
 
 
 def _say_once(error: MegatronError) -> None:

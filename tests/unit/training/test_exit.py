@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -35,3 +38,32 @@ def test_too_little_memory_is_one_line_with_a_way_out() -> None:
         assert isinstance(told, MemoryShortError)
         assert str(told).startswith("out of memory: ") and "--micro-batch-size" in str(told) and "\n" not in str(told)
     assert isinstance(as_megatron_error(torch.OutOfMemoryError("CUDA out of memory.")), MemoryShortError)
+
+
+HANGING = """
+import time
+from megatron.distributed import launch
+from megatron.errors import ConfigError
+from megatron.training import exit
+
+launch.shutdown = lambda **how: time.sleep(600)  # a group whose last collective never ends
+exit._LEAVES_WITHIN = 0.2
+
+def body():
+    PLANTED
+
+exit.run_as_program(body)
+"""
+
+
+@pytest.mark.parametrize(
+    ("planted", "code", "line"),
+    [
+        ("raise ConfigError('planted')", 2, "error: planted"),
+        ("return 1 / 0", 1, "ZeroDivisionError: division by zero"),
+    ],
+)
+def test_an_error_is_said_though_leaving_hangs(planted: str, code: int, line: str) -> None:
+    command = [sys.executable, "-c", HANGING.replace("PLANTED", planted)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == code and done.stderr.splitlines()[-1] == line, done.stderr
