@@ -1,6 +1,6 @@
 """Builds the training, validation and test datasets of a run, and the table that describes them.
 
-Every rank builds its own from files alone and waits for no other rank.
+Every rank has its own from files alone; of those that share a file system one builds an index, and the others map it.
 """
 
 from __future__ import annotations
@@ -266,7 +266,7 @@ class _Builder:
         if place.directory not in self.tidied:
             self.tidied.add(place.directory)
             remove_leftovers(place.directory)
-        return IndexCache(place)
+        return IndexCache(place, self.builders.say)
 
     def _single(self, name: str, part: SourceSlice, wanted: int | None) -> TokenDataset | None:
         dataset = self._dataset(part, wanted)

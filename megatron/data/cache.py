@@ -1,7 +1,8 @@
 """Caches index arrays between runs, keyed by what they were built from. A damaged entry is rebuilt.
 
-Processes may build and store the same entry concurrently without waiting: they write equal content, each file is
-replaced atomically, and the description that makes an entry valid is written last. Deleting a cache is always safe.
+Of several processes one builds an entry and the others map it (see `claim`). Should two build the same one, they write
+equal content, each file is replaced atomically, and the description that makes an entry valid is written last. Deleting
+a cache is always safe.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from megatron.data.claim import Claim
 from megatron.data.indexed.files import as_bytes
 from megatron.errors import StorageError
 from megatron.utils.durable import target_of, write_atomically, writing
@@ -31,7 +33,7 @@ from megatron.utils.durable import target_of, write_atomically, writing
 FORMAT = 1
 _MAPPED_FROM = 1 << 20  # bytes; smaller arrays are read, because the number of maps of a process is limited
 _DAY = 24 * 3600.0  # seconds
-_ENTRY = re.compile(r"[0-9a-f]{32}-[a-z]+\.(npy|json)")
+_ENTRY, _CLAIM = re.compile(r"[0-9a-f]{32}-[a-z]+\.(npy|json)"), re.compile(r"\.[0-9a-f]{32}-claim\.lock")
 # What numpy raises on damage: the header is parsed as Python and may name any size.
 _LOAD_ERRORS = (OSError, ValueError, EOFError, SyntaxError, TokenError, OverflowError, MemoryError, RecursionError)
 _ATTEMPTS = 3  # at storing an entry while its directory is being deleted
@@ -67,8 +69,8 @@ class CachePlace:
 
 
 class IndexCache:
-    def __init__(self, place: CachePlace) -> None:
-        self.place = place
+    def __init__(self, place: CachePlace, say: Callable[[str], None] | None = None) -> None:
+        self.place, self._say = place, say
         self.directory = place.directory
         self.notes: list[str] = []  # what the user should be told
 
@@ -76,7 +78,8 @@ class IndexCache:
         """Returns the arrays of this description, mapped from a valid cache entry or else built and stored."""
         text = json.dumps({"format": FORMAT, **description}, sort_keys=True)
         key = hashlib.sha256(text.encode()).hexdigest()[:32]
-        loaded = self._load_shared(key, text)
+        shared = self.place.shared
+        loaded = None if shared is None else self._load_undamaged(shared, key, text)  # damage there is not ours to mend
         if loaded is not None:
             return loaded
         try:
@@ -85,6 +88,11 @@ class IndexCache:
             self.notes.append(f"index cache {damage}: built again")
         if loaded is not None:
             return loaded
+        with Claim(_path(self.directory, f".{key}", "claim.lock"), self._say) as claim:
+            built = claim.wait_turn(lambda: self._load_undamaged(self.directory, key, text))
+            return self._build(key, text, build) if built is None else built
+
+    def _build(self, key: str, text: str, build: Callable[[], Arrays]) -> Arrays:
         arrays = build()
         try:
             self._store(key, text, arrays)
@@ -96,18 +104,16 @@ class IndexCache:
         if all(array.nbytes <= _MAPPED_FROM for array in arrays.values()):
             return arrays  # reading them back would map nothing
         del arrays  # not both copies in memory at once
+        loaded = None
         try:
             loaded = self._load(self.directory, key, text)  # mapped: the ranks of a machine share one copy
         except _DamagedError as damage:
             self.notes.append(f"index cache {damage}: not used, though it was written just now")
         return build() if loaded is None else loaded
 
-    def _load_shared(self, key: str, text: str) -> Arrays | None:
-        """A damaged or untrusted entry there is no news: it is not ours to mend."""
-        if self.place.shared is None:
-            return None
+    def _load_undamaged(self, directory: Path, key: str, text: str) -> Arrays | None:
         try:
-            return self._load(self.place.shared, key, text)
+            return self._load(directory, key, text)
         except _DamagedError:
             return None
 
@@ -187,10 +193,10 @@ def _npy(array: np.ndarray) -> Iterator[bytes | memoryview]:
 
 
 def remove_leftovers(directory: Path) -> None:
-    """Removes temporary files of killed builders: those older than a day, longer than any write takes."""
+    """Removes temporary files and claims of killed builders: those older than a day, longer than any build takes."""
     long_ago = time.time() - _DAY
-    for path in directory.glob(".*.tmp"):
-        if not _ENTRY.fullmatch(target_of(path.name) or ""):
+    for path in directory.glob(".*"):
+        if not _ENTRY.fullmatch(target_of(path.name) or "") and not _CLAIM.fullmatch(path.name):
             continue
         with suppress(OSError):  # another process removed it, or we lack the permission
             if path.stat().st_mtime < long_ago:

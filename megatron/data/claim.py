@@ -1,0 +1,94 @@
+"""Which of several processes builds an index: one per file system, whatever the number of ranks.
+
+A claim is a lock that the operating system keeps: it ends with its holder, also with one that is killed, so nobody
+waits for a process that is no more. Where the file system has no locks, every process builds, and the files are equal.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import TypeVar
+
+from megatron.utils.durable import try_lock
+
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.02, 2.0  # seconds between two looks: a thousand waiting ranks look 500 times a second
+_SAID_EVERY = 30.0  # seconds
+_ENDED = "ended"
+
+Found = TypeVar("Found")
+
+
+class Claim:
+    """Within the context, and once `wait_turn` has returned nothing, this process is the one to build."""
+
+    def __init__(self, path: Path, say: Callable[[str], None] | None = None) -> None:
+        self._path, self._say = path, say
+        self._descriptor: int | None = None
+        self._held = False
+
+    def __enter__(self) -> Claim:
+        with suppress(OSError):  # a directory that cannot be written: the caller finds out when it stores the index
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+            self._descriptor = os.open(self._path, flags, 0o644)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        if self._descriptor is None:
+            return
+        if self._held:
+            self._sign(_ENDED)
+            with suppress(OSError):  # whoever waits has opened it; whoever comes later finds the index
+                self._path.unlink(missing_ok=True)
+        os.close(self._descriptor)
+
+    def wait_turn(self, find: Callable[[], Found | None]) -> Found | None:
+        """What `find` has found, once another process has built it; None when this one is to build."""
+        pause, began, said = _FIRST_PAUSE, time.monotonic(), time.monotonic()
+        while self._descriptor is not None and not self._taken(self._descriptor):
+            time.sleep(pause)
+            pause = min(1.5 * pause, _LONGEST_PAUSE)
+            if (found := find()) is not None:
+                return found
+            now = time.monotonic()
+            if self._say is not None and now - said >= _SAID_EVERY:
+                said = now
+                self._say(
+                    f"data: waiting for {self._signature() or 'another process'} to build an index ({now - began:.0f} s) ..."
+                )
+        return find()
+
+    def _taken(self, descriptor: int) -> bool:
+        """Whether nobody else builds. If one has tried, and there is still no index (it could not be stored), all that
+        wait build at once, each for itself."""
+        try:
+            self._held = try_lock(descriptor)
+        except BlockingIOError:
+            return False
+        if self._signature() == _ENDED:
+            os.close(descriptor)
+            self._descriptor, self._held = None, False
+        else:
+            self._sign(f"process {os.getpid()} on {socket.gethostname()}")
+        return True
+
+    def _sign(self, text: str) -> None:
+        assert self._descriptor is not None
+        with suppress(OSError):
+            os.ftruncate(self._descriptor, 0)
+            os.pwrite(self._descriptor, text.encode(), 0)
+
+    def _signature(self) -> str:
+        """Empty where nobody has signed yet."""
+        assert self._descriptor is not None
+        with suppress(OSError, UnicodeDecodeError):
+            return os.pread(self._descriptor, 300, 0).decode()
+        return ""
