@@ -11,7 +11,6 @@ the medians count. If `all_reduce_perf` of nccl-tests is on PATH, it runs last.
 from __future__ import annotations
 
 import argparse
-import os
 import shutil
 import statistics
 import subprocess
@@ -21,7 +20,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
 MIB = 2**20
 Run = Callable[[], object]
 
@@ -37,11 +37,14 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 def main(arguments: list[str]) -> int:
     args = parse(arguments)
-    if "RANK" in os.environ:
-        measure(args)
-        return 0
     import torch
 
+    from megatron.distributed.launch import LaunchInfo
+
+    launch = LaunchInfo.detect()
+    if launch.launcher == "torchrun":
+        measure(args, launch.local_rank)
+        return 0
     ranks = args.ranks or (2 if args.device == "cpu" else torch.cuda.device_count())
     if args.device == "cuda" and ranks < 2:
         print(f"--device cuda: {ranks} found, and two are needed", file=sys.stderr)
@@ -57,13 +60,11 @@ def main(arguments: list[str]) -> int:
     return code
 
 
-def measure(args: argparse.Namespace) -> None:
+def measure(args: argparse.Namespace, local: int) -> None:
     """One rank of the measurement; rank 0 prints."""
-    sys.path.insert(0, str(ROOT))
     import torch
     import torch.distributed as dist
 
-    local = int(os.environ["LOCAL_RANK"])
     device = torch.device("cpu") if args.device == "cpu" else torch.device("cuda", local)
     if device.type == "cuda":
         torch.cuda.set_device(device)

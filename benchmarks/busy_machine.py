@@ -23,7 +23,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.turns import rotated, speed_over
+from benchmarks.parts.turns import rotated, speed_over
 from megatron.utils.process import usable_cpus
 
 ROOT = Path(__file__).resolve().parent.parent

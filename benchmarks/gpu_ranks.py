@@ -81,9 +81,8 @@ def run_within(command: Sequence[str], seconds: float, environment: Mapping[str,
     started = time.monotonic()
     with tempfile.TemporaryFile("w+", errors="replace") as output:
         process = subprocess.Popen(
-            command,
+            ["env", *(f"{name}={value}" for name, value in environment.items()), *command],
             cwd=ROOT,
-            env={**os.environ, **environment},
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,

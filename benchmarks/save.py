@@ -23,8 +23,8 @@ from typing import IO, cast
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
-from benchmarks.turns import rotated, speed_over
 
+from benchmarks.parts.turns import rotated, speed_over
 from megatron.checkpoint import storage
 
 

@@ -61,9 +61,8 @@ class Claim:
             now = time.monotonic()
             if self._say is not None and now - said >= _SAID_EVERY:
                 said = now
-                self._say(
-                    f"data: waiting for {self._signature() or 'another process'} to build an index ({now - began:.0f} s) ..."
-                )
+                whom = self._signature() or "another process"
+                self._say(f"data: waiting for {whom} to build an index ({now - began:.0f} s) ...")
         return find()
 
     def _taken(self, descriptor: int) -> bool:
