@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from megatron.training.exit import StopReason, run_as_program
+from megatron.utils.loading import loading_torch
 
 if TYPE_CHECKING:
     from megatron.model.passes import ForwardStep
@@ -41,11 +42,12 @@ def pretrain(
 
         config = read_settings(argv, needs_data=needs_data)
 
-        from megatron.training.assemble import assemble
-        from megatron.training.checkpointing import held_save_directory
-        from megatron.training.dry_run import check_files, render_plan
-        from megatron.training.initialize import start
-        from megatron.training.watchdog import watched
+        with loading_torch():
+            from megatron.training.assemble import assemble
+            from megatron.training.checkpointing import held_save_directory
+            from megatron.training.dry_run import check_files, render_plan
+            from megatron.training.initialize import start
+            from megatron.training.watchdog import watched
 
         run = start(config, needs_data=needs_data)
         if config.runtime.plans:
