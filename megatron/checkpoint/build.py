@@ -57,7 +57,10 @@ def saved_tokenizer(found: FoundStep) -> Tokenizer | None:
     if not isinstance(saved, dict) or type(saved.get("vocab_size")) is not int:
         return None
     if saved.get("tokenizer_type") == "NullTokenizer" and saved["vocab_size"]:
-        return build_tokenizer(
-            TokenizerSettings(tokenizer_type="NullTokenizer", vocab_size=saved["vocab_size"]), announce=False
+        settings = TokenizerSettings(
+            tokenizer_type="NullTokenizer",
+            vocab_size=saved["vocab_size"],
+            null_tokenizer_eod_id=saved.get("null_tokenizer_eod_id"),
         )
+        return build_tokenizer(settings, announce=False)
     return None

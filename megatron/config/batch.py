@@ -57,6 +57,10 @@ class BatchPlan:
         return self.config.evaluation.eval_global_batch_size or self.final_batch_size
 
     @property
+    def evaluation_micro_batch_size(self) -> int:
+        return self.config.evaluation.eval_micro_batch_size or self.config.training.micro_batch_size
+
+    @property
     def final_batch_size(self) -> int:
         """Samples per step once a ramp-up or a schedule, if any, is over."""
         training = self.config.training
@@ -86,6 +90,11 @@ class BatchPlan:
     def micro_batches(self, batch_size: int) -> int:
         """Of one rank in a step."""
         return batch_size // (self.config.training.micro_batch_size * self.dp)
+
+    @property
+    def evaluation_micro_batches(self) -> int:
+        """Of one rank in one global batch of an evaluation."""
+        return self.evaluation_batch_size // (self.evaluation_micro_batch_size * self.dp)
 
     @property
     def total_iterations(self) -> int:

@@ -47,8 +47,7 @@ LATER: dict[str, str] = {
         --softmax-type=vanilla --check-for-large-grads --log-energy --log-progress --log-max-attention-logit
         --qk-clip --qk-clip-alpha= --qk-clip-threshold= --log-device-memory-used --straggler-ctrlr-port=
         --straggler-minmax-count= --disable-straggler-on-startup --error-injection-rate=0 --error-injection-type=
-        --result-rejected-tracker-filename= --nvtx-ranges --check-weight-hash-across-dp-replicas-interval=
-        --train-sync-interval= --decrease-batch-size-if-needed
+        --result-rejected-tracker-filename= --nvtx-ranges --train-sync-interval= --decrease-batch-size-if-needed
         --phase-transition-iterations= --distributed-timeout-seconds-after-init= --nccl-communicator-config-path=
         --multiple-validation-sets --num-dataset-builder-threads=1 --mid-level-dataset-surplus=0.005
         --allow-ambiguous-pad-tokens --tokenizer-metadata= --non-persistent-save-interval=
@@ -66,8 +65,8 @@ LATER: dict[str, str] = {
         --disable-clone-scatter-output-in-embedding --disable-manual-gc-eval --disable-log-loss-scale-to-tensorboard
         --expert-tensor-parallel-num-weight-shards= --tensor-parallel-num-weight-shards= --ft-num-warmup-iters=
         --chat-template= --enable-msc --disable-use-tokenizer-model-from-checkpoint-args
-        --disable-ckpt-load-validate-sharding-integrity --disable-strict-fsdp-dtensor-load --fake-process-group
-        --no-weight-decay-cond-type=""",
+        --disable-ckpt-load-validate-sharding-integrity --disable-strict-fsdp-dtensor-load --fake-process-group""",
+    "use --apply-wd-to-qk-layernorm": "--no-weight-decay-cond-type=",
     "remove it; multi-token prediction is not built": """
         --mtp-detach-heads --mtp-hsm --mtp-hybrid-override-pattern= --mtp-standalone --num-speculative-tokens=""",
     "remove it; the learning rate is one for all parameters": """
@@ -81,18 +80,15 @@ LATER: dict[str, str] = {
         --cpu-offloading-retain-pinned-cpu-buffers""",
     "use --split and --eval-iters; there is one validation set": """
         --validation-set-names=... --per-dataset-sequences-path=""",
-    "evaluation uses the micro-batch size of training; remove it": "--eval-micro-batch-size=",
-    "give the flag that SIGTERM is for: --exit-signal-handler": """
-        --exit-signal= --exit-signal-handler-for-dataloader --exit-signal-handler-for-training""",
-    "leave it out; --load takes the step as it was saved": "--override-ckpt-iteration",
-    "leave it out; the tokenizer is part of a checkpoint": """
-        --no-save-tokenizer-assets --disable-save-tokenizer-assets""",
-    "remove it; see --log-memory-to-tensorboard": "--log-memory-interval=",
-    "remove it; norms do not decay": "--apply-wd-to-qk-layernorm",
+    "the workers of data loaders end with their run, which --exit-signal-handler ends; remove it": """
+        --exit-signal-handler-for-dataloader --exit-signal-handler-for-training""",
+    "it replays the samples of a distillation, which is not built; --ckpt-step takes another saved step": """
+        --override-ckpt-iteration=""",
     "use tokenizer.json or the tokenizer's own files as they are": """
-        --tokenizer-special-tokens=... --tokenizer-hf-no-use-fast --tokenizer-sentencepiece-legacy
+        --tokenizer-hf-no-use-fast --tokenizer-sentencepiece-legacy
         --no-tokenizer-sentencepiece-ignore-extra-whitespaces
-        --disable-tokenizer-sentencepiece-ignore-extra-whitespaces --null-tokenizer-eod-id= --null-tokenizer-pad-id=""",
+        --disable-tokenizer-sentencepiece-ignore-extra-whitespaces""",
+    "samples are never padded; leave it out": "--null-tokenizer-pad-id=-1",
     "the vocabulary is padded to --make-vocab-size-divisible-by; use --make-vocab-size-divisible-by 1": """
         --no-pad-vocab-size --disable-pad-vocab-size""",
 }
@@ -142,7 +138,7 @@ NEVER: dict[str, str] = {
     "torchrun restarts failed runs": "--inprocess-restart",
     "remove it": """
         --scattered-embeddings --split-transformers --memory-centric-tiled-linear --tile-factor=1 --profile-backward
-        --run-workload-inspector-server --test-mode --dump-param-to-param-group-map=
+        --run-workload-inspector-server --dump-param-to-param-group-map=
         --disable-bf16-reduced-precision-matmul --tensorboard-flush-secs= --rope-type=rope""",
     "distillation is not supported; remove it": """
         --export-te-mcore-model --export-kd-teacher-load= --export-kd-cfg= --logits-load-decode-threads=
@@ -190,6 +186,10 @@ RETIRED: dict[str, tuple[str, dict[str, str | bool | None]]] = {
     "--checkpoint-method=": ("taken as --recompute-method", {"recompute_method": None}),
     "--checkpoint-num-layers=": ("taken as --recompute-num-layers", {"recompute_num_layers": None}),
     "--activations-checkpoint-num-layers=": ("taken as --recompute-num-layers", {"recompute_num_layers": None}),
+    "--check-weight-hash-across-dp-replicas-interval=": (
+        "taken as --check-replicas-every",
+        {"check_replicas_every": None},
+    ),
     "--no-query-key-layer-scaling": (
         "query-key layer scaling is off unless --apply-query-key-layer-scaling is given",
         {"apply_query_key_layer_scaling": False},
@@ -222,6 +222,7 @@ NO_OPS: dict[str, tuple[str, str]] = {
     "--no-create-attention-mask-in-dataloader": ("attention masks are never made in the data loader", ""),
     "--create-attention-mask-in-dataloader": ("attention masks are made from document ids inside the model", ""),
     "--cross-entropy-loss-fusion": ("--kernels chooses the cross-entropy", ""),
+    "--test-mode": ("no tests run beside a training; tools/check_layout.py compares layouts", ""),
     "--no-one-logger": ("there is no one-logger", ""),
     "--one-logger-project=": ("there is no one-logger", ""),
     "--one-logger-run-name=": ("there is no one-logger", ""),

@@ -120,20 +120,31 @@ _NEEDS: tuple[tuple[str, Callable[[RunConfig], bool], tuple[str, ...]], ...] = (
     (
         "--tokenizer-type TikTokenizer",
         lambda c: c.tokenizer.tokenizer_type == "TikTokenizer",
-        ("tiktoken_num_special_tokens",),
+        ("tiktoken_num_special_tokens", "tiktoken_pattern"),
     ),
-    ("--eval-iters above 0", lambda c: c.evaluation.eval_iters > 0, ("eval_interval", "full_validation")),
+    (
+        "--eval-iters above 0",
+        lambda c: c.evaluation.eval_iters > 0,
+        ("eval_interval", "full_validation", "eval_micro_batch_size"),
+    ),
     (
         "validation data",
         lambda c: c.evaluation.eval_iters == 0 or _has_validation_data(c),
         ("eval_interval", "full_validation"),
     ),
     ("--timing-log-level 1 or 2", lambda c: c.logging.timing_log_level > 0, ("timing_log_option",)),
+    ("--exit-signal-handler", lambda c: c.training.exit_signal_handler, ("exit_signal",)),
+    ("--qk-layernorm", lambda c: c.model.qk_layernorm, ("apply_wd_to_qk_layernorm",)),
+    (
+        "--moe-router-score-function softmax",
+        lambda c: not c.moe.is_on or c.moe.moe_router_score_function == "softmax",
+        ("moe_router_pre_softmax",),
+    ),
     ("--manual-gc", lambda c: c.training.manual_gc, ("manual_gc_interval", "manual_gc_eval")),
     (
         "--save",
         lambda c: c.checkpoint.save is not None,
-        ("save_interval", "save_retain_interval", "save_optim", "save_rng"),
+        ("save_interval", "save_retain_interval", "save_optim", "save_rng", "save_tokenizer_assets"),
     ),
     (
         "--load",

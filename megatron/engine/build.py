@@ -44,7 +44,7 @@ def build_engine(
         grads,
         config.optimizer,
         config.precision,
-        rule=_decay_by_row(built.rows),
+        rule=_decay_by_row(built.rows, norms_of_qk=config.optimizer.apply_wd_to_qk_layernorm),
         split_over=dict.fromkeys(specs, dense) | dict.fromkeys(experts, shared),
         norm_axes=(dense, shared),
         specs=specs,
@@ -67,12 +67,15 @@ def runs_ahead(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def _decay_by_row(rows: Mapping[str, Row]) -> Callable[[str, nn.Parameter], GroupRule]:
+def _decay_by_row(rows: Mapping[str, Row], *, norms_of_qk: bool) -> Callable[[str, nn.Parameter], GroupRule]:
     """The table says which parameters decay; of a model that is not ours, Megatron's rule does."""
 
     def rule(name: str, parameter: nn.Parameter) -> GroupRule:
         row = rows.get(name)
-        return megatron_rule(name, parameter) if row is None else GroupRule(wd_mult=1.0 if row.decays else 0.0)
+        if row is None:
+            return megatron_rule(name, parameter)
+        decays = row.decays or (norms_of_qk and row.is_qk_norm)
+        return GroupRule(wd_mult=1.0 if decays else 0.0)
 
     return rule
 

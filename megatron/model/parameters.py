@@ -87,6 +87,11 @@ class Row:
         """Matrices have weight decay; biases and the weights of norms have none."""
         return len(self.stored_shape) > 1
 
+    @property
+    def is_qk_norm(self) -> bool:
+        """Weight or bias of a norm of queries or keys, which --apply-wd-to-qk-layernorm lets decay."""
+        return self.name.rpartition(".")[0] in (Q_NORM, K_NORM)
+
 
 @dataclass(frozen=True)
 class Parameter:

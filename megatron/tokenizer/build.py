@@ -35,6 +35,7 @@ class TokenizerSettings:
     tiktoken_pattern: str | None = None
     tiktoken_num_special_tokens: int = 1000
     tiktoken_special_tokens: tuple[str, ...] | None = None
+    null_tokenizer_eod_id: int | None = None
     encoder: Encoder = "auto"  # auto: the fast encoder where it is exact; fast: an error where it is not; exact
 
 
@@ -45,7 +46,9 @@ def build_tokenizer(config: TokenizerOptions, *, announce: bool = True) -> Token
     """Builds and checks the tokenizer. `announce=False` omits the warning about a slow engine."""
     kind = _kind(config)
     if kind != TIK:
-        _refuse_unused(config, kind, "tiktoken_pattern", "tiktoken_special_tokens")
+        _refuse_special_tokens(config, kind)
+    if kind != NULL:
+        _refuse_unused(config, kind, "null_tokenizer_eod_id")
     encoder = config.encoder if isinstance(config, TokenizerSettings) else "exact"
     if encoder == "fast" and kind not in (GPT2, *HUGGING_FACE):
         raise ConfigError(f"--encoder fast: {kind} has no fast encoder; give --encoder auto or exact")
@@ -142,7 +145,7 @@ def _build_null(config: TokenizerOptions) -> Tokenizer:
     _refuse_unused(config, NULL, "tokenizer_model", "vocab_file", "merge_file")
     if config.vocab_size is None:
         raise ConfigError(f"--vocab-size: not given; {NULL} needs it")
-    return NullTokenizer(config.vocab_size)
+    return NullTokenizer(config.vocab_size, eod_id=config.null_tokenizer_eod_id)
 
 
 def _model_of(config: TokenizerOptions, kind: str, what: str) -> str:
@@ -150,6 +153,15 @@ def _model_of(config: TokenizerOptions, kind: str, what: str) -> str:
     if not config.tokenizer_model:
         raise ConfigError(f"--tokenizer-model: not given; {kind} needs {what}")
     return config.tokenizer_model
+
+
+def _refuse_special_tokens(config: TokenizerOptions, kind: str) -> None:
+    tokens = config.tiktoken_special_tokens
+    if tokens is not None:
+        raise ConfigError(
+            f"--tokenizer-special-tokens {' '.join(tokens)}: only {TIK} names its special tokens by flag; leave it out "
+            f"({kind} has those of its own files, where others can be added)"
+        )
 
 
 def _refuse_unused(config: TokenizerOptions, kind: str, *names: str) -> None:

@@ -74,13 +74,15 @@ class BatchMaker:
         usable = self._usable(dataset)
         start = consumed % usable
         while True:
-            yield from islice(self._load(dataset, start), (usable - start) // self._shape.block)
+            shape = self._shape_of_evaluation
+            yield from islice(self._load(dataset, start, shape=shape), (usable - start) // shape.block)
             start = 0
 
     def once(self, dataset: Any) -> Iterator[Batch]:
         """Every sample once; those that do not fill a block go one by one to the ranks in turn."""
-        yield from self._load(dataset, 0)
-        whole = len(dataset) // self._shape.block * self._shape.block
+        shape = self._shape_of_evaluation
+        yield from self._load(dataset, 0, shape=shape)
+        whole = len(dataset) // shape.block * shape.block
         if whole < len(dataset):
             alone = BlockShape(micro_batch_size=1, dp_rank=0, dp_size=1)
             rest: Iterator[Batch] = self._load(dataset, whole, shape=alone)
@@ -108,8 +110,15 @@ class BatchMaker:
 
     @property
     def _shape(self) -> BlockShape:
+        return self._shape_of(self.run.config.training.micro_batch_size)
+
+    @property
+    def _shape_of_evaluation(self) -> BlockShape:
+        return self._shape_of(self.run.batch_plan.evaluation_micro_batch_size)
+
+    def _shape_of(self, micro_batch_size: int) -> BlockShape:
         dp = self.run.parallel.dp
-        return BlockShape(micro_batch_size=self.run.config.training.micro_batch_size, dp_rank=dp.rank, dp_size=dp.size)
+        return BlockShape(micro_batch_size=micro_batch_size, dp_rank=dp.rank, dp_size=dp.size)
 
     @property
     def _read_ahead(self) -> int:

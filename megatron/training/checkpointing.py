@@ -200,6 +200,8 @@ class RunCheckpoints:
 
     def _tokenizer_saver(self) -> Callable[[Path], None] | None:
         tokenizer = self.run.tokenizer
+        if not self.run.config.checkpoint.save_tokenizer_assets:
+            return None
         if tokenizer is None or not tokenizer.files():  # NullTokenizer: numbers are not made from text
             return None
         length = None if self.origin else self.run.config.data.seq_length  # an imported one keeps its own

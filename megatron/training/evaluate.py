@@ -26,7 +26,7 @@ class SplitEvaluator:
         evaluation = run.config.evaluation
         self._eval_iters, self._full_validation = evaluation.eval_iters, evaluation.full_validation
         self._global_batch_size = run.batch_plan.evaluation_batch_size
-        self._micro_batches = run.batch_plan.micro_batches(self._global_batch_size)
+        self._micro_batches = run.batch_plan.evaluation_micro_batches
         self._valid_batches: Iterator[Batch] | None = None  # kept: the next evaluation goes on where this one ended
 
     def valid(self, progress: Progress, where: str) -> EvalRecord | None:

@@ -27,7 +27,8 @@ class SignalFlag:
         wanted = [number for number in signals if signal.getsignal(number) is not signal.SIG_IGN]
         self._previous = {number: signal.signal(number, self._remember) for number in wanted}
         # Last here and first in `restore`: a signal in between is heard twice and ends the run; it is never lost.
-        self._listener = signal.set_wakeup_fd(-1)
+        self._takes_over = signal.SIGTERM in self._previous  # else who listens to SIGTERM goes on doing so
+        self._listener = signal.set_wakeup_fd(-1) if self._takes_over else -1
 
     def _remember(self, number: int, _frame: FrameType | None) -> None:
         self.received = number
@@ -35,7 +36,8 @@ class SignalFlag:
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def restore(self) -> None:
-        signal.set_wakeup_fd(self._listener, warn_on_full_buffer=False)
+        if self._takes_over:
+            signal.set_wakeup_fd(self._listener, warn_on_full_buffer=False)
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
@@ -45,7 +47,9 @@ class StopConditions:
 
     def __init__(self, run: Run) -> None:
         self._run, self._config = run, run.config.training
-        self._signals = SignalFlag(_STOP) if self._config.exit_signal_handler else None
+        config = self._config
+        stopping = _STOP if config.exit_signal is None else (signal.Signals[config.exit_signal],)
+        self._signals = SignalFlag(stopping) if config.exit_signal_handler else None
 
     def reason(self, iteration: int) -> StopReason | None:
         config = self._config

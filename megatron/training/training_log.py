@@ -19,7 +19,8 @@ from megatron.training.metrics import Throughput, TrainRecord
 from megatron.training.model import model_flops
 from megatron.training.resume import Progress
 from megatron.training.skipped_steps import SkippedSteps
-from megatron.utils.device import device_name
+from megatron.utils.device import accelerator_memory, device_name
+from megatron.utils.process import peak_resident_bytes
 from megatron.utils.timers import render_times
 
 
@@ -75,6 +76,7 @@ class TrainingLog:
             if warning := self.skipped.since_last_asked():
                 self._log.warn(warning)
             self._log_times(result.times)
+            self._log_memory(iteration.number)
             self._since_logged.clear()
             self._skipped = self._not_finite = 0
 
@@ -84,6 +86,17 @@ class TrainingLog:
         if config.timing_log_level > 0:
             times = all_gather_json(dict(mine), self._engine.parallel.world, dict[str, float])
             self._log.info(render_times(times, config.timing_log_option))
+
+    def _log_memory(self, iteration: int) -> None:
+        """Of the fullest rank; a collective, so only when asked for."""
+        config = self._config
+        if config.log_memory_interval is None or iteration % config.log_memory_interval:
+            return
+        mine = accelerator_memory(self._engine.device) or {"peak_resident": peak_resident_bytes()}
+        ranks = all_gather_json(mine, self._engine.parallel.world, dict[str, int])
+        most = {kind: max(range(len(ranks)), key=lambda rank: ranks[rank][kind]) for kind in mine}
+        sizes = [f"{kind.replace('_', ' ')} {ranks[rank][kind] / 1e6:.1f} (rank {rank})" for kind, rank in most.items()]
+        self._log.info(f" memory after iteration {iteration} (MB, the fullest rank): {' | '.join(sizes)}")
 
     def _record(self, iteration: Iteration, result: StepResult, params_norm: float | None) -> TrainRecord:
         losses, samples, seconds, waited = zip(*self._since_logged, strict=True)

@@ -189,6 +189,19 @@ def test_trained_on_and_given_back(tmp_path: Path) -> None:
     assert json.loads(out["direct"][1]["config.json"])["eos_token_id"] == [2, 3]
 
 
+def test_the_tokenizer_can_be_left_out_of_checkpoints(tmp_path: Path) -> None:
+    make_model(tmp_path / "theirs")
+    data = write_data(tmp_path / "data")
+    for flag, kept in ((None, True), (True, False)):
+        run = tmp_path / f"run-{kept}"
+        own = {"save": run, "save_interval": 2, "no_save_tokenizer_assets": flag}
+        assert pretrain_here(command(tmp_path / "theirs", data, **PLAIN, **own)) == 0
+        assert (run / "iter_0000002" / paths.TOKENIZER).exists() is kept
+        out = tmp_path / f"out-{kept}"
+        assert convert(["--load", str(run), "--to", "hf", "--save", str(out)]) == 0
+        assert (out / "tokenizer.json").exists() is kept
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [

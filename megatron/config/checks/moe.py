@@ -47,11 +47,6 @@ def check_router(config: RunConfig) -> None:
             f"{spelled(config, 'moe_router_topk_scaling_factor')}: is for weights that are no softmax over the chosen "
             "experts; add --moe-router-pre-softmax or --moe-router-score-function sigmoid"
         )
-    if not softmax and moe.moe_router_pre_softmax:
-        raise ConfigError(
-            f"--moe-router-pre-softmax: there is no softmax with {spelled(config, 'moe_router_score_function')}; "
-            "keep one of them"
-        )
 
 
 def check_groups(config: RunConfig) -> None:

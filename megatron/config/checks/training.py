@@ -129,6 +129,15 @@ def _check_wsd(config: RunConfig, unit: str, decay: int, warmup: float) -> None:
         )
 
 
+def check_memory_log(config: RunConfig) -> None:
+    every, log = config.logging.log_memory_interval, config.logging.log_interval
+    if every is not None and every % log:
+        raise ConfigError(
+            f"{spelled(config, 'log_memory_interval')} is no multiple of {spelled(config, 'log_interval')}; use "
+            f"--log-memory-interval {' or '.join(map(str, nearest_multiples(every, log)))}"
+        )
+
+
 def check_weight_decay(config: RunConfig) -> None:
     optimizer = config.optimizer
     ends = ("start_weight_decay", "end_weight_decay")
@@ -191,4 +200,5 @@ CHECKS = (
     check_learning_rate,
     check_warmup,
     check_weight_decay,
+    check_memory_log,
 )

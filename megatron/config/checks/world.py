@@ -32,7 +32,7 @@ def check_world(config: RunConfig, world_size: int) -> None:
         raise ConfigError(
             f"{spelled(config, 'profile_ranks')}: there is no rank {absent[0]}; the ranks are 0 to {world_size - 1}"
         )
-    _check_evaluation(plan, step)
+    _check_evaluation(plan)
     if config.training.step_batch_size_schedule is not None and any(size % step for size in plan.batch_sizes):
         raise ConfigError(
             f"{spelled(config, 'step_batch_size_schedule')}: not all sizes divide by "
@@ -46,14 +46,19 @@ def check_world(config: RunConfig, world_size: int) -> None:
         )
 
 
-def _check_evaluation(plan: BatchPlan, step: int) -> None:
+def _check_evaluation(plan: BatchPlan) -> None:
     config, size = plan.config, plan.evaluation_batch_size
+    given = [
+        n for n in ("eval_global_batch_size", "eval_micro_batch_size") if getattr(config.evaluation, n) is not None
+    ]
     pp = config.parallel.pipeline_model_parallel_size if config.parallel.schedule == "interleaved" else 1
-    if config.evaluation.eval_global_batch_size is not None and size % (step * pp):
+    unit = plan.evaluation_micro_batch_size * plan.dp * pp
+    if given and size % unit:
+        micro = "--eval-micro-batch-size" if "eval_micro_batch_size" in given else "--micro-batch-size"
         raise ConfigError(
-            f"{spelled(config, 'eval_global_batch_size')}: not a multiple of {step * pp} (--micro-batch-size x "
+            f"{spelled(config, given[0])}: {size} samples per evaluation step are not a multiple of {unit} ({micro} x "
             f"{plan.dp} data-parallel ranks{f' x {pp} pipeline stages' if pp > 1 else ''}); use "
-            f"--eval-global-batch-size {_either(nearest_multiples(size, step * pp))}"
+            f"--eval-global-batch-size {_either(nearest_multiples(size, unit))}"
         )
 
 

@@ -16,6 +16,12 @@ class CheckpointConfig:
     )
     save_optim: bool = flag(True, "Leave the optimizer out of checkpoints.", off="--no-save-optim")
     save_rng: bool = flag(True, "Leave the random states out of checkpoints.", off="--no-save-rng")
+    save_tokenizer_assets: bool = flag(
+        True,
+        "Leave the tokenizer out of checkpoints: an export and tools/generate.py need it.",
+        off="--no-save-tokenizer-assets",
+        aliases=("--disable-save-tokenizer-assets",),
+    )
     load_optim: bool = flag(True, "Do not load the optimizer.", off="--no-load-optim")
     load_rng: bool = flag(True, "Do not load the random states.", off="--no-load-rng")
     finetune: bool = flag(False, "Load weights only and start at iteration 0.")

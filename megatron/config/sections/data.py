@@ -126,7 +126,15 @@ class TokenizerConfig:
     tiktoken_pattern: str | None = flag(None, "Word pattern of TikTokenizer; unset: v2.", choices=("v1", "v2"))
     tiktoken_num_special_tokens: int = flag(1000, "Ids of TikTokenizer before its ranks.", at_least=3)
     tiktoken_special_tokens: tuple[str, ...] | None = flag(
-        None, "The first of them by name: <unk> <s> </s> and others.", nargs="+"
+        None,
+        "The first of them by name: <unk> <s> </s> and others.",
+        nargs="+",
+        aliases=("--tokenizer-special-tokens",),
+    )
+    null_tokenizer_eod_id: int | None = flag(
+        None,
+        "End-of-document id of NullTokenizer, one of its --vocab-size. Unset: one more, after them.",
+        at_least=0,
     )
 
     @property

@@ -18,6 +18,9 @@ class LoggingConfig:
     tensorboard_dir: str | None = flag(None, "Directory of TensorBoard event files.")
     tensorboard_log_interval: int = flag(1, "Steps between TensorBoard entries.", at_least=1)
     tensorboard_queue_size: int = flag(1000, "Pending TensorBoard entries before a flush.", at_least=1)
+    log_memory_interval: int | None = flag(
+        None, "Steps between lines with the memory of the fullest rank; a multiple of --log-interval.", at_least=1
+    )
     metrics_jsonl: str | None = flag(None, "File that gets one JSON object per logged iteration.")
     log_timers_to_tensorboard: bool = flag(False, "Write the timers to TensorBoard.")
     log_memory_to_tensorboard: bool = flag(False, "Write memory use to TensorBoard.")
@@ -54,6 +57,9 @@ class EvaluationConfig:
     start_eval_at_iter: int = flag(0, "No evaluation before this iteration.", at_least=0)
     eval_global_batch_size: int | None = flag(
         None, "Samples per evaluation step over all ranks. Unset: the (last) global batch size of training.", at_least=1
+    )
+    eval_micro_batch_size: int | None = flag(
+        None, "Samples per forward pass of an evaluation on one rank. Unset: --micro-batch-size.", at_least=1
     )
     eval_iters: int = flag(100, "Global batches per evaluation; 0 is none.", at_least=0)
     full_validation: bool = flag(False, "Evaluate on the whole validation set each time.")

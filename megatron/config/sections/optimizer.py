@@ -22,6 +22,7 @@ class OptimizerConfig:
         "Weight decay (decoupled in Adam, added to the gradient in SGD); biases and 1-D parameters have none.",
         at_least=0.0,
     )
+    apply_wd_to_qk_layernorm: bool = flag(False, "Weight decay of the norms of queries and keys too (--qk-layernorm).")
     weight_decay_incr_style: str = flag(
         "constant", "How weight decay moves from start to end.", choices=("constant", "linear", "cosine")
     )

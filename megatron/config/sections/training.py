@@ -31,6 +31,11 @@ class TrainingConfig:
     exit_signal_handler: bool = flag(
         False, "Save and stop on SIGTERM, on SIGUSR1 (schedulers send it ahead of a time limit) or on Ctrl-C."
     )
+    exit_signal: str | None = flag(
+        None,
+        "The one signal that --exit-signal-handler listens to. Unset: SIGTERM, SIGUSR1 and SIGINT (Ctrl-C).",
+        choices=("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2", "SIGHUP", "SIGXCPU"),
+    )
     seed: int = flag(1234, "Seed of initial weights, sample order and dropout.", at_least=0)
     skip_train: bool = flag(False, "Only evaluate.")
     iterations_to_skip: tuple[int, ...] | None = flag(

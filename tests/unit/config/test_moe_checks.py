@@ -28,10 +28,6 @@ EP, TP = "expert_model_parallel_size", "tensor_model_parallel_size"
             {**MOE, "moe_router_topk_scaling_factor": 2.0},
             ["--moe-router-topk-scaling-factor 2.0", "sigmoid", "--moe-router-pre-softmax"],
         ),
-        (
-            {**MOE, "moe_router_score_function": "sigmoid", "moe_router_pre_softmax": True},
-            ["--moe-router-pre-softmax", "--moe-router-score-function sigmoid"],
-        ),
         ({**MOE, "moe_router_num_groups": 4}, ["--moe-router-num-groups 4", "--moe-router-group-topk", "both"]),
         ({**MOE, "moe_router_group_topk": 1}, ["--moe-router-group-topk 1", "--moe-router-num-groups"]),
         (

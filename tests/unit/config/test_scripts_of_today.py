@@ -52,6 +52,50 @@ def test_a_choice_of_implementation_is_said_and_changes_nothing(script: str, pla
     assert all(torch.equal(tensor, wanted["weights"][name]) for name, tensor in ours["weights"].items())
 
 
+@pytest.mark.parametrize(
+    ("given", "line"),
+    [
+        ("--tiktoken-pattern v2", "--tiktoken-pattern v2: has no effect without --tokenizer-type TikTokenizer"),
+        ("--exit-signal SIGUSR2", "--exit-signal SIGUSR2: has no effect without --exit-signal-handler"),
+        ("--apply-wd-to-qk-layernorm", "--apply-wd-to-qk-layernorm: has no effect without --qk-layernorm"),
+        ("--eval-micro-batch-size 2", "--eval-micro-batch-size 2: has no effect without --eval-iters above 0"),
+        ("--test-mode", "--test-mode: no tests run beside a training; tools/check_layout.py compares layouts"),
+        (
+            "--check-weight-hash-across-dp-replicas-interval 5",
+            "--check-weight-hash-across-dp-replicas-interval 5: taken as --check-replicas-every",
+        ),
+        (
+            "--num-experts 4 --disable-bias-linear --moe-router-score-function sigmoid --moe-router-pre-softmax",
+            "--moe-router-pre-softmax: has no effect without --moe-router-score-function softmax",
+        ),
+    ],
+)
+def test_what_has_no_effect_is_said(given: str, line: str) -> None:
+    assert line in parse_args([*flags(), *given.split()]).notices
+
+
+@pytest.mark.parametrize(
+    ("given", "way_out"),
+    [
+        ("--override-ckpt-iteration 100", "--ckpt-step takes another saved step"),
+        ("--validation-set-names wiki code", "use --split and --eval-iters; there is one validation set"),
+        ("--null-tokenizer-pad-id 3", "samples are never padded; leave it out"),
+        ("--no-weight-decay-cond-type qwen3_next", "use --apply-wd-to-qk-layernorm"),
+        ("--exit-signal SIGKILL", "no such choice"),
+    ],
+)
+def test_what_is_refused_names_its_way_out(given: str, way_out: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(way_out)):
+        parse_args([*flags(), *given.split()])
+
+
+def test_names_of_special_tokens_may_be_given_as_main_spells_them() -> None:
+    config = parse_args(
+        [*flags(), "--tokenizer-special-tokens", "<unk>", "<s>", "</s>", "--null-tokenizer-pad-id", "-1"]
+    )
+    assert config.tokenizer.tiktoken_special_tokens == ("<unk>", "<s>", "</s>")
+
+
 def test_what_changes_a_result_is_still_refused() -> None:
     for flag in (
         "--use-distributed-optimizer",

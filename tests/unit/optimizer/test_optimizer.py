@@ -19,6 +19,7 @@ from megatron.distributed.state import Axis
 from megatron.errors import CheckpointError, ConfigError
 from megatron.optimizer import GroupRule, Optimizer, update_rules
 from megatron.optimizer import optimizer as module
+from tests.helpers.runs import flags, make_parts
 
 HALF = (torch.bfloat16, torch.float16)
 STEPS = [(1e-2 / (1 + i), 0.1 + 0.01 * i) for i in range(8)]  # (lr, weight decay), both moving
@@ -269,6 +270,24 @@ def test_multipliers_of_a_users_own_groups() -> None:
     assert torch.equal(model[1].weight, before[1].weight)
     assert torch.equal(model[4].weight, before[4].weight)
     torch.testing.assert_close(model[0].weight, before[0].weight * 0.95)
+
+
+def test_norms_of_queries_and_keys_decay_where_they_are_asked_to() -> None:
+    """Without a rate for the gradient's part all that moves a weight is its decay: all of the model, over one step."""
+    before_after = {}
+    for decays in (None, True):
+        made = {"qk_layernorm": True, "apply_wd_to_qk_layernorm": decays, "weight_decay": 0.5, "optimizer": "sgd"}
+        _, parts = make_parts(flags(**made, train_iters=1, lr=1e-3, lr_decay_style="constant", sgd_momentum=0.0))
+        with parts:
+            before = {name: p.detach().clone() for name, p in parts.engine.model.named_parameters()}
+            parts.trainer.fit()
+            before_after[decays] = before, {n: p.detach().clone() for n, p in parts.engine.model.named_parameters()}
+    (start, without), (_, with_decay) = before_after[None], before_after[True]
+    for name, tensor in without.items():
+        moved = with_decay[name] - tensor
+        expected = -1e-3 * 0.5 * start[name] if "q_layernorm" in name or "k_layernorm" in name else 0 * tensor
+        torch.testing.assert_close(moved, expected, rtol=1e-3, atol=1e-7)
+        assert bool(moved.any()) == (".q_layernorm.weight" in name or ".k_layernorm.weight" in name)
 
 
 def test_numbers_for_the_log() -> None:

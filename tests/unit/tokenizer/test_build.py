@@ -62,7 +62,15 @@ def test_the_config_section_fits() -> None:
         ({"tokenizer_type": "BertWordPieceCase", "merge_file": "m"}, "--merge-file m: BertWordPieceCase does not"),
         ({"tokenizer_type": "NullTokenizer", "vocab_size": 9, "encoder": "fast"}, "NullTokenizer has no fast encoder"),
         ({"tokenizer_type": "TikTokenizer", "encoder": "fast"}, "--encoder fast: TikTokenizer has no fast encoder"),
-        ({"vocab_file": "v", "merge_file": "m", "tiktoken_pattern": "v1"}, "--tiktoken-pattern v1: GPT2BPETokenizer"),
+        (
+            {"vocab_file": "v", "merge_file": "m", "tiktoken_special_tokens": ("<s>", "<x>")},
+            "--tokenizer-special-tokens <s> <x>: only TikTokenizer",
+        ),
+        ({"tokenizer_type": "BertWordPieceCase", "null_tokenizer_eod_id": 3}, "--null-tokenizer-eod-id 3: BertWordP"),
+        (
+            {"tokenizer_type": "NullTokenizer", "vocab_size": 9, "null_tokenizer_eod_id": 10},
+            "--null-tokenizer-eod-id 10: is not in the vocabulary of --vocab-size 9; give one of 0 to 8",
+        ),
         ({"tokenizer_type": "MultimodalTokenizer"}, "not for GPT pretraining"),
         ({"tokenizer_type": "GPT2Tokenizer"}, "no such tokenizer; did you mean GPT2BPETokenizer?"),
     ],
@@ -99,8 +107,25 @@ def test_null_reads_ids() -> None:
 
 @pytest.mark.parametrize("text", ["a", "-1", "100", "1.5", "٣", "9" * 50])
 def test_null_refuses_what_is_no_id(text: str) -> None:
-    with pytest.raises(DataError, match="is not an id from 0 to 99"):
+    with pytest.raises(DataError, match="is not an id below 101 other than the end of document"):
         NullTokenizer(100).tokenize(text)
+
+
+def test_null_may_have_its_end_of_document_inside() -> None:
+    inside = build(tokenizer_type="NullTokenizer", vocab_size=100, null_tokenizer_eod_id=0)
+    assert (inside.vocab_size, inside.eod) == (100, 0)
+    assert inside.tokenize("5 99 1") == [5, 99, 1]
+    with pytest.raises(DataError, match="'0' is not an id below 100"):
+        inside.tokenize("5 0")
+    last, usual = NullTokenizer(100, eod_id=99), NullTokenizer(99)  # the same ids
+    assert (last.vocab_size, last.eod, last.fingerprint) == (usual.vocab_size, usual.eod, usual.fingerprint)
+    assert inside.fingerprint != usual.fingerprint
+
+
+def test_a_pattern_of_another_tokenizer_has_no_effect(tmp_path: Path) -> None:
+    vocab, merges = write_small_bpe(tmp_path)
+    files = {"vocab_file": str(vocab), "merge_file": str(merges)}
+    assert build(**files, tiktoken_pattern="v1").tokenize("a b") == build(**files).tokenize("a b")
 
 
 def test_null_has_nothing_to_export(tmp_path: Path) -> None:

@@ -32,6 +32,27 @@ def poison(parts: Any, at: int, value: float) -> None:
     engine.passes.forward_step = wrong
 
 
+@pytest.mark.parametrize(("only", "stops"), [(None, True), ("SIGUSR1", False), ("SIGUSR2", True)])
+def test_the_signal_that_saves_and_stops_can_be_chosen(only: str | None, stops: bool, tmp_path: Path) -> None:
+    sent = signal.SIGUSR1 if only is None else signal.SIGUSR2
+    heard: list[int] = []
+    before = signal.signal(sent, lambda number, frame: heard.append(number))
+
+    class Signalled(Hook):
+        def before_iteration(self, iteration: int) -> None:
+            if iteration == 2:
+                os.kill(os.getpid(), sent)
+
+    try:
+        _, parts = make_parts(flags(exit_signal_handler=True, exit_signal=only), hooks=[Signalled()])
+        with parts:
+            reason = parts.trainer.fit()
+    finally:
+        signal.signal(sent, before)
+    assert (reason.kind, parts.progress.iteration) == (("signal", 2) if stops else ("done", 6))
+    assert heard == ([] if stops else [sent])
+
+
 def test_exit_interval() -> None:
     result = train_here(flags(exit_interval=4))
     assert (len(result["records"]), result["reason"].kind) == (4, "exit_interval")

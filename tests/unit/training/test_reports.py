@@ -13,13 +13,14 @@ import torch
 from megatron.config import check_world, parse_args
 from megatron.errors import ConfigError
 from megatron.ops import resolve
+from megatron.training.assemble import assemble
 from megatron.training.log_lines import LOG_FORMS
 from megatron.training.metric_writers import build_metric_writers
 from megatron.training.metrics import TrainRecord
 from megatron.utils.log import RankLog
 from tests.helpers.distributed import run_ranks
 from tests.helpers.kernels import backend
-from tests.helpers.runs import flags, make_parts, pretrain_here, read_metrics, train_here
+from tests.helpers.runs import flags, make_parts, make_run, pretrain_gpt, pretrain_here, read_metrics, train_here
 
 # What the community's parsers expect, number for number.
 MEGATRON_LINE = re.compile(
@@ -189,8 +190,39 @@ def test_evaluations_have_their_own_batch_and_beginning(tmp_path: Path) -> None:
     assert result["parts"].progress.consumed_valid_samples == 2 * 2 * 4
     same = train_here(flags(eval_iters=4, eval_interval=2, global_batch_size=4, train_iters=12))
     assert same["parts"].progress.consumed_valid_samples == 6 * 4 * 4
-    with pytest.raises(ConfigError, match=r"--eval-global-batch-size 3: not a multiple of 2 .*use .* 2 or 4"):
+    with pytest.raises(ConfigError, match=r"--eval-global-batch-size 3: .*not a multiple of 2 .*use .* 2 or 4"):
         check_world(parse_args(flags(eval_iters=1, eval_global_batch_size=3)), 1)
+
+
+def test_evaluations_have_their_own_micro_batches(tmp_path: Path) -> None:
+    """The loss is the same; what changes is how many samples go through the model at once."""
+    script, losses = pretrain_gpt(), []
+    for size, expected in ((None, [2] * 8), (4, [4] * 4)):
+        run = make_run(parse_args(flags(eval_iters=2, eval_interval=9, train_iters=3, eval_micro_batch_size=size)))
+        sizes: list[int] = []
+
+        def spy(model: Any, batch: Any, sizes: list[int] = sizes) -> Any:
+            sizes.append(len(batch["tokens"]))
+            return script.forward_step(model, batch)
+
+        with assemble(run, script.datasets_provider, script.model_provider, spy) as parts:
+            parts.trainer.fit()
+            trained = len(sizes)
+            record = parts.evaluator.valid(parts.progress, "here")
+        assert record is not None and (sizes[:trained], sizes[trained:]) == ([2] * 12, expected)
+        losses.append(record.lm_loss)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    with pytest.raises(ConfigError, match=r"--eval-micro-batch-size 3: 8 samples .* multiple of 3 .*use .* 6 or 9"):
+        check_world(parse_args(flags(eval_iters=1, eval_micro_batch_size=3)), 1)
+
+
+def test_the_memory_of_the_fullest_rank_is_logged(capsys: pytest.CaptureFixture[str]) -> None:
+    train_here(flags(log_interval=2, log_memory_interval=4))
+    lines = re.findall(r"memory after iteration (\d+) \(MB, the fullest rank\): (.*)", capsys.readouterr().out)
+    assert [number for number, _ in lines] == ["4"]
+    assert re.fullmatch(r"peak resident \d+\.\d \(rank 0\)", lines[0][1])
+    with pytest.raises(ConfigError, match=r"--log-memory-interval 3 is no multiple of --log-interval 2"):
+        parse_args(flags(log_interval=2, log_memory_interval=3))
 
 
 def test_the_batch_grows_by_the_schedule() -> None:
