@@ -1,15 +1,15 @@
-"""The only parser of --split and of data blends, given as flags or in files: checks and datasets both use it."""
+"""The only parser of data blends, given as flags or in files: checks and datasets both use it."""
 
 from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron.config.split import Shares, parse_split
 from megatron.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -18,10 +18,6 @@ if TYPE_CHECKING:
 SPLITS = ("train", "valid", "test")
 MAX_SOURCES = 2**15 - 1  # a blended index stores the number of a source in 16 bits
 _SHOWN = 8  # words of a blend in a message
-
-
-Shares = tuple[float, float, float]
-"""Of training, validation and test; they add up to one."""
 
 
 @dataclass(frozen=True)
@@ -40,24 +36,6 @@ class DataSources:
     cut: bool
     blends: Sequence[Blend | None]
     shares: Shares  # of --split
-
-
-def parse_split(text: str) -> Shares:
-    """Parses '969, 30, 1', '98/2/0' or a single number; quotes that a script passed on are no part of it."""
-    way_out = "give up to three numbers of 0 or more that are not all 0, as in --split 969,30,1"
-    try:
-        shares = [float(part.strip()) for part in re.split("[,/]", text.strip("'\""))]
-    except ValueError:
-        raise ConfigError(f"--split {text}: not a list of numbers; {way_out}") from None
-    if len(shares) > 3:
-        raise ConfigError(f"--split {text}: {len(shares)} numbers; {way_out}")
-    if any(share < 0 or not math.isfinite(share) for share in shares) or not 0 < sum(shares) < math.inf:
-        raise ConfigError(f"--split {text}: cannot be a split; {way_out}")
-    shares += [0.0] * (3 - len(shares))
-    total = 0.0
-    for share in shares:  # not sum(): Python 3.12 changed its rounding, and the bounds must not move
-        total += share
-    return (shares[0] / total, shares[1] / total, shares[2] / total)
 
 
 def parse_blend(flag: str, words: Sequence[str]) -> Blend:

@@ -1,7 +1,8 @@
 """Declares settings: a section is a frozen dataclass whose fields are made by `flag(default, help, ...)`.
 
-`flag` is `dataclasses.field` with a `Flag` in its metadata: the spelling, the accepted values, and whether this version
-supports it. The command line, the YAML reader, the checks and docs/flags.md are generated from these declarations.
+`flag` is `dataclasses.field` with a `Flag` in its metadata: the spelling, the accepted values, whether this version
+supports it, and when it has an effect. The command line, the YAML reader, the checks, the lines about settings without
+effect, and docs/flags.md are generated from these declarations.
 """
 
 from __future__ import annotations
@@ -9,11 +10,19 @@ from __future__ import annotations
 import dataclasses
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
 Status = Literal["works", "no-op", "later", "never"]
+
+
+@dataclass(frozen=True)
+class Need:
+    """Something without which a setting has no effect: what to call it, and whether a run (a RunConfig) has it."""
+
+    text: str
+    met: Callable[[Any], bool]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +45,8 @@ class Flag:
     refused: dict[str, str] | None = None  # known values that are not supported -> the way out
     required: bool = False  # the default (0 or "") only means "not given"
     cli_only: bool = False  # concerns this launch only: never written into a checkpoint
+    needs: tuple[Need, ...] = ()  # what it has no effect without; none: it always has one
+    insists: bool = False  # given without what it needs it is refused: something else must have been meant
 
 
 def flag(default: Any, help: str, **options: Any) -> Any:

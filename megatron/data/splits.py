@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron.config.blend import Shares
+from megatron.config.split import Shares
 from megatron.errors import ConfigError
 
 SPLIT_RULES = ("23.06", "main")

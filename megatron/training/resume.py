@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron.checkpoint import FoundStep, RunHistory, check_architecture, find_checkpoint
 from megatron.config import BatchPlan, RunConfig, to_dict
-from megatron.config.blend import parse_split
+from megatron.config.split import parse_split
 from megatron.errors import ConfigError, DataError
 from megatron.training.initialize import Run
 

@@ -9,8 +9,10 @@ from __future__ import annotations
 from megatron.config.checks import data, kernels, model, moe, parallel, training
 from megatron.config.checks.paths import check_paths
 from megatron.config.checks.world import check_world
+from megatron.config.notices import spelled, without_effect
 from megatron.config.refusals import Refusals
 from megatron.config.run import RunConfig
+from megatron.errors import ConfigError
 
 __all__ = ["check", "check_paths", "check_world"]
 
@@ -31,6 +33,12 @@ def check(
     checks = [*model.CHECKS, *training.CHECKS, *data.CHECKS, *parallel.CHECKS, *moe.CHECKS, *kernels.CHECKS]
     if needs_data:
         checks += [data.check_sources, *([data.check_tokenizer] if complete else [])]
+    with found.of_checking():
+        for setting, need in without_effect(config):
+            if setting.flag.insists:
+                text = f"{spelled(config, setting.name)}: has no effect without {need.text}; add that, or leave it out"
+                with found.of_checking():
+                    raise ConfigError(text)
     for check_one in checks:
         with found.of_checking():
             check_one(config)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from megatron.config.blend import parse_blend, parse_split
+from megatron.config.blend import parse_blend
 from megatron.config.notices import given, spelled
 from megatron.config.run import RunConfig
-from megatron.config.sections.checkpoint import CheckpointConfig
+from megatron.config.split import parse_split
 from megatron.errors import ConfigError
 
 _SHARED = ("data_path", "data_args_path")
@@ -96,10 +96,6 @@ def check_tokenizer(config: RunConfig) -> None:
 
 def check_checkpoint(config: RunConfig) -> None:
     checkpoint = config.checkpoint
-    if checkpoint.load is None:
-        for name in ("ckpt_step", "finetune", "use_checkpoint_args", "perform_initialization"):
-            if given(config, name) and getattr(checkpoint, name) != getattr(CheckpointConfig, name):
-                raise ConfigError(f"{spelled(config, name)}: there is no checkpoint to load; add --load DIR")
     retain, interval = checkpoint.save_retain_interval, checkpoint.save_interval
     if checkpoint.save is None or retain is None:
         return

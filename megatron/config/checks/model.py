@@ -132,15 +132,6 @@ def check_recompute(config: RunConfig) -> None:
         )
     if recompute.full and recompute.recompute_method is None:
         raise ConfigError("--recompute-granularity full: needs a method; add --recompute-method uniform (or block)")
-    if recompute.recompute_method is not None and not recompute.full:
-        raise ConfigError(
-            f"{spelled(config, 'recompute_method')}: is for whole layers; add --recompute-granularity full or remove it"
-        )
-    if recompute.recompute_modules is not None and not recompute.selective:
-        raise ConfigError(
-            f"{spelled(config, 'recompute_modules')}: is for selective recomputation; "
-            "add --recompute-granularity selective or remove it"
-        )
     if recompute.full and 0 < config.model.num_layers < recompute.recompute_num_layers:
         raise ConfigError(
             f"{spelled(config, 'recompute_num_layers')} is more than {spelled(config, 'num_layers')}; "

@@ -107,20 +107,9 @@ def nearest_tensor_sizes(config: RunConfig) -> str:
 
 def check_pipeline(config: RunConfig) -> None:
     """Pipeline parallelism: the layers divide over the stages, and the schedule fits the (virtual) stages."""
-    parallel, pp = config.parallel, config.parallel.pipeline_model_parallel_size
+    parallel = config.parallel
     if config.model.num_layers:
         stage_layers(config.model.num_layers, parallel)
-    for setting in (
-        "pipeline_schedule",
-        "pipeline_trace",
-        "decoder_first_pipeline_num_layers",
-        "decoder_last_pipeline_num_layers",
-    ):
-        if pp == 1 and getattr(parallel, setting) is not None:
-            raise ConfigError(
-                f"{spelled(config, setting)}: there is one stage (--pipeline-model-parallel-size 1); remove it, or "
-                "raise --pipeline-model-parallel-size"
-            )
     if (parallel.schedule == "interleaved") != parallel.has_virtual_stages:
         way = (
             "use --pipeline-schedule interleaved"

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
-
 from megatron.config.batch import parse_schedule
 from megatron.config.notices import given, spelled
 from megatron.config.run import RunConfig
-from megatron.config.sections.logging import ProfileConfig
 from megatron.errors import ConfigError
 from megatron.layout import nearest_divisors, nearest_multiples
 
@@ -140,32 +137,22 @@ def check_memory_log(config: RunConfig) -> None:
 
 def check_weight_decay(config: RunConfig) -> None:
     optimizer = config.optimizer
-    ends = ("start_weight_decay", "end_weight_decay")
     if optimizer.weight_decay_incr_style == "constant":
-        for name in ends:
-            if getattr(optimizer, name) is not None:
-                raise ConfigError(
-                    f"{spelled(config, name)}: weight decay is constant; "
-                    "add --weight-decay-incr-style linear (or cosine), or use --weight-decay"
-                )
         return
     style = spelled(config, "weight_decay_incr_style")
     start, end = optimizer.start_weight_decay, optimizer.end_weight_decay
     if start is None or end is None:
         raise ConfigError(f"{style}: needs both ends; add --start-weight-decay and --end-weight-decay")
     if end < start:
-        raise ConfigError(f"{spelled(config, ends[1])} is below {spelled(config, ends[0])}; weight decay can only grow")
+        raise ConfigError(
+            f"{spelled(config, 'end_weight_decay')} is below {spelled(config, 'start_weight_decay')}; it can only grow"
+        )
     if given(config, "weight_decay"):
         raise ConfigError(f"{spelled(config, 'weight_decay')} and {style} exclude each other; remove --weight-decay")
 
 
 def check_profile(config: RunConfig) -> None:
     profile = config.profile
-    if not profile.profile and not given(config, "profile"):  # =false overrides a file
-        for name in (field.name for field in fields(ProfileConfig)):
-            # A no-op never has a meaning; the memory snapshot has a check of its own.
-            if given(config, name) and name not in ("use_pytorch_profiler", "memory_snapshot_path"):
-                raise ConfigError(f"{spelled(config, name)}: nothing is traced; add --profile, or leave it out")
     if profile.profile and profile.profile_step_end <= profile.profile_step_start:
         raise ConfigError(
             f"{spelled(config, 'profile_step_end')} is not after {spelled(config, 'profile_step_start')}; the "
@@ -176,11 +163,6 @@ def check_profile(config: RunConfig) -> None:
         raise ConfigError(
             f"{spelled(config, 'profile_step_start')}: {spelled(config, 'train_iters')} ends before the first traced "
             "iteration; lower --profile-step-start"
-        )
-    if profile.memory_snapshot_path is not None and not profile.record_memory_history:
-        raise ConfigError(
-            f"{spelled(config, 'memory_snapshot_path')}: a snapshot is of the allocations that were recorded; add "
-            "--profile --record-memory-history"
         )
 
 

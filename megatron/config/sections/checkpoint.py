@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.config.flag import flag
+from megatron.config.flag import Need, flag
+
+_SAVE = Need("--save", lambda run: run.checkpoint.save is not None)
+_LOAD = Need("--load", lambda run: run.checkpoint.load is not None)
+RESUME = Need("--load without --finetune", lambda run: run.checkpoint.resumes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -12,20 +16,27 @@ class CheckpointConfig:
     save: str | None = flag(None, "Directory to save checkpoints in: at the end of the run, and every --save-interval.")
     load: str | None = flag(None, "Directory to resume from; the same as --save starts afresh while it is empty.")
     save_interval: int | None = flag(
-        None, "Steps between checkpoints. Unset: one at the end.", at_least=1, aliases=("--persistent-save-interval",)
+        None,
+        "Steps between checkpoints. Unset: one at the end.",
+        at_least=1,
+        aliases=("--persistent-save-interval",),
+        needs=(_SAVE,),
     )
-    save_optim: bool = flag(True, "Leave the optimizer out of checkpoints.", off="--no-save-optim")
-    save_rng: bool = flag(True, "Leave the random states out of checkpoints.", off="--no-save-rng")
+    save_optim: bool = flag(True, "Leave the optimizer out of checkpoints.", off="--no-save-optim", needs=(_SAVE,))
+    save_rng: bool = flag(True, "Leave the random states out of checkpoints.", off="--no-save-rng", needs=(_SAVE,))
+    load_optim: bool = flag(True, "Do not load the optimizer.", off="--no-load-optim", needs=(RESUME,))
+    load_rng: bool = flag(True, "Do not load the random states.", off="--no-load-rng", needs=(RESUME,))
+    finetune: bool = flag(False, "Load weights only and start at iteration 0.", needs=(_LOAD,), insists=True)
+    use_checkpoint_args: bool = flag(
+        False, "Take the model's shape and the tokenizer from the checkpoint.", needs=(_LOAD,), insists=True
+    )
     save_tokenizer_assets: bool = flag(
         True,
         "Leave the tokenizer out of checkpoints: an export and tools/generate.py need it.",
         off="--no-save-tokenizer-assets",
         aliases=("--disable-save-tokenizer-assets",),
+        needs=(_SAVE,),
     )
-    load_optim: bool = flag(True, "Do not load the optimizer.", off="--no-load-optim")
-    load_rng: bool = flag(True, "Do not load the random states.", off="--no-load-rng")
-    finetune: bool = flag(False, "Load weights only and start at iteration 0.")
-    use_checkpoint_args: bool = flag(False, "Take the model's shape and the tokenizer from the checkpoint.")
     exit_on_missing_checkpoint: bool = flag(
         False,
         "Stop when --load has no checkpoint.",
@@ -33,15 +44,22 @@ class CheckpointConfig:
         note="a --load without a checkpoint always stops the run, unless it is also --save",
     )
     strict_load: bool = flag(
-        False, "Refuse a damaged checkpoint or a lost tracker instead of falling back to the newest valid step."
+        False,
+        "Refuse a damaged checkpoint or a lost tracker instead of falling back to the newest valid step.",
+        needs=(_LOAD,),
     )
     skip_hash: bool = flag(
         False,
         "Do not verify checksums before loading, which reads every file once more; sizes are always compared.",
         cli_only=True,
+        needs=(_LOAD,),
     )
     perform_initialization: bool = flag(
-        True, "Do not draw initial weights (they are loaded from --load).", off="--no-initialization"
+        True,
+        "Do not draw initial weights (they are loaded from --load).",
+        off="--no-initialization",
+        needs=(_LOAD,),
+        insists=True,
     )
     ckpt_format: str = flag(
         "torch",
@@ -50,7 +68,9 @@ class CheckpointConfig:
         status="no-op",
         note="checkpoints are written in the format torch, which loads into any layout",
     )
-    ckpt_step: int | None = flag(None, "Load this iteration instead of the newest.", at_least=0)
+    ckpt_step: int | None = flag(
+        None, "Load this iteration instead of the newest.", at_least=0, needs=(_LOAD,), insists=True
+    )
     async_save: bool = flag(
         False,
         "Write checkpoints in the background.",
@@ -58,8 +78,16 @@ class CheckpointConfig:
         note="a checkpoint is written before training goes on; the files are the same",
     )
     save_retain_interval: int | None = flag(
-        None, "Of the older checkpoints keep only those at multiples of this; the newest is always kept.", at_least=1
+        None,
+        "Of the older checkpoints keep only those at multiples of this; the newest is always kept.",
+        at_least=1,
+        needs=(_SAVE,),
     )
     ckpt_convert_format: str | None = flag(
         None, "Convert on the way.", status="never", note="use tools/convert_checkpoint.py"
     )
+
+    @property
+    def resumes(self) -> bool:
+        """Whether the state of a run is loaded, and not its weights alone."""
+        return self.load is not None and not self.finetune

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.config.flag import flag
+from megatron.config.flag import Need, flag
+from megatron.config.sections.checkpoint import RESUME
+from megatron.config.split import parse_split
 
 TOKENIZER_TYPES = (
     "GPT2BPETokenizer",
@@ -26,6 +28,21 @@ _NOT_GPT = (
 _REFUSED = dict.fromkeys(_NOT_GPT, "not a tokenizer for GPT pretraining; use GPT2BPETokenizer or HuggingFaceTokenizer")
 
 
+_FIM = Need("--fim-data", lambda run: run.data.fim_data)
+_CYCLIC = Need("--dataloader-type cyclic", lambda run: run.data.dataloader_type == "cyclic")
+_FILES = Need("data files", lambda run: not run.data.mock_data)
+_FILES_OR_NONE = Need(
+    "data files, or a share of 0", lambda run: not run.data.mock_data or not all(parse_split(run.data.split))
+)
+_POSITIONS = Need("positions", lambda run: run.model.positions != "none")
+_NULL = Need("--tokenizer-type NullTokenizer", lambda run: run.tokenizer.kind == "NullTokenizer")
+_TIKTOKEN = Need("--tokenizer-type TikTokenizer", lambda run: run.tokenizer.tokenizer_type == "TikTokenizer")
+_GPT2 = Need("--tokenizer-type GPT2BPETokenizer", lambda run: run.tokenizer.kind == "GPT2BPETokenizer")
+_MODEL_FILE = Need(
+    "a --tokenizer-type with one file", lambda run: run.tokenizer.kind not in ("GPT2BPETokenizer", "NullTokenizer")
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
     data_path: tuple[str, ...] | None = flag(
@@ -41,17 +58,23 @@ class DataConfig:
     split: str = flag(
         "969, 30, 1",
         "Proportions of documents for training, validation and test; 0 is no such set, with --mock-data too.",
+        needs=(_FILES_OR_NONE,),
     )
     split_rule: str = flag(
-        "23.06", "Rounding of --split, as in Megatron-LM 23.06 or on main.", choices=("23.06", "main")
+        "23.06", "Rounding of --split, as in Megatron-LM 23.06 or on main.", choices=("23.06", "main"), needs=(_FILES,)
     )
     max_epochs: float | None = flag(
-        None, "Most epochs of any one source; more are refused. Unset: more than 4 print a warning.", above=0
+        None,
+        "Most epochs of any one source; more are refused. Unset: more than 4 print a warning.",
+        above=0,
+        needs=(_FILES,),
     )
     data_table_path: str | None = flag(
         None, "File for the whole table of sources; a long one is abbreviated in the log."
     )
-    data_cache_path: str | None = flag(None, "Directory of the cached sample indices. Unset: beside the data.")
+    data_cache_path: str | None = flag(
+        None, "Directory of the cached sample indices. Unset: beside the data.", needs=(_FILES,)
+    )
     seq_length: int = flag(0, "Tokens per sample.", at_least=1, required=True, aliases=("--encoder-seq-length",))
     num_workers: int = flag(2, "Processes that load data; 0 loads in the training process.", at_least=0)
     dataloader_type: str = flag(
@@ -64,41 +87,57 @@ class DataConfig:
         True,
         "cyclic: one permutation for all ranks, so that the order does not depend on their number.",
         off="--no-data-sharding",
+        needs=(_CYCLIC,),
     )
-    reset_position_ids: bool = flag(False, "Positions start again after each end of document.")
+    reset_position_ids: bool = flag(False, "Positions start again after each end of document.", needs=(_POSITIONS,))
     reset_attention_mask: bool = flag(False, "No attention across documents.")
     dataloader_inter_document_masking: bool = flag(
         False, "No attention across documents: the same as --reset-attention-mask."
     )
     eod_mask_loss: bool = flag(False, "No loss on the prediction that follows an end of document.")
-    mmap_bin_files: bool = flag(True, "Read .bin files instead of mapping them.", off="--no-mmap-bin-files")
+    mmap_bin_files: bool = flag(
+        True, "Read .bin files instead of mapping them.", off="--no-mmap-bin-files", needs=(_FILES,)
+    )
     mock_data: bool = flag(False, "Synthetic tokens instead of data files.")
     accept_changed_data: bool = flag(
         False,
         "Resume although the data, its weights or its order differ from the checkpoint's; the differences are printed.",
         cli_only=True,
+        needs=(RESUME,),
     )
     fim_data: bool = flag(False, "Fill-in-the-middle: documents are split in three, the middle part last.")
-    fim_rate: float = flag(0.5, "Share of documents that are rearranged.", at_least=0, at_most=1)
-    fim_spm_rate: float = flag(0.5, "Share of these with the suffix before the prefix.", at_least=0, at_most=1)
-    fim_split_sample: str | None = flag(None, "Token that splits a document into fragments, each rearranged alone.")
-    fim_fragment_rate: float | None = flag(
-        None, "Share of fragments that are rearranged, with --fim-split-sample.", at_least=0, at_most=1
+    fim_rate: float = flag(0.5, "Share of documents that are rearranged.", at_least=0, at_most=1, needs=(_FIM,))
+    fim_spm_rate: float = flag(
+        0.5, "Share of these with the suffix before the prefix.", at_least=0, at_most=1, needs=(_FIM,)
     )
-    fim_no_prefix: str | None = flag(None, "Text that begins like this is not rearranged.")
-    fim_prefix_token: str = flag("<fim_prefix>", "Token before the prefix.")
-    fim_middle_token: str = flag("<fim_middle>", "Token before the middle.")
-    fim_suffix_token: str = flag("<fim_suffix>", "Token before the suffix.")
+    fim_split_sample: str | None = flag(
+        None, "Token that splits a document into fragments, each rearranged alone.", needs=(_FIM,)
+    )
+    fim_fragment_rate: float | None = flag(
+        None, "Share of fragments that are rearranged, with --fim-split-sample.", at_least=0, at_most=1, needs=(_FIM,)
+    )
+    fim_no_prefix: str | None = flag(None, "Text that begins like this is not rearranged.", needs=(_FIM,))
+    fim_prefix_token: str = flag("<fim_prefix>", "Token before the prefix.", needs=(_FIM,))
+    fim_middle_token: str = flag("<fim_middle>", "Token before the middle.", needs=(_FIM,))
+    fim_suffix_token: str = flag("<fim_suffix>", "Token before the suffix.", needs=(_FIM,))
     fim_pad_token: str = flag(
         "<fim_pad>",
         "Token that fills a sample up.",
         status="no-op",
         note="rearranging only adds tokens here, so no sample is ever too short",
     )
-    fim_eod_token: str = flag("<|endoftext|>", "Token at the end of each document.")
+    fim_eod_token: str = flag("<|endoftext|>", "Token at the end of each document.", needs=(_FIM,))
     object_storage_cache_path: str | None = flag(
         None, "Cache of indices from object storage.", status="later", note="copy the data to a local disk"
     )
+
+    @property
+    def may_validate(self) -> bool:
+        """Not known where a file lists the sources, or a script brings its own."""
+        if self.train_data_path is not None:
+            return self.valid_data_path is not None
+        splits = self.mock_data or (self.data_path or self.data_args_path) is not None
+        return not splits or parse_split(self.split)[1] > 0
 
     @property
     def isolates_documents(self) -> bool:
@@ -114,17 +153,28 @@ class TokenizerConfig:
         refused=_REFUSED,
     )
     tokenizer_model: str | None = flag(
-        None, "tokenizer.json or its directory, SentencePiece .model, or tiktoken ranks."
+        None,
+        "tokenizer.json or its directory, SentencePiece .model, or tiktoken ranks.",
+        needs=(_MODEL_FILE,),
+        insists=True,
     )
-    vocab_file: str | None = flag(None, "vocab.json of a GPT-2 byte-level BPE.", aliases=("--vocab",))
-    merge_file: str | None = flag(None, "merges.txt of a GPT-2 byte-level BPE.", aliases=("--merges-file",))
+    vocab_file: str | None = flag(
+        None, "vocab.json of a GPT-2 byte-level BPE.", aliases=("--vocab",), needs=(_GPT2,), insists=True
+    )
+    merge_file: str | None = flag(
+        None, "merges.txt of a GPT-2 byte-level BPE.", aliases=("--merges-file",), needs=(_GPT2,), insists=True
+    )
     vocab_size: int | None = flag(
         None,
         "Vocabulary of NullTokenizer and --mock-data; else the tokenizer's own, or that of --load if larger.",
         at_least=1,
     )
-    tiktoken_pattern: str | None = flag(None, "Word pattern of TikTokenizer; unset: v2.", choices=("v1", "v2"))
-    tiktoken_num_special_tokens: int = flag(1000, "Ids of TikTokenizer before its ranks.", at_least=3)
+    tiktoken_pattern: str | None = flag(
+        None, "Word pattern of TikTokenizer; unset: v2.", choices=("v1", "v2"), needs=(_TIKTOKEN,)
+    )
+    tiktoken_num_special_tokens: int = flag(
+        1000, "Ids of TikTokenizer before its ranks.", at_least=3, needs=(_TIKTOKEN,)
+    )
     tiktoken_special_tokens: tuple[str, ...] | None = flag(
         None,
         "The first of them by name: <unk> <s> </s> and others.",
@@ -135,6 +185,8 @@ class TokenizerConfig:
         None,
         "End-of-document id of NullTokenizer, one of its --vocab-size. Unset: one more, after them.",
         at_least=0,
+        needs=(_NULL,),
+        insists=True,
     )
 
     @property

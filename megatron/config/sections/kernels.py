@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.config.flag import flag
+from megatron.config.flag import Need, flag
+from megatron.config.sections.model import ROPE
+
+_SWIGLU = Need("--swiglu", lambda run: run.model.swiglu)
+_LAYER_NORM = Need("--normalization LayerNorm", lambda run: run.model.normalization == "LayerNorm")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,13 +20,17 @@ class KernelsConfig:
         "minute longer.",
     )
     masked_softmax_fusion: bool = flag(True, "Short for -softmax in --kernels.", off="--no-masked-softmax-fusion")
-    bias_swiglu_fusion: bool = flag(True, "Short for -swiglu in --kernels.", off="--no-bias-swiglu-fusion")
+    bias_swiglu_fusion: bool = flag(
+        True, "Short for -swiglu in --kernels.", off="--no-bias-swiglu-fusion", needs=(_SWIGLU,)
+    )
     bias_dropout_fusion: bool = flag(True, "Short for -bias_dropout_add in --kernels.", off="--no-bias-dropout-fusion")
-    rope_fusion: bool = flag(True, "Short for -rope in --kernels.", off="--no-rope-fusion")
+    rope_fusion: bool = flag(True, "Short for -rope in --kernels.", off="--no-rope-fusion", needs=(ROPE,))
     gradient_accumulation_fusion: bool = flag(
         True, "Short for -wgrad_accumulation in --kernels.", off="--no-gradient-accumulation-fusion"
     )
-    persist_layer_norm: bool = flag(True, "Short for -layer_norm in --kernels.", off="--no-persist-layer-norm")
+    persist_layer_norm: bool = flag(
+        True, "Short for -layer_norm in --kernels.", off="--no-persist-layer-norm", needs=(_LAYER_NORM,)
+    )
     use_flash_attn: bool = flag(False, "Short for --attention-backend flash.")
     attention_backend: str = flag(
         "auto", "Which core attention runs.", choices=("auto", "flash", "fused", "unfused", "local")

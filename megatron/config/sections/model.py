@@ -5,7 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron.config.flag import flag
+from megatron.config.flag import Need, flag
+
+_NORMAL = Need("normally distributed initial weights", lambda run: not run.model.init_method_xavier_uniform)
+ROPE = Need("rotary positions", lambda run: run.model.positions == "rope")
+_LLAMA3 = Need("--use-rope-scaling", lambda run: run.model.rope_scaling == "llama3")
+_YARN = Need("--position-embedding-type yarn", lambda run: run.model.rope_scaling == "yarn")
+_GELU = Need(
+    "a GELU (and no --openai-gelu)", lambda run: run.model.activation.startswith("gelu") and not run.model.openai_gelu
+)
+_NO_BIAS = Need("--disable-bias-linear", lambda run: not run.model.add_bias_linear)
+_DENSE_LAYER = Need("a dense layer", lambda run: not run.moe.only_own_width(run.model.num_layers))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,7 +24,10 @@ class ModelConfig:
     num_layers: int = flag(0, "Transformer layers.", at_least=1, required=True)
     hidden_size: int = flag(0, "Width of the residual stream.", at_least=1, required=True)
     ffn_hidden_size: int | None = flag(
-        None, "Width of the MLP. Unset: 4 x hidden, or int(4 x hidden x 2/3 / 64) x 64 with --swiglu.", at_least=1
+        None,
+        "Width of the MLP. Unset: 4 x hidden, or int(4 x hidden x 2/3 / 64) x 64 with --swiglu.",
+        at_least=1,
+        needs=(_DENSE_LAYER,),
     )
     num_attention_heads: int = flag(0, "Query heads.", at_least=1, required=True)
     kv_channels: int | None = flag(None, "Width of one head. Unset: hidden size / heads.", at_least=1)
@@ -41,24 +54,34 @@ class ModelConfig:
     use_rotary_position_embeddings: bool = flag(
         False, "23.06's spelling of --position-embedding-type rope (there is then no learned table)."
     )
-    rotary_percent: float = flag(1.0, "Share of the head width that rotates.", above=0.0, at_most=1.0)
-    rotary_base: float = flag(10000.0, "RoPE's theta.", above=0.0)
+    rotary_percent: float = flag(1.0, "Share of the head width that rotates.", above=0.0, at_most=1.0, needs=(ROPE,))
+    rotary_base: float = flag(10000.0, "RoPE's theta.", above=0.0, needs=(ROPE,))
     rotary_seq_len_interpolation_factor: float | None = flag(
         None, "Linear position interpolation: positions are divided by this.", above=0.0
     )
     use_rope_scaling: bool = flag(False, "Llama-3.x scaling of the RoPE frequencies.")
-    rope_scaling_factor: float = flag(8.0, "Factor of --use-rope-scaling.", at_least=1.0)
-    rope_low_freq_factor: float = flag(1.0, "Llama-3.x scaling: low frequency factor.", above=0.0)
-    rope_high_freq_factor: float = flag(4.0, "Llama-3.x scaling: high frequency factor.", above=0.0)
-    rope_original_max_position: int = flag(8192, "Llama-3.x scaling: context of the original training.", at_least=1)
-    yarn_factor: float = flag(
-        1.0, "YaRN: how many times longer the context is.", aliases=("--yarn-rotary-scaling-factor",), at_least=1.0
+    rope_scaling_factor: float = flag(8.0, "Factor of --use-rope-scaling.", at_least=1.0, needs=(_LLAMA3,))
+    rope_low_freq_factor: float = flag(1.0, "Llama-3.x scaling: low frequency factor.", above=0.0, needs=(_LLAMA3,))
+    rope_high_freq_factor: float = flag(4.0, "Llama-3.x scaling: high frequency factor.", above=0.0, needs=(_LLAMA3,))
+    rope_original_max_position: int = flag(
+        8192, "Llama-3.x scaling: context of the original training.", at_least=1, needs=(_LLAMA3,)
     )
-    yarn_original_max_position_embeddings: int = flag(4096, "YaRN: context of the original training.", at_least=1)
-    yarn_beta_fast: float = flag(32.0, "YaRN: rotations above which a frequency is kept.", above=0.0)
-    yarn_beta_slow: float = flag(1.0, "YaRN: rotations below which a frequency is interpolated.", above=0.0)
+    yarn_factor: float = flag(
+        1.0,
+        "YaRN: how many times longer the context is.",
+        aliases=("--yarn-rotary-scaling-factor",),
+        at_least=1.0,
+        needs=(_YARN,),
+    )
+    yarn_original_max_position_embeddings: int = flag(
+        4096, "YaRN: context of the original training.", at_least=1, needs=(_YARN,)
+    )
+    yarn_beta_fast: float = flag(32.0, "YaRN: rotations above which a frequency is kept.", above=0.0, needs=(_YARN,))
+    yarn_beta_slow: float = flag(
+        1.0, "YaRN: rotations below which a frequency is interpolated.", above=0.0, needs=(_YARN,)
+    )
     yarn_attention_factor: float | None = flag(
-        None, "YaRN: factor on cos and sin. Unset: 0.1 x ln(scaling factor) + 1.", above=0.0
+        None, "YaRN: factor on cos and sin. Unset: 0.1 x ln(scaling factor) + 1.", above=0.0, needs=(_YARN,)
     )
     make_vocab_size_divisible_by: int = flag(
         128, "The vocabulary is padded in memory to a multiple of this times TP; padding has no meaning.", at_least=1
@@ -76,15 +99,23 @@ class ModelConfig:
     squared_relu: bool = flag(False, "ReLU squared MLP.")
     openai_gelu: bool = flag(False, "The tanh form of GELU, which is also the default here.")
     bias_gelu_fusion: bool = flag(
-        True, "Use the erf form of GELU (what the unfused path of Megatron computes).", off="--no-bias-gelu-fusion"
+        True,
+        "Use the erf form of GELU (what the unfused path of Megatron computes).",
+        off="--no-bias-gelu-fusion",
+        needs=(_GELU,),
     )
     add_bias_linear: bool = flag(True, "No bias in the linear layers.", off="--disable-bias-linear")
-    add_qkv_bias: bool = flag(False, "A bias in the QKV projection even under --disable-bias-linear (Qwen2).")
+    add_qkv_bias: bool = flag(
+        False, "A bias in the QKV projection even under --disable-bias-linear (Qwen2).", needs=(_NO_BIAS,)
+    )
     untie_embeddings_and_output_weights: bool = flag(False, "A separate output head.")
     attention_dropout: float = flag(0.1, "Dropout on the attention probabilities.", at_least=0.0, below=1.0)
     hidden_dropout: float = flag(0.1, "Dropout on embeddings and residual branches.", at_least=0.0, below=1.0)
     init_method_std: float = flag(
-        0.02, "Standard deviation of the initial weights; output projections use it / sqrt(2 x layers).", at_least=0.0
+        0.02,
+        "Standard deviation of the initial weights; output projections use it / sqrt(2 x layers).",
+        at_least=0.0,
+        needs=(_NORMAL,),
     )
     init_method_xavier_uniform: bool = flag(False, "Xavier-uniform initial weights instead.")
     apply_residual_connection_post_layernorm: bool = flag(

@@ -6,40 +6,70 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron.config.flag import flag
+from megatron.config.flag import Need, flag
 from megatron.errors import ConfigError
 
 _TERM = re.compile(r"\[([01](?:,[01])*)\](?:\*([0-9]{1,9}))?")
+
+
+_EXPERTS = Need("--num-experts", lambda run: run.moe.is_on)
+_SOFTMAX = Need("--moe-router-score-function softmax", lambda run: run.moe.moe_router_score_function == "softmax")
+_BALANCED = Need(
+    "--moe-router-load-balancing-type aux_loss or seq_aux_loss",
+    lambda run: run.moe.moe_router_load_balancing_type != "none",
+)
+_COEFFICIENT = Need(
+    "--moe-aux-loss-coeff",
+    lambda run: run.moe.moe_aux_loss_coeff > 0 or run.moe.moe_router_load_balancing_type == "none",
+)
+_EXPERT_BIAS = Need("--moe-router-enable-expert-bias", lambda run: run.moe.moe_router_enable_expert_bias)
+_CAPACITY = Need("--moe-expert-capacity-factor", lambda run: run.moe.moe_expert_capacity_factor is not None)
 
 
 @dataclass(frozen=True, kw_only=True)
 class MoEConfig:
     num_experts: int | None = flag(None, "Experts of each MoE layer; unset is a dense model.", at_least=1)
     moe_layer_freq: str = flag(
-        "1", "Which layers have experts: every N-th, beginning with the first, or a list such as ([0]*3+[1]*9)."
+        "1",
+        "Which layers have experts: every N-th, beginning with the first, or a list such as ([0]*3+[1]*9).",
+        needs=(_EXPERTS,),
     )
-    moe_ffn_hidden_size: int | None = flag(None, "Width of an expert. Unset: --ffn-hidden-size.", at_least=1)
-    moe_router_topk: int = flag(2, "Experts that each token goes to.", at_least=1)
+    moe_ffn_hidden_size: int | None = flag(
+        None, "Width of an expert. Unset: --ffn-hidden-size.", at_least=1, needs=(_EXPERTS,)
+    )
+    moe_router_topk: int = flag(2, "Experts that each token goes to.", at_least=1, needs=(_EXPERTS,))
     moe_router_pre_softmax: bool = flag(
-        False, "Softmax over all experts before the choice; the weights of a token then do not add up to 1."
+        False,
+        "Softmax over all experts before the choice; the weights of a token then do not add up to 1.",
+        needs=(_EXPERTS, _SOFTMAX),
     )
     moe_router_score_function: str = flag(
-        "softmax", "How a router's logits become scores.", choices=("softmax", "sigmoid")
+        "softmax", "How a router's logits become scores.", choices=("softmax", "sigmoid"), needs=(_EXPERTS,)
     )
     moe_router_num_groups: int | None = flag(
-        None, "Groups of experts; a token goes to experts of --moe-router-group-topk of them only.", at_least=1
+        None,
+        "Groups of experts; a token goes to experts of --moe-router-group-topk of them only.",
+        at_least=1,
+        needs=(_EXPERTS,),
     )
     moe_router_group_topk: int | None = flag(
         None,
         "Groups that a token's experts may be in: those whose best experts (--moe-router-topk over this many of each) "
         "score highest together.",
         at_least=1,
+        needs=(_EXPERTS,),
     )
     moe_router_topk_scaling_factor: float | None = flag(
-        None, "Factor on a token's weights; with sigmoid scores, or softmax before the choice.", above=0.0
+        None,
+        "Factor on a token's weights; with sigmoid scores, or softmax before the choice.",
+        above=0.0,
+        needs=(_EXPERTS,),
     )
     moe_router_dtype: str | None = flag(
-        None, "What routers compute in. Unset: logits as the model, scores in fp32.", choices=("fp32", "fp64")
+        None,
+        "What routers compute in. Unset: logits as the model, scores in fp32.",
+        choices=("fp32", "fp64"),
+        needs=(_EXPERTS,),
     )
     moe_router_load_balancing_type: str = flag(
         "aux_loss",
@@ -50,21 +80,37 @@ class MoEConfig:
             "sinkhorn": "Sinkhorn routing is not supported; use seq_aux_loss",
             "global_aux_loss": "a loss over the global batch is not supported; use seq_aux_loss",
         },
+        needs=(
+            _EXPERTS,
+            _COEFFICIENT,
+        ),
     )
-    moe_aux_loss_coeff: float = flag(0.0, "Weight of the load-balance loss.", at_least=0.0)
-    moe_z_loss_coeff: float | None = flag(None, "Weight of the router z-loss.", at_least=0.0)
+    moe_aux_loss_coeff: float = flag(
+        0.0,
+        "Weight of the load-balance loss.",
+        at_least=0.0,
+        needs=(
+            _EXPERTS,
+            _BALANCED,
+        ),
+    )
+    moe_z_loss_coeff: float | None = flag(None, "Weight of the router z-loss.", at_least=0.0, needs=(_EXPERTS,))
     moe_router_enable_expert_bias: bool = flag(
-        False, "Balance by a bias on the scores that the choice is made by; needs sigmoid scores."
+        False, "Balance by a bias on the scores that the choice is made by; needs sigmoid scores.", needs=(_EXPERTS,)
     )
-    moe_router_bias_update_rate: float = flag(1e-3, "Step of that bias.", at_least=0.0)
+    moe_router_bias_update_rate: float = flag(1e-3, "Step of that bias.", at_least=0.0, needs=(_EXPERT_BIAS,))
     moe_expert_capacity_factor: float | None = flag(
         None,
         "An expert takes at most this times its even share of each sequence's tokens and drops the rest. "
         "Unset: dropless.",
         above=0.0,
+        needs=(_EXPERTS,),
     )
     moe_token_drop_policy: str = flag(
-        "probs", "What is dropped: the lowest weights, or the latest positions.", choices=("probs", "position")
+        "probs",
+        "What is dropped: the lowest weights, or the latest positions.",
+        choices=("probs", "position"),
+        needs=(_CAPACITY,),
     )
     moe_token_dispatcher_type: str = flag(
         "alltoall",
@@ -82,7 +128,7 @@ class MoEConfig:
         "--kernels auto,-grouped_linear multiplies expert after expert",
     )
     moe_shared_expert_intermediate_size: int | None = flag(
-        None, "Width of the shared expert, which every token goes to.", at_least=1
+        None, "Width of the shared expert, which every token goes to.", at_least=1, needs=(_EXPERTS,)
     )
     multi_latent_attention: bool = flag(
         False, "Multi-latent attention.", status="later", note="use --num-query-groups for a small KV cache"
@@ -108,6 +154,11 @@ class MoEConfig:
     @property
     def balanced_over(self) -> Literal["sequence", "micro-batch"]:
         return "sequence" if self.moe_router_load_balancing_type == "seq_aux_loss" else "micro-batch"
+
+    def only_own_width(self, num_layers: int) -> bool:
+        """Whether every layer has experts, of a width of their own."""
+        own = self.is_on and self.moe_ffn_hidden_size is not None
+        return own and len(self.expert_layers(num_layers)) == num_layers
 
     def expert_layers(self, num_layers: int) -> tuple[int, ...]:
         """The layers, of `num_layers`, that have experts."""

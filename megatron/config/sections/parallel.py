@@ -5,8 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import lcm
 
-from megatron.config.flag import flag
+from megatron.config.flag import Need, flag
 from megatron.layout import Layout
+
+_SEVERAL_TENSOR_RANKS = Need("several tensor-parallel ranks", lambda run: run.parallel.tensor_model_parallel_size > 1)
+_CONTEXT_RANKS = Need("--context-parallel-size", lambda run: run.parallel.context_parallel_size > 1)
+_STAGES = Need(
+    "several stages (--pipeline-model-parallel-size)", lambda run: run.parallel.pipeline_model_parallel_size > 1
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +28,8 @@ class ParallelConfig:
         None,
         "Order of the forward and backward passes. Unset: 1f1b, or interleaved with virtual stages.",
         choices=("gpipe", "1f1b", "interleaved", "zero-bubble"),
+        needs=(_STAGES,),
+        insists=True,
     )
     num_layers_per_virtual_pipeline_stage: int | None = flag(
         None, "Layers per virtual stage: each rank has several, and the interleaved schedule.", at_least=1
@@ -35,13 +43,22 @@ class ParallelConfig:
     account_for_loss_in_pipeline_split: bool = flag(
         False, "Count the output layer and the loss as a layer when the layers are divided over the stages."
     )
-    decoder_first_pipeline_num_layers: int | None = flag(None, "Layers of the first stage.", at_least=1)
-    decoder_last_pipeline_num_layers: int | None = flag(None, "Layers of the last stage.", at_least=1)
+    decoder_first_pipeline_num_layers: int | None = flag(
+        None, "Layers of the first stage.", at_least=1, needs=(_STAGES,), insists=True
+    )
+    decoder_last_pipeline_num_layers: int | None = flag(
+        None, "Layers of the last stage.", at_least=1, needs=(_STAGES,), insists=True
+    )
     pipeline_trace: str | None = flag(
-        None, "Directory where each rank records when the passes of its last steps ran, for tools/draw_pipeline.py."
+        None,
+        "Directory where each rank records when the passes of its last steps ran, for tools/draw_pipeline.py.",
+        needs=(_STAGES,),
+        insists=True,
     )
     sequence_parallel: bool = flag(
-        False, "Split norms and dropout over the tensor-parallel ranks, if there are several."
+        False,
+        "Split norms and dropout over the tensor-parallel ranks, if there are several.",
+        needs=(_SEVERAL_TENSOR_RANKS,),
     )
     context_parallel_size: int = flag(1, "Ranks that share each sequence.", at_least=1)
     cp_comm_type: tuple[str, ...] = flag(
@@ -51,6 +68,7 @@ class ParallelConfig:
         nargs="+",
         choices=("p2p", "a2a", "allgather", "all_gather"),
         refused={"a2a+p2p": "the two are not combined here; use a2a where the heads divide, else p2p"},
+        needs=(_CONTEXT_RANKS,),
     )
     expert_model_parallel_size: int = flag(1, "Ranks that share the experts.", at_least=1)
     expert_tensor_parallel_size: int | None = flag(

@@ -5,7 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron.config.flag import flag
+from megatron.config.flag import Need, flag
+
+_DYNAMIC = Need("--fp16 and a dynamic loss scale", lambda run: run.precision.fp16 and run.precision.loss_scale is None)
+_FULL = Need("--recompute-granularity full", lambda run: run.recompute.full)
+_SELECTIVE = Need("--recompute-granularity selective", lambda run: run.recompute.selective)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -13,10 +17,10 @@ class PrecisionConfig:
     fp16: bool = flag(False, "fp16 weights with fp32 masters and a loss scale.")
     bf16: bool = flag(False, "bf16 weights with fp32 masters.")
     loss_scale: float | None = flag(None, "Constant loss scale. Unset: dynamic with --fp16, else 1.", above=0.0)
-    initial_loss_scale: float = flag(2.0**32, "First dynamic loss scale.", above=0.0)
-    min_loss_scale: float = flag(1.0, "Smallest dynamic loss scale.", above=0.0)
-    loss_scale_window: int = flag(1000, "Good steps before the scale doubles.", at_least=1)
-    hysteresis: int = flag(2, "Overflows before the scale halves.", at_least=1)
+    initial_loss_scale: float = flag(2.0**32, "First dynamic loss scale.", above=0.0, needs=(_DYNAMIC,))
+    min_loss_scale: float = flag(1.0, "Smallest dynamic loss scale.", above=0.0, needs=(_DYNAMIC,))
+    loss_scale_window: int = flag(1000, "Good steps before the scale doubles.", at_least=1, needs=(_DYNAMIC,))
+    hysteresis: int = flag(2, "Overflows before the scale halves.", at_least=1, needs=(_DYNAMIC,))
     transformer_impl: str = flag(
         "local",
         "Which layers are used; there is one implementation, and --kernels picks its operations.",
@@ -51,8 +55,12 @@ class RecomputeConfig:
         None,
         "With full: uniform chunks of layers, or the first layers (block).",
         choices=("uniform", "block"),
+        needs=(_FULL,),
+        insists=True,
     )
-    recompute_num_layers: int = flag(1, "Layers per chunk (uniform) or recomputed layers (block).", at_least=1)
+    recompute_num_layers: int = flag(
+        1, "Layers per chunk (uniform) or recomputed layers (block).", at_least=1, needs=(_FULL,)
+    )
     recompute_modules: tuple[str, ...] | None = flag(
         None,
         "With selective: the parts to recompute. Unset: core_attn.",
@@ -62,6 +70,8 @@ class RecomputeConfig:
             ("mlp", "layernorm", "moe", "moe_act", "mla_up_proj", "shared_experts"),
             "not supported yet; use core_attn, or --recompute-granularity full",
         ),
+        needs=(_SELECTIVE,),
+        insists=True,
     )
     distribute_saved_activations: bool = flag(
         False, "Shard saved activations over tensor-parallel ranks.", status="later", note="remove it"

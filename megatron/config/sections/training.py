@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.config.flag import flag
+from megatron.config.flag import Need, flag
+
+_LISTENS = Need("--exit-signal-handler", lambda run: run.training.exit_signal_handler)
+_MANUAL_GC = Need("--manual-gc", lambda run: run.training.manual_gc)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +38,7 @@ class TrainingConfig:
         None,
         "The one signal that --exit-signal-handler listens to. Unset: SIGTERM, SIGUSR1 and SIGINT (Ctrl-C).",
         choices=("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2", "SIGHUP", "SIGXCPU"),
+        needs=(_LISTENS,),
     )
     seed: int = flag(1234, "Seed of initial weights, sample order and dropout.", at_least=0)
     skip_train: bool = flag(False, "Only evaluate.")
@@ -43,8 +47,12 @@ class TrainingConfig:
     )
     deterministic_mode: bool = flag(False, "Use only operations that give the same bits in every run.")
     manual_gc: bool = flag(False, "Run Python's garbage collector at fixed iterations only.")
-    manual_gc_interval: int = flag(0, "Iterations between two collections under --manual-gc; 0 is never.", at_least=0)
-    manual_gc_eval: bool = flag(True, "Do not collect around evaluations.", off="--no-manual-gc-eval")
+    manual_gc_interval: int = flag(
+        0, "Iterations between two collections under --manual-gc; 0 is never.", at_least=0, needs=(_MANUAL_GC,)
+    )
+    manual_gc_eval: bool = flag(
+        True, "Do not collect around evaluations.", off="--no-manual-gc-eval", needs=(_MANUAL_GC,)
+    )
     check_for_nan_in_loss_and_grad: bool = flag(
         True, "Let a NaN or infinity in loss or gradient pass.", off="--no-check-for-nan-in-loss-and-grad"
     )

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from megatron.config import DataConfig
-from megatron.config.blend import Blend, data_sources, parse_blend, parse_split
+from megatron.config.blend import Blend, data_sources, parse_blend
+from megatron.config.split import parse_split
 from megatron.errors import ConfigError
 
 Weights = tuple[float, ...] | None

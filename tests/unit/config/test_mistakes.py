@@ -72,14 +72,14 @@ ADDED = {
         "--profile-step-end 10 is not after --profile-step-start 10",
         "after the start",
     ),
-    "--profile-step-start 3": ("--profile-step-start 3", "add --profile"),
-    "--profile-step-end 12": ("--profile-step-end 12", "add --profile"),  # its default, but asked for
-    "--profile-ranks 0 1": ("--profile-ranks 0 1", "add --profile"),
-    "--profile-dir traces": ("--profile-dir traces", "add --profile"),
-    "--pytorch-profiler-collect-shapes": ("--pytorch-profiler-collect-shapes", "add --profile"),
-    "--pytorch-profiler-collect-callstack": ("--pytorch-profiler-collect-callstack", "add --profile"),
-    "--use-pytorch-profiler --profile-ranks 0": ("--profile-ranks 0", "add --profile"),
-    "--record-memory-history": ("--record-memory-history", "add --profile"),
+    "--profile-step-start 3": ("--profile-step-start 3", "without --profile; add that"),
+    "--profile-step-end 12": ("--profile-step-end 12", "without --profile; add that"),  # its default, but asked for
+    "--profile-ranks 0 1": ("--profile-ranks 0 1", "without --profile; add that"),
+    "--profile-dir traces": ("--profile-dir traces", "without --profile; add that"),
+    "--pytorch-profiler-collect-shapes": ("--pytorch-profiler-collect-shapes", "without --profile; add that"),
+    "--pytorch-profiler-collect-callstack": ("--pytorch-profiler-collect-callstack", "without --profile; add that"),
+    "--use-pytorch-profiler --profile-ranks 0": ("--profile-ranks 0", "without --profile; add that"),
+    "--record-memory-history": ("--record-memory-history", "without --profile; add that"),
     "--profile --profile-step-start 100 --profile-step-end 101": (
         "--profile-step-start 100: --train-iters 100 ends before",
         "lower --profile-step-start",

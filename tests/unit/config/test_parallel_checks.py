@@ -65,7 +65,11 @@ FIRST, LAST = "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_la
             2,
             ["--expert-tensor-parallel-size 1", "--tensor-model-parallel-size 2", "make the two equal"],
         ),
-        ({"pipeline_schedule": "gpipe"}, 1, ["--pipeline-schedule gpipe", "--pipeline-model-parallel-size 1"]),
+        (
+            {"pipeline_schedule": "gpipe"},
+            1,
+            ["--pipeline-schedule gpipe", "several stages (--pipeline-model-parallel-size)"],
+        ),
         (
             {PP: 2, VIRTUAL: 1, "num_layers": 4, "micro_batch_size": 2, "global_batch_size": 6},
             2,

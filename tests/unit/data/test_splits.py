@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.config.blend import parse_split
+from megatron.config.split import parse_split
 from megatron.data.splits import sample_counts, split_bounds
 from megatron.errors import ConfigError
 
