@@ -10,9 +10,9 @@ from megatron.config.values import show
 
 
 def given(config: RunConfig, name: str) -> bool:
-    """Whether the user set it, by a flag or in a file. (A preset's values do not count.)"""
+    """Whether the user set it, by a flag or in a file. (The values of a preset or a checkpoint do not count.)"""
     origin = config.origins.get(name)
-    return origin is not None and not origin.startswith("preset ")
+    return origin is not None and not origin.startswith(("preset ", "checkpoint"))
 
 
 def spelled(config: RunConfig, name: str) -> str:
