@@ -10,7 +10,7 @@ import os
 import re
 import signal
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -39,6 +39,9 @@ class LaunchInfo:
     parent: int = 0
     """The process that started this one."""
 
+    blocking_launches: bool = False
+    """CUDA_LAUNCH_BLOCKING: the host waits for each operation that it hands to the device."""
+
     local_is_said: bool = True
     """The launcher has said how many ranks this machine has; `local_world_size` is all of them otherwise."""
 
@@ -64,7 +67,7 @@ class LaunchInfo:
         else:
             info = LaunchInfo(local_rank=local_rank or 0, parent=os.getppid())
         _check(info)
-        return info
+        return replace(info, blocking_launches=env.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0"))
 
 
 def _from_torch(env: Mapping[str, str], local_rank: int | None) -> LaunchInfo:

@@ -15,7 +15,7 @@ from megatron.pipeline_parallel.schedules import SCHEDULES
 from megatron.pipeline_parallel.timeline import cost_of_kinds, simulate
 from megatron.training.order.agreement import disagreements
 from megatron.training.order.events import Op, Recording, Wait
-from megatron.training.order.waits import INDEPENDENT, ONE_QUEUE, STRICTEST, Rules, play
+from megatron.training.order.waits import INDEPENDENT, LAUNCH_BLOCKS, ONE_QUEUE, STRICTEST, Rules, play
 from tests.cluster.pipelines import record_pipeline
 
 TRANSFER = 0.05  # of a stage's forward pass: slow
@@ -72,6 +72,13 @@ def with_one_group_a_kind(recordings: Mapping[int, Recording]) -> dict[int, Reco
 
 def stuck(recordings: Mapping[int, Recording], rules: Rules) -> str:
     return "\n".join(play(recordings, rules).stuck)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_launches_that_block_hang_a_pipeline(name: str) -> None:
+    """Why CUDA_LAUNCH_BLOCKING=1 is refused."""
+    found = stuck(record_pipeline(name, 2, 4, 2 if name == "interleaved" else 1), LAUNCH_BLOCKS)
+    assert "rank 0 waits for receive from rank 1" in found, found
 
 
 def test_planted_links_that_connect_in_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:

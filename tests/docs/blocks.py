@@ -15,6 +15,7 @@ PAGES = (
     "docs/data.md",
     "docs/training.md",
     "docs/parallelism.md",
+    "docs/scale.md",
     "docs/checkpoints.md",
     "docs/huggingface.md",
     "docs/numerics.md",

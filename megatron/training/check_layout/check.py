@@ -40,7 +40,7 @@ _NEAREST_CAUSE = ("counted tokens", "gradient", "weight")
 
 def check(options: argparse.Namespace, argv: Sequence[str]) -> int:
     """Prints what is compared, how far the layout is from one process, and the verdict; returns the exit code."""
-    script = _load_script(options.script)
+    script = load_script(options.script)
     with tempfile.TemporaryDirectory(prefix="check-layout-") as cache:
         config, ranks, introduction = _settings(options, argv, Path(cache))
         for line in introduction:
@@ -130,7 +130,7 @@ def _train(
         return error
 
 
-def _load_script(path: str | None) -> ModuleType:
+def load_script(path: str | None) -> ModuleType:
     """The module of `path`, by default that of pretrain_gpt.py; it must have the three providers."""
     file = PRETRAIN_GPT if path is None else Path(path)
     spec = importlib.util.spec_from_file_location("pretrain_script", file)

@@ -53,6 +53,13 @@ def build_parser() -> Parser:
         metavar="N",
         help="processes of the layout; unset: the fewest that hold it, with two data-parallel ranks up to eight",
     )
+    parser.add_argument(
+        "--cluster",
+        type=integer(2),
+        metavar="N",
+        help="train nothing: prove that the flags do not hang on N ranks over nccl, from what one rank of each kind "
+        "asks of its communicators (exit code 0: proved, 1: they would hang), and print what that is",
+    )
     parser.add_argument("--full", action="store_true", help="never shrink the model, however long it takes")
     parser.add_argument("--script", metavar="FILE.py", help="a pretrain script of your own (pretrain_gpt.py)")
     parser.add_argument("--plant", choices=FAULT_NAMES, help="plant this fault, to see that it is found (exit code 1)")
@@ -61,6 +68,14 @@ def build_parser() -> Parser:
     )
     parser.add_argument("--traceback", action="store_true", help="show where in the code an error comes from")
     return parser
+
+
+def _of_training(options: argparse.Namespace) -> str | None:
+    """An option given that is for the comparison of trainings."""
+    unset = build_parser().parse_known_flags([])
+    names = ("steps", "tolerance", "ranks", "full", "plant", "timeout_minutes")
+    changed = (name for name in names if getattr(options, name) != getattr(unset, name))
+    return next((f"--{name.replace('_', '-')}" for name in changed), None)
 
 
 def _positive(text: str) -> float:
@@ -78,8 +93,14 @@ def _run(argv: list[str]) -> int:
         raise ConfigError("the flags of the training come after --, as in: check_layout.py -- --num-layers 4 ...")
     cut = argv.index("--") if "--" in argv else len(argv)
     options = build_parser().parse_known_flags(argv[:cut])
-    try:
-        from megatron.training.check_layout.check import check  # not above: `--help` loads no torch
+    if options.cluster is not None and (given := _of_training(options)):
+        raise ConfigError(f"--cluster {options.cluster}: trains nothing, so {given} has no effect; remove it")
+    try:  # imports not above: `--help` loads no torch
+        if options.cluster is not None:
+            from megatron.training.order.prove import prove
+
+            return prove(options.cluster, options.script, argv[cut + 1 :])
+        from megatron.training.check_layout.check import check
 
         return check(options, argv[cut + 1 :])
     except BrokenPipeError:

@@ -3,14 +3,28 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from megatron.training.order.events import Communicator, Message, Op, Recording, Wait
 
+_ROUTED = ("tp", "ep")
+"""The axes over which experts' rows travel, as many as the router sends."""
 
-def disagreements(recordings: Mapping[int, Recording]) -> list[str]:
-    """A line for the first disagreement of each communicator; the recorded ranks stand for the others of their kind."""
-    return [*_of_groups(recordings), *_of_collectives(recordings), *_of_messages(recordings), *_not_waited(recordings)]
+
+def disagreements(recordings: Mapping[int, Recording], *, peers_are_real: bool = False) -> list[str]:
+    """A line for the first disagreement of each communicator; the recorded ranks stand for the others of their kind.
+
+    Made-up peers send made-up counts of tokens: sizes that these decide are compared only where the peers were real.
+    """
+    routed = (
+        () if peers_are_real or not any(op.size < 0 for each in recordings.values() for op in each.ops) else _ROUTED
+    )
+    return [
+        *_of_groups(recordings),
+        *_of_collectives(recordings, routed),
+        *_of_messages(recordings),
+        *_not_waited(recordings),
+    ]
 
 
 def _of_groups(recordings: Mapping[int, Recording]) -> Iterator[str]:
@@ -31,7 +45,7 @@ def _of_groups(recordings: Mapping[int, Recording]) -> Iterator[str]:
                 yield f"{group} was made by rank {rank} and not by rank {member}"
 
 
-def _of_collectives(recordings: Mapping[int, Recording]) -> Iterator[str]:
+def _of_collectives(recordings: Mapping[int, Recording], routed: Sequence[str]) -> Iterator[str]:
     asked: dict[str, dict[int, list[Op]]] = defaultdict(dict)
     for rank, recording in recordings.items():
         for name in recording.groups:
@@ -43,15 +57,19 @@ def _of_collectives(recordings: Mapping[int, Recording]) -> Iterator[str]:
         first, *others = by_rank
         group = recordings[first].groups[name]
         for other in others:
-            line = _first_difference(group, first, by_rank[first], other, by_rank[other])
+            line = _first_difference(
+                group, first, by_rank[first], other, by_rank[other], sizes=group.what not in routed
+            )
             if line is not None:
                 yield line
                 break
 
 
-def _first_difference(group: Communicator, a: int, of_a: list[Op], b: int, of_b: list[Op]) -> str | None:
+def _first_difference(
+    group: Communicator, a: int, of_a: list[Op], b: int, of_b: list[Op], *, sizes: bool
+) -> str | None:
     for number, (ours, theirs) in enumerate(zip(of_a, of_b), 1):
-        if _content(ours) != _content(theirs):
+        if _content(ours) != _content(theirs) or (sizes and ours.size != theirs.size):
             return f"operation {number} of {group} is {ours} on rank {a} and {theirs} on rank {b}"
     if len(of_a) == len(of_b):
         return None
@@ -61,7 +79,7 @@ def _first_difference(group: Communicator, a: int, of_a: list[Op], b: int, of_b:
 
 
 def _content(op: Op) -> tuple[object, ...]:
-    return op.kind, op.size, op.dtype, op.detail
+    return op.kind, op.dtype, op.detail
 
 
 def _of_messages(recordings: Mapping[int, Recording]) -> Iterator[str]:

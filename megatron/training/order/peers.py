@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
@@ -14,9 +15,6 @@ Done = dist.Work | None
 
 class Peers:
     """Answers each operation of one communicator."""
-
-    def __init__(self, options: Any, ranks: tuple[int, ...]) -> None:
-        raise NotImplementedError
 
     def all_reduce(self, tensors: Sequence[Tensor], opts: Any) -> Done:
         raise NotImplementedError
@@ -52,11 +50,29 @@ class Peers:
     recv = send
 
 
+MakePeers = Callable[[Any, tuple[int, ...]], Peers]
+"""(what torch says of a new communicator, its ranks in the world) -> those who answer on it."""
+
+
+@dataclass
+class Script:
+    """What is known of the ranks recorded so far: what they broadcast. Those recorded stand for others like them."""
+
+    stands_for: Callable[[int], int] = int
+    broadcasts: dict[tuple[tuple[int, ...], int], list[Tensor]] = field(default_factory=dict)
+
+    def __call__(self, options: Any, ranks: tuple[int, ...]) -> Peers:
+        return Scripted(self, options, ranks)
+
+
 class Scripted(Peers):
     """Peers that hold what this rank holds. A sum is one more, so that no count stays zero and no divisor is."""
 
-    def __init__(self, options: Any, ranks: tuple[int, ...]) -> None:
+    def __init__(self, script: Script, options: Any, ranks: tuple[int, ...]) -> None:
         self.rank, self.size = options.group_rank, options.group_size
+        self._said = script.broadcasts
+        self._like = tuple(sorted({script.stands_for(rank) for rank in ranks}))
+        self._broadcasts = 0
 
     def all_reduce(self, tensors: Sequence[Tensor], opts: Any) -> Done:
         if opts.reduceOp == dist.ReduceOp.SUM:
@@ -68,6 +84,13 @@ class Scripted(Peers):
         return self.all_reduce(tensors, opts)
 
     def broadcast(self, tensors: Sequence[Tensor], opts: Any) -> Done:
+        self._broadcasts += 1
+        key = self._like, self._broadcasts
+        if self.rank == opts.rootRank:
+            self._said[key] = [tensor.detach().clone() for tensor in tensors]
+        for tensor, said in zip(tensors, self._said.get(key, ()), strict=False):
+            if tensor.shape == said.shape:
+                tensor.detach().copy_(said)
         return None
 
     def all_gather(self, inputs: Sequence[Tensor], outputs: Sequence[Sequence[Tensor]], opts: Any) -> Done:
@@ -77,7 +100,7 @@ class Scripted(Peers):
         return None
 
     def all_gather_flat(self, given: Tensor, output: Tensor, opts: Any) -> Done:
-        output.detach().view(self.size, -1).copy_(given.reshape(1, -1))
+        output.detach().view(self.size, -1).copy_(given.clone().reshape(1, -1))  # `given` may be a part of it
         return None
 
     def reduce_scatter_flat(self, given: Tensor, output: Tensor, opts: Any) -> Done:

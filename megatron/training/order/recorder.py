@@ -5,11 +5,12 @@
     recording = tape.recording
 
 The rank is alone in its process. Its peers are scripted: they hold what this rank holds, and their messages are made
-up, so that its own control flow goes on. With `peers=gloo_peers` the world is real and the operations are executed.
+up, so that its own control flow goes on. With `peers=GlooPeers` the world is real and the operations are executed.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -19,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.training.order.events import Communicator, Compute, Event, Mark, Message, Op, Recording, Wait
-from megatron.training.order.peers import Peers, Scripted
+from megatron.training.order.peers import MakePeers, Peers, Script
 
 BACKEND = "recorded"
 _DATA_DECIDES = -1
@@ -29,7 +30,7 @@ _TorchGroup: Any = dist.ProcessGroup  # which overloads its methods in ways that
 class Tape:
     """The recording in progress of the one rank of this process."""
 
-    def __init__(self, rank: int, world_size: int, peers: type[Peers] = Scripted) -> None:
+    def __init__(self, rank: int, world_size: int, peers: MakePeers) -> None:
         self.rank, self.world_size, self.peers = rank, world_size, peers
         self.events: list[Event] = []
         self.waited: set[int] = set()
@@ -99,10 +100,10 @@ class Tape:
 
 @contextmanager
 def recorded(
-    rank: int, world_size: int, *, peers: type[Peers] = Scripted, store: dist.Store | None = None
+    rank: int, world_size: int, *, peers: MakePeers | None = None, store: dist.Store | None = None
 ) -> Iterator[Tape]:
     """Within the context this process is `rank` of a world whose every communicator is recorded."""
-    tape = Tape(rank, world_size, peers)
+    tape, hook = Tape(rank, world_size, peers or Script()), sys.excepthook
     dist.Backend.register_backend(
         BACKEND, lambda options, _: tape.make_group(options), extended_api=True, devices=["cpu"]
     )
@@ -114,6 +115,7 @@ def recorded(
         tape.close()
         if dist.is_initialized():
             dist.destroy_process_group()
+        sys.excepthook = hook  # torch puts the rank before what it prints
 
 
 class _RecordedWork(dist.Work):
@@ -137,6 +139,10 @@ class _RecordedGroup(_TorchGroup):
     def __init__(self, tape: Tape, name: str, ranks: tuple[int, ...], peers: Peers) -> None:
         super().__init__(ranks.index(tape.rank), len(ranks))
         self.tape, self.communicator, self.ranks, self.peers = tape, name, ranks, peers
+
+    @property
+    def group_name(self) -> str:
+        return self.communicator
 
     @property
     def axis(self) -> str:

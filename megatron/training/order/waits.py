@@ -31,6 +31,8 @@ class Rules:
     until the others issue theirs."""
     wait_blocks: bool = False
     """The host waits where the computation does: blocking waits, and results that are read."""
+    launch_blocks: bool = False
+    """The host waits for the end of everything that it hands over (`CUDA_LAUNCH_BLOCKING=1`)."""
     one_queue: bool = False
     """All streams share one hardware queue."""
     sharing: frozenset[str] = frozenset()
@@ -43,6 +45,7 @@ class Rules:
 INDEPENDENT = Rules()
 ONE_QUEUE = Rules(one_queue=True)
 """`CUDA_DEVICE_MAX_CONNECTIONS=1`."""
+LAUNCH_BLOCKS = Rules(launch_blocks=True)
 STRICTEST = Rules(wait_blocks=True, one_queue=True)
 
 
@@ -132,6 +135,10 @@ class _Rank:
 
     def _issue(self) -> bool:
         if self.place == len(self.events):
+            return False
+        if self.world.rules.launch_blocks and self.entries and self.entries[-1].end is None:
+            last = self.entries[-1]
+            self.waiting_for, self.waits_in = (lambda: self._who_holds(last)), f"waits for {last.what}"
             return False
         event = self.events[self.place]
         done = True

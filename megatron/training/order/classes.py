@@ -1,0 +1,57 @@
+"""Which ranks of a layout do the same, so that a few of them stand for thousands.
+
+Data-parallel replicas run one program on other data. Shifting all ranks by whole replicas maps every group of the
+layout to a group, so of the programs of one replica it can be shown that all replicas end. Where expert parallelism
+spans several replicas, these together are the unit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from math import lcm
+
+from megatron.layout import Layout
+from megatron.training.order.events import Op, Recording
+
+
+def representatives(layout: Layout) -> list[int]:
+    """One rank of each class (tensor, context, expert and pipeline coordinate), ascending."""
+    return sorted({representative(layout, rank) for rank in range(layout.world_size)})
+
+
+def representative(layout: Layout, rank: int) -> int:
+    unit, wide = lcm(layout.cp, layout.ep), layout.cp * layout.dp
+    tp, shared, pp = rank % layout.tp, rank // layout.tp % wide, rank // (layout.tp * wide)
+    return tp + layout.tp * (shared % unit + wide * pp)
+
+
+def others(layout: Layout) -> list[int]:
+    """Ranks that are not representatives, of which it is checked that they do as theirs: the next replica's first, and
+    the last of all."""
+    chosen = {min(lcm(layout.cp, layout.ep), layout.cp * layout.dp - 1) * layout.tp, layout.world_size - 1}
+    return sorted(rank for rank in chosen if representative(layout, rank) != rank)
+
+
+def difference(recording: Recording, model: Recording, stands_for: Callable[[int], int]) -> str | None:
+    """Where a rank does not do what the representative of its class does."""
+    ours, theirs = _program(recording, stands_for), _program(model, stands_for)
+    for number, (one, other) in enumerate(zip(ours, theirs), 1):
+        if one != other:
+            return f"operation {number} is {one[1]} on rank {recording.rank} and {other[1]} on rank {model.rank}"
+    if len(ours) != len(theirs):
+        return f"rank {recording.rank} has {len(ours)} operations and rank {model.rank} has {len(theirs)}"
+    return None
+
+
+def _program(recording: Recording, stands_for: Callable[[int], int]) -> list[tuple[str, Op]]:
+    return [(recording.groups[op.group].what, _normal(op, stands_for)) for op in recording.ops]
+
+
+def _normal(op: Op, stands_for: Callable[[int], int]) -> Op:
+    messages = tuple(replace(message, peer=stands_for(message.peer)) for message in op.messages)
+    detail = op.detail
+    if op.kind in ("broadcast", "gather", "scatter", "reduce"):
+        *words, root = op.detail.split()
+        detail = " ".join([*words, str(stands_for(int(root)))])
+    return replace(op, group="", detail=detail, messages=messages)

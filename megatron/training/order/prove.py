@@ -1,0 +1,175 @@
+"""tools/check_layout.py --cluster N: proves on one machine that a launch on N ranks does not hang."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from megatron.config import (
+    BatchPlan,
+    CheckpointConfig,
+    DataConfig,
+    EvaluationConfig,
+    KernelsConfig,
+    ProfileConfig,
+    RunConfig,
+    RuntimeConfig,
+    TokenizerConfig,
+    check_world,
+)
+from megatron.training.check_layout.check import load_script
+from megatron.training.check_layout.settings import changes, shrink
+from megatron.training.order.classes import others, representatives
+from megatron.training.order.cluster import ClusterRecording, record_cluster
+from megatron.training.order.events import Mark, Op, Recording
+from megatron.training.order.waits import INDEPENDENT, ONE_QUEUE, STRICTEST
+from megatron.training.settings import read_settings
+
+_VOCABULARY = 127
+_SHOWN = 6
+"""Operations of a first step that are listed one by one."""
+
+
+def prove(world_size: int, script: str | None, argv: Sequence[str]) -> int:
+    """Prints what is proved, what every class of ranks does in its first step, and the verdict; the exit code."""
+    module = load_script(script)
+    given = read_settings(argv, needs_data=script is None)
+    check_world(given, world_size)
+    started, threads = time.monotonic(), torch.get_num_threads()
+    torch.set_num_threads(1)  # the model is tiny
+    try:
+        with tempfile.TemporaryDirectory(prefix="check-layout-") as cache:
+            config = for_order(given, world_size, Path(cache))
+            for line in _introduction(given, config, world_size):
+                print(line, flush=True)
+            cluster = record_cluster(config, world_size, module, progress=_progress)
+    finally:
+        torch.set_num_threads(threads)
+    for line in first_steps(cluster):
+        print(line)
+    found = cluster.findings((STRICTEST, ONE_QUEUE, INDEPENDENT))
+    for line in found:
+        print(f"  {line}")
+    count = sum(len(recording.ops) for recording in cluster.programs.values())
+    took = f"{count} operations of {len(cluster.programs)} classes of ranks in {time.monotonic() - started:.0f} s"
+    print(f"WOULD HANG on {world_size} ranks: {took}" if found else f"PROVED for {world_size} ranks: {took}")
+    return 1 if found else 0
+
+
+def for_order(config: RunConfig, world_size: int, cache: Path) -> RunConfig:
+    """The settings that decide who talks to whom and when, with a model, batches and data as small as they can be."""
+    plan = BatchPlan.on(config, world_size)
+    training = replace(
+        config.training,
+        global_batch_size=plan.final_batch_size,
+        rampup_batch_size=None,
+        step_batch_size_schedule=None,
+        train_iters=2,
+        train_samples=None,
+        exit_interval=None,
+        iterations_to_skip=None,
+        skip_train=False,
+        check_for_nan_in_loss_and_grad=False,  # of made-up messages
+    )
+    data = DataConfig(
+        seq_length=config.data.seq_length,
+        mock_data=True,
+        num_workers=0,
+        data_cache_path=str(cache),
+        dataloader_type=config.data.dataloader_type,
+        reset_position_ids=config.data.reset_position_ids,
+        reset_attention_mask=config.data.reset_attention_mask,
+        dataloader_inter_document_masking=config.data.dataloader_inter_document_masking,
+        eod_mask_loss=config.data.eod_mask_loss,
+    )
+    replicas = config.parallel.check_replicas_every and 1
+    evaluation = EvaluationConfig(eval_interval=1, eval_iters=min(config.evaluation.eval_iters, 1))
+    logging = replace(config.logging, log_interval=1, tensorboard_dir=None, metrics_jsonl=None, wandb_project=None)
+    same_order = replace(
+        config,
+        training=training,
+        parallel=replace(config.parallel, pipeline_trace=None, check_replicas_every=replicas),
+        data=data,
+        tokenizer=TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=_VOCABULARY),
+        checkpoint=CheckpointConfig(),
+        logging=logging,
+        evaluation=evaluation,
+        kernels=KernelsConfig(kernels="ref"),
+        profile=ProfileConfig(),
+        runtime=RuntimeConfig(device="cpu", distributed_backend="gloo"),
+    )
+    return shrink(same_order, world_size)
+
+
+def _introduction(given: RunConfig, config: RunConfig, world_size: int) -> list[str]:
+    layout = config.parallel.layout(world_size)
+    named = [("tensor", layout.tp), ("context", layout.cp), ("expert", layout.ep), ("pipeline", layout.pp)]
+    sizes = [f"{name} {size}" for name, size in (*named, ("data", layout.dp)) if size > 1]
+    reduced = {"num_layers", "hidden_size", "global_batch_size", "micro_batch_size", "seq_length", "num_experts"}
+    cut = [line for line in changes(given, config) if line.split()[0].lstrip("-").replace("-", "_") in reduced]
+    return [
+        f"{' x '.join(sizes)} on {world_size} ranks: two steps, evaluations and the stop of one rank of each of "
+        f"{len(representatives(layout))} classes, and of {len(others(layout))} others, with made-up peers",
+        f"cut to what the order of operations depends on: {', '.join(cut)}",
+        "rules: a first operation connects and waits for its peers; the operations of a communicator run in order; all "
+        "streams share one hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1) or have their own (docs/scale.md)",
+    ]
+
+
+def _progress(done: int, count: int) -> None:
+    if sys.stderr.isatty():
+        print(f"\rrecorded {done} of {count}", end="\n" if done == count else "", file=sys.stderr, flush=True)
+
+
+# ---------------------------------------------------------------- what the ranks do
+
+
+def first_steps(cluster: ClusterRecording) -> list[str]:
+    """A paragraph for each kind of first step, and the classes that do it."""
+    doing: dict[tuple[str, ...], list[int]] = {}
+    for rank, recording in cluster.programs.items():
+        doing.setdefault(_first_step(recording, cluster), []).append(rank)
+    lines = []
+    for described, ranks in doing.items():
+        lines.append(f"first step of the classes of {_ranks(ranks)}:")
+        lines += [f"  {line}" for line in described]
+    return lines
+
+
+def _first_step(recording: Recording, cluster: ClusterRecording) -> tuple[str, ...]:
+    names = [event.name if isinstance(event, Mark) else None for event in recording.events]
+    begin, end = names.index("first step"), names.index("second step")
+    ops = [event for event in recording.events[begin:end] if isinstance(event, Op)]
+    said = [_said(op, recording, cluster) for op in ops]
+    counts = Counter(f"{recording.groups[op.group].what} {op.kind}" for op in ops)
+    return (
+        f"begins with {'; '.join(said[:_SHOWN])}",
+        f"in all {', '.join(f'{count} x {what}' for what, count in sorted(counts.items()))}",
+    )
+
+
+def _said(op: Op, recording: Recording, cluster: ClusterRecording) -> str:
+    """Peers by their place, so that ranks of different replicas and slices can be compared."""
+    axis = recording.groups[op.group].what
+    if op.is_collective:
+        return f"{axis} {op}"
+    stage = cluster.layout.coordinates
+    parts = [
+        f"{'send to' if message.side == 'send' else 'receive from'} stage {stage(message.peer).pp}, "
+        f"{message.size} x {message.dtype}"
+        for message in op.messages
+    ]
+    return f"{axis} {' and '.join(parts)}"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    if len(ranks) <= 8:
+        return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+    return f"ranks {', '.join(map(str, ranks[:6]))}, ... {ranks[-1]} ({len(ranks)} classes)"
