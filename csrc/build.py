@@ -58,11 +58,12 @@ TIERS = {"v3": ("-march=x86-64-v3",), "v4": WIDE, "v4_bf16": (*WIDE, "-mavx512bf
 # Kernels that multiply matrices are also compiled for the bf16 instructions (v4_bf16), and fuse a multiplication with
 # an addition only where the source says so: the backward pass must compute the very scores of the forward pass.
 PRODUCT_HEADER, PRODUCT_FLAGS = "product.h", ("-ffp-contract=off",)
-GPU_FLAGS = ("-gencode=arch=compute_90,code=sm_90", "-gencode=arch=compute_90,code=compute_90")
+GPUS = (80, 90, 100, 120)  # compute capabilities (A100, H100, B200, RTX 50) that machine code is made for; others JIT
 CUDA_HOME = "/usr/local/cuda"
 OTHER_EXTENSION, SUFFIXES = "data", (".h", ".cpp", ".cu")
 UNUSED_DAYS = 14  # after which an object is deleted
 LOCK_SECONDS = 900.0
+SAY_SECONDS = 10.0  # between two lines about a build that goes on
 SANITIZERS = ("-fsanitize=undefined", "-fno-sanitize-recover=all", "-g", "-O1")
 
 
@@ -126,6 +127,11 @@ def cuda_sources() -> list[Path]:
     return [path for path in sources() if path.suffix == ".cu"]
 
 
+def cuda_rooms() -> list[str]:
+    """The folders whose operations have CUDA kernels."""
+    return sorted({source.parent.name for source in CSRC.glob("*/cuda*.cu")})
+
+
 def torch_headers() -> Path:
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
@@ -187,8 +193,23 @@ def cuda_units(command: Sequence[str], failure: type[BuildError]) -> list[Unit]:
     return [Unit(source, tuple(command), failure) for source in cuda_sources()]
 
 
+def gpus(cuda: Cuda) -> list[int]:
+    """Those of GPUS that this nvcc knows."""
+    known = re.findall(r"\bsm_(\d+)\b", run([cuda.nvcc, "--list-gpu-code"], CudaError))
+    found = [gpu for gpu in GPUS if str(gpu) in known]
+    if not found:
+        raise CudaError(f"{cuda.nvcc} compiles for none of {', '.join(f'sm_{gpu}' for gpu in GPUS)}")
+    return found
+
+
 def nvcc_command(cuda: Cuda) -> tuple[str, ...]:
-    return (cuda.nvcc, "-std=c++20", "-O3", "-Xcompiler", "-fPIC,-fvisibility=hidden", *GPU_FLAGS)
+    """The front end runs twice, the assembler once per GPU: the oldest's PTX serves all but the newest, whose own one
+    is kept for GPUs to come."""
+    *older, newest = gpus(cuda)
+    targets = [f"-gencode=arch=compute_{newest},code=[sm_{newest},compute_{newest}]"]
+    if older:
+        targets.insert(0, f"-gencode=arch=compute_{older[0]},code=[{','.join(f'sm_{gpu}' for gpu in older)}]")
+    return (cuda.nvcc, "-std=c++20", "-O3", "-Xcompiler", "-fPIC,-fvisibility=hidden", *targets, "--threads", "4")
 
 
 def emulated_command(cxx: Sequence[str]) -> tuple[str, ...]:
@@ -202,12 +223,13 @@ def outcome(command: Sequence[str], failure: type[BuildError]) -> subprocess.Com
         raise failure(f"{command[0]} does not run ({error.strerror})") from error
 
 
-def run(command: Sequence[str], failure: type[BuildError] = BuildError) -> None:
+def run(command: Sequence[str], failure: type[BuildError] = BuildError) -> str:
     done = outcome(command, failure)
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
         reason = lines[0].strip().replace(f"{CSRC.parent}/", "") if lines else f"ended with code {done.returncode}"
         raise failure(f"{Path(command[0]).name}: {reason}")
+    return done.stdout
 
 
 def compile_unit(unit: Unit, cache: Path, compilers: str) -> Path:
@@ -300,14 +322,25 @@ def recipe(cxx: tuple[str, ...], cuda: Cuda | None, *, emulated: bool) -> Recipe
 
 
 def compile_all(chosen: Recipe, cache: Path) -> list[Path]:
-    """The objects of a recipe's units, in their order."""
-    with concurrent.futures.ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-        jobs = [pool.submit(compile_unit, unit, cache, chosen.compilers) for unit in chosen.units]
+    """The objects of a recipe's units, in their order. Says how many have to be compiled, and how many are."""
+    workers, units = os.cpu_count() or 1, chosen.units
+    missing = sum(not unit.object(cache, chosen.compilers).exists() for unit in units)
+    if missing:
+        print(f"kernels: compiling {missing} of {len(units)} objects, {workers} at once", flush=True)
+    with concurrent.futures.ThreadPoolExecutor(workers) as pool:
+        jobs = [pool.submit(compile_unit, unit, cache, chosen.compilers) for unit in units]
+        pending = set(jobs)
         try:
-            return [job.result() for job in jobs]
+            while pending:
+                done, pending = concurrent.futures.wait(pending, SAY_SECONDS, concurrent.futures.FIRST_EXCEPTION)
+                for job in done:
+                    job.result()
+                if pending:
+                    print(f"kernels: {len(jobs) - len(pending)} of {len(units)} objects are there", flush=True)
         except BuildError:
             pool.shutdown(cancel_futures=True)
             raise
+    return [job.result() for job in jobs]
 
 
 def compile_and_link(cxx: tuple[str, ...], cuda: Cuda | None, output: Path, cache: Path, *, emulated: bool) -> None:
@@ -317,22 +350,22 @@ def compile_and_link(cxx: tuple[str, ...], cuda: Cuda | None, output: Path, cach
 
 def needs_of_cuda(cuda: Cuda) -> dict[str, list[int]]:
     """Minimum compute capability and CUDA version (the driver's) of the CUDA kernels."""
-    oldest = min(int(number) for flag in GPU_FLAGS for number in re.findall(r"sm_(\d+)", flag))
     release = re.search(r"release (\d+)\.(\d+)", outcome([cuda.nvcc, "--version"], CudaError).stdout)
     if release is None:
         raise CudaError(f"{cuda.nvcc} --version names no release")
-    return {"capability": list(divmod(oldest, 10)), "cuda": [int(number) for number in release.groups()]}
+    return {"capability": list(divmod(gpus(cuda)[0], 10)), "cuda": [int(number) for number in release.groups()]}
 
 
 def write_record(output: Path, without_cuda: str | None, needs: dict[str, list[int]] | None) -> dict[str, object]:
-    cuda_rooms = sorted({source.parent for source in cuda_sources()})
+    shared = [path for path in sources() if path.parent.name == "common" and path.suffix != ".h"]
+    rooms = {room: (*(CSRC / room).glob("cuda*.cu"), CSRC / room / "torch.cpp", *shared) for room in cuda_rooms()}
     record: dict[str, object] = {
         "sha256": hashlib.sha256(output.read_bytes()).hexdigest(),
         "machine": platform.machine(),
         "without_cuda": without_cuda,
         "needs_of_cuda": needs,
         "sources": {str(path.relative_to(CSRC)): hashlib.sha256(path.read_bytes()).hexdigest() for path in sources()},
-        "cuda_sources": {room.name: source_hash(*room.glob("cuda*.cu"), room / "torch.cpp") for room in cuda_rooms},
+        "cuda_sources": {room: source_hash(*files) for room, files in rooms.items()},
     }
     beside = output.with_suffix(".json")
     temporary = beside.with_suffix(f".{os.getpid()}.tmp")

@@ -1,7 +1,8 @@
 """Makes the virtual environment that the examples and the tests run in (called by examples/setup.sh).
 
 Standard library only: it runs before anything is installed. It is idempotent, it can be interrupted at any
-point and started again, and it never replaces a torch that is already importable.
+point and started again, and it never replaces a torch that is already importable. What is installed has a
+checksum in constraints.lock.
 """
 
 from __future__ import annotations
@@ -23,8 +24,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from tools.lock_requirements import NoChecksumError, hashed_lines, of_other_versions, project_name, read_lock
+
 ROOT = Path(__file__).resolve().parent.parent
 MARKER = "megatron-setup.json"  # inside the virtual environment: what it was made from
+LOCK = "constraints.lock"
 OLDEST_TORCH = (2, 10)
 PYTHONS = ((3, 11), (3, 13))
 
@@ -96,12 +101,6 @@ def requirement_lines(path: Path) -> list[str]:
     return [line for line in lines if line]
 
 
-def project_name(requirement: str) -> str:
-    """'PyYAML>=6.0' -> 'pyyaml', spelled as package indexes compare names."""
-    found = re.match(r"[A-Za-z0-9._-]+", requirement)
-    return re.sub(r"[-_.]+", "-", found.group()).lower() if found else ""
-
-
 def wanted(extras: Sequence[str]) -> list[str]:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     lines = requirement_lines(ROOT / "requirements.txt") + list(project["build-system"]["requires"])
@@ -123,7 +122,7 @@ def pip_inputs(extras: Sequence[str], torch: Torch | None) -> tuple[list[str], l
 
 def fingerprint(torch: Torch | None) -> str:
     parts = [sys.executable, sys.version, repr(torch)]
-    parts += [(ROOT / name).read_text(encoding="utf-8") for name in ("requirements.txt", "constraints.txt")]
+    parts += [(ROOT / name).read_text(encoding="utf-8") for name in ("requirements.txt", "constraints.txt", LOCK)]
     parts += wanted(())
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
@@ -211,22 +210,51 @@ def pip_command(python: Path) -> list[str]:
 def install(venv: Path, extras: Sequence[str], torch: Torch | None) -> None:
     python = venv / "bin" / "python"
     requirements, constraints = pip_inputs(extras, torch)
-    (venv / "requirements.txt").write_text("\n".join(requirements) + "\n", encoding="utf-8")
-    (venv / "constraints.txt").write_text("\n".join(constraints) + "\n", encoding="utf-8")
     say(f"installing {len(requirements)} requirements into {venv} (the first time takes some minutes)")
-    command = [*pip_command(python), "install", "--disable-pip-version-check", "--no-input"]
-    command += ["-r", str(venv / "requirements.txt"), "-c", str(venv / "constraints.txt")]
-    log = venv / "setup.log"
-    if not run_logged(command, log, r"Downloading|Processing|Building|Installing|ERROR"):
-        raise SetupError(f"pip could not install the requirements, see the end of {log}; then run this again")
+    locked = choose(venv, requirements, constraints)
+    if locked:
+        file = write_lines(venv / "locked.txt", locked)
+        run_pip(venv, ["--no-deps", "--require-hashes", "-r", str(file)])
     check = "import torch, numpy, tokenizers, transformers, yaml; print(torch.__version__)"
     imported = subprocess.run([str(python), "-c", check], capture_output=True, text=True, check=False)
     if imported.returncode:
         reason = (imported.stderr.strip().splitlines() or ["no message"])[-1]
-        raise SetupError(f"the installed packages do not import ({reason}): see {log}")
+        raise SetupError(f"the installed packages do not import ({reason}): see {venv / 'setup.log'}")
     found = imported.stdout.strip().splitlines()[-1]
     if torch and found != torch.version:
         raise SetupError(f"{python} imports torch {found} where {torch.version} was found: unset PYTHONPATH and retry")
+
+
+def choose(venv: Path, requirements: Sequence[str], constraints: Sequence[str]) -> list[str]:
+    """What is missing in the environment, each with its checksums. pip chooses, and nothing is installed or built."""
+    lock, report = read_lock((ROOT / LOCK).read_text(encoding="utf-8")), venv / "report.json"
+    options = ["--dry-run", "--report", str(report), "-r", str(write_lines(venv / "requirements.txt", requirements))]
+    pins = list(constraints)
+    for _ in range(2):
+        run_pip(venv, [*options, "-c", str(write_lines(venv / "constraints.txt", pins))])
+        chosen = json.loads(report.read_text(encoding="utf-8"))
+        others = of_other_versions(chosen, lock)
+        if not others:
+            break
+        pins += others  # of packages that were there, but not as they have to be
+    try:
+        return hashed_lines(chosen, lock)
+    except NoChecksumError as error:
+        raise SetupError(str(error)) from None
+
+
+def run_pip(venv: Path, options: Sequence[str]) -> None:
+    """Wheels only: to read what a source archive needs, pip would run it."""
+    command = [*pip_command(venv / "bin" / "python"), "install", "--disable-pip-version-check", "--no-input"]
+    log = venv / "setup.log"
+    shown = r"Downloading|Processing|Building|Installing|ERROR"
+    if not run_logged([*command, "--only-binary", ":all:", *options], log, shown):
+        raise SetupError(f"pip could not install the requirements, see the end of {log}; then run this again")
+
+
+def write_lines(path: Path, lines: Sequence[str]) -> Path:
+    path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    return path
 
 
 def compiler() -> str | None:

@@ -14,6 +14,8 @@ from megatron.errors import CheckpointError
 from megatron.model import GPT
 from megatron.model.parameters import WORD_TABLE
 from megatron.ops import resolve
+from megatron.ops.operation import on_stderr
+from megatron.ops.select import usable_library
 from megatron.tokenizer import Tokenizer, TokenizerSettings, build_tokenizer
 from megatron.utils.dtype import default_dtype
 
@@ -35,7 +37,7 @@ def restore_model(
         model = GPT(
             model_config(saved.config["model"]),
             vocab_size=saved.model[WORD_TABLE].logical_shape[0],
-            kernels=resolve(kernels, device.type),
+            kernels=resolve(kernels, device.type, native=usable_library(kernels, device, on_stderr)),
             moe=moe_config(saved.config),
         )
     parameters = model.state_dict(keep_vars=True)

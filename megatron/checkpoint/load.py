@@ -107,16 +107,18 @@ def load_checkpoint(
     moe_config: MoEConfig | None = None,
     history: RunHistory | None = None,
     fingerprint: determinism.Fingerprint | None = None,
+    deterministic: bool = False,
     log: Log = print,
 ) -> LoadedState:
     """Fills `params` in place and returns the rest of the run's state. All ranks call it.
 
-    `finetune` takes the weights alone and starts at iteration 0. `fingerprint` is this run's (`determinism.py`).
+    `finetune` takes the weights alone and starts at iteration 0. `fingerprint` is this run's (`determinism.py`);
+    a `deterministic` run goes on with the kernels that it began with, or not at all.
     """
     say = log if parallel.world.rank == 0 else _say_nothing
     load = _Load(found, params, parallel, finetune or found.release, load_optim, load_rng, say)
     run_on_all(lambda: load.check_fit(model_config, moe_config), parallel.world)
-    load.report_changes(fingerprint or {})
+    run_on_all(lambda: load.report_changes(fingerprint or {}, deterministic), parallel.world)
     state = run_on_all(load.read, parallel.world)
     if history is not None:
         history.started_from = state.iteration
@@ -156,10 +158,17 @@ class _Load:
                     "resume with the same optimizer and precision, or give --no-load-optim"
                 )
 
-    def report_changes(self, ours: determinism.Fingerprint) -> None:
-        """Warns if this run computes under other conditions than the run that saved the step."""
-        changed = determinism.changes(self.found.manifest.fingerprint, ours)
-        if changed and not self.weights_only:
+    def report_changes(self, ours: determinism.Fingerprint, deterministic: bool) -> None:
+        """Warns if this run computes under other conditions than the run that saved the step; refuses other kernels if
+        it is to be `deterministic`."""
+        changed = [] if self.weights_only else determinism.changes(self.found.manifest.fingerprint, ours)
+        kernels = [change for change in changed if change.startswith("kernels.")]
+        if kernels and deterministic:
+            raise CheckpointError(
+                f"--deterministic-mode: {self.found.directory} was saved with other kernels ({', '.join(kernels)}); "
+                "resume with the same (--kernels), or without --deterministic-mode"
+            )
+        if changed:
             self.say(
                 f"warning: {self.found.directory} was saved under other conditions ({', '.join(changed)}): the next "
                 "steps are not bit-equal to those of the uninterrupted run"

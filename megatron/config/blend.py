@@ -128,8 +128,18 @@ def _read_per_split(path: str) -> list[Blend | None]:
             continue
         if not isinstance(words, list) or not all(type(word) in (str, int, float) for word in words):
             raise ConfigError(f"{flag}: {name} is not a list of weights and prefixes; {way_out}")
+        if not all(_is_text(str(word)) for word in words):
+            raise ConfigError(f"{flag}: {name} has a prefix that is no text; {way_out}")
         blends.append(parse_blend(f"{flag}: {name}", [str(word) for word in words]) if words else None)
     return blends
+
+
+def _is_text(word: str) -> bool:
+    """JSON can say null characters and halves of surrogate pairs, which no file name has."""
+    try:
+        return b"\0" not in word.encode()
+    except UnicodeEncodeError:
+        return False
 
 
 def _read(flag: str, path: str) -> str:

@@ -56,14 +56,15 @@ class Evaluation:
         return all_reduce(totals, self.parallel.pp)  # only the last stage has any
 
     def _to_device(self, batch: Batch) -> Batch:
-        """This rank's part of the sequences, on its device."""
-        mine = slice_batch(batch, self.parallel.cp)
+        """This rank's part of the sequences, on its device. Cut there: the loader pinned the batch as a whole, and a
+        copy from a piece that is not pinned would be a host sync."""
         if self._copies is not None:
-            return self._copies(mine)
-        return {
+            return slice_batch(self._copies(batch), self.parallel.cp)
+        whole = {
             key: value.to(self.device, non_blocking=True) if isinstance(value, Tensor) else value
-            for key, value in mine.items()
+            for key, value in batch.items()
         }
+        return slice_batch(whole, self.parallel.cp)
 
 
 def check_counted(counted: float) -> None:

@@ -61,7 +61,7 @@ def _by_expert(rows: Tensor, counts: Tensor, experts: Run) -> Tensor:
     if counts.shape[0] == 1:
         return experts(rows, counts[0].tolist())
     numbers = torch.arange(counts.shape[1], device=counts.device).repeat(counts.shape[0])
-    order = numbers.repeat_interleave(counts.flatten()).argsort(stable=True)
+    order = numbers.repeat_interleave(counts.flatten(), output_size=rows.shape[0]).argsort(stable=True)
     results = experts(permuted(rows, order), counts.sum(0).tolist())
     back = torch.empty_like(order)
     back[order] = torch.arange(len(order), device=order.device)

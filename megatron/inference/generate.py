@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -30,8 +30,9 @@ def generate(
     max_new_tokens: int | None = None,
     sampling: Sampling | None = None,
     eod_id: int | None = None,
+    on_token: Callable[[int, int], object] | None = None,
 ) -> list[Continuation]:
-    """One continuation per prompt.
+    """One continuation per prompt. `on_token(row, token)` is called as soon as a token of a continuation is known.
 
     Prompts of different lengths are processed together without padding: a row is fed its prompt's tokens until they
     end, and rows do not affect each other.
@@ -58,6 +59,8 @@ def generate(
                     tokens[row, position] = token
                     if token == eod_id:
                         ends[row] = position
+                    elif on_token is not None:
+                        on_token(row, token)
             new = tokens[:, position].unsqueeze(1)  # [batch, 1]
             if max(ends) <= position + 1:
                 break

@@ -64,7 +64,9 @@ class MoE(nn.Module):
         order = chosen.argsort(stable=True)
         if routing.kept is not None:
             order = order[routing.kept.reshape(-1)[order]]
-        counts = torch.bincount(chosen[order], minlength=self.num_experts)
+        every = torch.arange(self.num_experts, device=x.device)
+        ends = torch.searchsorted(chosen[order], every, right=True)  # bincount would be a host sync
+        counts = ends.diff(prepend=ends.new_zeros(1))
         rows = _Taken.apply(x.reshape(-1, hidden), order, topk)  # [choices, hidden], sorted by expert
         rows = self.dispatcher(rows, counts, self.experts)
         rows = _Placed.apply(rows, order, chosen.numel()).view(-1, topk, hidden)

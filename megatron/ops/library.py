@@ -22,6 +22,7 @@ VERIFIED = FOLDER / "gpu_verified.json"
 NAMESPACE = "megatron_native"
 SOURCES = FOLDER.parents[1] / "csrc"
 OTHER_EXTENSION = "data"  # of csrc/
+UNVERIFIED = "not yet verified on this GPU as it is"
 # A package that was installed without its sources can only be installed again.
 BUILD = (
     "python setup.py build_ext --inplace" if SOURCES.is_dir() else "pip install --no-build-isolation, in its sources"
@@ -48,13 +49,15 @@ def this_gpu() -> Gpu | None:
 class Library:
     """The loaded kernels, or why there are none (`missing`) or none for CUDA.
 
-    `unverified`: folders of csrc/ whose CUDA kernels no GPU has verified as they are. `needs`: the minimum compute
-    capability and CUDA version of the CUDA kernels."""
+    `unverified`: folders of csrc/ whose CUDA kernels are not known to be right, and why. `needs`: the minimum compute
+    capability and CUDA version of the CUDA kernels. `cuda_sources`: folders and the hashes of what is compiled for
+    CUDA."""
 
     missing: str | None = None
     without_cuda: str | None = None
-    unverified: frozenset[str] = field(default=frozenset())
+    unverified: Mapping[str, str] = field(default_factory=dict)
     needs: Gpu | None = None
+    cuda_sources: Mapping[str, str] = field(default_factory=dict)
 
     def why_not_on(self, gpu: Gpu | None) -> str | None:
         """Why its CUDA kernels cannot be launched on this GPU, or None."""
@@ -112,8 +115,8 @@ def load(path: Path, sources: Path = SOURCES) -> Library:
         return Library(f"{reason}; build again: {BUILD}")
     register(NAMESPACE)
     verified = _verified_sources()
-    unverified = frozenset(name for name, digest in record.cuda_sources.items() if verified.get(name) != digest)
-    return Library(None, record.without_cuda, unverified, record.needs)
+    unknown = [room for room, digest in record.cuda_sources.items() if verified.get(room) != digest]
+    return Library(None, record.without_cuda, dict.fromkeys(unknown, UNVERIFIED), record.needs, record.cuda_sources)
 
 
 def _pair(numbers: Sequence[int]) -> tuple[int, int]:

@@ -9,8 +9,10 @@ import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from megatron.errors import ConfigError
@@ -19,6 +21,7 @@ from megatron.ops import wgrad
 from megatron.ops.library import Library, library, this_gpu
 from megatron.ops.operation import Fallbacks, Implementation, Operation, Target, on_stderr, with_fallback
 from megatron.ops.registry import OPERATIONS
+from megatron.ops.verification import user_cache, verified
 
 
 @dataclass(frozen=True)
@@ -137,11 +140,11 @@ def _choose(
     portable = op.without_native(target)
     if op.native is None or (op.native.cpu_only and target.device_type == "cuda"):
         return portable
-    unverified = target.device_type == "cuda" and op.native.room in native.unverified
-    if why_not is None and unverified and mode == "auto":
-        why_not = "not yet verified on a GPU as it is (tools/gpu_check.py)"
+    doubt = native.unverified.get(op.native.room) if target.device_type == "cuda" else None
+    if why_not is None and mode == "auto":
+        why_not = doubt
     if why_not is None:
-        verified = ", NOT verified on a GPU" if unverified else ""
+        verified = "" if doubt is None else f", {doubt}"
         function = op.native.bound(native.ops)
         if portable.function is not None:
             function = with_fallback(op.name, op.native, function, portable.function, fallbacks)
@@ -155,6 +158,15 @@ def left_to_compiler(kernels: Kernels) -> list[str]:
     """Of the operations with native kernels, those that a compiled layer computes by their formulas."""
     native = (OPERATIONS[choice.op] for choice in kernels.choices if choice.backend == "native")
     return [op.name for op in native if op.native is not None and op.native.left_to_compiler]
+
+
+def usable_library(spec: str, device: torch.device, say: Callable[[str], None], cache: Path | None = None) -> Library:
+    """The kernels of this installation. Under `auto` those of a GPU that nobody has verified are verified now, and the
+    outcome is kept in `cache` (default: the user's)."""
+    native = library()
+    if device.type != "cuda" or _parse(spec)[0] != "auto" or why_not_native(native, device.type) is not None:
+        return native
+    return verified(native, device, say, cache=user_cache() if cache is None else cache)
 
 
 def why_not_native(native: Library, device_type: str) -> str | None:

@@ -135,7 +135,8 @@ def add_over_axes(values: Mapping[SplitOver, Tensor], groups: Mapping[SplitOver,
     device = _device_of([tensor for tensors in groups.values() for tensor in tensors])
     total = torch.zeros((), dtype=widest(device), device=device)
     for axes, value in values.items():
-        box = value.to(device=device, dtype=widest(device)).view(1)
+        # A rank without tensors of a group made its zero on the host, and to copy it over would be a host sync.
+        box = (value if value.device == device else torch.zeros_like(total)).to(widest(device)).view(1)
         if axes:
             box = box.clone()
         for axis in axes:

@@ -21,8 +21,27 @@ from megatron.data.indexed.files import open_alone
 from megatron.errors import ConfigError, DataError
 from megatron.preprocess.shard import SegmentResult
 from megatron.utils.durable import storage_error, write_atomically, writing
+from megatron.utils.typed import typed
 
 _LOCK_SECONDS = 2.0  # a worker just forked by a run just killed may hold the lock until it first runs
+
+
+@dataclass(frozen=True)
+class _Begun:
+    """What the work folder was begun with."""
+
+    deciding: dict[str, Any]
+    resumable: bool = True
+    overwrite: bool = False
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """A line of the journal."""
+
+    done: dict[str, Any] | None = None
+    merged: int | None = None
+    naming: bool | None = None
 
 
 @dataclass
@@ -63,7 +82,7 @@ class WorkFolder:
         try:
             self.kept = self._read() if (self.path / "settings").exists() else None
             if self.kept is not None and self.kept.results and not resume and not overwrite:
-                if self._saved_settings().get("resumable", True):
+                if self._saved_settings().resumable:
                     raise ConfigError(
                         f"--output-prefix {prefix}: {self.path} holds part of an earlier run; give --resume to go on "
                         "from there, or --overwrite to start afresh"
@@ -98,11 +117,10 @@ class WorkFolder:
             except OSError as error:
                 raise storage_error(self.path, error) from error
 
-    def _saved_settings(self) -> dict[str, Any]:
+    def _saved_settings(self) -> _Begun:
         try:
-            content: dict[str, Any] = json.loads((self.path / "settings").read_bytes())
-            return content
-        except (OSError, ValueError) as error:
+            return typed(_Begun, json.loads((self.path / "settings").read_bytes()))
+        except (OSError, ValueError, RecursionError) as error:
             raise DataError(f"{self.path / 'settings'}: cannot be read ({error}); give --overwrite") from None
 
     def begin(self, deciding: dict[str, Any], *, resumable: bool, overwrite: bool) -> bool:
@@ -111,8 +129,8 @@ class WorkFolder:
         self.resumable = resumable
         if self.kept is not None:
             saved = self._saved_settings()
-            _refuse_changes(saved.get("deciding", {}), deciding, self.path)
-            overwrite = overwrite or bool(saved.get("overwrite"))
+            _refuse_changes(saved.deciding, deciding, self.path)
+            overwrite = overwrite or saved.overwrite
         else:
             settings = {"deciding": deciding, "resumable": resumable, "overwrite": overwrite}
             with writing(self.path / "settings"):
@@ -142,17 +160,16 @@ class WorkFolder:
     def _read(self) -> Kept:
         """Reads the journal up to the first incomplete or damaged line."""
         kept, self._whole_bytes = Kept(), 0
-        missing, damaged = FileNotFoundError, (ValueError, KeyError, TypeError)
-        with suppress(missing, *damaged), open(self.path / "journal", "rb") as stream:
+        with suppress(FileNotFoundError, ValueError, RecursionError), open(self.path / "journal", "rb") as stream:
             for line in stream:
                 if not line.endswith(b"\n"):
                     break
-                entry = json.loads(line)
-                if "done" in entry:
-                    result = SegmentResult.from_json(entry["done"])
+                entry = typed(_Entry, json.loads(line))
+                if entry.done is not None:
+                    result = SegmentResult.from_json(entry.done)
                     kept.results[result.number] = result
-                kept.merged = entry.get("merged", kept.merged)
-                kept.naming = kept.naming or "naming" in entry
+                kept.merged = kept.merged if entry.merged is None else entry.merged
+                kept.naming = kept.naming or entry.naming is not None
                 self._whole_bytes += len(line)
         return kept
 
@@ -192,7 +209,7 @@ def _refuse_changes(before: dict[str, Any], now: dict[str, Any], path: Path) -> 
             continue
         if name == "inputs":
             what = "the input files are not the ones (or not as they were) when the kept part was made"
-            changed = _first_difference(old or [], new or [])
+            changed = _first_difference(_words(old), _words(new))
             raise ConfigError(f"--resume: {what}: {changed}; give --overwrite to start afresh")
         raise ConfigError(
             f"--resume: {name} was {_shown(old)} when {path} was begun and is {_shown(new)} now; give it as it was, "
@@ -210,4 +227,8 @@ def _first_difference(old: list[str], new: list[str]) -> str:
 def _shown(value: Any) -> str:
     if isinstance(value, bool) or value is None:
         return "on" if value else "off"
-    return " ".join(map(str, value)) if isinstance(value, list) else f"{value}"
+    return " ".join(_words(value))[:200] if isinstance(value, list) else repr(value)[:200].strip("'")
+
+
+def _words(value: Any) -> list[str]:
+    return [str(word) for word in value] if isinstance(value, list) else []

@@ -83,7 +83,7 @@ class Merger:
                 usable = {
                     number: result
                     for number, result in kept.results.items()
-                    if number >= self.next and shard_is_whole(result, self._folder.path)
+                    if number >= self.next and self._fits(result) and shard_is_whole(result, self._folder.path)
                 }
             stems = {result.stem for result in usable.values()}
             for path in self._folder.path.iterdir():
@@ -100,13 +100,16 @@ class Merger:
     def _restore_merged(self, kept: Kept) -> None:
         for number in range(kept.merged):
             result = kept.results.get(number)
-            if result is None or not all(merged.holds(result) for merged in self._keys):
+            if result is None or not self._fits(result) or not all(merged.holds(result) for merged in self._keys):
                 self._say(f"{self._folder.path}: segment {number} is not what was written; it is done again")
                 break
             for merged in self._keys:
                 merged.take(result)
             self._account(result)
             self.next = number + 1
+
+    def _fits(self, result: SegmentResult) -> bool:
+        return len(result.shards) == len(self._keys) and result.source in self.sources
 
     def add(self, result: SegmentResult | SegmentFailure) -> None:
         if isinstance(result, SegmentResult):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -13,7 +14,9 @@ import numpy as np
 from megatron.data.indexed.files import as_bytes
 from megatron.errors import MegatronError
 from megatron.preprocess.input.files import InputFile
+from megatron.utils.typed import typed
 
+_STEM = re.compile(r"[0-9]{8,}-[0-9A-Za-z-]+")
 PARTS = ("tokens", "lengths", "counts")  # tokens; the length of each sequence; the sequences per document
 
 
@@ -74,9 +77,16 @@ class SegmentResult:
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> SegmentResult:
-        shards = [Shard(Totals(**shard["totals"]), shard["sizes"], shard["digests"]) for shard in content["shards"]]
-        examples = [(line, reason) for line, reason in content["examples"]]
-        return cls(**{**content, "shards": shards, "examples": examples})
+        """A ValueError says what is wrong. The stem becomes a path, whose file is removed after it was merged."""
+        result = typed(cls, content)
+        if not _STEM.fullmatch(result.stem):
+            raise ValueError(f"{result.stem[:100]!r} names no files of a segment")
+        for shard in result.shards:
+            if not len(shard.sizes) == len(shard.digests) == len(PARTS) or min(shard.sizes) < 0:
+                raise ValueError(f"sizes {shard.sizes[:4]} are not those of the files of a segment")
+        if min(result.number, result.start, result.stop, result.position) < 0:
+            raise ValueError("a segment has a negative place")
+        return result
 
 
 @dataclass(slots=True)

@@ -114,6 +114,11 @@ def library_errors(wrap: Callable[[str], Exception]) -> Iterator[None]:
         raise wrap(" ".join(str(error).split())[:300]) from None
 
 
+def gives_up(name: str, what: str = "a text") -> Callable[[str], DataError]:
+    """For `library_errors`, around the calls that encode and decode with the tokenizer called `name`."""
+    return lambda reason: DataError(f"{name}: its library gives up on {what} ({reason}); correct or skip it")
+
+
 def refuse_surrogates(text: str) -> None:
     """Refuses lone surrogates, which no engine can encode."""
     try:

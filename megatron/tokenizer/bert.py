@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from megatron.errors import ConfigError
-from megatron.tokenizer.base import Ids, Tokenizer, package, refuse_surrogates
+from megatron.tokenizer.base import Ids, Tokenizer, gives_up, library_errors, package, refuse_surrogates
 from megatron.tokenizer.bpe_files import read_text
 from megatron.tokenizer.export import config_text, write_files
 
@@ -53,16 +53,19 @@ class BertWordPieceTokenizer(Tokenizer):
 
     def tokenize(self, text: str) -> list[int]:
         refuse_surrogates(text)
-        return self._rust.encode(text, add_special_tokens=False).ids
+        with library_errors(gives_up(self.name)):
+            return self._rust.encode(text, add_special_tokens=False).ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
         for text in texts:
             refuse_surrogates(text)
-        encodings = self._rust.encode_batch_fast(list(texts), add_special_tokens=False)
+        with library_errors(gives_up(self.name)):
+            encodings = self._rust.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.fromiter(encoding.ids, dtype=np.int32) for encoding in encodings]
 
     def detokenize(self, ids: Iterable[int]) -> str:
-        return self._rust.decode(list(ids), skip_special_tokens=False)
+        with library_errors(gives_up(self.name, "ids")):
+            return self._rust.decode(list(ids), skip_special_tokens=False)
 
     def files(self) -> dict[str, Path]:
         return {"vocab.txt": self._vocab_file}
@@ -94,7 +97,8 @@ def _read_vocab(path: Path) -> dict[str, int]:
 
 def _build(vocab: dict[str, int], lower_case: bool, name: str) -> Any:
     made = package("tokenizers", name)
-    rust = made.Tokenizer(made.models.WordPiece(vocab, unk_token="[UNK]", max_input_chars_per_word=LONGEST_WORD))
+    with library_errors(lambda reason: ConfigError(f"{SETTING}: tokenizers refuses it ({reason})")):
+        rust = made.Tokenizer(made.models.WordPiece(vocab, unk_token="[UNK]", max_input_chars_per_word=LONGEST_WORD))
     rust.normalizer = made.normalizers.BertNormalizer(lowercase=lower_case, strip_accents=lower_case)
     rust.pre_tokenizer = made.pre_tokenizers.BertPreTokenizer()
     rust.decoder = made.decoders.WordPiece()

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from megatron.errors import ConfigError
-from megatron.tokenizer.base import END_OF_TEXT, Ids, Tokenizer, library_errors, refuse_surrogates
+from megatron.tokenizer.base import END_OF_TEXT, Ids, Tokenizer, gives_up, library_errors, refuse_surrogates
 from megatron.tokenizer.bpe_files import BPE, read_bpe
 from megatron.tokenizer.export import tokenizer_json, write_gpt2_folder
 from megatron.tokenizer.fast.guard import Encoder, build_guarded
@@ -112,10 +112,13 @@ class _RustBPE:
 
     def encode(self, text: str) -> list[int]:
         # One text at a time starts no threads, which would not survive a later fork.
-        return self._rust.encode(text, add_special_tokens=False).ids
+        with library_errors(gives_up(GPT2BPETokenizer.name)):
+            return self._rust.encode(text, add_special_tokens=False).ids
 
     def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
-        return [encoding.ids for encoding in self._rust.encode_batch_fast(texts, add_special_tokens=False)]
+        with library_errors(gives_up(GPT2BPETokenizer.name)):
+            return [encoding.ids for encoding in self._rust.encode_batch_fast(texts, add_special_tokens=False)]
 
     def decode(self, ids: Iterable[int]) -> str:
-        return self._rust.decode(list(ids), skip_special_tokens=False)
+        with library_errors(gives_up(GPT2BPETokenizer.name, "ids")):
+            return self._rust.decode(list(ids), skip_special_tokens=False)

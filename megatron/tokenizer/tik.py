@@ -7,7 +7,6 @@ special tokens come first, so a token's id is its rank plus their number; </s> i
 from __future__ import annotations
 
 import base64
-import binascii
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
@@ -18,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from megatron.errors import ConfigError, DataError
-from megatron.tokenizer.base import Ids, Tokenizer, package, refuse_surrogates
+from megatron.tokenizer.base import Ids, Tokenizer, gives_up, library_errors, package, refuse_surrogates
 from megatron.tokenizer.bpe_files import read_text
 from megatron.tokenizer.fast.kinds import NEMOTRON_SPLIT
 from megatron.tokenizer.fast.words import split_at_words
@@ -102,7 +101,8 @@ class TikTokenizer(Tokenizer):
         return ids.astype(np.int32)
 
     def detokenize(self, ids: Iterable[int]) -> str:
-        return self._encoding.decode(list(ids), errors="replace")
+        with library_errors(gives_up(self.name, "ids")):
+            return self._encoding.decode(list(ids), errors="replace")
 
     def files(self) -> dict[str, Path]:
         return {self._path.name: self._path}
@@ -139,7 +139,7 @@ def _read_tokens(path: Path) -> list[bytes]:
     content = read_text(path, SETTING)
     try:
         tokens = _from_json(content) if content.lstrip().startswith("[") else _from_lines(content)
-    except (ValueError, KeyError, TypeError, binascii.Error) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ConfigError(
             f"{SETTING} {path}: not ranks that tiktoken reads ({error}); give Megatron's JSON list of rank, "
             "token_bytes and token_str, or a .tiktoken file"
@@ -168,9 +168,11 @@ def _from_lines(content: str) -> list[bytes]:
 
 
 def _encoding(pattern: str, tokens: list[bytes], special: list[str]) -> Any:
-    return package("tiktoken", TikTokenizer.name).Encoding(
-        name="megatron",
-        pat_str=pattern,
-        mergeable_ranks={token: len(special) + rank for rank, token in enumerate(tokens)},
-        special_tokens={token: index for index, token in enumerate(special)},
-    )
+    made = package("tiktoken", TikTokenizer.name)
+    with library_errors(lambda reason: ConfigError(f"{SETTING}: tiktoken refuses the ranks ({reason})")):
+        return made.Encoding(
+            name="megatron",
+            pat_str=pattern,
+            mergeable_ranks={token: len(special) + rank for rank, token in enumerate(tokens)},
+            special_tokens={token: index for index, token in enumerate(special)},
+        )

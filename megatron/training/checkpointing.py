@@ -135,6 +135,7 @@ class RunCheckpoints:
             moe_config=run.config.moe,
             history=self.history,
             fingerprint=determinism_fingerprint(run.device, run.kernels),
+            deterministic=run.config.training.deterministic_mode,
             log=run.log.info,
         )
 

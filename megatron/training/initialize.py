@@ -21,7 +21,9 @@ from megatron.distributed.rng import seed_rank
 from megatron.distributed.state import ParallelState
 from megatron.errors import ConfigError
 from megatron.layout import padded_vocab_size
-from megatron.ops.select import Kernels, left_to_compiler, resolve
+from megatron.ops.library import Library, library
+from megatron.ops.select import Kernels, left_to_compiler, resolve, usable_library
+from megatron.ops.verification import agreed
 from megatron.tokenizer import Tokenizer, build_tokenizer
 from megatron.training.checks import check_parts
 from megatron.training.log_lines import LOG_FORMS
@@ -143,7 +145,8 @@ def build_run(
     joined it already. `dtype` overrides the settings, which have no fp64: layouts are compared in it.
     """
     log = log or RankLog(launch.rank)
-    kernels = resolve(config.kernels.spec, device.type, attention=config.kernels.attention, warn=log.warn)
+    native = library() if config.runtime.dry_run else usable_library(config.kernels.spec, device, log.info)
+    kernels = _resolve(config, device, native, log)
     tokenizer = tokenizer_of(config, required=needs_data)
     _warn_of_slow_precision(config, device, log)
     layout, run_id = config.parallel.layout(launch.world_size), "dry-run"
@@ -154,6 +157,9 @@ def build_run(
         timeout = timedelta(minutes=config.runtime.distributed_timeout_minutes)
         connect(timeout)
         parallel = ParallelState.build(layout, launch.rank, timeout)
+        if device.type == "cuda":  # every machine has verified its own
+            native = agreed(native, all_gather_json(dict(native.unverified), parallel.world, dict[str, str]))
+            kernels = _resolve(config, device, native, log)
         _check_same_kernels(config.kernels.spec, kernels, parallel)
         run_id = broadcast_json(uuid.uuid4().hex[:12], parallel.world, str)
     seed_rank(config.training.seed, layout.coordinates(launch.rank))
@@ -169,6 +175,11 @@ def build_run(
         run_id=run_id,
         started=time.monotonic() if started is None else started,
     )
+
+
+def _resolve(config: RunConfig, device: torch.device, native: Library, log: RankLog) -> Kernels:
+    settings = config.kernels
+    return resolve(settings.spec, device.type, attention=settings.attention, native=native, warn=log.warn)
 
 
 @dataclass(frozen=True)

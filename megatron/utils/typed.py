@@ -42,6 +42,9 @@ def _read(kind: Any, value: Any, place: str) -> Any:
         return _read_fields(kind, value, place)
     if origin is tuple:
         return _read_tuple(inner, value, place)
+    if origin is list:
+        _demand(isinstance(value, list), value, "a list", place)
+        return [_read(inner[0], item, place) for item in value]
     if origin in (Mapping, dict):
         _demand(isinstance(value, dict), value, "an object", place)
         return {name: _read(inner[1], item, f"{place}.{name}"[:200]) for name, item in value.items()}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import json
 import os
 import random
 import resource
@@ -19,11 +21,14 @@ import pytest
 from megatron.data.indexed.dataset import IndexedDataset
 from megatron.errors import ConfigError, DataError, StorageError
 from megatron.preprocess import outputs
+from megatron.preprocess.input.files import expand_inputs
 from megatron.preprocess.journal import WorkFolder
+from megatron.preprocess.merge import Merger
 from megatron.preprocess.run import Terminated, preprocess
 from megatron.preprocess.settings import PreprocessSettings
 from megatron.preprocess.shard import SegmentResult
-from megatron.tokenizer import TokenizerSettings
+from megatron.tokenizer import TokenizerSettings, build_tokenizer
+from tests.helpers.mutations import mutated, only_our_errors, texts
 from tests.unit.preprocess.support import Workshop, make_workshop
 
 NULL = TokenizerSettings(tokenizer_type="NullTokenizer", vocab_size=1000)
@@ -333,6 +338,52 @@ def test_a_journal_of_nonsense_is_no_journal(tmp_path: Path, whole: dict[str, by
     (tmp_path / "out.preprocessing" / "journal").write_bytes(b'{"done": 3}\n\x00\xff\n')
     preprocess(settings(tmp_path, resume=True), quiet)
     assert files_of(tmp_path) == whole
+
+
+def test_journals_and_settings_of_a_stranger(tmp_path: Path, whole: dict[str, bytes]) -> None:
+    """Whatever the work folder says, a resumed run ends with the right files or in one line, and touches nothing
+    outside of its folder."""
+    interrupted(tmp_path)
+    work, kept = tmp_path / "out.preprocessing", tmp_path / "kept"
+    shutil.copytree(work, kept)
+    lines = [json.loads(line) for line in (kept / "journal").read_text().splitlines()]
+    precious = tmp_path / "precious.0.tokens"
+    precious.write_text("not ours")
+    wanted = {**files_of_folder(tmp_path), precious.name: b"not ours"}
+
+    def resumed(journal: list[Any], settings_text: str) -> None:
+        shutil.rmtree(work, ignore_errors=True)
+        shutil.copytree(kept, work)
+        (work / "journal").write_text("".join(f"{json.dumps(line)}\n" for line in journal))
+        (work / "settings").write_text(settings_text)
+        try:
+            with WorkFolder(str(tmp_path / "out"), resume=True, overwrite=False) as folder:
+                folder.begin(begun["deciding"], resumable=True, overwrite=False)
+                merger = merger_of(tmp_path, folder)
+                merger.restore(folder.kept)
+        finally:
+            assert files_of_folder(tmp_path) == wanted, "files outside of the work folder changed"
+
+    begun = json.loads((kept / "settings").read_text())
+    text = json.dumps(begun)
+    only_our_errors(lambda journal: resumed(journal, text), mutated(lines, 150, 18))
+    only_our_errors(lambda settings_text: resumed(lines, settings_text), texts(begun, 60, 19))
+    for stem in ("../precious", "/precious", "a/b", "", "0-\x00", "00000000-../../precious"):
+        changed = copy.deepcopy(lines)
+        for line in changed:
+            if "done" in line:
+                line["done"]["stem"] = stem
+        only_our_errors(lambda journal: resumed(journal, text), iter([changed]))
+
+
+def files_of_folder(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+
+
+def merger_of(folder: Path, work: WorkFolder) -> Merger:
+    given = settings(folder, resume=True)
+    sources = expand_inputs(given.inputs)
+    return Merger(given, work, sources, build_tokenizer(given.tokenizer), quiet)
 
 
 # ---------------------------------------------------------------- the tool itself

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megatron.checkpoint import DirectoryLock, manifest
 from tests.helpers.runs import REPOSITORY, flags, launch, launch_command, pretrain_here, read_metrics, same_numbers
@@ -352,6 +353,9 @@ def test_a_resume_under_other_conditions_says_so(tmp_path: Path, capsys: Capture
     assert "under other conditions" not in capsys.readouterr().out
     assert pretrain_here(flags(load=tmp_path, kernels="auto")) == 0
     assert "was saved under other conditions (kernels." in capsys.readouterr().out
+    assert pretrain_here(flags(load=tmp_path, kernels="auto", deterministic_mode=True)) == 12
+    torch.use_deterministic_algorithms(False)
+    assert "--deterministic-mode: " in capsys.readouterr().err
     assert pretrain_here(flags(load=tmp_path, kernels="auto", finetune=True)) == 0  # weights alone: not that run
     assert "under other conditions" not in capsys.readouterr().out
 

@@ -21,6 +21,7 @@ from megatron.tokenizer.huggingface import refuse_outside
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 BIN, BIN_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+_LONGEST_NAME = 255  # bytes, of any usual file system
 
 
 class WeightsFile(ABC):
@@ -90,9 +91,9 @@ def _shards(index: Path) -> list[str]:
 
 
 def _member(folder: Path, name: str) -> Path:
+    if Path(name).name != name or not name.isprintable() or len(name.encode()) > _LONGEST_NAME:
+        raise CheckpointError(f"{folder}: its index names {name[:100]!r}, which is no file of its folder")
     path = folder / name
-    if Path(name).name != name:
-        raise CheckpointError(f"{folder}: its index names {name!r}, which is outside of its folder")
     refuse_outside(folder, path)
     return path
 

@@ -274,6 +274,17 @@ def test_the_fingerprint_of_the_run_is_compared_on_resume(tmp_path: Path) -> Non
     assert warnings(fingerprint=saved) == warnings() == warnings(fingerprint=ours, finetune=True) == []
 
 
+def test_a_deterministic_run_does_not_go_on_with_other_kernels(tmp_path: Path) -> None:
+    saved = {"device": "NVIDIA H100", "kernels": {"rope": "native", "gelu": "torch"}}
+    save(tmp_path, make_state(), fingerprint=saved)
+    fallen_back = {"device": "NVIDIA H200", "kernels": {"rope": "ref", "gelu": "torch"}}
+    with pytest.raises(CheckpointError, match=r"--deterministic-mode: .* \(kernels.rope native -> ref\); "):
+        load(tmp_path, fingerprint=fallen_back, deterministic=True)
+    load(tmp_path, fingerprint=fallen_back)
+    load(tmp_path, fingerprint=fallen_back, deterministic=True, finetune=True)  # weights alone: a run of its own
+    load(tmp_path, fingerprint={**saved, "device": "NVIDIA H200"}, deterministic=True)
+
+
 def test_a_manifest_without_a_fingerprint_is_an_earlier_versions(tmp_path: Path) -> None:
     save(tmp_path, make_state())
     assert manifest.read(tmp_path / "iter_0000010").fingerprint == {}

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 
 from megatron.checkpoint import inspect_step, manifest
@@ -141,6 +142,31 @@ def test_wrong_values_of_config_json_are_named(tmp_path: Path, change: dict[str,
     (folder / "config.json").write_text(json.dumps({**LLAMA, **change}))
     with pytest.raises((CheckpointError, ConfigError), match=words):
         list(read_tensors(open_folder(folder)))
+
+
+def test_indices_of_safetensors(tmp_path: Path) -> None:
+    """The weights of one file, reached through an index that names it for every tensor."""
+    folder = hugging_face_folder(tmp_path)
+    (folder / "model.safetensors").rename(folder / "part.safetensors")
+    with safe_open(folder / "part.safetensors", "pt") as file:
+        names = list(file.keys())
+    index = {"metadata": {"total_size": 1}, "weight_map": dict.fromkeys(names, "part.safetensors")}
+    path = folder / "model.safetensors.index.json"
+
+    def read(text: str) -> None:
+        path.write_text(text)
+        list(read_tensors(open_folder(folder)))
+
+    read(json.dumps(index))
+    taken, refused = only_our_errors(read, texts(index, COUNT, 15))
+    assert taken and refused
+
+
+@pytest.mark.parametrize("name", ["../part.safetensors", "/part.safetensors", "x" * 5000, "a\x00b", "missing", ".", ""])
+def test_files_that_an_index_cannot_mean(tmp_path: Path, name: str) -> None:
+    folder = hugging_face_folder(tmp_path)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"model.norm.weight": name}}))
+    assert only_our_errors(lambda _: list(read_tensors(open_folder(folder))), iter([0])) == (0, 1)
 
 
 def test_data_records(tmp_path: Path) -> None:

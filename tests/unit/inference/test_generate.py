@@ -89,6 +89,30 @@ def test_stops_at_the_end_of_the_document(tmp_path: Path) -> None:
     assert stopped.ended and stopped.tokens == free[: free.index(eod)]
 
 
+def test_every_token_is_told_as_soon_as_it_is_known(tmp_path: Path) -> None:
+    """The end of a document is not told; a caller that raises ends the generation."""
+    ours, rows = our_model(tmp_path, "llama").train(), prompts(4, 7)
+    told: list[tuple[int, int]] = []
+
+    def of_row(row: int) -> tuple[int, ...]:
+        return tuple(token for told_row, token in told if told_row == row)
+
+    free = generate(ours, rows, max_new_tokens=9, on_token=lambda row, token: told.append((row, token)))
+    assert [of_row(0), of_row(1)] == [one.tokens for one in free]
+    assert [row for row, _ in told[:7]] == [0, 0, 0, 0, 1, 0, 1]  # the longer prompt is still read at first
+    told.clear()
+    eod = free[1].tokens[3]
+    cut = generate(ours, rows, max_new_tokens=9, eod_id=eod, on_token=lambda row, token: told.append((row, token)))
+    assert cut[1].ended and [of_row(0), of_row(1)] == [one.tokens for one in cut]
+
+    def enough(row: int, token: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        generate(ours, rows, on_token=enough)
+    assert ours.training
+
+
 def test_generation_leaves_the_model_in_its_mode(tmp_path: Path) -> None:
     ours = our_model(tmp_path, "gpt2", hidden_dropout=0.5).train()
     first = generate(ours, prompts(4), max_new_tokens=5)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -22,6 +23,9 @@ import pathlib, sys, time
 here, arguments = pathlib.Path(__file__).parent, sys.argv[1:]
 if "--version" in arguments:
     sys.exit(print("pretended compiler, release 13.1"))
+if "--list-gpu-code" in arguments:
+    gpus = here / "gpus"
+    sys.exit(print(gpus.read_text() if gpus.exists() else "sm_75 sm_80 sm_90 sm_100 sm_103 sm_120"))
 source = next((a for a in arguments if a.endswith((".cpp", ".cu"))), "link")
 with open(here / "log", "a") as log:
     log.write("/".join(pathlib.Path(source).parts[-2:]) + "\\n")
@@ -64,6 +68,10 @@ class Sandbox:
         process = self.start(*(command or ("csrc/build.py",)), **environment)
         return process.communicate(timeout=120)[0]
 
+    def outcome(self, *command: str, **environment: str) -> str:
+        """The last line that was said."""
+        return self.run(*command, **environment).splitlines()[-1]
+
     def compiled(self) -> list[str]:
         """The files compiled since this was last asked for."""
         logs = [self.tools / "log", self.tools / "cuda" / "bin" / "log"]
@@ -86,7 +94,7 @@ def sandbox(tmp_path: Path) -> Sandbox:
 
 
 def test_only_what_changed_is_compiled_again(sandbox: Sandbox) -> None:
-    assert sandbox.run().startswith("kernels: built, with CUDA: ")
+    assert sandbox.outcome().startswith("kernels: built, with CUDA: ")
     found = (path for path in (sandbox.folder / "csrc").glob("*/*") if path.suffix in (".cpp", ".cu"))
     everything = {f"{path.parent.name}/{path.name}" for path in found} - {"data/helpers.cpp"}
     assert set(sandbox.compiled()) == everything | {"link"}
@@ -98,10 +106,43 @@ def test_only_what_changed_is_compiled_again(sandbox: Sandbox) -> None:
     assert sandbox.compiled() == ["activation/cpu.cpp", "activation/cuda.cu", "activation/torch.cpp", "link"]
 
 
+def test_a_build_says_what_it_is_doing(sandbox: Sandbox) -> None:
+    (sandbox.tools / "slow").write_text("0.05")
+    slowly = "import sys; sys.path.insert(0, 'csrc'); import build; build.SAY_SECONDS = 0.05; build.main()"
+    first, *progress, last = sandbox.run("-c", slowly).splitlines()
+    found = re.fullmatch(r"kernels: compiling (\d+) of \1 objects, \d+ at once", first)
+    assert found and last.startswith("kernels: built")
+    counts = [int(re.fullmatch(rf"kernels: (\d+) of {found[1]} objects are there", line)[1]) for line in progress]
+    assert counts == sorted(counts) and len(counts) > 2
+    (sandbox.folder / "csrc" / "rope" / "cpu.cpp").open("a").write("// changed\n")
+    assert re.match(r"kernels: compiling [1-3] of \d+ objects", sandbox.run())
+    assert len(sandbox.run().splitlines()) == 1  # nothing to do
+
+
+@pytest.mark.parametrize(
+    ("known", "targets"),
+    [
+        (None, ["compute_80,code=[sm_80,sm_90,sm_100]", "compute_120,code=[sm_120,compute_120]"]),
+        ("sm_80 sm_89 sm_90 sm_90a", ["compute_80,code=[sm_80]", "compute_90,code=[sm_90,compute_90]"]),  # CUDA 12.4
+        ("sm_120", ["compute_120,code=[sm_120,compute_120]"]),
+        ("sm_70 sm_75", []),
+    ],
+)
+def test_every_gpu_that_nvcc_knows(sandbox: Sandbox, known: str | None, targets: list[str]) -> None:
+    if known is not None:
+        (sandbox.tools / "cuda" / "bin" / "gpus").write_text(known)
+    said = sandbox.outcome()
+    assert ("with CUDA:" in said) == bool(targets) == (sandbox.record()["without_cuda"] is None)
+    assert targets or "compiles for none of sm_80, sm_90, sm_100, sm_120" in said
+    compiled = next((sandbox.folder / "build" / "kernels").glob("rope-cuda-*.o"), None)
+    options = compiled.read_text().split() if compiled else []
+    assert [word.removeprefix("-gencode=arch=") for word in options if word.startswith("-gencode")] == targets
+
+
 def test_a_cuda_file_that_does_not_compile_costs_only_cuda(sandbox: Sandbox) -> None:
     source = sandbox.folder / "csrc" / "activation" / "cuda.cu"
     source.write_text("#error planted\n")
-    said = sandbox.run()
+    said = sandbox.outcome()
     assert said.startswith("kernels: built for the CPU, without CUDA (nvcc: csrc/activation/cuda.cu:1: error: planted)")
     assert "-DMK_HAS_CUDA" not in sandbox.library.read_text() and sandbox.library.is_file()
     assert "error: planted" in str(sandbox.record()["without_cuda"])
@@ -118,7 +159,7 @@ def test_a_cuda_file_that_does_not_compile_costs_only_cuda(sandbox: Sandbox) -> 
 )
 def test_a_broken_nvcc_costs_only_cuda(sandbox: Sandbox, nvcc: bytes, reason: str) -> None:
     (sandbox.tools / "cuda" / "bin" / "nvcc").write_bytes(nvcc)
-    said = sandbox.run()
+    said = sandbox.outcome()
     assert said.startswith("kernels: built for the CPU, without CUDA (") and f"{reason}): " in said
     assert sandbox.library.is_file()
 
@@ -137,7 +178,7 @@ def test_cuda_home_is_honoured(sandbox: Sandbox) -> None:
     ],
 )
 def test_a_compiler_that_does_not_work(sandbox: Sandbox, cxx: str, reason: str) -> None:
-    assert sandbox.run(CXX=cxx) == f"kernels: not built ({reason})\n"
+    assert sandbox.outcome(CXX=cxx) == f"kernels: not built ({reason})"
     assert not sandbox.library.exists()
 
 
@@ -151,7 +192,7 @@ def test_without_torch(sandbox: Sandbox) -> None:
 
 
 def test_cxx_may_be_a_command_with_arguments(sandbox: Sandbox) -> None:
-    assert sandbox.run(CXX=f"{sys.executable} {sandbox.tools / 'cxx'}").startswith("kernels: built, with CUDA")
+    assert sandbox.outcome(CXX=f"{sys.executable} {sandbox.tools / 'cxx'}").startswith("kernels: built, with CUDA")
 
 
 # ---------------------------------------------------------------- more than one, and less than one
@@ -189,7 +230,7 @@ def test_a_build_that_hangs_is_named_and_one_that_was_killed_hurts_nobody(sandbo
     for half in halves:
         half.write_text("half")
     (sandbox.tools / "slow").unlink()
-    assert sandbox.run().startswith("kernels: built, with CUDA")
+    assert sandbox.outcome().startswith("kernels: built, with CUDA")
     assert not any(half.exists() for half in halves)
 
 
@@ -209,7 +250,7 @@ def test_in_place(sandbox: Sandbox) -> None:
     said = sandbox.run("setup.py", "-q", "build_ext", "--inplace")
     assert "kernels: built, with CUDA\n" in said
     assert sandbox.library.is_file() and sandbox.record()["without_cuda"] is None
-    assert sandbox.record()["needs_of_cuda"] == {"capability": [9, 0], "cuda": [13, 1]}
+    assert sandbox.record()["needs_of_cuda"] == {"capability": [8, 0], "cuda": [13, 1]}
 
 
 def test_in_place_without_a_compiler(sandbox: Sandbox) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 from types import ModuleType
 
@@ -15,6 +17,7 @@ import pytest
 from tests.helpers.scripts import load_script
 
 ROOT = Path(__file__).resolve().parents[3]
+SCRIPTS = ("tools/setup_environment.py", "tools/lock_requirements.py", "examples/setup.sh")
 VENDOR = "2.10.0a0+b558c986e8.nv25.11"
 
 
@@ -27,7 +30,7 @@ def setup_module() -> ModuleType:
 def checkout(tmp_path: Path) -> Path:
     """What the set-up reads of a checkout; without csrc it has nothing to build."""
     root = tmp_path / "checkout"
-    for name in ("tools/setup_environment.py", "examples/setup.sh", *("requirements.txt", "constraints.txt")):
+    for name in (*SCRIPTS, "requirements.txt", "constraints.txt", "constraints.lock"):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, root / name)
     shutil.copy(ROOT / "pyproject.toml", root / "pyproject.toml")
@@ -103,6 +106,91 @@ def test_requirements_say_what_pyproject_says(setup_module: ModuleType) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     expected = [*project["dependencies"], *project["optional-dependencies"]["hf"]]
     assert setup_module.requirement_lines(ROOT / "requirements.txt") == expected
+
+
+class TestLock:
+    """constraints.lock and what pip is asked to install from it."""
+
+    def test_it_agrees_with_the_constraints(self, setup_module: ModuleType) -> None:
+        lock = setup_module.read_lock((ROOT / "constraints.lock").read_text())
+        pins = setup_module.requirement_lines(ROOT / "constraints.txt")
+        pinned = {setup_module.project_name(line): line.partition("==")[2] for line in pins}
+        way_out = "python tools/lock_requirements.py"
+        assert {name: locked.version for name, locked in lock.items()} == pinned, way_out
+        assert all(locked.hashes for locked in lock.values()), way_out
+        assert len(lock["numpy"].hashes) > 20, "the files of every platform and Python"
+
+    LOCK = f"""# a comment
+A_b==1.0 \\
+    --hash=sha256:{"a" * 64} \\
+    --hash=sha256:{"b" * 64}
+torch==2.13.0 --hash=sha256:{"c" * 64}
+"""
+
+    @staticmethod
+    def report(*chosen: tuple[str, str]) -> dict:
+        archive = {"archive_info": {"hashes": {"sha256": "d" * 64}}}
+        return {"install": [{"metadata": {"name": n, "version": v}, "download_info": archive} for n, v in chosen]}
+
+    def test_every_line_has_the_checksums_of_the_lock(self, setup_module: ModuleType) -> None:
+        lock = setup_module.read_lock(self.LOCK)
+        report = self.report(("a.b", "1.0"), ("torch", "2.13.0"))
+        assert setup_module.hashed_lines(report, lock) == [
+            f"a.b==1.0 --hash=sha256:{'a' * 64} --hash=sha256:{'b' * 64}",
+            f"torch==2.13.0 --hash=sha256:{'c' * 64}",
+        ]
+
+    def test_a_build_of_torch_has_the_checksum_of_its_own_index(self, setup_module: ModuleType) -> None:
+        lock, report = setup_module.read_lock(self.LOCK), self.report(("torch", "2.13.0+cpu"))
+        assert setup_module.hashed_lines(report, lock) == [f"torch==2.13.0+cpu --hash=sha256:{'d' * 64}"]
+        assert setup_module.of_other_versions(report, lock) == []
+
+    @pytest.mark.parametrize("name", [("a-b", "1.1"), ("a-b", "1.0+evil"), ("unknown", "1"), ("torch", "2.13.1+cpu")])
+    def test_what_the_lock_does_not_have_is_refused(self, setup_module: ModuleType, name: tuple[str, str]) -> None:
+        with pytest.raises(setup_module.NoChecksumError) as error:
+            setup_module.hashed_lines(self.report(name), setup_module.read_lock(self.LOCK))
+        assert " ".join(name) in str(error.value) and "into that Python yourself" in str(error.value)
+
+    def test_another_version_is_asked_for_again(self, setup_module: ModuleType) -> None:
+        report = self.report(("a.b", "1.1"), ("unknown", "1"), ("torch", "2.13.0"))
+        assert setup_module.of_other_versions(report, setup_module.read_lock(self.LOCK)) == ["a-b==1.0"]
+
+
+def wheel(folder: Path, body: str) -> str:
+    """Writes a wheel of a package of one module, and returns its checksum."""
+    folder.mkdir(exist_ok=True)
+    path, info = folder / "megatron_anywhere_tiny-1.0-py3-none-any.whl", "megatron_anywhere_tiny-1.0.dist-info"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr(zipfile.ZipInfo("megatron_anywhere_tiny.py"), body)
+        archive.writestr(
+            zipfile.ZipInfo(f"{info}/METADATA"), "Metadata-Version: 2.1\nName: megatron-anywhere-tiny\nVersion: 1.0\n"
+        )
+        archive.writestr(
+            zipfile.ZipInfo(f"{info}/WHEEL"), "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        archive.writestr(zipfile.ZipInfo(f"{info}/RECORD"), "")
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def test_a_file_that_is_not_the_locked_one_is_not_installed(
+    checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vendor, index = fake_torch(tmp_path / "vendor", VENDOR), tmp_path / "index"
+    right = wheel(index, "value = 1")
+    for name, line in {
+        "requirements.txt": "megatron-anywhere-tiny",
+        "constraints.txt": "megatron-anywhere-tiny==1.0",
+        "constraints.lock": f"megatron-anywhere-tiny==1.0 --hash=sha256:{right}",
+    }.items():
+        (checkout / name).write_text((checkout / name).read_text() + line + "\n")
+    monkeypatch.setenv("PIP_FIND_LINKS", f"{os.environ.get('PIP_FIND_LINKS', '')} {index}")
+    wheel(index, "value = 'of a stranger'")
+    done = set_up(checkout, python_path=vendor)
+    assert done.returncode == 2 and "DO NOT MATCH THE HASHES" in done.stdout, done.stdout + done.stderr
+    assert not list((checkout / ".venv").glob("lib/python3*/site-packages/megatron_anywhere_tiny.py"))
+    assert wheel(index, "value = 1") == right
+    assert set_up(checkout, python_path=vendor).returncode == 0
+    assert list((checkout / ".venv").glob("lib/python3*/site-packages/megatron_anywhere_tiny.py"))
 
 
 # ---------------------------------------------------------------- the whole, as quickstart.sh calls it

@@ -1,0 +1,238 @@
+"""The part `ops` of tools/gpu_check.py: every CUDA kernel is right, repeatable, and how fast; writes the record."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from csrc.build import cuda_program
+from megatron.ops.library import PATH, library
+from megatron.ops.proof import PROOFS, SMALL, Verdict, judge
+from megatron.ops.proof.apart import judge_apart
+from megatron.ops.select import why_not_native
+from megatron.utils.durable import write_atomically
+
+ROOT = Path(__file__).resolve().parents[2]
+TOOL = ROOT / "tools" / "gpu_check.py"  # which the processes of this part are started from
+SANITIZER_FOUND = 9  # its exit code when it found something
+WRONG = 3  # our own when a kernel was wrong
+OUR_KERNELS = "kns=2mk4cuda"  # in all their mangled names: torch's own kernels are not checked
+YET_TO_RUN = "not run: the check was cut off before"
+SANITIZERS = ("memcheck", "racecheck", "synccheck")
+BUILD = ROOT / "csrc" / "build.py"
+BUILDING = 180.0  # seconds, at most
+DRIVER = ("nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader")
+
+
+def output_of(*command: str, seconds: float = 30) -> str:
+    try:
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=seconds)
+    except OSError as error:
+        return f"{command[0]}: {error.strerror}"
+    except subprocess.TimeoutExpired:
+        return f"{command[0]}: not done within {seconds:.0f} s"
+    said = done.stdout.strip() or done.stderr.strip()
+    return said if done.returncode == 0 else f"exit code {done.returncode}: {said or 'no message'}"
+
+
+def environment(device: str) -> dict[str, str]:
+    found = {"python": platform.python_version(), "torch": torch.__version__, "cuda of torch": str(torch.version.cuda)}
+    if device == "cuda":
+        properties = torch.cuda.get_device_properties(0)
+        found |= {
+            "device": properties.name,
+            "capability": f"{properties.major}.{properties.minor}",
+            "driver": output_of(*DRIVER),
+        }
+    else:
+        found["device"] = platform.processor() or platform.machine()
+    return found | {"nvcc": output_of(cuda_program("nvcc") or "nvcc", "--version").rpartition("\n")[2]}
+
+
+# ---------------------------------------------------------------- the library
+
+
+def why_not(device: str) -> str | None:
+    """Why the kernels do not load, asked in a new process, which sees a new build and may crash; or None."""
+    code = "from megatron.ops.select import why_not_native as w; from megatron.ops.library import library as l; "
+    said = output_of(sys.executable, "-c", f"{code}print(w(l(), {device!r}) or '')", seconds=120)
+    return said or None
+
+
+def make_ready(device: str) -> str | None:
+    """Builds the kernels if they do not load. Returns why they still do not, or None."""
+    reason = why_not(device)
+    if reason is None:
+        return None
+    print(f"the kernels are {reason}: building", flush=True)
+    print(output_of(sys.executable, str(BUILD), seconds=BUILDING), flush=True)
+    return why_not(device)
+
+
+# ---------------------------------------------------------------- right
+
+
+def judge_all(
+    seed: int, where: tuple[Any, str], twin: Any, say: Callable[[str], None] = print, largest: int | None = None
+) -> list[Verdict]:
+    verdicts = []
+    for proof in PROOFS.values():
+        for dtype in proof.dtypes:
+            verdict = judge(proof, dtype, seed, where, twin, largest)
+            verdicts.append(verdict)
+            say(verdict.line())
+    return verdicts
+
+
+def judged(args: argparse.Namespace, seconds: float) -> list[Verdict]:
+    rooms, verdicts = sorted({proof.room for proof in PROOFS.values()}), []
+    for verdict in judge_apart(rooms, args.device, seed=args.seed, seconds=seconds):
+        verdicts.append(verdict)
+        print(verdict.line(), flush=True)
+    return verdicts
+
+
+def sanitize(seed: int, seconds: float = 150) -> dict[str, str]:
+    """Runs the comparison on small shapes under each of compute-sanitizer's tools, all at once. Returns 'clean' for a
+    tool, or the end of its output."""
+    program = cuda_program("compute-sanitizer")
+    if program is None:
+        return dict.fromkeys(SANITIZERS, "not run: compute-sanitizer is not installed")
+    with tempfile.TemporaryDirectory() as folder:
+        started = {tool: _sanitizing(program, tool, seed, seconds, Path(folder) / tool) for tool in SANITIZERS}
+        until, results = time.monotonic() + seconds, {}
+        for tool, process in started.items():
+            try:
+                code = process.wait(max(0.0, until - time.monotonic()))
+                said = (Path(folder) / tool).read_text(errors="replace").strip()
+                results[tool] = _verdict(code, said)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)  # and the program under it
+                process.wait()
+                results[tool] = f"not run: it took longer than {seconds:.0f} s"
+            print(f"compute-sanitizer {tool}: {results[tool]}", flush=True)
+    return results
+
+
+def _sanitizing(program: str, tool: str, seed: int, seconds: float, output: Path) -> subprocess.Popen[bytes]:
+    command = [program, "--tool", tool, "--error-exitcode", str(SANITIZER_FOUND), "--kernel-name", OUR_KERNELS]
+    # It gives up on a program that has not used CUDA for 10 s, and torch alone may take that long to be imported.
+    command += ["--target-processes", "application-only", "--launch-timeout", f"{max(10, seconds):.0f}"]
+    if tool == "memcheck":
+        command += ["--report-api-errors", "no"]  # torch probes the driver for optional features
+    command += [sys.executable, str(TOOL), "--part", "ops", "--only-small", "--seed", str(seed)]
+    with output.open("wb") as file:
+        return subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
+
+
+def end_allocations_with_tensors() -> None:
+    """One allocation per tensor, so that compute-sanitizer sees accesses beyond a tensor's end: torch's allocator puts
+    many tensors into one."""
+    torch.cuda.init()  # before it this setting is ignored
+    torch.cuda.memory.caching_allocator_enable(False)
+
+
+def _verdict(code: int, said: str) -> str:
+    """'clean', what the tool found, or that it did not run."""
+    if code == 0:
+        return "clean"
+    return said[-600:] if code in (SANITIZER_FOUND, WRONG) else f"not run: exit code {code}: {said[-300:]}"
+
+
+# ---------------------------------------------------------------- fast
+
+
+def times(device: str, rounds: int, seconds: float) -> list[dict[str, Any]]:
+    """Times of every kernel, first in bf16, which trains. Keeps what was measured before a failure or timeout."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "times.json"
+        command = [sys.executable, "benchmarks/kernels.py", "--device", device, "--rounds", str(rounds)]
+        command += ["--dtype", "bf16", "fp32", "--seconds", f"{seconds:.0f}", "--json", str(path)]
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            subprocess.run(command, cwd=ROOT, check=False, timeout=seconds + 40)
+        return list(json.loads(path.read_text())["results"]) if path.is_file() else []
+
+
+# ---------------------------------------------------------------- the record
+
+
+def verified_sources(verdicts: Sequence[Verdict], built: dict[str, str], sanitized: dict[str, str]) -> dict[str, str]:
+    """Folder -> hash of its sources, for the folders whose operations were right in every dtype.
+
+    None if a sanitizer found anything, or while one has still to run. One that does not work here does not count: the
+    record names it, and why."""
+    if any(said != "clean" and (said == YET_TO_RUN or not said.startswith("not run")) for said in sanitized.values()):
+        return {}
+    judged = {verdict.room for verdict in verdicts if verdict.tensors}
+    failed = {verdict.room for verdict in verdicts if verdict.wrong}
+    return {source: digest for source, digest in sorted(built.items()) if source in judged - failed}
+
+
+def write_record(path: Path, record: dict[str, Any]) -> None:
+    write_atomically(path, [f"{json.dumps(record, indent=1)}\n".encode()])
+
+
+def check_ops(args: argparse.Namespace) -> int:
+    start = time.monotonic()
+    # --only-small is for processes that one has started who has prepared everything.
+    if (reason := why_not_native(library(), args.device) if args.only_small else make_ready(args.device)) is not None:
+        print(f"the kernels are {reason}", file=sys.stderr)
+        return 1
+    if args.only_small:
+        if args.device == "cuda":
+            end_allocations_with_tensors()
+        where = library().ops, args.device
+        return WRONG * any(verdict.wrong for verdict in judge_all(args.seed, where, None, largest=SMALL))
+    about = about_run(args)
+    print("\n".join(f"{name}: {value}" for name, value in about["environment"].items()), f"seed: {args.seed}", sep="\n")
+    verdicts = judged(args, (args.seconds - (time.monotonic() - start)) / 2)
+    built = json.loads(PATH.with_suffix(".json").read_text(encoding="utf-8"))["cuda_sources"]
+    sanitized = dict.fromkeys(SANITIZERS, YET_TO_RUN) if args.device == "cuda" else {}
+
+    def write(**later: Any) -> dict[str, str]:
+        sources = verified_sources(verdicts, built, sanitized)
+        judged = {"sanitizer": sanitized, "verdicts": [asdict(verdict) for verdict in verdicts]}
+        write_record(args.out, about | {"sources": sources} | judged | later)
+        return sources
+
+    write()
+    left = args.seconds - (time.monotonic() - start)
+    if args.device == "cuda":
+        sanitized = sanitize(args.seed, min(150, max(0, left / 2)))
+        write()
+    left = args.seconds - (time.monotonic() - start)
+    sources = write(times=times(args.device, args.rounds, max(0, left - 30)) if args.rounds else [])
+    missed = sorted(set(built) - set(sources))
+    for name, said in sanitized.items():
+        if said.startswith("not run"):
+            print(f"WITHOUT compute-sanitizer {name}, which was {said}")
+    print(f"{args.out}: {', '.join(sources) or 'nothing'} verified; not: {', '.join(missed) or 'none'}; "
+          f"{time.monotonic() - start:.0f} s")  # fmt: skip
+    return int(bool(missed))
+
+
+# ---------------------------------------------------------------- what every part begins with
+
+
+def about_run(args: argparse.Namespace) -> dict[str, Any]:
+    """The beginning of every part's record."""
+    return {
+        "part": args.part,
+        "device_type": args.device,
+        "environment": environment(args.device),
+        "seed": args.seed,
+    }

@@ -1,0 +1,41 @@
+"""Judges the kernels of one folder of csrc/, as started by `judge_apart`; saves its verdicts after every dtype."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from megatron.ops.library import library
+from megatron.ops.proof import PROOFS, Verdict, judge
+from megatron.utils.durable import write_atomically
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m megatron.ops.proof", description=__doc__)
+    parser.add_argument("--device", required=True, help="cpu, or a GPU such as cuda:1")
+    parser.add_argument("--room", required=True, help="the folder of csrc/")
+    parser.add_argument("--seed", type=int, default=1, help="of the inputs")
+    parser.add_argument("--largest", type=int, help="leave larger calls out: how many numbers one may have")
+    parser.add_argument("--out", type=Path, required=True, help="file for the verdicts")
+    args = parser.parse_args()
+    device = torch.device(args.device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // 6))  # the other folders compute their oracles, too
+    where, twin = (library().ops, str(device)), library().ops if device.type == "cuda" else None
+    verdicts: list[Verdict] = []
+    for proof in PROOFS.values():
+        for dtype in proof.dtypes if proof.room == args.room else ():
+            verdicts.append(judge(proof, dtype, args.seed, where, twin, args.largest))
+            write_atomically(args.out, [json.dumps([asdict(verdict) for verdict in verdicts]).encode()], sync=False)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,168 @@
+"""A CUDA device on a machine that has none: tensors have shapes, types and the device "cuda", and no memory.
+
+    with fake_cuda() as device:
+        ...          # build a model on `device`, run a step
+
+What runs inside is our own code on torch's FakeTensors. What has no meaning without a device is replaced: streams and
+events, pinned memory, random generators, and the choice among torch's attention kernels (on CUDA it is never the one
+that writes the scores down, unless there is a mask).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo  # before `_make_subclass` is replaced: it compares signatures
+import torch.nn.functional as F
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+CUDA = torch.device("cuda", 0)
+PINNED = "_pinned"
+
+
+class Stream:
+    """Work in the order of the program, whatever stream it is handed to."""
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def wait_stream(self, other: Any) -> None: ...
+
+    def wait_event(self, event: Any) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def record_event(self, event: Any = None) -> Any:
+        return event or Event()
+
+
+class Event:
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def record(self, *_: Any) -> None: ...
+
+    def wait(self, *_: Any) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+
+class _Generator:
+    """Of random numbers on the device; its state is on the host, and nothing reads it."""
+
+    def __init__(self, device: Any = CUDA) -> None:
+        self.device, self._seed, self._offset = torch.device(device), 0, 0
+
+    def manual_seed(self, seed: int) -> _Generator:
+        self._seed = seed
+        return self
+
+    def initial_seed(self) -> int:
+        return self._seed
+
+    def get_offset(self) -> int:
+        return self._offset
+
+    def set_offset(self, offset: int) -> None:
+        self._offset = offset
+
+    def get_state(self) -> tuple[int, int]:
+        return self._seed, self._offset
+
+    def set_state(self, state: tuple[int, int]) -> None:
+        self._seed, self._offset = state
+
+
+_REAL_GENERATOR = torch.Generator
+
+
+def _generator(device: Any = "cpu") -> Any:
+    return _REAL_GENERATOR() if torch.device(device).type == "cpu" else _Generator(device)
+
+
+def _make_subclass(cls: type[Tensor], data: Tensor, requires_grad: bool = False, **options: Any) -> Tensor:
+    """Autograd's engine would ask the device for its streams: to C++ the tensors are on "meta", to Python on "cuda"."""
+    options.pop("dispatch_device", None)
+    return _REAL_MAKE_SUBCLASS(cls, data, requires_grad, **options)
+
+
+_REAL_MAKE_SUBCLASS = torch.Tensor._make_subclass
+
+
+def pin(tensor: Tensor, *_: Any) -> Tensor:
+    pinned = tensor.clone()
+    setattr(pinned, PINNED, True)
+    return pinned
+
+
+def is_pinned(tensor: Tensor, *_: Any) -> bool:
+    base: Any = tensor if tensor._base is None else tensor._base
+    return getattr(tensor, PINNED, False) or getattr(base, PINNED, False)
+
+
+def _address(tensor: Tensor) -> int:
+    """Of the tensor, if its storage were in memory: equal for views of the same place."""
+    return tensor.untyped_storage()._cdata + int(tensor.storage_offset()) * tensor.element_size()
+
+
+def _address_of_storage(storage: torch.UntypedStorage) -> int:
+    return storage._cdata if storage.device.type == "meta" else _REAL_ADDRESS(storage)
+
+
+_REAL_ADDRESS = torch.UntypedStorage.data_ptr
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """flash attention, or with a mask the memory-efficient one, which takes it as numbers added to the scores."""
+    aten = torch.ops.aten
+    if enable_gqa and (attn_mask is not None or query.dtype not in (torch.bfloat16, torch.float16)):
+        repeat = query.shape[1] // key.shape[1]
+        key, value = key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1)
+    if attn_mask is None and query.dtype in (torch.bfloat16, torch.float16):
+        return aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]
+    bias = None
+    if attn_mask is not None:
+        bias = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(~attn_mask, -torch.inf)
+        bias = bias.expand(*query.shape[:3], key.shape[2])
+    return aten._scaled_dot_product_efficient_attention(
+        query, key, value, bias, query.requires_grad, dropout_p, is_causal, scale=scale
+    )[0]
+
+
+@contextlib.contextmanager
+def fake_cuda() -> Iterator[torch.device]:
+    generator = _Generator()
+    with pytest.MonkeyPatch.context() as patch, torch.autograd.set_multithreading_enabled(False):
+        patch.setattr(torch.Tensor, "_make_subclass", staticmethod(_make_subclass))
+        patch.setattr(FakeTensor, "is_cuda", property(lambda tensor: tensor.device.type == "cuda"), raising=False)
+        patch.setattr(FakeTensor, "data_ptr", _address, raising=False)
+        patch.setattr(torch.UntypedStorage, "data_ptr", _address_of_storage)
+        patch.setattr(torch.Tensor, "pin_memory", pin)
+        patch.setattr(torch.Tensor, "is_pinned", is_pinned)
+        patch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
+        patch.setattr(torch, "Event", Event)
+        patch.setattr(torch, "Generator", _generator)
+        patch.setattr(torch.cuda, "default_generators", (generator,))
+        patch.setattr(torch.cuda, "Stream", Stream)
+        patch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+        patch.setattr(torch.cuda, "current_stream", Stream)
+        patch.setattr(torch.cuda, "get_device_name", lambda device: "fake")
+        patch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+        for name in ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"):
+            patch.setattr(torch.cuda, name, lambda device: 0)
+        patch.setattr(torch.accelerator, "current_stream", Stream)
+        patch.setattr(F, "scaled_dot_product_attention", _attention)
+        with FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False):
+            yield CUDA

@@ -1,0 +1,72 @@
+"""The real step of one rank of any layout, on a fake device in a world of fake peers: nothing is computed or sent."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from megatron.config import parse_args
+from megatron.distributed.launch import LaunchInfo
+from megatron.distributed.state import ParallelState
+from megatron.model.passes import Batch
+from megatron.ops import select
+from megatron.training import assemble as assembling
+from megatron.training import model as modelling
+from megatron.training.assemble import Parts
+from megatron.training.batches import BatchMaker
+from megatron.training.initialize import Run, tokenizer_of
+from megatron.utils.log import RankLog
+from tests.cluster.fake_device import CUDA, fake_cuda, pin
+from tests.helpers.runs import pretrain_gpt
+
+
+@contextlib.contextmanager
+def fake_world(rank: int, ranks: int) -> Iterator[None]:
+    """A process group of torch's "fake" backend: every collective returns at once."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def fake_parts(argv: Sequence[str], rank: int, ranks: int) -> Iterator[Parts]:
+    """The parts of a run on rank `rank` of `ranks`, whose tensors are on a fake CUDA device."""
+    config, script = parse_args(argv), pretrain_gpt()
+    kernels = select.resolve(config.kernels.spec, "cuda", attention=config.kernels.attention)
+    with fake_world(rank, ranks), fake_cuda(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(modelling, "initialise_part", lambda *_: None)  # a host's work, and once
+        patch.setattr(torch.nn.Module, "to", lambda module, **_: module)  # it was made there, in its dtype
+        patch.setattr(BatchMaker, "_load", unset_fake_temporarily()(BatchMaker._load))
+        launch = LaunchInfo(rank=rank, world_size=ranks, local_rank=0, local_world_size=ranks)
+        run = Run(
+            config=config,
+            launch=launch,
+            device=CUDA,
+            dtype=getattr(torch, config.precision.params_dtype),
+            parallel=ParallelState.build(config.parallel.layout(ranks), rank),
+            kernels=kernels,
+            tokenizer=tokenizer_of(config, required=False),
+            log=RankLog(1),
+            run_id="fake",
+            started=time.monotonic(),
+        )
+        with assembling.assemble(run, script.datasets_provider, script.model_provider, script.forward_step) as parts:
+            parts.trainer.train_batches = _pinned(parts.trainer.train_batches)
+            yield parts
+
+
+def _pinned(batches: Iterator[Batch]) -> Iterator[Batch]:
+    """Batches as the loader gives them where there is a device: real, on the host, and pinned."""
+    while True:
+        with unset_fake_temporarily():
+            batch = {name: pin(v) if isinstance(v, torch.Tensor) else v for name, v in next(batches).items()}
+        yield batch

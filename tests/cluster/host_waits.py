@@ -1,0 +1,212 @@
+"""Watches one step on a fake device: what the host would wait for, what is allocated, and how many bytes move.
+
+A wait fails at once and by name, unless its place is one of the known ones: then it is counted and answered. A device
+hands out nothing here, so whatever reads a number, takes its shape from data, or copies between host and device other
+than pinned and without blocking is such a wait.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from tests.cluster.fake_device import CUDA, PINNED, Event, Stream, is_pinned
+
+_REPOSITORY = Path(__file__).parents[2]
+_OWN = {str(_REPOSITORY / "tests" / "cluster" / f"{name}.py") for name in ("fake_device", "fake_run", "host_waits")}
+_COPIES = {"clone", "_to_copy", "cat", "stack", "contiguous"}
+_META = torch.device("meta")
+
+
+class HostWait(AssertionError):
+    """The host would wait for the device here."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A line of ours, and the frame that was there."""
+
+    file: str
+    line: int
+    function: str
+    names: Mapping[str, Any]
+
+    @property
+    def key(self) -> str:
+        return f"{self.file}:{self.function}"
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line} in {self.function}"
+
+
+def here() -> Place:
+    """The innermost line of this repository, the watcher's own files excepted."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if name.startswith(str(_REPOSITORY)) and name not in _OWN and "/.venv/" not in name:
+            file = str(Path(name).relative_to(_REPOSITORY))
+            return Place(file, frame.f_lineno, _function(frame), frame.f_locals)
+        frame = frame.f_back
+    raise AssertionError("an operation that nothing of ours asked for")
+
+
+def _function(frame: FrameType) -> str:
+    """Its name; of a comprehension (a function of its own before Python 3.12) or a lambda, that of the one around."""
+    while frame.f_code.co_name.startswith("<") and frame.f_back is not None:
+        frame = frame.f_back
+    return frame.f_code.co_name
+
+
+Answer = Callable[[Mapping[str, Any], Any], Any]
+"""(the names at the place, the tensor that is asked) -> what the host would have read there."""
+
+
+@dataclass(frozen=True)
+class Known:
+    """A wait that is known, and stands until a later step ends it."""
+
+    place: str
+    why: str
+    answer: Answer
+
+
+@dataclass(frozen=True)
+class Allocation:
+    size: int
+    shape: tuple[int, ...]
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.size} bytes {list(self.shape)} by {self.what}"
+
+
+class Watch(TorchDispatchMode):
+    """`weights` are the model's; an allocation above `bound` bytes is kept with its place."""
+
+    def __init__(self, known: Sequence[Known], weights: Iterable[Tensor] = (), bound: int = sys.maxsize) -> None:
+        super().__init__()
+        self._known, self._bound = {one.place: one for one in known}, bound
+        self._weights = {weight.untyped_storage()._cdata for weight in weights}
+        self._alive: dict[int, weakref.ref[Any]] = {}
+        self._copies: dict[int, int] = {}
+        self.waits: Counter[str] = Counter()
+        self.large: list[tuple[Place, Allocation]] = []
+        self.most_copied = Allocation(0, (), "nothing")
+        self.moved = self.sent = self.host_bytes = self.operations = 0
+
+    def __enter__(self) -> Watch:
+        self._patch = patch = pytest.MonkeyPatch()
+        patch.setattr(FakeTensor, "tolist", lambda tensor: self._read(tensor, "tolist()"))
+        for owner in (torch.cuda, torch.accelerator, Event, Stream):
+            patch.setattr(owner, "synchronize", lambda *_: self._read(None, "synchronize()"))
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._patch.undo()
+        super().__exit__(*error)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if kwargs.get("device") == _META:
+            kwargs["device"] = CUDA  # C++ asked a tensor for its device
+        name = func.overloadpacket.__name__
+        if (tensor := _waits(func, name, args, kwargs)) is not None:
+            return self._read(tensor, f"{func.namespace}.{name}")
+        result = func(*args, **kwargs)
+        self._account(func, name, args, kwargs, result)
+        return result
+
+    def _read(self, tensor: Tensor | None, what: str) -> Any:
+        place = here()
+        known = self._known.get(place.key)
+        if known is None:
+            whose = "" if tensor is None else f" of a tensor {list(tensor.shape)} on {tensor.device}"
+            raise HostWait(f"{place}: {what}{whose} waits for the device")
+        if what != "tolist()" or tensor is None or tensor.device.type != "cpu":  # what is on the host is only answered
+            self.waits[place.key] += 1
+        return known.answer(place.names, tensor)
+
+    # ---- bytes
+
+    def _account(self, func: Any, name: str, args: Any, kwargs: Any, result: Any) -> None:
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        if kwargs.get("pin_memory") or (func.is_view and any(is_pinned(tensor) for tensor in given)):
+            for tensor in made:
+                setattr(tensor, PINNED, True)
+        if func.is_view or name in ("detach", "alias"):
+            return
+        self.operations += 1
+        seen = {id(tensor): tensor for tensor in (*given, *made)}.values()
+        touched = sum(_bytes(tensor) for tensor in seen if tensor.device.type == "cuda")
+        self.moved += touched
+        if func.namespace == "c10d":
+            self.sent += touched
+        if len({tensor.device.type for tensor in seen}) == 2:
+            self.host_bytes += sum(_bytes(tensor) for tensor in seen if tensor.device.type == "cpu")
+        for tensor in made:
+            if tensor.device.type == "cuda":
+                self._allocated(name, tensor, given)
+
+    def _allocated(self, name: str, tensor: Tensor, given: Sequence[Tensor]) -> None:
+        storage = tensor.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._alive or any(other.untyped_storage()._cdata == key for other in given):
+            return
+        self._alive[key] = weakref.ref(storage, partial(self._freed, key))
+        if size > self._bound:
+            self.large.append((here(), Allocation(size, tuple(tensor.shape), name)))
+        if name in _COPIES and given and all(other.untyped_storage()._cdata in self._weights for other in given):
+            self._copies[key] = size
+            total = sum(self._copies.values())
+            if total > self.most_copied.size:
+                self.most_copied = Allocation(total, tuple(tensor.shape), f"{name} at {here()}")
+
+    def _freed(self, key: int, _: Any) -> None:
+        self._alive.pop(key, None)
+        self._copies.pop(key, None)
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _waits(func: Any, name: str, args: Any, kwargs: Mapping[str, Any]) -> Tensor | None:
+    """The tensor that this operation would make the host wait for, if any."""
+    if name in ("_to_copy", "copy_"):
+        return _copy_waits(name, args, kwargs)
+    if name in ("index", "index_put", "index_put_"):
+        masks = [index for index in args[1] if index is not None and index.dtype in (torch.bool, torch.uint8)]
+        fills = name != "index" and args[2].numel() == 1
+        return masks[0] if masks and not fills else None
+    if name == "repeat_interleave" and kwargs.get("output_size") is not None:
+        return None
+    if torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags or name == "equal":
+        return next((leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)), None)
+    return None
+
+
+def _copy_waits(name: str, args: Any, kwargs: Mapping[str, Any]) -> Tensor | None:
+    """A copy between host and device, unless it is pinned and does not block."""
+    into, source = (None, args[0]) if name == "_to_copy" else args[:2]
+    there = torch.device(kwargs.get("device") or source.device) if into is None else into.device
+    if there.type == source.device.type:
+        return None
+    blocks = not (kwargs.get("non_blocking", False) or (name == "copy_" and len(args) > 2 and args[2]))
+    host = source if source.device.type == "cpu" else into
+    return source if blocks or host is None or not is_pinned(host) else None

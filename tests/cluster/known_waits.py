@@ -1,0 +1,102 @@
+"""What a later step about the speed of a GPU is to end: waits of the host, and tensors of s x s, with their counts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.config import RunConfig
+from megatron.model.moe import MoE
+from megatron.training.assemble import Parts
+from tests.cluster.fake_device import CUDA
+from tests.cluster.host_waits import Known
+
+OUTCOME = "megatron/utils/device.py:values"
+_MOE = "megatron/model/moe.py:_routed"
+_HERE = "megatron/model/factory.py:run_here"
+_DISPATCH = "megatron/expert_parallel/dispatch.py"
+_ENDS = "megatron/ops/grouped_linear.py:_ends"
+
+
+def _shares(names: Mapping[str, Any], tensor: Tensor) -> list[int]:
+    """The rows that are there, as evenly as they can be."""
+    rows, parts = names["rows"].shape[0], tensor.numel()
+    return [rows // parts + (part < rows % parts) for part in range(parts)]
+
+
+def _outcome(names: Mapping[str, Any], tensor: Tensor | None) -> list[float] | None:
+    return None if tensor is None else [1.0] * tensor.numel()  # the event, then the numbers: a step that went well
+
+
+def _on_device(names: Mapping[str, Any], tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=CUDA)
+
+
+KNOWN = (
+    Known(OUTCOME, "the outcome of a step, read within the next one: no wait while the device has work", _outcome),
+    Known(_MOE, "an expert's capacity: how many choices are left", lambda names, mask: names["order"]),
+    Known(_HERE, "the rows of each expert", _shares),
+    Known(f"{_DISPATCH}:forward", "the rows for each rank, and those from each rank", _shares),
+    Known(f"{_DISPATCH}:_sliced", "the rows of each rank", lambda names, t: [names["rows"].shape[0]] * t.numel()),
+    Known(f"{_DISPATCH}:_by_expert", "the rows of each expert", _shares),
+    Known(_ENDS, "the ends of the groups, copied to the device", _on_device),
+)
+
+
+def expected_waits(config: RunConfig, parts: Parts, micro_batches: int) -> Counter[str]:
+    """Of one step on this rank."""
+    parallel, moe = parts.engine.parallel, config.moe
+    layers = sum(isinstance(module, MoE) for module in parts.engine.model.modules())
+    again = 2 if config.recompute.recompute_granularity == "full" else 1
+    passes = layers * micro_batches * again
+    sent = parallel.ep.size > 1 or parallel.tp.size > 1
+    deferred = parallel.pp.size > 1 and config.parallel.schedule == "zero-bubble"
+    products = layers * micro_batches * (2 * again + (2 if deferred else 4))
+    counts = {
+        OUTCOME: 1,
+        _MOE: passes if moe.moe_expert_capacity_factor is not None else 0,
+        _HERE: 0 if sent else passes,
+        f"{_DISPATCH}:forward": 2 * passes if sent else 0,
+        f"{_DISPATCH}:_sliced": passes if config.parallel.splits_sequence and parallel.tp.size > 1 else 0,
+        f"{_DISPATCH}:_by_expert": passes if sent else 0,
+        _ENDS: products if layers else 0,
+    }
+    return +Counter(counts)
+
+
+@dataclass(frozen=True)
+class Square:
+    """A place that makes tensors of s x s, at most so many in each forward pass of a layer."""
+
+    place: str
+    why: str
+    most: int
+
+
+_MASK = "megatron/model/attention.py:attention_mask"
+_SDPA = "megatron/ops/sdpa.py:sdpa"
+_TRIANGLE = "megatron/ops/softmax.py:causal_mask"
+_VISIBLE = "megatron/context_parallel/gathered.py:visible"
+SQUARES = (
+    Square(_MASK, "documents and windows are a mask over all queries and keys", 8),
+    Square(_SDPA, "torch's attention takes a mask as numbers that are added to the scores", 8),
+    Square(_TRIANGLE, "a chunk of queries over more keys has its triangle as a mask", 4),
+    Square(_VISIBLE, "the masks of a rank's two chunks side by side", 4),
+)
+
+
+def expected_squares(config: RunConfig) -> set[str]:
+    """The places, on any rank, that a layout may not do without today."""
+    model, parallel, data = config.model, config.parallel, config.data
+    masked = model.window is not None or data.reset_attention_mask
+    kind = parallel.cp_attention if parallel.context_parallel_size > 1 else "whole"
+    if kind == "p2p":
+        return set()
+    if kind == "allgather":
+        return {_MASK, _SDPA, _VISIBLE} if masked else {_SDPA, _TRIANGLE}
+    return {_MASK, _SDPA} if masked else set()

@@ -1,0 +1,284 @@
+"""The step of every layout on a fake GPU: the host waits nowhere, no tensor has the size of s x s, and no weight is
+copied, but for what `known_waits.py` names and counts.
+
+The layouts are those of the equivalence suites, in bf16, with sequences so long that s x s is larger than all else.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.config import RunConfig, parse_args
+from megatron.model.block import Block
+from megatron.model.moe import Experts
+from megatron.training.assemble import Parts
+from tests.cluster.fake_run import fake_parts
+from tests.cluster.host_waits import Allocation, HostWait, Watch
+from tests.cluster.known_waits import KNOWN, SQUARES, expected_squares, expected_waits
+from tests.equivalence import test_context_parallel, test_data_parallel, test_model_parallel, test_moe
+from tests.equivalence.test_model_parallel import GPT2, SP, layout
+from tests.helpers.runs import flags
+
+SUITES = (test_data_parallel, test_model_parallel, test_context_parallel, test_moe)
+KINDS = ("num_experts", "window_size", "reset_attention_mask", "recompute_granularity", "moe_expert_capacity_factor")
+LONG = 16384
+SHORTER = 8192
+"""With ring attention, whose blocks of scores are many."""
+_BLOCK = 1024  # queries at a time, in ring attention
+
+
+@dataclass(frozen=True)
+class Case:
+    ranks: int
+    rank: int
+    argv: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} of {self.ranks}: {' '.join(self.argv)}"
+
+
+@dataclass(frozen=True)
+class Found:
+    waits: Counter[str]
+    expected: Counter[str]
+    squares: Counter[str]
+    allowed_squares: Counter[str]
+    copied: Allocation
+    allowed_copies: int
+    moved: int
+    host_bytes: int
+
+
+def settings(family: dict[str, Any], axes: dict[str, Any], ranks: int) -> dict[str, Any]:
+    """Few micro-batches and layers; everything else is the suite's."""
+    pp = axes.get("pipeline_model_parallel_size", 1)
+    model_parallel = pp * axes.get("tensor_model_parallel_size", 1) * axes.get("context_parallel_size", 1)
+    ring = axes.get("context_parallel_size", 1) > 1 and axes.get("cp_comm_type", "p2p") == "p2p"
+    seq = SHORTER if ring else LONG
+    few = {"num_layers": 1 if ring else 2} if pp == 1 and "moe_layer_freq" not in family else {}
+    if "moe_ffn_hidden_size" in family:
+        few["moe_ffn_hidden_size"] = 48  # the grouped product takes it, split over two ranks as well
+    return {
+        **family,
+        **axes,
+        **few,
+        "bf16": True,
+        "optimizer": "adam",
+        "train_iters": 3,
+        "seq_length": seq,
+        "max_position_embeddings": seq,
+        "micro_batch_size": 1,
+        "global_batch_size": ranks // model_parallel * max(1 if ring else 2, pp),
+    }
+
+
+@cache
+def cases() -> tuple[Case, ...]:
+    """Every layout of every suite once with each kind of model; of a pipeline its first and its last stage."""
+    kinds: dict[tuple[Any, ...], Case] = {}
+    for suite in SUITES:
+        for ranks, pairs in suite.CASES.items():
+            for family, axes in pairs:
+                pp = axes.get("pipeline_model_parallel_size", 1)
+                for rank in {0, ranks - 1} if pp > 1 else {ranks - 1}:
+                    argv = tuple(flags(**settings(family, axes, ranks)))
+                    kinds.setdefault((ranks, rank, str(axes), *(family.get(k) for k in KINDS)), Case(ranks, rank, argv))
+    return tuple(kinds.values())
+
+
+def longest_row(config: RunConfig, padded_vocabulary: int) -> int:
+    """Numbers of one token in any one tensor."""
+    model, moe = config.model, config.moe
+    widths = [padded_vocabulary, 3 * model.hidden_size, 2 * model.ffn_size]
+    if moe.num_experts:
+        width = max(2 * (moe.moe_ffn_hidden_size or model.ffn_size), model.hidden_size)
+        widths += [moe.num_experts, moe.moe_router_topk * width]
+    return max(widths)
+
+
+def largest_allowed(config: RunConfig, padded_vocabulary: int) -> int:
+    """Bytes: a row of fp32 for every token, or a block of ring attention's scores."""
+    seq, cp = config.data.seq_length, config.parallel.context_parallel_size
+    allowed = 4 * seq * longest_row(config, padded_vocabulary)
+    if cp > 1 and config.parallel.cp_attention == "p2p":
+        chunk = seq // (2 * cp)
+        allowed = max(allowed, 4 * config.model.num_attention_heads * min(_BLOCK, chunk) * chunk)
+    assert allowed < seq * seq, "s x s would not be seen"
+    return allowed
+
+
+def copies_allowed(parts: Parts) -> int:
+    """Bytes: the grouped product of a layer's experts takes their weights side by side; one matrix at a time."""
+    experts = [module for module in parts.engine.model.modules() if isinstance(module, Experts)]
+    sizes = [sum(p.numel() * p.element_size() for p in layer.parameters()) for layer in experts]
+    return max(sizes, default=0)
+
+
+def watched(case: Case, plant: Callable[[Parts], None] | None = None) -> Found:
+    config = parse_args(case.argv)
+    with fake_parts(case.argv, case.rank, case.ranks) as parts:
+        if plant is not None:
+            plant(parts)
+        padded = config.tokenizer.vocab_size
+        assert padded is not None
+        bound = largest_allowed(config, padded + 64)
+        with Watch(KNOWN, parts.engine.model.parameters(), bound) as watch:
+            parts.trainer.fit(1)
+        micro_batches = config.training.global_batch_size // parts.engine.parallel.dp.size
+        passes = micro_batches * 2 * config.model.num_layers  # the second when it is recomputed
+        return Found(
+            watch.waits,
+            expected_waits(config, parts, micro_batches),
+            Counter(place.key for place, _ in watch.large),
+            Counter({one.place: one.most * passes for one in SQUARES if one.place in expected_squares(config)}),
+            watch.most_copied,
+            copies_allowed(parts),
+            watch.moved,
+            watch.host_bytes,
+        )
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[Case, Found | Exception]:
+    results: dict[Case, Found | Exception] = {}
+    for case in cases():
+        try:
+            results[case] = watched(case)
+        except Exception as error:
+            results[case] = error
+    return results
+
+
+def of(found: dict[Case, Found | Exception]) -> Iterator[tuple[Case, Found]]:
+    for case, result in found.items():
+        if isinstance(result, Exception):
+            raise AssertionError(str(case)) from result
+        yield case, result
+
+
+def test_the_host_waits_only_where_it_is_known(found: dict[Case, Found | Exception]) -> None:
+    wrong = {str(case): (r.waits, r.expected) for case, r in of(found) if r.waits != r.expected}
+    assert not wrong, wrong
+
+
+def test_no_tensor_is_s_times_s_unless_it_is_known(found: dict[Case, Found | Exception]) -> None:
+    wrong = {str(case): (r.squares, r.allowed_squares) for case, r in of(found) if not same_places(r)}
+    assert not wrong, wrong
+
+
+def same_places(result: Found) -> bool:
+    return result.squares.keys() == result.allowed_squares.keys() and result.squares <= result.allowed_squares
+
+
+def test_no_weight_is_copied_but_those_of_a_layers_experts(found: dict[Case, Found | Exception]) -> None:
+    wrong = {str(case): (r.copied, r.allowed_copies) for case, r in of(found) if r.copied.size > r.allowed_copies}
+    assert not wrong, wrong
+
+
+def test_every_known_exception_still_occurs(found: dict[Case, Found | Exception]) -> None:
+    waits = set().union(*(result.waits for _, result in of(found)))
+    squares = set().union(*(result.squares for _, result in of(found)))
+    assert waits == {known.place for known in KNOWN}
+    assert squares == {square.place for square in SQUARES}
+
+
+TENSORS = flags(**settings(GPT2, layout(tp=2), 2))
+
+
+def test_twice_the_sequence_moves_at_most_twice_the_bytes() -> None:
+    """Attention apart, whose kernels read keys and values again, and which is counted with what it reads once."""
+    for axes in (layout(tp=2, **SP), layout(pp=2), {"context_parallel_size": 2, "cp_comm_type": "a2a"}):
+        short, long = (
+            {**settings(GPT2, axes, 2), "seq_length": s, "max_position_embeddings": LONG} for s in (4096, 8192)
+        )
+        once, twice = (watched(Case(2, 1, tuple(flags(**one)))) for one in (short, long))
+        assert once.moved < twice.moved <= 2 * once.moved, axes
+
+
+def test_only_the_batch_comes_from_the_host_and_only_the_outcome_goes_there() -> None:
+    """Tokens, labels and positions of 8 bytes each, weights of 4, the sample's number; six numbers of the step."""
+    found = watched(Case(2, 1, tuple(TENSORS)))
+    assert found.host_bytes == 2 * (LONG * (8 + 8 + 8 + 4) + 8) + 6 * 8
+
+
+# What the prover is worth: each planted mistake is found, by the name of its line.
+
+
+def in_every_layer(parts: Parts, mistake: Callable[[Tensor], object]) -> None:
+    for module in parts.engine.model.modules():
+        if isinstance(module, Block):
+            module.register_forward_pre_hook(lambda block, arguments: (mistake(arguments[0]), None)[1])
+
+
+def reads_a_number(x: Tensor) -> float:
+    return x.sum().item()
+
+
+def asks_a_number(x: Tensor) -> bool:
+    return bool(x.sum() > 0)
+
+
+def goes_to_the_host(x: Tensor) -> Tensor:
+    return x.detach().cpu()
+
+
+def selects_by_value(x: Tensor) -> Tensor:
+    return x[x > 0]
+
+
+def comes_from_the_host(x: Tensor) -> Tensor:
+    return torch.tensor([1.0, 2.0], device=x.device)
+
+
+def waits_for_all(x: Tensor) -> None:
+    torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    [reads_a_number, asks_a_number, goes_to_the_host, selects_by_value, comes_from_the_host, waits_for_all],
+)
+def test_a_planted_wait_is_found(mistake: Callable[[Tensor], object]) -> None:
+    with pytest.raises(HostWait, match=rf"test_host_waits.py:\d+ in {mistake.__name__}: .* waits for the device"):
+        watched(Case(2, 1, tuple(TENSORS)), lambda parts: in_every_layer(parts, mistake))
+
+
+def test_a_batch_that_is_not_pinned_is_found() -> None:
+    def plant(parts: Parts) -> None:
+        parts.trainer.train_batches = (
+            {**batch, "labels": batch["labels"] + 0} for batch in parts.trainer.train_batches
+        )
+
+    with pytest.raises(HostWait, match=r"megatron/utils/cuda.py:\d+ in _moved: aten._to_copy .* on cpu"):
+        watched(Case(2, 1, tuple(TENSORS)), plant)
+
+
+def makes_a_square(x: Tensor) -> Tensor:
+    return torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device)
+
+
+def test_a_planted_square_is_found() -> None:
+    result = watched(Case(2, 1, tuple(TENSORS)), lambda parts: in_every_layer(parts, makes_a_square))
+    assert result.squares == {"tests/cluster/test_host_waits.py:makes_a_square": 4} and not same_places(result)
+
+
+def test_a_planted_copy_of_the_weights_is_found() -> None:
+    def plant(parts: Parts) -> None:
+        model = parts.engine.model
+        kept: list[Tensor] = []
+
+        def copies_the_weights(x: Tensor) -> None:
+            kept[:] = [parameter.detach().clone() for parameter in model.parameters()]
+
+        in_every_layer(parts, copies_the_weights)
+
+    result = watched(Case(2, 1, tuple(TENSORS)), plant)
+    assert result.copied.size > result.allowed_copies and "copies_the_weights" in str(result.copied)

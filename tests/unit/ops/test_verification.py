@@ -1,0 +1,222 @@
+"""CUDA kernels are verified at first use. The CPU stands for the GPU: what is verified, what is kept and what is
+believed does not depend on the device; that a GPU computes what its kernels say is tools/gpu_check.py's to show."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.distributed.messages import all_gather_json
+from megatron.distributed.state import ParallelState
+from megatron.layout import Layout
+from megatron.ops import resolve, select, verification
+from megatron.ops.library import PATH, UNVERIFIED, Gpu, Library
+from megatron.ops.proof.apart import judge_apart
+from megatron.ops.verification import Outcome, agreed, judged_apart, verified
+from tests.helpers.distributed import run_ranks
+from tests.helpers.kernels import backend
+from tests.helpers.planted import planted_checkout, planted_library
+
+CPU = torch.device("cpu")
+ROOMS = {"activation": "hash of activation", "rope": "hash of rope"}
+NATIVE = Library(unverified=dict.fromkeys(ROOMS, UNVERIFIED), cuda_sources=ROOMS)
+
+
+@dataclass
+class StandIn:
+    """A judge that notes what it was asked."""
+
+    outcomes: Mapping[str, Outcome] = field(default_factory=dict)
+    seconds: float = 0.0
+    asked: list[list[str]] = field(default_factory=list)
+
+    def __call__(self, rooms: Sequence[str], device: torch.device) -> dict[str, Outcome]:
+        self.asked.append(list(rooms))
+        time.sleep(self.seconds)
+        return {room: self.outcomes.get(room, Outcome()) for room in rooms}
+
+
+def check(cache: Path | None, judge: StandIn, native: Library = NATIVE) -> tuple[Library, list[str]]:
+    said: list[str] = []
+    return verified(native, CPU, said.append, cache=cache, judge=judge), said
+
+
+def backends(native: Library, spec: str = "auto") -> dict[str, tuple[str, str]]:
+    return {one.op: (one.backend, one.reason) for one in resolve(spec, "cuda", native=native).choices}
+
+
+def test_what_is_right_is_used_and_verified_once(tmp_path: Path) -> None:
+    judge = StandIn()
+    native, (line,) = check(tmp_path, judge)
+    assert backends(NATIVE)["swiglu"][0] == "torch" and backends(native)["swiglu"][0] == "native"
+    assert line == f"kernels: activation, rope verified, on cpu in 0 s; kept in {tmp_path}"
+    assert check(tmp_path, judge) == (native, []) and judge.asked == [["activation", "rope"]]
+
+
+def test_what_is_wrong_is_not_used_and_every_start_says_so(tmp_path: Path) -> None:
+    judge = StandIn({"rope": Outcome("rope float32: 3x5: output 0: error 1e-1")})
+    for times in (1, 2):
+        native, (line,) = check(tmp_path, judge)
+        assert "rope" in line and "found wrong" in line and "not used" in line
+        assert len(judge.asked) == 1
+        assert backends(native)["swiglu"][0] == "native"
+        backend_of_rope, why = backends(native)["rope"]
+        assert backend_of_rope == "ref" and "found wrong on this GPU (rope float32: 3x5: output 0" in why, times
+    assert "found wrong on this GPU" in backends(native, "native")["rope"][1]  # asked for: used, and the table says it
+
+
+def test_what_could_not_be_judged_is_tried_again(tmp_path: Path) -> None:
+    judge = StandIn({"rope": Outcome("its process ended with exit code -6", judged=False)})
+    native, (line,) = check(tmp_path, judge)
+    assert "rope is not verified and not used (its process ended" in line
+    assert "native is not verified on this GPU (its process ended with exit code -6)" in backends(native)["rope"][1]
+    again, _ = check(tmp_path, StandIn())
+    assert not again.unverified
+
+
+@pytest.mark.parametrize("changed", ["a source", "the CUDA version", "the GPU", "torch", "the proofs"])
+def test_an_outcome_holds_for_what_was_verified_only(
+    tmp_path: Path, changed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check(tmp_path, StandIn())
+    native, expected = NATIVE, ["activation", "rope"]
+    if changed == "a source":
+        native, expected = replace(NATIVE, cuda_sources=ROOMS | {"rope": "another"}), ["rope"]
+    elif changed == "the CUDA version":
+        native = replace(NATIVE, needs=Gpu((8, 0), (13, 0)))
+    elif changed == "the GPU":
+        monkeypatch.setattr(verification, "device_name", lambda device: "another GPU")
+    elif changed == "torch":
+        monkeypatch.setattr(torch, "__version__", "2.99")
+    else:
+        monkeypatch.setattr(verification, "_hash_of_python", lambda: "another")
+    judge = StandIn()
+    check(tmp_path, judge, native)
+    assert judge.asked == [expected]
+
+
+def another_key(text: str) -> str:
+    record = json.loads(text)
+    return json.dumps(record | {"key": record["key"] | {"gpu": "another"}})
+
+
+DAMAGE: dict[str, Callable[[str], str]] = {
+    "empty": lambda text: "",
+    "cut": lambda text: text[: len(text) // 2],
+    "no object": lambda text: "[]",
+    "of something else": another_key,
+    "no verdict": lambda text: json.dumps({"key": json.loads(text)["key"]}),
+    "a strange verdict": lambda text: json.dumps(json.loads(text) | {"wrong": 0}),
+    "an empty verdict": lambda text: json.dumps(json.loads(text) | {"wrong": ""}),
+    "deep": lambda text: "[" * 200_000,
+    "not text": lambda text: "\udcff\udcfe",
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_record_is_made_again(tmp_path: Path, damage: str) -> None:
+    check(tmp_path, StandIn())
+    (record,) = tmp_path.glob("rope-*.json")
+    right = record.read_text()
+    record.write_bytes(DAMAGE[damage](right).encode(errors="surrogateescape"))
+    judge = StandIn()
+    native, _ = check(tmp_path, judge)
+    assert judge.asked == [["rope"]] and record.read_text() == right and not native.unverified
+
+
+def test_a_cache_that_cannot_be_written_costs_time_only(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for cache, why in ((tmp_path / "file" / "kernels", "cannot be written (Not a directory)"), (None, "no home")):
+        judge = StandIn()
+        for _ in range(2):
+            native, (line,) = check(cache, judge)
+            assert why in line and "every start verifies again" in line and not native.unverified
+        assert len(judge.asked) == 2
+
+
+def test_two_processes_verify_once(tmp_path: Path) -> None:
+    judge = StandIn(seconds=0.5)
+    with ThreadPoolExecutor(2) as pool:  # of one process: a lock belongs to an open file
+        results = list(pool.map(partial(check, judge=judge), (tmp_path, tmp_path)))
+    assert len(judge.asked) == 1
+    assert [native.unverified for native, _ in results] == [{}, {}]
+    assert sorted("waiting" in " ".join(said) for _, said in results) == [False, True]
+
+
+def test_a_lock_that_is_never_given_back_costs_time_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verification, "WAIT", 0.2)
+    with open(tmp_path / "lock", "w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        native, said = check(tmp_path, StandIn())
+    assert not native.unverified and "waiting for another process" in said[0]
+
+
+def test_ranks_that_disagree_all_fall_back(tmp_path: Path) -> None:
+    """Two machines, each with a cache of its own: what is wrong on one is used on none."""
+
+    def rank(number: int) -> tuple[dict[str, tuple[str, str]], dict[str, tuple[str, str]]]:
+        judge = StandIn({"rope": Outcome("rope float32: wrong here")} if number else {})
+        native, _ = check(tmp_path / str(number), judge)
+        world = ParallelState.build(Layout(2), number).world
+        together = agreed(native, all_gather_json(dict(native.unverified), world, dict[str, str]))
+        return backends(native), backends(together)
+
+    alone, together = zip(*run_ranks(2, rank))
+    assert [one["rope"][0] for one in alone] == ["native", "ref"]
+    assert [one["rope"][0] for one in together] == ["ref", "ref"]
+    assert "rope float32: wrong here), rank 1" in together[0]["rope"][1]
+    assert [one["swiglu"][0] for one in together] == ["native", "native"]
+
+
+# ---------------------------------------------------------------- when
+
+
+def test_only_auto_on_a_gpu_verifies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Path | None] = []
+    monkeypatch.setattr(select, "library", lambda: NATIVE)
+    monkeypatch.setattr(select, "verified", lambda native, device, say, *, cache: asked.append(cache) or Library())
+    for spec, device in (("ref", "cuda"), ("native", "cuda"), ("auto", "cpu")):
+        assert select.usable_library(spec, torch.device(device), print) is NATIVE
+    monkeypatch.setattr(select, "library", lambda: Library("not built"))
+    assert select.usable_library("auto", torch.device("cuda"), print).missing == "not built"
+    assert asked == []
+    monkeypatch.setattr(select, "library", lambda: NATIVE)
+    assert not select.usable_library("auto,-rope", torch.device("cuda", 1), print, tmp_path).unverified
+    assert asked == [tmp_path]
+
+
+# ---------------------------------------------------------------- the judge itself
+
+
+def test_the_kernels_of_this_machine_are_right() -> None:
+    """By the processes that a first start on a GPU begins."""
+    backend("cpu")
+    assert judged_apart(["rope", "nowhere"], CPU) == {"rope": Outcome(), "nowhere": Outcome("nothing judges it", False)}
+
+
+def test_a_planted_kernel_is_found_wrong_and_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend("cpu")
+    root = planted_checkout(tmp_path, "rope/cpu.cpp", "a * cos[i] - b", "a * cos[i] + b")
+    kernels = planted_library(root, Path("rope/cpu.cpp"), "rope", emulated=False)
+    record = json.loads(PATH.with_suffix(".json").read_text())
+    record["sha256"] = hashlib.sha256(kernels.read_bytes()).hexdigest()
+    kernels.with_suffix(".json").write_text(json.dumps(record))
+    code = f"import pathlib, megatron.ops.library as l; l.PATH = pathlib.Path({str(kernels)!r})\n"
+    code += "from megatron.ops.proof.__main__ import main; main()"
+    planted = partial(judge_apart, judge=(sys.executable, "-c", code))
+    monkeypatch.setattr("megatron.ops.proof.apart.judge_apart", planted)
+    native = Library(unverified={"rope": UNVERIFIED}, cuda_sources={"rope": "hash"})
+    native = verified(native, CPU, lambda line: None, cache=tmp_path / "cache")
+    assert "found wrong on this GPU (rope float32: " in native.unverified["rope"]
+    assert backends(native)["rope"][0] == "ref"
