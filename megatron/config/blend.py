@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron.config.split import Shares, parse_split
-from megatron.errors import ConfigError
+from megatron.errors import ConfigError, without_secrets
 
 if TYPE_CHECKING:
     from megatron.config.sections.data import DataConfig
@@ -36,6 +36,15 @@ class DataSources:
     cut: bool
     blends: Sequence[Blend | None]
     shares: Shares  # of --split
+
+
+def fetch_first(named: str, prefix: str) -> str:
+    """The line about a source that is a URL."""
+    name = without_secrets(prefix).rstrip("/").rpartition("/")[2]
+    return (
+        f"{named} {without_secrets(prefix)}: training reads local files; fetch it to each node before (python "
+        f"tools/merge_datasets.py --input {without_secrets(prefix)} --output-prefix {name}) and give that prefix"
+    )
 
 
 def parse_blend(flag: str, words: Sequence[str]) -> Blend:

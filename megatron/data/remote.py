@@ -32,6 +32,7 @@ _PACKAGES = {  # every scheme that is taken, and the package that reads it
     "oss": "ossfs",
     "oci": "ocifs",
 }
+_OF_THE_HUB = re.compile(r"https://(?:huggingface\.co|hf\.co)/(datasets/|spaces/)?([^/]+/[^/]+)/resolve/([^/]+)/(.+)")
 OLDEST_FSSPEC = "2025.3.0"
 _VERSIONS = ("ETag", "etag", "VersionId", "generation", "mtime", "LastModified", "last_modified", "updated", "created")
 PAUSES = (0.5, 1.0, 2.0)  # seconds before each retry
@@ -95,11 +96,21 @@ async def _client_within_the_host(**options: Any) -> Any:
         source, target = asked.url, asked.url.join(type(asked.url)(asked.response.headers.get("Location", "")))
         upgraded = (source.scheme, target.scheme) == ("http", "https")
         if source.host != target.host or not (upgraded or source.origin() == target.origin()):
-            raise ConfigError(f"{source}: redirects to another server, {target.origin()}; give the address there")
+            raise ConfigError(redirected(str(source), str(target.origin())))
 
     trace = aiohttp.TraceConfig()
     trace.on_request_redirect.append(look)
     return aiohttp.ClientSession(trace_configs=[trace], **options)
+
+
+def redirected(address: str, server: str) -> str:
+    """The line about a redirect to another server. The Hugging Face Hub's links do, and its own scheme needs none."""
+    found = _OF_THE_HUB.fullmatch(address.partition("?")[0])
+    way_out = "fetch the file (curl -L), and name that"
+    if found is not None:
+        kind, name, revision, path = found.groups()
+        way_out = f"give hf://{kind or ''}{name}@{revision}/{path} (pip install huggingface_hub), or {way_out}"
+    return f"{without_secrets(address)}: redirects to another server, {server}; {way_out}"
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from megatron.config.blend import fetch_first
 from megatron.data.indexed.dataset import IndexedDataset, idx_path
 from megatron.data.indexed.files import allow_open_files, is_mapped, map_tokens
 from megatron.data.indexed.record import DataRecord, check_files, check_tokenizer, read_record, record_path
@@ -54,11 +55,7 @@ class Sources:
     def prepare(self, prefixes: Sequence[str]) -> None:
         """Raises the limit on open files for these sources, or refuses a blend too large for it, before opening any."""
         for prefix in filter(is_url, prefixes):
-            name = prefix.rstrip("/").rpartition("/")[2]
-            raise ConfigError(
-                f"data path {prefix}: training reads local files; fetch it to each node before (python "
-                f"tools/merge_datasets.py --input {prefix} --output-prefix {name}) and give that prefix"
-            )
+            raise ConfigError(fetch_first("data path", prefix))
         new = set(prefixes) - self._opened.keys()
         self._mapped_indices += sum(is_mapped(idx_path(prefix)) for prefix in new)
         count = len(self._opened) + len(new)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron.config.blend import data_sources
+from megatron.config.blend import data_sources, fetch_first
 from megatron.config.refusals import Refusals
 from megatron.config.run import RunConfig
 from megatron.errors import ConfigError
@@ -32,6 +32,8 @@ def _wrong_paths(config: RunConfig) -> Iterator[ConfigError]:
         if line is not None and str(path.with_suffix("")) not in told:
             told.add(str(path.with_suffix("")))
             yield ConfigError(line)
+    for blend in filter(None, dict.fromkeys(data_sources(config.data).blends)):
+        yield from (ConfigError(fetch_first(blend.flag, prefix)) for prefix in blend.prefixes if "://" in prefix)
     model = config.tokenizer.tokenizer_model
     if model is not None and not Path(model).exists():
         yield ConfigError(
@@ -89,6 +91,8 @@ def _named_files(config: RunConfig) -> Iterator[tuple[str, Path, str]]:
         if blend is None:
             continue
         for prefix in blend.prefixes:
+            if "://" in prefix:
+                continue
             without = f" {prefix[:-4]}," if prefix.endswith((".idx", ".bin")) else ""
             for suffix in (".idx", ".bin"):
                 yield (

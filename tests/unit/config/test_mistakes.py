@@ -267,3 +267,16 @@ def test_files_must_exist(tmp_path_factory: pytest.TempPathFactory) -> None:
 def test_the_names_of_other_trainers_lead_to_flags_that_exist() -> None:
     assert set(_ELSEWHERE.values()) <= set(spelling_table())
     assert not set(_ELSEWHERE) & set(spelling_table()), "a flag of ours is not unknown"
+
+
+@pytest.mark.parametrize("flag", ["--data-path", "--valid-data-path"])
+def test_a_source_behind_a_url_is_told_how_to_be_fetched(flag: str) -> None:
+    given = [flag, "0.5", "https://me:pw@h.org/a/web?key=1", "0.5", "s3://b/code"]
+    other = [] if flag == "--data-path" else ["--train-data-path", "s3://b/code"]
+    command = [*argv(without(SMALL, "--mock-data", "--vocab-size"), NULL, "--vocab-size 100"), *given, *other]
+    with pytest.raises(ConfigError) as error:
+        check_paths(parse_args(command))
+    lines = str(error.value).splitlines()
+    assert f"{flag} s3://b/code: training reads local files; fetch it to each node before (python " in str(error.value)
+    assert any("--input s3://b/code --output-prefix code) and give that prefix" in line for line in lines)
+    assert "pw" not in str(error.value) and "no such file" not in str(error.value) and "h.org/a/web" in str(error.value)

@@ -326,11 +326,32 @@ def test_an_old_fsspec_is_refused_and_the_tests_ask_for_the_same(monkeypatch: py
 def test_a_redirect_to_another_server_is_not_followed() -> None:
     with serving(WebServer({"x": b"inside"})) as inside, serving(WebServer({"y": b"own"})) as outside:
         outside.redirects = {"x": inside.url("x"), "near": "/y"}
-        with pytest.raises(ConfigError, match=rf"redirects to another server, http://127.0.0.1:{inside.port}; give"):
+        with pytest.raises(ConfigError, match=rf"redirects to another server, http://127.0.0.1:{inside.port}; fetch"):
             remote.status_of(outside.url("x"))
         with pytest.raises(ConfigError, match="redirects to another server"):
             remote.open_remote(outside.url("x"), 6, 6).read()
         assert remote.open_remote(outside.url("near"), 3, 3).read() == b"own"
+
+
+@pytest.mark.parametrize(
+    ("address", "way"),
+    [
+        (
+            "https://huggingface.co/datasets/a/b/resolve/main/x/y.jsonl?download=true",
+            "hf://datasets/a/b@main/x/y.jsonl",
+        ),
+        ("https://huggingface.co/a/b/resolve/v1/c.json", "hf://a/b@v1/c.json"),
+        ("https://example.com/datasets/a/b/resolve/main/y.jsonl", None),
+        ("https://huggingface.co/gpt2", None),
+    ],
+)
+def test_a_link_of_the_hub_has_an_address_without_redirects(address: str, way: str | None) -> None:
+    line = remote.redirected(address, "https://cdn.example.com")
+    assert "redirects to another server, https://cdn.example.com; " in line
+    assert line.endswith("fetch the file (curl -L), and name that")
+    assert ("hf://" in line) == (way is not None)
+    if way is not None:
+        assert f"; give {way} (pip install huggingface_hub), or " in line
 
 
 SECRET = "hunter2"
