@@ -22,7 +22,10 @@ NAME = "preprocess_data.py"
 
 def main(argv: Sequence[str] | None = None) -> int:
     def job() -> None:
-        settings, folder = parse(sys.argv[1:] if argv is None else argv)
+        arguments = parse_arguments(sys.argv[1:] if argv is None else argv)
+        settings, folder = settings_of(arguments)
+        if arguments.find_optimal_num_workers:
+            return find_workers(arguments, settings, folder)
         from megatron.data.remote import is_url
         from megatron.preprocess.run import Terminated, preprocess  # numpy and tokenizers, after --help
 
@@ -50,6 +53,7 @@ def build_parser() -> Parser:
     _add_text_flags(parser.add_argument_group("text"))
     _add_tokenizer_flags(parser.add_argument_group("tokenizer"))
     _add_run_flags(parser.add_argument_group("running"))
+    _add_trial_flags(parser.add_argument_group("how many workers are fastest"))
     _add_partition_flags(parser.add_argument_group("one partition of many"))
     return parser
 
@@ -107,7 +111,13 @@ def _add_tokenizer_flags(group: argparse._ArgumentGroup) -> None:
         "--tiktoken-num-special-tokens", type=integer(3), default=1000, metavar="N",
         help="ids of TikTokenizer before its ranks (1000)",
     )  # fmt: skip
-    group.add_argument("--tiktoken-special-tokens", nargs="+", metavar="TOKEN", help="the first of them by name")
+    group.add_argument(
+        "--tiktoken-special-tokens", "--tokenizer-special-tokens", nargs="+", metavar="TOKEN",
+        help="the first of them by name",
+    )  # fmt: skip
+    group.add_argument(
+        "--null-tokenizer-eod-id", type=integer(0), metavar="N", help="end of document of NullTokenizer (--vocab-size)"
+    )
     group.add_argument(
         "--encoder", choices=("auto", "fast", "exact"), default="auto",
         help="auto: the fast engine where it is installed and proved equal (auto)",
@@ -128,6 +138,16 @@ def _add_run_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--keep-sequential-samples", action="store_true", help="no-op: order is always kept")
 
 
+def _add_trial_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--find-optimal-num-workers", action="store_true", help="measure short runs, print them, and write nothing"
+    )
+    group.add_argument(
+        "--workers-to-check", type=integer(1), nargs="+", metavar="N", help="the counts (1, 2, 4, ... to all cores)"
+    )
+    group.add_argument("--max-documents", type=integer(1), metavar="N", help="documents of each run (100000)")
+
+
 def _add_partition_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--rank", type=integer(0), metavar="I", help="write partition I of --world (from 0)")
     group.add_argument("--world", type=integer(1), metavar="N", help="number of partitions, one for each machine")
@@ -137,13 +157,20 @@ def _add_partition_flags(group: argparse._ArgumentGroup) -> None:
     )  # fmt: skip
 
 
-def parse(argv: Sequence[str]) -> tuple[PreprocessSettings, Path | None]:
-    """Parses the flags; also returns the local folder of a run that writes to a URL."""
+def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     arguments = build_parser().parse_known_flags([_with_dashes(word) for word in argv])
     _check(arguments)
+    return arguments
+
+
+def settings_of(arguments: argparse.Namespace) -> tuple[PreprocessSettings, Path | None]:
+    """The settings, and the local folder of a run that writes to a URL."""
     world = _world(arguments)
     if arguments.keep_sequential_samples:
         print("--keep-sequential-samples: nothing to do, documents always keep their order", file=sys.stderr)
+    if arguments.tiktoken_pattern is not None and arguments.tokenizer_type != "TikTokenizer":
+        without = "has no effect without --tokenizer-type TikTokenizer"
+        print(f"--tiktoken-pattern {arguments.tiktoken_pattern}: {without}", file=sys.stderr)
     from megatron.preprocess.settings import PreprocessSettings
     from megatron.tokenizer import TokenizerSettings
 
@@ -158,6 +185,28 @@ def parse(argv: Sequence[str]) -> tuple[PreprocessSettings, Path | None]:
         }
     )
     return settings, None if arguments.work_folder is None else Path(arguments.work_folder)
+
+
+def find_workers(arguments: argparse.Namespace, settings: PreprocessSettings, folder: Path | None) -> None:
+    from megatron.preprocess.trials import try_workers
+
+    local = Path() if "://" in settings.output_prefix else Path(settings.output_prefix).parent
+    trials = try_workers(
+        settings,
+        arguments.workers_to_check or powers_of_two(usable_cpus()),
+        max_documents=arguments.max_documents or 100_000,
+        folder=local if folder is None else folder,
+    )
+    print(f"{trials[0].documents} documents each time, fastest first:")
+    for trial in trials:
+        rates = f"{trial.documents_per_second:12.1f} docs/s {trial.megabytes_per_second:9.2f} MB/s"
+        print(f"--workers {trial.workers:<4d} {rates}")
+    print(f"--workers {trials[0].workers} is the fastest; no dataset was written, run again without the search")
+
+
+def powers_of_two(most: int) -> list[int]:
+    """1, 2, 4, ... and `most` itself."""
+    return sorted({*(1 << n for n in range(most.bit_length())), most})
 
 
 def _with_dashes(word: str) -> str:
@@ -208,6 +257,11 @@ def _check(arguments: argparse.Namespace) -> None:
         raise ConfigError(f"--max-skip-fraction {arguments.max_skip_fraction:g}: only used with --on-error skip")
     if arguments.resume and arguments.overwrite:
         raise ConfigError("--resume: --overwrite starts afresh and --resume goes on; give one of the two")
+    trials = (("--workers-to-check", arguments.workers_to_check), ("--max-documents", arguments.max_documents))
+    for flag, value in trials:
+        if value is not None and not arguments.find_optimal_num_workers:
+            shown = value if isinstance(value, int) else " ".join(map(str, value))
+            raise ConfigError(f"{flag} {shown}: only used with --find-optimal-num-workers; add it, or leave this out")
     for flag, given in (("--keep-newlines", arguments.keep_newlines), ("--lang", arguments.lang)):
         if given and not arguments.split_sentences:
             raise ConfigError(f"{flag}: only used with --split-sentences; leave it out, or split sentences")

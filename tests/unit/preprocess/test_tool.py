@@ -14,6 +14,7 @@ import pytest
 
 from megatron.data.indexed.dataset import IndexedDataset
 from megatron.data.indexed.record import read_record
+from megatron.errors import ConfigError
 from megatron.preprocess.commands import preprocess_data as cli
 from tests.unit.preprocess.support import (
     ROOT,
@@ -29,6 +30,57 @@ from tests.unit.preprocess.support import (
 @pytest.fixture
 def workshop(tmp_path: Path) -> Workshop:
     return make_workshop(tmp_path)
+
+
+def test_the_number_of_workers_can_be_searched_for(workshop: Workshop, capsys: pytest.CaptureFixture[str]) -> None:
+    """By runs over the first documents, of which nothing stays. (Which is the fastest is not for a test to say.)"""
+    texts = [document["text"] for document in sample_documents(300)]
+    corpus = workshop.corpus("in.jsonl", [{"meta": {"content": text}} for text in texts])
+    tokenizer = ["--vocab", str(workshop.folder / "vocab.json"), "--merge-file", str(workshop.folder / "merges.txt")]
+    given = ["--input", str(corpus), "--output-prefix", str(workshop.folder / "out"), "--json-keys", "meta.content"]
+    before = sorted(workshop.folder.iterdir())
+    for limit, documents in ((["--max-documents", "120"], 120), ([], 300)):
+        assert cli.main([*tokenizer, *given, "--find-optimal-num-workers", "--workers-to-check", "2", "1", *limit]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert lines[0] == f"{documents} documents each time, fastest first:"
+        rows = [re.fullmatch(r"--workers (\d) +([\d.]+) docs/s +[\d.]+ MB/s", line) for line in lines[1:-1]]
+        assert sorted(row[1] for row in rows if row) == ["1", "2"] and len(rows) == 2
+        rates = [float(row[2]) for row in rows if row]
+        assert rates == sorted(rates, reverse=True) and rows[0] is not None
+        assert lines[-1].startswith(f"--workers {rows[0][1]} is the fastest; no dataset was written")
+        assert sorted(workshop.folder.iterdir()) == before
+    assert (cli.powers_of_two(1), cli.powers_of_two(6), cli.powers_of_two(8)) == ([1], [1, 2, 4, 6], [1, 2, 4, 8])
+
+
+@pytest.mark.parametrize(
+    ("flags", "complaint"),
+    [
+        (["--max-documents", "5"], "--max-documents 5: only used with --find-optimal-num-workers"),
+        (["--workers-to-check", "2", "4"], "--workers-to-check 2 4: only used with --find-optimal-num-workers"),
+        (["--find-optimal-num-workers", "--input", "-"], "--find-optimal-num-workers: .* can be read only once"),
+        (["--find-optimal-num-workers", "--json-keys", "nothing"], "in.jsonl gives no document to measure with"),
+    ],
+)
+def test_a_search_that_cannot_be_is_refused(
+    flags: list[str], complaint: str, workshop: Workshop, capsys: pytest.CaptureFixture[str]
+) -> None:
+    corpus = workshop.corpus("in.jsonl", [{"text": "a"}])
+    tokenizer = ["--vocab", str(workshop.folder / "vocab.json"), "--merge-file", str(workshop.folder / "merges.txt")]
+    source = [] if "--input" in flags else ["--input", str(corpus)]
+    given = [*source, "--output-prefix", str(workshop.folder / "out")]
+    assert cli.main([*tokenizer, *given, *flags]) == ConfigError.exit_code
+    assert re.search(complaint, capsys.readouterr().err)
+
+
+def test_tokenizer_flags_of_main(workshop: Workshop) -> None:
+    workshop.corpus("ids.jsonl", [{"text": "5 7"}, {"text": "9"}])
+    null = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "10", "--null-tokenizer-eod-id", "0", "--append-eod"]
+    given = ["--input", "ids.jsonl", "--output-prefix", "out", "--workers", "1", "--tiktoken-pattern", "v1"]
+    done = workshop.run(*null, *given, tokenizer=False)
+    assert done.returncode == 0, done.stderr
+    assert "--tiktoken-pattern v1: has no effect without --tokenizer-type TikTokenizer" in done.stderr
+    data = IndexedDataset(str(workshop.folder / "out_text_document"))
+    assert [data.get(n).tolist() for n in range(2)] == [[5, 7, 0], [9, 0]]
 
 
 def test_the_tutorials_command(workshop: Workshop) -> None:
