@@ -11,6 +11,7 @@ import torch
 from megatron.distributed.collectives import all_reduce
 from megatron.training.exit import StopReason
 from megatron.training.initialize import Run
+from megatron.utils.device import ToHost
 
 _STOP = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
@@ -43,10 +44,16 @@ class SignalFlag:
 
 
 class StopConditions:
-    """Asked once after every iteration. Clocks and signals differ between ranks: one rank with a reason is enough."""
+    """Asked once after every iteration. Clocks and signals differ between ranks: one rank with a reason is enough.
 
-    def __init__(self, run: Run) -> None:
-        self._run, self._config = run, run.config.training
+    What the ranks exchange is read at once, or where steps are asynchronous (`later`) after the next iteration, as a
+    step's outcome is: nobody waits for the device, and all ranks stop one step later.
+    """
+
+    def __init__(self, run: Run, *, later: bool) -> None:
+        self._run, self._config, self._later = run, run.config.training, later
+        self._exchanged: ToHost | None = None
+        """By the last iteration: [the largest signal number, 1 if the time of a rank is up]."""
         config = self._config
         stopping = _STOP if config.exit_signal is None else (signal.Signals[config.exit_signal],)
         self._signals = SignalFlag(stopping) if config.exit_signal_handler else None
@@ -71,9 +78,13 @@ class StopConditions:
             float(self._signals.received) if self._signals is not None else 0.0,
             float(minutes is not None and time.monotonic() - self._run.started > minutes * 60),
         ]
-        flags = torch.tensor(mine, device=self._run.device)
-        all_reduce(flags, self._run.parallel.world, op="max")
-        signalled, timed_out = flags.tolist()
+        # Filled on the device: a copy from the host would wait for it.
+        flags = torch.stack([torch.full((), number, device=self._run.device) for number in mine])
+        before, self._exchanged = self._exchanged, ToHost(all_reduce(flags, self._run.parallel.world, op="max"))
+        readable = before if self._later else self._exchanged
+        if readable is None:
+            return 0, False
+        signalled, timed_out = readable.values()
         return int(signalled), bool(timed_out)
 
     def close(self) -> None:

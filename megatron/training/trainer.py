@@ -38,7 +38,7 @@ class Trainer:
         self.reports = TrainingLog(run, engine, hooks, progress)
         self._progress = progress  # of the iterations started; `progress` is that of those settled as well
         self._last_result: StepResult | None = None
-        self.stop = StopConditions(run)
+        self.stop = StopConditions(run, later=engine.asynchronous)
 
     @property
     def progress(self) -> Progress:

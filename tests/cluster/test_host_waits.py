@@ -22,7 +22,7 @@ from megatron.model.moe import Experts
 from megatron.training.assemble import Parts
 from tests.cluster.fake_run import fake_parts
 from tests.cluster.host_waits import Allocation, HostWait, Watch
-from tests.cluster.known_waits import KNOWN, SQUARES, expected_squares, expected_waits
+from tests.cluster.known_waits import KNOWN, OUTCOME, SQUARES, expected_squares, expected_waits
 from tests.equivalence import test_context_parallel, test_data_parallel, test_model_parallel, test_moe
 from tests.equivalence.test_model_parallel import GPT2, SP, layout
 from tests.helpers.runs import flags
@@ -207,6 +207,14 @@ def test_only_the_batch_comes_from_the_host_and_only_the_outcome_goes_there() ->
     """Tokens, labels and positions of 8 bytes each, weights of 4, the sample's number; six numbers of the step."""
     found = watched(Case(2, 1, tuple(TENSORS)))
     assert found.host_bytes == 2 * (LONG * (8 + 8 + 8 + 4) + 8) + 6 * 8
+
+
+def test_the_exchange_of_reasons_to_stop_is_read_a_step_later() -> None:
+    """Two outcomes of steps and, after the second, what was exchanged after the first: that a rank had a signal."""
+    argv = [*TENSORS, "--exit-signal-handler", "--exit-duration-in-mins", "1000"]
+    with fake_parts(argv, 1, 2) as parts, Watch(KNOWN) as watch:
+        reason = parts.trainer.fit()
+    assert (parts.progress.iteration, reason.kind, watch.waits) == (2, "signal", {OUTCOME: 3})
 
 
 # What the prover is worth: each planted mistake is found, by the name of its line.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -284,3 +284,13 @@ def test_a_reader_that_does_not_settle_is_seen(reader: str, monkeypatch: pytest.
     monkeypatch.setattr(Engine, "evaluate", Evaluation.evaluate)
     with pytest.raises(AssertionError):
         read_between_steps(reader)
+
+
+@pytest.mark.parametrize(("ahead", "steps"), [(False, 1), (True, 2)])
+def test_a_reason_to_stop_is_read_like_the_outcome_of_a_step(ahead: bool, steps: int) -> None:
+    """At once, or when the step after it has been handed over."""
+    with asynchronous() if ahead else nullcontext():
+        _, parts = make_parts(flags(exit_duration_in_mins=1e-9))
+    with parts:
+        reason = parts.trainer.fit()
+    assert (reason.kind, parts.progress.iteration) == ("exit_duration", steps)
