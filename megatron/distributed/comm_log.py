@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -21,7 +21,7 @@ class CommOp:
 
     name: str
     axis: str
-    ranks: tuple[int, ...]
+    ranks: Sequence[int]
     number: int = 0
     shape: tuple[int, ...] | None = None
     """Of the tensor, where it is the same on all members."""
@@ -38,12 +38,14 @@ class CommLog:
 
     last: CommOp | None = None
     waiting: CommOp | None = None
+    timed_out: CommOp | None = None
+    """The one whose wait has ended by its timeout."""
     moved: float = field(default_factory=time.monotonic)
     """The time at which an operation last started or ended."""
     counts: dict[str, int] = field(default_factory=dict)
     recent: dict[str, deque[CommOp]] = field(default_factory=dict)
 
-    def began(self, name: str, axis: str, ranks: tuple[int, ...], shape: tuple[int, ...] | None) -> CommOp:
+    def began(self, name: str, axis: str, ranks: Sequence[int], shape: tuple[int, ...] | None) -> CommOp:
         number = self.counts.get(axis, 0) + 1
         operation = CommOp(name, axis, ranks, number, shape)
         self.counts[axis] = number
@@ -57,5 +59,14 @@ class CommLog:
         self.waiting, self.moved = operation, time.monotonic()
         try:
             yield
+        except RuntimeError as error:
+            if is_timeout(error):
+                self.timed_out = operation
+            raise
         finally:
             self.waiting, self.moved = None, time.monotonic()
+
+
+def is_timeout(error: RuntimeError) -> bool:
+    """Whether a collective's error is that its time was up. The backends have no class for it."""
+    return "timed out" in str(error).lower() or "timeout" in str(error).lower()

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
 from megatron.distributed.comm_log import CommOp
 
 State = Literal["alive", "left", "failed"]
+_OPERATIONS = ("waiting", "timed_out", "last")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,19 +33,26 @@ class RankStatus:
     idle: float = 0.0
     """Seconds since it last started or ended a communication."""
     waiting: CommOp | None = None
+    timed_out: CommOp | None = None
+    """The one that did not end within --distributed-timeout-minutes."""
     last: CommOp | None = None
+    explains: bool = False
+    """Its collective has failed, and it looks for the cause."""
     counts: Mapping[str, int] = field(default_factory=dict)
     recent: Mapping[str, Sequence[CommOp]] = field(default_factory=dict)
 
     def encode(self) -> str:
-        return json.dumps(asdict(self))
+        """Without `recent`, which is much and seldom needed."""
+        values = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "recent"}
+        for name in _OPERATIONS:
+            values[name] = None if values[name] is None else _plain(values[name])
+        return json.dumps(values)
 
     @staticmethod
     def decode(text: str) -> RankStatus:
         values: dict[str, Any] = json.loads(text)
-        for name in ("waiting", "last"):
+        for name in _OPERATIONS:
             values[name] = None if values[name] is None else _operation(values[name])
-        values["recent"] = {axis: [_operation(one) for one in some] for axis, some in values["recent"].items()}
         return RankStatus(**values)
 
     def __str__(self) -> str:
@@ -61,9 +70,27 @@ class RankStatus:
         return f"rank {self.rank} (process {self.pid} on {self.host})"
 
 
-def _operation(values: dict[str, Any]) -> CommOp:
-    shape = values["shape"]
-    return CommOp(**{**values, "ranks": tuple(values["ranks"]), "shape": None if shape is None else tuple(shape)})
+def encode_recent(recent: Mapping[str, Sequence[CommOp]]) -> str:
+    return json.dumps({axis: [_plain(one) for one in some] for axis, some in recent.items()})
+
+
+def decode_recent(text: str) -> dict[str, list[CommOp]]:
+    return {axis: [_operation(one) for one in some] for axis, some in json.loads(text).items()}
+
+
+def _plain(operation: CommOp) -> list[Any]:
+    """Most groups of ranks have equal steps: a world of 8192 ranks is three numbers."""
+    ranks = operation.ranks
+    steps = {ranks.step} if isinstance(ranks, range) else {after - before for before, after in pairwise(ranks)}
+    even = [ranks[0], ranks[-1] + 1, steps.pop() if steps else 1] if len(steps) <= 1 else []
+    members = even or [-1, *ranks]
+    return [operation.name, operation.axis, members, operation.number, operation.shape]
+
+
+def _operation(values: list[Any]) -> CommOp:
+    name, axis, members, number, shape = values
+    ranks = tuple(members[1:]) if members[0] < 0 else range(*members)
+    return CommOp(name, axis, ranks, number, None if shape is None else tuple(shape))
 
 
 def process_state(status: RankStatus, host: str, pid_namespace: str) -> str | None:
@@ -98,11 +125,11 @@ def why_lost(status: RankStatus, silent: float, process: str | None, patience: f
 
 def mismatched_collectives(statuses: Sequence[RankStatus]) -> str | None:
     """Names two ranks that called different operations as the same collective of an axis."""
-    made: dict[tuple[str, tuple[int, ...], int], tuple[RankStatus, CommOp]] = {}
+    made: dict[tuple[str, int, int], tuple[RankStatus, CommOp]] = {}
     for status in statuses:
         for operations in status.recent.values():
             for operation in operations:
-                key = (operation.axis, operation.ranks, operation.number)
+                key = (operation.axis, operation.ranks[0], operation.number)  # the groups of an axis are disjoint
                 other, theirs = made.setdefault(key, (status, operation))
                 if (theirs.name, theirs.shape) != (operation.name, operation.shape):
                     return (
@@ -110,6 +137,25 @@ def mismatched_collectives(statuses: Sequence[RankStatus]) -> str | None:
                         f"for rank {other.rank} ({other}) and {operation} for rank {status.rank} ({status}); one of "
                         "them left a collective out or made one too many"
                     )
+    return None
+
+
+def stuck_rank(statuses: Sequence[RankStatus]) -> str | None:
+    """Names a rank that is alive and has not begun a collective for which another one has waited until its timeout."""
+    if any(status.state == "failed" for status in statuses):
+        return None  # which is the cause
+    for status in statuses:
+        operation = status.timed_out
+        members = [] if operation is None else [other for other in statuses if other.rank in operation.ranks]
+        behind = [other for other in members if other.timed_out is None and other.state == "alive"]
+        if operation is not None and operation.number:
+            behind = [other for other in behind if other.counts.get(operation.axis, 0) < operation.number]
+        behind.sort(key=lambda other: other.waiting is not None)  # who waits is not the one that is stuck
+        if behind:
+            return (
+                f"{behind[0].name} is alive and stuck ({behind[0]}): rank {status.rank} has waited for it until the "
+                f"timeout in {operation} ({status})"
+            )
     return None
 
 
@@ -121,11 +167,16 @@ def deadlock(statuses: Sequence[RankStatus], world: int, patience: float) -> str
         for status in statuses
         if status.state == "alive" and status.waiting is not None and status.idle > patience
     ]
-    if len(stuck) < len(statuses) or len(statuses) < world:
+    left = sum(status.state == "left" for status in statuses)
+    if not stuck or len(stuck) + left < len(statuses) or len(statuses) < world:
         return None
     by_rank = {status.rank: status for status in statuses}
-    first: tuple[RankStatus, CommOp, RankStatus] | None = None
+    waits: dict[tuple[str, int, int], RankStatus] = {}  # one rank of those that wait for the same collective
     for status in stuck:
+        assert status.waiting is not None
+        waits.setdefault((status.waiting.axis, status.waiting.ranks[0], status.waiting.number), status)
+    first: tuple[RankStatus, CommOp, RankStatus] | None = None
+    for status in waits.values():
         operation = status.waiting
         assert operation is not None
         if not operation.number:

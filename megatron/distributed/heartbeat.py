@@ -1,19 +1,21 @@
 """Heartbeats: when a rank dies, is stopped or gets out of step, it is named and all ranks end.
 
-Once a second each rank publishes its step, its phase and what it waits for in the launcher's store, and checks the next
-rank; a failure is announced to all ranks. This runs in threads of its own, because the training thread may hang in a
-collective. A rank that is merely slow is left alone: --distributed-timeout-minutes bounds that.
+Once a second (more slowly above 1024 ranks, so that the store's work stays the same) each rank publishes its step, its
+phase and what it waits for in the launcher's store, and checks the next rank. One rank is in charge of looking at all,
+when one asks that has waited for long. A failure is announced to all ranks. This runs in threads of its own, because
+the training thread may hang in a collective. A rank that is merely slow is left alone: --distributed-timeout-minutes
+bounds that.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import NoReturn
@@ -27,12 +29,15 @@ from megatron.distributed.failure_detection import (
     deadlock,
     mismatched_collectives,
     process_state,
+    stuck_rank,
     why_lost,
 )
 from megatron.distributed.launch import LaunchInfo
+from megatron.distributed.status_board import StatusBoard
 from megatron.errors import HangError, MegatronError, PeerLostError, TerminatedError
 
 _INTERVAL = 1.0
+_BEATS_PER_SECOND = 1024  # of all ranks together
 _LOCK_HELD_AT_MOST = 4.0  # seconds that a signal waits for the store; a look at the ranks takes milliseconds
 _ERRORS: dict[str, type[MegatronError]] = {"hang": HangError, "lost": PeerLostError, "terminated": TerminatedError}
 """By the first word of an announcement."""
@@ -47,30 +52,53 @@ OnEnd = Callable[[MegatronError, bool], None]
 class Heartbeat:
     """Publishes this rank's status and checks the others, from `start()` to `leave()` or `fail()`."""
 
-    def __init__(self, info: LaunchInfo, comm_log: CommLog, where: Where, on_end: OnEnd, *, patience: float) -> None:
+    def __init__(
+        self,
+        info: LaunchInfo,
+        comm_log: CommLog,
+        where: Where,
+        on_end: OnEnd,
+        *,
+        patience: float,
+        connect: Callable[[], dist.Store] | None = None,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._info, self._comm_log, self._where, self._on_end = info, comm_log, where, on_end
-        self._patience = patience
+        self._interval = _interval(info.world_size)
+        self._patience = max(patience, 3 * self._interval)
+        self._connect, self._now = connect or self._own_connection, now
         self._number = 0
         self._host, self._pid_namespace = socket.gethostname(), _own_pid_namespace()
-        self._store_answered = time.monotonic()
-        self._last_seen: dict[int, tuple[int, float]] = {}  # rank -> (number of its last heartbeat, when that was seen)
-        self._statuses: dict[int, RankStatus] = {}
+        self._next = (info.rank + 1) % info.world_size  # the first one after this rank that has not finished
+        self._in_charge = 0
+        """The rank that looks at all others when it is asked: the first one that has not finished and is not silent."""
+        self._answered = 0  # how often it was asked until its last look
+        self._last_asked = -math.inf
+        self._explains = False
         self._closed, self._ending = threading.Event(), threading.Lock()
         self._store_lock = threading.Lock()
 
     def start(self) -> None:
-        info = self._info
+        self.connect()
+        for work in (self._run, self._watch_store, self._answer):
+            threading.Thread(target=work, name="heartbeat", daemon=True).start()
+
+    def connect(self) -> None:
+        """Publishes for the first time."""
         # A connection of its own: a request of the training thread may block for minutes.
+        store = self._connect()
+        self._board = StatusBoard(store, self._now)
+        self._publish("alive")
+        if not self._info.agent_store:  # rank 0 hosts the store: its status is needed if the store stops answering
+            store.wait(["rank_0"], timedelta(minutes=5))
+        self._board.read([0])
+
+    def _own_connection(self) -> dist.Store:
+        info = self._info
         store = dist.TCPStore(
             info.store_host, info.master_port, None, False, timedelta(seconds=self._patience), wait_for_workers=False
         )
-        self._store = dist.PrefixStore(f"heartbeat/{info.run_id}/attempt_{info.attempt}", store)
-        self._publish("alive")
-        if not info.agent_store:  # rank 0 hosts the store: its status is needed if the store stops answering
-            self._store.wait(["rank_0"], timedelta(minutes=5))
-            self._read(0)
-        for work in (self._run, self._watch_store):
-            threading.Thread(target=work, name="heartbeat", daemon=True).start()
+        return dist.PrefixStore(f"heartbeat/{info.run_id}/attempt_{info.attempt}", store)
 
     def leave(self) -> None:
         """This rank has finished its work."""
@@ -84,12 +112,15 @@ class Heartbeat:
     def explain(self) -> None:
         """Called after a failed collective: ends the process with the cause if one is found. Returns if another rank
         reported an error of its own, or if no cause is found in time."""
-        deadline = time.monotonic() + self._patience + 3 * _INTERVAL
-        while time.monotonic() < deadline and not any(status.state == "failed" for status in self._statuses.values()):
+        self._explains = True
+        deadline = self._now() + self._patience + 3 * self._interval
+        while self._now() < deadline:
             with self._store_lock, suppress(RuntimeError):
-                self._read_announcement()
-                self._check_all()
-            time.sleep(0.2)
+                if self._board.someone_failed():
+                    return
+                self._board.ask()
+                self.look()
+            time.sleep(self._interval)
 
     def asked_to_end(self) -> None:
         """Called on SIGTERM; ends the process. The launcher sends it when a rank of this machine has died, which is
@@ -98,10 +129,9 @@ class Heartbeat:
             with suppress(RuntimeError):
                 self._read_announcement()
                 first = self._info.rank - self._info.local_rank
-                for rank in range(first, first + self._info.local_world_size):
-                    status = self._read(rank) if rank != self._info.rank else None
-                    if status is not None:
-                        self._check(status)
+                others = [r for r in range(first, first + self._info.local_world_size) if r != self._info.rank]
+                for status in self._board.read(others):
+                    self._check(self._board, status)
                 self._announce(f"terminated {by_sigterm(self._where())}")
         self._end(f"terminated {by_sigterm(self._where())}", prints=True)  # the store does not answer
 
@@ -114,6 +144,8 @@ class Heartbeat:
         try:
             with suppress(RuntimeError):  # its host may have ended already
                 self._publish(state, text)
+                if state == "failed":
+                    self._board.tell_failure()
         finally:
             self._store_lock.release()
 
@@ -130,79 +162,90 @@ class Heartbeat:
             phase=phase,
             state=state,
             text=text[:300],
-            idle=time.monotonic() - comm_log.moved,
+            idle=self._now() - comm_log.moved,
             waiting=comm_log.waiting,
+            timed_out=comm_log.timed_out,
             last=comm_log.last,
+            explains=self._explains,
             counts=dict(comm_log.counts),
         )
+        self._board.publish(status)
         if status.idle > 2 * _INTERVAL:  # only needed to diagnose a hang
-            status = replace(status, recent={axis: list(some) for axis, some in comm_log.recent.items()})
-        self._store.set(f"rank_{self._info.rank}", status.encode())
-        self._store_answered = time.monotonic()
+            self._board.publish_recent(status.rank, comm_log)
 
     def _run(self) -> None:
-        while not self._closed.wait(_INTERVAL):
-            with self._store_lock, suppress(RuntimeError):  # no answer: the other thread measures for how long
+        while not self._closed.wait(self._interval):
+            with self._store_lock, suppress(RuntimeError):  # no answer: another thread measures for how long
                 if self._closed.is_set():
                     return
-                self._publish("alive")
-                self._read_announcement()
-                self._check_next_rank()
-                if time.monotonic() - self._comm_log.moved > self._patience and self._comm_log.waiting:
-                    self._check_all()
+                self.beat()
+                self.look()
+
+    def beat(self) -> None:
+        self._publish("alive")
 
     # ---- the other ranks
 
-    def _check_next_rank(self) -> None:
-        """Checks the next rank that has not finished, so that every rank is checked by exactly one other."""
-        world, rank = self._info.world_size, self._info.rank
-        if not self._info.agent_store:
-            self._read(0)  # keep its status current
-        for offset in range(1, world):
-            status = self._read((rank + offset) % world)
-            if status is None:
-                return  # it is still starting
-            if status.state != "left":
-                self._check(status)
-                return
+    def look(self) -> None:
+        """Reads what was announced and two other ranks, whatever the number of ranks: the next one, so that each is
+        checked by one other, and the one in charge. A rank that waits for long asks that one for a look at all."""
+        self._read_announcement()
+        for status in self._board.read(sorted({self._next, self._in_charge} - {self._info.rank})):
+            if status.rank == self._next and status.state == "left":
+                self._next = (self._next + 1) % self._info.world_size
+            if status.rank == self._in_charge and self._is_out(status):
+                self._in_charge += 1
+            self._check(self._board, status)
+        waits = self._comm_log.waiting is not None and self._now() - self._comm_log.moved > self._patience
+        if waits and self._now() - self._last_asked > self._patience:
+            self._last_asked = self._now()
+            self._board.ask()
 
-    def _check_all(self) -> None:
-        found = [self._read(rank) for rank in range(self._info.world_size)]
-        statuses = [status for status in found if status is not None]
+    def _is_out(self, status: RankStatus) -> bool:
+        """Whether somebody else must be in charge."""
+        return status.state != "alive" or self._board.silent(status.rank) > self._patience
+
+    def _answer(self) -> None:
+        """A thread of its own with a connection of its own: reading thousands of ranks must not delay the beats."""
+        board: StatusBoard | None = None
+        while not self._closed.wait(self._interval):
+            if self._in_charge == self._info.rank:
+                with suppress(RuntimeError):
+                    board = board or StatusBoard(self._connect(), self._now)
+                    self.answer(board)
+
+    def answer(self, board: StatusBoard) -> None:
+        """The look at all ranks, if it was asked for since the last one."""
+        asked = board.times_asked()
+        if asked == self._answered:
+            return
+        self._answered = asked
+        statuses = board.read(range(self._info.world_size))
         for status in statuses:
             if status.rank != self._info.rank:
-                self._check(status)
-        hang = mismatched_collectives(statuses) or deadlock(statuses, self._info.world_size, self._patience)
+                self._check(board, status)
+        hang = deadlock(statuses, self._info.world_size, self._patience) or stuck_rank(statuses)
+        if hang is not None or any(status.explains for status in statuses):
+            hang = mismatched_collectives(board.with_recent(statuses)) or hang  # which says more
         if hang is not None:
             self._announce(f"hang {hang}")
 
-    def _check(self, status: RankStatus) -> None:
-        silent = time.monotonic() - self._last_seen[status.rank][1]
+    def _check(self, board: StatusBoard, status: RankStatus) -> None:
+        silent = board.silent(status.rank)
         process = process_state(status, self._host, self._pid_namespace)
-        found = why_lost(status, silent, process, self._patience)
-        if found is None:
+        if why_lost(status, silent, process, self._patience) is None:
             return
-        status = self._read(status.rank) or status  # it may have finished in between
-        if status.state == "alive" or why_lost(status, silent, process, self._patience):
+        (status,) = board.read([status.rank])  # it may have finished in between
+        found = why_lost(status, board.silent(status.rank), process, self._patience)
+        if found is not None:
             self._announce(f"lost {status.name} {found}; it was last seen in {status}{self._own_place()}")
-
-    def _read(self, rank: int) -> RankStatus | None:
-        key = f"rank_{rank}"
-        if not self._store.check([key]):
-            return None
-        status = RankStatus.decode(self._store.get(key).decode())
-        self._store_answered = time.monotonic()
-        self._statuses[rank] = status
-        if self._last_seen.get(rank, (-1, 0.0))[0] != status.number:
-            self._last_seen[rank] = (status.number, time.monotonic())
-        return status
 
     # ---- ending the run
 
     def _announce(self, text: str) -> None:
         """Announces a failure to all ranks. The first rank to announce one is the one that prints it."""
         mine = f"{self._info.rank} {text}"
-        announced = self._store.compare_set("announced", "", mine).decode()
+        announced = self._board.announce(mine)
         self._end(announced.partition(" ")[2], prints=announced == mine)
 
     def _own_place(self) -> str:
@@ -212,8 +255,8 @@ class Heartbeat:
         return f"; rank {self._info.rank} is at step {step}{f', {phase}' if phase else ''}, {waiting or 'starting'}"
 
     def _read_announcement(self) -> None:
-        if self._store.check(["announced"]):
-            self._end(self._store.get("announced").decode().partition(" ")[2], prints=False)
+        if (found := self._board.announcement()) is not None:
+            self._end(found.partition(" ")[2], prints=False)
 
     def _end(self, announced: str, *, prints: bool) -> NoReturn:
         kind, _, text = announced.partition(" ")
@@ -231,10 +274,10 @@ class Heartbeat:
     def _watch_store(self) -> None:
         """Without the store no rank can announce anything: each one judges the store's host, and prints its verdict."""
         while not self._closed.wait(_INTERVAL):
-            silent = time.monotonic() - self._store_answered
-            if silent <= 3 * _INTERVAL:
+            silent = self._now() - self._board.answered
+            if silent <= 3 * self._interval:
                 continue
-            host = self._statuses.get(0)
+            host = self._board.seen.get(0)
             if self._info.agent_store or host is None:
                 found, where = (None, "") if silent <= self._patience else ("does not answer", "")
                 name = f"the launcher's store at {self._info.master_addr}:{self._info.master_port}"
@@ -243,6 +286,10 @@ class Heartbeat:
                 name, where = f"{host.name}", f"; it was last seen in {host}{self._own_place()}"
             if found is not None:
                 self._end(f"lost {name} {found}{where}", prints=True)
+
+
+def _interval(world_size: int) -> float:
+    return max(_INTERVAL, world_size / _BEATS_PER_SECOND)
 
 
 def by_sigterm(where: tuple[int, str]) -> str:

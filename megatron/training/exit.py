@@ -14,7 +14,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from threading import Thread
 
-from megatron.errors import ConfigError, InterruptError, MegatronError, MemoryShortError, PeerLostError, StorageError
+from megatron.distributed.comm_log import is_timeout
+from megatron.errors import (
+    ConfigError,
+    HangError,
+    InterruptError,
+    MegatronError,
+    MemoryShortError,
+    PeerLostError,
+    StorageError,
+)
 from megatron.utils.command_line import forget_stdout, not_installed, stdout_is_unread
 from megatron.utils.durable import write_atomically
 
@@ -156,9 +165,14 @@ def as_megatron_error(error: BaseException) -> BaseException:
     text = str(error)
     if not isinstance(error, torch.distributed.DistError) and "gloo/" not in text:
         return error
+    way_out = f"Start again with --load to go on from the last checkpoint ({text.splitlines()[0][:200]})"
+    if is_timeout(error):
+        return HangError(
+            "a collective did not end within --distributed-timeout-minutes, so another rank is stuck or cannot be "
+            f"reached. {way_out}"
+        )
     return PeerLostError(
-        f"a collective failed, so another rank has ended or cannot be reached; what it said is the cause. Start again "
-        f"with --load to go on from the last checkpoint ({text.splitlines()[0][:200]})"
+        f"a collective failed, so another rank has ended or cannot be reached; what it said is the cause. {way_out}"
     )
 
 

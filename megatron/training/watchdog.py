@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from megatron.distributed.heartbeat import Heartbeat, by_sigterm
 from megatron.distributed.sigterm import on_sigterm
 from megatron.engine import Engine
-from megatron.errors import MegatronError, PeerLostError, TerminatedError
+from megatron.errors import HangError, MegatronError, PeerLostError, TerminatedError
 from megatron.training.assemble import Parts
 from megatron.training.exit import ExitRecord, as_megatron_error
 from megatron.training.initialize import Run
@@ -55,7 +55,7 @@ def watched(run: Run, record: ExitRecord) -> Iterator[Position]:
             yield position
         except BaseException as error:
             told = as_megatron_error(error)
-            if isinstance(told, PeerLostError):
+            if isinstance(told, (PeerLostError, HangError)):
                 heartbeat.explain()
             heartbeat.fail(f"{type(told).__name__}: {told}".splitlines()[0])
             raise

@@ -40,6 +40,8 @@ def forward_step(model, batch):
             os.kill(os.getpid(), signal.SIGSTOP)
         if how == "slow":
             time.sleep(8.0)
+        if how == "stuck":
+            time.sleep(1000.0)
         if how == "error":
             raise ValueError("planted")
         if how == "skip":
@@ -153,6 +155,18 @@ def test_a_rank_that_skips_a_collective_does_not_stay_unnoticed(tmp_path: Path, 
     assert 0 not in codes and set(codes) <= {16, 17, -6}
     (said,) = ranks.said()
     assert "left out" in said and "rank " in said and "step " in said and " over " in said, said
+
+
+def test_a_rank_that_is_alive_and_stuck_is_named_when_the_time_of_a_collective_is_up(
+    tmp_path: Path, started: list[Ranks]
+) -> None:
+    argv = arguments(tmp_path, global_batch_size=12, distributed_timeout_minutes=0.25)
+    ranks = Ranks(tmp_path, 3, "stuck", 1, argv)
+    started.append(ranks)
+    assert ranks.codes() == [16, 16, 16]
+    (said,) = ranks.said()
+    assert f": rank 1 (process {ranks.processes[1].pid} on " in said and "is alive and stuck" in said, said
+    assert json.loads((tmp_path / "ckpt" / "exit_reason.json").read_text())["exit_code"] == 16
 
 
 def test_a_slow_rank_that_beats_is_left_alone(tmp_path: Path, started: list[Ranks]) -> None:

@@ -46,9 +46,9 @@ def forward_step(model, batch):
 if how == "kill, seen late":  # the launcher's SIGTERM comes a tenth of a second after the kill, and before the look
     from megatron.distributed.heartbeat import Heartbeat
     look = Heartbeat._check
-    def late(heartbeat, status):
+    def late(heartbeat, *what):
         time.sleep(0.7)
-        look(heartbeat, status)
+        look(heartbeat, *what)
     Heartbeat._check = late
 
 pretrain(pretrain_gpt.datasets_provider, pretrain_gpt.model_provider, forward_step)

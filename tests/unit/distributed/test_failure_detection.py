@@ -10,7 +10,15 @@ import pytest
 
 from megatron.distributed.collectives import start_all_reduce
 from megatron.distributed.comm_log import CommLog, CommOp
-from megatron.distributed.failure_detection import RankStatus, deadlock, mismatched_collectives, process_state, why_lost
+from megatron.distributed.failure_detection import (
+    RankStatus,
+    deadlock,
+    decode_recent,
+    encode_recent,
+    mismatched_collectives,
+    process_state,
+    why_lost,
+)
 from tests.helpers.distributed import run_ranks
 from tests.helpers.runs import flags, make_run
 
@@ -36,8 +44,14 @@ def reduce(number: int, axis: str = "dp", ranks: tuple[int, ...] = WORLD, shape:
 
 def test_a_status_survives_encoding() -> None:
     sent = status(1, reduce(7), last=reduce(6), counts={"dp": 7}, recent={"dp": [reduce(6), reduce(7)]})
-    assert RankStatus.decode(sent.encode()) == sent
-    assert str(sent) == "step 3, forward-backward, in all_reduce 7 of [4] over dp"
+    got = RankStatus.decode(sent.encode())
+    assert got.encode() == sent.encode() and decode_recent(encode_recent(sent.recent)).keys() == {"dp"}
+    assert (got.waiting, list(got.waiting.ranks if got.waiting else ())) == (replace(reduce(7), ranks=range(2)), [0, 1])
+    for ranks in ((3,), (0, 4, 8), (0, 1, 8, 9), tuple(range(8192))):
+        sent = status(1, reduce(7, ranks=ranks))
+        waiting = RankStatus.decode(sent.encode()).waiting
+        assert waiting is not None and tuple(waiting.ranks) == ranks and len(sent.encode()) < 400
+    assert str(got) == "step 3, forward-backward, in all_reduce 7 of [4] over dp"
 
 
 @pytest.mark.parametrize(

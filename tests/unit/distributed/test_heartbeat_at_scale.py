@@ -1,0 +1,207 @@
+"""Heartbeats of thousands of ranks over a store that counts its requests: what a rank asks of it does not grow with
+their number, ranks that wait for long are left alone, and what is wrong is found."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from megatron.distributed.comm_log import CommLog
+from megatron.distributed.heartbeat import Heartbeat
+from megatron.distributed.launch import LaunchInfo
+from megatron.distributed.status_board import StatusBoard
+from megatron.errors import HangError, MegatronError, PeerLostError
+
+REQUEST = 27.8e-6  # seconds of the store for one request, measured
+PATIENCE = 20.0
+
+
+class CountedStore:
+    """As torch's: what its client sends for each call, and how many keys the store handles."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, bytes] = {}
+        self.requests = self.keys = 0
+
+    def _count(self, requests: int, keys: int = 1) -> None:
+        self.requests += requests
+        self.keys += keys
+
+    def set(self, key: str, value: str) -> None:
+        self._count(1)
+        self.values[key] = value.encode()
+
+    def check(self, keys: Sequence[str]) -> bool:
+        self._count(1, len(keys))
+        return all(key in self.values for key in keys)
+
+    def wait(self, keys: Sequence[str], timeout: timedelta) -> None:
+        self._count(1, len(keys))
+        assert all(key in self.values for key in keys)
+
+    def get(self, key: str) -> bytes:
+        self._count(2)  # it waits for the key first
+        return self.values[key]
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        self._count(2, 2 * len(keys))
+        return [self.values[key] for key in keys]
+
+    def add(self, key: str, amount: int) -> int:
+        self._count(1)
+        total = int(self.values.get(key, b"0")) + amount
+        self.values[key] = str(total).encode()
+        return total
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        self._count(1)
+        if self.values.get(key, b"").decode() == expected:
+            self.values[key] = desired.encode()
+        return self.values[key]
+
+
+class Ended(Exception):
+    """In place of the end of the process."""
+
+
+class Cluster:
+    """All ranks of a run in one thread, eight on a machine, with a clock of their own."""
+
+    def __init__(self, world: int) -> None:
+        self.time, self.store = 0.0, CountedStore()
+        self.ended: list[tuple[int, MegatronError, bool]] = []
+        self.logs = [CommLog(moved=0.0) for _ in range(world)]
+        self.beating = set(range(world))
+        self.ranks = [self._rank(number, world) for number in range(world)]
+        for rank in self.ranks:
+            rank.connect()
+        self.board = StatusBoard(self.store, lambda: self.time)  # type: ignore[arg-type]
+        self.interval = self.ranks[0]._interval
+
+    def _rank(self, number: int, world: int) -> Heartbeat:
+        def end(error: MegatronError, prints: bool) -> None:
+            self.ended.append((number, error, prints))
+            raise Ended
+
+        info = LaunchInfo(
+            rank=number, world_size=world, local_rank=number % 8, local_world_size=8, agent_store=True, run_id="x"
+        )
+        heartbeat = Heartbeat(
+            info,
+            self.logs[number],
+            lambda: (7, "forward-backward"),
+            end,
+            patience=PATIENCE,
+            connect=lambda: self.store,  # type: ignore[arg-type, return-value]
+            now=lambda: self.time,
+        )
+        heartbeat._host = f"machine {number // 8}"
+        return heartbeat
+
+    def wait(self, ranks: Sequence[int], axis: str = "dp") -> None:
+        """These ranks wait in that collective from now on."""
+        world = range(len(self.ranks))
+        for rank in ranks:
+            log = self.logs[rank]
+            log.counts = {"dp": 8}
+            log.waiting = log.began("all_reduce", axis, world, (4,))
+            log.moved = self.time
+
+    def pass_time(self, seconds: float) -> Iterator[int]:
+        """Requests of the store in each interval."""
+        for _ in range(int(seconds / self.interval)):
+            self.time += self.interval
+            before = self.store.requests
+            for number in sorted(self.beating):
+                try:
+                    self.ranks[number].beat()
+                    self.ranks[number].look()
+                    if self.ranks[number]._in_charge == number:
+                        self.ranks[number].answer(self.board)
+                except Ended:
+                    self.beating.discard(number)
+            yield self.store.requests - before
+
+
+@pytest.mark.parametrize(("world", "seconds"), [(64, 120.0), (8192, 40.0)])
+def test_a_long_wait_costs_the_store_little_and_ends_no_healthy_run(world: int, seconds: float) -> None:
+    """One rank saves a checkpoint for a minute, and all others wait for it: above 20 s each of them used to read all of
+    them, each second."""
+    cluster = Cluster(world)
+    cluster.wait([rank for rank in range(world) if rank != 5])
+    cluster.store.keys = 0
+    for requests in cluster.pass_time(seconds):
+        # A rank: its status, the announcement, two others (2), and now and then a question or its last operations.
+        assert requests <= 6 * world + 3
+        assert requests * REQUEST / cluster.interval < 0.2, "of the store's time"
+        keys, cluster.store.keys = cluster.store.keys, 0
+        assert keys <= 10 * world + 3 * world, "the look at all, by one rank"
+    assert not cluster.ended
+    assert cluster.board.seen.keys() == set(range(world)), "the rank in charge has looked at all"
+
+
+def run_until_the_end(cluster: Cluster, seconds: float) -> tuple[MegatronError, list[int]]:
+    for _ in cluster.pass_time(seconds):
+        pass
+    assert len({str(error) for _, error, _ in cluster.ended}) == 1
+    assert len(cluster.ended) == len({number for number, _, _ in cluster.ended})
+    return cluster.ended[0][1], [number for number, _, prints in cluster.ended if prints]
+
+
+@pytest.mark.parametrize("world", [4, 256])
+def test_a_collective_left_out_is_found_by_the_one_in_charge(world: int) -> None:
+    cluster = Cluster(world)
+    cluster.wait([rank for rank in range(world) if rank != 3])
+    cluster.wait([3], axis="tp")
+    error, printed = run_until_the_end(cluster, 60.0)
+    assert isinstance(error, HangError) and "which rank 3 has not begun" in str(error)
+    assert printed == [0] and len(cluster.ended) == world
+
+
+def test_a_rank_that_is_silent_is_named_by_the_one_before_it_and_replaced_if_it_was_in_charge() -> None:
+    cluster = Cluster(64)
+    cluster.beating -= {0}
+    cluster.ranks[0]._host = "gone"
+    error, printed = run_until_the_end(cluster, 60.0)
+    assert (
+        isinstance(error, PeerLostError) and "rank 0 (process" in str(error) and "has not been heard of" in str(error)
+    )
+    assert len(printed) == 1 and len(cluster.ended) == 63
+
+
+def test_another_rank_takes_charge_when_the_first_has_finished() -> None:
+    cluster = Cluster(16)
+    for rank in (0, 1):
+        cluster.ranks[rank].leave()
+        cluster.beating.discard(rank)
+    cluster.wait(range(2, 16))
+    cluster.wait([9], axis="tp")
+    error, printed = run_until_the_end(cluster, 80.0)
+    assert isinstance(error, HangError) and printed == [2]
+
+
+def test_a_rank_that_is_stuck_is_named_when_the_others_time_is_up() -> None:
+    cluster = Cluster(16)
+    cluster.wait([rank for rank in range(16) if rank != 11])
+    for _ in cluster.pass_time(100.0):
+        pass
+    assert not cluster.ended, "it may be slow"
+    for rank in (3, 4):  # the others only see that these have gone
+        cluster.logs[rank].timed_out, cluster.logs[rank].waiting = cluster.logs[rank].waiting, None
+        cluster.ranks[rank]._board.ask()
+    error, _ = run_until_the_end(cluster, 10.0)
+    assert isinstance(error, HangError) and error.exit_code == 16
+    assert str(error).startswith("rank 11 (process ") and "is alive and stuck" in str(error)
+    assert "rank 3 has waited for it until the timeout in all_reduce 9" in str(error) and len(cluster.ended) == 16
+
+
+def test_a_wait_that_ends_by_its_timeout_is_noted() -> None:
+    log: Any = CommLog()
+    operation = log.began("all_reduce", "dp", (0, 1), None)
+    for text, noted in (("Connection closed by peer", None), ("Timed out waiting 9ms for recv", operation)):
+        with pytest.raises(RuntimeError), log.wait(operation):
+            raise RuntimeError(f"[gloo/transport/tcp/unbound_buffer.cc:81] {text}")
+        assert log.timed_out is noted and log.waiting is None
