@@ -1,0 +1,362 @@
+"""For every setting: a value, flags in which it has an effect, and flags in which it has none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tests.unit.training.behaviour import on_ranks, plan, train
+
+BASE = """
+    --num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --max-position-embeddings 8
+    --micro-batch-size 1 --global-batch-size 2 --train-iters 3 --lr 1e-2 --vocab-size 32 --mock-data --num-workers 0
+    --log-interval 1 --eval-iters 1 --eval-interval 2 --make-vocab-size-divisible-by 8 --device cpu
+"""
+"""A word -flag below takes --flag out of these."""
+
+
+@dataclass(frozen=True)
+class Case:
+    given: str
+    where: str = ""  # has an effect there
+    idle: str | None = None  # has none there, which is told or refused; None: it always has one
+    seen_by: Callable[[list[str]], list[str]] = train
+
+
+def planned(given: str, where: str = "", idle: str | None = None) -> Case:
+    return Case(given, where, idle, plan)
+
+
+def ranked(given: str, where: str = "", idle: str | None = None) -> Case:
+    return Case(given, where, idle, on_ranks)
+
+
+FP16 = "--fp16 --initial-loss-scale 256"
+ROPE = "--position-embedding-type rope"
+LLAMA3 = f"{ROPE} --use-rope-scaling"
+YARN = "--position-embedding-type yarn --yarn-factor 4"
+NO_BIAS = "--disable-bias-linear"
+DENSE = f"{NO_BIAS} --swiglu --ffn-hidden-size 24"
+PLAIN_MOE = f"--num-experts 4 {DENSE}"
+MOE = f"{PLAIN_MOE} --moe-aux-loss-coeff 0.1 --moe-router-load-balancing-type seq_aux_loss"
+SIGMOID = f"{MOE} --moe-router-score-function sigmoid"
+BIASED = f"{SIGMOID} --moe-router-enable-expert-bias"
+
+MODEL = {
+    "model": Case("--model llama3-8b --num-query-groups 1 --ffn-hidden-size 24 --kv-channels 8"),
+    "num_layers": Case("--num-layers 1"),
+    "hidden_size": Case("--hidden-size 32"),
+    "ffn_hidden_size": Case("--ffn-hidden-size 24", idle=f"{MOE} --moe-ffn-hidden-size 16"),
+    "num_attention_heads": Case("--num-attention-heads 1"),
+    "kv_channels": Case("--kv-channels 4"),
+    "group_query_attention": Case("--group-query-attention"),
+    "num_query_groups": Case("--num-query-groups 1"),
+    "max_position_embeddings": Case("--max-position-embeddings 16"),
+    "position_embedding_type": Case("--position-embedding-type none"),
+    "add_position_embedding": Case("--no-position-embedding"),
+    "use_rotary_position_embeddings": Case("--use-rotary-position-embeddings"),
+    "rotary_percent": Case("--rotary-percent 0.5", ROPE, ""),
+    "rotary_base": Case("--rotary-base 100", ROPE, ""),
+    "rotary_seq_len_interpolation_factor": Case("--rotary-seq-len-interpolation-factor 2", ROPE, ""),
+    "use_rope_scaling": Case("--use-rope-scaling", ROPE, ""),
+    "rope_scaling_factor": Case("--rope-scaling-factor 4", LLAMA3, ROPE),
+    "rope_low_freq_factor": Case("--rope-low-freq-factor 2", LLAMA3, ROPE),
+    "rope_high_freq_factor": Case("--rope-high-freq-factor 8", LLAMA3, ROPE),
+    "rope_original_max_position": Case("--rope-original-max-position 16", LLAMA3, ROPE),
+    "yarn_factor": Case("--yarn-factor 8", YARN, ROPE),
+    "yarn_original_max_position_embeddings": Case("--yarn-original-max-position-embeddings 16", YARN, ROPE),
+    "yarn_beta_fast": Case("--yarn-beta-fast 2", YARN, ROPE),
+    "yarn_beta_slow": Case("--yarn-beta-slow 8", YARN, ROPE),
+    "yarn_attention_factor": Case("--yarn-attention-factor 2", YARN, ROPE),
+    "make_vocab_size_divisible_by": Case("--make-vocab-size-divisible-by 64"),
+    "normalization": Case("--normalization RMSNorm"),
+    "norm_epsilon": Case("--norm-epsilon 0.1"),
+    "apply_layernorm_1p": Case("--apply-layernorm-1p"),
+    "qk_layernorm": Case("--qk-layernorm"),
+    "window_size": Case("--window-size 1 0"),
+    "swiglu": Case("--swiglu", "--ffn-hidden-size 24"),
+    "squared_relu": Case("--squared-relu"),
+    "openai_gelu": Case("--openai-gelu", NO_BIAS),
+    "bias_gelu_fusion": Case("--no-bias-gelu-fusion", "", "--squared-relu"),
+    "add_bias_linear": Case("--disable-bias-linear"),
+    "add_qkv_bias": Case("--add-qkv-bias", NO_BIAS, ""),
+    "untie_embeddings_and_output_weights": Case("--untie-embeddings-and-output-weights"),
+    "attention_dropout": Case("--attention-dropout 0.5"),
+    "hidden_dropout": Case("--hidden-dropout 0.5"),
+    "init_method_std": Case("--init-method-std 0.1", "", "--init-method-xavier-uniform"),
+    "init_method_xavier_uniform": Case("--init-method-xavier-uniform"),
+    "apply_residual_connection_post_layernorm": Case("--apply-residual-connection-post-layernorm"),
+    "apply_query_key_layer_scaling": Case("--apply-query-key-layer-scaling", "--attention-backend unfused --num-layers 3"),
+    "fp32_residual_connection": Case("--fp32-residual-connection", "--bf16", ""),
+}
+
+EXPERTS = {
+    "num_experts": Case("--num-experts 4", DENSE),
+    "moe_layer_freq": Case("--moe-layer-freq 2", MOE, DENSE),
+    "moe_ffn_hidden_size": Case("--moe-ffn-hidden-size 16", MOE, DENSE),
+    "moe_router_topk": Case("--moe-router-topk 3", MOE, DENSE),
+    "moe_router_pre_softmax": Case("--moe-router-pre-softmax", MOE, SIGMOID),
+    "moe_router_score_function": Case("--moe-router-score-function sigmoid", MOE, DENSE),
+    "moe_router_num_groups": Case("--moe-router-num-groups 2", f"{MOE} --moe-router-group-topk 1", DENSE),
+    "moe_router_group_topk": Case(
+        "--moe-router-group-topk 1", f"{MOE} --moe-router-num-groups 2 --moe-router-group-topk 2", DENSE
+    ),
+    "moe_router_topk_scaling_factor": Case("--moe-router-topk-scaling-factor 2", SIGMOID, DENSE),
+    "moe_router_dtype": Case("--moe-router-dtype fp64", MOE, DENSE),
+    "moe_router_load_balancing_type": Case(
+        "--moe-router-load-balancing-type aux_loss", f"{MOE} --micro-batch-size 2", PLAIN_MOE
+    ),
+    "moe_aux_loss_coeff": Case("--moe-aux-loss-coeff 0.5", MOE, f"{PLAIN_MOE} --moe-router-load-balancing-type none"),
+    "moe_z_loss_coeff": Case("--moe-z-loss-coeff 0.1", MOE, DENSE),
+    "moe_router_enable_expert_bias": Case("--moe-router-enable-expert-bias", SIGMOID, DENSE),
+    "moe_router_bias_update_rate": Case("--moe-router-bias-update-rate 0.1", BIASED, SIGMOID),
+    "moe_expert_capacity_factor": Case("--moe-expert-capacity-factor 0.5", MOE, DENSE),
+    "moe_token_drop_policy": Case("--moe-token-drop-policy position", f"{MOE} --moe-expert-capacity-factor 0.5", MOE),
+    "moe_shared_expert_intermediate_size": Case("--moe-shared-expert-intermediate-size 16", MOE, DENSE),
+}
+
+STAGES = "--pipeline-model-parallel-size 2 --global-batch-size 4 --micro-batch-size 1"
+FOUR = f"{STAGES} --num-layers 4"
+PARALLEL = {
+    "tensor_model_parallel_size": planned("--tensor-model-parallel-size 2"),
+    "pipeline_model_parallel_size": planned("--pipeline-model-parallel-size 2"),
+    "pipeline_schedule": ranked("--pipeline-schedule gpipe", f"{STAGES} --pipeline-trace out/t", ""),
+    "num_layers_per_virtual_pipeline_stage": planned("--num-layers-per-virtual-pipeline-stage 1", FOUR, ""),
+    "num_virtual_stages_per_pipeline_rank": planned("--num-virtual-stages-per-pipeline-rank 2", FOUR, ""),
+    "account_for_embedding_in_pipeline_split": planned(
+        "--account-for-embedding-in-pipeline-split", f"{STAGES} --num-layers 3", ""
+    ),
+    "account_for_loss_in_pipeline_split": planned(
+        "--account-for-loss-in-pipeline-split", f"{STAGES} --num-layers 3", ""
+    ),
+    "decoder_first_pipeline_num_layers": planned("--decoder-first-pipeline-num-layers 1", FOUR, ""),
+    "decoder_last_pipeline_num_layers": planned("--decoder-last-pipeline-num-layers 1", FOUR, ""),
+    "pipeline_trace": ranked("--pipeline-trace out/t", STAGES, ""),
+    "sequence_parallel": ranked("--sequence-parallel", "--tensor-model-parallel-size 2", ""),
+    "context_parallel_size": planned("--context-parallel-size 2"),
+    "cp_comm_type": ranked("--cp-comm-type a2a", "--context-parallel-size 2", ""),
+    "expert_model_parallel_size": planned("--expert-model-parallel-size 2", MOE, ""),
+    "check_replicas_every": ranked("--check-replicas-every 1"),
+}
+
+SAMPLES = "-train-iters --train-samples 8"
+TRAINING = {
+    "micro_batch_size": Case("--micro-batch-size 2"),
+    "global_batch_size": Case("--global-batch-size 4"),
+    "rampup_batch_size": Case("--rampup-batch-size 2 2 4", f"{SAMPLES} --global-batch-size 4"),
+    "step_batch_size_schedule": Case("--step-batch-size-schedule 0:2 32:4", f"{SAMPLES} -global-batch-size"),
+    "train_iters": Case("--train-iters 2"),
+    "train_samples": Case("--train-samples 4", "-train-iters"),
+    "exit_interval": Case("--exit-interval 2"),
+    "exit_duration_in_mins": Case("--exit-duration-in-mins 1e-9"),
+    "exit_signal_handler": Case("--exit-signal-handler"),
+    "exit_signal": Case("--exit-signal SIGUSR2", "--exit-signal-handler", ""),
+    "seed": Case("--seed 7"),
+    "skip_train": Case("--skip-train"),
+    "iterations_to_skip": Case("--iterations-to-skip 2"),
+    "deterministic_mode": planned("--deterministic-mode"),
+    "manual_gc": Case("--manual-gc"),
+    "manual_gc_interval": Case("--manual-gc-interval 1", "--manual-gc", ""),
+    "manual_gc_eval": Case("--no-manual-gc-eval", "--manual-gc --eval-interval 1", ""),
+    "check_for_nan_in_loss_and_grad": Case("--no-check-for-nan-in-loss-and-grad", "--fp16 --loss-scale 1e30"),
+}
+
+LOAD_OTHER = "--load SAVED --min-lr 1e-3"
+RAMP = "--weight-decay-incr-style linear --start-weight-decay 0.1 --end-weight-decay 0.5"
+CONSTANT = "--lr-decay-style constant"
+WSD = "--lr-decay-style WSD --lr-wsd-decay-iters 2"
+OVERFLOWS = "--fp16 --initial-loss-scale 1e30 --hysteresis 1"
+OPTIMIZER = {
+    "optimizer": Case("--optimizer sgd"),
+    "weight_decay": Case("--weight-decay 0.5"),
+    "apply_wd_to_qk_layernorm": Case("--apply-wd-to-qk-layernorm", "--qk-layernorm --weight-decay 0.5", ""),
+    "weight_decay_incr_style": Case("--weight-decay-incr-style cosine", RAMP),
+    "start_weight_decay": Case("--start-weight-decay 0.3", RAMP, ""),
+    "end_weight_decay": Case("--end-weight-decay 0.9", RAMP, ""),
+    "clip_grad": Case("--clip-grad 0.01", "--optimizer sgd"),
+    "adam_beta1": Case("--adam-beta1 0.5", "", "--optimizer sgd"),
+    "adam_beta2": Case("--adam-beta2 0.5", "", "--optimizer sgd"),
+    "adam_eps": Case("--adam-eps 1e-2", "", "--optimizer sgd"),
+    "sgd_momentum": Case("--sgd-momentum 0.5", "--optimizer sgd", ""),
+    "lr": Case("--lr 1e-3"),
+    "min_lr": Case("--min-lr 5e-3", "", CONSTANT),
+    "lr_decay_style": Case("--lr-decay-style cosine"),
+    "lr_decay_iters": Case("--lr-decay-iters 2", "", CONSTANT),
+    "lr_decay_samples": Case("--lr-decay-samples 6", SAMPLES, f"{SAMPLES} {CONSTANT}"),
+    "lr_warmup_fraction": Case("--lr-warmup-fraction 0.5"),
+    "lr_warmup_iters": Case("--lr-warmup-iters 1"),
+    "lr_warmup_samples": Case("--lr-warmup-samples 3", SAMPLES),
+    "lr_warmup_init": Case("--lr-warmup-init 5e-3", "--lr-warmup-iters 2", ""),
+    "lr_wsd_decay_style": Case("--lr-wsd-decay-style linear", WSD, ""),
+    "lr_wsd_decay_iters": Case("--lr-wsd-decay-iters 1", WSD, ""),
+    "lr_wsd_decay_samples": Case(
+        "--lr-wsd-decay-samples 2", f"{SAMPLES} --lr-decay-style WSD --lr-wsd-decay-samples 6", SAMPLES
+    ),
+    "override_opt_param_scheduler": Case("--override-opt_param-scheduler", LOAD_OTHER, ""),
+    "use_checkpoint_opt_param_scheduler": Case("--use-checkpoint-opt_param-scheduler", LOAD_OTHER, ""),
+    "fp16": Case("--fp16", "--initial-loss-scale 256"),
+    "bf16": Case("--bf16"),
+    "loss_scale": Case("--loss-scale 3"),
+    "initial_loss_scale": Case("--initial-loss-scale 512", FP16, "--bf16"),
+    "min_loss_scale": Case("--min-loss-scale 9e29", OVERFLOWS, "--bf16"),
+    "loss_scale_window": Case("--loss-scale-window 1", FP16, "--fp16 --loss-scale 8"),
+    "hysteresis": Case("--hysteresis 3", OVERFLOWS, ""),
+}
+
+FULL = "--recompute-granularity full --recompute-method uniform --num-layers 3"
+TABLE = "--log-kernels"
+ROOM = {
+    "recompute_activations": Case("--recompute-activations"),
+    "recompute_granularity": Case("--recompute-granularity selective"),
+    "recompute_method": Case("--recompute-method block", f"{FULL} --recompute-num-layers 1", ""),
+    "recompute_num_layers": Case("--recompute-num-layers 2", FULL.replace("uniform", "block"), ""),
+    "kernels": planned("--kernels ref", TABLE),
+    "compile": Case("--compile", "--num-experts 4 --disable-bias-linear"),  # refused there, as it is read
+    "masked_softmax_fusion": planned("--no-masked-softmax-fusion", TABLE),
+    "bias_swiglu_fusion": planned("--no-bias-swiglu-fusion", f"{TABLE} {DENSE}", ""),
+    "bias_dropout_fusion": planned("--no-bias-dropout-fusion", TABLE),
+    "rope_fusion": planned("--no-rope-fusion", f"{TABLE} {ROPE}", ""),
+    "gradient_accumulation_fusion": planned("--no-gradient-accumulation-fusion", TABLE),
+    "persist_layer_norm": planned("--no-persist-layer-norm", TABLE, "--normalization RMSNorm"),
+    "use_flash_attn": planned("--use-flash-attn", TABLE),
+    "attention_backend": planned("--attention-backend unfused", TABLE),
+    "cuda_graphs": planned("--cuda-graphs"),
+    "cpu_threads": planned("--cpu-threads 1"),
+    "cpu_pinning": planned("--cpu-pinning"),
+    "cpu_scheduling": planned("--cpu-scheduling batch"),
+    "cpu_allocator": planned("--cpu-allocator system"),
+    "fp32_products": planned("--fp32-products mkl"),
+}
+
+NO_FILES = "-mock-data --tokenizer-type NullTokenizer --vocab-size 96"
+FILES = f"{NO_FILES} --data-path CORPUS"
+ENDS = f"{NO_FILES} --data-path ENDS"
+TEXT = "-vocab-size --vocab-file BPE/vocab.json --merge-file BPE/merges.txt"
+FIM = f"{TEXT} --fim-data --fim-rate 1 --seq-length 32 --max-position-embeddings 32"
+FRAGMENTS = f"{FIM} --fim-split-sample <file> --fim-fragment-rate 1"
+HF = "-vocab-size --tokenizer-type HuggingFaceTokenizer --tokenizer-model"
+TIK = "-vocab-size --tokenizer-type TikTokenizer --tokenizer-model TIK/vocab.json"
+DATA = {
+    "data_path": Case("--data-path CORPUS", NO_FILES),
+    "train_data_path": Case("--train-data-path CORPUS", NO_FILES),
+    "valid_data_path": Case("--valid-data-path CORPUS", f"{NO_FILES} --train-data-path CORPUS"),
+    "test_data_path": Case("--test-data-path CORPUS", f"{NO_FILES} --train-data-path CORPUS"),
+    "data_args_path": Case("--data-args-path WORDS", NO_FILES),
+    "per_split_data_args_path": Case("--per-split-data-args-path SETS.json", NO_FILES),
+    "split": Case("--split 50,25,25", FILES, ""),
+    "split_rule": Case("--split-rule main", f"{FILES} --split 5,45,50", ""),
+    "max_epochs": Case("--max-epochs 0.001", FILES, ""),
+    "data_table_path": Case("--data-table-path out/t.txt"),
+    "data_cache_path": Case("--data-cache-path out/cache", FILES, ""),
+    "seq_length": Case("--seq-length 4"),
+    "num_workers": Case("--num-workers 1"),
+    "dataloader_type": Case("--dataloader-type cyclic"),
+    "data_sharding": ranked("--no-data-sharding", f"{FILES} --dataloader-type cyclic", ""),
+    "reset_position_ids": Case("--reset-position-ids", ENDS, f"{ENDS} --no-position-embedding"),
+    "reset_attention_mask": Case("--reset-attention-mask", ENDS),
+    "dataloader_inter_document_masking": Case("--dataloader-inter-document-masking", ENDS),
+    "eod_mask_loss": Case("--eod-mask-loss", ENDS),
+    "mmap_bin_files": Case("--no-mmap-bin-files", FILES, ""),
+    "mock_data": Case("--mock-data", "-mock-data"),
+    "accept_changed_data": Case("--accept-changed-data", "--load SAVED --seed 7", ""),
+    "fim_data": Case("--fim-data", f"{TEXT} --seq-length 32 --max-position-embeddings 32"),
+    "fim_rate": Case("--fim-rate 0", FIM, ""),
+    "fim_spm_rate": Case("--fim-spm-rate 1", FIM, ""),
+    "fim_split_sample": Case("--fim-split-sample <|endoftext|>", FRAGMENTS, ""),
+    "fim_fragment_rate": Case("--fim-fragment-rate 0.5", FIM, ""),
+    "fim_no_prefix": Case("--fim-no-prefix GH", FIM, ""),
+    "fim_prefix_token": Case("--fim-prefix-token <file>", FIM, ""),
+    "fim_middle_token": Case("--fim-middle-token <file>", FIM, ""),
+    "fim_suffix_token": Case("--fim-suffix-token <file>", FIM, ""),
+    "fim_eod_token": Case("--fim-eod-token <file>", FIM, ""),
+    "tokenizer_type": Case("--tokenizer-type NullTokenizer"),
+    "tokenizer_model": Case("--tokenizer-model HF2", f"{HF} HF", ""),
+    "vocab_file": Case("--vocab-file NOWHERE", TEXT, "--tokenizer-type NullTokenizer"),
+    "merge_file": Case("--merge-file NOWHERE", TEXT, "--tokenizer-type NullTokenizer"),
+    "vocab_size": Case("--vocab-size 64"),
+    "tiktoken_pattern": Case("--tiktoken-pattern v1", f"{TIK} --save out/s", ""),
+    "tiktoken_num_special_tokens": Case("--tiktoken-num-special-tokens 9", TIK, ""),
+    "tiktoken_special_tokens": Case("--tiktoken-special-tokens <unk> <s>", TIK),
+    "null_tokenizer_eod_id": Case("--null-tokenizer-eod-id 5", "--tokenizer-type NullTokenizer --eod-mask-loss", ""),
+}
+
+SAVE = "--save out/s"
+CHECKPOINT = {
+    "save": Case(SAVE),
+    "load": Case("--load SAVED"),
+    "save_interval": Case("--save-interval 2", SAVE, ""),
+    "save_retain_interval": Case("--save-retain-interval 2", f"{SAVE} --save-interval 1", ""),
+    "save_optim": Case("--no-save-optim", SAVE, ""),
+    "save_rng": Case("--no-save-rng", SAVE, ""),
+    "save_tokenizer_assets": Case("--no-save-tokenizer-assets", f"{HF} HF {SAVE}", ""),
+    "load_optim": Case("--no-load-optim", "--load SAVED", "--load SAVED --finetune"),
+    "load_rng": Case("--no-load-rng", "--load SAVED", ""),
+    "finetune": Case("--finetune", "--load SAVED", ""),
+    "use_checkpoint_args": Case("--use-checkpoint-args", "--load SAVED -num-layers", ""),
+    "strict_load": Case("--strict-load", "--load DAMAGED", ""),
+    "skip_hash": Case("--skip-hash", "--load SAVED", ""),
+    "ckpt_step": Case("--ckpt-step 1", "--load SAVED", ""),
+}
+
+TB = "--tensorboard-dir out/tb"
+WANDB = "--wandb-project p"
+TRACE = "--profile --profile-step-start 0 --profile-step-end 1 --profile-dir out/p"
+FOLLOWED = {
+    "log_interval": Case("--log-interval 2"),
+    "log_format": Case("--log-format compact"),
+    "log_kernels": planned("--log-kernels"),
+    "log_memory_interval": Case("--log-memory-interval 1"),
+    "tensorboard_dir": Case(TB),
+    "tensorboard_log_interval": Case("--tensorboard-log-interval 2", TB, ""),
+    "tensorboard_queue_size": Case("--tensorboard-queue-size 2", TB, ""),
+    "metrics_jsonl": Case("--metrics-jsonl out/m.jsonl"),
+    "log_timers_to_tensorboard": Case("--log-timers-to-tensorboard", TB, ""),
+    "log_memory_to_tensorboard": Case("--log-memory-to-tensorboard", TB, ""),
+    "log_validation_ppl_to_tensorboard": Case("--log-validation-ppl-to-tensorboard", TB, ""),
+    "log_world_size_to_tensorboard": Case("--log-world-size-to-tensorboard", TB, ""),
+    "log_batch_size_to_tensorboard": Case("--log-batch-size-to-tensorboard", TB, ""),
+    "log_learning_rate_to_tensorboard": Case("--no-log-learnig-rate-to-tensorboard", TB, ""),
+    "log_loss_scale_to_tensorboard": Case("--no-log-loss-scale-to-tensorboard", TB, ""),
+    "log_params_norm": Case("--log-params-norm"),
+    "log_num_zeros_in_grad": Case("--log-num-zeros-in-grad"),
+    "timing_log_level": Case("--timing-log-level 2"),
+    "timing_log_option": Case("--timing-log-option all", "--timing-log-level 2", ""),
+    "wandb_project": Case(WANDB),
+    "wandb_exp_name": Case("--wandb-exp-name e", WANDB, ""),
+    "wandb_save_dir": Case("--wandb-save-dir out/w", WANDB, ""),
+    "wandb_entity": Case("--wandb-entity e", WANDB, ""),
+    "eval_interval": Case("--eval-interval 1", "", "--eval-iters 0"),
+    "start_eval_at_iter": Case("--start-eval-at-iter 3", "", "--split 1,0,0"),
+    "eval_global_batch_size": Case("--eval-global-batch-size 4", "", "--eval-iters 0"),
+    "eval_micro_batch_size": Case("--eval-micro-batch-size 2", "", "--eval-iters 0"),
+    "eval_iters": Case("--eval-iters 2"),
+    "full_validation": Case("--full-validation", FILES, "--eval-iters 0"),
+    "profile": Case("--profile", "--profile-step-end 11 --train-iters 12"),
+    "profile_step_start": Case("--profile-step-start 1", TRACE.replace("end 1", "end 2"), ""),
+    "profile_step_end": Case("--profile-step-end 2", TRACE, ""),
+    "profile_ranks": ranked("--profile-ranks 0 1", TRACE, ""),
+    "profile_dir": Case("--profile-dir out/q", TRACE, ""),
+    "pytorch_profiler_collect_shapes": Case("--pytorch-profiler-collect-shapes", TRACE, ""),
+    "pytorch_profiler_collect_callstack": Case("--pytorch-profiler-collect-callstack", TRACE, ""),
+    "record_memory_history": Case("--record-memory-history", TRACE, ""),
+    "device": planned("--device cuda"),
+    "distributed_backend": planned("--distributed-backend nccl"),
+    "config": Case("--config SEED.yaml"),
+    "print_config": planned("--print-config"),
+    "dry_run": planned("--dry-run", "--print-config"),
+    "dry_run_ranks": planned("--dry-run-ranks 4"),
+}
+
+CASES = MODEL | EXPERTS | PARALLEL | TRAINING | OPTIMIZER | ROOM | DATA | CHECKPOINT | FOLLOWED
+
+ELSEWHERE = {
+    "perform_initialization": "saves time, as --load replaces what it would draw; tests/unit/training/test_loop.py",
+    "recompute_modules": "core_attn is its only value, and its default",
+    "store_param_remainders": "saves memory; tests/unit/optimizer/test_flat.py",
+    "overlap_grad_reduce": "a matter of time; tests/distributed/test_grad_buffers.py",
+    "memory_snapshot_path": "CUDA writes it; tests/unit/training/test_profiling.py",
+    "distributed_timeout_minutes": "of a collective that fails; tests/faults/test_heartbeat.py",
+    "heartbeat_timeout_seconds": "of a rank that is lost; tests/faults/test_heartbeat.py",
+    "local_rank": "of a launcher; tests/distributed/test_launchers.py",
+}
+"""Settings whose effect no small run shows, and where it is tested."""

@@ -1,0 +1,121 @@
+"""Every setting has an effect where it declares one, and is told or refused where it declares none."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from megatron.config.flag import Setting
+from megatron.config.run import all_settings, settings_by_name
+from megatron.errors import ConfigError
+from megatron.training.settings import read_settings
+from tests.unit.config.commands import without
+from tests.unit.tokenizer.support import write_small_bpe
+from tests.unit.tokenizer.test_tik import write_json as write_tiktoken
+from tests.unit.training.behaviour import observed, on_ranks, plan, train, write_json
+from tests.unit.training.settings_table import BASE, CASES, ELSEWHERE, Case
+from tests.unit.training.test_data_order import make_corpus
+from tests.unit.training.test_data_settings import with_ends
+
+ROOT = Path(__file__).parents[3]
+WORKING = [setting for setting in all_settings() if setting.flag.status == "works"]
+
+__all__ = ["observed"]
+
+
+def command(*flags: str) -> list[str]:
+    words = shlex.split(" ".join(flags))
+    removed = [f"-{word}" for word in words if word.startswith("-") and not word.startswith("--")]
+    base = without(BASE, *removed)
+    return [*shlex.split(base), *(word for word in words if f"-{word}" not in removed)]
+
+
+@pytest.fixture(scope="module")
+def places(observed: Path) -> Path:
+    """Data, tokenizers and checkpoints under the names that the cases use."""
+    make_corpus(observed / "CORPUS")
+    with_ends(observed / "ENDS")
+    (observed / "WORDS").write_text("1 CORPUS\n")
+    write_json(observed / "SETS.json", {"train": ["CORPUS"], "valid": ["CORPUS"]})
+    (observed / "SEED.yaml").write_text("seed: 7\n")
+    for name, words in {"HF": {"a": 0, "<|endoftext|>": 1}, "HF2": {"a": 0, "<|endoftext|>": 1, "b": 2}}.items():
+        (observed / name).mkdir()
+        write_json(
+            observed / name / "tokenizer.json",
+            {"version": "1.0", "model": {"type": "WordLevel", "vocab": words, "unk_token": "a"}},
+        )
+    for name in ("BPE", "TIK"):
+        (observed / name).mkdir()
+    write_small_bpe(observed / "BPE")
+    vocab = json.loads((observed / "BPE" / "vocab.json").read_text())
+    for token in ("<fim_prefix>", "<fim_middle>", "<fim_suffix>", "<|endoftext|>", "<file>"):
+        vocab.setdefault(token, len(vocab))
+    write_json(observed / "BPE" / "vocab.json", vocab)
+    write_tiktoken(observed / "TIK")
+    for name in ("SAVED", "DAMAGED"):
+        train(command(f"--save {name} --save-interval 1 --exit-interval 2"))
+    (file,) = observed.glob("DAMAGED/iter_0000002/mp_rank_00/model_optim_rng.pt")
+    file.write_bytes(file.read_bytes()[:-1])
+    return observed
+
+
+def test_every_setting_has_a_case() -> None:
+    assert {setting.name for setting in WORKING} == CASES.keys() | ELSEWHERE.keys()
+    assert not CASES.keys() & ELSEWHERE.keys()
+    without_idle = [s.name for s in WORKING if s.flag.needs and s.name in CASES and CASES[s.name].idle is None]
+    assert without_idle == [], "what it needs is to be left out once"
+    for place in ELSEWHERE.values():
+        assert ";" not in place or (ROOT / place.partition("; ")[2]).is_file(), place
+
+
+SEEN: dict[str, object] = {}
+
+
+@cache
+def before(how: str, flags: str) -> tuple[str, ...]:
+    return tuple(SEERS[how](command(flags)))
+
+
+SEERS = {"train": train, "plan": plan, "on_ranks": on_ranks}
+
+
+def effect(case: Case, flags: str) -> tuple[list[str], list[str]]:
+    """What is seen without the setting and not with it, and the reverse."""
+    old, new = before(case.seen_by.__name__, flags), case.seen_by(command(flags, case.given))
+    return [line for line in old if line not in new], [line for line in new if line not in old]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_setting_has_its_effect(places: Path, name: str) -> None:
+    case, setting = CASES[name], settings_by_name()[name]
+    assert not said_to_be_idle(setting, case.given, case.where), "there it is said to have none"
+    assert any(effect(case, case.where)), f"{case.given} changes nothing"
+
+
+def said_to_be_idle(setting: Setting, given: str, flags: str) -> bool:
+    """Whether a line says so, or a refusal that was not there without it."""
+    try:
+        lines = read_settings(command(flags, given)).notices
+    except ConfigError as refusal:
+        return any(line.startswith(setting.spelling) and "has no effect without" in line for line in refusal.lines)
+    return any(line.startswith(setting.spelling) and "has no effect without" in line for line in lines)
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.idle is not None])
+def test_a_setting_without_effect_is_told_or_refused(places: Path, name: str) -> None:
+    case, setting = CASES[name], settings_by_name()[name]
+    assert case.idle is not None
+    read_settings(command(case.idle))  # a command that is right
+    try:
+        config = read_settings(command(case.idle, case.given))
+    except ConfigError as refusal:
+        assert any(case.given.split()[0] in line for line in refusal.lines), refusal
+        return
+    told = [line for line in config.notices if line.startswith(setting.spelling) and "has no effect without" in line]
+    assert len(told) == 1 and not setting.flag.insists
+    idle = Case(case.given, case.where, case.idle)  # seen in a run on one rank
+    assert effect(idle, case.idle) == ([], [])
