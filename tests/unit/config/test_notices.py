@@ -60,17 +60,11 @@ CONSTANT = "--lr-decay-style constant"
 MOE = "--num-experts 4 --disable-bias-linear --swiglu"
 FILES = "--data-path x --tokenizer-type NullTokenizer"
 
-# a setting, in flags in which it has no effect, what it needs, and flags in which it has one
+# Conditions with more than two sides (one of each is in tests/unit/training/settings_table.py): a setting, flags in which
+# it has no effect, what it needs, and flags in which it has one
 WITHOUT_EFFECT = [
-    ("--min-lr 1e-5", CONSTANT, "a decay", "--lr-decay-style cosine"),
     ("--lr-decay-iters 50", CONSTANT, "a decay", CONSTANT + " --lr-warmup-fraction 0.1"),
     ("--lr-decay-iters 50", CONSTANT, "a decay", "--lr-decay-style WSD --lr-wsd-decay-iters 9"),
-    (
-        "--moe-aux-loss-coeff 0.1",
-        f"{MOE} --moe-router-load-balancing-type none",
-        "--moe-router-load-balancing-type aux_loss",
-        f"{MOE} --moe-router-load-balancing-type seq_aux_loss",
-    ),
     (
         "--moe-router-load-balancing-type seq_aux_loss",
         MOE,
@@ -84,21 +78,6 @@ WITHOUT_EFFECT = [
         f"{MOE} --moe-ffn-hidden-size 32 --moe-layer-freq 2",
     ),
     ("--ffn-hidden-size 128", f"{MOE} --moe-ffn-hidden-size 32", "a dense layer", MOE),
-    ("--init-method-std 0.1", "--init-method-xavier-uniform", "normally distributed", ""),
-    ("--tiktoken-num-special-tokens 9", "", "--tokenizer-type TikTokenizer", None),
-    ("--override-opt_param-scheduler", "", "--load", "--load x"),
-    ("--use-checkpoint-opt_param-scheduler", "", "--load", "--load x"),
-    ("--reset-position-ids", "--no-position-embedding", "positions", ""),
-    ("--timing-log-option all", "", "--timing-log-level 1 or 2", "--timing-log-level 1"),
-    ("--split 99,1,1", "", "data files", FILES),
-    ("--eval-interval 5", "--split 9,0,1", "validation data", ""),
-    ("--save-retain-interval 6", "--save-interval 4", "--save", "--save-interval 3 --save x"),
-    ("--split-rule main", "", "data files", FILES),
-    ("--max-epochs 3", "", "data files", FILES),
-    ("--no-mmap-bin-files", "", "data files", FILES),
-    ("--data-cache-path x", "", "data files", FILES),
-    ("--eval-interval 5", "--eval-iters 0", "--eval-iters above 0", "--eval-iters 2"),
-    ("--full-validation", "--eval-iters 0", "--eval-iters above 0", "--eval-iters 2"),
     ("--eval-interval 5", f"{FILES} --split 1,0,0", "validation data", f"{FILES} --split 9,1,0"),
     (
         "--eval-interval 5",

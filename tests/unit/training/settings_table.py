@@ -86,7 +86,9 @@ MODEL = {
     "init_method_std": Case("--init-method-std 0.1", "", "--init-method-xavier-uniform"),
     "init_method_xavier_uniform": Case("--init-method-xavier-uniform"),
     "apply_residual_connection_post_layernorm": Case("--apply-residual-connection-post-layernorm"),
-    "apply_query_key_layer_scaling": Case("--apply-query-key-layer-scaling", "--attention-backend unfused --num-layers 3"),
+    "apply_query_key_layer_scaling": Case(
+        "--apply-query-key-layer-scaling", "--attention-backend unfused --num-layers 3"
+    ),
     "fp32_residual_connection": Case("--fp32-residual-connection", "--bf16", ""),
 }
 
@@ -97,7 +99,11 @@ EXPERTS = {
     "moe_router_topk": Case("--moe-router-topk 3", MOE, DENSE),
     "moe_router_pre_softmax": Case("--moe-router-pre-softmax", MOE, SIGMOID),
     "moe_router_score_function": Case("--moe-router-score-function sigmoid", MOE, DENSE),
-    "moe_router_num_groups": Case("--moe-router-num-groups 2", f"{MOE} --moe-router-group-topk 1", DENSE),
+    "moe_router_num_groups": Case(
+        "--moe-router-num-groups 4",
+        f"{MOE} --num-experts 8 --moe-router-topk 4 --moe-router-num-groups 2 --moe-router-group-topk 2",
+        DENSE,
+    ),
     "moe_router_group_topk": Case(
         "--moe-router-group-topk 1", f"{MOE} --moe-router-num-groups 2 --moe-router-group-topk 2", DENSE
     ),
@@ -146,7 +152,7 @@ TRAINING = {
     "rampup_batch_size": Case("--rampup-batch-size 2 2 4", f"{SAMPLES} --global-batch-size 4"),
     "step_batch_size_schedule": Case("--step-batch-size-schedule 0:2 32:4", f"{SAMPLES} -global-batch-size"),
     "train_iters": Case("--train-iters 2"),
-    "train_samples": Case("--train-samples 4", "-train-iters"),
+    "train_samples": Case("--train-samples 4", SAMPLES),
     "exit_interval": Case("--exit-interval 2"),
     "exit_duration_in_mins": Case("--exit-duration-in-mins 1e-9"),
     "exit_signal_handler": Case("--exit-signal-handler"),
@@ -233,16 +239,18 @@ FILES = f"{NO_FILES} --data-path CORPUS"
 ENDS = f"{NO_FILES} --data-path ENDS"
 TEXT = "-vocab-size --vocab-file BPE/vocab.json --merge-file BPE/merges.txt"
 FIM = f"{TEXT} --fim-data --fim-rate 1 --seq-length 32 --max-position-embeddings 32"
-FRAGMENTS = f"{FIM} --fim-split-sample <file> --fim-fragment-rate 1"
+FRAGMENTS = f"{FIM} --fim-split-sample e --fim-fragment-rate 1"
 HF = "-vocab-size --tokenizer-type HuggingFaceTokenizer --tokenizer-model"
 TIK = "-vocab-size --tokenizer-type TikTokenizer --tokenizer-model TIK/vocab.json"
 DATA = {
-    "data_path": Case("--data-path CORPUS", NO_FILES),
-    "train_data_path": Case("--train-data-path CORPUS", NO_FILES),
+    "data_path": Case("--data-path ENDS", FILES),
+    "train_data_path": Case("--train-data-path ENDS", f"{NO_FILES} --train-data-path CORPUS"),
     "valid_data_path": Case("--valid-data-path CORPUS", f"{NO_FILES} --train-data-path CORPUS"),
     "test_data_path": Case("--test-data-path CORPUS", f"{NO_FILES} --train-data-path CORPUS"),
-    "data_args_path": Case("--data-args-path WORDS", NO_FILES),
-    "per_split_data_args_path": Case("--per-split-data-args-path SETS.json", NO_FILES),
+    "data_args_path": Case("--data-args-path WORDS2", f"{NO_FILES} --data-args-path WORDS"),
+    "per_split_data_args_path": Case(
+        "--per-split-data-args-path SETS2.json", f"{NO_FILES} --per-split-data-args-path SETS.json"
+    ),
     "split": Case("--split 50,25,25", FILES, ""),
     "split_rule": Case("--split-rule main", f"{FILES} --split 5,45,50", ""),
     "max_epochs": Case("--max-epochs 0.001", FILES, ""),
@@ -262,8 +270,8 @@ DATA = {
     "fim_data": Case("--fim-data", f"{TEXT} --seq-length 32 --max-position-embeddings 32"),
     "fim_rate": Case("--fim-rate 0", FIM, ""),
     "fim_spm_rate": Case("--fim-spm-rate 1", FIM, ""),
-    "fim_split_sample": Case("--fim-split-sample <|endoftext|>", FRAGMENTS, ""),
-    "fim_fragment_rate": Case("--fim-fragment-rate 0.5", FIM, ""),
+    "fim_split_sample": Case("--fim-split-sample o", FRAGMENTS, ""),
+    "fim_fragment_rate": Case("--fim-fragment-rate 0.5", FRAGMENTS, ""),
     "fim_no_prefix": Case("--fim-no-prefix GH", FIM, ""),
     "fim_prefix_token": Case("--fim-prefix-token <file>", FIM, ""),
     "fim_middle_token": Case("--fim-middle-token <file>", FIM, ""),
@@ -271,8 +279,8 @@ DATA = {
     "fim_eod_token": Case("--fim-eod-token <file>", FIM, ""),
     "tokenizer_type": Case("--tokenizer-type NullTokenizer"),
     "tokenizer_model": Case("--tokenizer-model HF2", f"{HF} HF", ""),
-    "vocab_file": Case("--vocab-file NOWHERE", TEXT, "--tokenizer-type NullTokenizer"),
-    "merge_file": Case("--merge-file NOWHERE", TEXT, "--tokenizer-type NullTokenizer"),
+    "vocab_file": Case("--vocab-file BPE2/vocab.json", TEXT, "--tokenizer-type NullTokenizer"),
+    "merge_file": Case("--merge-file BPE2/merges.txt", TEXT, "--tokenizer-type NullTokenizer"),
     "vocab_size": Case("--vocab-size 64"),
     "tiktoken_pattern": Case("--tiktoken-pattern v1", f"{TIK} --save out/s", ""),
     "tiktoken_num_special_tokens": Case("--tiktoken-num-special-tokens 9", TIK, ""),

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import shlex
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
 import pytest
 
+from megatron.config import RunConfig
 from megatron.config.flag import Setting
 from megatron.config.run import all_settings, settings_by_name
 from megatron.errors import ConfigError
+from megatron.training import settings
 from megatron.training.settings import read_settings
 from tests.unit.config.commands import without
 from tests.unit.tokenizer.support import write_small_bpe
@@ -39,8 +42,9 @@ def places(observed: Path) -> Path:
     """Data, tokenizers and checkpoints under the names that the cases use."""
     make_corpus(observed / "CORPUS")
     with_ends(observed / "ENDS")
-    (observed / "WORDS").write_text("1 CORPUS\n")
-    write_json(observed / "SETS.json", {"train": ["CORPUS"], "valid": ["CORPUS"]})
+    for number, data in {"": "CORPUS", "2": "ENDS"}.items():
+        (observed / f"WORDS{number}").write_text(f"1 {data}\n")
+        write_json(observed / f"SETS{number}.json", {"train": [data], "valid": [data]})
     (observed / "SEED.yaml").write_text("seed: 7\n")
     for name, words in {"HF": {"a": 0, "<|endoftext|>": 1}, "HF2": {"a": 0, "<|endoftext|>": 1, "b": 2}}.items():
         (observed / name).mkdir()
@@ -48,13 +52,16 @@ def places(observed: Path) -> Path:
             observed / name / "tokenizer.json",
             {"version": "1.0", "model": {"type": "WordLevel", "vocab": words, "unk_token": "a"}},
         )
-    for name in ("BPE", "TIK"):
+    for name in ("BPE", "BPE2", "TIK"):
         (observed / name).mkdir()
     write_small_bpe(observed / "BPE")
     vocab = json.loads((observed / "BPE" / "vocab.json").read_text())
     for token in ("<fim_prefix>", "<fim_middle>", "<fim_suffix>", "<|endoftext|>", "<file>"):
         vocab.setdefault(token, len(vocab))
     write_json(observed / "BPE" / "vocab.json", vocab)
+    write_json(observed / "BPE2" / "vocab.json", {**vocab, "one more": len(vocab)})
+    merges = (observed / "BPE" / "merges.txt").read_text().splitlines(keepends=True)
+    (observed / "BPE2" / "merges.txt").write_text("".join(merges[:-1]))
     write_tiktoken(observed / "TIK")
     for name in ("SAVED", "DAMAGED"):
         train(command(f"--save {name} --save-interval 1 --exit-interval 2"))
@@ -119,3 +126,22 @@ def test_a_setting_without_effect_is_told_or_refused(places: Path, name: str) ->
     assert len(told) == 1 and not setting.flag.insists
     idle = Case(case.given, case.where, case.idle)  # seen in a run on one rank
     assert effect(idle, case.idle) == ([], [])
+
+
+PLANTED = "num_layers moe_z_loss_coeff clip_grad manual_gc save_optim tensorboard_queue_size profile_dir cpu_threads"
+
+
+@pytest.mark.parametrize("name", PLANTED.split())
+def test_a_setting_that_is_never_read_is_found(places: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plant the bug: the value is parsed and checked, and the program goes on with the one it would have without."""
+    case, setting = CASES[name], settings_by_name()[name]
+    assert any(effect(case, case.where))
+    without_it = read_settings(command(case.where)).value(setting)
+
+    def forgetful(words: list[str], **options: bool) -> RunConfig:
+        config = read_settings(words, **options)
+        section = replace(getattr(config, setting.section), **{name: without_it})
+        return replace(config, **{setting.section: section})
+
+    monkeypatch.setattr(settings, "read_settings", forgetful)
+    assert not any(effect(case, case.where))
