@@ -60,8 +60,8 @@ CONSTANT = "--lr-decay-style constant"
 MOE = "--num-experts 4 --disable-bias-linear --swiglu"
 FILES = "--data-path x --tokenizer-type NullTokenizer"
 
-# Conditions with several sides (one of each is in tests/unit/training/settings_table.py): a setting, flags in which it has
-# no effect, what it needs, and flags in which it has one
+# Conditions with several sides (one of each is in tests/unit/training/settings_table.py): a setting, flags in which it
+# has no effect, what it needs, and flags in which it has one
 WITHOUT_EFFECT = [
     ("--lr-decay-iters 50", CONSTANT, "a decay", CONSTANT + " --lr-warmup-fraction 0.1"),
     ("--lr-decay-iters 50", CONSTANT, "a decay", "--lr-decay-style WSD --lr-wsd-decay-iters 9"),
