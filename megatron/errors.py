@@ -109,6 +109,12 @@ class MemoryShortError(MegatronError):
     exit_code = 18
 
 
+class NoProgressError(MegatronError):
+    """The launcher has restarted the run too often without a new checkpoint."""
+
+    exit_code = 19
+
+
 class InterruptError(MegatronError):
     """The user pressed Ctrl-C (SIGINT)."""
 

@@ -27,6 +27,7 @@ _TOLD = {
         errors.HangError,
         errors.PeerLostError,
         errors.MemoryShortError,
+        errors.NoProgressError,
         errors.InterruptError,
         MegatronError,
     )

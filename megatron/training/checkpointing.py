@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from megatron.checkpoint import (
     save_checkpoint,
     warning_before_training,
 )
-from megatron.checkpoint.all_ranks import run_on_all
+from megatron.checkpoint.all_ranks import do_on_first, run_on_all
 from megatron.checkpoint.hf import load_hugging_face
 from megatron.checkpoint.hf.origin import read_origin
 from megatron.config import to_dict
@@ -33,6 +34,7 @@ from megatron.optimizer import Optimizer, Schedule
 from megatron.parallelize import persistent_buffers
 from megatron.training.exit import ExitRecord, as_megatron_error
 from megatron.training.initialize import Run
+from megatron.training.restarts import count_start
 from megatron.training.resume import Progress, ResumePoint, find_step
 from megatron.utils.foreign import is_hugging_face
 
@@ -47,6 +49,8 @@ def held_save_directory(run: Run) -> Iterator[tuple[RunHistory, ExitRecord]]:
     if directory is not None:
         hold_directory(directory, parallel=run.parallel, history=history)
     try:
+        if directory is not None:
+            do_on_first(partial(count_start, directory, run.launch), run.parallel.world)
         record.clear()
         yield history, record
     except (Exception, KeyboardInterrupt) as error:

@@ -1,0 +1,74 @@
+"""Ends a run that its launcher restarts again and again without progress (torchrun's --max-restarts, Slurm's requeue).
+
+A file of the save directory says what the last start found: which launch it was, the newest step, and how many starts
+in a row have found that one.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from megatron.checkpoint import paths
+from megatron.distributed.launch import LaunchInfo
+from megatron.errors import NoProgressError
+from megatron.training.exit import FILE as EXIT_REASON
+from megatron.utils.durable import write_atomically
+from megatron.utils.typed import typed
+
+FILE = ".starts.json"
+AT_MOST = 3
+
+
+@dataclass(frozen=True)
+class Starts:
+    """In a row, of one launch, without a new step."""
+
+    run_id: str
+    newest_step: int
+    number: int
+
+
+def count_start(directory: Path, launch: LaunchInfo) -> None:
+    """Notes this start. A NoProgressError if the launcher has started the run too often without a new step; a start by
+    hand is never refused."""
+    if launch.launcher not in ("torchrun", "slurm"):
+        return  # nothing restarts it
+    newest = next(iter(paths.list_steps(directory)), -1)
+    before = _read(directory / FILE)
+    number = 1
+    if launch.attempt > 0 and before is not None and (before.run_id, before.newest_step) == (launch.run_id, newest):
+        number += before.number
+    if number > AT_MOST:
+        raise NoProgressError(_message(directory, newest))
+    text = json.dumps(asdict(Starts(launch.run_id, newest, number)))
+    write_atomically(directory / FILE, [text.encode()], sync=False)
+
+
+def _message(directory: Path, newest: int) -> str:
+    found = _json(directory / EXIT_REASON)
+    cause = f"{found.get('reason')}: {found.get('text')}" if found else "ended without a word"
+    if found.get("reason") == NoProgressError.__name__:
+        return str(found.get("text"))  # of the start before, which was refused as well
+    after = f"after iteration {newest}" if newest >= 0 else "at all"
+    return (
+        f"--save {directory}: {AT_MOST} starts of this launch in a row have made no checkpoint {after}, so no further "
+        f"one is tried. The last of them: {cause}. End the cause, or save more often (--save-interval), and start "
+        "again by hand"
+    )
+
+
+def _read(path: Path) -> Starts | None:
+    try:
+        return typed(Starts, _json(path))
+    except ValueError:
+        return None
+
+
+def _json(path: Path) -> dict[str, object]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
