@@ -25,6 +25,7 @@ from megatron.errors import ConfigError, HangError, PeerLostError
 
 TOLD_EVERY = 30.0  # seconds
 _OTHERS_READ_WITHIN = 3.0
+_CLIENT_GIVES_UP_WITHIN = 10.0  # of the timeout that it was given; it does not where a program is silent
 _ALL_HERE = "all ranks are here"
 
 
@@ -106,7 +107,8 @@ def _connected(info: LaunchInfo, patience: _Patience) -> dist.Store:
         except Exception as error:
             made.put(error)
 
-    Thread(target=connect, name="rendezvous", daemon=True).start()
+    connecting = Thread(target=connect, name="rendezvous", daemon=True)
+    connecting.start()
     keeper = "the launcher's store" if info.agent_store else "rank 0, which keeps the store,"
     missing = f"{keeper} does not answer at {info.store_host}:{info.master_port}"
     for seconds in patience.rounds():
@@ -121,6 +123,7 @@ def _connected(info: LaunchInfo, patience: _Patience) -> dist.Store:
         if isinstance(found, Exception):
             raise found
         return found
+    connecting.join(_CLIENT_GIVES_UP_WITHIN)  # a thread that comes back from torch while Python ends aborts the process
     raise _never_met(info, patience, missing)
 
 
