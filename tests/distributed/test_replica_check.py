@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron.errors import ReplicaError
 from megatron.training.hooks import Hook
-from megatron.training.replica_check import fingerprint
+from megatron.training.replica_check import ReplicaCheck, fingerprint
 from tests.helpers.distributed import run_ranks
 from tests.helpers.runs import flags, make_parts, pretrain_here
 
@@ -99,6 +99,31 @@ def test_a_bit_of_a_moment_is_found() -> None:
     argv = flags(**TINY, **layout(tp=2))
     (message,) = ends(4, argv, 1, "final_layernorm.bias", 0, moment="exp_avg")
     assert "final_layernorm.bias (optimizer: exp_avg)" in message
+
+
+EVERY_MOMENT = {
+    "fp32": {},
+    "bf16, masters": {"bf16": True},
+    "fp16, masters": {"fp16": True, "initial_loss_scale": 1024},
+    "sgd": {"optimizer": "sgd"},
+    "experts": {"num_experts": 4, "disable_bias_linear": True},
+}
+
+
+@pytest.mark.parametrize("case", EVERY_MOMENT)
+def test_the_lowest_bit_of_every_moment_counts(case: str) -> None:
+    """In one process: what is compared between ranks changes with the bit."""
+    _, parts = make_parts(flags(**{**TINY, "train_iters": 2}, **EVERY_MOMENT[case]))
+    with parts:
+        trainer = parts.trainer
+        trainer.fit()
+        check = ReplicaCheck(1, trainer.engine, trainer.checkpoints.specs)
+        before, flipped = check._fingerprints(), set()
+        for name, moments in trainer.engine.optimizer.state().items():
+            for key, tensor in moments.items():
+                flip_one_bit(tensor, 0)
+                flipped.add(f"{name} (optimizer: {key})")
+        assert flipped == {place[0] for place, value in check._fingerprints().items() if before[place] != value}
 
 
 def test_padding_rows_are_no_copy() -> None:
