@@ -22,7 +22,7 @@ from tests.equivalence import test_context_parallel, test_data_parallel, test_mo
 from tests.helpers.runs import flags, pretrain_gpt
 
 Case = tuple[int, dict[str, Any], dict[str, Any]]
-EVERYTHING = {"eval_interval": 1, "eval_iters": 1, "exit_signal_handler": True, "exit_duration_in_mins": 1000}
+EVERYTHING = {"eval_interval": 2, "eval_iters": 1, "exit_signal_handler": True, "exit_duration_in_mins": 1000}
 SUITES = (test_model_parallel, test_context_parallel, test_moe, test_data_parallel)
 
 

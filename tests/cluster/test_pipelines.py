@@ -11,7 +11,7 @@ import pytest
 
 from megatron.pipeline_parallel.links import Links
 from megatron.pipeline_parallel.pipeline import _Execution
-from megatron.pipeline_parallel.schedules import SCHEDULES
+from megatron.pipeline_parallel.schedules import SCHEDULES, Action, one_forward_one_backward
 from megatron.pipeline_parallel.timeline import cost_of_kinds, simulate
 from megatron.training.order.agreement import disagreements
 from megatron.training.order.events import Op, Recording, Wait
@@ -110,6 +110,24 @@ def test_planted_one_group_for_all_links_of_a_kind() -> None:
     """A send queues behind the receive that was issued before it on the same communicator."""
     found = stuck(with_one_group_a_kind(record_pipeline("zero-bubble", 4, 8)), INDEPENDENT)
     assert "rank 1 waits for receive from rank 2" in found and "rank 2 waits for receive from rank 1" in found, found
+
+
+def test_planted_a_schedule_that_deadlocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def hasty(ranks: int, rank: int, micro_batches: int, chunks: int) -> list[Action]:
+        """Stage 1 goes on forward where the others go back."""
+        actions = one_forward_one_backward(ranks, rank, micro_batches, chunks)
+        return sorted(actions, key=lambda action: action.kind == "B") if rank == 1 else actions
+
+    monkeypatch.setitem(SCHEDULES, "1f1b", hasty)
+    found = stuck(record_pipeline("1f1b", 3, 8), INDEPENDENT)
+    assert "rank 0 waits for receive from rank 1" in found and "rank 1 waits for receive from rank 0" in found, found
+
+
+def test_planted_groups_in_another_order_whatever_their_names() -> None:
+    recordings = record_pipeline("1f1b", 2, 2)
+    turned = dict(reversed(recordings[1].groups.items()))
+    first = disagreements({**recordings, 1: replace(recordings[1], groups=turned)})[0]
+    assert first.startswith("groups are made in another order: rank 1 makes "), first
 
 
 def test_planted_a_swapped_receive_is_found() -> None:

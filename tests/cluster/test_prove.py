@@ -18,6 +18,13 @@ LAUNCH = flags(
     micro_batch_size=1,
     global_batch_size=256,
     bf16=True,
+    weight_decay_incr_style="linear",
+    start_weight_decay=0.0,
+    end_weight_decay=0.1,
+    rampup_batch_size=[64, 64, 512],
+    train_iters=None,
+    train_samples=4096,
+    lr_warmup_samples=64,
     device="auto",
 )
 

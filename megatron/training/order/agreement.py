@@ -39,10 +39,30 @@ def _of_groups(recordings: Mapping[int, Recording]) -> Iterator[str]:
                     f"and {known} on rank {other}"
                 )
                 return
+    yield from _of_turns(recordings)
     for name, (rank, group) in first.items():
         for member in group.ranks:
             if member in recordings and name not in recordings[member].groups:
                 yield f"{group} was made by rank {rank} and not by rank {member}"
+
+
+def _of_turns(recordings: Mapping[int, Recording]) -> Iterator[str]:
+    """Two ranks make the groups that both are in in the same order, also where names say nothing of it."""
+    for rank, recording in recordings.items():
+        for other in {ranks[0] for group in recording.groups.values() if (ranks := _recorded(group, recordings))}:
+            ours, theirs = list(recording.groups), list(recordings[other].groups)
+            both = [name for name in ours if name in theirs], [name for name in theirs if name in ours]
+            for mine, its in zip(*both):
+                if mine != its:
+                    yield (
+                        f"groups are made in another order: rank {rank} makes {recording.groups[mine]} "
+                        f"where rank {other} makes {recording.groups[its]}"
+                    )
+                    return
+
+
+def _recorded(group: Communicator, recordings: Mapping[int, Recording]) -> list[int]:
+    return [rank for rank in group.ranks if rank in recordings]
 
 
 def _of_collectives(recordings: Mapping[int, Recording], routed: Sequence[str]) -> Iterator[str]:

@@ -21,6 +21,7 @@ from megatron.config import (
     ProfileConfig,
     RunConfig,
     RuntimeConfig,
+    ScheduleConfig,
     TokenizerConfig,
     check_world,
 )
@@ -90,12 +91,13 @@ def for_order(config: RunConfig, world_size: int, cache: Path) -> RunConfig:
         eod_mask_loss=config.data.eod_mask_loss,
     )
     replicas = config.parallel.check_replicas_every and 1
-    evaluation = EvaluationConfig(eval_interval=1, eval_iters=min(config.evaluation.eval_iters, 1))
+    evaluation = EvaluationConfig(eval_interval=2, eval_iters=min(config.evaluation.eval_iters, 1))
     logging = replace(config.logging, log_interval=1, tensorboard_dir=None, metrics_jsonl=None, wandb_project=None)
     same_order = replace(
         config,
         training=training,
         parallel=replace(config.parallel, pipeline_trace=None, check_replicas_every=replicas),
+        schedule=ScheduleConfig(lr=config.schedule.lr, lr_decay_style="constant"),
         data=data,
         tokenizer=TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=_VOCABULARY),
         checkpoint=CheckpointConfig(),
