@@ -59,7 +59,7 @@ def _runs(counts: list[int]) -> tuple[range, ...]:
 
 def _even_stages(layers: int, parallel: ParallelConfig) -> StageLayers:
     """Stages of equally many units, one or several a rank. A unit is a layer; the embedding and the loss too, where
-    they are to be counted."""
+    they are to be counted: a stage may then hold nothing but one of these."""
     ranks, per_stage = parallel.pipeline_model_parallel_size, parallel.num_layers_per_virtual_pipeline_stage
     chunks = parallel.num_virtual_stages_per_pipeline_rank
     extra = (parallel.account_for_embedding_in_pipeline_split, parallel.account_for_loss_in_pipeline_split)
@@ -71,11 +71,6 @@ def _even_stages(layers: int, parallel: ParallelConfig) -> StageLayers:
     counts = [units // stages] * stages
     counts[0] -= extra[0]
     counts[-1] -= extra[1]
-    if min(counts) < 1:
-        raise ConfigError(
-            f"{LAYERS_FLAG} {layers}: a stage is left without a layer when the embedding or the loss counts as one; "
-            f"remove {EMBEDDING_FLAG} and {LOSS_FLAG}, or use fewer stages"
-        )
     return StageLayers(_runs(counts), ranks)
 
 

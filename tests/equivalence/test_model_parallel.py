@@ -60,6 +60,7 @@ CASES: dict[int, list[tuple[dict[str, Any], dict[str, Any]]]] = {
         (ODD, layout(pp=2, decoder_first_pipeline_num_layers=2)),
         (ODD, layout(pp=2, account_for_loss_in_pipeline_split=True)),
         ({**GPT2, "num_layers": 6}, layout(pp=2, num_virtual_stages_per_pipeline_rank=2, **COUNTED)),
+        ({**GPT2, "num_layers": 2}, layout(pp=2, num_virtual_stages_per_pipeline_rank=2, **COUNTED)),
     ],
     4: [
         (GPT2, layout(tp=2, **SP)),
@@ -75,6 +76,7 @@ CASES: dict[int, list[tuple[dict[str, Any], dict[str, Any]]]] = {
         (GPT2, layout(pp=2, num_layers_per_virtual_pipeline_stage=1, overlap_grad_reduce=True)),
         (LLAMA, layout(pp=2, pipeline_schedule="zero-bubble", overlap_grad_reduce=True)),
         (GPT2, layout(pp=4)),
+        ({**LLAMA, "num_layers": 2}, layout(pp=4, **COUNTED)),  # the first and the last stage without a layer
         (ODD, layout(pp=4, decoder_first_pipeline_num_layers=2)),
         (ODD, layout(pp=4, decoder_first_pipeline_num_layers=1, decoder_last_pipeline_num_layers=2)),
         (GPT2, layout(pp=4, pipeline_schedule="zero-bubble")),

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron.distributed.shard import ShardSpec
-from tests.equivalence.test_model_parallel import GPT2, LLAMA, ODD, ONE_GROUP, SP, layout
+from tests.equivalence.test_model_parallel import COUNTED, GPT2, LLAMA, ODD, ONE_GROUP, SP, layout
 from tests.helpers.distributed import run_ranks
 from tests.helpers.layouts import whole_tensors
 from tests.helpers.runs import Recorder, flags, make_parts
@@ -43,9 +43,10 @@ def read_by_one_process(settings: dict[str, Any], folder: Path) -> dict[str, Ten
         (4, GPT2, layout(tp=2, pp=2)),
         (4, ONE_GROUP, layout(tp=4, **SP)),
         (4, LLAMA, layout(tp=2, pp=2, num_layers_per_virtual_pipeline_stage=1)),
+        (4, {**LLAMA, "num_layers": 2}, layout(pp=4, **COUNTED)),
         (8, ODD, layout(tp=2, pp=2, decoder_first_pipeline_num_layers=2, pipeline_schedule="zero-bubble")),
     ],
-    ids=["tp2-pp2", "tp4-one-group", "interleaved", "uneven-zero-bubble-dp2"],
+    ids=["tp2-pp2", "tp4-one-group", "interleaved", "stages-without-layers", "uneven-zero-bubble-dp2"],
 )
 def test_resume_and_reading(ranks: int, family: dict[str, Any], axes: dict[str, Any], tmp_path: Path) -> None:
     settings = {**family, **WITH_DROPOUT}

@@ -37,6 +37,13 @@ FIELDS = {
         (10, 3, {"embedding": True, "loss": True}, [[(0, 3)], [(3, 7)], [(7, 10)]]),
         (6, 2, {"embedding": True, "loss": True, "virtual": 2}, [[(0, 1), (3, 5)], [(1, 3), (5, 6)]]),
         (6, 2, {"embedding": True, "loss": True, "stages": 2}, [[(0, 1), (3, 5)], [(1, 3), (5, 6)]]),
+        (3, 2, {"loss": True, "virtual": 1}, [[(0, 1), (2, 3)], [(1, 2), (3, 3)]]),
+        (
+            6,
+            4,
+            {"embedding": True, "loss": True, "stages": 2},
+            [[(0, 0), (3, 4)], [(0, 1), (4, 5)], [(1, 2), (5, 6)], [(2, 3), (6, 6)]],
+        ),
     ],
 )
 def test_each_rank_holds(layers: int, ranks: int, how: dict[str, Any], held: list[list[tuple[int, int]]]) -> None:
@@ -60,7 +67,6 @@ def test_each_rank_holds(layers: int, ranks: int, how: dict[str, Any], held: lis
             {"loss": True},
             r"--num-layers 8 \(with the embedding or the loss 9\) does not divide by .*; use .*1 or 3",
         ),
-        (3, 2, {"loss": True, "virtual": 1}, r"a stage is left without a layer"),
     ],
 )
 def test_divisions_that_are_refused(layers: int, ranks: int, how: dict[str, Any], message: str) -> None:
