@@ -49,7 +49,7 @@ LATER: dict[str, str] = {
         --straggler-minmax-count= --disable-straggler-on-startup --error-injection-rate=0 --error-injection-type=
         --result-rejected-tracker-filename= --nvtx-ranges --train-sync-interval= --decrease-batch-size-if-needed
         --phase-transition-iterations= --distributed-timeout-seconds-after-init= --nccl-communicator-config-path=
-        --multiple-validation-sets --num-dataset-builder-threads=1 --mid-level-dataset-surplus=0.005
+        --num-dataset-builder-threads=1 --mid-level-dataset-surplus=0.005
         --allow-ambiguous-pad-tokens --tokenizer-metadata= --non-persistent-save-interval=
         --non-persistent-ckpt-type= --non-persistent-global-ckpt-dir= --non-persistent-local-ckpt-dir=
         --non-persistent-local-ckpt-algo= --replication --replication-jump= --replication-factor=
@@ -78,8 +78,7 @@ LATER: dict[str, str] = {
         --fine-grained-offloading-max-inflight-offloads= --offload-modules=... --min-offloaded-tensor-size=
         --delta-offload-bytes-across-pp-ranks= --delay-offload-until-cuda-graph
         --cpu-offloading-retain-pinned-cpu-buffers""",
-    "use --split and --eval-iters; there is one validation set": """
-        --validation-set-names=... --per-dataset-sequences-path=""",
+    "datasets are opened as they are; remove it": "--per-dataset-sequences-path=",
     "the workers of data loaders end with their run, which --exit-signal-handler ends; remove it": """
         --exit-signal-handler-for-dataloader --exit-signal-handler-for-training""",
     "it replays the samples of a distillation, which is not built; --ckpt-step takes another saved step": """

@@ -6,7 +6,7 @@ Every rank has its own from files alone; of those that share a file system one b
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -46,6 +46,14 @@ class Datasets:
     fingerprint: str = ""  # of the data's content, for the checkpoint
     warnings: tuple[str, ...] = ()
     full_table: str = ""  # every source, where `table` is abbreviated
+    validation_sets: tuple[tuple[str, TokenDataset], ...] = ()  # by name, under --multiple-validation-sets
+
+    @property
+    def validated(self) -> dict[str, TokenDataset]:
+        """Each set that an evaluation reports a loss of, by the name of its records."""
+        if self.validation_sets:
+            return {f"validation-{name}": dataset for name, dataset in self.validation_sets}
+        return {} if self.valid is None else {"valid": self.valid}
 
 
 @dataclass(frozen=True)
@@ -88,7 +96,8 @@ def build_train_valid_test(
         None if dataset is None else FIMDataset(dataset, fim, tokenizer, seed=seed, split=split)
         for split, dataset in enumerate((built.train, built.valid, built.test))
     )
-    return replace(built, train=train, valid=valid, test=test)
+    sets = tuple((name, FIMDataset(each, fim, tokenizer, seed=seed, split=1)) for name, each in built.validation_sets)
+    return replace(built, train=train, valid=valid, test=test, validation_sets=sets)
 
 
 def _mock(
@@ -156,7 +165,11 @@ class _Builder:
                 self.progress.say(f"{number} of {len(blend.prefixes)} sources opened and checked")
                 self.sources.open(prefix)
         opened = time.perf_counter()
-        train, valid, test = (self._split(split, wanted) for split, wanted in enumerate(num_samples))
+        apart = self.config.multiple_validation_sets
+        train, valid, test = (
+            None if apart and split == 1 else self._split(split, wanted) for split, wanted in enumerate(num_samples)
+        )
+        sets = tuple(self._validation_sets(num_samples[1])) if apart else ()
         ready = time.perf_counter()
         refuse_repeated(self.rows, self.config.max_epochs)
         count = len(self.sources)
@@ -174,6 +187,7 @@ class _Builder:
             self.sources.fingerprint(self._mixture()),
             tuple(warn_repeated(self.rows)),
             render(self.rows),
+            sets,
         )
 
     def _mixture(self) -> str:
@@ -208,6 +222,17 @@ class _Builder:
         if blend.weights is None:
             return self._exhaustive(name, blend.flag, used, wanted)
         return self._weighted(name, blend.flag, used, wanted)
+
+    def _validation_sets(self, wanted: int | None) -> Iterator[tuple[str, TokenDataset]]:
+        """Each source of the validation split as a set of its own."""
+        blend = self.asked.blends[1]
+        if blend is None or wanted == 0:
+            return
+        names = self.config.validation_set_names or [str(number) for number in range(len(blend.prefixes))]
+        for name, prefix in zip(names, blend.prefixes, strict=True):
+            dataset = self._single(f"valid {name}", self._part(prefix, 1, None), wanted)
+            if dataset is not None:
+                yield name, dataset
 
     def _direct(self, blend: Blend) -> bool:
         """True if the split is one source without a blend. For a weight Megatron builds a surplus, and so must we."""

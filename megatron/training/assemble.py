@@ -135,7 +135,8 @@ def build_data(run: Run, resume_point: ResumePoint, datasets_provider: DatasetsP
             run.log.warn(warning)
     batches = BatchMaker(run)
     if run.config.evaluation.eval_iters:
-        batches.check_evaluation(datasets.valid, "validation")
+        for name, dataset in datasets.validated.items():
+            batches.check_evaluation(dataset, "validation" if name == "valid" else name)
         batches.check_evaluation(datasets.test, "test")
     return Data(datasets, batches, {"fingerprint": datasets.fingerprint, "train_samples": wanted[0]})
 

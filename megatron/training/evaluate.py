@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import islice
+from typing import Any
 
 from megatron.engine import Evaluation
 from megatron.model.passes import Batch
@@ -16,29 +17,38 @@ from megatron.training.resume import Progress
 
 
 class SplitEvaluator:
-    """Every evaluation reads the next `eval_iters` global batches of the validation split, as Megatron does, or under
-    --full-validation all of it once. The test split is always read from its start. A split of None is empty."""
+    """Every evaluation of the validation split, or of each validation set, reads its next `eval_iters` global batches,
+    as Megatron does, or under --full-validation all of it once. The test split is always read from its start. A split
+    of None is empty."""
 
     def __init__(self, run: Run, engine: Evaluation, data: Data, hooks: Sequence[Hook]) -> None:
         self._engine, self._hooks, self._log = engine, hooks, run.log
-        self._batches, self._valid, self._test = data.batches, data.datasets.valid, data.datasets.test
+        self._batches, self._validated, self._test = data.batches, data.datasets.validated, data.datasets.test
         self._line_of = LOG_FORMS[run.config.logging.log_format].evaluation
         evaluation = run.config.evaluation
         self._eval_iters, self._full_validation = evaluation.eval_iters, evaluation.full_validation
         self._global_batch_size = run.batch_plan.evaluation_batch_size
         self._micro_batches = run.batch_plan.evaluation_micro_batches
-        self._valid_batches: Iterator[Batch] | None = None  # kept: the next evaluation goes on where this one ended
+        self._valid_batches: dict[str, Iterator[Batch]] = {}  # kept: the next evaluation goes on where this one ended
 
     def valid(self, progress: Progress, where: str) -> EvalRecord | None:
-        if self._eval_iters == 0 or self._valid is None:
-            return None
-        if self._full_validation:
-            return self._evaluate("valid", self._batches.once(self._valid), progress, where)
-        if self._valid_batches is None:
-            self._valid_batches = self._batches.evaluation(self._valid, progress.consumed_valid_samples)
-        record = self._evaluate("valid", self._next_batches(self._valid_batches), progress, where)
-        progress.consumed_valid_samples += self._eval_iters * self._global_batch_size
+        """The record of the validation split, or of the last of several validation sets."""
+        record = None
+        if self._eval_iters == 0 or not self._validated:
+            return record
+        for name, dataset in self._validated.items():
+            place = where if name == "valid" else f"{where} ({name})"
+            record = self._evaluate(name, self._batches_of(name, dataset, progress), progress, place)
+        if not self._full_validation:
+            progress.consumed_valid_samples += self._eval_iters * self._global_batch_size
         return record
+
+    def _batches_of(self, name: str, dataset: Any, progress: Progress) -> Iterator[Batch]:
+        if self._full_validation:
+            return self._batches.once(dataset)
+        if name not in self._valid_batches:
+            self._valid_batches[name] = self._batches.evaluation(dataset, progress.consumed_valid_samples)
+        return self._next_batches(self._valid_batches[name])
 
     def test(self, progress: Progress, where: str) -> EvalRecord | None:
         if self._eval_iters == 0 or self._test is None:

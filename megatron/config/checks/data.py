@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron.config.blend import parse_blend
+from megatron.config.blend import data_sources, parse_blend
 from megatron.config.notices import given, spelled
 from megatron.config.run import RunConfig
 from megatron.config.split import parse_split
@@ -37,6 +37,23 @@ def check_paths_and_split(config: RunConfig) -> None:
         raise ConfigError(
             f"{spelled(config, 'split')} and {spelled(config, ways[0])} exclude each other: separate sets are not "
             "split; remove --split"
+        )
+
+
+def check_validation_sets(config: RunConfig) -> None:
+    data = config.data
+    if not data.multiple_validation_sets:
+        return
+    sources = data_sources(data)
+    blend = None if sources.cut or data.mock_data else sources.blends[1]
+    if blend is None:
+        raise ConfigError("--multiple-validation-sets: the sets are those of --valid-data-path; give their prefixes")
+    if blend.weights is not None:
+        raise ConfigError(f"--multiple-validation-sets: {blend.flag} has weights, and nothing is mixed; leave them out")
+    names = data.validation_set_names
+    if names is not None and (len(names) != len(blend.prefixes) or len(set(names)) != len(names)):
+        raise ConfigError(
+            f"{spelled(config, 'validation_set_names')}: {len(blend.prefixes)} sets need as many names, each another"
         )
 
 
@@ -116,4 +133,4 @@ def check_seed(config: RunConfig) -> None:
         raise ConfigError(f"{spelled(config, 'seed')}: the sample order needs 0 to {2**32 - 1}; choose another")
 
 
-CHECKS = (check_seed, check_paths_and_split, check_fill_in_the_middle, check_checkpoint)
+CHECKS = (check_seed, check_paths_and_split, check_validation_sets, check_fill_in_the_middle, check_checkpoint)

@@ -28,6 +28,7 @@ _NOT_GPT = (
 _REFUSED = dict.fromkeys(_NOT_GPT, "not a tokenizer for GPT pretraining; use GPT2BPETokenizer or HuggingFaceTokenizer")
 
 
+_SETS = Need("--multiple-validation-sets", lambda run: run.data.multiple_validation_sets)
 _FIM = Need("--fim-data", lambda run: run.data.fim_data)
 _CYCLIC = Need("--dataloader-type cyclic", lambda run: run.data.dataloader_type == "cyclic")
 _FILES = Need("data files", lambda run: not run.data.mock_data)
@@ -54,6 +55,14 @@ class DataConfig:
     data_args_path: str | None = flag(None, "File with the words of --data-path, for long blends.")
     per_split_data_args_path: str | None = flag(
         None, 'JSON file {"train": [...], "valid": [...], "test": [...]}, each the words of --data-path.'
+    )
+    multiple_validation_sets: bool = flag(
+        False,
+        "Evaluate each source of --valid-data-path (or of the valid list of --per-split-data-args-path), which has no "
+        "weights then, apart: a loss for each.",
+    )
+    validation_set_names: tuple[str, ...] | None = flag(
+        None, "What these sets are called. Unset: 0, 1, ...", nargs="+", needs=(_SETS,)
     )
     split: str = flag(
         "969, 30, 1",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,9 @@ import numpy as np
 import pytest
 import torch
 
+from megatron.config import parse_args
 from megatron.data.indexed.builder import IndexedDatasetBuilder
-from megatron.errors import DataError
+from megatron.errors import ConfigError, DataError
 from tests.helpers.distributed import run_ranks
 from tests.helpers.runs import flags, make_parts
 
@@ -91,7 +93,7 @@ def test_a_resumed_run_evaluates_on_what_is_next(tmp_path: Path) -> None:
 def test_a_set_that_is_used_up_begins_again() -> None:
     """As after a resume with another --eval-interval."""
     _, parts = make_parts(flags(eval_iters=2, eval_interval=6))
-    assert len(parts.evaluator._valid) == 32
+    assert len(parts.evaluator._validated["valid"]) == 32
     seen = samples_of(parts)
     for _ in range(3):
         parts.evaluator.valid(parts.progress, "here")
@@ -139,3 +141,61 @@ def test_data_parallel_ranks_drop_out_differently() -> None:
     first, second = run_ranks(2, losses_of_one_batch, 2, flags())
     assert first[0] != second[0], "one mask on all ranks would correlate their dropout"
     assert first[1] == second[1]
+
+
+# ---------------------------------------------------------------- several validation sets
+
+
+def separate(tmp_path: Path, **changes: Any) -> list[str]:
+    """A command whose training and validation data are apart: sets with ids below and above 48."""
+    for name, low in (("train", 0), ("wiki", 0), ("code", 48)):
+        if (tmp_path / f"{name}.idx").exists():
+            continue
+        random = np.random.RandomState(low)
+        with IndexedDatasetBuilder(str(tmp_path / name), np.uint16) as builder:
+            for _ in range(40):
+                builder.add_document(np.append(random.randint(low, low + 48, size=30), 96).astype(np.uint16), None)
+    data = {"train_data_path": tmp_path / "train", "valid_data_path": [tmp_path / "wiki", tmp_path / "code"]}
+    tokenizer = {"tokenizer_type": "NullTokenizer", "vocab_size": 96}
+    return flags(
+        **{"mock_data": None, "eval_iters": 2, "eval_interval": 2, "train_iters": 4, **data, **tokenizer, **changes}
+    )
+
+
+@pytest.mark.parametrize("full", [None, True])
+def test_each_validation_set_has_a_loss_of_its_own(full: bool | None, tmp_path: Path) -> None:
+    """That of a run whose validation data is this set alone, at each evaluation."""
+    common = {"full_validation": full}
+
+    def losses(name: str, **changes: Any) -> dict[str, list[float]]:
+        metrics = tmp_path / f"{name}.jsonl"
+        _, parts = make_parts(separate(tmp_path, **common, **changes, metrics_jsonl=metrics))
+        with parts:
+            parts.trainer.fit()
+            consumed = parts.progress.consumed_valid_samples
+        assert consumed == (0 if full else 2 * 2 * 8)
+        records = [json.loads(line) for line in metrics.read_text().splitlines()]
+        splits = {record["split"] for record in records} - {"train"}
+        return {split: [record["lm_loss"] for record in records if record["split"] == split] for split in splits}
+
+    both = losses("both", multiple_validation_sets=True, validation_set_names=["wiki", "code"])
+    assert both.keys() == {"validation-wiki", "validation-code"}
+    for name in ("wiki", "code"):
+        alone = losses(name, valid_data_path=tmp_path / name)["valid"]
+        assert both[f"validation-{name}"] == alone and len(alone) == 2
+    assert both["validation-wiki"] != both["validation-code"]
+    assert losses("numbered", multiple_validation_sets=True).keys() == {"validation-0", "validation-1"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"valid_data_path": [0.3, "a", 0.7, "b"]}, "--multiple-validation-sets: --valid-data-path has weights"),
+        ({"valid_data_path": None}, "--multiple-validation-sets: the sets are those of --valid-data-path"),
+        ({"validation_set_names": ["one"]}, "--validation-set-names one: 2 sets need as many names, each another"),
+        ({"validation_set_names": ["a", "a"]}, "--validation-set-names a a: 2 sets need as many names, each another"),
+    ],
+)
+def test_validation_sets_that_cannot_be_are_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_args(separate(tmp_path, multiple_validation_sets=True, **changes))
