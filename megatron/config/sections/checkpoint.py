@@ -14,7 +14,11 @@ RESUME = Need("--load without --finetune", lambda run: run.checkpoint.resumes)
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
     save: str | None = flag(None, "Directory to save checkpoints in: at the end of the run, and every --save-interval.")
-    load: str | None = flag(None, "Directory to resume from; the same as --save starts afresh while it is empty.")
+    load: str | None = flag(
+        None,
+        "Directory to resume from; the same as --save starts afresh while it is empty. With --finetune also a "
+        "Hugging Face model.",
+    )
     save_interval: int | None = flag(
         None,
         "Steps between checkpoints. Unset: one at the end.",
