@@ -21,9 +21,9 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.ops.proof import PROOFS, Draw, check
+from megatron.ops.proof import Draw, check
 from megatron.ops.registry import register
-from tests.helpers.attention_proof import CPU_PROOFS
+from tests.helpers.declared import all_proofs
 from tests.helpers.kernels import builder
 from tests.policy.rules import ROOT
 
@@ -48,7 +48,7 @@ class Mistake:
     def must_be_seen(self, folder: Path) -> None:
         """By the comparison that the real kernels pass."""
         root = planted_checkout(folder, self.file, self.old, self.new)
-        room = (PROOFS | CPU_PROOFS)[self.op].room
+        room = all_proofs()[self.op].room
         kernels = planted_library(root, Path(self.file), room, emulated=self.emulated)
         said = what_the_comparison_says(kernels, self.op, self.emulated)
         assert said and self.seen in said, said or "nothing is found"
@@ -148,7 +148,7 @@ def compare(kernels: Path, op: str, emulated: bool, said: Path) -> None:
     namespace = "megatron_emulated" if emulated else "megatron_native"
     torch.ops.load_library(kernels)
     register(namespace)
-    proof = (PROOFS | CPU_PROOFS)[op]
+    proof = all_proofs()[op]
     for dtype in proof.dtypes[:2]:
         for call in proof.calls(Draw(dtype, torch.Generator().manual_seed(1))):
             for finding in check(proof, call, getattr(torch.ops, namespace), "cpu"):

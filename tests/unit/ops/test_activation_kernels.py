@@ -6,9 +6,25 @@ import math
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, ones
 
+from tests.helpers.declared import Refused
 from tests.helpers.kernels import backend, kernel
+
+REFUSED: Refused = {
+    "gelu": [((ones(2, 4, dtype=torch.int64), True), "int64 (2, 4): float32, bfloat16 or float16 would do")],
+    "bias_gelu": [
+        ((ones(2, 4), ones(2, 4), True), "x float32 (2, 4) and a bias float32 (2, 4): a bias with a number for every")
+    ],
+    "swiglu": [
+        ((ones(2, 4, dtype=torch.float64),), "float64 (2, 4): float32, bfloat16 or float16 would do"),
+        ((ones(2, 5),), "float32 (2, 5): an even last dimension would do"),
+        ((ones(()),), "float32 (): an even last dimension would do"),
+    ],
+    "geglu": [((ones(2, 5), True), "float32 (2, 5): an even last dimension would do")],
+    "squared_relu": [((ones(2, 4, dtype=torch.complex64),), "complex64 (2, 4): float32, bfloat16 or float16 would do")],
+}
+
 
 SMALLEST = torch.finfo(torch.float32).smallest_normal
 

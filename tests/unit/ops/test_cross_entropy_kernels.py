@@ -6,10 +6,20 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import ones
 
 from megatron.ops.logits import TORCH_LOGITS
+from tests.helpers.declared import Refused
 from tests.helpers.kernels import backend
 from tests.helpers.planted import Mistake
+
+LABELS = torch.zeros(3, dtype=torch.int64)
+REFUSED: Refused = {
+    "cross_entropy": [
+        ((ones(3, 8), LABELS.int()), "logits float32 (3, 8) with labels int32 (3,): [tokens, vocabulary] with int64"),
+        ((ones(3, 8), LABELS.to("meta")), "tensors of cpu and meta: one device would do"),
+    ],
+}
 
 
 @pytest.mark.parametrize("label", [-100, -1, 7])

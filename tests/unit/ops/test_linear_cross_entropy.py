@@ -6,10 +6,19 @@ import pickle
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, ones
 
 from megatron.ops import logits
 from megatron.ops.linear_cross_entropy import Workspace, fused_linear_cross_entropy, linear_cross_entropy
+from tests.helpers.declared import Refused
+
+LABELS = torch.zeros(3, dtype=torch.int64)
+REFUSED: Refused = {
+    "linear_cross_entropy": [
+        ((ones(3, 4), ones(8, 5), LABELS, 8), "hidden float32 (3, 4), weight float32 (8, 5) and labels int64 (3,)"),
+        ((ones(4, 4), ones(8, 4), LABELS, 8), "[tokens, hidden], [vocabulary, hidden] and int64 [tokens] would do"),
+    ],
+}
 
 
 def inputs(

@@ -22,12 +22,12 @@ import sys
 import torch
 from megatron.ops.proof import PROOFS, Draw, check, flat_tensors
 from megatron.ops.registry import register
-from tests.helpers.attention_proof import CPU_PROOFS
+from tests.helpers.declared import all_proofs
 path, namespace, most, *names = sys.argv[1:]
 torch.ops.load_library(path)
 register(namespace)
 emulated = namespace == "megatron_emulated"
-proofs = PROOFS if emulated else PROOFS | CPU_PROOFS
+proofs = PROOFS if emulated else all_proofs()
 for name in names or proofs:
     for dtype in proofs[name].dtypes[1 if emulated else 0 : 2]:
         calls = list(proofs[name].calls(Draw(dtype, torch.Generator().manual_seed(1))))

@@ -6,10 +6,20 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import ones
 
 from megatron.ops import attention, resolve
+from tests.helpers.declared import Refused
 from tests.helpers.kernels import backend
 from tests.helpers.planted import Mistake
+
+REFUSED: Refused = {
+    "softmax": [
+        ((ones(2, 4), ones(2, 4), 1.0), "a mask float32 (2, 4): bool that broadcasts to the scores would do"),
+        ((ones(2, 4), ones(3, 4, dtype=torch.bool), 1.0), "scores float32 (2, 4) with a mask bool (3, 4): bool that"),
+        ((ones(4), None, 1.0), "scores float32 (4,): [..., queries, keys] would do"),
+    ],
+}
 
 
 def test_what_does_not_fit_is_refused() -> None:
