@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 
 _REMEMBERED = 32
@@ -26,7 +26,12 @@ class CommOp:
     shape: tuple[int, ...] | None = None
     """Of the tensor, where it is the same on all members."""
 
+    on_device: bool = False
+    """No communication, but the host's wait for what it has handed to its device, collectives included."""
+
     def __str__(self) -> str:
+        if self.on_device:
+            return self.name
         number = f" {self.number}" if self.number else ""
         shape = "" if self.shape is None else f" of {list(self.shape)}"
         return f"{self.name}{number}{shape} over {self.axis}"
@@ -52,6 +57,11 @@ class CommLog:
         self.recent.setdefault(axis, deque(maxlen=_REMEMBERED)).append(operation)
         self.last, self.moved = operation, time.monotonic()
         return operation
+
+    def read_back(self, what: str) -> AbstractContextManager[None]:
+        """Encloses the host's wait for its device. With nccl a wait for a collective returns at once, and a hang is
+        here."""
+        return self.wait(CommOp(what, "", (0,), on_device=True))
 
     @contextmanager
     def wait(self, operation: CommOp) -> Iterator[None]:

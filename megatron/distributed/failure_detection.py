@@ -84,13 +84,13 @@ def _plain(operation: CommOp) -> list[Any]:
     steps = {ranks.step} if isinstance(ranks, range) else {after - before for before, after in pairwise(ranks)}
     even = [ranks[0], ranks[-1] + 1, steps.pop() if steps else 1] if len(steps) <= 1 else []
     members = even or [-1, *ranks]
-    return [operation.name, operation.axis, members, operation.number, operation.shape]
+    return [operation.name, operation.axis, members, operation.number, operation.shape, operation.on_device]
 
 
 def _operation(values: list[Any]) -> CommOp:
-    name, axis, members, number, shape = values
+    name, axis, members, number, shape, on_device = values
     ranks = tuple(members[1:]) if members[0] < 0 else range(*members)
-    return CommOp(name, axis, ranks, number, None if shape is None else tuple(shape))
+    return CommOp(name, axis, ranks, number, None if shape is None else tuple(shape), on_device)
 
 
 def process_state(status: RankStatus, host: str, pid_namespace: str) -> str | None:
@@ -161,7 +161,7 @@ def stuck_rank(statuses: Sequence[RankStatus]) -> str | None:
 
 def deadlock(statuses: Sequence[RankStatus], world: int, patience: float) -> str | None:
     """Describes a deadlock: all ranks have waited longer than `patience`, and none of them for a collective that all of
-    its members have started."""
+    its members have started. Where they wait for their devices, which may be at work, it needs `recent`."""
     stuck = [
         status
         for status in statuses
@@ -170,6 +170,8 @@ def deadlock(statuses: Sequence[RankStatus], world: int, patience: float) -> str
     left = sum(status.state == "left" for status in statuses)
     if not stuck or len(stuck) + left < len(statuses) or len(statuses) < world:
         return None
+    if any(status.waiting is not None and status.waiting.on_device for status in stuck):
+        return _uneven(statuses, patience)
     by_rank = {status.rank: status for status in statuses}
     waits: dict[tuple[str, int, int], RankStatus] = {}  # one rank of those that wait for the same collective
     for status in stuck:
@@ -193,3 +195,20 @@ def deadlock(statuses: Sequence[RankStatus], world: int, patience: float) -> str
         f"all ranks wait for each other for {patience:.0f} s: rank {status.rank} in {operation} ({status}), which rank "
         f"{behind_it.rank} has not begun ({behind_it}); one of them left a collective out or made one too many"
     )
+
+
+def _uneven(statuses: Sequence[RankStatus], patience: float) -> str | None:
+    """Names two ranks of which one has begun more collectives. A host that hands its work to a device goes on when it
+    begins one, so only the counts tell; a long step has equal ones."""
+    by_rank = {status.rank: status for status in statuses}
+    for status in statuses:
+        for axis, some in status.recent.items():
+            other = by_rank[some[-1].ranks[0]]
+            counts = status.counts.get(axis, 0), other.counts.get(axis, 0)
+            if counts[0] != counts[1]:
+                return (
+                    f"all ranks wait for {patience:.0f} s, and rank {status.rank} has begun {counts[0]} collectives "
+                    f"over {axis} ({status}), rank {other.rank} {counts[1]} ({other}); one of them left a collective out "
+                    "or made one too many"
+                )
+    return None

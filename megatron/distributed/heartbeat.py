@@ -225,8 +225,11 @@ class Heartbeat:
             if status.rank != self._info.rank:
                 self._check(board, status)
         hang = deadlock(statuses, self._info.world_size, self._patience) or stuck_rank(statuses)
-        if hang is not None or any(status.explains for status in statuses):
-            hang = mismatched_collectives(board.with_recent(statuses)) or hang  # which says more
+        on_device = any(status.waiting is not None and status.waiting.on_device for status in statuses)
+        if hang is not None or on_device or any(status.explains for status in statuses):
+            statuses = board.with_recent(statuses)
+            hang = mismatched_collectives(statuses) or hang  # the first says more
+            hang = hang or deadlock(statuses, self._info.world_size, self._patience)
         if hang is not None:
             self._announce(f"hang {hang}")
 

@@ -19,6 +19,7 @@ from threading import Thread
 import torch
 import torch.distributed as dist
 
+from megatron.distributed import flight_recorder
 from megatron.distributed.device import activate, group_backend
 from megatron.distributed.launch import LaunchInfo
 from megatron.errors import ConfigError, HangError, PeerLostError
@@ -39,6 +40,8 @@ def init_process_group(info: LaunchInfo, backend: str, timeout: timedelta, devic
         # All ranks are on this machine: loopback works without host names and firewall rules, and no other machine can
         # connect to them.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    if backend != "gloo":  # whose waits are the host's own, and logged
+        flight_recorder.switch_on()
     try:
         dist.init_process_group(
             group_backend(backend, device),

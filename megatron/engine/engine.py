@@ -179,7 +179,8 @@ class Engine(Evaluation):
         return super().evaluate(batches)
 
     def _result(self, step: _Step) -> StepResult:
-        loss, counted, zeros, *others = step.outcome.values()
+        with self.parallel.comm_log.read_back(f"reading the outcome of step {step.iteration}"):
+            loss, counted, zeros, *others = step.outcome.values()
         check_counted(counted)
         if not math.isfinite(loss) and self._bad_numbers_stop:
             raise self._nonfinite(step, f"the loss is {loss}", self._bad_samples(step.micro_batches, step.losses))

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from megatron.distributed.flight_recorder import last_entries
 from megatron.distributed.heartbeat import Heartbeat, by_sigterm
 from megatron.distributed.sigterm import on_sigterm
 from megatron.engine import Engine
@@ -40,6 +41,8 @@ def watched(run: Run, record: ExitRecord) -> Iterator[Position]:
         if speaks:
             where = f" (rank {run.launch.rank})" if run.launch.world_size > 1 else ""
             print(f"error{where}: {error}", file=sys.stderr)
+            if isinstance(error, HangError) and (entries := last_entries()):
+                print(f"its last collectives: {'; '.join(entries)}", file=sys.stderr)
         sys.stdout.flush()
         sys.stderr.flush()
 

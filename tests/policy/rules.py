@@ -35,6 +35,7 @@ ENVIRONMENT_WRITERS = {
     "megatron/preprocess/pool.py": "TOKENIZERS_PARALLELISM",
     "megatron/utils/process.py": "OMP_WAIT_POLICY",
     "megatron/distributed/rendezvous.py": "GLOO_SOCKET_IFNAME",
+    "megatron/distributed/flight_recorder.py": "TORCH_FR_BUFFER_SIZE",
 }
 PICKLES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "shelve", "marshal", "joblib"}
 OBJECT_COLLECTIVES = re.compile(r"\w*(_object|_object_list|_object_to_tensor|_tensor_to_object)|rpc_(a?sync)|init_rpc")

@@ -105,6 +105,19 @@ def test_a_deadlock_is_found_and_work_is_not() -> None:
     assert deadlock(skipped, 3, 20.0) is None  # a rank that did not tell
 
 
+def test_ranks_that_wait_for_their_devices_are_out_of_step_only_if_they_have_begun_other_numbers() -> None:
+    reading = CommOp("reading the outcome of step 3", "", (0,), on_device=True)
+    ranks = [status(rank, reading, counts={"dp": 5}, recent={"dp": [reduce(5)]}) for rank in WORLD]
+    assert deadlock(ranks, 2, 20.0) is None, "a long step"
+    ahead = [ranks[0], replace(ranks[1], counts={"dp": 6}, recent={"dp": [reduce(6)]})]
+    found = deadlock(ahead, 2, 20.0)
+    assert found is not None and "rank 1 has begun 6 collectives over dp (step 3, forward-backward, in reading" in found
+    assert deadlock([ahead[0], replace(ahead[1], waiting=None)], 2, 20.0) is None
+    assert deadlock([ahead[0], replace(ahead[1], idle=1.0)], 2, 20.0) is None
+    got = RankStatus.decode(ranks[0].encode()).waiting
+    assert got is not None and got.on_device and str(got) == "reading the outcome of step 3"
+
+
 def test_two_stages_that_wait_for_each_others_messages() -> None:
     message = CommOp("receive the gradient of micro-batch 3 for stage 0", "pp", WORLD)
     found = deadlock([status(0, message), status(1, message)], 2, 20.0)

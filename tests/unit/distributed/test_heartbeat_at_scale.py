@@ -4,6 +4,7 @@ their number, ranks that wait for long are left alone, and what is wrong is foun
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from datetime import timedelta
 from typing import Any
 
@@ -196,6 +197,24 @@ def test_a_rank_that_is_stuck_is_named_when_the_others_time_is_up() -> None:
     assert isinstance(error, HangError) and error.exit_code == 16
     assert str(error).startswith("rank 11 (process ") and "is alive and stuck" in str(error)
     assert "rank 3 has waited for it until the timeout in all_reduce 9" in str(error) and len(cluster.ended) == 16
+
+
+def test_a_hang_on_the_devices_is_found_where_the_hosts_wait_for_an_outcome() -> None:
+    """As with nccl, whose waits return at once: all hosts read the outcome of their step, and one began less."""
+    for left_out in ((), (6,)):
+        cluster = Cluster(16)
+        for rank, log in enumerate(cluster.logs):
+            for _ in range(3 if rank in left_out else 4):
+                log.began("all_reduce", "dp", range(16), (4,))
+        with ExitStack() as waits:
+            for log in cluster.logs:
+                waits.enter_context(log.read_back("reading the outcome of step 7"))
+                log.moved = 0.0
+            for _ in cluster.pass_time(60.0):
+                pass
+        assert len(cluster.ended) == (16 if left_out else 0), "a step of a minute is no hang"
+    text = str(cluster.ended[0][1])
+    assert "rank 6 has begun 3 collectives over dp" in text and "rank 0 4 (" in text
 
 
 def test_a_wait_that_ends_by_its_timeout_is_noted() -> None:
