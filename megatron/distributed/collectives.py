@@ -85,9 +85,10 @@ def gather_along(tensor: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
 def start_gather_along(tensor: torch.Tensor, axis: Axis, dim: int) -> Pending:
     if axis.size == 1:
         return Pending(lambda: tensor)
+    tensor = tensor.contiguous()
     flat = tensor.new_empty((axis.size * tensor.shape[0], *tensor.shape[1:]))
     operation = axis.begin("all_gather", tuple(tensor.shape))
-    work = _gather_flat(flat, tensor.contiguous(), axis.group, async_op=True)
+    work = _gather_flat(flat, tensor, axis.group, async_op=True)
     shape = list(tensor.shape)
     shape[dim] *= axis.size
     adjacent = tensor.shape[:dim].numel() == 1
@@ -95,6 +96,7 @@ def start_gather_along(tensor: torch.Tensor, axis: Axis, dim: int) -> Pending:
         lambda: flat.view(shape) if adjacent else torch.cat(flat.chunk(axis.size), dim),
         [work],
         partial(axis.wait, operation),
+        tensor,
     )
 
 
@@ -114,9 +116,10 @@ def start_scatter_sum(tensor: torch.Tensor, axis: Axis, dim: int) -> Pending:
         shape = list(tensor.shape)
         shape[dim] //= axis.size
         result = tensor.new_empty(shape)
+    tensor = tensor.contiguous()
     operation = axis.begin("reduce_scatter", tuple(tensor.shape))
-    work = _scatter_flat(result.view(-1), tensor.contiguous().view(-1), group=axis.group, async_op=True)
-    return Pending(lambda: result, [work], partial(axis.wait, operation))
+    work = _scatter_flat(result.view(-1), tensor.view(-1), group=axis.group, async_op=True)
+    return Pending(lambda: result, [work], partial(axis.wait, operation), tensor)
 
 
 def all_to_all(tensor: torch.Tensor, axis: Axis) -> torch.Tensor:

@@ -85,5 +85,6 @@ class Links:
         """Waits until all sends are complete."""
         while self._sending:
             with self._pp.wait(CommOp("send the remaining messages", self._pp.name, self._pp.ranks)):
-                self._sending.popleft()[1].wait()
+                self._sending[0][1].wait()
+            self._sending.popleft()  # only now may the tensor be freed
         assert not self._receiving, f"receives without a use: {list(self._receiving)}"

@@ -27,7 +27,10 @@ from torch.utils._pytree import tree_leaves
 from tests.cluster.fake_device import CUDA, PINNED, Event, Stream, is_pinned
 
 _REPOSITORY = Path(__file__).parents[2]
-_OWN = {str(_REPOSITORY / "tests" / "cluster" / f"{name}.py") for name in ("fake_device", "fake_run", "host_waits")}
+_OWN = {
+    str(_REPOSITORY / "tests" / "cluster" / f"{name}.py")
+    for name in ("fake_device", "fake_run", "host_waits", "unforgiving")
+}
 _COPIES = {"clone", "_to_copy", "cat", "stack", "contiguous"}
 _META = torch.device("meta")
 
@@ -53,14 +56,15 @@ class Place:
         return f"{self.file}:{self.line} in {self.function}"
 
 
-def here() -> Place:
-    """The innermost line of this repository, the watcher's own files excepted."""
+def here(beyond: Sequence[str] = ()) -> Place:
+    """The innermost line of this repository, the watchers' own files and those of `beyond` excepted."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
         if name.startswith(str(_REPOSITORY)) and name not in _OWN and "/.venv/" not in name:
             file = str(Path(name).relative_to(_REPOSITORY))
-            return Place(file, frame.f_lineno, _function(frame), frame.f_locals)
+            if file not in beyond:
+                return Place(file, frame.f_lineno, _function(frame), frame.f_locals)
         frame = frame.f_back
     raise AssertionError("an operation that nothing of ours asked for")
 

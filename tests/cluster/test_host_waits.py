@@ -76,7 +76,7 @@ def settings(family: dict[str, Any], axes: dict[str, Any], ranks: int) -> dict[s
         "seq_length": seq,
         "max_position_embeddings": seq,
         "micro_batch_size": 1,
-        "global_batch_size": ranks // model_parallel * max(1 if ring else 2, pp),
+        "global_batch_size": ranks // model_parallel * max(1 if ring or "num_experts" in family else 2, pp),
     }
 
 
