@@ -37,9 +37,10 @@ def notices_of(config: RunConfig) -> Iterator[str]:
 
 def without_effect(config: RunConfig) -> Iterator[tuple[Setting, Need]]:
     """The settings that were given and have no effect, each with the first thing that it needs and that is not there.
-    A switch that is given as it is by default asks for nothing."""
+    A switch as it is by default asks for nothing, nor does a value that was taken out again."""
     for setting in all_settings():
-        if given(config, setting.name) and not (setting.is_switch and config.value(setting) == setting.default):
+        value = config.value(setting)
+        if given(config, setting.name) and value is not None and not (setting.is_switch and value == setting.default):
             unmet = [need for need in setting.flag.needs if not need.met(config)]
             if unmet:
                 yield setting, unmet[0]

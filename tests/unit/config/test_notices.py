@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from megatron.config import ModelConfig, parse_args
+from megatron.config import ModelConfig, check, parse_args
 from megatron.optimizer.loss_scaler import build_loss_scaler
 from tests.unit.config.commands import SMALL, argv
 
@@ -170,3 +172,10 @@ def test_biases_and_heads() -> None:
     assert ModelConfig(**shape).query_groups == 4
     qwen = ModelConfig(**shape, add_bias_linear=False, add_qkv_bias=True, num_query_groups=1, kv_channels=32)
     assert (qwen.qkv_bias, qwen.linear_bias, qwen.query_groups, qwen.head_dim) == (True, False, 1, 32)
+
+
+def test_a_value_that_was_taken_out_again_is_not_said_to_be_given() -> None:
+    """As tools/check_layout.py does with files, which its ranks do not read."""
+    config = parse_args(argv(SMALL.replace("--vocab-size 100", ""), "--vocab-file v --merge-file m"))
+    without_files = replace(config.tokenizer, vocab_file=None, merge_file=None, tokenizer_type="NullTokenizer")
+    check(replace(config, tokenizer=replace(without_files, vocab_size=5)))
