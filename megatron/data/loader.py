@@ -75,8 +75,8 @@ class BatchDataset(Dataset[Batch | MegatronError]):
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """A batch in one buffer. Passing a tensor between processes costs the same for any size, so five separate tensors
-    would take the trainer five times as long."""
+    """A batch in one buffer, which goes through its worker's pipe. As shared memory, torch's way, it needs a socket in
+    the temporary folder, which a killed worker leaves there, and a thread that prints the errors of its last moment."""
 
     memory: torch.Tensor
     layout: dict[str, tuple[int, torch.dtype, torch.Size]]  # offset, shape and dtype of each tensor
@@ -102,9 +102,16 @@ class PackedBatch:
             batch[name] = part.view(dtype).view(shape)
         return batch
 
+    def __reduce__(self) -> tuple[Callable[..., PackedBatch], tuple[np.ndarray, dict[str, Any]]]:
+        return _received, (self.memory.numpy(), self.layout)
+
     def pin_memory(self) -> PackedBatch:
         """Called by torch's loader where memory is to be pinned."""
         return PackedBatch(self.memory.pin_memory(), self.layout)
+
+
+def _received(memory: np.ndarray, layout: dict[str, tuple[int, torch.dtype, torch.Size]]) -> PackedBatch:
+    return PackedBatch(torch.from_numpy(memory), layout)
 
 
 class BatchIterator(Iterator[Batch]):
@@ -174,11 +181,7 @@ class BatchIterator(Iterator[Batch]):
 
 
 def _unpacked(batch: Any) -> Any:
-    """Copies the batch out of shared memory, which may be scarce."""
-    if not isinstance(batch, PackedBatch):
-        return batch
-    memory = batch.memory if batch.memory.is_pinned() else batch.memory.clone()
-    return PackedBatch(memory, batch.layout).unpacked()
+    return batch.unpacked() if isinstance(batch, PackedBatch) else batch
 
 
 def _end_workers(batches: Iterator[Any], ahead: ReadAhead[Any] | None, workers: list[BaseProcess], owner: int) -> None:

@@ -204,11 +204,11 @@ def _uneven(statuses: Sequence[RankStatus], patience: float) -> str | None:
     for status in statuses:
         for axis, some in status.recent.items():
             other = by_rank[some[-1].ranks[0]]
-            counts = status.counts.get(axis, 0), other.counts.get(axis, 0)
-            if counts[0] != counts[1]:
+            mine, theirs = status.counts.get(axis, 0), other.counts.get(axis, 0)
+            if mine != theirs:
                 return (
-                    f"all ranks wait for {patience:.0f} s, and rank {status.rank} has begun {counts[0]} collectives "
-                    f"over {axis} ({status}), rank {other.rank} {counts[1]} ({other}); one of them left a collective out "
-                    "or made one too many"
+                    f"all ranks wait for {patience:.0f} s, and rank {status.rank} has begun {mine} collectives over "
+                    f"{axis} ({status}), rank {other.rank} {theirs} ({other}); one of them left a collective out or "
+                    "made one too many"
                 )
     return None

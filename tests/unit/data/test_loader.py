@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing.process
 import os
 import random
 import signal
@@ -246,6 +247,24 @@ def test_packed_in_one_piece(tensors: dict[str, tuple[torch.dtype, list[int]]]) 
     assert same(packed.unpacked(), batch)
     for tensor in packed.unpacked().values():
         assert tensor.storage_offset() * tensor.element_size() % 64 == 0
+
+
+def test_workers_leave_nothing_in_the_temporary_folder(
+    dataset: GPTDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However they end: torch's way of sharing a tensor opens a socket in a folder pymp-..., which a kill leaves."""
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(folder))
+    monkeypatch.setitem(multiprocessing.process.current_process()._config, "tempdir", None)  # type: ignore[attr-defined]
+    batches = loader(dataset, num_workers=2, masks=MASKS)
+    for _ in range(4):
+        assert next(batches)["tokens"].shape == (2, 8)
+    for worker in batches.workers:
+        worker.kill()
+        worker.join(10)
+    assert list(folder.iterdir()) == []
+    batches.close()
 
 
 def test_batches_do_not_share_memory(dataset: GPTDataset) -> None:
