@@ -6,10 +6,10 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, Literal
 
 from megatron.distributed.comm_log import CommOp
+from megatron.utils import process
 
 State = Literal["alive", "left", "failed"]
 _OPERATIONS = ("waiting", "timed_out", "last")
@@ -98,13 +98,7 @@ def process_state(status: RankStatus, host: str, pid_namespace: str) -> str | No
     container)."""
     if status.host != host or status.pid_namespace != pid_namespace or not pid_namespace:
         return None
-    try:
-        text = Path(f"/proc/{status.pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return ""
-    except OSError:
-        return None
-    return text.rpartition(")")[2].split()[0]
+    return process.process_state(status.pid)
 
 
 def why_lost(status: RankStatus, silent: float, process: str | None, patience: float) -> str | None:

@@ -10,6 +10,7 @@ On Linux the workers are forked before the parent opens an output or starts a th
 from __future__ import annotations
 
 import ctypes
+import logging
 import multiprocessing
 import os
 import signal
@@ -22,7 +23,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any, BinaryIO, Generic, TypeVar
 
 from megatron.errors import ConfigError
-from megatron.utils.process import die_with
+from megatron.utils.process import die_with, process_state
 from megatron.utils.read_ahead import ReadAhead
 
 Task = TypeVar("Task")
@@ -32,6 +33,7 @@ START_METHOD = "fork" if sys.platform == "linux" else "spawn"
 READ_AHEAD = 2  # tasks prefetched
 AHEAD = 2  # tasks in flight beyond the oldest unanswered one, per worker
 STOP_SECONDS = 2.0
+TOLD_EVERY = 30.0  # seconds without any answer, after which stopped workers are named
 OUT_OF_MEMORY = 137  # the exit code after the kernel's OOM kill
 _M_MMAP_THRESHOLD = -3  # malloc.h of glibc
 _LARGE_BYTES = 2 << 20
@@ -110,7 +112,9 @@ class WorkerPool(Generic[Task, Answer]):
                 waited: list[Any] = [worker.connection for worker in self._workers]
                 if idle is not None and room and not exhausted:
                     waited.append(source.ready)
-                ready = wait(waited)
+                ready = wait(waited, TOLD_EVERY)
+                if not ready:
+                    self._tell_of_stopped()
                 if source.ready in ready and idle is not None:
                     task = next(source, None)
                     if task is None:
@@ -130,6 +134,16 @@ class WorkerPool(Generic[Task, Answer]):
                     yield content
         finally:
             source.stop(0.0)
+
+    def _tell_of_stopped(self) -> None:
+        """A stopped worker goes on where it was, once somebody lets it; so it is told and not ended."""
+        for worker in self._workers:
+            if worker.number >= 0 and worker.process.pid and process_state(worker.process.pid) in ("T", "t"):
+                logging.getLogger(__name__).warning(
+                    "worker %d is stopped (SIGSTOP, or a debugger), and all wait for it: kill -CONT %d lets it go on",
+                    worker.process.pid,
+                    worker.process.pid,
+                )
 
     def __enter__(self) -> WorkerPool[Task, Answer]:
         return self

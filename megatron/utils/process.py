@@ -65,6 +65,17 @@ def die_with(parent: int) -> None:
         os._exit(1)
 
 
+def process_state(number: int) -> str | None:
+    """The letter of a process of this machine in /proc (R, S, T, ...); "" if it has ended, None where nobody tells."""
+    try:
+        text = Path(f"/proc/{number}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return "" if Path("/proc/self/stat").exists() else None
+    except OSError:
+        return None
+    return text.rpartition(")")[2].split()[0]
+
+
 def process_exists(number: int) -> bool:
     """Whether a process of this number runs on this machine, whoever owns it."""
     try:
