@@ -236,6 +236,7 @@ ROOM = {
 
 NO_FILES = "-mock-data --tokenizer-type NullTokenizer --vocab-size 96"
 FILES = f"{NO_FILES} --data-path CORPUS"
+TWO_SETS = f"{NO_FILES} --train-data-path CORPUS --valid-data-path CORPUS ENDS"
 ENDS = f"{NO_FILES} --data-path ENDS"
 TEXT = "-vocab-size --vocab-file BPE/vocab.json --merge-file BPE/merges.txt"
 FIM = f"{TEXT} --fim-data --fim-rate 1 --seq-length 32 --max-position-embeddings 32"
@@ -251,6 +252,8 @@ DATA = {
     "per_split_data_args_path": Case(
         "--per-split-data-args-path SETS2.json", f"{NO_FILES} --per-split-data-args-path SETS.json"
     ),
+    "multiple_validation_sets": Case("--multiple-validation-sets", TWO_SETS),
+    "validation_set_names": Case("--validation-set-names one two", f"{TWO_SETS} --multiple-validation-sets", TWO_SETS),
     "split": Case("--split 50,25,25", FILES, ""),
     "split_rule": Case("--split-rule main", f"{FILES} --split 5,45,50", ""),
     "max_epochs": Case("--max-epochs 0.001", FILES, ""),
