@@ -81,6 +81,13 @@ class ShardSpec:
         held = sum(stop - start for start, stop in self.held)
         return (*self.split_shape[: self.dim], held, *self.split_shape[self.dim + 1 :])
 
+    def runs(self) -> Iterator[tuple[int, int]]:
+        """What is held here as (first element, number of elements) of the whole logical view, in memory's order."""
+        outer, inner = prod(self.split_shape[: self.dim]), prod(self.split_shape[self.dim + 1 :])
+        for row in range(outer):
+            for start, stop in self.held:
+                yield (row * self.size + start) * inner, (stop - start) * inner
+
     def whole(self) -> ShardSpec:
         """The same parameter, unsplit."""
         return replace(self, ranges=None, replica_axes=(), copies=())

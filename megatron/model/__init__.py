@@ -3,6 +3,6 @@
 from megatron.model.attention import KVCache
 from megatron.model.flops import flops_per_token, peak_flops
 from megatron.model.gpt import GPT
-from megatron.model.init import draw, initial_value, initialise
+from megatron.model.init import initial_value, initialise
 
-__all__ = ["GPT", "KVCache", "draw", "flops_per_token", "initial_value", "initialise", "peak_flops"]
+__all__ = ["GPT", "KVCache", "flops_per_token", "initial_value", "initialise", "peak_flops"]

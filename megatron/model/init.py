@@ -1,37 +1,33 @@
-"""Initial values, drawn by (seed, parameter name) over the logical shape: every layout starts as the same model."""
+"""Initial values, drawn by (seed, parameter name, index): every layout starts as the same model."""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
+from math import prod
 
 import torch
 from torch import Tensor
 
 from megatron.model.gpt import GPT
 from megatron.model.parameters import Parameter, Uniform
-
-
-def generator(name: str, seed: int) -> torch.Generator:
-    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
-    return torch.Generator(device="cpu").manual_seed(int.from_bytes(digest[:8], "little", signed=True))
-
-
-def draw(name: str, logical_shape: Sequence[int], std: float, seed: int) -> Tensor:
-    """Normal values with standard deviation `std`, fp32 on the CPU."""
-    values = torch.empty(tuple(logical_shape), dtype=torch.float32, device="cpu")
-    return values.normal_(0.0, 1.0, generator=generator(name, seed)).mul_(std)
+from megatron.model.random_values import Run, normal_values, uniform_values
 
 
 def initial_value(parameter: Parameter, seed: int) -> Tensor:
     """The logical view of the whole parameter, in fp32 on the CPU."""
-    name, shape, start = parameter.name, parameter.row.shape, parameter.row.start
+    shape = parameter.row.shape
+    return initial_elements(parameter, [(0, prod(shape))], seed).view(shape)
+
+
+def initial_elements(parameter: Parameter, runs: Sequence[Run], seed: int) -> Tensor:
+    """The elements of the runs of the logical view, one after the other, in fp32 on the CPU."""
+    start = parameter.row.start
     if isinstance(start, float):
-        return torch.full(shape, start, dtype=torch.float32, device="cpu")
+        count = sum(count for _, count in runs)
+        return torch.full((count,), start, dtype=torch.float32, device="cpu")
     if isinstance(start, Uniform):
-        values = torch.empty(shape, dtype=torch.float32, device="cpu")
-        return values.uniform_(-start.bound, start.bound, generator=generator(name, seed))
-    return draw(name, shape, start.std, seed)
+        return uniform_values(seed, parameter.name, runs, start.bound)
+    return normal_values(seed, parameter.name, runs, start.std)
 
 
 @torch.no_grad()

@@ -2,11 +2,12 @@
 
 from megatron.parallelize.build import Parallel, held_parameters, is_plain, parallelize
 from megatron.parallelize.replicas import ReplicaSums
-from megatron.parallelize.specs import initialise_part, persistent_buffers
+from megatron.parallelize.specs import await_weights, initialise_part, persistent_buffers
 
 __all__ = [
     "Parallel",
     "ReplicaSums",
+    "await_weights",
     "held_parameters",
     "initialise_part",
     "is_plain",

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from megatron.distributed.shard import Range, ShardSpec, even_ranges
 from megatron.distributed.state import Axis
 from megatron.errors import ConfigError
-from megatron.model.init import initial_value
+from megatron.model.init import initial_elements
 from megatron.model.parameters import WORD_TABLE, Parameter, Row, Shape, stored_shape
 
 
@@ -125,8 +125,17 @@ def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def initialise_part(part: nn.Module, specs: Mapping[str, ShardSpec], table: Mapping[str, Parameter], seed: int) -> None:
-    """Sets the parameters of one rank's part of the model: drawn over the logical view, then sliced."""
+    """Sets the parameters of one rank's part of the model to its slices of the initial values."""
     for name, stored in part.named_parameters():
         spec = specs[name]
         stored.zero_()  # vocabulary padding rows stay zero: they have no meaning
-        spec.view(stored).copy_(spec.take(initial_value(table[name], seed)))
+        view = spec.view(stored)
+        view.copy_(initial_elements(table[name], list(spec.runs()), seed).view(view.shape))
+
+
+@torch.no_grad()
+def await_weights(part: nn.Module, specs: Mapping[str, ShardSpec]) -> None:
+    """Prepares the parameters of a part whose weights will be loaded: NaN, so that one that is forgotten is seen."""
+    for name, stored in part.named_parameters():
+        stored.zero_()
+        specs[name].view(stored).fill_(float("nan"))

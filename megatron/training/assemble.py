@@ -71,7 +71,7 @@ def assemble(
         resume_point.check_architecture(config)
         data = build_data(run, resume_point, datasets_provider)
         closing.callback(data.batches.close)
-        built = build_model(run, model_provider, forward_step)
+        built = build_model(run, model_provider, forward_step, loaded_next=resume_point.found is not None)
         if config.training.skip_train:
             engine, schedule = Evaluation(built.model, built.passes, run.parallel, device=run.device), None
         else:

@@ -13,19 +13,22 @@ from megatron.errors import ConfigError
 from megatron.model.flops import flops_per_token
 from megatron.model.gpt import GPT
 from megatron.model.passes import ForwardStep
-from megatron.parallelize import Parallel, held_parameters, initialise_part, is_plain, parallelize
+from megatron.parallelize import Parallel, await_weights, held_parameters, initialise_part, is_plain, parallelize
 from megatron.training.initialize import Run
 from megatron.utils.dtype import default_dtype
 
 ModelProvider = Callable[[Run], nn.Module]
 
 
-def build_model(run: Run, model_provider: ModelProvider, forward_step: ForwardStep) -> Parallel:
-    """In its dtype on its device, with the initial values that (seed, name) decides."""
+def build_model(
+    run: Run, model_provider: ModelProvider, forward_step: ForwardStep, *, loaded_next: bool = False
+) -> Parallel:
+    """In its dtype on its device, with the initial values that seed and names decide; without, if a checkpoint that is
+    there is loaded next."""
     # Of a model that is divided the provider's is a description, without memory: no rank could hold the whole.
     described = _provided(run, model_provider, run.device if is_plain(run.parallel) else torch.device("meta"))
     built = parallelize(described, run.config.parallel, run.parallel, forward_step, device=run.device, dtype=run.dtype)
-    _initialise(run, built)
+    _initialise(run, built, loaded_next)
     if run.config.kernels.compile:
         _compile_layers(built.model)
     count = sum(parameter.numel() for parameter in built.model.parameters())
@@ -57,14 +60,16 @@ def _provided(run: Run, model_provider: ModelProvider, device: torch.device) -> 
         return model_provider(run).to(device=device, dtype=run.dtype)
 
 
-def _initialise(run: Run, built: Parallel) -> None:
+def _initialise(run: Run, built: Parallel, loaded_next: bool) -> None:
     if not isinstance(built.model, GPT):  # its provider has set its weights, on every rank others
         broadcast_parameters(built.model.named_parameters(), run.parallel.dp)
         broadcast_parameters(built.model.named_buffers(), run.parallel.dp)
-    elif run.config.checkpoint.perform_initialization:
+    elif run.config.checkpoint.perform_initialization and not loaded_next:
         initialise_part(built.model, built.specs, built.model.table(), run.config.training.seed)
     elif not run.config.checkpoint.load:
         raise ConfigError("--no-initialization: the weights must come from somewhere; give --load")
+    else:
+        await_weights(built.model, built.specs)
 
 
 def _compile_layers(model: nn.Module) -> None:

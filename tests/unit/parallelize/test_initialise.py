@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from math import prod
+from pathlib import Path
 
 import pytest
 import torch
 
 from megatron.config import parse_args
-from megatron.distributed.shard import even_ranges
+from megatron.distributed.shard import ShardSpec
+from megatron.distributed.state import Axis
 from megatron.model.gpt import GPT
-from megatron.model.init import initial_value
+from megatron.model.init import initial_elements, initial_value
+from megatron.model.random_values import normal_values
 from megatron.ops import resolve
-from megatron.parallelize import initialise_part
+from megatron.parallelize import await_weights, initialise_part
 from tests.helpers.distributed import run_ranks
-from tests.helpers.runs import flags, make_parts
+from tests.helpers.runs import flags, make_parts, train_here
 from tests.unit.parallelize.test_specs import MODELS, VOCABULARY, build, specs_of
 
 
@@ -31,21 +34,66 @@ def test_the_values_are_the_draw_and_padding_is_zero(name: str) -> None:
             assert not parameter[VOCABULARY:].any(), "padding rows have no meaning"
 
 
-def test_a_part_starts_as_its_slice_of_the_whole() -> None:
-    """What a rank holds is drawn with the whole parameter."""
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_rank_draws_its_slice_of_the_whole_and_nothing_else(
+    name: str, ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, _ = build(name)
+    table, drawn = model.table(), []
+
+    def counted(seed: int, name: str, runs: list[tuple[int, int]], std: float) -> torch.Tensor:
+        drawn.append(sum(count for _, count in runs))
+        return normal_values(seed, name, runs, std)
+
+    for rank in range(ranks):
+        for name, spec in specs_of(model, Axis("tp", rank, ranks, tuple(range(ranks)))).items():
+            whole = initial_value(table[name], 5)
+            with monkeypatch.context() as patched:
+                patched.setattr("megatron.model.init.normal_values", counted)
+                part = initial_elements(table[name], list(spec.runs()), 5).view(spec.local_shape)
+            assert torch.equal(part, spec.take(whole)), (name, rank)
+            if not isinstance(table[name].row.start, float):
+                assert drawn.pop() == prod(spec.local_shape)
+
+
+RESHAPED = [
+    ShardSpec("x", (3, 5, 4), dim=0, ranges=((1, 3),)),
+    ShardSpec("x", (3, 5, 4), dim=1, ranges=((0, 2), (4, 5))),
+    ShardSpec("x", (3, 5, 4), dim=2, ranges=((3, 4), (0, 1))),
+    ShardSpec("x", (3, 5, 4), dim=0, fold=2, ranges=((2, 7), (9, 15))),
+    ShardSpec("x", (3, 5, 4), ranges=()),
+    ShardSpec("x", ()),
+]
+
+
+@pytest.mark.parametrize("spec", RESHAPED)
+def test_runs_are_where_the_slice_is(spec: ShardSpec) -> None:
+    numbered = torch.arange(prod(spec.logical_shape)).view(spec.logical_shape)
+    elements = [i for first, count in spec.runs() for i in range(first, first + count)]
+    assert elements == spec.take(numbered).flatten().tolist()
+
+
+def test_a_resumed_run_draws_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even where its checkpoint comes from another layout: all weights are loaded."""
+    folder = {"save": tmp_path / "run", "load": tmp_path / "run", "save_interval": 2}
+    whole = train_here(flags(train_iters=4))
+    first = train_here(flags(train_iters=4, exit_interval=2, **folder))
+    assert first["parts"].progress.iteration == 2
+    with monkeypatch.context() as patched:
+        patched.setattr("megatron.parallelize.specs.initial_elements", None)
+        second = train_here(flags(train_iters=4, **folder))
+    for name, expected in whole["weights"].items():
+        assert torch.equal(second["weights"][name], expected), name
+
+
+def test_weights_that_nobody_loads_are_not_numbers() -> None:
     model, _ = build("llama")
-    name, table = "layers.1.mlp.dense_h_to_4h.weight", model.table()
-    whole = specs_of(model)[name]
-    part = replace(whole, ranges=even_ranges(whole.size, 2, 1))
-
-    class Half(torch.nn.Module):
-        def named_parameters(self, *_: object, **__: object):  # type: ignore[no-untyped-def]
-            yield name, self.weight
-
-    half = Half()
-    half.weight = torch.nn.Parameter(torch.empty(2 * part.local_shape[1], part.local_shape[2]))
-    initialise_part(half, {name: part}, table, seed=5)
-    assert torch.equal(part.view(half.weight.data), part.take(initial_value(table[name], 5)))
+    specs = specs_of(model)
+    await_weights(model, specs)
+    for name, parameter in model.named_parameters():
+        assert specs[name].view(parameter.data).isnan().all(), name
+        assert int(parameter.isnan().sum()) == prod(specs[name].logical_shape), "padding rows are zero"
 
 
 def test_depth_vocabulary_padding_and_family_do_not_move_other_draws() -> None:

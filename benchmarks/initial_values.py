@@ -1,0 +1,61 @@
+"""Speed of drawing initial values: ours, which draws any slice alone, over torch's generator, which draws the whole.
+
+    python benchmarks/initial_values.py            # one thread, then all; about 20 s
+
+CPU time on one thread, wall clock on all; contenders take turns, and a ratio is of times of the same round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from megatron.model.random_values import Run, normal_values
+from megatron.utils.process import usable_cpus
+
+ROWS, COLUMNS, RANKS = 4096, 4096, 8
+
+
+def slices(split: str) -> list[Run]:
+    """Of the first of eight ranks."""
+    if split == "rows":
+        return [(0, ROWS // RANKS * COLUMNS)]
+    return [(row * COLUMNS, COLUMNS // RANKS) for row in range(ROWS)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    rounds = parser.parse_args().rounds
+    whole = ROWS * COLUMNS
+    contenders: dict[str, tuple[Callable[[], object], int]] = {
+        "torch, whole": (lambda: torch.empty(whole).normal_(), whole),
+        "ours, whole": (lambda: normal_values(1, "w", [(0, whole)], 0.02), whole),
+        "ours, 1/8 of the rows": (lambda: normal_values(1, "w", slices("rows"), 0.02), whole // RANKS),
+        "ours, 1/8 of the columns": (lambda: normal_values(1, "w", slices("columns"), 0.02), whole // RANKS),
+    }
+    for threads, clock in ((1, time.process_time), (usable_cpus(), time.perf_counter)):
+        torch.set_num_threads(threads)
+        seconds: dict[str, list[float]] = {name: [] for name in contenders}
+        for _ in range(rounds + 1):  # the first touches the memory
+            for name, (draw, _) in contenders.items():
+                started = clock()
+                draw()
+                seconds[name].append(clock() - started)
+        for name, (_, count) in contenders.items():
+            mine, theirs = seconds[name][1:], seconds["torch, whole"][1:]
+            ratio = statistics.median(a / b for a, b in zip(mine, theirs, strict=True))
+            each = statistics.median(mine) / count * 1e9
+            print(f"{threads} threads  {name:<26} {each:6.2f} ns a value; {ratio:.2f} times torch's whole")
+
+
+if __name__ == "__main__":
+    main()

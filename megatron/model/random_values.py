@@ -1,0 +1,177 @@
+"""Random values by index: element i of a named tensor depends on (seed, name, i) alone.
+
+So a rank draws its slice without drawing the whole. The bits come from Philox4x64-10 as numpy has it, a counter-based
+generator whose stream numpy guarantees. What follows uses integer operations and + - * / and square root of float64
+alone, an operation at a time, which IEEE 754 rounds in one way only: no logarithm or cosine of a math library, no fused
+multiply-add. The values are the same bits on every processor, with every number of threads.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+Run = tuple[int, int]
+"""(first element, number of elements) of the whole tensor."""
+Words = npt.NDArray[np.uint64]
+Doubles = npt.NDArray[np.float64]
+Floats = npt.NDArray[np.float32]
+Make = Callable[[Words], Floats]
+"""[n] words -> [n, 2] values."""
+
+_AT_ONCE = 1 << 15  # elements: what a thread works on stays in its cache
+_PER_BLOCK, _PERIOD = 4, 1 << 256  # words of a counter, and how many counters there are
+
+
+def normal_values(seed: int, name: str, runs: Sequence[Run], std: float) -> Tensor:
+    """The elements of the runs, one after the other: normal with this standard deviation, fp32."""
+    return _values(seed, name, runs, partial(_normal_pairs, std=std))
+
+
+def uniform_values(seed: int, name: str, runs: Sequence[Run], bound: float) -> Tensor:
+    """The elements of the runs, one after the other: uniform between -bound and bound, fp32."""
+    return _values(seed, name, runs, partial(_uniform_pairs, bound=bound))
+
+
+def words_of(seed: int, name: str, runs: Sequence[Run]) -> Iterator[Words]:
+    """For each run of pairs of elements, 64 random bits for each pair."""
+    key = int.from_bytes(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:16], "little")
+    generator, here = np.random.Philox(key=key, counter=0), 0  # the counter where the generator stands
+    for start, count in runs:
+        block, before = divmod(start, _PER_BLOCK)
+        generator.advance((block - here) % _PERIOD)  # it forgets the words of a counter begun
+        yield generator.random_raw(before + count)[before:]
+        here = block + -(-(before + count) // _PER_BLOCK)
+
+
+def _values(seed: int, name: str, runs: Sequence[Run], make: Make) -> Tensor:
+    values = np.empty(sum(count for _, count in runs), dtype=np.float32)
+
+    def fill(batch: list[tuple[int, Run]]) -> None:
+        words = list(words_of(seed, name, [(first // 2, _pairs(first, count)) for _, (first, count) in batch]))
+        made = make(np.concatenate(words)).reshape(-1)
+        position = 0
+        for place, (first, count) in batch:
+            odd = first % 2
+            values[place : place + count] = made[position + odd : position + odd + count]
+            position += 2 * _pairs(first, count)
+
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+        list(pool.map(fill, _batches(runs)))
+    return torch.from_numpy(values)
+
+
+def _pairs(first: int, count: int) -> int:
+    """How many pairs of elements hold these."""
+    return (first + count + 1) // 2 - first // 2
+
+
+def _batches(runs: Iterable[Run]) -> Iterator[list[tuple[int, Run]]]:
+    """Pieces of the runs, each with its place in the result; of about equal size together."""
+    batch: list[tuple[int, Run]] = []
+    place = held = 0
+    for first, count in runs:
+        while count:
+            taken = min(count, _AT_ONCE - held)
+            batch.append((place, (first, taken)))
+            place, first, count, held = place + taken, first + taken, count - taken, held + taken
+            if held == _AT_ONCE:
+                yield batch
+                batch, held = [], 0
+    if batch:
+        yield batch
+
+
+_LOW, _LOW_30, _SIGN = np.uint64(0xFFFFFFFF), np.uint64((1 << 30) - 1), np.uint64(1 << 63)
+_TWO_52 = np.uint64(0x4330000000000000)  # its bits as a float64
+_BELOW_SQRT_HALF = np.int64(0x3FE6A09E00000000)  # the bits of 0.70710...
+_EXPONENT = np.int64(-1 << 52)
+_LOG_2 = 0.6931471805599453
+
+
+def _uniform_pairs(words: Words, bound: float) -> Floats:
+    """From the lower and the upper half of each word: the middle of one of 2^32 equal parts of (-bound, bound)."""
+    pairs = np.empty((len(words), 2), dtype=np.float32)
+    for column, half in enumerate((words & _LOW, words >> np.uint64(32))):
+        value = _as_double(half)
+        value += 0.5 - 2.0**31
+        value *= bound * 2.0**-31
+        pairs[:, column] = value
+    return pairs
+
+
+def _normal_pairs(words: Words, std: float) -> Floats:
+    """Box and Muller: the lower half of a word is a distance from the origin, the upper half two signs and 30 bits of
+    an angle in the first quadrant."""
+    distance = _as_double(words & _LOW)
+    distance += 0.5
+    distance *= 2.0**-32
+    distance = _log(distance)  # of (0, 1)
+    np.negative(distance, out=distance)
+    np.sqrt(distance, out=distance)  # a factor of sqrt(2) too small
+    distance *= std
+    words >>= np.uint64(32)
+    angle = _as_double(words & _LOW_30)
+    angle += 0.5 - 2.0**29
+    angle *= math.pi / 2 * 2.0**-30  # 45 degrees less: from -45 to 45
+    cosine, sine = _cos_sin(angle)
+    pairs = np.empty((len(words), 2), dtype=np.float32)
+    # Cosine and sine of the angle 45 degrees further, both a factor of sqrt(2) too large.
+    for column, turned in enumerate((np.subtract(cosine, sine, out=angle), np.add(cosine, sine, out=cosine))):
+        turned *= distance
+        bits = turned.view(np.uint64)
+        bits ^= (words << np.uint64(32 + column)) & _SIGN
+        pairs[:, column] = turned
+    return pairs
+
+
+def _as_double(integers: Words) -> Doubles:
+    """Exact for integers below 2^52."""
+    integers |= _TWO_52
+    values = integers.view(np.float64)
+    values -= 2.0**52
+    return values
+
+
+def _log(x: Doubles) -> Doubles:
+    """The natural logarithm to 7 digits: that of a factor between sqrt(1/2) and sqrt(2), by the series of the inverse
+    hyperbolic tangent, and a power of two."""
+    bits = x.view(np.int64)
+    exponent = (bits - _BELOW_SQRT_HALF) & _EXPONENT
+    factor = (bits - exponent).view(np.float64)
+    exponent >>= np.int64(52)
+    s = factor - 1.0
+    factor += 1.0
+    s /= factor
+    square = np.multiply(s, s, out=factor)
+    series = _polynomial(square, (2 / 7, 2 / 5, 2 / 3, 2.0))
+    series *= s
+    series += np.multiply(exponent, _LOG_2, out=s, casting="unsafe")
+    return series
+
+
+def _cos_sin(x: Doubles) -> tuple[Doubles, Doubles]:
+    """To 7 digits, for angles up to 45 degrees: Taylor's series."""
+    square = x * x
+    cosine = _polynomial(square, [(-1) ** k / math.factorial(2 * k) for k in (4, 3, 2, 1, 0)])
+    sine = _polynomial(square, [(-1) ** k / math.factorial(2 * k + 1) for k in (4, 3, 2, 1, 0)])
+    sine *= x
+    return cosine, sine
+
+
+def _polynomial(x: Doubles, coefficients: Sequence[float]) -> Doubles:
+    """By Horner's rule; the coefficient of the highest power comes first."""
+    value = x * coefficients[0]
+    value += coefficients[1]
+    for coefficient in coefficients[2:]:
+        value *= x
+        value += coefficient
+    return value
