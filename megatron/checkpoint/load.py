@@ -17,9 +17,10 @@ from megatron.checkpoint.find import Candidates, find_candidates
 from megatron.checkpoint.manifest import Manifest
 from megatron.checkpoint.reader import StepReader
 from megatron.checkpoint.state import LoadedState, RunHistory, Sharded, axis_sizes, rank_file
-from megatron.checkpoint.verify import DamagedCheckpointError, verified_manifest
+from megatron.checkpoint.verify import DamagedCheckpointError, identity, verified_manifest, verify_share
 from megatron.config import ModelConfig, MoEConfig
-from megatron.distributed.state import ParallelState
+from megatron.distributed.messages import all_gather_json
+from megatron.distributed.state import Axis, ParallelState
 from megatron.errors import CheckpointError
 from megatron.model.parameters import WORD_TABLE
 
@@ -74,7 +75,9 @@ def find_checkpoint(
         say(f"warning: {candidates.warning}")
     for candidate in candidates.directories:
         try:
-            record = run_on_all(partial(verified_manifest, candidate, hashes=check_hashes), parallel.world)
+            record = run_on_all(partial(verified_manifest, candidate), parallel.world)
+            if check_hashes:
+                _verify_together(candidate, record, parallel.world)
         except DamagedCheckpointError as error:
             if candidate == candidates.directories[-1]:
                 raise CheckpointError(f"{error}; {candidates.if_damaged}") from error
@@ -89,6 +92,14 @@ def find_checkpoint(
             say(f"warning: --skip-hash: the checksums of {candidate} were not verified")
         return FoundStep(candidate, record, candidates.release)
     raise AssertionError("find_candidates gave no candidate and no fresh start")
+
+
+def _verify_together(directory: Path, record: Manifest, world: Axis) -> None:
+    """Ranks that see the same files hash a share of them each, and the verdict of one is that of all. A copy that only
+    the ranks of one machine see is hashed by them."""
+    copies = all_gather_json(run_on_all(partial(identity, directory, record), world), world, str)
+    sharing = [rank for rank, copy in enumerate(copies) if copy == copies[world.rank]]
+    run_on_all(partial(verify_share, directory, record, sharing.index(world.rank), len(sharing)), world)
 
 
 def _say_nothing(text: str) -> None:

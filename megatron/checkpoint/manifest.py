@@ -72,6 +72,18 @@ class Manifest:
     hash: str = storage.HASH  # of the files' blocks
     schema: int = SCHEMA
 
+    def blocks_of(self, part: int, parts: int) -> dict[str, range]:
+        """One of `parts` equal parts of the blocks of all files, one file after the other: by file, consecutive."""
+        total = sum(len(file.blocks) for file in self.files.values())
+        start, stop = total * part // parts, total * (part + 1) // parts
+        share, before = {}, 0
+        for name, file in self.files.items():
+            blocks = range(max(start - before, 0), min(stop - before, len(file.blocks)))
+            if blocks:
+                share[name] = blocks
+            before += len(file.blocks)
+        return share
+
 
 def encode(manifest: Manifest) -> bytes:
     body = asdict(manifest)

@@ -36,6 +36,10 @@ class FileRecord:
     blocks: tuple[str, ...]  # the hash of every 16 MiB block, so that damage has an address
 
 
+def blocks_in(size: int) -> int:
+    return -(-size // BLOCK_BYTES)
+
+
 class FileHasher:
     def __init__(self, algorithm: str) -> None:
         self._blocks = BlockHasher(BLOCK_BYTES, HASHES[algorithm])
@@ -82,6 +86,17 @@ def hash_file(path: Path, algorithm: str = HASH) -> FileRecord:
         while data := file.read(_READ_BYTES):
             hasher.update(data)
     return hasher.record()
+
+
+def hash_blocks(path: Path, blocks: range, algorithm: str) -> tuple[str, ...]:
+    """The hashes of some consecutive blocks of a file, which alone are read. The last one may be short."""
+    hasher, left = FileHasher(algorithm), len(blocks) * BLOCK_BYTES
+    with open(path, "rb") as file:
+        file.seek(blocks.start * BLOCK_BYTES)
+        while data := file.read(min(_READ_BYTES, left)):
+            hasher.update(data)
+            left -= len(data)
+    return hasher.record().blocks
 
 
 def free_bytes(path: Path) -> int:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -12,7 +14,7 @@ from torch import Tensor
 
 from megatron.checkpoint import classic, manifest, paths, safe_load, slices, storage
 from megatron.checkpoint.manifest import Manifest, Slice, TensorRecord
-from megatron.checkpoint.storage import BLOCK_BYTES, FileRecord
+from megatron.checkpoint.storage import FileRecord
 from megatron.errors import CheckpointError
 
 Kind = Literal["corrupt", "unsafe", "incomplete"]
@@ -26,10 +28,48 @@ class DamagedCheckpointError(CheckpointError):
 class Problem:
     kind: Kind
     text: str
+    file: str | None = None
+    """Whose size already says it, so that its bytes need not be read."""
 
 
 def inspect_step(directory: Path, *, hashes: bool = True, deep: bool = False) -> tuple[Manifest | None, list[Problem]]:
     """All problems of one step directory. Sizes are always compared; `deep` also opens every tensor."""
+    record, problems = _structure(directory)
+    if record is not None and hashes:
+        problems += _damage(directory, record, record.blocks_of(0, 1), passed_over={p.file for p in problems})
+    if record is not None and deep and not problems:
+        problems += _contents(directory, record)
+    return record, problems
+
+
+def verified_manifest(directory: Path) -> Manifest:
+    """The manifest of a step whose files are there, in their sizes; raises an error that names the first problem."""
+    record, problems = _structure(directory)
+    _refuse(problems)
+    assert record is not None
+    return record
+
+
+def verify_share(directory: Path, record: Manifest, part: int, parts: int) -> None:
+    """Hashes one of `parts` equal parts of the step's bytes; raises an error that names the first damaged file."""
+    _refuse(_damage(directory, record, record.blocks_of(part, parts)))
+
+
+def identity(directory: Path, record: Manifest) -> str:
+    """The same on all machines that see the same files, as on a shared file system; another one for a copy."""
+    found = [paths.member(directory, name).stat() for name in sorted(record.files)]
+    seen = [(each.st_ino, each.st_size, each.st_mtime_ns) for each in found]
+    return hashlib.sha256(repr((record.run_id, seen)).encode()).hexdigest()
+
+
+def _refuse(problems: list[Problem]) -> None:
+    if problems:
+        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+        raise DamagedCheckpointError(problems[0].text + more)
+
+
+def _structure(directory: Path) -> tuple[Manifest | None, list[Problem]]:
+    """The manifest, and what is wrong without reading the files that it lists."""
     try:
         record = manifest.read(directory)
     except manifest.MissingManifestError as error:
@@ -40,19 +80,8 @@ def inspect_step(directory: Path, *, hashes: bool = True, deep: bool = False) ->
         return None, [Problem("corrupt", str(error))]
     problems = _step_number(directory, record) + _coverage(directory, record) + _extra_files(directory, record)
     for name, expected in record.files.items():
-        problems += _file(directory, name, expected, algorithm=record.hash if hashes else None)
-    if deep and not problems:
-        problems += _contents(directory, record)
+        problems += _file(directory, name, expected)
     return record, problems
-
-
-def verified_manifest(directory: Path, *, hashes: bool = True) -> Manifest:
-    """The manifest of a step after verifying it; raises an error that names the first problem."""
-    record, problems = inspect_step(directory, hashes=hashes)
-    if problems or record is None:
-        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-        raise DamagedCheckpointError(problems[0].text + more)
-    return record
 
 
 def _step_number(directory: Path, record: Manifest) -> list[Problem]:
@@ -92,30 +121,54 @@ def _extra_files(directory: Path, record: Manifest) -> list[Problem]:
     return problems
 
 
-def _file(directory: Path, name: str, expected: FileRecord, *, algorithm: str | None) -> list[Problem]:
+def _file(directory: Path, name: str, expected: FileRecord) -> list[Problem]:
     try:
         path = paths.member(directory, name)
     except paths.UnsafePathError as error:
-        return [Problem("unsafe", str(error))]
+        return [Problem("unsafe", str(error), name)]
     if not paths.is_plain_file(path):
-        return [Problem("incomplete", f"{path} is missing")]
+        return [Problem("incomplete", f"{path} is missing", name)]
     try:
         size = path.stat().st_size
-        if size != expected.size:
-            return [Problem("corrupt", f"{path} has {size} bytes, {expected.size} were written")]
-        if algorithm and (found := storage.hash_file(path, algorithm)) != expected:
-            return [Problem("corrupt", f"{path} differs from what was written, {_where(found, expected)}")]
     except OSError as error:
-        return [Problem("corrupt", f"{path} cannot be read ({error.strerror})")]
+        return [_unreadable(path, name, error)]
+    if size != expected.size:
+        return [Problem("corrupt", f"{path} has {size} bytes, {expected.size} were written", name)]
+    if len(expected.blocks) != storage.blocks_in(size):
+        return [Problem("corrupt", f"{path} has {size} bytes, and {len(expected.blocks)} checksums", name)]
     return []
 
 
-def _where(found: FileRecord, expected: FileRecord) -> str:
-    differing = [index for index, pair in enumerate(zip(found.blocks, expected.blocks)) if pair[0] != pair[1]]
+def _damage(
+    directory: Path, record: Manifest, share: Mapping[str, range], passed_over: Set[str | None] = frozenset()
+) -> list[Problem]:
+    """The files with other bytes in these blocks than were written."""
+    problems = []
+    for name, blocks in share.items():
+        if name in passed_over:
+            continue
+        path, expected = paths.member(directory, name), record.files[name].blocks
+        try:
+            found = storage.hash_blocks(path, blocks, record.hash)
+        except OSError as error:
+            problems.append(_unreadable(path, name, error))
+            continue
+        differing = [block for block, hashed in zip(blocks, found) if hashed != expected[block]]
+        if differing or len(found) != len(blocks):
+            problems.append(Problem("corrupt", f"{path} differs from what was written, {_where(differing, expected)}"))
+    return problems
+
+
+def _unreadable(path: Path, name: str, error: OSError) -> Problem:
+    return Problem("corrupt", f"{path} cannot be read ({error.strerror})", name)
+
+
+def _where(differing: list[int], blocks: Sequence[str]) -> str:
     if not differing:
-        return "by its checksum"
-    first = differing[0] * BLOCK_BYTES
-    return f"first between bytes {first} and {first + BLOCK_BYTES} ({len(differing)} of {len(found.blocks)} blocks)"
+        return "by its length"
+    size = storage.BLOCK_BYTES
+    first = differing[0] * size
+    return f"first between bytes {first} and {first + size} ({len(differing)} of {len(blocks)} blocks)"
 
 
 def _contents(directory: Path, record: Manifest) -> list[Problem]:

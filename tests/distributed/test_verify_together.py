@@ -1,0 +1,147 @@
+"""Ranks verify a checkpoint together: each hashes its share, and what one finds is the verdict of all."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.checkpoint import StepReader, find_checkpoint, load, manifest, storage
+from megatron.checkpoint.storage import FileRecord
+from megatron.checkpoint.verify import identity
+from megatron.distributed.state import ParallelState
+from megatron.layout import Layout
+from tests.helpers.distributed import RankFailed, run_ranks
+from tests.helpers.runs import flags, make_parts
+from tests.unit.checkpoint.support import make_state, save
+
+BLOCK = 512  # bytes: a small checkpoint has many of them
+
+
+@pytest.fixture
+def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(storage, "BLOCK_BYTES", BLOCK)
+    save(tmp_path, make_state(10, seed=1))
+    return tmp_path
+
+
+def record_of(saved: Path) -> manifest.Manifest:
+    return manifest.read(saved / "iter_0000010")
+
+
+# ---------------------------------------------------------------- the shares
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_shares_are_all_blocks_once_and_equally_many(seed: int, saved: Path) -> None:
+    draw = random.Random(seed)
+    files = {f"f{i}": FileRecord(0, ("x",) * draw.choice([0, 1, 2, 30])) for i in range(draw.randint(1, 9))}
+    record, parts = replace(record_of(saved), files=files), draw.choice([1, 2, 3, 8, 1000])
+    shares = [record.blocks_of(part, parts) for part in range(parts)]
+    seen = [(name, block) for share in shares for name, blocks in share.items() for block in blocks]
+    assert seen == [(name, block) for name, file in files.items() for block in range(len(file.blocks))]
+    sizes = [sum(map(len, share.values())) for share in shares]
+    assert max(sizes) - min(sizes) <= 1
+
+
+def test_a_copy_is_another_file_and_a_link_to_the_folder_is_not(saved: Path, tmp_path: Path) -> None:
+    step, record = saved / "iter_0000010", record_of(saved)
+    shutil.copytree(step, tmp_path / "copy")
+    (tmp_path / "same").symlink_to(step)
+    assert identity(tmp_path / "same", record) == identity(step, record) != identity(tmp_path / "copy", record)
+
+
+# ---------------------------------------------------------------- four ranks
+
+
+@contextmanager
+def counting(copies: dict[int, str], rank: int) -> Iterator[list[int]]:
+    """The number of blocks of each call; ranks in `copies` see files of their own."""
+    hashed: list[int] = []
+    hash_blocks, seen = storage.hash_blocks, load.identity
+
+    def counted(path: Path, blocks: range, algorithm: str) -> tuple[str, ...]:
+        hashed.append(len(blocks))
+        return hash_blocks(path, blocks, algorithm)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(storage, "BLOCK_BYTES", BLOCK)
+        patched.setattr(storage, "hash_blocks", counted)
+        patched.setattr(load, "identity", lambda *where: copies.get(rank) or seen(*where))
+        yield hashed
+
+
+def verify(rank: int, folder: Path, copies: dict[int, str]) -> int:
+    parallel = ParallelState.build(Layout(4), rank)
+    with counting(copies, rank) as hashed:
+        assert find_checkpoint(folder, parallel=parallel) is not None
+    return sum(hashed)
+
+
+def test_every_rank_hashes_a_quarter(saved: Path) -> None:
+    blocks = sum(len(file.blocks) for file in record_of(saved).files.values())
+    assert blocks > 40
+    counts = run_ranks(4, verify, saved, {})
+    assert sum(counts) == blocks and max(counts) - min(counts) <= 1, counts
+
+
+def test_ranks_with_a_copy_of_their_own_hash_it_among_them(saved: Path) -> None:
+    blocks = sum(len(file.blocks) for file in record_of(saved).files.values())
+    counts = run_ranks(4, verify, saved, {2: "of a machine", 3: "of a machine"})
+    assert counts[0] + counts[1] == counts[2] + counts[3] == blocks
+
+
+@pytest.mark.parametrize("where", [0.01, 0.4, 0.99])
+def test_damage_in_the_share_of_one_rank_is_told_by_all(where: float, saved: Path) -> None:
+    (file,) = (saved / "iter_0000010").glob("mp_rank_*/*.pt")
+    content = bytearray(file.read_bytes())
+    place = int(where * len(content))
+    content[place] ^= 1
+    file.write_bytes(content)
+    first = place // BLOCK * BLOCK
+    said = f"differs from what was written, first between bytes {first} and"
+    with pytest.raises(RankFailed, match=said):
+        run_ranks(4, verify, saved, {})
+
+
+# ---------------------------------------------------------------- what is read
+
+
+def opened_on_resume(rank: int, argv: list[str]) -> list[str]:
+    """The files of a checkpoint that a rank opens when its layout is that of the run before."""
+    torch.set_num_threads(1)
+    _, parts = make_parts([*argv, "--exit-interval", "1"], rank=rank, world_size=4)
+    with parts:
+        parts.trainer.fit()
+    opened, original = set(), StepReader.file
+
+    def named(reader: StepReader, name: str) -> Any:
+        opened.add(name.split("/")[0])
+        return original(reader, name)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(StepReader, "file", named)
+        _, parts = make_parts(argv, rank=rank, world_size=4)
+    with parts:
+        assert parts.progress.iteration == 1
+    return sorted(opened)
+
+
+def test_a_rank_opens_its_own_file_and_at_most_three_others(tmp_path: Path) -> None:
+    """That of its tensor-parallel group's first rank, for what all of the group hold; the last stage that of the first
+    with its part of the tied embedding; and that of the world's first, for what is not split."""
+    argv = flags(
+        tensor_model_parallel_size=2, pipeline_model_parallel_size=2, save=tmp_path, load=tmp_path, train_iters=2
+    )
+    first, second, third, fourth = run_ranks(4, opened_on_resume, argv)
+    assert first == ["mp_rank_00_000"]
+    assert second == ["mp_rank_00_000", "mp_rank_01_000"]
+    assert third == ["mp_rank_00_000", "mp_rank_00_001"]
+    assert fourth == ["mp_rank_00_000", "mp_rank_00_001", "mp_rank_01_000", "mp_rank_01_001"]
