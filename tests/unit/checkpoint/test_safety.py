@@ -170,7 +170,6 @@ def test_a_shard_of_another_step_is_found(tmp_path: Path) -> None:
 
 def test_a_large_file_names_the_damaged_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(storage, "BLOCK_BYTES", 4096)
-    monkeypatch.setattr("megatron.checkpoint.verify.BLOCK_BYTES", 4096)
     save(tmp_path, make_state())
     raw = bytearray((tmp_path / MODEL).read_bytes())
     raw[9000] ^= 1
