@@ -106,15 +106,15 @@ class Layout:
         key = self._key(axis, rank)
         return tuple(other for other in range(self.world_size) if self._key(axis, other) == key)
 
-    def pipeline_links(self) -> Iterator[tuple[str, int, int]]:
-        """(what, sender, receiver) of every link between neighbouring stages, also around the ends of the pipeline, in
-        one order for all ranks: activations to the next stage, gradients to the previous one, those of every other
-        stage first, so that the pairs of half a pipeline are disjoint."""
-        pipelines = self.groups("pp")
+    def pipeline_links(self) -> Iterator[tuple[str, dict[int, int]]]:
+        """(what, {sender: receiver}) of the links between neighbouring stages, also around the ends of the pipeline, in
+        one order for all ranks: activations to the next stage, gradients to the previous one. Each round holds links
+        that have no rank in common: those of every other stage, and of an odd number of stages the last by itself."""
+        pipelines, whole = self.groups("pp"), self.pp - self.pp % 2
         for what, step in (("activation", 1), ("gradient", -1)):
-            for sender in (*range(0, self.pp, 2), *range(1, self.pp, 2)):
-                for ranks in pipelines:
-                    yield what, ranks[sender], ranks[(sender + step) % self.pp]
+            for senders in (range(0, whole, 2), range(1, whole, 2), range(whole, self.pp)):
+                if senders:
+                    yield what, {ranks[s]: ranks[(s + step) % self.pp] for s in senders for ranks in pipelines}
 
     def _key(self, axis: str, rank: int) -> tuple[int, ...]:
         """The coordinates that identify the group of `axis` that holds `rank`."""

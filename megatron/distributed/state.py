@@ -15,6 +15,11 @@ from megatron.distributed.comm_log import CommLog, CommOp
 from megatron.layout import AXES, Layout
 
 GroupMaker = Callable[[str, tuple[int, ...]], dist.ProcessGroup]
+Partition = tuple[tuple[int, ...], ...]
+Partitions = Mapping[str, Partition]
+"""The groups of each axis."""
+OWN = ("cp", "ep")
+"""Axes whose ring shifts and all-to-alls are under way together with gradient reductions."""
 LinkEnd = tuple[str, bool]
 """What a link carries ("activation" or "gradient"), and whether this rank is the sender."""
 
@@ -100,25 +105,29 @@ class ParallelState:
         *,
         links: bool | None = None,
     ) -> ParallelState:
-        """Makes the groups of `layout`. A collective call: every rank of the world makes it, in the same order.
+        """Makes the groups of `layout`. A collective call of the whole world.
 
         `timeout` is that of every collective (torch does not hand down the one the world was initialised with).
         `links` asks for `pp_links`; unset, where the backend needs them.
         """
-        groups = _make_groups(layout, make_group or partial(_new_group, timeout=timeout))
+        make = make_group or partial(_new_group, timeout=timeout)
+        partitions = {name: layout.groups(name) for name in AXES}
+        groups = _make_groups(partitions, rank, make)
         comm_log = CommLog()
         axes = {
-            axis.name: replace(axis, _group=groups.get(axis.ranks), comm_log=comm_log) for axis in _axes(layout, rank)
+            axis.name: replace(axis, _group=groups.get(axis.name), comm_log=comm_log)
+            for axis in _axes(partitions, rank)
         }
         if links is None:
             links = layout.pp > 1 and dist.is_initialized() and dist.get_backend() != "gloo"
-        pp_links = _build_links(layout, rank, timeout) if links else {}
+        pp_links = _build_links(layout, rank, make) if links else {}
         return ParallelState(layout, rank, pp_links=pp_links, comm_log=comm_log, **axes)
 
     @staticmethod
     def plan(layout: Layout, rank: int) -> ParallelState:
         """The same axes without process groups, for arithmetic: a collective over one of them raises."""
-        return ParallelState(layout, rank, **{axis.name: axis for axis in _axes(layout, rank)})  # type: ignore[arg-type]
+        axes = _axes({name: layout.groups(name) for name in AXES}, rank)
+        return ParallelState(layout, rank, **{axis.name: axis for axis in axes})  # type: ignore[arg-type]
 
     def axis(self, name: str) -> Axis:
         if name not in AXES:
@@ -127,38 +136,65 @@ class ParallelState:
         return axis
 
 
-def _axes(layout: Layout, rank: int) -> list[Axis]:
+def _axes(partitions: Partitions, rank: int) -> list[Axis]:
     """Without process groups."""
-    members = {name: layout.group_of(name, rank) for name in AXES}
+    members = {name: _own(partition, rank) for name, partition in partitions.items()}
     return [Axis(name, ranks.index(rank), len(ranks), ranks) for name, ranks in members.items()]
 
 
-def _make_groups(layout: Layout, make_group: GroupMaker) -> dict[tuple[int, ...], dist.ProcessGroup]:
-    """Every rank makes every group, because creating one is a collective of the whole world. dp and dp_cp are often the
-    same ranks: one communicator serves both."""
-    made: dict[tuple[int, ...], dist.ProcessGroup] = {}
-    for name in AXES:
-        for ranks in layout.groups(name):
-            if len(ranks) > 1 and ranks not in made:
-                made[ranks] = make_group(name, ranks)
-    return made
+def _make_groups(partitions: Partitions, rank: int, make: GroupMaker) -> dict[str, dist.ProcessGroup]:
+    """The groups of this rank, by axis. Every rank makes the same number of calls, each for the group that it is in
+    itself, were it alone there: one call of all ranks makes all groups of an axis.
+
+    Axes of the same groups share a communicator, which runs one operation after the other; those of OWN have their own.
+    """
+    made: dict[tuple[str, Partition], dist.ProcessGroup] = {}
+    groups = {}
+    for name in ("world", *partitions):
+        partition = partitions[name]
+        if all(len(ranks) == 1 for ranks in partition):
+            continue
+        key = (name if name in OWN else "", partition)
+        if key not in made:
+            made[key] = make(name, _own(partition, rank))
+        groups[name] = made[key]
+    return groups
 
 
-def _build_links(layout: Layout, rank: int, timeout: timedelta | None) -> dict[LinkEnd, Axis]:
-    """Makes the groups of all pipelines on every rank, as torch requires; the keys are in the order of their making."""
+def _build_links(layout: Layout, rank: int, make: GroupMaker) -> dict[LinkEnd, Axis]:
+    """The keys are in the order of their making."""
     links: dict[LinkEnd, Axis] = {}
-    for what, sender, receiver in layout.pipeline_links():
-        group = dist.new_group([sender, receiver], timeout=timeout, group_desc=f"pp {what}")
-        if rank in (sender, receiver):
-            ends = tuple(sorted((sender, receiver)))
-            links[what, rank == sender] = Axis(f"pp {what}", ends.index(rank), 2, ends, group)
+    for what, receiver_of in layout.pipeline_links():
+        sender = next((sender for sender, receiver in receiver_of.items() if rank in (sender, receiver)), None)
+        if sender is None:
+            make(f"pp {what}", (rank,))
+            continue
+        ends = tuple(sorted((sender, receiver_of[sender])))
+        links[what, rank == sender] = Axis(f"pp {what}", ends.index(rank), 2, ends, make(f"pp {what}", ends))
     return links
 
 
+def _own(partition: Partition, rank: int) -> tuple[int, ...]:
+    return next(ranks for ranks in partition if rank in ranks)
+
+
 def _new_group(name: str, ranks: tuple[int, ...], timeout: timedelta | None) -> dist.ProcessGroup:
+    """Called by the members alone, so that the groups of an axis are made at the same time; nccl splits the world once
+    for all of them. torch names a group by its members and by how many groups its rank has made, which is why all ranks
+    make equally many."""
     if not dist.is_initialized():
         raise RuntimeError(f"the {name} axis has {len(ranks)} ranks, but no process group was initialised")
-    if len(ranks) == dist.get_world_size() and dist.group.WORLD is not None:
+    if name == "world" and dist.group.WORLD is not None:
         return dist.group.WORLD
-    # Ranks outside the group get a placeholder.
-    return dist.new_group(list(ranks), timeout=timeout, group_desc=name)
+    return dist.new_group(
+        list(ranks), timeout=timeout, backend=_part_backend(), use_local_synchronization=True, group_desc=name
+    )
+
+
+def _part_backend() -> str | None:
+    """On an accelerator the groups below the world have its backend alone: gloo's connections grow with the group, and
+    plain values of parts of the world are few enough to go through the accelerator."""
+    of_device = dict(part.split(":") for part in dist.get_backend_config().split(","))
+    host = of_device.pop("cpu", None)
+    others = [f"{device}:{backend}" for device, backend in of_device.items() if backend != host]
+    return ",".join(others) if host == "gloo" and others else None

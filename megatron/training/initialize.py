@@ -15,6 +15,7 @@ from megatron.config import BatchPlan, RunConfig, check_world, describe
 from megatron.distributed.cores import pin, set_scheduling, set_threads
 from megatron.distributed.device import activate, resolve_backend, resolve_device
 from megatron.distributed.launch import LaunchInfo, die_with_parent, keep_products_repeatable
+from megatron.distributed.limits import allow_open_files
 from megatron.distributed.messages import all_gather_json, broadcast_json
 from megatron.distributed.rendezvous import init_process_group
 from megatron.distributed.rng import seed_rank
@@ -112,6 +113,9 @@ def start(config: RunConfig, *, needs_data: bool = True) -> Run:
 
     def connect(timeout: timedelta) -> None:
         die_with_parent(launch)
+        raised = allow_open_files(config.parallel.layout(launch.world_size), backend)
+        if raised is not None:
+            log.info(raised)
         init_process_group(launch, backend, timeout, device)
 
     run = build_run(config, launch, device=device, log=log, needs_data=needs_data, connect=connect, started=started)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from megatron.distributed import collectives, messages
+from megatron.distributed import state as state_module
 from megatron.distributed.state import Axis, ParallelState
 from megatron.layout import AXES, Layout
 
@@ -33,26 +34,60 @@ def test_a_plan_has_places_but_no_groups() -> None:
 
 
 def test_build_without_a_world_raises() -> None:
-    with pytest.raises(RuntimeError, match=r"tp axis has 2 ranks"):
+    with pytest.raises(RuntimeError, match=r"world axis has 2 ranks"):
         ParallelState.build(Layout(2, tp=2), 0)
 
 
-def test_every_group_is_made_once_on_every_rank_in_one_order() -> None:
-    """Making a group is a collective call: ranks that disagree on the order hang."""
-    orders = []
-    for rank in range(8):
-        made: dict[tuple[int, ...], FakeGroup] = {}
+def made_by(layout: Layout, rank: int, links: bool = False) -> tuple[ParallelState, list[tuple[str, tuple[int, ...]]]]:
+    """The state of a rank, and what it asks for, in order."""
+    asked: list[tuple[str, tuple[int, ...]]] = []
+    kept: list[FakeGroup] = []
 
-        def make(name: str, ranks: tuple[int, ...], made: dict[tuple[int, ...], FakeGroup] = made) -> FakeGroup:
-            assert ranks not in made
-            return made.setdefault(ranks, FakeGroup())
+    def make(name: str, ranks: tuple[int, ...]) -> FakeGroup:
+        asked.append((name, ranks))
+        kept.append(FakeGroup())
+        return kept[-1]
 
-        state = ParallelState.build(Layout(8, tp=2, pp=2, ep=2), rank, make_group=make)  # type: ignore[arg-type]
+    state = ParallelState.build(layout, rank, make_group=make, links=links)  # type: ignore[arg-type]
+    state.comm_log.kept = kept  # type: ignore[attr-defined]  # an axis does not keep its group alive
+    return state, asked
+
+
+LAYOUTS = [Layout(8, tp=2, pp=2, ep=2), Layout(12, pp=3, cp=2, ep=2), Layout(12, tp=2, pp=6), Layout(8, cp=8, ep=8)]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_one_call_of_all_ranks_makes_all_groups_of_an_axis(layout: Layout) -> None:
+    """Making groups is a collective call. Each rank names its own group only, and torch tells groups apart by their
+    members and by how many groups the rank has made: so in every call the ranks' answers are a partition of them."""
+    ranks = range(layout.world_size)
+    asked = [made_by(layout, rank, links=layout.pp > 1)[1] for rank in ranks]
+    assert len({len(calls) for calls in asked}) == 1
+    for call in zip(*asked, strict=True):
+        assert len({name for name, _ in call}) == 1
+        for rank, (_, group) in enumerate(call):
+            assert rank in group and all(call[member][1] == group for member in group)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_every_axis_has_the_group_of_its_ranks(layout: Layout) -> None:
+    for rank in range(layout.world_size):
+        state, asked = made_by(layout, rank, links=layout.pp > 1)
+        assert asked[0] == ("world", tuple(range(layout.world_size)))
         for name in AXES:
             axis = state.axis(name)
-            assert axis.size == 1 or axis.group is made[axis.ranks]
-        orders.append(list(made))
-    assert all(order == orders[0] for order in orders)
+            assert axis.ranks == layout.group_of(name, rank)
+            if axis.size > 1:
+                assert axis.group is not None
+        assert len(state.pp_links) == (4 if layout.pp > 1 else 0)
+
+
+def test_ring_shifts_and_all_to_alls_do_not_queue_behind_gradients() -> None:
+    """Axes of the same ranks share a communicator, which runs one operation after the other, but for cp and ep."""
+    state, _ = made_by(Layout(8, cp=8, ep=8), 0)
+    assert state.dp_cp.group is state.world.group
+    groups = {state.cp.group, state.ep.group, state.dp_cp.group}
+    assert len(groups) == 3 and state.cp.ranks == state.ep.ranks == state.dp_cp.ranks
 
 
 def test_an_axis_does_not_keep_its_group_alive() -> None:
@@ -99,3 +134,28 @@ def test_size_one_never_touches_torch_distributed(monkeypatch: pytest.MonkeyPatc
 def test_unknown_axis() -> None:
     with pytest.raises(ValueError, match="unknown axis 'layout'"):
         ParallelState.plan(Layout(1), 0).axis("layout")
+
+
+@pytest.mark.parametrize(
+    ("world", "parts"),
+    [
+        ("cpu:gloo,cuda:nccl", "cuda:nccl"),
+        ("cpu:gloo,npu:hccl", "npu:hccl"),
+        ("cpu:gloo", None),
+        ("cpu:gloo,cuda:gloo", None),
+        ("cuda:nccl", None),
+    ],
+)
+def test_gloo_serves_the_world_alone(world: str, parts: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """None is the world's own backend."""
+    monkeypatch.setattr(state_module.dist, "get_backend_config", lambda: world)
+    assert state_module._part_backend() == parts
+
+
+@pytest.mark.parametrize(("config", "device"), [("cpu:gloo,cuda:nccl", "cpu"), ("cuda:nccl", "cuda:1")])
+def test_values_go_over_the_host_where_the_group_can(config: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    group = FakeGroup()
+    monkeypatch.setattr(messages.dist, "get_backend_config", lambda group: config)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 1)
+    assert messages._device(Axis("dp", 0, 2, (0, 1), group)) == torch.device(device)  # type: ignore[arg-type]

@@ -1,0 +1,39 @@
+"""What the system allows a rank to open, beside what the connections to the others take."""
+
+from __future__ import annotations
+
+import resource
+
+from megatron.errors import ConfigError
+from megatron.layout import AXES, Layout
+
+OWN_FILES = 1024
+"""Data, libraries, logs, and what the accelerator's own library opens."""
+
+
+def gloo_sockets(layout: Layout, backend: str) -> int:
+    """At most: gloo connects every two members of a group, and listens once. With another backend it serves the world
+    alone."""
+    return sum(layout.size(name) for name in AXES) if backend == "gloo" else layout.world_size
+
+
+def allow_open_files(layout: Layout, backend: str) -> str | None:
+    """Raises this process's limit of open files to what it may need, and returns what is to be said of it.
+
+    Where the system does not allow that, gloo would fail in the middle of connecting: it is refused.
+    """
+    needed = gloo_sockets(layout, backend) + OWN_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if _allows(soft, needed):
+        return None
+    if not _allows(hard, needed):
+        raise ConfigError(
+            f"ulimit -n {hard}: a rank of {layout.world_size} may open {needed} files and connections; allow that many "
+            f"on every machine (ulimit -n {needed}, nofile in limits.conf, or LimitNOFILE of the service)"
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+    return f"this rank may now open {needed} files and connections instead of {soft} (ulimit -n)"
+
+
+def _allows(limit: int, needed: int) -> bool:
+    return limit == resource.RLIM_INFINITY or limit >= needed
