@@ -28,22 +28,20 @@ def disagreements(recordings: Mapping[int, Recording], *, peers_are_real: bool =
 
 
 def _of_groups(recordings: Mapping[int, Recording]) -> Iterator[str]:
-    """A communicator's name counts the groups made before it, so equal names with other ranks are another order."""
-    first: dict[str, tuple[int, Communicator]] = {}
-    for rank, recording in recordings.items():
-        for name, group in recording.groups.items():
-            other, known = first.setdefault(name, (rank, group))
-            if known.ranks != group.ranks:
-                yield (
-                    f"groups are made in another order: number {name} is {group} on rank {rank} "
-                    f"and {known} on rank {other}"
-                )
-                return
+    """A communicator's name is made of its ranks and of the number of groups made before it: a member that made it at
+    another place does not know it by that name."""
     yield from _of_turns(recordings)
-    for name, (rank, group) in first.items():
-        for member in group.ranks:
-            if member in recordings and name not in recordings[member].groups:
-                yield f"{group} was made by rank {rank} and not by rank {member}"
+    for rank, recording in recordings.items():
+        for number, (name, group) in enumerate(recording.groups.items()):
+            for member in group.ranks:
+                if member in recordings and name not in recordings[member].groups:
+                    theirs = [*recordings[member].groups.values()]
+                    other = theirs[number] if number < len(theirs) else "none"
+                    yield (
+                        f"groups are made in another order: number {number} is {group} on rank {rank} "
+                        f"and {other} on rank {member}"
+                    )
+                    return
 
 
 def _of_turns(recordings: Mapping[int, Recording]) -> Iterator[str]:

@@ -88,7 +88,7 @@ class Communicator:
 
     def __str__(self) -> str:
         shown = ", ".join(map(str, self.ranks[:4])) + (f", ... {self.ranks[-1]}" if len(self.ranks) > 4 else "")
-        return f"{self.what or 'group'} {self.name} (ranks {shown})"
+        return f"{self.what or 'group'} {self.name[:6]} (ranks {shown})"
 
 
 @dataclass(frozen=True)
