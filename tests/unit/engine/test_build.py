@@ -22,14 +22,15 @@ from tests.helpers.runs import flags
 def test_decay_follows_the_row() -> None:
     """A row that says otherwise than the shape is obeyed; a parameter without a row decays by its shape."""
     rows = {name: parameter.row for name, parameter in parameters(parse_args(flags()).model, 97).items()}
-    rule = _decay_by_row(rows)
+    rule = _decay_by_row(rows, norms_of_qk=False)
     for name, row in rows.items():
         assert rule(name, nn.Parameter(torch.zeros(row.stored_shape))).wd_mult == float(row.decays), name
     vector = Row("scale", (3,))
-    assert _decay_by_row({"scale": vector})("scale", nn.Parameter(torch.zeros(3, 3))).wd_mult == 0.0
+    assert _decay_by_row({"scale": vector}, norms_of_qk=False)("scale", nn.Parameter(torch.zeros(3, 3))).wd_mult == 0.0
     matrix = nn.Parameter(torch.zeros(3, 3))
     assert rule("not.in.the.table", matrix) == megatron_rule("not.in.the.table", matrix)
-    assert rule("not.in.the.table", matrix) != _decay_by_row({"x": replace(vector, name="x")})("x", matrix)
+    other = _decay_by_row({"x": replace(vector, name="x")}, norms_of_qk=False)
+    assert rule("not.in.the.table", matrix) != other("x", matrix)
 
 
 def test_weight_gradients_reach_the_buffers() -> None:
