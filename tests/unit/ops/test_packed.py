@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from megatron.ops import packed, resolve
-from megatron.ops.linear_cross_entropy import Workspace, fused_linear_cross_entropy
+from megatron.ops.linear_cross_entropy import VocabularyPart, Workspace, fused_linear_cross_entropy
 from megatron.ops.operation import Target
+from megatron.utils import cpu
 
 
 def half(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -109,3 +110,24 @@ def test_whether_memory_is_kept(choice: str, kept: str) -> None:
     """In a process of its own: the setting is the whole process's."""
     command = [sys.executable, "-c", KEPT, choice]
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip() == kept
+
+
+def test_the_heap_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not in every forward pass, although the native operation and a split vocabulary ask each time."""
+    reads: list[str] = []
+
+    class Maps:
+        def read_text(self) -> str:
+            reads.append("maps")
+            return ""
+
+    monkeypatch.setattr(cpu, "_MAPS", Maps())
+    cpu.memory_is_kept.cache_clear()
+    try:
+        hidden, weight, labels = half(8, 16).requires_grad_(), half(32, 16, seed=1), torch.arange(8)
+        for kernels in (resolve("auto", "cpu"), resolve("ref", "cpu")):
+            for part in (None, VocabularyPart(0, lambda tensor, kind: None)):
+                kernels.linear_cross_entropy(hidden, weight, labels, 32, None, part).sum().backward()
+        assert len(reads) == 1
+    finally:
+        cpu.memory_is_kept.cache_clear()
