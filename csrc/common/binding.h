@@ -9,6 +9,7 @@
 #include <torch/headeronly/core/ScalarType.h>
 #include <torch/headeronly/util/Exception.h>
 
+#include "device.h"
 #include "dtype.h"
 #include "tiers.h"
 
@@ -63,8 +64,11 @@ template <class Args>
 void on_gpu(int (*launch)(const Args&, void* stream), const Args& args, const Tensor& where, const char* op) {
   void* stream = nullptr;
 #if !defined(MK_EMULATED)
+  // torch's guard puts the caller's device back afterwards; it does not set the one of our own runtime.
   const torch::stable::accelerator::DeviceGuard guard(where.get_device_index());
   stream = current_stream(where.get_device_index());
+  const int unusable = mk::cuda::use_device(where.get_device_index());
+  STD_TORCH_CHECK(unusable == 0, op, ": device ", where.get_device_index(), " gives CUDA error ", unusable);
 #endif
   const int error = launch(args, stream);
   STD_TORCH_CHECK(error == 0, op, ": CUDA error ", error);

@@ -23,37 +23,36 @@ inline Tier tier() {
 
 }  // namespace mk::cpu
 
-#define MK_OF_TIER(tier, name, Args) \
-  namespace mk::cpu::tier {          \
-  void name(const Args&);            \
+#define MK_OF_TIER(tier, name, ...) \
+  namespace mk::cpu::tier {         \
+  void name(__VA_ARGS__);           \
   }
 
-// MK_CPU_KERNEL(name, Args) declares mk::cpu::name(const Args&), which calls the tier's own; so does MK_CPU_PRODUCTS.
+// MK_CPU_FUNCTION(name, types...) declares mk::cpu::name(types...), which calls the tier's own; MK_CPU_KERNEL(name, Args)
+// one that takes a struct of arguments; MK_CPU_PRODUCTS is for kernels that multiply matrices. A definition with other
+// types does not link. Templates, because the emulator has no CPU kernels: what is not called is not linked.
+#define MK_CPU_CALL(name, best, ...)                  \
+  namespace mk::cpu {                                 \
+  template <class... Given>                           \
+  void name(const Given&... given) {                  \
+    static void (*const chosen)(__VA_ARGS__) = best;  \
+    chosen(given...);                                 \
+  }                                                   \
+  }
 #if defined(__x86_64__)
-#define MK_CPU_KERNEL(name, Args)                 \
-  MK_OF_TIER(v3, name, Args)                      \
-  MK_OF_TIER(v4, name, Args)                      \
-  namespace mk::cpu {                             \
-  inline void name(const Args& args) {            \
-    static const bool wide = tier() >= Tier::v4;  \
-    wide ? v4::name(args) : v3::name(args);       \
-  }                                               \
-  }
-#define MK_CPU_PRODUCTS(name, Args)                                                                    \
-  MK_OF_TIER(v3, name, Args)                                                                           \
-  MK_OF_TIER(v4, name, Args)                                                                           \
-  MK_OF_TIER(v4_bf16, name, Args)                                                                      \
-  namespace mk::cpu {                                                                                  \
-  inline void name(const Args& args) {                                                                 \
-    static const Tier best = tier();                                                                   \
-    best == Tier::v4_bf16 ? v4_bf16::name(args) : best == Tier::v4 ? v4::name(args) : v3::name(args);  \
-  }                                                                                                    \
-  }
+#define MK_CPU_FUNCTION(name, ...)   \
+  MK_OF_TIER(v3, name, __VA_ARGS__)  \
+  MK_OF_TIER(v4, name, __VA_ARGS__)  \
+  MK_CPU_CALL(name, (tier() >= Tier::v4 ? &v4::name : &v3::name), __VA_ARGS__)
+#define MK_CPU_PRODUCTS(name, Args)        \
+  MK_OF_TIER(v3, name, const Args&)        \
+  MK_OF_TIER(v4, name, const Args&)        \
+  MK_OF_TIER(v4_bf16, name, const Args&)   \
+  MK_CPU_CALL(name, (tier() == Tier::v4_bf16 ? &v4_bf16::name : tier() == Tier::v4 ? &v4::name : &v3::name), const Args&)
 #else
-#define MK_CPU_KERNEL(name, Args)                           \
-  MK_OF_TIER(base, name, Args)                              \
-  namespace mk::cpu {                                       \
-  inline void name(const Args& args) { base::name(args); }  \
-  }
+#define MK_CPU_FUNCTION(name, ...)     \
+  MK_OF_TIER(base, name, __VA_ARGS__)  \
+  MK_CPU_CALL(name, &base::name, __VA_ARGS__)
 #define MK_CPU_PRODUCTS MK_CPU_KERNEL
 #endif
+#define MK_CPU_KERNEL(name, Args) MK_CPU_FUNCTION(name, const Args&)
