@@ -164,7 +164,8 @@ def usable_library(spec: str, device: torch.device, say: Callable[[str], None], 
     """The kernels of this installation. Under `auto` those of a GPU that nobody has verified are verified now, and the
     outcome is kept in `cache` (default: the user's)."""
     native = library()
-    if device.type != "cuda" or _parse(spec)[0] != "auto" or why_not_native(native, device.type) is not None:
+    on_gpu = device.type == "cuda" and this_gpu() is not None  # a plan is made without one
+    if not on_gpu or _parse(spec)[0] != "auto" or why_not_native(native, device.type) is not None:
         return native
     return verified(native, device, say, cache=user_cache() if cache is None else cache)
 

@@ -149,7 +149,7 @@ def build_run(
     joined it already. `dtype` overrides the settings, which have no fp64: layouts are compared in it.
     """
     log = log or RankLog(launch.rank)
-    native = library() if config.runtime.dry_run else usable_library(config.kernels.spec, device, log.info)
+    native = library() if config.runtime.plans else usable_library(config.kernels.spec, device, log.info)
     kernels = _resolve(config, device, native, log)
     tokenizer = tokenizer_of(config, required=needs_data)
     _warn_of_slow_precision(config, device, log)

@@ -185,6 +185,9 @@ def test_ranks_that_disagree_all_fall_back(tmp_path: Path) -> None:
 def test_only_auto_on_a_gpu_verifies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Path | None] = []
     monkeypatch.setattr(select, "library", lambda: NATIVE)
+    monkeypatch.setattr(select, "this_gpu", lambda: None)
+    assert select.usable_library("auto", torch.device("cuda"), print) is NATIVE  # a plan
+    monkeypatch.setattr(select, "this_gpu", lambda: Gpu((9, 0), (13, 0)))
     monkeypatch.setattr(select, "verified", lambda native, device, say, *, cache: asked.append(cache) or Library())
     for spec, device in (("ref", "cuda"), ("native", "cuda"), ("auto", "cpu")):
         assert select.usable_library(spec, torch.device(device), print) is NATIVE
