@@ -74,7 +74,8 @@ def hashed_lines(report: Mapping[str, Any], lock: Mapping[str, Locked]) -> list[
         hashes = locked.hashes if version == locked.version else ()
         if version == _local(project_name(name), version, lock):
             archive = item.get("download_info", {}).get("archive_info", {})
-            hashes = tuple(f"{kind}:{digest}" for kind, digest in archive.get("hashes", {}).items() if kind == "sha256")
+            told = archive.get("hashes") or dict([archive.get("hash", "=").split("=", 1)])  # pip before 23.1
+            hashes = (f"sha256:{told['sha256']}",) if "sha256" in told else ()
         if not hashes:
             known = f"the lock has {locked.version}" if locked.version else "the lock does not have it"
             raise NoChecksumError(

@@ -144,6 +144,11 @@ torch==2.13.0 --hash=sha256:{"c" * 64}
         lock, report = setup_module.read_lock(self.LOCK), self.report(("torch", "2.13.0+cpu"))
         assert setup_module.hashed_lines(report, lock) == [f"torch==2.13.0+cpu --hash=sha256:{'d' * 64}"]
         assert setup_module.of_other_versions(report, lock) == []
+        report["install"][0]["download_info"] = {"archive_info": {"hash": f"sha256={'e' * 64}"}}  # pip 23.0
+        assert setup_module.hashed_lines(report, lock) == [f"torch==2.13.0+cpu --hash=sha256:{'e' * 64}"]
+        report["install"][0]["download_info"] = {"archive_info": {}}
+        with pytest.raises(setup_module.NoChecksumError):
+            setup_module.hashed_lines(report, lock)
 
     @pytest.mark.parametrize("name", [("a-b", "1.1"), ("a-b", "1.0+evil"), ("unknown", "1"), ("torch", "2.13.1+cpu")])
     def test_what_the_lock_does_not_have_is_refused(self, setup_module: ModuleType, name: tuple[str, str]) -> None:
