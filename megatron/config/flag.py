@@ -45,6 +45,7 @@ class Flag:
     refused: dict[str, str] | None = None  # known values that are not supported -> the way out
     required: bool = False  # the default (0 or "") only means "not given"
     cli_only: bool = False  # concerns this launch only: never written into a checkpoint
+    path: bool = False  # names a file or folder: may differ between machines
     needs: tuple[Need, ...] = ()  # what it has no effect without; none: it always has one
     insists: bool = False  # given without what it needs it is refused: something else must have been meant
 

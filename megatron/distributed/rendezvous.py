@@ -10,7 +10,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from queue import Empty, SimpleQueue
@@ -21,31 +21,37 @@ import torch.distributed as dist
 
 from megatron.distributed import flight_recorder
 from megatron.distributed.device import activate, group_backend
+from megatron.distributed.identity import Identity
+from megatron.distributed.interface import interface_towards
 from megatron.distributed.launch import LaunchInfo
 from megatron.errors import ConfigError, HangError, PeerLostError
 
 TOLD_EVERY = 30.0  # seconds
 _OTHERS_READ_WITHIN = 3.0
 _CLIENT_GIVES_UP_WITHIN = 10.0  # of the timeout that it was given; it does not where a program is silent
-_ALL_HERE = "all ranks are here"
+_ALL_HERE, _UNLIKE = "all ranks are here", "unlike: "
 
 
-def init_process_group(info: LaunchInfo, backend: str, timeout: timedelta, device: torch.device | None = None) -> None:
-    """Makes `device` the current one and joins the process group; a single process needs none."""
+def init_process_group(
+    info: LaunchInfo,
+    backend: str,
+    timeout: timedelta,
+    device: torch.device | None = None,
+    started_with: Mapping[str, str] | None = None,
+) -> str | None:
+    """Makes `device` the current one and joins the process group; a single process needs none. Returns a line about the
+    network, if there is something to say. `started_with`: values that must be the same on all ranks."""
     device = device or torch.device("cpu")
     activate(device)
     if info.world_size == 1:
-        return
-    if info.single_node and sys.platform == "linux":
-        # All ranks are on this machine: loopback works without host names and firewall rules, and no other machine can
-        # connect to them.
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        return None
+    network = _choose_gloo_interface(info) if sys.platform == "linux" else None
     if backend != "gloo":  # whose waits are the host's own, and logged
         flight_recorder.switch_on()
     try:
         dist.init_process_group(
             group_backend(backend, device),
-            store=meet(info, timeout),
+            store=meet(info, timeout, started_with=started_with),
             rank=info.rank,
             world_size=info.world_size,
             timeout=timeout,
@@ -53,17 +59,34 @@ def init_process_group(info: LaunchInfo, backend: str, timeout: timedelta, devic
         )
     except (RuntimeError, OSError, dist.DistError) as error:
         raise _rendezvous_error(info, error) from error
+    return network
 
 
-def meet(info: LaunchInfo, timeout: timedelta, told_every: float = TOLD_EVERY) -> dist.Store:
-    """The store of the run's ranks, when all of them have come to it.
+def _choose_gloo_interface(info: LaunchInfo) -> str | None:
+    """Sets the interface of gloo's connections, unless the user has. Returns a line that names it if not loopback."""
+    if info.single_node:
+        # All ranks are on this machine: loopback works without host names and firewall rules, and no other machine can
+        # connect to them.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        return None
+    found = interface_towards(info.master_addr)
+    if found is None:
+        return None
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", found.name)
+    return f"gloo connects over {found.name} ({found.address}), unless GLOO_SOCKET_IFNAME names another interface"
+
+
+def meet(
+    info: LaunchInfo, timeout: timedelta, told_every: float = TOLD_EVERY, started_with: Mapping[str, str] | None = None
+) -> dist.Store:
+    """The store of the run's ranks, when all of them have come to it with the same `started_with`.
 
     Every restart uses a key prefix of its own, because the keys of a killed attempt would make it connect to processes
     that no longer exist.
     """
     patience = _Patience(timeout, told_every)
     store = dist.PrefixStore(f"{info.run_id}/attempt_{info.attempt}", _connected(info, patience))
-    _wait_for_all(store, info, patience)
+    _wait_for_all(store, Identity(info.rank, started_with or {}), info, patience)
     return store
 
 
@@ -130,7 +153,7 @@ def _connected(info: LaunchInfo, patience: _Patience) -> dist.Store:
     raise _never_met(info, patience, missing)
 
 
-def _wait_for_all(store: dist.Store, info: LaunchInfo, patience: _Patience) -> None:
+def _wait_for_all(store: dist.Store, identity: Identity, info: LaunchInfo, patience: _Patience) -> None:
     """Work per rank does not grow with their number: the last one to come tells the others, and in every round the
     first one to run out of patience reads the list of those who came."""
     if store.add(f"came_{info.rank}", 1) > 1:
@@ -139,7 +162,10 @@ def _wait_for_all(store: dist.Store, info: LaunchInfo, patience: _Patience) -> N
             "if two jobs use this one, and start every rank once"
         )
     store.append("came", f"{info.rank} ")  # type: ignore[attr-defined]  # torch's stubs lack it
-    if store.add("number", 1) == info.world_size:
+    unlike = identity.unlike_first(store)
+    if unlike is not None:
+        store.compare_set("outcome", "", _UNLIKE + unlike)
+    elif store.add("number", 1) == info.world_size:
         store.set("outcome", _ALL_HERE)
     for number, seconds in enumerate(patience.rounds()):
         try:
@@ -155,7 +181,7 @@ def _wait_for_all(store: dist.Store, info: LaunchInfo, patience: _Patience) -> N
         return
     if _keeps_store(info):
         time.sleep(_OTHERS_READ_WITHIN)
-    raise HangError(outcome)
+    raise ConfigError(outcome.removeprefix(_UNLIKE)) if outcome.startswith(_UNLIKE) else HangError(outcome)
 
 
 def _missing(store: dist.Store, info: LaunchInfo) -> str:

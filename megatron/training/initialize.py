@@ -27,6 +27,7 @@ from megatron.ops.select import Kernels, left_to_compiler, resolve, usable_libra
 from megatron.ops.verification import agreed
 from megatron.tokenizer import Tokenizer, build_tokenizer
 from megatron.training.checks import check_parts
+from megatron.training.identity import started_with
 from megatron.training.log_lines import LOG_FORMS
 from megatron.training.settings import read_settings
 from megatron.utils.cpu import has_bf16_products, set_allocator, set_fp32_products
@@ -116,7 +117,9 @@ def start(config: RunConfig, *, needs_data: bool = True) -> Run:
         raised = allow_open_files(config.parallel.layout(launch.world_size), backend)
         if raised is not None:
             log.info(raised)
-        init_process_group(launch, backend, timeout, device)
+        network = init_process_group(launch, backend, timeout, device, started_with(config))
+        if network is not None:
+            log.info(network)
 
     run = build_run(config, launch, device=device, log=log, needs_data=needs_data, connect=connect, started=started)
     if config.training.deterministic_mode:

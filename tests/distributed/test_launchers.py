@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.runs import flags
+
 WORKER = Path(__file__).with_name("launch_worker.py")
 ROOT = WORKER.parents[2]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
@@ -114,6 +116,26 @@ def test_ranks_that_never_come_are_waited_for_in_bound(rank: int) -> None:
     assert done.returncode == 16, done.stderr
     assert "error: --distributed-timeout-minutes 0.05: the ranks did not all meet at 127.0.0.1:" in done.stderr
     assert ("rank 1 has not come" if rank == 0 else "rank 0, which keeps the store, does not answer") in done.stderr
+
+
+def test_two_machines_with_other_settings_are_told_before_a_group_exists(tmp_path: Path) -> None:
+    """As started on two machines by hand, with a master address that is not loopback: one process here is each."""
+    port, machine = free_port(), {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": socket.gethostname()}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(ROOT / "pretrain_gpt.py"), *flags(seed=seed, save=tmp_path / f"machine-{rank}")],
+            env={**rank_env(rank, port), **machine},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank, seed in enumerate((1, 2))
+    ]
+    outputs = [rank.communicate(timeout=60) for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [2, 2], outputs
+    for _, said in outputs:
+        (line,) = [line for line in said.splitlines() if line.startswith("error")]
+        assert re.search(r"--seed is [12] there and [12] here; start all ranks with one command", line), line
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's parent-death signal is Linux only")

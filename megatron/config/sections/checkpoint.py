@@ -13,11 +13,14 @@ RESUME = Need("--load without --finetune", lambda run: run.checkpoint.resumes)
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    save: str | None = flag(None, "Directory to save checkpoints in: at the end of the run, and every --save-interval.")
+    save: str | None = flag(
+        None, "Directory to save checkpoints in: at the end of the run, and every --save-interval.", path=True
+    )
     load: str | None = flag(
         None,
         "Directory to resume from; the same as --save starts afresh while it is empty. With --finetune also a "
         "Hugging Face model.",
+        path=True,
     )
     save_interval: int | None = flag(
         None,

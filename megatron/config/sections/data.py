@@ -47,14 +47,19 @@ _MODEL_FILE = Need(
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
     data_path: tuple[str, ...] | None = flag(
-        None, "PREFIX of .bin/.idx files, or WEIGHT PREFIX WEIGHT PREFIX ...", nargs="+"
+        None,
+        "PREFIX of .bin/.idx files, or WEIGHT PREFIX WEIGHT PREFIX ...",
+        nargs="+",
+        path=True,
     )
-    train_data_path: tuple[str, ...] | None = flag(None, "As --data-path, for training only.", nargs="+")
-    valid_data_path: tuple[str, ...] | None = flag(None, "As --data-path, for validation only.", nargs="+")
-    test_data_path: tuple[str, ...] | None = flag(None, "As --data-path, for the test only.", nargs="+")
-    data_args_path: str | None = flag(None, "File with the words of --data-path, for long blends.")
+    train_data_path: tuple[str, ...] | None = flag(None, "As --data-path, for training only.", nargs="+", path=True)
+    valid_data_path: tuple[str, ...] | None = flag(None, "As --data-path, for validation only.", nargs="+", path=True)
+    test_data_path: tuple[str, ...] | None = flag(None, "As --data-path, for the test only.", nargs="+", path=True)
+    data_args_path: str | None = flag(None, "File with the words of --data-path, for long blends.", path=True)
     per_split_data_args_path: str | None = flag(
-        None, 'JSON file {"train": [...], "valid": [...], "test": [...]}, each the words of --data-path.'
+        None,
+        'JSON file {"train": [...], "valid": [...], "test": [...]}, each the words of --data-path.',
+        path=True,
     )
     multiple_validation_sets: bool = flag(
         False,
@@ -79,10 +84,15 @@ class DataConfig:
         needs=(_FILES,),
     )
     data_table_path: str | None = flag(
-        None, "File for the whole table of sources; a long one is abbreviated in the log."
+        None,
+        "File for the whole table of sources; a long one is abbreviated in the log.",
+        path=True,
     )
     data_cache_path: str | None = flag(
-        None, "Directory of the cached sample indices. Unset: beside the data.", needs=(_FILES,)
+        None,
+        "Directory of the cached sample indices. Unset: beside the data.",
+        needs=(_FILES,),
+        path=True,
     )
     seq_length: int = flag(0, "Tokens per sample.", at_least=1, required=True, aliases=("--encoder-seq-length",))
     num_workers: int = flag(2, "Processes that load data; 0 loads in the training process.", at_least=0)
@@ -166,12 +176,23 @@ class TokenizerConfig:
         "tokenizer.json or its directory, SentencePiece .model, or tiktoken ranks.",
         needs=(_MODEL_FILE,),
         insists=True,
+        path=True,
     )
     vocab_file: str | None = flag(
-        None, "vocab.json of a GPT-2 byte-level BPE.", aliases=("--vocab",), needs=(_GPT2,), insists=True
+        None,
+        "vocab.json of a GPT-2 byte-level BPE.",
+        aliases=("--vocab",),
+        needs=(_GPT2,),
+        insists=True,
+        path=True,
     )
     merge_file: str | None = flag(
-        None, "merges.txt of a GPT-2 byte-level BPE.", aliases=("--merges-file",), needs=(_GPT2,), insists=True
+        None,
+        "merges.txt of a GPT-2 byte-level BPE.",
+        aliases=("--merges-file",),
+        needs=(_GPT2,),
+        insists=True,
+        path=True,
     )
     vocab_size: int | None = flag(
         None,

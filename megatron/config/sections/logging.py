@@ -23,7 +23,7 @@ class LoggingConfig:
         choices=("classic", "compact"),
     )  # fmt: skip
     log_kernels: bool = flag(False, "Print which implementation of each operation runs, and why.")
-    tensorboard_dir: str | None = flag(None, "Directory of TensorBoard event files.")
+    tensorboard_dir: str | None = flag(None, "Directory of TensorBoard event files.", path=True)
     tensorboard_log_interval: int = flag(1, "Steps between TensorBoard entries.", at_least=1, needs=(_TENSORBOARD,))
     tensorboard_queue_size: int = flag(
         1000, "Pending TensorBoard entries before a flush.", at_least=1, needs=(_TENSORBOARD,)
@@ -31,7 +31,7 @@ class LoggingConfig:
     log_memory_interval: int | None = flag(
         None, "Steps between lines with the memory of the fullest rank; a multiple of --log-interval.", at_least=1
     )
-    metrics_jsonl: str | None = flag(None, "File that gets one JSON object per logged iteration.")
+    metrics_jsonl: str | None = flag(None, "File that gets one JSON object per logged iteration.", path=True)
     log_timers_to_tensorboard: bool = flag(False, "Write the timers to TensorBoard.", needs=(_TENSORBOARD,))
     log_memory_to_tensorboard: bool = flag(False, "Write memory use to TensorBoard.", needs=(_TENSORBOARD,))
     log_validation_ppl_to_tensorboard: bool = flag(
@@ -66,7 +66,7 @@ class LoggingConfig:
     )
     wandb_project: str | None = flag(None, "Weights & Biases project; turns it on.")
     wandb_exp_name: str | None = flag(None, "Weights & Biases run name.", needs=(_WANDB,))
-    wandb_save_dir: str | None = flag(None, "Directory for Weights & Biases files.", needs=(_WANDB,))
+    wandb_save_dir: str | None = flag(None, "Directory for Weights & Biases files.", needs=(_WANDB,), path=True)
     wandb_entity: str | None = flag(None, "Weights & Biases entity.", needs=(_WANDB,))
     log_straggler: bool = flag(False, "Report slow ranks.", status="later", note="remove it")
 
@@ -116,7 +116,11 @@ class ProfileConfig:
     profile_step_end: int = flag(12, "The last iteration that is traced.", at_least=1, needs=(_TRACE,), insists=True)
     profile_ranks: tuple[int, ...] = flag((0,), "The ranks that are traced.", nargs="+", needs=(_TRACE,), insists=True)
     profile_dir: str = flag(
-        "profile", "Folder of the traces; tools/profile_summary.py reads them.", needs=(_TRACE,), insists=True
+        "profile",
+        "Folder of the traces; tools/profile_summary.py reads them.",
+        needs=(_TRACE,),
+        insists=True,
+        path=True,
     )
     use_pytorch_profiler: bool = flag(
         False, "Trace with PyTorch's profiler.", status="no-op", note="--profile always does"
@@ -138,6 +142,7 @@ class ProfileConfig:
         "The memory snapshot of the window (CUDA); .rankN is put before its ending.",
         needs=(_MEMORY,),
         insists=True,
+        path=True,
     )
 
     @property

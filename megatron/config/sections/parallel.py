@@ -54,6 +54,7 @@ class ParallelConfig:
         "Directory where each rank records when the passes of its last steps ran, for tools/draw_pipeline.py.",
         needs=(_STAGES,),
         insists=True,
+        path=True,
     )
     sequence_parallel: bool = flag(
         False,

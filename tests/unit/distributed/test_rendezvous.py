@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from threading import Thread
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from megatron.distributed.identity import difference
 from megatron.distributed.launch import LaunchInfo
 from megatron.distributed.rendezvous import _spans, init_process_group, meet
 from megatron.errors import ConfigError, HangError
@@ -40,14 +42,14 @@ class Meeting:
         self._threads: dict[int, Thread] = {}
         self.became: dict[int, Any] = {}
 
-    def come(self, *ranks: LaunchInfo) -> None:
+    def come(self, *ranks: LaunchInfo, started_with: Mapping[str, str] | None = None) -> None:
         for info in ranks:
-            self._threads[info.rank] = thread = Thread(target=self._meet, args=(info,))
+            self._threads[info.rank] = thread = Thread(target=self._meet, args=(info, started_with))
             thread.start()
 
-    def _meet(self, info: LaunchInfo) -> None:
+    def _meet(self, info: LaunchInfo, started_with: Mapping[str, str] | None) -> None:
         try:
-            self.became[info.rank] = meet(info, self._timeout, self._told_every)
+            self.became[info.rank] = meet(info, self._timeout, self._told_every, started_with)
         except Exception as error:
             self.became[info.rank] = error
 
@@ -68,6 +70,36 @@ def until(words: str, capsys: pytest.CaptureFixture[str]) -> list[str]:
         time.sleep(0.05)
         found += lines(capsys)
     return found
+
+
+@pytest.mark.parametrize("odd", [0, 1, 2])
+def test_ranks_that_were_started_with_other_settings_are_told_what_differs(odd: int) -> None:
+    """At once, on every rank and in the same words, whoever comes first."""
+    ranks, meeting = ranks_of(3, free_port()), Meeting(60, 60.0)
+    usual, other = {"--lr": "0.1", "--seed": "1", "torch": "2.13"}, {"--lr": "0.1", "--seed": "2", "--bf16": "True"}
+    for info in ranks:
+        meeting.come(info, started_with=other if info.rank == odd else usual)
+    became = meeting.end()
+    assert all(type(error) is ConfigError for error in became.values()), became
+    (text,) = {str(error) for error in became.values()}
+    assert "was started with other settings or code than rank" in text and "--lr" not in text
+    assert re.search(r"--seed is [12] there and [12] here", text) and "--bf16 is " in text and "torch is " in text
+
+
+def test_ranks_with_the_same_settings_meet() -> None:
+    ranks, meeting = ranks_of(3, free_port()), Meeting(60, 60.0)
+    for info in ranks:
+        meeting.come(info, started_with={"--lr": "0.1"})
+    assert all(isinstance(store, dist.Store) for store in meeting.end().values())
+
+
+def test_many_differences_are_counted() -> None:
+    first, other = {f"--flag-{i}": "1" for i in range(9)}, {f"--flag-{i}": "2" for i in range(9)}
+    text = difference(first, other, theirs="rank 0 (a)", ours="rank 7 (b)")
+    assert text.startswith(
+        "rank 7 (b) was started with other settings or code than rank 0 (a): --flag-0 is 1 there and 2 "
+    )
+    assert text.count("there and") == 5 and ", and 4 more; start all ranks with one command" in text
 
 
 def test_ranks_that_come_late_are_named_until_they_come(capsys: pytest.CaptureFixture[str]) -> None:

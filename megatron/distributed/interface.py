@@ -1,0 +1,62 @@
+"""Which network interface leads to the other machines of a run.
+
+Left to itself, gloo takes the address that this machine's host name resolves to. On many systems that is 127.0.1.1,
+where no other machine can connect.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import ipaddress
+import socket
+import struct
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+_ELSEWHERE = ("198.51.100.1", "2001:db8::1")  # reserved for documentation: nothing is sent, only the route is asked for
+_SIOCGIFADDR = 0x8915
+_IPV6_ADDRESSES = Path("/proc/net/if_inet6")
+
+
+@dataclass(frozen=True)
+class Interface:
+    name: str
+    address: str
+
+
+def interface_towards(host: str) -> Interface | None:
+    """The interface by which this machine reaches `host`; on the host itself, the one of its default route. None where
+    neither is known."""
+    for target in (host, *_ELSEWHERE):
+        address = source_address(target)
+        if address is not None and not ipaddress.ip_address(address).is_loopback:
+            name = _interfaces().get(address)
+            if name is not None:
+                return Interface(name, address)
+    return None
+
+
+def source_address(host: str) -> str | None:
+    """The address from which packets to `host` would leave. None are sent: UDP has no handshake."""
+    with suppress(OSError, UnicodeError):
+        for family, kind, _, _, target in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
+            with suppress(OSError), socket.socket(family, kind) as asking:
+                asking.connect(target)
+                return str(asking.getsockname()[0]).partition("%")[0]
+    return None
+
+
+def _interfaces() -> dict[str, str]:
+    """Names by address."""
+    found: dict[str, str] = {}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):  # an interface without an address
+                answer = fcntl.ioctl(asking.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()))
+                found[socket.inet_ntoa(answer[20:24])] = name
+    with suppress(OSError):
+        for line in _IPV6_ADDRESSES.read_text().splitlines():
+            digits, *_, name = line.split()
+            found[str(ipaddress.IPv6Address(bytes.fromhex(digits)))] = name
+    return found
