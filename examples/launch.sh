@@ -23,7 +23,7 @@ merge_settings() {
     case $given in *" --help "* | *" --print-config "*) exec "$PYTHON" pretrain_gpt.py "${SETTINGS[@]}" ;; esac
 }
 
-# check_settings PROCESSES   before any of them starts, so that a mistake is one line and not a report of every rank.
+# check_settings PROCESSES   before any of them starts, so that each mistake is one line and not a report of every rank.
 check_settings() {
     "$PYTHON" - "$1" "${SETTINGS[@]}" <<'END'
 import sys
@@ -35,7 +35,7 @@ from megatron.training.settings import read_settings
 try:
     check_world(read_settings(sys.argv[2:]), int(sys.argv[1]))
 except MegatronError as error:
-    print(f"error: {error}", file=sys.stderr)
+    print("\n".join(f"error: {line}" for line in error.lines), file=sys.stderr)
     sys.exit(error.exit_code)
 END
 }

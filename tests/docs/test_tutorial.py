@@ -7,6 +7,7 @@ The commands are the tutorial's own; only numbers are smaller (vocabulary, model
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 
 import pytest
 
@@ -132,21 +133,41 @@ def test_launchers(checkout: Checkout, launcher: str) -> None:
     assert (checkout.root / "experiments" / launcher / "iter_0000004" / "manifest.json").is_file()
 
 
-def test_the_model_parallel_launcher_counts_its_ranks_before_it_starts(checkout: Checkout) -> None:
-    done = checkout.run("GPUS_PER_NODE=2 bash examples/pretrain_gpt_distributed_with_mp.sh")
+DATA_OF_THE_LAUNCHERS = "gpt2-vocab.json gpt2-merges.txt my-gpt2_text_document.bin my-gpt2_text_document.idx"
+
+
+@pytest.fixture
+def with_data(checkout: Checkout) -> Iterator[Checkout]:
+    """The files that the launchers name are there; nobody reads them before the settings are right."""
+    checkout.must_run(f"touch {DATA_OF_THE_LAUNCHERS}")
+    yield checkout
+    checkout.must_run(f"rm {DATA_OF_THE_LAUNCHERS}")
+
+
+def test_the_model_parallel_launcher_counts_its_ranks_before_it_starts(with_data: Checkout) -> None:
+    done = with_data.run("GPUS_PER_NODE=2 bash examples/pretrain_gpt_distributed_with_mp.sh")
     assert done.returncode == 2 and len(done.stdout.strip().splitlines()) == 1, done.stdout
     sizes = "--tensor-model-parallel-size 2 x --pipeline-model-parallel-size 2 = 4"
     assert f"{sizes} does not divide the 2 processes" in done.stdout
 
 
-def test_a_launcher_with_a_mistake_is_one_line(checkout: Checkout) -> None:
+def test_a_launcher_with_a_mistake_is_one_line(with_data: Checkout) -> None:
     for mistake, named in (
         ("--hidden-size 1000", "--hidden-size 1000"),
         ("--micro-batch-size 7", "--global-batch-size 64"),
     ):
-        done = checkout.run(f"bash examples/pretrain_gpt_distributed.sh {mistake}")
+        done = with_data.run(f"bash examples/pretrain_gpt_distributed.sh {mistake}")
         assert done.returncode == 2 and len(done.stdout.strip().splitlines()) == 1, done.stdout
         assert named in done.stdout
+
+
+def test_all_mistakes_of_a_launcher_are_told_a_line_each(checkout: Checkout) -> None:
+    """Its data is not there, and a size is wrong."""
+    done = checkout.run("bash examples/pretrain_gpt_distributed.sh --hidden-size 1000")
+    lines = done.stdout.strip().splitlines()
+    assert done.returncode == 2 and all(line.startswith("error: ") for line in lines), done.stdout
+    named = ("--hidden-size 1000", "--vocab-file", "--merge-file", "--data-path")
+    assert [line.split("error: ")[1].startswith(name) for line, name in zip(lines, named, strict=True)] == [True] * 4
 
 
 def test_files_of_the_tutorial_are_ignored_by_git(checkout: Checkout) -> None:
