@@ -1,4 +1,4 @@
-"""The part `ops` of tools/gpu_check.py: every CUDA kernel is right, repeatable, and how fast; writes the record."""
+"""Checks every CUDA kernel (tools/gpu_check.py --part ops): is it correct, repeatable, how fast; writes the record."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def sanitize(seed: int, seconds: float = 150) -> dict[str, str]:
 
 def _sanitizing(program: str, tool: str, seed: int, seconds: float, output: Path) -> subprocess.Popen[bytes]:
     command = [program, "--tool", tool, "--error-exitcode", str(SANITIZER_FOUND), "--kernel-name", OUR_KERNELS]
-    # It gives up on a program that has not used CUDA for 10 s, and torch alone may take that long to be imported.
+    # The sanitizer gives up on a program that has not used CUDA for 10 s; importing torch alone may take that long.
     command += ["--target-processes", "application-only", "--launch-timeout", f"{max(10, seconds):.0f}"]
     if tool == "memcheck":
         command += ["--report-api-errors", "no"]  # torch probes the driver for optional features

@@ -44,7 +44,7 @@ class CommLog:
     last: CommOp | None = None
     waiting: CommOp | None = None
     timed_out: CommOp | None = None
-    """The one whose wait has ended by its timeout."""
+    """The operation whose wait has ended by its timeout."""
     moved: float = field(default_factory=time.monotonic)
     """The time at which an operation last started or ended."""
     counts: dict[str, int] = field(default_factory=dict)
@@ -78,5 +78,5 @@ class CommLog:
 
 
 def is_timeout(error: RuntimeError) -> bool:
-    """Whether a collective's error is that its time was up. The backends have no class for it."""
+    """Whether a collective failed by its timeout, which the backends say only in the text of their error."""
     return "timed out" in str(error).lower() or "timeout" in str(error).lower()

@@ -34,7 +34,7 @@ class RankStatus:
     """Seconds since it last started or ended a communication."""
     waiting: CommOp | None = None
     timed_out: CommOp | None = None
-    """The one that did not end within --distributed-timeout-minutes."""
+    """The operation that did not end within --distributed-timeout-minutes."""
     last: CommOp | None = None
     explains: bool = False
     """Its collective has failed, and it looks for the cause."""

@@ -20,7 +20,7 @@ from megatron.utils.typed import plain, typed
 T = TypeVar("T")
 
 LARGEST_MESSAGE = 2**28
-"""Bytes of one rank; the longest of ours, the records of a checkpoint's tensors, has some millions."""
+"""The most bytes of one rank. Our longest message, the records of a checkpoint's tensors, has a few million."""
 
 
 def all_gather_json(value: T, axis: Axis, kind: type[T]) -> list[T]:

@@ -82,7 +82,7 @@ def set_rng_state(state: RngState, device: torch.device = CPU) -> None:
 
 
 def rng_to_plain(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The state in values that JSON can say: a tensor of bytes as its hexadecimal digits."""
+    """The state as JSON values; a tensor of bytes becomes hexadecimal text."""
     return {
         name: rng_to_plain(value)
         if isinstance(value, Mapping)

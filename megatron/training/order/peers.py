@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,39 +14,39 @@ Done = dist.Work | None
 """The operation's work, where it is executed."""
 
 
-class Peers:
+class Peers(ABC):
     """Answers each operation of one communicator."""
 
-    def all_reduce(self, tensors: Sequence[Tensor], opts: Any) -> Done:
-        raise NotImplementedError
+    @abstractmethod
+    def all_reduce(self, tensors: Sequence[Tensor], opts: Any) -> Done: ...
 
     reduce = broadcast = all_reduce
 
-    def all_gather(self, inputs: Sequence[Tensor], outputs: Sequence[Sequence[Tensor]], opts: Any) -> Done:
-        raise NotImplementedError
+    @abstractmethod
+    def all_gather(self, inputs: Sequence[Tensor], outputs: Sequence[Sequence[Tensor]], opts: Any) -> Done: ...
 
-    def all_gather_flat(self, given: Tensor, output: Tensor, opts: Any) -> Done:
-        raise NotImplementedError
+    @abstractmethod
+    def all_gather_flat(self, given: Tensor, output: Tensor, opts: Any) -> Done: ...
 
-    def reduce_scatter_flat(self, given: Tensor, output: Tensor, opts: Any) -> Done:
-        raise NotImplementedError
+    @abstractmethod
+    def reduce_scatter_flat(self, given: Tensor, output: Tensor, opts: Any) -> Done: ...
 
-    def gather(self, inputs: Sequence[Tensor], outputs: Sequence[Sequence[Tensor]], opts: Any) -> Done:
-        raise NotImplementedError
+    @abstractmethod
+    def gather(self, inputs: Sequence[Tensor], outputs: Sequence[Sequence[Tensor]], opts: Any) -> Done: ...
 
-    def scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any) -> Done:
-        raise NotImplementedError
+    @abstractmethod
+    def scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any) -> Done: ...
 
+    @abstractmethod
     def all_to_all(
         self, given: Tensor, output: Tensor, received: Sequence[int], sent: Sequence[int], opts: Any
-    ) -> Done:
-        raise NotImplementedError
+    ) -> Done: ...
 
-    def barrier(self, opts: Any) -> Done:
-        raise NotImplementedError
+    @abstractmethod
+    def barrier(self, opts: Any) -> Done: ...
 
-    def send(self, tensors: Sequence[Tensor], peer: int, tag: int) -> Done:
-        raise NotImplementedError
+    @abstractmethod
+    def send(self, tensors: Sequence[Tensor], peer: int, tag: int) -> Done: ...
 
     recv = send
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from megatron.utils.process import process_state
 from tests.helpers.scripts import load_script
 from tests.policy.rules import ROOT
 
@@ -69,7 +70,7 @@ time.sleep(600)
     row = tool.failure(ended, 5.0)
     assert row["verdict"] == "HUNG: not done within 5 s: in the first step"
     until = time.monotonic() + 20
-    while Path(f"/proc/{pid.read_text()}").exists() and _state(pid.read_text()) != "Z":
+    while process_state(int(pid.read_text())) not in ("", "Z"):
         assert time.monotonic() < until, "the rank lives on"
         time.sleep(0.05)
 
@@ -77,13 +78,6 @@ time.sleep(600)
     row = tool.judge(case, [], "cpu", 60.0, {"CUDA_DEVICE_MAX_CONNECTIONS": "1"})
     assert row["verdict"].startswith("FAILED (exit code 1): error: ") and "3" in row["verdict"], row
     assert row["CUDA_DEVICE_MAX_CONNECTIONS"] == "1" and tool.line(row).startswith("TP2 ")
-
-
-def _state(pid: str) -> str:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
-        return "Z"
 
 
 @pytest.mark.parametrize(

@@ -202,7 +202,7 @@ def wandb_module() -> types.ModuleType:
 
 @pytest.fixture(scope="module")
 def observed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The folder in which the runs are, with what they write seen and nothing sent."""
+    """The working folder of the runs: what they write is recorded, and nothing is sent over a network."""
     import torch.utils.tensorboard
 
     from megatron.data import build, sources

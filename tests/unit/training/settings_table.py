@@ -370,4 +370,4 @@ ELSEWHERE = {
     "heartbeat_timeout_seconds": "of a rank that is lost; tests/faults/test_heartbeat.py",
     "local_rank": "of a launcher; tests/distributed/test_launchers.py",
 }
-"""Settings whose effect no small run shows, and where it is tested."""
+"""Settings whose effect cannot be seen in a small run -> the test file that shows it."""
