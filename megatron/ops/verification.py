@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from megatron.utils.device import device_name
-from megatron.utils.durable import try_lock, write_atomically
+from megatron.utils.durable import hash_of_files, try_lock, write_atomically
 
 if TYPE_CHECKING:
     from megatron.ops.library import Library
@@ -112,19 +112,12 @@ def _key(native: Library, room: str, device: torch.device) -> dict[str, str]:
         "room": room,
         "sources": native.cuda_sources[room],
         "compiled": "" if native.needs is None else str(native.needs.cuda),
-        "proof": _hash_of_python(),
+        # Of this package: gradients are put together in it, and proofs have their inputs and tolerances here.
+        "proof": hash_of_files(HERE, (*HERE.glob("*.py"), *HERE.glob("proof/*.py"))),
         "gpu": device_name(device),
         "capability": ".".join(map(str, capability)),
         "torch": torch.__version__,
     }
-
-
-def _hash_of_python() -> str:
-    """Of this package: gradients are put together in it, and proofs have their inputs and tolerances here."""
-    digest = hashlib.sha256()
-    for path in sorted((*HERE.glob("*.py"), *HERE.glob("proof/*.py"))):
-        digest.update(f"{path.relative_to(HERE)}\0".encode() + path.read_bytes() + b"\0")
-    return digest.hexdigest()
 
 
 def _file(cache: Path | None, key: Mapping[str, str]) -> Path:

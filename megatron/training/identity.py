@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 from megatron.config import RunConfig
 from megatron.config.run import all_settings
+from megatron.utils.durable import hash_of_files
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 
@@ -23,16 +22,7 @@ def started_with(config: RunConfig) -> dict[str, str]:
     script = Path(getattr(sys.modules["__main__"], "__file__", None) or "")
     return {
         **{name: str(value) for name, value in values.items() if value is not None},
-        "the code of megatron": _hash_of(sorted(_PACKAGE.rglob("*.py"))),
-        "the script": _hash_of([script]) if script.is_file() else "none",
+        "the code of megatron": hash_of_files(_PACKAGE, _PACKAGE.rglob("*.py"))[:12],
+        "the script": hash_of_files(script.parent, [script])[:12] if script.is_file() else "none",
         "torch": torch.__version__,
     }
-
-
-def _hash_of(files: Sequence[Path]) -> str:
-    digest = hashlib.sha256()
-    for file in files:
-        content = file.read_bytes()
-        digest.update(f"{file.name} {len(content)} ".encode())
-        digest.update(content)
-    return digest.hexdigest()[:12]

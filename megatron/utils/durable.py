@@ -171,6 +171,15 @@ def try_lock(descriptor: int) -> bool:
 # ---------------------------------------------------------------- checksums
 
 
+def hash_of_files(folder: Path, files: Iterable[Path]) -> str:
+    """sha256 of the files' contents and of their names within `folder`, in the order of their paths."""
+    digest = hashlib.sha256()
+    for path in sorted(files):
+        content = path.read_bytes()
+        digest.update(f"{path.relative_to(folder)}\0{len(content)}\0".encode() + content)
+    return digest.hexdigest()
+
+
 class Hash(Protocol):
     """As hashlib's and xxhash's."""
 

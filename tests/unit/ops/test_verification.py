@@ -100,7 +100,7 @@ def test_an_outcome_holds_for_what_was_verified_only(
     elif changed == "torch":
         monkeypatch.setattr(torch, "__version__", "2.99")
     else:
-        monkeypatch.setattr(verification, "_hash_of_python", lambda: "another")
+        monkeypatch.setattr(verification, "hash_of_files", lambda folder, files: "another")
     judge = StandIn()
     check(tmp_path, judge, native)
     assert judge.asked == [expected]
