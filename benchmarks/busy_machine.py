@@ -1,12 +1,13 @@
-"""Steps on a machine with other work: what waiting threads that sleep are worth, and what they cost on an idle one.
+"""Steps on a machine with other work and on an idle one, by how waiting threads wait: asleep, spinning, or as ours.
 
     python benchmarks/busy_machine.py                    # the machine as it is, and with two busy processes per core
     python benchmarks/busy_machine.py --rounds 2 --steps 4 --layers 2 --hidden 64 --heads 4 --seq 32 --vocab 512
 
 Three contenders, each a whole run of pretrain_gpt.py as a user starts it: "ours" at its defaults; "exported" with
-OMP_WAIT_POLICY=PASSIVE from the shell, which ours is to equal; "spinning" with GOMP_SPINCOUNT=300000, which is what the
-OpenMP library of torch's wheels does if nobody says anything. They take turns, and a ratio is the median over rounds of
-times taken within the same round. A step's time is the median of a run's steps after the first two.
+OMP_WAIT_POLICY=PASSIVE from the shell, which ours is to equal on a busy machine; "spinning" with GOMP_SPINCOUNT=300000,
+which is what the OpenMP library of torch's wheels does if nobody says anything, and which ours is to equal on an idle
+one. They take turns, and a ratio is the median over rounds of times taken within the same round. A step's time is the
+median of a run's steps after the first two.
 """
 
 from __future__ import annotations
@@ -28,8 +29,12 @@ from megatron.utils.process import usable_cpus
 
 ROOT = Path(__file__).resolve().parent.parent
 CONTENDERS: Mapping[str, tuple[str, ...]] = {
-    "ours": ("-u", "OMP_WAIT_POLICY"),
-    "exported": ("OMP_WAIT_POLICY=PASSIVE",),
+    "ours": ("-u", "OMP_WAIT_POLICY", "-u", "GOMP_SPINCOUNT"),
+    "exported": (
+        "-u",
+        "GOMP_SPINCOUNT",
+        "OMP_WAIT_POLICY=PASSIVE",
+    ),
     "spinning": ("-u", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT=300000"),
 }
 _FIRST = 2

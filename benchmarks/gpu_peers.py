@@ -103,13 +103,13 @@ def our_block(task: Task, extra: str = "") -> Ready:
     """The trainer of pretrain_gpt.py, an iteration at a time; and which kernels it takes."""
     from megatron.engine import GraphedPasses
     from megatron.training.assemble import assemble
-    from megatron.training.initialize import initialize
+    from megatron.training.initialize import setup
     from pretrain_gpt import datasets_provider, forward_step, model_provider
 
     flags = run_flags(task.size, task.device, ENDLESS, log_interval=ENDLESS)
     words = [*flags, *shlex.split(OPTIMIZER), "--num-workers", str(task.workers), *shlex.split(f"{task.flags} {extra}")]
     with contextlib.redirect_stdout(io.StringIO()):
-        run = initialize(words)
+        run = setup(words)
         parts = assemble(run, datasets_provider, model_provider, forward_step)
     trainer = parts.trainer
     about: dict[str, Any] = {"kernels": {choice.op: choice.backend for choice in run.kernels.choices}}

@@ -185,12 +185,15 @@ CASES: tuple[Case, ...] = (
 NUMBERS = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "lr": 1e-4, "weight_decay": 0.1}
 
 
-def adamw_inputs(dtype: torch.dtype, device: str) -> tuple[Any, ...]:
-    """50 million weights, their bf16 copy, moments, and gradients of `dtype` that are to be unscaled."""
+def adamw_inputs(dtype: torch.dtype, device: str, ranks: int = 1) -> tuple[Any, ...]:
+    """50 million weights, their bf16 copy, moments, and gradients of `dtype` that are to be unscaled; or what the last
+    of some ranks has of them with ZeRO: masters and moments of its chunk, and its chunk of the rest."""
     count = 50_000_000
+    own = slice(count // ranks * (ranks - 1), None)
     weights = randn(count, dtype=torch.float32, device=device) * 0.02
-    moments = torch.zeros(2, count, device=device).unbind()
-    return weights, weights.to(torch.bfloat16), *moments, randn(count, dtype=dtype, device=device)
+    masters = weights[own].clone()
+    moments = torch.zeros(2, masters.numel(), device=device).unbind()
+    return masters, weights.to(torch.bfloat16)[own], *moments, randn(count, dtype=dtype, device=device)[own]
 
 
 def our_adamw(ops: Any) -> Callable[..., Any]:
@@ -233,6 +236,16 @@ OPTIMIZER_CASES = (
         eager=torchs_adamw,
         formula=adamw_formula,
         inputs=adamw_inputs,
+        moved=lambda args: args[0].numel() * (8 + 16 + 2 + args[4].element_size()),
+        differentiable=False,
+    ),
+    Case(
+        op="adamw",
+        shape="the last 25M of 50M",
+        ours=our_adamw,
+        eager=torchs_adamw,
+        formula=adamw_formula,
+        inputs=partial(adamw_inputs, ranks=2),
         moved=lambda args: args[0].numel() * (8 + 16 + 2 + args[4].element_size()),
         differentiable=False,
     ),

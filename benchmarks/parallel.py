@@ -49,6 +49,9 @@ LAYOUTS = (
     Contender("PP2, 1f1b", 2, (PP, "2")),
     Contender("PP2, zero-bubble", 2, (PP, "2", "--pipeline-schedule", "zero-bubble")),
     Contender("DP2", 2),
+    Contender("DP2, ZeRO-1", 2, ("--zero-stage", "1")),
+    Contender("DP2, overlapped", 2, ("--overlap-grad-reduce",)),
+    Contender("DP2, ZeRO-1, overlapped", 2, ("--zero-stage", "1", "--overlap-grad-reduce", "--overlap-param-gather")),
     Contender("CP2", 2, ("--context-parallel-size", "2")),
 )
 

@@ -1,8 +1,11 @@
 """A Megatron-style pretraining framework. Importing it loads nothing heavy: `--help` needs no torch.
 
 `megatron.pretrain(datasets_provider, model_provider, forward_step)` is the training loop for your own script
-(pretrain_gpt.py is one of them), and `megatron.Hook` adds to it; `megatron.initialize(argv)` gives the ranks, device
-and settings without the loop.
+(pretrain_gpt.py is one of them), and `megatron.Hook` adds to it; `megatron.setup(argv)` gives the ranks, device and
+settings without the loop.
+
+For a model and a loop of your own: `megatron.initialize(model=..., optimizer=..., config=...)` is DeepSpeed's call,
+`OSS` and `ShardedDataParallel` are FairScale's pair, and `DistributedDataParallel` has the shape of torch's.
 """
 
 from __future__ import annotations
@@ -20,17 +23,30 @@ if sys.version_info < (3, 11):  # noqa: UP036 - a checkout can meet an older one
     raise SystemExit(2)
 
 __version__ = "0.1.0"
-__all__ = ["Hook", "__version__", "initialize", "pretrain"]
+__all__ = [
+    "OSS",
+    "DistributedDataParallel",
+    "Hook",
+    "ShardedDataParallel",
+    "__version__",
+    "initialize",
+    "pretrain",
+    "setup",
+]
 
 _LAZY = {
+    "DistributedDataParallel": "megatron.data_parallel.ddp",
     "Hook": "megatron.training.hooks",
+    "OSS": "megatron.data_parallel.oss",
+    "ShardedDataParallel": "megatron.data_parallel.sharded_ddp",
     "initialize": "megatron.training.initialize",
     "pretrain": "megatron.training.pretrain",
+    "setup": "megatron.training.initialize",
 }
 
 
 def __getattr__(name: str) -> Any:
     if name in _LAZY:
-        import_module("megatron.utils.process").wait_passively()  # before torch is imported
+        import_module("megatron.utils.loading").before_torch(trains=name == "pretrain")
         return getattr(import_module(_LAZY[name]), name)
     raise AttributeError(f"module 'megatron' has no attribute '{name}'")

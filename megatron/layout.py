@@ -6,6 +6,9 @@ Ranks are numbered with tensor parallel fastest, then context, data and pipeline
 
 Expert parallelism is no factor of the world size. It divides the CP x DP ranks that share a pipeline stage and a tensor
 slice: with `j = cp + CP * dp`, the expert coordinate is `j % EP`, and `j // EP` numbers the replicas of each expert.
+
+With ZeRO these CP x DP ranks form equal runs of neighbours, the instances of the optimizer (Megatron's order): the
+ranks of an instance divide its state among them, and ranks at the same place of all instances hold the same share.
 """
 
 from __future__ import annotations
@@ -19,15 +22,21 @@ TP_FLAG = "--tensor-model-parallel-size"
 CP_FLAG = "--context-parallel-size"
 EP_FLAG = "--expert-model-parallel-size"
 PP_FLAG = "--pipeline-model-parallel-size"
+INSTANCES_FLAG = "--num-distributed-optimizer-instances"
 
 RANK_ORDER = "tp-cp-dp-pp"
 """The factors of the rank, the fastest first."""
 
-AXES = ("tp", "cp", "ep", "dp", "pp", "dp_cp", "expert_dp", "embedding", "model", "world")
+AXES = (
+    *("tp", "cp", "ep", "dp", "pp", "dp_cp", "expert_dp", "shard", "expert_shard", "replicate"),
+    *("embedding", "model", "world"),
+)
 """Every axis that has groups.
 
-`dp_cp` reduces the gradients of dense parameters, `expert_dp` those of experts. `embedding` joins the first and the
-last pipeline stage (a tied head is on both), `model` (tp x pp) holds one replica of the model, `world` is all ranks.
+`dp_cp` reduces the gradients of dense parameters, `expert_dp` those of experts. `shard` and `expert_shard` are their
+parts within an instance of the optimizer, and `replicate` joins the instances: with one instance `dp_cp`, `expert_dp`
+and each rank by itself. `embedding` joins the first and the last pipeline stage (a tied head is on both), `model`
+(tp x pp) holds one replica of the model, `world` is all ranks.
 """
 
 
@@ -41,6 +50,9 @@ class Coordinates:
     pp: int
     ep: int
     expert_dp: int
+    instance: int
+    shard: int
+    """Place in the instance."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +64,7 @@ class Layout:
     cp: int = 1
     ep: int = 1
     pp: int = 1
+    instances: int = 1
 
     def __post_init__(self) -> None:
         for flag, size in self._sizes():
@@ -63,6 +76,8 @@ class Layout:
             raise ConfigError(self._world_message())
         if (self.dp * self.cp) % self.ep:
             raise ConfigError(self._expert_message())
+        if self.expert_dp % self.instances:
+            raise ConfigError(self._instances_message())
 
     @property
     def model_size(self) -> int:
@@ -76,6 +91,11 @@ class Layout:
     @property
     def expert_dp(self) -> int:
         return self.dp * self.cp // self.ep
+
+    @property
+    def shard(self) -> int:
+        """Ranks that divide the optimizer's state of dense parameters among them."""
+        return self.dp * self.cp // self.instances
 
     def size(self, axis: str) -> int:
         """Ranks in each group of `axis`."""
@@ -92,6 +112,8 @@ class Layout:
             pp=rank // (self.tp * self.cp * self.dp),
             ep=shared % self.ep,
             expert_dp=shared // self.ep,
+            instance=shared // self.shard,
+            shard=shared % self.shard,
         )
 
     def groups(self, axis: str) -> tuple[tuple[int, ...], ...]:
@@ -127,10 +149,11 @@ class Layout:
         return key
 
     def _sizes(self) -> tuple[tuple[str, int], ...]:
-        return (TP_FLAG, self.tp), (CP_FLAG, self.cp), (EP_FLAG, self.ep), (PP_FLAG, self.pp)
+        own = (TP_FLAG, self.tp), (CP_FLAG, self.cp), (PP_FLAG, self.pp)
+        return (*own, (EP_FLAG, self.ep), (INSTANCES_FLAG, self.instances))
 
     def _world_message(self) -> str:
-        given = [(flag, size) for flag, size in self._sizes() if size > 1 and flag != EP_FLAG]
+        given = [(flag, size) for flag, size in self._sizes() if size > 1 and flag not in (EP_FLAG, INSTANCES_FLAG)]
         product = " x ".join(f"{flag} {size}" for flag, size in given)
         worlds = " or ".join(str(n) for n in nearest_multiples(self.world_size, self.model_size))
         ways = [f"start {worlds} processes"]
@@ -151,6 +174,19 @@ class Layout:
             f"{self.cp}; use {EP_FLAG} {fits}"
         )
 
+    def _instances_message(self) -> str:
+        size, sizes = self.expert_dp, f"data parallel {self.dp}"
+        if self.cp > 1:
+            sizes += f" x {CP_FLAG} {self.cp}"
+        if self.ep > 1:
+            sizes += f" / {EP_FLAG} {self.ep}"
+        sharing = "divide the same experts" if self.ep > 1 else "would divide the optimizer's state"
+        fits = " or ".join(str(n) for n in nearest_divisors(size, self.instances))
+        return (
+            f"{INSTANCES_FLAG} {self.instances} does not divide the number of ranks that {sharing}, {size} ({sizes}); "
+            f"use {INSTANCES_FLAG} {fits}"
+        )
+
 
 _SAME_WITHIN_GROUP = {
     "tp": ("pp", "dp", "cp"),
@@ -160,6 +196,9 @@ _SAME_WITHIN_GROUP = {
     "ep": ("pp", "expert_dp", "tp"),
     "expert_dp": ("pp", "ep", "tp"),
     "dp_cp": ("pp", "tp"),
+    "shard": ("pp", "instance", "tp"),
+    "expert_shard": ("pp", "instance", "ep", "tp"),
+    "replicate": ("pp", "shard", "tp"),
     "embedding": ("dp", "cp", "tp"),
     "model": ("dp", "cp"),
     "world": (),

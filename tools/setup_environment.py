@@ -194,6 +194,12 @@ def create_venv(venv: Path, torch: Torch | None) -> None:
         outer = sorted({path for path in sys.path if path.startswith(sys.prefix) and path.endswith("-packages")})
         lines = [f"import site; site.addsitedir({path!r})" for path in outer]
         (site_packages / "outer_environment.pth").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    if torch:
+        launcher = venv / "bin" / "torchrun"  # the outer one runs the outer Python, which lacks our requirements
+        launcher.write_text(
+            f'#!/bin/sh\nexec "{venv / "bin" / "python"}" -m torch.distributed.run "$@"\n', encoding="utf-8"
+        )
+        launcher.chmod(0o755)
 
 
 def pip_command(python: Path) -> list[str]:

@@ -10,22 +10,25 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from megatron.checkpoint.architecture import check_architecture, model_config
+    from megatron.checkpoint.background import Background
     from megatron.checkpoint.determinism import determinism_fingerprint
     from megatron.checkpoint.load import FoundStep, find_checkpoint, load_checkpoint
     from megatron.checkpoint.lock import DirectoryLock
-    from megatron.checkpoint.megatron_lm import load_megatron_lm
     from megatron.checkpoint.reader import StepReader
     from megatron.checkpoint.retention import warning_before_training
-    from megatron.checkpoint.save import hold_directory, save_checkpoint
-    from megatron.checkpoint.state import LoadedState, RunHistory, SavedInfo, Sharded, TrainState
+    from megatron.checkpoint.save import Save, hold_directory, save_checkpoint, save_now
+    from megatron.checkpoint.state import LoadedState, Retention, RunHistory, SavedInfo, Sharded, TrainState, writes
     from megatron.checkpoint.verify import DamagedCheckpointError, inspect_step
 
 __all__ = [
+    "Background",
     "DamagedCheckpointError",
     "DirectoryLock",
     "FoundStep",
     "LoadedState",
+    "Retention",
     "RunHistory",
+    "Save",
     "SavedInfo",
     "Sharded",
     "StepReader",
@@ -36,26 +39,31 @@ __all__ = [
     "hold_directory",
     "inspect_step",
     "load_checkpoint",
-    "load_megatron_lm",
     "model_config",
     "save_checkpoint",
+    "save_now",
     "warning_before_training",
+    "writes",
 ]
 
 _LAZY = {
     "check_architecture": "megatron.checkpoint.architecture",
     "model_config": "megatron.checkpoint.architecture",
+    "Background": "megatron.checkpoint.background",
     "determinism_fingerprint": "megatron.checkpoint.determinism",
     "FoundStep": "megatron.checkpoint.load",
     "find_checkpoint": "megatron.checkpoint.load",
     "load_checkpoint": "megatron.checkpoint.load",
     "DirectoryLock": "megatron.checkpoint.lock",
-    "load_megatron_lm": "megatron.checkpoint.megatron_lm",
     "StepReader": "megatron.checkpoint.reader",
     "warning_before_training": "megatron.checkpoint.retention",
     "hold_directory": "megatron.checkpoint.save",
+    "Save": "megatron.checkpoint.save",
     "save_checkpoint": "megatron.checkpoint.save",
+    "save_now": "megatron.checkpoint.save",
     "LoadedState": "megatron.checkpoint.state",
+    "writes": "megatron.checkpoint.state",
+    "Retention": "megatron.checkpoint.state",
     "RunHistory": "megatron.checkpoint.state",
     "SavedInfo": "megatron.checkpoint.state",
     "Sharded": "megatron.checkpoint.state",

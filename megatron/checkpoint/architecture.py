@@ -32,6 +32,8 @@ _EFFECTIVE = (
     "qkv_bias",
     "tied",
     "apply_residual_connection_post_layernorm",
+    "norm_placement",
+    "use_parallel_residual",
     "apply_query_key_layer_scaling",
 )
 _EFFECTIVE_MOE = (
@@ -118,6 +120,8 @@ def architecture(config: ModelConfig, moe: MoEConfig) -> dict[str, Any]:
     if config.positions == "rope":
         names = (*_ROPE, *_ROPE_SCALING[config.rope_scaling])
         values |= {name: getattr(config, name) for name in names}
+    if config.qk_layernorm:
+        values["qk_layernorm_scope"] = config.qk_layernorm_scope
     if moe.is_on:
         values |= {name: getattr(moe, name) for name in _EFFECTIVE_MOE}
         values["moe_layer_freq"] = moe.expert_layers(config.num_layers)

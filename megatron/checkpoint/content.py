@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from math import isfinite, prod
 from typing import Any
 
 import torch
@@ -12,46 +13,112 @@ from torch import Tensor
 from megatron.checkpoint import classic
 from megatron.checkpoint.architecture import model_config
 from megatron.checkpoint.manifest import Slice, TensorRecord
-from megatron.checkpoint.state import Sharded, TrainState
+from megatron.checkpoint.parts import Part, Share
+from megatron.checkpoint.state import TrainState, rank_file, share_file, writes
+from megatron.distributed.division import Division, dealt
+from megatron.distributed.shard import ShardSpec
+from megatron.distributed.state import Axis, ParallelState
 from megatron.errors import NonFiniteError
 from megatron.model.parameters import VOCABULARY_TABLES, WORD_TABLE, classic_path, layer_of
 
-Records = dict[str, TensorRecord]
+Copy = Callable[[Tensor], Tensor]
+"""A tensor -> its copy in host memory, contiguous and with a storage of its own: a view into a flat buffer would be
+saved with the whole buffer."""
 
 
+def plain_copy(tensor: Tensor) -> Tensor:
+    """No copy of what has a storage of its own already: for a save during which nothing changes."""
+    tensor = tensor.detach()
+    own = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+    if tensor.device.type == "cpu" and own and tensor.is_contiguous():
+        return tensor
+    return tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)
+
+
+@dataclass
+class RankContent:
+    """What one rank writes, in host memory."""
+
+    files: dict[str, dict[str, Any]] = field(default_factory=dict)
+    part: Part = field(default_factory=Part)
+    tensors: list[tuple[str, Tensor]] = field(default_factory=list)
+    """All of them, with what they are."""
+
+    def check_finite(self) -> None:
+        for name, tensor in self.tensors:
+            if not _finite(tensor):
+                raise NonFiniteError(f"{name} holds NaN or infinite values; no checkpoint is written")
+
+
+def _finite(tensor: Tensor) -> bool:
+    """In one pass, four times as fast as `isfinite(tensor).all()`: NaN is the least and the greatest of all."""
+    if not tensor.is_floating_point() or tensor.numel() == 0:
+        return True
+    return all(isfinite(bound.item()) for bound in torch.aminmax(tensor.flatten()))
+
+
+@torch.no_grad()
 def rank_content(
-    state: TrainState, file: str, arguments: Mapping[str, Any], *, tp: int, rng: list[Any] | None
-) -> tuple[dict[str, Any], Records, dict[str, Records]]:
-    """The content of one `model_optim_rng.pt`, and the records of its model's and its optimizer's tensors.
+    state: TrainState, parallel: ParallelState, arguments: Mapping[str, Any], copy: Copy = plain_copy
+) -> RankContent:
+    """Copies what this rank writes. `arguments` come from `classic_arguments`."""
+    content, own_file = RankContent(), share_file(parallel)
 
-    `arguments` come from `classic_arguments`; `tp` ranks share the vocabulary.
-    """
+    def kept(name: str, tensor: Tensor) -> Tensor:
+        copied = copy(tensor)
+        content.tensors.append((name, copied))
+        return copied
+
+    rng = None if state.rng is None else [_plain_or_tensor(state.rng)]
+    writer = writes(parallel)
+    if parallel.dp_cp.size > 1 and (state.optimizer is not None or rng is not None):
+        content.files[own_file] = {
+            "checkpoint_version": classic.CHECKPOINT_VERSION,
+            "iteration": state.iteration,
+            "optimizer": {"state": {}},
+            "rng_state": None if writer else rng,
+            "has_manifest": True,
+        }
+    if writer:
+        content.files[rank_file(parallel)] = _main_content(state, parallel, arguments, rng, content.part, kept)
+    _optimizer(state, parallel, content, kept)
+    return content
+
+
+def _main_content(
+    state: TrainState,
+    parallel: ParallelState,
+    arguments: Mapping[str, Any],
+    rng: list[Any] | None,
+    part: Part,
+    kept: Callable[[str, Tensor], Tensor],
+) -> dict[str, Any]:
+    """The content of a `model_optim_rng.pt`, still without optimizer state."""
     padded = arguments.get("padded_vocab_size")
-    padded_rows = None if padded is None else int(padded) // tp
+    padded_rows = None if padded is None else int(padded) // parallel.tp.size
     base = min((layer for name in state.params if (layer := layer_of(name)) is not None), default=0)
-    model_tensors: dict[tuple[str, ...], Tensor] = {}
-    model_records: Records = {}
+    tensors: dict[tuple[str, ...], Tensor] = {}
     for name, (spec, tensor) in state.params.items():
-        stored = _snapshot(name, tensor)
+        stored = kept(name, tensor)
         if name in VOCABULARY_TABLES:
             stored = _pad_rows(stored, padded_rows)
         key = ("model", *classic_path(name, base))
-        model_tensors[key[1:]] = stored
-        model_records[name] = _record((spec, stored), file, key)
-    optimizer, optimizer_records = _optimizer(state, file)
-    content = {
+        tensors[key[1:]] = stored
+        part.model[name] = _record(spec, stored, Slice(rank_file(parallel), key, spec.ranges, tuple(stored.shape)))
+    optimizer = {"state": {}, "extra": _plain_or_tensor(state.optimizer_extra)}
+    return {
         "args": classic.attribute_dict(arguments),
         "checkpoint_version": classic.CHECKPOINT_VERSION,
         "iteration": state.iteration,
-        "model": classic.nest(model_tensors),
-        "optimizer": optimizer,
+        "model": classic.nest(tensors),
+        "optimizer": None if state.optimizer is None else optimizer,
         "opt_param_scheduler": classic.plain(state.scheduler),
         "rng_state": rng,
         "config": classic.plain(state.config),
         "data": classic.plain(state.data),
         "has_manifest": True,  # without its manifest the checkpoint is incomplete
+        **({"extra": _plain_or_tensor(state.extra)} if state.extra else {}),
     }
-    return content, model_records, optimizer_records
 
 
 def classic_arguments(state: TrainState, tp: int) -> dict[str, Any]:
@@ -69,18 +136,55 @@ def classic_arguments(state: TrainState, tp: int) -> dict[str, Any]:
     }
 
 
-def _optimizer(state: TrainState, file: str) -> tuple[dict[str, Any] | None, dict[str, Records]]:
-    if state.optimizer is None:
-        return None, {}
-    tensors: dict[str, dict[str, Tensor]] = {}
-    records: dict[str, Records] = {}
-    for name, kinds in state.optimizer.items():
-        stored = {kind: (spec, _snapshot(f"{name} ({kind})", tensor)) for kind, (spec, tensor) in kinds.items()}
-        tensors[name] = {kind: tensor for kind, (_, tensor) in stored.items()}
-        records[name] = {
-            kind: _record(sharded, file, ("optimizer", "state", name, kind)) for kind, sharded in stored.items()
-        }
-    return {"state": tensors, "extra": _plain_or_tensor(state.optimizer_extra)}, records
+def _optimizer(
+    state: TrainState, parallel: ParallelState, content: RankContent, kept: Callable[[str, Tensor], Tensor]
+) -> None:
+    """Each rank's share of the state: the pieces that it has, or those that it is dealt of what all replicas have."""
+    divisions = {**_dealt(state), **state.divisions}
+    for name, kinds in (state.optimizer or {}).items():
+        division, alone = divisions.get(name), name in state.replicas
+        if division is None and not (alone or writes(parallel)):
+            continue
+        file = share_file(parallel) if division is not None or alone else rank_file(parallel)
+        if division is not None:
+            content.part.shares[division.name] = Share(file, division.axis.rank, division.axis.size)
+        if division is None or division.axis.rank == 0:
+            content.part.optimizer[name] = {}
+        saved = content.files[file]["optimizer"]["state"].setdefault(name, {})
+        shape = tuple(state.params[name][1].shape) if name in state.params else ()
+        first = division is None or division.axis.rank == 0
+        for kind, (spec, tensor) in kinds.items():
+            key, cut = ("optimizer", "state", name, kind), None
+            if name in state.params and spec.logical_shape == state.params[name][0].logical_shape:
+                cut = division
+            piece, mine = Slice(file, key, spec.ranges, tuple(tensor.shape)), tensor
+            if cut is not None:
+                held = cut.held(prod(shape))
+                mine = tensor if name in state.divisions else tensor.reshape(-1)[slice(*held)]
+                assert mine.numel() == held[1] - held[0], f"{name} ({kind}): {mine.shape} is not {held}"
+                piece = Slice(cut.name, key, spec.ranges, shape, cut.share, cut.offset)
+            if first:
+                content.part.optimizer[name][kind] = _record(spec, tensor, piece)
+            if mine.numel() if cut is not None else first:
+                saved[kind] = kept(f"{name} ({kind})", mine)
+
+
+def _dealt(state: TrainState) -> dict[str, Division]:
+    """Who saves what of the state that all replicas have. The first one writes the weights, and gets so much less."""
+    by_axis: dict[str, tuple[Axis, list[str]]] = {}
+    for name, kinds in (state.optimizer or {}).items():
+        axis = state.replicas.get(name)
+        if axis is not None and axis.size > 1 and name not in state.divisions and kinds:
+            by_axis.setdefault(axis.name, (axis, []))[1].append(name)
+    found: dict[str, Division] = {}
+    for axis, names in by_axis.values():
+        weights = {name: state.params[name][1] for name in names}
+        sizes = {name: weight.numel() for name, weight in weights.items()}
+        first = (state.optimizer or {})[names[0]].values()
+        per_element = sum(tensor.element_size() for _, tensor in first if tensor.numel() == sizes[names[0]]) or 1
+        of_weights = sum(size * weights[name].element_size() for name, size in sizes.items())
+        found |= dealt(sizes, axis, of_weights // per_element)
+    return found
 
 
 def _plain_or_tensor(value: Any) -> Any:
@@ -88,15 +192,9 @@ def _plain_or_tensor(value: Any) -> Any:
         return value.detach().to("cpu", copy=True)
     if isinstance(value, Mapping):
         return {key: _plain_or_tensor(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain_or_tensor(item) for item in value]
     return classic.plain(value)
-
-
-def _snapshot(name: str, tensor: Tensor) -> Tensor:
-    """A copy on the CPU with its own storage; a view into a flat buffer would be saved with the whole buffer."""
-    copy = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
-    if copy.is_floating_point() and not bool(torch.isfinite(copy).all()):
-        raise NonFiniteError(f"{name} holds NaN or infinite values; no checkpoint is written")
-    return copy
 
 
 def _pad_rows(tensor: Tensor, rows: int | None) -> Tensor:
@@ -105,19 +203,6 @@ def _pad_rows(tensor: Tensor, rows: int | None) -> Tensor:
     return torch.nn.functional.pad(tensor, (0, 0, 0, rows - tensor.shape[0]))
 
 
-def _record(sharded: Sharded, file: str, key: tuple[str, ...]) -> TensorRecord:
-    spec, tensor = sharded
-    piece = Slice(file=file, key=key, ranges=spec.ranges, shape=tuple(tensor.shape))
+def _record(spec: ShardSpec, tensor: Tensor, piece: Slice) -> TensorRecord:
     shape = tuple(spec.logical_shape)
     return TensorRecord(logical_shape=shape, dtype=str(tensor.dtype), dim=spec.dim, slices=(piece,), fold=spec.fold)
-
-
-def merge_records(parts: list[Records]) -> Records:
-    """Merges the records of all files: one per logical tensor, with all its slices."""
-    merged: Records = {}
-    for part in parts:
-        for name, record in part.items():
-            before = merged.get(name, replace(record, slices=()))
-            assert replace(before, slices=()) == replace(record, slices=()), name
-            merged[name] = replace(record, slices=(*before.slices, *record.slices))
-    return merged

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,20 @@ from megatron.checkpoint.all_ranks import run_on_all, run_on_first
 from megatron.checkpoint.architecture import check_architecture
 from megatron.checkpoint.find import Candidates, find_candidates
 from megatron.checkpoint.manifest import Manifest
+from megatron.checkpoint.megatron_lm import ForeignStep, open_foreign
 from megatron.checkpoint.reader import StepReader
-from megatron.checkpoint.state import LoadedState, RunHistory, Sharded, axis_sizes, rank_file
+from megatron.checkpoint.state import (
+    Held,
+    LoadedState,
+    RunHistory,
+    Sharded,
+    Take,
+    axis_sizes,
+    in_memory,
+    rank_file,
+    share_file,
+    writes,
+)
 from megatron.checkpoint.verify import DamagedCheckpointError, identity, verified_manifest, verify_share
 from megatron.config import ModelConfig, MoEConfig
 from megatron.distributed.messages import all_gather_json
@@ -34,6 +46,18 @@ class FoundStep:
     directory: Path
     manifest: Manifest
     release: bool
+    foreign: ForeignStep | None = None
+    """If Megatron-LM wrote it: then the manifest is made from its files."""
+
+    def reader(self) -> StepReader:
+        return StepReader(self.directory, self.manifest) if self.foreign is None else self.foreign.reader
+
+    def with_vocabulary(self, rows: int) -> FoundStep:
+        """Of Megatron-LM's tables, which are saved with their padding, the first `rows` rows."""
+        if self.foreign is None:
+            return self
+        foreign = self.foreign.with_vocabulary(rows)
+        return replace(self, manifest=foreign.manifest, foreign=foreign)
 
     @property
     def tokenizer(self) -> Path | None:
@@ -75,6 +99,10 @@ def find_checkpoint(
         say(f"warning: {candidates.warning}")
     for candidate in candidates.directories:
         try:
+            foreign = run_on_all(partial(open_foreign, candidate), parallel.world)
+            if foreign is not None:
+                say(f"warning: {candidate} was written by Megatron-LM without checksums: what was damaged is not seen")
+                return FoundStep(candidate, foreign.manifest, candidates.release, foreign)
             record = run_on_all(partial(verified_manifest, candidate), parallel.world)
             if check_hashes:
                 _verify_together(candidate, record, parallel.world)
@@ -111,6 +139,8 @@ def load_checkpoint(
     *,
     parallel: ParallelState,
     params: Mapping[str, Sharded],
+    take: Take | None = None,
+    held: Held | None = None,
     finetune: bool = False,
     load_optim: bool = True,
     load_rng: bool = True,
@@ -121,13 +151,16 @@ def load_checkpoint(
     deterministic: bool = False,
     log: Log = print,
 ) -> LoadedState:
-    """Fills `params` in place and returns the rest of the run's state. All ranks call it.
+    """Fills `params` in place and returns the rest of the run's state. All ranks call it. `take`: see `in_memory`;
+    `held`: the elements of a parameter whose optimizer state this rank keeps, if not all.
 
     `finetune` takes the weights alone and starts at iteration 0. `fingerprint` is this run's (`determinism.py`);
     a `deterministic` run goes on with the kernels that it began with, or not at all.
     """
     say = log if parallel.world.rank == 0 else _say_nothing
-    load = _Load(found, params, parallel, finetune or found.release, load_optim, load_rng, say)
+    if WORD_TABLE in params:
+        found = found.with_vocabulary(params[WORD_TABLE][0].logical_shape[0])
+    load = _Load(found, params, take, held, parallel, finetune or found.release, load_optim, load_rng, say)
     run_on_all(lambda: load.check_fit(model_config, moe_config), parallel.world)
     run_on_all(lambda: load.report_changes(fingerprint or {}, deterministic), parallel.world)
     state = run_on_all(load.read, parallel.world)
@@ -144,6 +177,8 @@ class _Load:
 
     found: FoundStep
     params: Mapping[str, Sharded]
+    take: Take | None
+    held: Held | None
     parallel: ParallelState
     weights_only: bool
     load_optim: bool
@@ -159,8 +194,17 @@ class _Load:
         self._check_names(saved)
         if self.weights_only:
             return
+        foreign = self.found.foreign
+        if self.load_optim and foreign is not None and foreign.optimizer_problem is not None:
+            raise CheckpointError(foreign.optimizer_problem)
         self._check_holds("optimizer", self.load_optim, "--no-load-optim")
-        self._check_holds("rng", self.load_rng, "--no-load-rng")
+        if foreign is None:
+            self._check_holds("rng", self.load_rng, "--no-load-rng")
+        elif self.load_rng:
+            self.say(
+                f"warning: the random states of {self.found.directory} are Megatron-LM's and do not apply; with "
+                "dropout the next steps differ from those of the run there"
+            )
         if self.load_optim:
             without = [n for n, (_, t) in self.params.items() if t.requires_grad and n not in saved.optimizer]
             if without:
@@ -223,12 +267,19 @@ class _Load:
     @torch.no_grad()
     def read(self) -> LoadedState:
         saved = self.found.manifest
-        reader = StepReader(self.found.directory, saved)
+        reader = self.found.reader()
         for name, (spec, tensor) in self.params.items():
-            reader.fill(spec, tensor, saved.model[name], cast=self.weights_only)
-        if self.weights_only:
-            return LoadedState(path=self.found.directory, step=saved.step)
+            if tensor.is_meta and self.take is not None:
+                mapped = reader.mapped(spec, tensor, saved.model[name], cast=self.weights_only)
+                if mapped is not None:
+                    self.take(name, mapped)  # which reads its piece of it alone
+                    continue
+            with in_memory(name, tensor, self.take) as target:
+                reader.fill(spec, target, saved.model[name], cast=self.weights_only)
         main = reader.main_file()
+        extra = dict(main.get("extra", {}))
+        if self.weights_only:
+            return LoadedState(path=self.found.directory, step=saved.step, extra=extra)
         return LoadedState(
             path=self.found.directory,
             step=saved.step,
@@ -238,12 +289,17 @@ class _Load:
             optimizer=self._read_optimizer(reader) if self.load_optim else None,
             optimizer_extra=dict(main["optimizer"]["extra"]) if self.load_optim else None,
             scheduler=dict(main["opt_param_scheduler"]),
-            rng=self._read_rng(reader) if self.load_rng else None,
+            rng=self._read_rng(reader) if self.load_rng and self.found.foreign is None else None,
+            extra=extra,
         )
 
     def _read_optimizer(self, reader: StepReader) -> dict[str, dict[str, Any]]:
-        held = {name: sharded for name, sharded in self.params.items() if name in reader.manifest.optimizer}
-        return {name: reader.optimizer_like(name, spec, tensor.shape) for name, (spec, tensor) in held.items()}
+        found = {}
+        for name, (spec, tensor) in self.params.items():
+            if name in reader.manifest.optimizer:
+                held = None if self.held is None else self.held(name)
+                found[name] = reader.optimizer_like(name, spec, tensor.shape, held)
+        return found
 
     def _read_rng(self, reader: StepReader) -> dict[str, Any] | None:
         """This rank's random state, or None if the layout has changed: ranks then keep their freshly seeded streams."""
@@ -255,8 +311,10 @@ class _Load:
                 "with dropout the next steps differ from the uninterrupted run"
             )
             return None
-        states = reader.file(rank_file(self.parallel))["rng_state"]
-        return dict(states[self.parallel.dp_cp.rank])
+        own = share_file(self.parallel)
+        if own not in reader.manifest.files:  # one file held those of all replicas
+            return dict(reader.file(rank_file(self.parallel))["rng_state"][self.parallel.dp_cp.rank])
+        return dict(reader.file(rank_file(self.parallel) if writes(self.parallel) else own)["rng_state"][0])
 
 
 def _listed(names: list[str]) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from math import prod
 from pathlib import Path
@@ -16,11 +16,13 @@ from typing import Any
 
 from megatron.checkpoint import paths, storage
 from megatron.checkpoint.storage import FileRecord
+from megatron.distributed.division import piece_of, pieces_between
+from megatron.distributed.shard import Range
 from megatron.errors import CheckpointError
 from megatron.utils.typed import typed
 
-SCHEMA = 2
-_DISTRIBUTED = (".metadata", "metadata.json")  # files of torch's and Megatron's distributed formats
+SCHEMA = 3
+_WITHOUT_DIVISIONS = 2  # the schema before; of its fields all are there still
 _ALWAYS_READ = 4 * 2**20  # bytes; a larger manifest is read if the files that it describes are larger still
 _MOST_DIMENSIONS = 16
 
@@ -35,12 +37,19 @@ class BrokenManifestError(CheckpointError):
 
 @dataclass(frozen=True)
 class Slice:
-    """One stored slice of a logical tensor."""
+    """One stored slice of a logical tensor. A divided one lies in several files, in each of them its elements of one
+    share, as a tensor of one dimension."""
 
-    file: str
+    file: str  # or, of a divided one, the name of the files in `Manifest.divisions`
     key: tuple[str, ...]  # path through the nested dict of that file
     ranges: tuple[tuple[int, int], ...] | None  # index ranges of the logical tensor's split dimension; None: all
     shape: tuple[int, ...]  # as stored, with any padding rows of a vocabulary
+    share: int = 0  # elements of a row that each file has (division.py); 0: the slice is whole, in one file
+    offset: int = 0  # where the slice begins in that row
+
+    @property
+    def elements(self) -> int:
+        return prod(self.shape)
 
 
 @dataclass(frozen=True)
@@ -68,9 +77,26 @@ class Manifest:
     model: Mapping[str, TensorRecord]
     optimizer: Mapping[str, Mapping[str, TensorRecord]] = field(default_factory=dict)
     origin: Mapping[str, Any] = field(default_factory=dict)  # hf/origin.py; empty for a run started here
+    divisions: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # the files of divided slices, in order
     holds: tuple[str, ...] = ()  # which of optimizer, scheduler and rng were saved
     hash: str = storage.HASH  # of the files' blocks
     schema: int = SCHEMA
+
+    def bytes_listed(self) -> tuple[dict[str, int], dict[str, int]]:
+        """The bytes of each file, and those of the files of each division, if all of them are listed."""
+        sizes = {name: file.size for name, file in self.files.items()}
+        complete = {name: files for name, files in self.divisions.items() if all(file in sizes for file in files)}
+        return sizes, {name: sum(sizes[file] for file in files) for name, files in complete.items()}
+
+    def places(self, piece: Slice, held: Range | None = None) -> Iterator[tuple[str, Range]]:
+        """(file, elements of the slice in it), in order, for all elements of the slice or for those in `held`."""
+        start, stop = (0, piece.elements) if held is None else held
+        if not piece.share:
+            yield piece.file, (0, piece.elements)
+            return
+        files = self.divisions[piece.file]
+        for number, _ in pieces_between(start, stop, piece.offset, piece.share):
+            yield files[number], piece_of(piece.elements, piece.offset, piece.share, number)
 
     def blocks_of(self, part: int, parts: int) -> dict[str, range]:
         """One of `parts` equal parts of the blocks of all files, one file after the other: by file, consecutive."""
@@ -87,8 +113,12 @@ class Manifest:
 
 def encode(manifest: Manifest) -> bytes:
     body = asdict(manifest)
-    if not manifest.origin:
-        del body["origin"]  # the format of a run that was started here stays as it was
+    for optional in ("origin", "divisions"):  # a manifest says no more than it has to
+        if not body[optional]:
+            del body[optional]
+    for records in (body["model"], *body["optimizer"].values()):
+        for piece in (piece for record in records.values() for piece in record["slices"] if not piece["share"]):
+            del piece["share"], piece["offset"]
     return storage.canonical_json({"manifest": body, "sha256": _digest(body)})
 
 
@@ -102,6 +132,8 @@ def decode(raw: bytes, path: Path) -> Manifest:
             raise BrokenManifestError(f"{path} does not match its own checksum: it was damaged or edited")
         if body["schema"] == 1:
             body = _of_schema_1(body)
+        if body["schema"] == _WITHOUT_DIVISIONS:
+            body = {**body, "schema": SCHEMA}
         if body["schema"] != SCHEMA:
             raise BrokenManifestError(f"{path} has schema {body['schema']}; this version reads 1 to {SCHEMA}")
         manifest = typed(Manifest, body)
@@ -119,24 +151,30 @@ def decode(raw: bytes, path: Path) -> Manifest:
 def _of_schema_1(body: Mapping[str, Any]) -> dict[str, Any]:
     """As of today: there were sha256 alone, of every block and of the whole file once more."""
     files = {name: {"size": file["size"], "blocks": file["blocks"]} for name, file in body["files"].items()}
-    return {**body, "files": files, "hash": "sha256", "schema": SCHEMA}
+    return {**body, "files": files, "hash": "sha256", "schema": _WITHOUT_DIVISIONS}
 
 
 def _check_numbers(manifest: Manifest) -> None:
     """Shapes and positions that no tensor has. A ValueError says which."""
     if manifest.step < 0 or any(record.size < 0 for record in manifest.files.values()):
         raise ValueError("a negative step or size")
+    of_files, of_divisions = manifest.bytes_listed()
     kinds = [("model", manifest.model), *manifest.optimizer.items()]
     for name, record in [(f"{group} {name}", record) for group, records in kinds for name, record in records.items()]:
         shapes = [record.logical_shape, *(piece.shape for piece in record.slices)]
         ends = [end for piece in record.slices for pair in piece.ranges or () for end in pair]
         if record.fold < 1 or any(number < 0 for number in [*(n for shape in shapes for n in shape), *ends]):
             raise ValueError(f"{name[:100]} has a negative size or position")
-        stored = [prod(piece.shape) for piece in record.slices]
+        stored = [piece.elements for piece in record.slices]
         if max(map(len, shapes)) > _MOST_DIMENSIONS or (stored and prod(record.logical_shape) > sum(stored)):
             raise ValueError(f"{name[:100]} is larger than its slices")
         for piece, elements in zip(record.slices, stored, strict=True):
-            if piece.file in manifest.files and elements > manifest.files[piece.file].size:
+            if piece.share < 0 or piece.offset < 0:
+                raise ValueError(f"{name[:100]} is divided into shares of {piece.share} from {piece.offset}")
+            files = len(manifest.divisions.get(piece.file, ()))
+            if piece.share and files and piece.offset + elements > piece.share * files:
+                raise ValueError(f"{name[:100]} has elements in none of the {files} files that it is divided into")
+            if elements > (of_divisions if piece.share else of_files).get(piece.file, elements):
                 raise ValueError(f"{name[:100]} has a slice of {elements} elements, more than the bytes of its file")
 
 
@@ -155,11 +193,6 @@ def read(directory: Path) -> Manifest:
     if path.is_symlink():
         raise paths.UnsafePathError(f"{path} is a symbolic link; a checkpoint holds plain files only")
     if not paths.is_plain_file(path):
-        if any((path.parent / name).exists() for name in _DISTRIBUTED):
-            raise MissingManifestError(
-                f"{path.parent} is in a distributed format (torch_dist, torch_dcp or fsdp_dtensor), which is not read "
-                "yet; load it with the program that wrote it and save it with --ckpt-format torch at TP 1, PP 1"
-            )
         raise MissingManifestError(f"{path} is missing: the checkpoint was never completed, or is not one of ours")
     try:
         size = path.stat().st_size

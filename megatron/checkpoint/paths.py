@@ -33,6 +33,11 @@ def step_directory(directory: Path, step: int) -> Path:
     return directory / step_name(step)
 
 
+def unfinished(directory: Path, name: str, run_id: str) -> Path:
+    """Where a run writes the step `name` until it is committed."""
+    return directory / f"{TEMPORARY}{name}.{run_id}"
+
+
 def step_of(name: str) -> int | None:
     """The step of a directory name; None for temporary, quarantined and rewound ones."""
     match = _STEP.fullmatch(name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor
 from megatron.checkpoint import classic, paths, safe_load, slices
 from megatron.checkpoint.manifest import Manifest, Slice, TensorRecord
 from megatron.checkpoint.verify import DamagedCheckpointError, stored_problem
-from megatron.distributed.shard import ShardSpec
+from megatron.distributed.shard import Range, ShardSpec, common
 from megatron.errors import CheckpointError
 
 
@@ -28,14 +29,32 @@ class StepReader:
             self._files[name] = safe_load.load_file(paths.member(self.directory, name))
         return self._files[name]
 
+    def elements(self, spec: ShardSpec, record: TensorRecord, piece: Slice, held: Range) -> Tensor:
+        """Some consecutive elements of a slice, in one dimension: of its files, those that hold them are opened."""
+        parts = []
+        for file, (start, stop) in self.manifest.places(piece, held):
+            found = classic.lookup(self.file(file), piece.key)
+            if problem := stored_problem(record, piece, found, (start, stop)):
+                raise DamagedCheckpointError(f"{self.directory / file}: {spec.name} {problem}")
+            low, high = common(held, (start, stop))
+            parts.append(found.view(-1)[low - start : high - start])
+        if not parts:
+            return torch.empty(0, dtype=_dtype(record.dtype))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
     def fill(self, spec: ShardSpec, target: Tensor, record: TensorRecord, *, cast: bool = False) -> None:
         def read(piece: Slice) -> Tensor:
-            found = classic.lookup(self.file(piece.file), piece.key)
-            if problem := stored_problem(record, piece, found):
-                raise DamagedCheckpointError(f"{self.directory / piece.file}: {spec.name} {problem}")
-            return found
+            return self.elements(spec, record, piece, (0, piece.elements)).view(piece.shape)
 
         slices.fill(spec, target, record, read, cast=cast)
+
+    def mapped(self, spec: ShardSpec, like: Tensor, record: TensorRecord, *, cast: bool) -> Tensor | None:
+        """The tensor as it is in its file, unread, if it is stored as `like` describes it."""
+        for piece in record.slices:
+            if not piece.share and piece.ranges == spec.ranges and piece.shape == tuple(like.shape):
+                slices.check_compatible(spec, like.dtype, record, cast=cast)
+                return self.elements(spec, record, piece, (0, piece.elements)).view(piece.shape)
+        return None
 
     def logical(self, name: str, record: TensorRecord) -> Tensor:
         """A whole tensor in its stored shape, without padding rows."""
@@ -51,13 +70,21 @@ class StepReader:
         """The dtype that the parameters were trained in."""
         return _dtype(next(iter(self.manifest.model.values())).dtype)
 
-    def optimizer_like(self, name: str, spec: ShardSpec, stored_shape: torch.Size) -> dict[str, Tensor]:
-        """The optimizer's tensors of one parameter, in that parameter's local shape."""
+    def optimizer_like(
+        self, name: str, spec: ShardSpec, stored_shape: torch.Size, held: Range | None = None
+    ) -> dict[str, Tensor]:
+        """The optimizer's tensors of one parameter, in that parameter's local shape, or `held` elements of them in one
+        dimension; those with another logical shape (the row and column means of Adafactor) whole. What a file has as it
+        is wanted is mapped, not copied."""
         found = {}
         for kind, record in self.manifest.optimizer.get(name, {}).items():
-            shape = stored_shape if record.logical_shape == tuple(spec.logical_shape) else record.logical_shape
-            found[kind] = torch.zeros(shape, dtype=_dtype(record.dtype))
-            self.fill(spec, found[kind], record)
+            if record.logical_shape != tuple(spec.logical_shape):
+                slices.check_is_whole(f"{kind} of {name}", record)
+                found[kind] = self.logical(name, record)
+                continue
+            wanted, read = held or (0, stored_shape.numel()), partial(self.elements, spec, record)
+            tensor = slices.read_elements(spec, stored_shape, _dtype(record.dtype), wanted, record, read)
+            found[kind] = tensor.view(stored_shape) if held is None else tensor
         return found
 
     def main_file(self) -> Any:

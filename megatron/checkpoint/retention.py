@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 from megatron.checkpoint import paths
-from megatron.checkpoint.state import RunHistory
+from megatron.checkpoint.state import Retention, RunHistory
 from megatron.utils import durable
 
 
@@ -32,7 +32,7 @@ def warning_before_training(directory: Path, history: RunHistory) -> str | None:
         return None
     names, start = [paths.step_name(step) for step in reversed(steps)], history.started_from
     what = f"1 step ({names[0]})" if len(names) == 1 else f"{len(names)} steps ({names[0]} to {names[-1]})"
-    onward = f"--load {directory} (without --finetune or --ckpt-step) to go on from them"
+    onward = f"--load {directory} (without --finetune, --ckpt-step or --override-ckpt-iteration) to go on from them"
     return (
         f"--save {directory}: holds {what} that this run, which starts from iteration {start}, does not go on from: "
         f"its first save renames them to {paths.ABANDONED}...; give {onward}, or another --save to leave them alone"
@@ -60,11 +60,9 @@ def set_aside_newer(directory: Path, step: int, history: RunHistory) -> list[str
     return messages
 
 
-def retain(
-    directory: Path, history: RunHistory, *, last: int | None, interval: int | None, tracker_step: int
-) -> list[str]:
-    """Deletes old steps if asked to, but never the tracker's, the loaded one or the two newest. `last`: the number of
-    newest steps to keep; `interval`: multiples of it are kept."""
+def retain(directory: Path, history: RunHistory, wanted: Retention, *, tracker_step: int) -> list[str]:
+    """Deletes old steps if asked to, but never the tracker's, the loaded one or the two newest."""
+    last, interval = wanted.last, wanted.interval
     if last is None and interval is None:
         return []
     steps = paths.list_steps(directory)

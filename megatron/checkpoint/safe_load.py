@@ -49,6 +49,11 @@ def check_container(path: Path) -> None:
             members = archive.infolist()
     except (OSError, zipfile.BadZipFile, NotImplementedError, ValueError) as error:
         raise CheckpointError(f"{path} is not a checkpoint file of torch's zip format ({error})") from error
+    check_members(path, members, size)
+
+
+def check_members(path: Path, members: Sequence[zipfile.ZipInfo], size: int) -> None:
+    """Those of torch's files fit into their `size` and have a name each; there are none to decompress."""
     if len(members) > _MAX_MEMBERS:
         raise UnsafeFileError(f"{path} has {len(members)} members")
     if any(m.compress_type != zipfile.ZIP_STORED or m.file_size != m.compress_size for m in members):

@@ -14,21 +14,23 @@ import shutil
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from threading import Event
 from typing import IO, Any, cast
 
 import torch
 
 from megatron import __version__
-from megatron.checkpoint import classic, manifest, paths, retention, storage
+from megatron.checkpoint import classic, manifest, parts, paths, retention, storage
 from megatron.checkpoint.all_ranks import do_on_first, run_on_all, run_on_first
-from megatron.checkpoint.content import Records, classic_arguments, merge_records, rank_content
+from megatron.checkpoint.content import Copy, RankContent, classic_arguments, plain_copy, rank_content
 from megatron.checkpoint.manifest import Manifest
-from megatron.checkpoint.state import RunHistory, SavedInfo, TrainState, axis_sizes, rank_file
-from megatron.checkpoint.storage import FileRecord
+from megatron.checkpoint.parts import Part
+from megatron.checkpoint.state import Retention, RunHistory, SavedInfo, Sharded, TrainState, axis_sizes, writes
+from megatron.checkpoint.storage import FileRecord, HashingFile
 from megatron.distributed.messages import all_gather_json
-from megatron.distributed.rng import rng_from_plain, rng_to_plain
 from megatron.distributed.state import ParallelState
 from megatron.errors import ConfigError, StorageError
 from megatron.utils import durable
@@ -55,16 +57,22 @@ def save_checkpoint(
     `release` writes only weights, under the name that Megatron uses for a model without training state. `fingerprint`
     is described in `determinism.py`.
     """
-    started = time.monotonic()
-    save = _Save(directory, state, parallel, history, release)
-    if run_on_first(save.is_done, parallel.world, bool):
-        return SavedInfo(save.target, state.iteration, 0, 0.0, already_there=True)
-    written = _write_all(save, save_tokenizer)
-    messages = run_on_first(lambda: save.commit(written, fingerprint or {}), parallel.world, Messages)
-    messages += run_on_first(lambda: save.retain(retain_last, retain_interval), parallel.world, Messages)
-    history.committed_steps(directory).add(state.iteration)
-    size = sum(record.size for part in written for record in part.files.values())
-    return SavedInfo(save.target, state.iteration, size, time.monotonic() - started, messages=messages)
+    save = Save(directory, state, parallel, history, save_tokenizer, fingerprint or {}, release)
+    return save_now(save, Retention(retain_last, retain_interval))
+
+
+def save_now(save: Save, retention: Retention) -> SavedInfo:
+    """Writes and commits it. All ranks call it, at a step boundary."""
+    started, world = time.monotonic(), save.parallel.world
+    if run_on_first(save.is_done, world, bool):
+        return save.already_there()
+    save.begin()
+    try:
+        run_on_all(lambda: save.write(save.content()), world)
+    except Exception:
+        do_on_first(save.discard, world)
+        raise
+    return save.finished(run_on_first(lambda: save.commit(retention), world, Committed), started)
 
 
 def hold_directory(directory: Path, *, parallel: ParallelState, history: RunHistory) -> None:
@@ -91,42 +99,24 @@ def _check_writable(directory: Path) -> None:
 
 
 @dataclass(frozen=True)
-class _Written:
-    """What one rank has written, for the manifest."""
+class Committed:
+    """What the first rank knows of a committed step."""
 
-    files: dict[str, FileRecord]
-    model: Records
-    optimizer: dict[str, Records]
-
-
-def _write_all(save: _Save, save_tokenizer: SaveTokenizer | None) -> list[_Written]:
-    """All ranks write; if one fails, nothing is committed and the temporary directory is removed."""
-    rng = _gather_rng(save.state, save.parallel)
-    need = sum(all_gather_json(save.bytes_to_write(), save.parallel.world, int))
-    do_on_first(lambda: save.prepare(need), save.parallel.world)
-    try:
-        written = run_on_all(lambda: save.write_rank(rng, save_tokenizer), save.parallel.world)
-    except Exception:
-        do_on_first(save.discard, save.parallel.world)
-        raise
-    return all_gather_json(written, save.parallel.world, _Written)
-
-
-def _gather_rng(state: TrainState, parallel: ParallelState) -> list[Any] | None:
-    """The random states of the data- and context-parallel ranks, in axis order."""
-    entries = all_gather_json({} if state.rng is None else rng_to_plain(state.rng), parallel.dp_cp, dict[str, Any])
-    return [rng_from_plain(entry) for entry in entries] if all(entries) else None
+    size: int
+    messages: Messages
 
 
 @dataclass(frozen=True)
-class _Save:
-    """One save of one run."""
+class Save:
+    """One save of one run, on one rank."""
 
     directory: Path
     state: TrainState
     parallel: ParallelState
     history: RunHistory
-    release: bool
+    save_tokenizer: SaveTokenizer | None
+    fingerprint: Mapping[str, Any]
+    release: bool = False
 
     @property
     def name(self) -> str:
@@ -138,12 +128,15 @@ class _Save:
 
     @property
     def temporary(self) -> Path:
-        return self.directory / f"{paths.TEMPORARY}{self.name}.{self.history.run_id}"
+        return paths.unfinished(self.directory, self.name, self.history.run_id)
 
-    @property
-    def writes(self) -> bool:
-        """Whether this rank writes: of the replicas of a parameter, the first one does."""
-        return self.parallel.expert_dp.rank == 0
+    def without_tensors(self) -> Save:
+        """What is needed of it once its content was copied."""
+        nothing = torch.empty(0)
+        params = {name: (spec, nothing) for name, (spec, _) in self.state.params.items()}
+        held = self.state.optimizer
+        optimizer: dict[str, dict[str, Sharded]] | None = None if held is None else {name: {} for name in held}
+        return replace(self, state=replace(self.state, params=params, optimizer=optimizer))
 
     def is_done(self) -> bool:
         """Whether this run loaded or committed the step, which is then on disk already."""
@@ -151,13 +144,31 @@ class _Save:
         known = step == self.history.loaded_step(self.directory) or step in self.history.committed_steps(self.directory)
         return known and not self.release and paths.is_plain_file(self.target / paths.MANIFEST)
 
-    def bytes_to_write(self) -> int:
-        if not self.writes:
-            return 0
-        tensors = [tensor for _, tensor in self.state.params.values()]
-        for kinds in (self.state.optimizer or {}).values():
-            tensors += [tensor for _, tensor in kinds.values()]
-        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    def already_there(self) -> SavedInfo:
+        return SavedInfo(self.target, self.state.iteration, 0, 0.0, already_there=True)
+
+    def finished(self, done: Committed, started: float, blocked: float | None = None) -> SavedInfo:
+        """On all ranks, after the commit."""
+        self.history.committed_steps(self.directory).add(self.state.iteration)
+        seconds = time.monotonic() - started
+        return SavedInfo(self.target, self.state.iteration, done.size, seconds, blocked=blocked, messages=done.messages)
+
+    def begin(self) -> None:
+        """Locks, sweeps and makes the temporary directory. All ranks call it."""
+        need = sum(all_gather_json(self._bytes_to_write(), self.parallel.world, int))
+        do_on_first(lambda: self.prepare(need), self.parallel.world)
+
+    def _bytes_to_write(self) -> int:
+        """About: weights once, and this rank's part of the optimizer's state."""
+        tensors = [tensor for _, tensor in self.state.params.values()] if writes(self.parallel) else []
+        size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        for name, kinds in (self.state.optimizer or {}).items():
+            pieces = name in self.state.divisions
+            axis = self.state.replicas.get(name)
+            parts = 1 if axis is None or pieces else axis.size
+            if axis is not None or writes(self.parallel):
+                size += sum(tensor.numel() * tensor.element_size() for _, tensor in kinds.values()) // parts
+        return size
 
     def prepare(self, need: int) -> None:
         lock = self.history.acquire(self.directory)
@@ -181,25 +192,28 @@ class _Save:
                 self.discard()
                 raise
 
-    def write_rank(self, rng: list[Any] | None, save_tokenizer: SaveTokenizer | None) -> _Written:
-        """Writes this rank's files, durably and hashed as written."""
-        files: dict[str, FileRecord] = {}
-        if self.parallel.world.rank == 0 and save_tokenizer is not None:
-            files |= self._write_tokenizer(save_tokenizer)
-        if not self.writes:
-            return _Written(files, {}, {})
-        file, tp = rank_file(self.parallel), self.parallel.tp.size
-        arguments = classic_arguments(self.state, tp)
-        if save_tokenizer is not None:
+    def content(self, copy: Copy = plain_copy) -> RankContent:
+        """What this rank writes, copied."""
+        arguments = classic_arguments(self.state, self.parallel.tp.size)
+        if self.save_tokenizer is not None:
             folder = (self.target / paths.TOKENIZER).resolve()
             arguments |= {"tokenizer_type": "PretrainedFromHF", "tokenizer_name_or_path": str(folder)}
-        content, model, optimizer = rank_content(self.state, file, arguments, tp=tp, rng=rng)
-        path = self.temporary / file
-        with storage.storage_errors("writing a checkpoint", path):
-            path.parent.mkdir(exist_ok=True)
-            files[file] = storage.write_durable(path, lambda stream: torch.save(content, cast(IO[bytes], stream)))
-            durable.fsync_directory(path.parent)
-        return _Written(files, model, optimizer)
+        return rank_content(self.state, self.parallel, arguments, copy)
+
+    def write(self, content: RankContent, stop: Event | None = None) -> None:
+        """Writes this rank's files, durably and hashed as written, and leaves a note of them. No collective.
+        Once `stop` is set, it ends by an error."""
+        content.check_finite()
+        if self.parallel.world.rank == 0 and self.save_tokenizer is not None:
+            content.part.files.update(self._write_tokenizer(self.save_tokenizer))
+        for file, tree in content.files.items():
+            path = self.temporary / file
+            with storage.storage_errors("writing a checkpoint", path):
+                path.parent.mkdir(exist_ok=True)
+                content.part.files[file] = storage.write_durable(path, partial(_save_tree, tree), stop=stop)
+                durable.fsync_directory(path.parent)
+        with storage.storage_errors("writing a checkpoint", self.temporary):
+            parts.leave(self.temporary, self.parallel.world.rank, content.part)
 
     def _write_tokenizer(self, save_tokenizer: SaveTokenizer) -> dict[str, FileRecord]:
         folder = self.temporary / paths.TOKENIZER
@@ -215,30 +229,29 @@ class _Save:
         with suppress(OSError):
             shutil.rmtree(self.temporary)
 
-    def commit(self, written: list[_Written], fingerprint: Mapping[str, Any]) -> Messages:
-        """Commits the written files as a step. Runs on the first rank only."""
-        record = self._manifest(written, fingerprint)
+    def commit(self, retention: Retention) -> Committed:
+        """Commits what all ranks have written as a step. Runs on the first rank only."""
         try:
             with storage.storage_errors("completing a checkpoint", self.temporary):
+                written = parts.collect(self.temporary, self.parallel.world.size)
+                record = self._manifest(written)
                 storage.write_durable(self.temporary / paths.MANIFEST, lambda file: file.write(manifest.encode(record)))
                 durable.fsync_directory(self.temporary)
             with storage.storage_errors("committing a checkpoint", self.target):
                 messages = self._publish()
-        except StorageError:
+        except Exception:
             self.discard()  # which does nothing once it has been renamed
             raise
-        return tuple(messages)
+        messages += self._retain(retention)
+        return Committed(sum(file.size for file in record.files.values()), tuple(messages))
 
-    def retain(self, last: int | None, interval: int | None) -> Messages:
+    def _retain(self, kept: Retention) -> list[str]:
         """The new step is committed already, so failing to delete an old one is only a warning."""
+        step = self.state.iteration
         try:
-            return tuple(
-                retention.retain(
-                    self.directory, self.history, last=last, interval=interval, tracker_step=self.state.iteration
-                )
-            )
+            return retention.retain(self.directory, self.history, kept, tracker_step=step)
         except OSError as error:
-            return (f"warning: {storage.storage_message('deleting old checkpoints', self.directory, error)}",)
+            return [f"warning: {storage.storage_message('deleting old checkpoints', self.directory, error)}"]
 
     def _publish(self) -> list[str]:
         if self.release:
@@ -249,8 +262,8 @@ class _Save:
         paths.write_tracker(self.directory, paths.RELEASE if self.release else str(self.state.iteration))
         return messages
 
-    def _manifest(self, written: list[_Written], fingerprint: Mapping[str, Any]) -> Manifest:
-        optimizer_names = {name for part in written for name in part.optimizer}
+    def _manifest(self, written: list[Part]) -> Manifest:
+        names = sorted({name for part in written for name in part.optimizer})
         holds = {"optimizer": self.state.optimizer, "scheduler": self.state.scheduler, "rng": self.state.rng}
         return Manifest(
             step=self.state.iteration,
@@ -259,16 +272,21 @@ class _Save:
             run_id=self.history.run_id,
             layout={"world": self.parallel.world.size, **axis_sizes(self.parallel)},
             versions={"megatron": __version__, "torch": torch.__version__, "python": platform.python_version()},
-            fingerprint=classic.plain(fingerprint),
+            fingerprint=classic.plain(self.fingerprint),
             data=classic.plain(self.state.data),
             origin=classic.plain(self.state.origin),
             config=classic.plain(self.state.config),
             args=classic.plain(classic_arguments(self.state, self.parallel.tp.size)),
             files={name: record for part in written for name, record in part.files.items()},
-            model=merge_records([part.model for part in written]),
+            model=parts.merge_records(part.model for part in written),
             optimizer={
-                name: merge_records([part.optimizer[name] for part in written if name in part.optimizer])
-                for name in sorted(optimizer_names)
+                name: parts.merge_records(part.optimizer[name] for part in written if name in part.optimizer)
+                for name in names
             },
+            divisions=parts.divisions(written),
             holds=tuple(name for name, value in holds.items() if value),
         )
+
+
+def _save_tree(tree: Mapping[str, Any], stream: HashingFile) -> None:
+    torch.save(tree, cast(IO[bytes], stream))

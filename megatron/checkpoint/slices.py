@@ -6,18 +6,21 @@ one, whatever layout saved them, and fails if an index is in none.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from math import prod
 
 import torch
 from torch import Tensor
 
+from megatron.checkpoint import paths
 from megatron.checkpoint.manifest import Slice, TensorRecord
-from megatron.distributed.shard import ShardSpec, copy_common, missing_ranges, pieces
+from megatron.distributed.shard import Range, ShardSpec, along_one_dim, copy_common, missing_ranges, pieces
 from megatron.errors import CheckpointError
 
 Read = Callable[[Slice], Tensor]
+ReadElements = Callable[[Slice, Range], Tensor]
+"""Some consecutive elements of a slice, in one dimension."""
 
 
 def source_spec(name: str, record: TensorRecord, piece: Slice) -> ShardSpec:
@@ -60,7 +63,21 @@ def whole_stored_shape(record: TensorRecord) -> tuple[int, ...]:
     for first_column in range(1, len(joined)):
         if prod(local[first_column:]) == piece.shape[1]:
             return (prod(joined[:first_column]), prod(joined[first_column:]))
-    raise AssertionError(f"a tensor of logical shape {logical} is stored as {piece.shape}")
+    raise _contradiction(record, piece)
+
+
+def check_is_whole(name: str, record: TensorRecord) -> None:
+    """A tensor whose shape is its own, and not that of the parameter it belongs to, is stored whole and as it is."""
+    for piece in record.slices:
+        if piece.shape != record.logical_shape or not source_spec(name, record, piece).is_whole:
+            raise CheckpointError(f"{name}: {_contradiction(record, piece)}")
+
+
+def _contradiction(record: TensorRecord, piece: Slice) -> CheckpointError:
+    return CheckpointError(
+        f"{paths.MANIFEST}: a tensor of shape {record.logical_shape} cannot be stored as {piece.shape} in "
+        f"{piece.file}; the manifest was changed after it was written: use another checkpoint"
+    )
 
 
 def fill(spec: ShardSpec, target: Tensor, record: TensorRecord, read: Read, *, cast: bool = False) -> None:
@@ -85,6 +102,62 @@ def _copy_same(spec: ShardSpec, target: Tensor, record: TensorRecord, read: Read
             target.copy_(read(piece))
             return True
     return False
+
+
+def read_elements(
+    spec: ShardSpec, shape: Sequence[int], dtype: torch.dtype, held: Range, record: TensorRecord, read: ReadElements
+) -> Tensor:
+    """Of the tensor that a rank stores in `shape`, the elements `held`, in one dimension. No more of a slice is read
+    than lies between the first and the last element that are wanted of it."""
+    check_compatible(spec, dtype, record, cast=False)
+    for piece in record.slices:
+        if piece.ranges == spec.ranges and piece.shape == tuple(shape):
+            return read(piece, held)
+    found = torch.zeros(held[1] - held[0], dtype=dtype)  # padding rows of a vocabulary stay so
+    held = held[0], min(held[1], prod(spec.local_shape))
+    if held[0] >= held[1]:
+        return found
+    sources = [(source_spec(spec.name, record, piece), piece) for piece in _distinct(record.slices)]
+    split = next((source for source, _ in sources if not source.is_whole), sources[0][0])
+    wanted, window, base = _window(along_one_dim(split, spec)[1].in_three, held)
+    if missing := missing_ranges([source for source, _ in sources], spec):
+        raise CheckpointError(f"{spec.name}: indices {missing} of dimension {record.dim} are in no file")
+    buffer = torch.zeros(wanted.local_shape, dtype=dtype)
+    for source, piece in sources:
+        three = along_one_dim(source, along_one_dim(split, spec)[1])[0].in_three
+        part, elements = _needed(three, wanted, window)
+        if part is not None:
+            copy_common(part, read(piece, elements), wanted, buffer)
+    found[: held[1] - held[0]] = buffer.view(-1)[held[0] - base : held[1] - base]
+    return found
+
+
+def _window(three: ShardSpec, held: Range) -> tuple[ShardSpec, Range, int]:
+    """The part of a tensor (`in_three`) that has the elements `held`: indices of its split dimension if its first
+    dimension is 1, else rows of the first one; these rows, and the number of elements before the part."""
+    outer, length, inner = three.local_shape
+    if outer == 1:
+        start, stop = held[0] // inner, -(-held[1] // inner)
+        return three.only(start, stop), (0, 1), start * inner
+    start, stop = held[0] // (length * inner), -(-held[1] // (length * inner))
+    return _rows(three, (start, stop)), (start, stop), start * length * inner
+
+
+def _needed(source: ShardSpec, wanted: ShardSpec, rows: Range) -> tuple[ShardSpec | None, Range]:
+    """What a stored slice (`in_three`) has of `wanted`, and between which of its elements that lies."""
+    outer, length, inner = source.local_shape
+    part = _rows(source, rows)
+    here = [indices for indices, _ in pieces(part, wanted)]
+    if not here:
+        return None, (0, 0)
+    if outer > 1:
+        return part, (rows[0] * length * inner, rows[1] * length * inner)
+    start, stop = min(a for a, _ in here), max(b for _, b in here)
+    return part.only(start, stop), (start * inner, stop * inner)
+
+
+def _rows(three: ShardSpec, rows: Range) -> ShardSpec:
+    return replace(three, logical_shape=(rows[1] - rows[0], *three.logical_shape[1:]), copies=())
 
 
 def _distinct(slices: Iterable[Slice]) -> list[Slice]:

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from megatron.checkpoint.lock import DirectoryLock
 from megatron.checkpoint.paths import MODEL_FILE
-from megatron.distributed.shard import ShardSpec
-from megatron.distributed.state import ParallelState
+from megatron.distributed.division import Division
+from megatron.distributed.shard import Range, ShardSpec
+from megatron.distributed.state import Axis, ParallelState
 
 Sharded = tuple[ShardSpec, Tensor]
+Take = Callable[[str, Tensor], None]
+"""(name of a parameter, a whole tensor) -> nothing: a rank that keeps a piece of the parameter sets it."""
+
+Held = Callable[[str], Range | None]
+"""(name of a parameter) -> the elements of its stored tensor that a rank keeps; None: all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,12 +35,15 @@ class TrainState:
     consumed_train_samples: int = 0
     consumed_valid_samples: int = 0
     optimizer: Mapping[str, Mapping[str, Sharded]] | None = None  # parameter -> {"exp_avg", "master", ...}
+    divisions: Mapping[str, Division] = field(default_factory=dict)  # of the parameters whose optimizer state is pieces
+    replicas: Mapping[str, Axis] = field(default_factory=dict)  # the ranks that hold the same: each saves a share
     optimizer_extra: Mapping[str, Any] = field(default_factory=dict)  # step count, loss scaler: plain values
     scheduler: Mapping[str, Any] = field(default_factory=dict)  # Megatron's opt_param_scheduler keys
     rng: Mapping[str, Any] | None = None  # plain ints and uint8 tensors of this rank
     args: Mapping[str, Any] = field(default_factory=dict)  # under Megatron's classic names
     data: Mapping[str, Any] = field(default_factory=dict)  # integers and dataset fingerprints
     origin: Mapping[str, Any] = field(default_factory=dict)  # of an imported model: what its export gives back
+    extra: Mapping[str, Any] = field(default_factory=dict)  # of a script of the user's own: plain values and tensors
 
 
 @dataclass
@@ -58,6 +69,12 @@ class RunHistory:
     def bad_steps(self, directory: Path) -> set[int]:
         return self.bad.setdefault(directory.resolve(), set())
 
+    def moved(self, directory: Path, step: int, to: int) -> None:
+        """The run goes on from `step` of `directory` as iteration `to`: steps after either are not of its past."""
+        self.started_from = min(step, to)
+        if to < step:
+            self.loaded.pop(directory.resolve(), None)  # its number is one that this run is still to save
+
     def acquire(self, directory: Path) -> DirectoryLock:
         """Locks the save directory until `close`; a second run is refused with the name of this one. For rank 0
         only."""
@@ -73,6 +90,14 @@ class RunHistory:
 
 
 @dataclass(frozen=True)
+class Retention:
+    """Which of the older steps are kept; unset: all."""
+
+    last: int | None = None  # so many of the newest
+    interval: int | None = None  # the multiples of it
+
+
+@dataclass(frozen=True)
 class SavedInfo:
     """What a save did."""
 
@@ -81,6 +106,7 @@ class SavedInfo:
     bytes_written: int
     seconds: float
     already_there: bool = False  # the step was loaded or committed by this run, so nothing was written
+    blocked: float | None = None  # seconds that the training waited, if it went on meanwhile
     messages: tuple[str, ...] = ()  # what was renamed or deleted on the way; to be logged once
 
 
@@ -93,20 +119,51 @@ class LoadedState:
     iteration: int = 0  # where training continues
     consumed_train_samples: int = 0
     consumed_valid_samples: int = 0
-    optimizer: dict[str, dict[str, Tensor]] | None = None  # in each parameter's stored local shape
+    optimizer: dict[str, dict[str, Tensor]] | None = None  # in each parameter's stored local shape, or a piece of it
     optimizer_extra: dict[str, Any] | None = None
     scheduler: dict[str, Any] | None = None
     rng: dict[str, Any] | None = None
+    extra: dict[str, Any] = field(default_factory=dict)
 
 
-def rank_file(parallel: ParallelState) -> str:
-    """The file of this rank's model-parallel coordinates, by Megatron's rule."""
+def writes(parallel: ParallelState) -> bool:
+    """Whether this rank writes the weights: of the replicas of a parameter, the first one does."""
+    return parallel.expert_dp.rank == 0
+
+
+@contextmanager
+def in_memory(name: str, target: Tensor, take: Take | None) -> Iterator[Tensor]:
+    """The tensor to be filled. Of a parameter of which a rank keeps a piece alone, `target` is a description on the
+    meta device; then a whole tensor that lives until `take` has taken the piece."""
+    if not target.is_meta:
+        yield target
+        return
+    assert take is not None, f"nobody takes the piece of {name}"
+    whole = torch.zeros_like(target, device="cpu")
+    yield whole
+    take(name, whole)
+
+
+def rank_folder(parallel: ParallelState) -> str:
+    """The folder of this rank's model-parallel coordinates, by Megatron's rule."""
     name = f"mp_rank_{parallel.tp.rank:02d}"
     if parallel.pp.size > 1:
         name += f"_{parallel.pp.rank:03d}"
     if parallel.ep.size > 1:
         name += f"_{parallel.ep.rank:03d}"
-    return f"{name}/{MODEL_FILE}"
+    return name
+
+
+def rank_file(parallel: ParallelState) -> str:
+    """The weights that this rank holds, which the first of its replicas writes; and all else, if there is one alone."""
+    return f"{rank_folder(parallel)}/{MODEL_FILE}"
+
+
+def share_file(parallel: ParallelState) -> str:
+    """Where this rank writes what replicas divide, or only it has."""
+    if parallel.dp_cp.size == 1:
+        return rank_file(parallel)
+    return f"{rank_folder(parallel)}/distrib_optim_{parallel.expert_dp.rank:05d}.pt"
 
 
 def axis_sizes(parallel: ParallelState) -> dict[str, int]:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Event
 from typing import IO, Any
 
 import xxhash
@@ -19,7 +20,7 @@ from megatron.errors import StorageError
 from megatron.utils.durable import BlockHasher, Hash
 
 BLOCK_BYTES = 16 * 2**20
-_READ_BYTES = 2**20
+_READ_BYTES = _WRITE_BYTES = 2**20
 
 
 HASHES: Mapping[str, Callable[[], Hash]] = {"xxh3_128": xxhash.xxh3_128, "sha256": hashlib.sha256}
@@ -54,26 +55,33 @@ class FileHasher:
 class HashingFile:
     """A file for `torch.save`. It hashes the bytes as they are handed to the disk, not from a later re-read."""
 
-    def __init__(self, file: IO[bytes], algorithm: str) -> None:
-        self._file = file
+    def __init__(self, file: IO[bytes], algorithm: str, stop: Event | None = None) -> None:
+        self._file, self._stop = file, stop
         self.hasher = FileHasher(algorithm)
 
     def write(self, data: bytes | memoryview) -> int:
+        """Piece by piece: what was hashed is still in the processor's cache when it is written."""
         view = memoryview(data).cast("B")
-        self.hasher.update(view)
-        written = self._file.write(view)
-        if written != len(view):
-            raise OSError(errno.ENOSPC, f"only {written} of {len(view)} bytes written")
+        for start in range(0, len(view), _WRITE_BYTES):
+            piece = view[start : start + _WRITE_BYTES]
+            if self._stop is not None and self._stop.is_set():
+                raise OSError(errno.ECANCELED, "the run has ended")
+            self.hasher.update(piece)
+            written = self._file.write(piece)
+            if written != len(piece):
+                raise OSError(errno.ENOSPC, f"only {written} of {len(piece)} bytes written")
         return len(view)
 
     def flush(self) -> None:
         self._file.flush()
 
 
-def write_durable(path: Path, write: Callable[[HashingFile], object], algorithm: str = HASH) -> FileRecord:
-    """Creates `path`, lets `write` fill it and syncs it. The caller syncs the directory."""
+def write_durable(
+    path: Path, write: Callable[[HashingFile], object], algorithm: str = HASH, stop: Event | None = None
+) -> FileRecord:
+    """Creates `path`, lets `write` fill it and syncs it; the caller syncs the directory. Fails once `stop` is set."""
     with open(path, "xb") as raw:
-        file = HashingFile(raw, algorithm)
+        file = HashingFile(raw, algorithm, stop)
         write(file)
         raw.flush()
         os.fsync(raw.fileno())

@@ -15,6 +15,8 @@ from torch import Tensor
 from megatron.checkpoint import classic, manifest, paths, safe_load, slices, storage
 from megatron.checkpoint.manifest import Manifest, Slice, TensorRecord
 from megatron.checkpoint.storage import FileRecord
+from megatron.checkpoint.verify_model import model_problems
+from megatron.distributed.shard import Range
 from megatron.errors import CheckpointError
 
 Kind = Literal["corrupt", "unsafe", "incomplete"]
@@ -35,6 +37,8 @@ class Problem:
 def inspect_step(directory: Path, *, hashes: bool = True, deep: bool = False) -> tuple[Manifest | None, list[Problem]]:
     """All problems of one step directory. Sizes are always compared; `deep` also opens every tensor."""
     record, problems = _structure(directory)
+    if record is not None and not problems:
+        problems += [Problem("corrupt", f"{directory}: {text}") for text in model_problems(record)]
     if record is not None and hashes:
         problems += _damage(directory, record, record.blocks_of(0, 1), passed_over={p.file for p in problems})
     if record is not None and deep and not problems:
@@ -93,8 +97,9 @@ def _step_number(directory: Path, record: Manifest) -> list[Problem]:
 
 def _coverage(directory: Path, record: Manifest) -> list[Problem]:
     problems = []
+    files, divisions = record.bytes_listed()
     for name, tensor in _all_tensors(record):
-        unknown = [piece.file for piece in tensor.slices if piece.file not in record.files]
+        unknown = [piece.file for piece in tensor.slices if piece.file not in (divisions if piece.share else files)]
         if unknown:
             problems.append(Problem("incomplete", f"{directory}: {name} lies in {unknown[0]}, which is not listed"))
         elif not slices.covers_exactly(tensor):
@@ -173,7 +178,12 @@ def _where(differing: list[int], blocks: Sequence[str]) -> str:
 
 def _contents(directory: Path, record: Manifest) -> list[Problem]:
     """Opens every tensor and checks its shape, its dtype and that it is finite."""
-    problems = []
+    problems: list[Problem] = []
+    stored: dict[str, list[tuple[str, TensorRecord, Slice, Range]]] = {}
+    for name, tensor in _all_tensors(record):
+        for piece in tensor.slices:
+            for file, held in record.places(piece):
+                stored.setdefault(file, []).append((name, tensor, piece, held))
     for file in sorted(name for name in record.files if name.endswith(".pt")):
         try:
             content = safe_load.load_file(paths.member(directory, file))
@@ -183,14 +193,13 @@ def _contents(directory: Path, record: Manifest) -> list[Problem]:
         except CheckpointError as error:
             problems.append(Problem("corrupt", str(error)))
             continue
-        for name, tensor in _all_tensors(record):
-            for piece in (piece for piece in tensor.slices if piece.file == file):
-                problems += _stored(directory / file, name, tensor, piece, classic.lookup(content, piece.key))
+        for name, tensor, piece, held in stored.get(file, []):
+            problems += _stored(directory / file, name, tensor, piece, held, classic.lookup(content, piece.key))
     return problems
 
 
-def _stored(path: Path, name: str, record: TensorRecord, piece: Slice, found: Any) -> list[Problem]:
-    problem = stored_problem(record, piece, found)
+def _stored(path: Path, name: str, record: TensorRecord, piece: Slice, held: Range, found: Any) -> list[Problem]:
+    problem = stored_problem(record, piece, found, held)
     if problem is not None:
         return [Problem("corrupt", f"{path}: {name} {problem}")]
     if found.is_floating_point() and not bool(torch.isfinite(found).all()):
@@ -198,9 +207,11 @@ def _stored(path: Path, name: str, record: TensorRecord, piece: Slice, found: An
     return []
 
 
-def stored_problem(record: TensorRecord, piece: Slice, found: Any) -> str | None:
+def stored_problem(record: TensorRecord, piece: Slice, found: Any, held: Range) -> str | None:
+    """`held`: the elements of the slice that this file has."""
     if not isinstance(found, Tensor):
         return "is missing"
-    if str(found.dtype) != record.dtype or tuple(found.shape) != piece.shape:
-        return f"is {found.dtype} {tuple(found.shape)}, the manifest says {record.dtype} {piece.shape}"
+    shape = (held[1] - held[0],) if piece.share else piece.shape
+    if str(found.dtype) != record.dtype or tuple(found.shape) != shape:
+        return f"is {found.dtype} {tuple(found.shape)}, the manifest says {record.dtype} {shape}"
     return None

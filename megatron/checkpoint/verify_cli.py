@@ -5,9 +5,13 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from megatron.errors import ConfigError
+from megatron.errors import CheckpointError, ConfigError
 from megatron.utils.command_line import Parser, run_tool
+
+if TYPE_CHECKING:
+    from megatron.checkpoint.megatron_lm import ForeignStep
 
 EXIT = {"corrupt": 1, "unsafe": 3, "incomplete": 4}
 
@@ -21,6 +25,13 @@ def parser() -> Parser:
     p.add_argument("directory", type=Path, nargs="?", help="A run's save directory, or one of its iter_* directories.")
     p.add_argument("--load", type=Path, metavar="DIR", help="The same, as the other tools spell it.")
     p.add_argument("--all", action="store_true", help="Every step, not only the one that --load would take.")
+    p.add_argument(
+        "--compare",
+        type=Path,
+        nargs=2,
+        metavar=("A", "B"),
+        help="Name the first tensor in which two checkpoints differ.",
+    )
     p.add_argument("--deep", action="store_true", help="Also open every tensor: shape, dtype, finite values.")
     return p
 
@@ -30,30 +41,72 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def verify(arguments: argparse.Namespace) -> int:
+    if arguments.compare is not None:
+        return _compare(arguments)
     if (arguments.directory is None) == (arguments.load is None):
         raise ConfigError("give one directory: the one that a run's --save names, or an iter_* in it; see --help")
     directory: Path = arguments.directory or arguments.load
     if not directory.is_dir():
         what = "is a file" if directory.exists() else "no such directory"
         raise ConfigError(f"{directory}: {what}; give the directory that a run's --save names, or an iter_* in it")
+    from megatron.checkpoint import summary
+    from megatron.checkpoint.megatron_lm import open_foreign
     from megatron.checkpoint.verify import inspect_step
 
     chosen, codes = _steps(directory, everything=arguments.all)
     for step in chosen:
-        _, problems = inspect_step(step, deep=arguments.deep)
+        try:
+            foreign = open_foreign(step)
+        except CheckpointError as error:  # neither theirs nor, as follows, a whole one of ours
+            print(f"{step.name}: {error}")
+            foreign = None
+        if foreign is not None:
+            _tell_foreign(step, foreign, deep=arguments.deep)
+            continue
+        record, problems = inspect_step(step, deep=arguments.deep)
         for problem in problems:
             print(f"{step.name}: {problem.kind}: {problem.text}")
-        if not problems:
-            print(f"{step.name}: good")
+        if record is not None and not problems:
+            print(f"{step.name}: good", *summary.lines(record), sep="\n  ")
         codes += [EXIT[problem.kind] for problem in problems]
+    for line in summary.set_aside(directory):
+        print(line)
     # The most severe problem decides: unsafe, then corrupt, then incomplete.
     return next((code for code in (3, 1, 4) if code in codes), 0)
 
 
+def _tell_foreign(step: Path, foreign: ForeignStep, *, deep: bool) -> None:
+    """Every file was opened, and every tensor has its shape; there are no checksums to compare."""
+    from megatron.checkpoint import summary
+
+    if deep:
+        foreign.reader.model_tensors()
+    print(
+        f"{step.name}: complete, written by Megatron-LM without checksums", *summary.lines(foreign.manifest), sep="\n  "
+    )
+    if foreign.optimizer_problem is not None:
+        print(f"  note: {foreign.optimizer_problem}")
+
+
+def _compare(arguments: argparse.Namespace) -> int:
+    """Exit code 0: equal; 1: not."""
+    if arguments.directory is not None or arguments.load is not None:
+        raise ConfigError("--compare A B: takes the two directories alone; leave the other one out")
+    from megatron.checkpoint.compare import first_difference, open_step
+
+    one, other = (open_step(directory) for directory in arguments.compare)
+    difference = first_difference(one, other)
+    print(difference or f"equal: {one.directory} and {other.directory}, every bit of {len(one.manifest.model)} tensors")
+    return 0 if difference is None else EXIT["corrupt"]
+
+
 def _steps(directory: Path, *, everything: bool) -> tuple[list[Path], list[int]]:
     """The step directories to look at, and the exit codes of what the save directory itself has wrong."""
-    from megatron.checkpoint import paths
+    from megatron.checkpoint import paths, summary
 
+    if why := summary.meaning(directory.name):
+        print(f"{directory.name}: incomplete: {why}")
+        return [], [EXIT["incomplete"]]
     if (directory / paths.MANIFEST).exists() or paths.step_of(directory.name) is not None:
         return [directory], []
     tracker = paths.read_tracker(directory)

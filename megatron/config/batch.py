@@ -53,12 +53,20 @@ class BatchPlan:
         return (self.final_batch_size, *ramp[:2], *(size for _, size in self._scheduled))
 
     @property
+    def micro_batch_size(self) -> int:
+        """--micro-batch-size; without it, a rank's share of the step in equal parts."""
+        training = self.config.training
+        if training.micro_batch_size:
+            return training.micro_batch_size
+        return (training.global_batch_size or 0) // (self.dp * (training.gradient_accumulation_steps or 1))
+
+    @property
     def evaluation_batch_size(self) -> int:
         return self.config.evaluation.eval_global_batch_size or self.final_batch_size
 
     @property
     def evaluation_micro_batch_size(self) -> int:
-        return self.config.evaluation.eval_micro_batch_size or self.config.training.micro_batch_size
+        return self.config.evaluation.eval_micro_batch_size or self.micro_batch_size
 
     @property
     def final_batch_size(self) -> int:
@@ -66,7 +74,9 @@ class BatchPlan:
         training = self.config.training
         if self._scheduled:
             return self._scheduled[-1][1]
-        return training.micro_batch_size * self.dp if training.global_batch_size is None else training.global_batch_size
+        if training.global_batch_size is not None:
+            return training.global_batch_size
+        return training.micro_batch_size * self.dp * (training.gradient_accumulation_steps or 1)
 
     def batch_size(self, consumed: int) -> int:
         """Samples of the step that starts after `consumed` samples.
@@ -89,7 +99,7 @@ class BatchPlan:
 
     def micro_batches(self, batch_size: int) -> int:
         """Of one rank in a step."""
-        return batch_size // (self.config.training.micro_batch_size * self.dp)
+        return batch_size // (self.micro_batch_size * self.dp)
 
     @property
     def evaluation_micro_batches(self) -> int:
@@ -109,6 +119,23 @@ class BatchPlan:
         if training.train_samples is not None:
             return training.train_samples
         return (training.train_iters or 0) * self.final_batch_size
+
+    def samples_after(self, iterations: int) -> int:
+        """Samples that the first so many iterations of a run consume."""
+        consumed, left = 0, iterations
+        for (_, size), (end, _) in pairwise(self._scheduled):
+            steps = min(left, max(0, -(-(end - consumed) // size)))
+            consumed, left = consumed + steps * size, left - steps
+        ramp_end = self.config.training.rampup_batch_size[2] if self.config.training.rampup_batch_size else -1
+        while left and consumed <= ramp_end:
+            consumed, left = consumed + self.batch_size(consumed), left - 1
+        return consumed + left * self.final_batch_size
+
+    def schedule_samples_after(self, iterations: int) -> int:
+        """Where the learning rate stands after so many iterations: those of --iterations-to-skip do not move it."""
+        skipped = {n for n in self.config.training.iterations_to_skip or () if 0 < n <= iterations}
+        passed_over = sum(self.batch_size(self.samples_after(n - 1)) for n in skipped)
+        return self.samples_after(iterations) - passed_over
 
     def is_finished(self, iteration: int, consumed: int) -> bool:
         """A run counts in iterations or in samples. As in Megatron the last, incomplete batch is not trained on."""

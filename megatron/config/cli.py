@@ -10,6 +10,7 @@ from functools import cache
 from typing import Any
 
 from megatron.config.checks import check
+from megatron.config.deepspeed.source import deepspeed_assignments
 from megatron.config.flag import Setting
 from megatron.config.notices import notices_of
 from megatron.config.presets import PRESETS
@@ -42,7 +43,7 @@ def parse_args(argv: Sequence[str] | None = None, *, needs_data: bool = True) ->
 
 
 def resolve(argv: Sequence[str] | None, refusals: Refusals) -> RunConfig:
-    """Merges the sources (default < preset < file < flag) without the checks across settings. A value that is refused
+    """Merges the sources (default < preset < files < flag) without the checks across settings. A value that is refused
     stays at its default."""
     flags = Assignments(origin="flag")
     for given in tokenize(sys.argv[1:] if argv is None else argv, refusals):
@@ -51,17 +52,20 @@ def resolve(argv: Sequence[str] | None, refusals: Refusals) -> RunConfig:
     sources = [flags]
     if flags.values.get("config") is not None:
         sources.insert(0, file_assignments(flags.values["config"], refusals))
+    deepspeed = deepspeed_assignments(sources, refusals)
+    if deepspeed is not None:
+        sources.insert(0, deepspeed)
     name = next((source.values["model"] for source in reversed(sources) if "model" in source.values), None)
     if name is not None:
         with refusals.of_reading():
             sources.insert(0, _preset(name))
-    if refusals.doubts("--config", "--model"):
+    if refusals.doubts("--config", "--deepspeed_config", "--model"):
         refusals.end()  # too much is unknown for any check
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
     for source in sources:
         values.update(source.values)
-        origins.update(dict.fromkeys(source.values, source.origin))
+        origins.update({name: source.origin_of(name) for name in source.values})
     config = build(values, origins=origins)
     lines = [line for source in sources for line in source.notices]
     with refusals.of_checking():

@@ -6,17 +6,18 @@ with the way out. `docs/flags.md` lists them all. Whoever builds a feature moves
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
-from types import MappingProxyType
+from types import MappingProxyType, ModuleType
 from typing import Any, Literal
 
-from megatron.config import compat_table as table
+from megatron.config import compat_deepspeed, compat_table
 from megatron.config.flag import Status
 from megatron.errors import ConfigError
 
 Takes = Literal["switch", "value", "values"]
+_TABLES = (compat_table, compat_deepspeed)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,9 +45,10 @@ class RetiredFlag:
 @cache
 def retired_flags() -> Mapping[str, RetiredFlag]:
     rows: dict[str, RetiredFlag] = {}
-    for word, (note, values) in table.RETIRED.items():
-        spelling, takes, _ = _parse(word)
-        rows[spelling] = RetiredFlag(spelling=spelling, takes=takes, note=note, values=values)
+    for table in _TABLES:
+        for word, (note, values) in table.RETIRED.items():
+            spelling, takes, _ = _parse(word)
+            rows[spelling] = RetiredFlag(spelling=spelling, takes=takes, note=note, values=values)
     return MappingProxyType(rows)
 
 
@@ -60,25 +62,31 @@ def _parse(word: str) -> tuple[str, Takes, str | None]:
 
 @cache
 def compat_flags() -> Mapping[str, CompatFlag]:
-    rows: list[CompatFlag] = []
-    refused: tuple[tuple[Status, dict[str, str]], ...] = (("later", table.LATER), ("never", table.NEVER))
-    for status, words_by_note in refused:
+    rows = [row for table in _TABLES for row in _rows_of(table)]
+    by_spelling = {row.spelling: row for row in rows}
+    assert len(by_spelling) == len(rows), "a flag stands in both tables"
+    return MappingProxyType(by_spelling)
+
+
+def _rows_of(table: ModuleType) -> Iterator[CompatFlag]:
+    groups: tuple[tuple[Status, dict[str, str]], ...] = (
+        ("later", table.LATER),
+        ("never", table.NEVER),
+        ("no-op", table.IMPLEMENTATIONS),
+    )
+    for status, words_by_note in groups:
         for note, words in words_by_note.items():
             for spelling, takes, neutral in map(_parse, words.split()):
-                rows.append(CompatFlag(spelling=spelling, status=status, note=note, takes=takes, neutral=neutral))
-    for note, words in table.IMPLEMENTATIONS.items():
-        for spelling, takes, neutral in map(_parse, words.split()):
-            rows.append(CompatFlag(spelling=spelling, status="no-op", note=note, takes=takes, neutral=neutral))
+                yield CompatFlag(spelling=spelling, status=status, note=note, takes=takes, neutral=neutral)
     for word, (note, accepts) in table.NO_OPS.items():
         spelling, takes, _ = _parse(word)
         values = tuple(accepts.split())
-        rows.append(CompatFlag(spelling=spelling, status="no-op", note=note, takes=takes, accepts=values))
-    return MappingProxyType({row.spelling: row for row in rows})
+        yield CompatFlag(spelling=spelling, status="no-op", note=note, takes=takes, accepts=values)
 
 
 def refused_family(spelling: str) -> str | None:
     """The refusal of a whole family (RETRO, reinforcement learning, vision, ...), recognised by its prefix."""
-    return next((note for prefix, note in table.FAMILIES.items() if spelling.startswith(prefix)), None)
+    return next((note for prefix, note in compat_table.FAMILIES.items() if spelling.startswith(prefix)), None)
 
 
 def apply_compat(flag: CompatFlag, text: str) -> str | None:

@@ -7,7 +7,7 @@ LATER: dict[str, str] = {
     "leave it out": """
         --moe-router-force-load-balancing --moe-router-padding-for-fp8 --moe-router-padding-for-quantization
         --moe-input-jitter-eps= --moe-per-layer-logging --moe-apply-probs-on-input --moe-shared-expert-gate
-        --moe-use-upcycling --moe-upcycling-granularity= --moe-token-dropping --moe-train-capacity-factor=
+        --moe-use-upcycling --moe-upcycling-granularity= --moe-token-dropping
         --pipeline-model-parallel-comm-backend=""",
     "leave it out; multi-latent attention is not built": """
         --qk-head-dim= --qk-pos-emb-head-dim= --v-head-dim= --rotary-scaling-factor= --mscale= --mscale-all-dim=
@@ -21,28 +21,20 @@ LATER: dict[str, str] = {
     "use --decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers": """
         --pipeline-model-parallel-layout=""",
     "remove it; see --context-parallel-size and --cp-comm-type": """
-        --hierarchical-context-parallel-sizes=... --hybrid-context-parallel --max-seqlen-per-dp-cp-rank=""",
-    "remove it; data parallelism here reduces whole gradients": """
-        --ddp-reduce-scatter-with-fp32-accumulation --overlap-param-gather-with-optimizer-step
-        --num-distributed-optimizer-instances=1 --torch-fsdp2-no-reshard-after-forward --grad-reduce-in-bf16
-        --fp8-param-gather --use-precision-aware-optimizer --main-grads-dtype=fp32 --main-params-dtype=fp32
-        --exp-avg-dtype=fp32 --exp-avg-sq-dtype=fp32 --use-torch-optimizer-for-cpu-offload
-        --overlap-cpu-optimizer-d2h-h2d --no-pin-cpu-grads --no-pin-cpu-params --cpu-offloading-num-layers=0
-        --cpu-offloading --outer-dp-sharding-strategy=no_shard --no-use-layer-wise-param-layout
-        --fsdp-db-use-persist-buf-on-alloc-fail --fsdp-manual-registration
-        --ddp-param-name-patterns-for-fp32-local-accumulation=... --disable-align-grad-reduce
-        --create-all-gather-group""",
+        --hybrid-context-parallel --max-seqlen-per-dp-cp-rank=""",
+    "remove it; weights are gathered in the type that the model computes in": "--fp8-param-gather",
+    "remove it; every instance has all of the optimizer's state (fewer --num-distributed-optimizer-instances divide it "
+    "over more ranks)": "--outer-dp-sharding-strategy=no_shard",
+    "masters and gradients are fp32; leave it out": """
+        --main-grads-dtype=fp32 --main-params-dtype=fp32
+        --megatron-fsdp-main-params-dtype=fp32 --megatron-fsdp-main-grads-dtype=fp32
+        --megatron-fsdp-grad-comm-dtype=fp32""",
     "use --fp16 or --bf16": """
         --fp8-e4m3 --fp8-hybrid --fp8-interval=1 --no-fp8-wgrad --fp8-wgrad --first-last-layers-bf16
         --num-layers-at-start-in-bf16=0 --num-layers-at-end-in-bf16=0 --fp8-param --fp8-quantizer-factory=
         --disable-fp8-wgrad""",
-    "leave it out (data parallelism without ZeRO)": """
-        --deepspeed --deepspeed_config= --zero-stage=0 --partition-activations --contigious-checkpointing
-        --checkpoint-in-cpu --synchronize-each-layer --cpu-optimizer --cpu_torch_adam --remote-device=none
-        --use-pin-memory --zero-reduce-bucket-size= --zero-allgather-bucket-size= --zero-contigious-gradients
-        --zero-reduce-scatter --distribute-checkpointed-activations""",
     "remove it": """
-        --embedding-init-method-std= --decoupled-lr= --decoupled-min-lr= --rotary-interleaved --no-rope-freq=
+        --embedding-init-method-std= --rotary-interleaved --no-rope-freq=
         --window-attn-skip-freq= --qk-l2-norm --quick-geglu --activation-func-clamp-value= --glu-linear-offset=0
         --softmax-type=vanilla --check-for-large-grads --log-energy --log-progress --log-max-attention-logit
         --qk-clip --qk-clip-alpha= --qk-clip-threshold= --log-device-memory-used --straggler-ctrlr-port=
@@ -53,10 +45,9 @@ LATER: dict[str, str] = {
         --allow-ambiguous-pad-tokens --tokenizer-metadata= --non-persistent-save-interval=
         --non-persistent-ckpt-type= --non-persistent-global-ckpt-dir= --non-persistent-local-ckpt-dir=
         --non-persistent-local-ckpt-algo= --replication --replication-jump= --replication-factor=
-        --pretrained-checkpoint= --ckpt-convert-save= --load-main-params-from-ckpt --muon-no-split-qkv
-        --muon-use-nesterov --muon-scale-mode= --muon-fp32-matmul-prec= --muon-num-ns-steps= --muon-tp-mode=
-        --muon-extra-scale-factor= --compile-dtypes --save-on-signal --spiky-loss-factor= --wandb-resume=
-        --calc-ft-timeouts --use-mup --mtp-use-repeated-layer --attention-output-gate --embedding-weights-in-fp32
+        --pretrained-checkpoint= --ckpt-convert-save= --load-main-params-from-ckpt
+        --compile-dtypes --save-on-signal --wandb-resume= --calc-ft-timeouts
+        --use-mup --mtp-use-repeated-layer --attention-output-gate --embedding-weights-in-fp32
         --freeze-all-layers --save-activations-interval= --save-dgrads-interval= --save-params-interval=
         --save-tokens-per-expert-interval= --save-wgrads-interval= --record-shapes --pytorch-profiler-collect-chakra
         --gpu-sniff-test-interval= --batch-invariant-mode --batch-invariant-backend= --otel-enabled
@@ -72,7 +63,6 @@ LATER: dict[str, str] = {
     "remove it; the learning rate is one for all parameters": """
         --mup-attn-scale-power= --mup-base-head-dim= --mup-base-hidden-size= --mup-embedding-mult= --mup-output-mult=
         --mup-width-mult=""",
-    "use --optimizer adam": "--lion-beta1= --lion-beta2=",
     "use --recompute-granularity full": """
         --activation-offload-fraction= --fine-grained-activation-offloading
         --fine-grained-offloading-max-inflight-offloads= --offload-modules=... --min-offloaded-tensor-size=
@@ -81,8 +71,6 @@ LATER: dict[str, str] = {
     "datasets are opened as they are; remove it": "--per-dataset-sequences-path=",
     "the workers of data loaders end with their run, which --exit-signal-handler ends; remove it": """
         --exit-signal-handler-for-dataloader --exit-signal-handler-for-training""",
-    "it replays the samples of a distillation, which is not built; --ckpt-step takes another saved step": """
-        --override-ckpt-iteration=""",
     "use tokenizer.json or the tokenizer's own files as they are": """
         --tokenizer-hf-no-use-fast --tokenizer-sentencepiece-legacy
         --no-tokenizer-sentencepiece-ignore-extra-whitespaces
@@ -99,11 +87,8 @@ NEVER: dict[str, str] = {
         --te-precision-config-file= --keep-fp8-transpose-cache --reuse-grad-buf-for-mxfp8-param-ag --onnx-safe=
         --use-kitchen-attention --kitchen-attention-backend=""",
     "use data parallelism as it is": """
-        --use-megatron-fsdp --use-custom-fsdp --init-model-with-meta-device --fsdp-double-buffer
-        --enable-full-sharding-in-hsdp --suggested-communication-unit-size= --use-nccl-ub
-        --disable-symmetric-registration --use-sharp --sharp-enabled-group= --use-ring-exchange-p2p
-        --no-gradient-reduce-div-fusion --data-parallel-random-init --lazy-mpu-init=""",
-    "the loss is always computed in fp32; remove it": "--fp16-lm-cross-entropy",
+        --enable-full-sharding-in-hsdp --use-sharp --sharp-enabled-group= --data-parallel-random-init
+        --lazy-mpu-init=""",
     "only GPT-style decoders are trained here": """
         --encoder-num-layers= --decoder-num-layers= --decoder-seq-length= --vocab-extra-ids=0
         --pipeline-model-parallel-split-rank= --standalone-embedding-stage --bert-no-binary-head --mask-prob=
@@ -136,7 +121,6 @@ NEVER: dict[str, str] = {
         --adlr-autoresume --adlr-autoresume-interval= --enable-ft-package""",
     "torchrun restarts failed runs": "--inprocess-restart",
     "remove it": """
-        --scattered-embeddings --split-transformers --memory-centric-tiled-linear --tile-factor=1 --profile-backward
         --run-workload-inspector-server --dump-param-to-param-group-map=
         --disable-bf16-reduced-precision-matmul --tensorboard-flush-secs= --rope-type=rope""",
     "distillation is not supported; remove it": """
@@ -161,7 +145,7 @@ FAMILIES: dict[str, str] = {
     "--inference-": "generation has its own tool; use tools/generate.py",
     "--inprocess-": "torchrun restarts failed runs; remove the --inprocess-* flags",
     "--moe-": "this part of mixture of experts is not supported; see docs/flags.md for what is",
-    "--muon-": "Muon is not supported yet; use --optimizer adam",
+    "--muon-": "this setting of Muon is not supported; see docs/flags.md for those that are",
     "--fp8-": "fp8 is not supported yet; use --bf16",
     "--fp4-": "fp4 is not supported; use --bf16",
     "--cuda-graph-": "use --cuda-graphs, which records whole passes",
@@ -173,18 +157,21 @@ FAMILIES: dict[str, str] = {
 
 # flag -> (what it is taken as, the fields that it sets; None is the given text)
 RETIRED: dict[str, tuple[str, dict[str, str | bool | None]]] = {
-    "--checkpoint-activations": (
-        "taken as --recompute-granularity full --recompute-method uniform",
-        {"recompute_granularity": "full", "recompute_method": "uniform"},
-    ),
     "--activations-checkpoint-method=": (
         "taken as --recompute-granularity full with this --recompute-method",
         {"recompute_granularity": "full", "recompute_method": None},
     ),
     "--checkpoint-granularity=": ("taken as --recompute-granularity", {"recompute_granularity": None}),
     "--checkpoint-method=": ("taken as --recompute-method", {"recompute_method": None}),
-    "--checkpoint-num-layers=": ("taken as --recompute-num-layers", {"recompute_num_layers": None}),
     "--activations-checkpoint-num-layers=": ("taken as --recompute-num-layers", {"recompute_num_layers": None}),
+    "--use-megatron-fsdp": (
+        "taken as --data-parallel-sharding-strategy optim_grads_params",
+        {"data_parallel_sharding_strategy": "optim_grads_params"},
+    ),
+    "--use-custom-fsdp": (
+        "taken as --data-parallel-sharding-strategy optim_grads_params",
+        {"data_parallel_sharding_strategy": "optim_grads_params"},
+    ),
     "--check-weight-hash-across-dp-replicas-interval=": (
         "taken as --check-replicas-every",
         {"check_replicas_every": None},
@@ -197,7 +184,10 @@ RETIRED: dict[str, tuple[str, dict[str, str | bool | None]]] = {
 
 # flag -> (what it means now, the values that are accepted; none listed = any)
 NO_OPS: dict[str, tuple[str, str]] = {
-    "--accumulate-allreduce-grads-in-fp32": ("gradients are always accumulated and reduced in fp32", ""),
+    "--accumulate-allreduce-grads-in-fp32": (
+        "gradients are accumulated and reduced in fp32, unless --grad-reduce-in-bf16 is given",
+        "",
+    ),
     "--calculate-per-token-loss": ("the loss is always the mean over the counted tokens of the global batch", ""),
     "--moe-pad-expert-input-to-capacity": ("an expert multiplies the rows it has; padding them changes no result", ""),
     "--use-cpu-initialization": ("initial weights never depend on the device or the layout", ""),
@@ -214,12 +204,11 @@ NO_OPS: dict[str, tuple[str, str]] = {
         "",
     ),
     "--overlap-p2p-communication": ("pipeline communication always overlaps where it can, which changes no result", ""),
-    "--no-pipeline-parallel": ("there is no pipeline unless --pipeline-model-parallel-size asks for one", ""),
-    "--deepspeed-activation-checkpointing": ("recomputation has one implementation; see --recompute-granularity", ""),
     "--use-mcore-models": ("there is one model implementation", ""),
     "--use-legacy-models": ("there is one model implementation", ""),
     "--no-create-attention-mask-in-dataloader": ("attention masks are never made in the data loader", ""),
     "--create-attention-mask-in-dataloader": ("attention masks are made from document ids inside the model", ""),
+    "--fp16-lm-cross-entropy": ("the loss is computed in fp32, which is more exact and overflows nowhere", ""),
     "--cross-entropy-loss-fusion": ("--kernels chooses the cross-entropy", ""),
     "--test-mode": ("no tests run beside a training; tools/check_layout.py compares layouts", ""),
     "--no-one-logger": ("there is no one-logger", ""),
@@ -244,7 +233,11 @@ NO_OPS: dict[str, tuple[str, str]] = {
 
 # what they mean here -> flags that choose among implementations of the same result, a closed list
 IMPLEMENTATIONS: dict[str, str] = {
-    "the checkpoint is written by the training process": """
+    "--cpu-offloading-num-layers says of how many layers": "--cpu-offloading",
+    "copies of an offloaded optimizer always overlap, through pinned memory; --kernels chooses its operations": """
+        --use-torch-optimizer-for-cpu-offload --overlap-cpu-optimizer-d2h-h2d --no-pin-cpu-grads
+        --no-pin-cpu-params""",
+    "the checkpoint is written by the training process, with --async-save by a thread of it": """
         --use-persistent-ckpt-worker --async-strategy= --async-ckpt-use-cpu-shm --async-ckpt-cpu-priority=
         --async-ckpt-io-priority=""",
     "only applies to distributed formats; a checkpoint here loads into any layout": """
@@ -263,6 +256,8 @@ IMPLEMENTATIONS: dict[str, str] = {
         --defer-embedding-wgrad-compute --wgrad-deferral-limit=0 --moe-shared-expert-overlap
         --ep-overlap-early-attn-memory-release --overlap-dispatch-backward-with-experts-wgrad
         --high-priority-stream-groups=... --high-priority-a2a-comm-stream""",
+    "context-parallel ranks exchange over one group, which changes no result": """
+        --hierarchical-context-parallel-sizes=...""",
     "--pipeline-schedule interleaved orders the passes": "--microbatch-group-size-per-virtual-pipeline-stage=",
     "tensor-parallel communication overlaps by itself": """
         --tp-comm-overlap-cfg= --disable-tp-comm-overlap-ag --disable-tp-comm-overlap-rs --tp-comm-overlap-rs-dgrad
@@ -272,7 +267,14 @@ IMPLEMENTATIONS: dict[str, str] = {
         --no-tp-comm-split-ag --no-tp-comm-split-rs""",
     "the mean is taken over the counted tokens of the global batch": "--ddp-average-in-collective",
     "gradients are reduced in buffers of one size": """
-        --ddp-bucket-size= --ddp-num-buckets= --ddp-pad-buckets-for-high-nccl-busbw""",
+        --ddp-num-buckets= --ddp-pad-buckets-for-high-nccl-busbw""",
+    "gradients are accumulated and reduced in fp32, unless --grad-reduce-in-bf16 is given": """
+        --ddp-reduce-scatter-with-fp32-accumulation --ddp-param-name-patterns-for-fp32-local-accumulation=...""",
+    "each stage of ZeRO has one implementation, and data parallelism one order of ranks": """
+        --init-model-with-meta-device --fsdp-double-buffer --suggested-communication-unit-size= --use-nccl-ub
+        --disable-symmetric-registration --use-ring-exchange-p2p --no-gradient-reduce-div-fusion
+        --no-use-layer-wise-param-layout --fsdp-db-use-persist-buf-on-alloc-fail --fsdp-manual-registration
+        --disable-align-grad-reduce --create-all-gather-group --overlap-param-gather-with-optimizer-step""",
     "--kernels chooses the operations": """
         --cross-entropy-fusion-impl=native --te-rng-tracker --use-te-activation-func --use-transformer-engine-op-fuser
         --disable-jit-fuser --fused-residual-rmsnorm --use-fused-weighted-squared-relu

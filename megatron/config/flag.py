@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import types
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -36,13 +36,14 @@ class Flag:
     off: str = ""  # the spelling that sets a boolean to False (`--no-bias-gelu-fusion`)
     aliases: tuple[str, ...] = ()
     choices: tuple[Any, ...] = ()
+    also: Mapping[str, str] | None = None  # other trainers' names of choices
     nargs: int | str | None = None
     at_least: float | None = None
     above: float | None = None
     at_most: float | None = None
     below: float | None = None
     neutral: tuple[Any, ...] = ()  # later/never: accepted values besides the default
-    refused: dict[str, str] | None = None  # known values that are not supported -> the way out
+    refused: dict[Any, str] | None = None  # known values that are not supported -> the way out
     required: bool = False  # the default (0 or "") only means "not given"
     cli_only: bool = False  # concerns this launch only: never written into a checkpoint
     path: bool = False  # names a file or folder: may differ between machines

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megatron.config.deepspeed.table import keys_by_path
 from megatron.config.flag import Need, Setting
 from megatron.config.run import RunConfig, all_settings, settings_by_name
 from megatron.config.values import show
@@ -16,19 +17,34 @@ def given(config: RunConfig, name: str) -> bool:
 
 
 def spelled(config: RunConfig, name: str) -> str:
-    """A setting and its value as the user would type them."""
+    """A setting and its value as the user would type them, and the key that it came from, if any."""
     setting = settings_by_name()[name]
     value = config.value(setting)
+    origin = config.origins.get(name, "")
+    if config.flagless and origin.startswith("key "):
+        return origin.removeprefix("key ")
+    key = f" ({origin.removeprefix('key ')})" if origin.startswith("key ") else ""
     if setting.is_switch:
-        return setting.spelling if value != bool(setting.flag.off) else f"{setting.spelling}=false"
-    return f"{setting.spelling} {show(value)}"
+        return f"{setting.spelling if value != bool(setting.flag.off) else f'{setting.spelling}=false'}{key}"
+    return f"{setting.spelling} {show(value)}{key}"
+
+
+def to_add(config: RunConfig, name: str) -> str:
+    """How the user would give a setting that is missing."""
+    if not config.flagless:
+        return settings_by_name()[name].spelling
+    block, _, key = next(path for path, row in keys_by_path().items() if row.field == name).rpartition(".")
+    return f'"{key}" to {block or "the file"}'
 
 
 def notices_of(config: RunConfig) -> Iterator[str]:
     """The lines of this configuration; those of retired and no-op flags are made where they are read."""
     yield from _activation(config)
     yield from _attention(config)
+    yield from _context(config)
     yield from _experts(config)
+    yield from _schedule(config)
+    yield from _moments(config)
     yield from _iterations_to_skip(config)
     for setting, need in without_effect(config):
         if not setting.flag.insists:
@@ -37,10 +53,11 @@ def notices_of(config: RunConfig) -> Iterator[str]:
 
 def without_effect(config: RunConfig) -> Iterator[tuple[Setting, Need]]:
     """The settings that were given and have no effect, each with the first thing that it needs and that is not there.
-    A switch as it is by default asks for nothing, nor does a value that was taken out again."""
+    A switch as it is by default asks for nothing, nor does a default of none or a value that was taken out again."""
     for setting in all_settings():
         value = config.value(setting)
-        if given(config, setting.name) and value is not None and not (setting.is_switch and value == setting.default):
+        asks = value is not None and not (value == setting.default and (setting.is_switch or value == "none"))
+        if given(config, setting.name) and asks:
             unmet = [need for need in setting.flag.needs if not need.met(config)]
             if unmet:
                 yield setting, unmet[0]
@@ -62,11 +79,35 @@ def _attention(config: RunConfig) -> Iterator[str]:
         yield f"{spelled(config, 'num_query_groups')}: turns grouped-query attention on"
 
 
+def _context(config: RunConfig) -> Iterator[str]:
+    if "a2a+p2p" in config.parallel.cp_comm_type and config.parallel.context_parallel_size > 1:
+        yield f"{spelled(config, 'cp_comm_type')}: taken as p2p, which gives the same result over one group of ranks"
+
+
 def _experts(config: RunConfig) -> Iterator[str]:
     if config.moe.balances and config.moe.balanced_over == "micro-batch":
         yield (
             f"{spelled(config, 'moe_router_load_balancing_type')}: looks at the tokens of a micro-batch together, so "
             "training depends on --micro-batch-size; seq_aux_loss does not"
+        )
+
+
+def _moments(config: RunConfig) -> Iterator[str]:
+    optimizer, bf16 = config.optimizer, 2.0**-9  # what bf16 rounds off, as a share of the number
+    if optimizer.has_narrow_moments and optimizer.exp_avg_sq_dtype == "bf16" and 1.0 - optimizer.adam_beta2 < bf16:
+        yield (
+            f"{spelled(config, 'exp_avg_sq_dtype')}: with {spelled(config, 'adam_beta2')} a step changes the second "
+            "moment by less than bf16 can hold, so it hardly falls again; a beta of 0.99 or less would do"
+        )
+
+
+def _schedule(config: RunConfig) -> Iterator[str]:
+    scheduler = config.deepspeed_scheduler
+    total = scheduler.total_num_steps if "total_num_steps" in scheduler.parameters else None
+    if total is not None and total < scheduler.warmup_num_steps:
+        yield (
+            f"{spelled(config, 'total_num_steps')} is below {spelled(config, 'warmup_num_steps')}: nothing is left to "
+            "decay after the warm-up, and the rate is at its lowest from there on"
         )
 
 

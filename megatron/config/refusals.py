@@ -18,11 +18,12 @@ class Refusals:
         self._errors: dict[str, ConfigError] = {}
         self._in_doubt: set[str] = set()
 
-    def refuse(self, error: ConfigError) -> None:
-        """A value that cannot be read. The flags that the line names, before its way out, are in doubt from then on:
-        they stand at their defaults, and what a check says of them would only follow from this refusal."""
+    def refuse(self, error: ConfigError, *doubted: str) -> None:
+        """A value that cannot be read. The flags that the line names, before its way out, and those in `doubted` are
+        in doubt from then on: they stand at their defaults, and what a check says of them would only follow from this
+        refusal."""
         self._errors.setdefault(str(error), error)
-        self._in_doubt.update(_FLAG.findall(str(error).partition(";")[0]))
+        self._in_doubt.update(_FLAG.findall(str(error).partition(";")[0]), doubted)
 
     def doubts(self, *flags: str) -> bool:
         return not self._in_doubt.isdisjoint(flags)

@@ -11,6 +11,7 @@ from typing import Any, cast
 from megatron.config.flag import Setting, settings_of
 from megatron.config.sections.checkpoint import CheckpointConfig
 from megatron.config.sections.data import DataConfig, TokenizerConfig
+from megatron.config.sections.deepspeed_scheduler import DeepSpeedSchedulerConfig
 from megatron.config.sections.kernels import KernelsConfig
 from megatron.config.sections.logging import EvaluationConfig, LoggingConfig, ProfileConfig
 from megatron.config.sections.model import ModelConfig
@@ -32,6 +33,7 @@ class RunConfig:
     training: TrainingConfig = field(default_factory=TrainingConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    deepspeed_scheduler: DeepSpeedSchedulerConfig = field(default_factory=DeepSpeedSchedulerConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
     kernels: KernelsConfig = field(default_factory=KernelsConfig)
@@ -47,6 +49,8 @@ class RunConfig:
     # Where the values came from. Neither compared nor saved.
     notices: tuple[str, ...] = field(default=(), compare=False)
     origins: Mapping[str, str] = field(default_factory=dict, compare=False)
+    flagless: bool = field(default=False, compare=False)
+    """Whether there is no command line: values come from keys, and messages speak of these alone."""
 
     def value(self, setting: Setting) -> Any:
         return getattr(getattr(self, setting.section), setting.name)

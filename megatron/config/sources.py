@@ -52,7 +52,6 @@ _ELSEWHERE = {
     "--warmup-ratio": "--lr-warmup-fraction",
     "--lr-scheduler-type": "--lr-decay-style",
     "--per-device-train-batch-size": "--micro-batch-size",
-    "--gradient-accumulation-steps": "--global-batch-size",
     "--max-grad-norm": "--clip-grad",
     "--output-dir": "--save",
     "--resume-from-checkpoint": "--load",
@@ -85,18 +84,24 @@ class Assignments:
     origin: str
     values: dict[str, Any] = field(default_factory=dict)
     notices: list[str] = field(default_factory=list)
-    _spelled: dict[str, str] = field(default_factory=dict)
+    spelled: dict[str, str] = field(default_factory=dict)
+    """Each value as it was written: a flag or a key, and its text."""
+    named_by_key: bool = False
+    """Whether the origin of a value names its key too, for messages of checks that speak of flags."""
+
+    def origin_of(self, name: str) -> str:
+        return f"key {self.spelled[name]} of {self.origin}" if self.named_by_key else self.origin
 
     def set(self, setting: Setting, value: Any, spelled: str) -> None:
         """A flag given twice takes its last value and prints a line, because shell scripts end in "$@"; two different
         spellings that disagree are refused."""
         if setting.name in self.values and self.values[setting.name] != value:
-            before = self._spelled[setting.name]
+            before = self.spelled[setting.name]
             if before.split()[0] != spelled.split()[0]:
                 raise ConfigError(f"{before} and {spelled} contradict each other; keep one of them")
             self.notices.append(f"{spelled}: replaces {before}, given before it")
         self.values[setting.name] = value
-        self._spelled[setting.name] = spelled
+        self.spelled[setting.name] = spelled
 
     def add(self, given: Given, target: Target) -> None:
         text = "" if given.raw is True else show(given.raw)
@@ -109,16 +114,28 @@ class Assignments:
                 self.notices.append(line)
         elif isinstance(target, RetiredFlag):
             for name, value in target.values.items():
-                setting, raw = settings_by_name()[name], text if value is None else value
-                self.set(setting, raw if setting.is_switch else parse_value(setting, raw), spelled)
+                raw = given.raw if value is None else value
+                setting = settings_by_name()[name]
+                self.set(setting, _interpret_retired(Given(given.spelling, raw), setting, spelled), spelled)
             self.notices.append(f"{spelled}: {target.note}")
         else:
             value = interpret(given, target)
             if target.flag.status == "no-op" and value != target.default:
                 self.notices.append(f"{spelled}: {target.flag.note}")
+            if target.flag.also and text in target.flag.also:
+                self.notices.append(f"{spelled}: taken as {value}")
             if given.spelling in target.flag.aliases and given.spelling != target.spelling:
                 self.notices.append(f"{given.spelling}: taken as {target.spelling}")
             self.set(target, value, spelled)
+
+
+def _interpret_retired(given: Given, setting: Setting, spelled: str) -> Any:
+    """What is refused under the name of the setting names the older flag too."""
+    try:
+        return interpret(given, setting)
+    except ConfigError as error:
+        text = str(error)
+        raise ConfigError(text if text.startswith(given.spelling) else f"{spelled}: {text}") from None
 
 
 def interpret(given: Given, setting: Setting) -> Any:

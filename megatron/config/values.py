@@ -86,7 +86,7 @@ def _way_out(setting: Setting) -> str:
 
 def check_one(setting: Setting, value: Any) -> None:
     """Checks the choices and bounds of a single value."""
-    flag, spelled = setting.flag, f"{setting.spelling} {show(value)}"
+    flag, spelled = setting.flag, f"{setting.spelling} {show(value)[:200]}"
     if flag.refused and value in flag.refused:
         raise ConfigError(f"{spelled}: {flag.refused[value]}")
     if flag.choices and value not in flag.choices:
@@ -120,6 +120,7 @@ def parse_value(setting: Setting, raw: Any) -> Any:
         if len(parts) != 1:
             raise ConfigError(f"{setting.spelling} {show(raw)}: takes one value, not {len(parts)}")
         value = _parse_one(setting, parts[0])
+        value = (setting.flag.also or {}).get(str(value), value)
         check_one(setting, value)
         return value
     parts = shlex.split(raw) if isinstance(raw, str) else _split_tuple(raw)  # a YAML scalar reads like a command line

@@ -6,12 +6,11 @@ Dates stay text: `run-name: 2024-01-01` means what is written there.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
+from megatron.config.text_file import text_of
 from megatron.errors import ConfigError
 
-_LARGEST_FILE = 1 << 20  # bytes
 _DEEPEST = 4  # a list of numbers in a section is 3
 _PLAIN_TAG = "tag:yaml.org,2002:str"
 _DATE_TAG = "tag:yaml.org,2002:timestamp"
@@ -21,7 +20,7 @@ def read_yaml(path: str) -> dict[Any, Any]:
     """The mapping that the file holds."""
     import yaml  # here, because a command line without --config needs no YAML
 
-    text = _text(path)
+    text = text_of("--config", path, "YAML")
     try:
         problem = _problem(yaml.parse(text, Loader=yaml.SafeLoader))
         if problem is not None:
@@ -40,20 +39,6 @@ def read_yaml(path: str) -> dict[Any, Any]:
     if not isinstance(content, dict):
         raise ConfigError(f"--config {path}: not a mapping of settings; write lines such as 'num-layers: 12'")
     return content
-
-
-def _text(path: str) -> str:
-    file = Path(path)
-    if not file.is_file():
-        raise ConfigError(f"--config {path}: no such file; give the path of a YAML file")
-    if file.stat().st_size > _LARGEST_FILE:
-        raise ConfigError(f"--config {path}: larger than {_LARGEST_FILE} bytes; give the YAML file of a run's settings")
-    try:
-        return file.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"--config {path}: not valid YAML ({error}); correct the file") from None
-    except OSError as error:
-        raise ConfigError(f"--config {path}: cannot be read ({error.strerror}); check its permissions") from None
 
 
 def _problem(events: Iterable[Any]) -> str | None:

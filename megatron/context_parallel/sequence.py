@@ -16,7 +16,7 @@ from megatron.distributed.state import Axis
 from megatron.errors import ConfigError
 from megatron.layout import CP_FLAG, nearest_multiples
 from megatron.model.attention import KVCache, SequenceView, Window
-from megatron.model.passes import Batch
+from megatron.model.passes import Batch, shape_of
 
 
 def chunks_of(rank: int, ranks: int) -> tuple[int, int]:
@@ -67,19 +67,19 @@ def slice_batch(batch: Batch, cp: Axis) -> Batch:
 
 
 def _tokens_shape(batch: Batch, cp: Axis) -> torch.Size:
-    tokens = batch.get("tokens")
-    if not isinstance(tokens, Tensor) or tokens.dim() != 2:
+    shape = shape_of(batch) if isinstance(batch.get("tokens", batch.get("position_ids")), Tensor) else torch.Size()
+    if len(shape) != 2:
         raise ConfigError(
             f"{CP_FLAG} {cp.size}: a batch must have 'tokens' [batch, seq], by which it is cut, and has "
             f"{', '.join(map(str, batch))}; use {CP_FLAG} 1 for other data"
         )
-    if tokens.shape[1] % (2 * cp.size):
-        lengths = " or ".join(map(str, nearest_multiples(tokens.shape[1], 2 * cp.size)))
+    if shape[1] % (2 * cp.size):
+        lengths = " or ".join(map(str, nearest_multiples(shape[1], 2 * cp.size)))
         raise ConfigError(
-            f"{CP_FLAG} {cp.size}: samples of {tokens.shape[1]} tokens do not divide into {2 * cp.size} chunks; "
+            f"{CP_FLAG} {cp.size}: samples of {shape[1]} tokens do not divide into {2 * cp.size} chunks; "
             f"make them {lengths} long"
         )
-    return tokens.shape
+    return shape
 
 
 def _by_rank(ranks: int) -> list[int]:

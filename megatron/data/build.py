@@ -21,7 +21,7 @@ from megatron.data.gpt_dataset import GPTDataset
 from megatron.data.index_builders import Builders, epochs_needed
 from megatron.data.indexed.dataset import IndexedDataset
 from megatron.data.mock import MockDataset
-from megatron.data.sources import Sources, check_border_flag
+from megatron.data.sources import SourceContent, Sources, check_border_flag
 from megatron.data.splits import split_bounds
 from megatron.data.table import MixtureRow, abbreviated, refuse_repeated, render, warn_repeated
 from megatron.errors import ConfigError, DataError
@@ -44,6 +44,7 @@ class Datasets:
     table: str
     notes: tuple[str, ...] = ()
     fingerprint: str = ""  # of the data's content, for the checkpoint
+    sources: Sequence[SourceContent] = ()  # what the ranks of a run compare
     warnings: tuple[str, ...] = ()
     full_table: str = ""  # every source, where `table` is abbreviated
     validation_sets: tuple[tuple[str, TokenDataset], ...] = ()  # by name, under --multiple-validation-sets
@@ -185,6 +186,7 @@ class _Builder:
             render(abbreviated(self.rows)),
             notes,
             self.sources.fingerprint(self._mixture()),
+            self.sources.contents(),
             tuple(warn_repeated(self.rows)),
             render(self.rows),
             sets,

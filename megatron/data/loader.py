@@ -10,7 +10,7 @@ import atexit
 import os
 import signal
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -22,21 +22,24 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from megatron.data.blended import TokenDataset
-from megatron.data.masks import MaskConfig, document_ids, loss_mask, position_ids
+from megatron.data.masks import ALL_FIELDS, MaskConfig, document_ids, loss_mask, position_ids
 from megatron.errors import DataError, MegatronError
 from megatron.utils.process import die_with, signals_held
 from megatron.utils.read_ahead import ReadAhead
 
 Batch = dict[str, torch.Tensor]
 _ALIGNMENT = 64  # bytes
+_UNREAD = -1  # no token: an embedding that met it would fail
 _PATIENCE = 1.0  # seconds to wait for a batch in flight when the loader is closed
 
 
 class BatchDataset(Dataset[Batch | MegatronError]):
     """A whole batch per list of sample indices. Errors are returned, because a worker's exception loses its message."""
 
-    def __init__(self, dataset: TokenDataset, masks: MaskConfig, vocab_size: int | None) -> None:
-        self.dataset, self.masks, self.vocab_size = dataset, masks, vocab_size
+    def __init__(
+        self, dataset: TokenDataset, masks: MaskConfig, vocab_size: int | None, fields: Set[str] = ALL_FIELDS
+    ) -> None:
+        self.dataset, self.masks, self.vocab_size, self.fields = dataset, masks, vocab_size, fields
 
     def __getitem__(self, sample_ids: list[int]) -> Batch | MegatronError:
         try:
@@ -45,22 +48,29 @@ class BatchDataset(Dataset[Batch | MegatronError]):
             return error
 
     def batch(self, sample_ids: list[int]) -> Batch:
-        text = np.empty((len(sample_ids), self.dataset.seq_length + 1), dtype=np.int64)  # [b, s + 1]
+        text = self._read(sample_ids)
+        tokens = text[:, :-1]
+        make: dict[str, Callable[[], np.ndarray | None]] = {
+            "tokens": lambda: tokens,
+            "labels": lambda: text[:, 1:],
+            "loss_mask": lambda: loss_mask(tokens, self.masks),
+            "position_ids": lambda: position_ids(tokens, self.masks),
+            "document_ids": lambda: document_ids(tokens, self.masks),
+        }
+        made = {name: array for name in make if name in self.fields and (array := make[name]()) is not None}
+        made["sample_ids"] = np.array(sample_ids, dtype=np.int64)
+        return {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in made.items()}
+
+    def _read(self, sample_ids: list[int]) -> np.ndarray:
+        """[b, s + 1]; of the right shape alone where no field depends on the tokens."""
+        shape = len(sample_ids), self.dataset.seq_length + 1
+        if not self.masks.depend_on_tokens(self.fields):
+            return np.broadcast_to(np.int64(_UNREAD), shape)
+        text = np.empty(shape, dtype=np.int64)
         for row, sample in enumerate(sample_ids):
             text[row] = self.dataset[sample]
         self._check_range(text, sample_ids)
-        tokens = np.ascontiguousarray(text[:, :-1])
-        arrays = {
-            "tokens": tokens,
-            "labels": np.ascontiguousarray(text[:, 1:]),
-            "loss_mask": loss_mask(tokens, self.masks),
-            "position_ids": position_ids(tokens, self.masks),
-            "sample_ids": np.array(sample_ids, dtype=np.int64),
-        }
-        documents = document_ids(tokens, self.masks)
-        if documents is not None:
-            arrays["document_ids"] = documents
-        return {name: torch.from_numpy(array) for name, array in arrays.items()}
+        return text
 
     def _check_range(self, text: np.ndarray, sample_ids: list[int]) -> None:
         if self.vocab_size is None or (text.min() >= 0 and text.max() < self.vocab_size):
@@ -82,9 +92,7 @@ class PackedBatch:
     layout: dict[str, tuple[int, torch.dtype, torch.Size]]  # offset, shape and dtype of each tensor
 
     @classmethod
-    def of(cls, batch: Batch | MegatronError) -> PackedBatch | MegatronError:
-        if isinstance(batch, MegatronError):
-            return batch
+    def of(cls, batch: Batch) -> PackedBatch:
         layout, size = {}, 0
         for name, tensor in batch.items():
             layout[name] = size, tensor.dtype, tensor.shape
@@ -108,6 +116,18 @@ class PackedBatch:
     def pin_memory(self) -> PackedBatch:
         """Called by torch's loader where memory is to be pinned."""
         return PackedBatch(self.memory.pin_memory(), self.layout)
+
+
+def packed(batch: Any) -> Any:
+    """A batch as it goes from a worker to the trainer. What is not tensors alone, which a script's own dataset may
+    give, goes torch's way."""
+    if isinstance(batch, Mapping) and all(_is_plain(value) for value in batch.values()):
+        return PackedBatch.of(dict(batch))
+    return batch
+
+
+def _is_plain(value: Any) -> bool:
+    return type(value) is torch.Tensor and value.layout is torch.strided and value.device.type == "cpu"
 
 
 def _received(memory: np.ndarray, layout: dict[str, tuple[int, torch.dtype, torch.Size]]) -> PackedBatch:
@@ -220,15 +240,19 @@ def build_loader(
     vocab_size: int | None = None,
     pin_memory: bool = False,
     read_ahead: int = 2,
+    fields: Set[str] = ALL_FIELDS,
 ) -> BatchIterator:
-    """The micro-batches of these samples: tokens, labels, position_ids [b, s] int64, loss_mask [b, s] float32,
-    sample_ids [b], and document_ids [b, s] with reset_attention_mask."""
+    """The micro-batches of these samples: of `fields` those that there are, tokens, labels, position_ids [b, s] int64,
+    loss_mask [b, s] float32, and document_ids [b, s] with reset_attention_mask; and sample_ids [b]. Samples are read,
+    and workers started, where a field depends on the tokens."""
+    masks = masks or MaskConfig()
+    num_workers = num_workers if masks.depend_on_tokens(fields) else 0
     return BatchIterator(
-        BatchDataset(dataset, masks or MaskConfig(), vocab_size),
+        BatchDataset(dataset, masks, vocab_size, fields),
         sample_ids,
         num_workers=num_workers,
         pin_memory=pin_memory,
-        collate=PackedBatch.of if num_workers else None,
+        collate=packed if num_workers else None,
         read_ahead=read_ahead,
     )
 

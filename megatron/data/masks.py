@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from dataclasses import dataclass
 
 import numpy as np
 
 from megatron.errors import ConfigError
+
+ALL_FIELDS = frozenset({"tokens", "labels", "loss_mask", "position_ids", "document_ids"})
+"""Of a batch, besides the numbers of its samples."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +27,17 @@ class MaskConfig:
             if getattr(self, name) and self.eod_id is None:
                 flag = "--" + name.replace("_", "-")
                 raise ConfigError(f"{flag}: the tokenizer has no end-of-document id; use one that has, or leave it out")
+
+    def depend_on_tokens(self, fields: Set[str]) -> bool:
+        """Whether a batch of these fields takes reading samples; the others follow from its size."""
+        read = {
+            "tokens": True,
+            "labels": True,
+            "loss_mask": self.eod_mask_loss,
+            "position_ids": self.reset_position_ids,
+            "document_ids": self.reset_attention_mask,
+        }
+        return any(read[field] for field in fields)
 
 
 def loss_mask(tokens: np.ndarray, masks: MaskConfig) -> np.ndarray:

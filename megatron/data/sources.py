@@ -24,6 +24,8 @@ _NAMED = 3  # a note lists at most this many sources; of more it names the first
 _MAPPED_AT_ONCE = 512  # .bin files
 _LOOKED_AT = 64  # documents whose last token is checked
 _BLOCK = 1 << 16  # documents per block
+_FEWEST_BLOCKS, _MOST_BLOCKS, _ALL_BLOCKS = 2, 16, 1024  # of a sample of one source, and of all together
+_NO_RECORD = hashlib.sha256(b"").hexdigest()
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,17 @@ class Source:
     data: IndexedDataset
     index_fingerprint: str
     record_digest: str
+
+
+@dataclass(frozen=True)
+class SourceContent:
+    """What must be the same on all machines that read this source."""
+
+    prefix: str
+    content: str
+    """Digest of the index and of a sample of the tokens."""
+    record: str
+    """Digest of the record beside it; empty where there is none."""
 
 
 class Sources:
@@ -69,12 +82,12 @@ class Sources:
 
     def _open(self, prefix: str) -> Source:
         data = IndexedDataset(prefix, mmap=self.config.mmap_bin_files, pool=self._pool)
-        fingerprint, content = data.fingerprint, b""
+        fingerprint, digest = data.fingerprint, ""
         record = read_record(prefix)
         if record is None:
             self._unrecorded.append(prefix)
         else:
-            content = record_path(prefix).read_bytes()
+            digest = hashlib.sha256(record_path(prefix).read_bytes()).hexdigest()
             check_files(record, data, fingerprint)
             check_tokenizer(
                 record,
@@ -87,7 +100,7 @@ class Sources:
             self._check_borders(data, record, self._borders)
         if len(data) != data.num_documents:
             self._in_sequences.append(data)
-        return Source(data, fingerprint, hashlib.sha256(content).hexdigest())
+        return Source(data, fingerprint, digest)
 
     def _check_borders(self, data: IndexedDataset, record: DataRecord | None, flag: str) -> None:
         """Refuses a setting that depends on end-of-document tokens for data without them, where it would do nothing."""
@@ -115,11 +128,21 @@ class Sources:
             "sampled by sequence",
         ]
 
+    def contents(self) -> tuple[SourceContent, ...]:
+        """Of each source. The more there are, the fewer blocks are read of each."""
+        blocks = max(_FEWEST_BLOCKS, min(_MOST_BLOCKS, _ALL_BLOCKS // max(1, len(self._opened))))
+        found = []
+        for prefix, source in self._opened.items():
+            both = f"{source.index_fingerprint} {source.data.sampled(blocks)}"
+            found.append(SourceContent(prefix, hashlib.sha256(both.encode()).hexdigest(), source.record_digest))
+        return tuple(found)
+
     def fingerprint(self, mixture: str) -> str:
         """Identifies the content of the files, whatever their paths, and how they are mixed ("" without a blend)."""
         digest = hashlib.sha256()
         for source in self._opened.values():
-            digest.update(f"{source.index_fingerprint} {source.record_digest}\n".encode())
+            record = source.record_digest or _NO_RECORD
+            digest.update(f"{source.index_fingerprint} {record}\n".encode())
         digest.update(mixture.encode())
         return digest.hexdigest()
 

@@ -1,5 +1,16 @@
 """Copies of one model on several ranks: flat gradient buffers, summed once per step. Works on any nn.Module."""
 
-from megatron.data_parallel.grad_buffers import GradBuffers, broadcast_parameters
+from megatron.data_parallel.broadcast import broadcast_parameters
+from megatron.data_parallel.fully_sharded import FullySharded, Unit
+from megatron.data_parallel.grad_buffers import DEFAULT_BUCKET_SIZE, GradBuffers
+from megatron.data_parallel.gradients import FlatPieces, Gradients
 
-__all__ = ["GradBuffers", "broadcast_parameters"]
+__all__ = [
+    "DEFAULT_BUCKET_SIZE",
+    "FlatPieces",
+    "FullySharded",
+    "GradBuffers",
+    "Gradients",
+    "Unit",
+    "broadcast_parameters",
+]

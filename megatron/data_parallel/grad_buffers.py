@@ -16,14 +16,17 @@ A parameter that got no gradient counts as having a gradient of zero, on every r
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import partial
 
 import torch
 from torch import nn
 
-from megatron.distributed import collectives
+from megatron.data_parallel.adding import Adder, accumulation_dtype
+from megatron.data_parallel.buckets import Slot, make_buckets
+from megatron.data_parallel.divided_weights import DividedWeights
+from megatron.data_parallel.gradients import FlatPieces
+from megatron.data_parallel.late_gather import LateGather
 from megatron.distributed.state import Axis
 from megatron.model.wgrads import AddToParameter
 from megatron.ops.wgrad import Accumulate
@@ -31,42 +34,8 @@ from megatron.ops.wgrad import Accumulate
 DEFAULT_BUCKET_SIZE = 40_000_000
 """Elements of a bucket: few messages without overlap, and small enough that the first starts early with it."""
 
-_SCRATCH_SIZE = 1 << 20
-"""Elements widened at a time when a half gradient is added to fp32: stays in the cache, three times faster."""
 
-
-@dataclass
-class _Slot:
-    """The place of one parameter's gradient."""
-
-    name: str
-    parameter: nn.Parameter
-    axis: Axis
-    """The axis that its gradient is summed over."""
-    view: torch.Tensor | None = None
-    """Its part of the bucket; None where the gradient stays in `parameter.grad`."""
-    bucket: int = -1
-    filled: bool = False
-    """Whether the view holds a gradient of this step (before that it may hold anything)."""
-
-
-@dataclass
-class _Bucket:
-    """One flat buffer. Its parameters are in reverse order, which is the order of backward."""
-
-    slots: list[_Slot]
-    buffer: torch.Tensor
-    axis: Axis
-    arrived: set[str] = field(default_factory=set)
-    launched: bool = False
-    pending: collectives.Pending | None = None
-
-    @property
-    def complete(self) -> bool:
-        return len(self.arrived) == len(self.slots)
-
-
-class GradBuffers:
+class GradBuffers(DividedWeights):
     """The gradients of `params`, summed over the data-parallel axis by `reduce()`."""
 
     def __init__(
@@ -75,44 +44,56 @@ class GradBuffers:
         dp: Axis,
         *,
         axes: Mapping[str, Axis] | None = None,
+        replicas: Axis | None = None,
         bucket_size: int = DEFAULT_BUCKET_SIZE,
         overlap: bool = False,
         flat: bool = False,
+        divided: bool = False,
+        apart: Collection[str] = (),
+        shown: bool = True,
+        in_own_type: bool = False,
+        late_gather: nn.Module | None = None,
         accumulate: Accumulate | None = None,
     ) -> None:
         """`axes`: for parameters whose gradients are summed over another axis than `dp`, such as experts. `flat`: every
-        gradient is in a buffer, even where `parameter.grad` would do. `accumulate`: multiplies into a buffer."""
+        gradient is in a buffer, even where `parameter.grad` would do. `divided` (ZeRO-1): each rank gets the sum of its
+        own chunk of every buffer alone, and updates that. `replicas`: the ranks of other such groups that have the same
+        chunk, whose sums are summed too. `apart`: parameters with a buffer of their own, which is
+        divided in the same way wherever else they are. `late_gather`: a model whose next forward pass runs while its
+        divided weights are gathered. Unless `shown`, `parameter.grad` is None between passes, so that nobody's
+        `zero_grad()` drops what has been accumulated. `in_own_type`: gradients are added up in the type of their
+        parameter, in halves too. `accumulate`: multiplies into a buffer."""
         self.dp = dp
-        self.overlap = overlap and dp.size > 1
+        replicas = replicas or Axis.single("replicate")
+        self.overlap = overlap and dp.size * replicas.size > 1
         self.flat = flat
         self._accumulate = accumulate
-        self._axes = dict(axes or {})
-        self._slots: dict[str, _Slot] = {}
+        self._slots: dict[str, Slot] = {}
+        self._slot_of: dict[int, Slot] = {}
         self._names_of_tied: dict[str, str] = {}
-        self._collect(params)
-        self._slot_of = {id(slot.parameter): slot for slot in self._slots.values()}
-        self._buckets = self._make_buckets(bucket_size)
+        for name, parameter, axis in ((name, p, (axes or {}).get(name, dp)) for name, p in params if p.requires_grad):
+            dtype = accumulation_dtype(parameter, in_own_type)
+            in_grad = shown and dtype == parameter.dtype
+            self._collect(Slot(name, parameter, axis, replicas, dtype, in_grad, apart=name in apart))
+        in_buffers = (slot for slot in reversed(self._slots.values()) if flat or not slot.fits_its_parameter)
+        self._buckets = make_buckets(in_buffers, bucket_size, divided)
+        self._divided = {slot.name for bucket in self._buckets if bucket.divided for slot in bucket.slots}
         self._armed = False
         self._reduced = False
         self._next_bucket = 0
-        self._scratch: torch.Tensor | None = None
+        self._adder = Adder()
         self._hooks = [
             slot.parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, slot))
             for slot in self._slots.values()
             if slot.view is not None
         ]
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Every trainable parameter once, in the order given; a tied one under its first name."""
-        return tuple(self._slots)
-
-    def parameter(self, name: str) -> nn.Parameter:
-        return self._slot(name).parameter
+        self._gathers_late = late_gather is not None
+        if late_gather is not None:
+            self._hooks += LateGather(late_gather, [bucket for bucket in self._buckets if bucket.divided]).hooks
 
     def grad_dtype(self, name: str) -> torch.dtype:
         """The type in which the gradient is added up."""
-        return self._dtype_for(self.parameter(name))
+        return self._slot(name).dtype
 
     def grad(self, name: str) -> torch.Tensor:
         """The gradient in its accumulation type: a view of the buffer, so writing to it changes the gradient."""
@@ -123,15 +104,27 @@ class GradBuffers:
             return slot.parameter.grad
         if not slot.filled:
             self._fill_with_zeros(slot)
-        return slot.view
+        if slot.name not in self._divided:
+            return slot.view
+        bucket = self._buckets[slot.bucket]
+        return bucket.buffer[slice(*bucket.piece(slot))]
 
     def grads(self) -> Iterator[tuple[str, torch.Tensor]]:
         """All gradients by name."""
         return ((name, self.grad(name)) for name in self._slots)
 
-    def flat_buffers(self) -> Iterator[tuple[list[str], torch.Tensor]]:
-        """Each buffer with the names of the parameters whose gradients lie in it, one after the other."""
-        return (([slot.name for slot in bucket.slots], bucket.buffer) for bucket in self._buckets)
+    def missing(self) -> list[str]:
+        """The parameters that got no gradient in this step; before `reduce`, which gives them one of zero."""
+        return [
+            name
+            for name, slot in self._slots.items()
+            if (slot.parameter.grad is None if slot.view is None else not slot.filled)
+        ]
+
+    def flat_buffers(self) -> Iterator[FlatPieces]:
+        """Each buffer, with the weights in one too: from here on the model computes with it."""
+        assert self.flat, "the gradients of some parameters are not in buffers"
+        return (bucket.flat_pieces() for bucket in self._buckets)
 
     def zero(self) -> None:
         """Begins a step. No memory is touched: the first gradient overwrites what is in the buffer."""
@@ -145,6 +138,30 @@ class GradBuffers:
         self._armed = self._reduced = False
         self._next_bucket = 0
 
+    def reopen(self) -> None:
+        """Begins a step that goes on from the gradients that are in `parameter.grad`."""
+        kept = {name: slot.parameter.grad for name, slot in self._slots.items()}
+        self.zero()
+        for name, slot in self._slots.items():
+            slot.parameter.grad = kept[name]
+            slot.filled = kept[name] is not None
+
+    @torch.no_grad()
+    def leave_out(self, names: Iterable[str]) -> None:
+        """Announces, once the last backward has begun, that it has no gradients for these: they keep what is in
+        `parameter.grad`, or count as zero."""
+        for name in names:
+            slot = self._slot(name)
+            if slot.view is None:
+                continue
+            grad = slot.parameter.grad
+            if grad is None:
+                slot.view.zero_()
+            elif grad.data_ptr() != slot.view.data_ptr():
+                slot.view.copy_(grad)
+            slot.filled = True
+            self._arrived(slot)
+
     @torch.no_grad()
     def fill_with_zeros(self) -> None:
         """After `zero()`, for gradients that are only ever added: every buffer counts as filled."""
@@ -153,7 +170,7 @@ class GradBuffers:
         for slot in self._slots.values():
             assert slot.view is not None, f"the gradient of {slot.name} has no place in a buffer"
             slot.filled = True
-            slot.parameter.grad = slot.view if slot.parameter.dtype == slot.view.dtype else None
+            slot.parameter.grad = slot.view if slot.shown else None
 
     @torch.no_grad()
     def put(self, parameter: nn.Parameter, grad: torch.Tensor, x: torch.Tensor) -> None:
@@ -166,7 +183,7 @@ class GradBuffers:
         self._check_open(slot)
         if self._accumulate is None or not self._accumulate(view, grad, x, slot.filled):
             self._take(slot, view, grad.t() @ x)
-        if parameter.dtype == view.dtype:
+        if slot.shown:
             parameter.grad = view
         self._arrived(slot)
 
@@ -177,21 +194,22 @@ class GradBuffers:
     def reduce(self) -> None:
         """Sums the remaining buckets over the ranks and waits for all of them. Once per step."""
         assert not self._reduced, "reduce() twice in one step would sum the sums: call zero() first"
+        self.wait_for_weights()  # of what this step did not use
         self._reduced = True
         for name in self._slots:
             self.grad(name)  # zeros where nothing arrived
         while self._next_bucket < len(self._buckets):
             self._launch_next()
+        if self._buckets:
+            self._buckets[-1].start_sum_of_instances()
         for bucket in self._buckets:
-            if bucket.pending is not None:
-                bucket.pending.wait()
-                bucket.pending = None
+            bucket.finish_sum()
 
     @torch.no_grad()
-    def multiply(self, factor: torch.Tensor) -> None:
+    def multiply(self, factor: torch.Tensor | float) -> None:
         """Multiplies every gradient by `factor`, a single number."""
         for bucket in self._buckets:
-            bucket.buffer.mul_(factor)
+            bucket.buffer[slice(*bucket.chunk)].mul_(factor)
         for slot in self._slots.values():
             if slot.view is None and slot.parameter.grad is not None:
                 slot.parameter.grad.mul_(factor)
@@ -202,52 +220,23 @@ class GradBuffers:
             hook.remove()
         self._hooks.clear()
 
-    def _slot(self, name: str) -> _Slot:
-        return self._slots[self._names_of_tied.get(name, name)]
-
-    def _collect(self, params: Iterable[tuple[str, nn.Parameter]]) -> None:
-        first_name: dict[int, str] = {}
-        for name, parameter in params:
-            if not parameter.requires_grad:
-                continue
-            known = first_name.setdefault(id(parameter), name)
-            if known != name:
-                self._names_of_tied[name] = known
-                continue
-            assert name not in self._slots, f"two parameters are called {name}"
-            self._slots[name] = _Slot(name, parameter, self._axes.get(name, self.dp))
-
-    def _dtype_for(self, parameter: nn.Parameter) -> torch.dtype:
-        return torch.float32 if parameter.dtype in (torch.float16, torch.bfloat16) else parameter.dtype
-
-    def _make_buckets(self, bucket_size: int) -> list[_Bucket]:
-        """Cuts the parameters, last first, into buffers of `bucket_size` elements or more, by type, device, axis."""
-        assert bucket_size > 0, f"bucket size {bucket_size}"
-        buckets: list[_Bucket] = []
-        open_buckets: dict[tuple[torch.dtype, torch.device, str], list[_Slot]] = {}
-        for slot in reversed(self._slots.values()):
-            dtype = self._dtype_for(slot.parameter)
-            if slot.axis.size == 1 and dtype == slot.parameter.dtype and not self.flat:
-                continue
-            members = open_buckets.setdefault((dtype, slot.parameter.device, slot.axis.name), [])
-            members.append(slot)
-            if sum(member.parameter.numel() for member in members) >= bucket_size:
-                buckets.append(_make_bucket(len(buckets), members, dtype))
-                members.clear()
-        for (dtype, *_), members in open_buckets.items():
-            if members:
-                buckets.append(_make_bucket(len(buckets), members, dtype))
-        return buckets
+    def _collect(self, slot: Slot) -> None:
+        known = self._slot_of.setdefault(id(slot.parameter), slot)
+        if known is not slot:
+            self._names_of_tied[slot.name] = known.name
+            return
+        assert slot.name not in self._slots, f"two parameters are called {slot.name}"
+        self._slots[slot.name] = slot
 
     @torch.no_grad()
-    def _on_gradient(self, slot: _Slot, parameter: nn.Parameter) -> None:
+    def _on_gradient(self, slot: Slot, parameter: nn.Parameter) -> None:
         """Runs after backward has added to `parameter.grad`: moves it into the buffer."""
         grad, view = parameter.grad, slot.view
         assert grad is not None and view is not None
         self._check_open(slot)
         if grad.is_sparse:
             grad = grad.to_dense()
-        if parameter.dtype == view.dtype:
+        if slot.shown:
             if grad.data_ptr() != view.data_ptr():  # the first of the step, or backward made a new tensor
                 view.copy_(grad)
             parameter.grad = view
@@ -256,26 +245,22 @@ class GradBuffers:
             parameter.grad = None
         self._arrived(slot)
 
-    def _check_open(self, slot: _Slot) -> None:
+    def _check_open(self, slot: Slot) -> None:
+        assert self._buckets[slot.bucket].gathering is None, f"{slot.name} was used while its weights were gathered"
         if self._buckets[slot.bucket].launched or self._reduced:
             raise RuntimeError(
                 f"a gradient of {slot.name} arrived after its sum over the ranks had begun: call zero() at the start "
                 "of a step, arm() only before its last backward, and reduce() after it"
             )
 
-    def _take(self, slot: _Slot, view: torch.Tensor, grad: torch.Tensor) -> None:
+    def _take(self, slot: Slot, view: torch.Tensor, grad: torch.Tensor) -> None:
         """Copies or adds to the buffer, in its type."""
-        if not slot.filled:
-            view.copy_(grad)
-        elif view.device.type != "cpu" or not grad.is_contiguous():
-            view.add_(grad)
+        if slot.filled:
+            self._adder.add(view, grad)
         else:
-            if self._scratch is None or self._scratch.dtype != view.dtype:
-                self._scratch = torch.empty(_SCRATCH_SIZE, dtype=view.dtype)
-            for into, part in zip(view.view(-1).split(_SCRATCH_SIZE), grad.view(-1).split(_SCRATCH_SIZE), strict=True):
-                into.add_(self._scratch[: part.numel()].copy_(part))
+            view.copy_(grad)
 
-    def _arrived(self, slot: _Slot) -> None:
+    def _arrived(self, slot: Slot) -> None:
         slot.filled = True
         if self._armed and self.overlap:
             self._buckets[slot.bucket].arrived.add(slot.name)
@@ -283,36 +268,17 @@ class GradBuffers:
                 self._launch_next()
 
     def _launch_next(self) -> None:
-        """Reduces buckets in the same order on every rank, whatever the order of backward: collectives must match."""
+        """Reduces buckets in the same order on every rank, whatever the order of backward: collectives must match. The
+        bucket before is summed over the instances now: its own sum, which that waits for, has had time to arrive."""
         bucket = self._buckets[self._next_bucket]
+        bucket.start_sum()
+        if self._next_bucket:
+            self._buckets[self._next_bucket - 1].start_sum_of_instances()
         self._next_bucket += 1
-        bucket.launched = True
-        bucket.pending = collectives.start_all_reduce(bucket.buffer, bucket.axis)
 
-    def _fill_with_zeros(self, slot: _Slot) -> None:
+    def _fill_with_zeros(self, slot: Slot) -> None:
         assert slot.view is not None
         slot.view.zero_()
         slot.filled = True
-        if slot.parameter.dtype == slot.view.dtype:
+        if slot.shown:
             slot.parameter.grad = slot.view
-
-
-def _make_bucket(index: int, members: list[_Slot], dtype: torch.dtype) -> _Bucket:
-    sizes = [slot.parameter.numel() for slot in members]
-    buffer = torch.zeros(sum(sizes), dtype=dtype, device=members[0].parameter.device)
-    for slot, part in zip(members, buffer.split(sizes), strict=True):
-        slot.view = part.view(slot.parameter.shape)
-        slot.bucket = index
-    return _Bucket(list(members), buffer, members[0].axis)
-
-
-@torch.no_grad()
-def broadcast_parameters(tensors: Iterable[tuple[str, torch.Tensor]], dp: Axis) -> None:
-    """Copies the first rank's values to the other ranks of the axis; for models that each rank initialised."""
-    if dp.size == 1:
-        return
-    for _, tensor in tensors:
-        whole = tensor.data.contiguous()
-        collectives.broadcast(whole, dp)
-        if whole.data_ptr() != tensor.data_ptr():
-            tensor.data.copy_(whole)

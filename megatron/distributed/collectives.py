@@ -21,6 +21,8 @@ ReduceName = Literal["sum", "max", "min"]
 _gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
+_PART = 1 << 20
+"""Elements in a message between two members of gloo: one part is added while the next arrives."""
 _REDUCE = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
@@ -65,6 +67,23 @@ def broadcast(tensor: torch.Tensor, axis: Axis, source: int = 0) -> torch.Tensor
         with axis.during("broadcast", tuple(tensor.shape)):
             dist.broadcast(tensor, axis.ranks[source], axis.group)
     return tensor
+
+
+def start_broadcast(tensor: torch.Tensor, axis: Axis, source: int) -> Pending:
+    if axis.size == 1:
+        return Pending(lambda: tensor)
+    operation = axis.begin("broadcast", tuple(tensor.shape))
+    work = dist.broadcast(tensor, axis.ranks[source], axis.group, async_op=True)
+    return Pending(lambda: tensor, [work], partial(axis.wait, operation))
+
+
+def start_reduce(tensor: torch.Tensor, axis: Axis, target: int) -> Pending:
+    """Starts summing `tensor` into the one of axis rank `target`; what the others hold afterwards means nothing."""
+    if axis.size == 1:
+        return Pending(lambda: tensor)
+    operation = axis.begin("reduce", tuple(tensor.shape))
+    work = dist.reduce(tensor, axis.ranks[target], dist.ReduceOp.SUM, axis.group, async_op=True)
+    return Pending(lambda: tensor, [work], partial(axis.wait, operation))
 
 
 def all_gather(tensor: torch.Tensor, axis: Axis) -> list[torch.Tensor]:
@@ -120,6 +139,95 @@ def start_scatter_sum(tensor: torch.Tensor, axis: Axis, dim: int) -> Pending:
     operation = axis.begin("reduce_scatter", tuple(tensor.shape))
     work = _scatter_flat(result.view(-1), tensor.view(-1), group=axis.group, async_op=True)
     return Pending(lambda: result, [work], partial(axis.wait, operation), tensor)
+
+
+def start_scatter_sum_in_place(flat: torch.Tensor, axis: Axis) -> Pending:
+    """Reduce-scatter of a flat tensor: this member's chunk of it becomes that of the sum over all members. The others
+    may hold anything until the next use."""
+    own, *others = _chunks(flat, axis)
+    operation = axis.begin("reduce_scatter", tuple(flat.shape))
+    if not _peer_to_peer(axis):
+        work = _scatter_flat(own, flat, group=axis.group, async_op=True)
+        return Pending(lambda: own, [work], partial(axis.wait, operation), flat)
+    received = torch.empty_like(flat[own.numel() :]).chunk(len(others))
+    sends, arrivals = _exchange(others, received, axis)
+
+    def summed() -> torch.Tensor:
+        """Adds each part while the next ones arrive."""
+        for chunk, works in zip(received, arrivals, strict=True):
+            for work, into, part in zip(works, own.split(_PART), chunk.split(_PART), strict=True):
+                with axis.wait(operation):
+                    work.wait()
+                into.add_(part)
+        for work in sends:
+            work.wait()
+        return own
+
+    return Pending(summed, sent=flat)
+
+
+def start_gather_in_place(flat: torch.Tensor, axis: Axis) -> Pending:
+    """All-gather of a flat tensor of which this member has its own chunk."""
+    own, *others = _chunks(flat, axis)
+    operation = axis.begin("all_gather", tuple(own.shape))
+    if _peer_to_peer(axis):
+        sends, arrivals = _exchange([own] * len(others), others, axis)
+        works = [*sends, *(work for parts in arrivals for work in parts)]
+    else:
+        works = [_gather_flat(flat, own, axis.group, async_op=True)]
+    return Pending(lambda: flat, works, partial(axis.wait, operation), flat)
+
+
+def gather_into(output: torch.Tensor, tensor: torch.Tensor, axis: Axis, *, async_op: bool) -> dist.Work | None:
+    """All-gather of flat tensors into memory that is there."""
+    if async_op:
+        axis.begin("all_gather", tuple(tensor.shape))
+        return _gather_flat(output, tensor, axis.group, async_op=True)
+    with axis.during("all_gather", tuple(tensor.shape)):
+        return _gather_flat(output, tensor, axis.group)
+
+
+def scatter_into(
+    output: torch.Tensor, tensor: torch.Tensor, axis: Axis, op: Any, *, async_op: bool
+) -> dist.Work | None:
+    """Reduce-scatter of a flat tensor into memory that is there; `op` is torch's."""
+    if async_op:
+        axis.begin("reduce_scatter", tuple(tensor.shape))
+        return _scatter_flat(output, tensor, op, axis.group, async_op=True)
+    with axis.during("reduce_scatter", tuple(tensor.shape)):
+        return _scatter_flat(output, tensor, op, axis.group)
+
+
+def _chunks(flat: torch.Tensor, axis: Axis) -> list[torch.Tensor]:
+    """This member's, then those of the others in the order of the axis."""
+    assert flat.dim() == 1 and flat.numel() % axis.size == 0, f"{tuple(flat.shape)} over {axis.size} ranks"
+    chunks = list(flat.chunk(axis.size))
+    return [chunks.pop(axis.rank), *chunks]
+
+
+def _peer_to_peer(axis: Axis) -> bool:
+    """gloo gathers and scatters through copies of everything, and a reduce-scatter of it is a whole all-reduce: there
+    members send each other what they need."""
+    return dist.get_backend(axis.group) == "gloo"
+
+
+def _exchange(
+    send: Sequence[torch.Tensor], receive: Sequence[torch.Tensor], axis: Axis
+) -> tuple[list[dist.Work], list[list[dist.Work]]]:
+    """Starts sending one flat tensor to each other member, in the order of the axis, and receiving one from each, part
+    by part. Returns what is sent, and for each member what arrives."""
+    peers = [rank for place, rank in enumerate(axis.ranks) if place != axis.rank]
+    arrivals = [
+        [_started(dist.irecv(part, peer, axis.group)) for part in whole.split(_PART)]
+        for whole, peer in zip(receive, peers, strict=True)
+    ]
+    parts = ((part, peer) for whole, peer in zip(send, peers, strict=True) for part in whole.split(_PART))
+    return [_started(dist.isend(part, peer, axis.group)) for part, peer in parts], arrivals
+
+
+def _started(work: dist.Work | None) -> dist.Work:
+    assert work is not None, "this rank is not a member of the group"
+    return work
 
 
 def all_to_all(tensor: torch.Tensor, axis: Axis) -> torch.Tensor:

@@ -1,7 +1,7 @@
-"""What must be the same on all ranks before they may work together, compared when they meet.
+"""What must be the same on all ranks, compared when they meet: what they were started with, and the data they read.
 
-Ranks with other settings or other code hang in their first collective, or train something that nobody asked for. The
-first rank to come publishes what it was started with; whoever comes with something else ends the run, and says what.
+Ranks with other settings, code or data hang in their first collective, or train something that nobody asked for. The
+first rank to come publishes what it has; whoever comes with something else ends the run, and says what.
 """
 
 from __future__ import annotations
@@ -10,13 +10,36 @@ import hashlib
 import json
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch.distributed as dist
 
+from megatron.errors import ConfigError, DataError, MegatronError
+
 _MOST_NAMED = 5
 _PUBLISHED_WITHIN = timedelta(seconds=30)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """What is compared, in the words of a message."""
+
+    verb: str
+    way_out: str
+    error: type[MegatronError]
+
+
+STARTED_WITH = Subject(
+    verb="was started with other settings or code than",
+    way_out="start all ranks with one command and one version of the code",
+    error=ConfigError,
+)
+DATA = Subject(
+    verb="reads other data than",
+    way_out="copy the files (.bin, .idx and their record) of one machine to the others, and give the same weights",
+    error=DataError,
+)
 
 
 @dataclass(frozen=True)
@@ -25,6 +48,9 @@ class Identity:
 
     rank: int
     values: Mapping[str, str]
+    shown: Mapping[str, str] = field(default_factory=dict)
+    """What a message says instead of a value, such as the place of a file whose content is compared."""
+    subject: Subject = STARTED_WITH
 
     @property
     def digest(self) -> str:
@@ -35,24 +61,24 @@ class Identity:
         mine = f"{self.digest} {self.rank}"
         first = store.compare_set("identity", "", mine).decode()
         if first == mine:
-            store.set("identity_values", json.dumps([self.rank, _host(), dict(self.values)]))
+            store.set("identity_values", json.dumps([self.rank, _host(), dict(self.values), dict(self.shown)]))
             return None
         if first.partition(" ")[0] == self.digest:
             return None
         store.wait(["identity_values"], _PUBLISHED_WITHIN)
-        rank, host, values = json.loads(store.get("identity_values"))
-        return difference(values, self.values, theirs=f"rank {rank} ({host})", ours=f"rank {self.rank} ({_host()})")
+        rank, host, values, shown = json.loads(store.get("identity_values"))
+        return self.difference(Identity(rank, values, shown), f"rank {rank} ({host})", f"rank {self.rank} ({_host()})")
+
+    def difference(self, other: Identity, theirs: str, ours: str) -> str:
+        names = [name for name in {**other.values, **self.values} if other.values.get(name) != self.values.get(name)]
+        told = [f"{name} is {other.told(name)} there and {self.told(name)} here" for name in names]
+        more = f", and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+        listed = ", ".join(told[:_MOST_NAMED])
+        return f"{ours} {self.subject.verb} {theirs}: {listed}{more}; {self.subject.way_out}"
+
+    def told(self, name: str) -> str:
+        return self.shown.get(name, self.values.get(name, "unset"))
 
 
 def _host() -> str:
     return socket.gethostname()
-
-
-def difference(first: Mapping[str, str], other: Mapping[str, str], *, theirs: str, ours: str) -> str:
-    names = [name for name in {**first, **other} if first.get(name) != other.get(name)]
-    told = [f"{name} is {first.get(name, 'unset')} there and {other.get(name, 'unset')} here" for name in names]
-    more = f", and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
-    return (
-        f"{ours} was started with other settings or code than {theirs}: {', '.join(told[:_MOST_NAMED])}{more}; start "
-        "all ranks with one command and one version of the code"
-    )

@@ -52,6 +52,11 @@ class LaunchInfo:
         return self.local_world_size == self.world_size and (self.local_is_said or on_loopback)
 
     @property
+    def keeps_store(self) -> bool:
+        """Whether the ranks' store is in this process, and ends with it."""
+        return self.rank == 0 and not self.agent_store
+
+    @property
     def store_host(self) -> str:
         """Where the ranks find the store. One that we open on one machine listens on loopback only."""
         return "127.0.0.1" if self.single_node and not self.agent_store else self.master_addr

@@ -24,7 +24,7 @@ LARGEST_MESSAGE = 2**28
 
 
 def all_gather_json(value: T, axis: Axis, kind: type[T]) -> list[T]:
-    """Small values of all members, in axis order, each of type `kind`."""
+    """Small values of all members, in axis order, each of type `kind`. Equal ones are one object."""
     if axis.size == 1:
         return [value]
     group, device = axis.group, _device(axis)
@@ -34,7 +34,12 @@ def all_gather_json(value: T, axis: Axis, kind: type[T]) -> list[T]:
         sizes = [_checked_length(int(length), axis, rank) for rank, length in enumerate(torch.cat(lengths).tolist())]
         padded = torch.nn.functional.pad(mine, (0, max(sizes) - len(mine)))
         rows = _all_gather(padded, group, axis.size)
-    return [_decoded(row[:size], axis, rank, kind) for rank, (row, size) in enumerate(zip(rows, sizes, strict=True))]
+    texts = [row.cpu().numpy()[:size].tobytes() for row, size in zip(rows, sizes, strict=True)]
+    values: dict[bytes, T] = {}  # of a thousand ranks most say the same
+    for rank, text in enumerate(texts):
+        if text not in values:
+            values[text] = _decoded(text, axis, rank, kind)
+    return [values[text] for text in texts]
 
 
 def broadcast_json(value: T | None, axis: Axis, kind: type[T], source: int = 0) -> T:
@@ -50,7 +55,7 @@ def broadcast_json(value: T | None, axis: Axis, kind: type[T], source: int = 0) 
         size = _checked_length(int(length.item()), axis, source)
         received = message if sends else message.new_empty(size)
         dist.broadcast(received, axis.ranks[source], group)
-    return _decoded(received, axis, source, kind)
+    return _decoded(received.cpu().numpy().tobytes(), axis, source, kind)
 
 
 def _all_gather(tensor: torch.Tensor, group: dist.ProcessGroup, size: int) -> list[torch.Tensor]:
@@ -74,9 +79,9 @@ def _encoded(value: Any) -> torch.Tensor:
     return torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
 
-def _decoded(message: torch.Tensor, axis: Axis, rank: int, kind: type[T]) -> T:
+def _decoded(text: bytes, axis: Axis, rank: int, kind: type[T]) -> T:
     try:
-        return typed(kind, json.loads(message.cpu().numpy().tobytes()))
+        return typed(kind, json.loads(text))
     except (ValueError, RecursionError) as error:  # of text, of JSON, or of a type
         raise _refusal(axis, rank, str(error)) from None
 

@@ -1,7 +1,6 @@
 """How the ranks of a run meet: the store that they all connect to, and who has not come yet.
 
-Ranks start minutes apart where nodes are slow, so a rank waits for the others up to --distributed-timeout-minutes. It
-does not do so in silence: every half a minute one rank says who is missing.
+Ranks start minutes apart where nodes are slow, so a rank waits for the others up to --distributed-timeout-minutes.
 """
 
 from __future__ import annotations
@@ -9,9 +8,8 @@ from __future__ import annotations
 import os
 import socket
 import sys
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from datetime import timedelta
 from queue import Empty, SimpleQueue
 from threading import Thread
@@ -20,16 +18,23 @@ import torch
 import torch.distributed as dist
 
 from megatron.distributed import flight_recorder
-from megatron.distributed.device import activate, group_backend
+from megatron.distributed.device import activate, group_backend, resolve_backend
 from megatron.distributed.identity import Identity
 from megatron.distributed.interface import interface_towards
 from megatron.distributed.launch import LaunchInfo
-from megatron.errors import ConfigError, HangError, PeerLostError
+from megatron.distributed.meeting import TOLD_EVERY, Patience, never_met, say, wait_for_all
+from megatron.errors import ConfigError, PeerLostError
 
-TOLD_EVERY = 30.0  # seconds
-_OTHERS_READ_WITHIN = 3.0
 _CLIENT_GIVES_UP_WITHIN = 10.0  # of the timeout that it was given; it does not where a program is silent
-_ALL_HERE, _UNLIKE = "all ranks are here", "unlike: "
+
+
+@dataclass(frozen=True)
+class Connection:
+    """Of this rank to the others."""
+
+    store: dist.Store
+    network: str | None
+    """A line about it, if there is something to say."""
 
 
 def init_process_group(
@@ -38,9 +43,9 @@ def init_process_group(
     timeout: timedelta,
     device: torch.device | None = None,
     started_with: Mapping[str, str] | None = None,
-) -> str | None:
-    """Makes `device` the current one and joins the process group; a single process needs none. Returns a line about the
-    network, if there is something to say. `started_with`: values that must be the same on all ranks."""
+) -> Connection | None:
+    """Makes `device` the current one and joins the process group; a single process needs none. `started_with`: values
+    that must be the same on all ranks."""
     device = device or torch.device("cpu")
     activate(device)
     if info.world_size == 1:
@@ -49,9 +54,10 @@ def init_process_group(
     if backend != "gloo":  # whose waits are the host's own, and logged
         flight_recorder.switch_on()
     try:
+        store = meet(info, timeout, started_with=started_with)
         dist.init_process_group(
             group_backend(backend, device),
-            store=meet(info, timeout, started_with=started_with),
+            store=store,
             rank=info.rank,
             world_size=info.world_size,
             timeout=timeout,
@@ -59,7 +65,13 @@ def init_process_group(
         )
     except (RuntimeError, OSError, dist.DistError) as error:
         raise _rendezvous_error(info, error) from error
-    return network
+    return Connection(store, network)
+
+
+def open_group_of_one(device: torch.device) -> None:
+    """For what asks for a process group where a single process has none; `shutdown` closes it."""
+    backend = group_backend(resolve_backend(None, device), device)
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
 
 
 def _choose_gloo_interface(info: LaunchInfo) -> str | None:
@@ -84,38 +96,16 @@ def meet(
     Every restart uses a key prefix of its own, because the keys of a killed attempt would make it connect to processes
     that no longer exist.
     """
-    patience = _Patience(timeout, told_every)
+    patience = Patience(timeout, told_every)
     store = dist.PrefixStore(f"{info.run_id}/attempt_{info.attempt}", _connected(info, patience))
-    _wait_for_all(store, Identity(info.rank, started_with or {}), info, patience)
+    wait_for_all(store, Identity(info.rank, started_with or {}), info, patience)
     return store
 
 
-@dataclass(frozen=True)
-class _Patience:
-    """How long a rank waits for the others, in rounds after each of which something may be said."""
-
-    timeout: timedelta
-    told_every: float
-    started: float = field(default_factory=time.monotonic)
-
-    @property
-    def waited(self) -> float:
-        return time.monotonic() - self.started
-
-    def rounds(self) -> Iterator[float]:
-        """The seconds to wait in each round, until the time is up."""
-        while (left := self.timeout.total_seconds() - self.waited) > 0:
-            yield min(self.told_every, left)
-
-
-def _keeps_store(info: LaunchInfo) -> bool:
-    return info.rank == 0 and not info.agent_store
-
-
-def _connected(info: LaunchInfo, patience: _Patience) -> dist.Store:
+def _connected(info: LaunchInfo, patience: Patience) -> dist.Store:
     """Connects in a thread, because torch's client waits without end for a program that accepts and says nothing."""
     made: SimpleQueue[dist.Store | Exception] = SimpleQueue()
-    listening = _listen_on_loopback(info.master_port) if _keeps_store(info) and info.single_node else None
+    listening = _listen_on_loopback(info.master_port) if info.keeps_store and info.single_node else None
 
     def connect() -> None:
         try:
@@ -124,7 +114,7 @@ def _connected(info: LaunchInfo, patience: _Patience) -> dist.Store:
                     info.store_host,
                     info.master_port,
                     info.world_size,
-                    _keeps_store(info),
+                    info.keeps_store,
                     patience.timeout,
                     wait_for_workers=False,
                     master_listen_fd=listening,
@@ -142,7 +132,7 @@ def _connected(info: LaunchInfo, patience: _Patience) -> dist.Store:
             found = made.get(timeout=seconds)
         except Empty:
             if info.local_rank == 0 or info.rank == 1:  # one rank of every machine, as there is nothing to agree over
-                _say(info, patience, missing)
+                say(info, patience, missing)
             continue
         if isinstance(found, dist.DistError) and patience.waited >= patience.timeout.total_seconds():
             break
@@ -150,71 +140,7 @@ def _connected(info: LaunchInfo, patience: _Patience) -> dist.Store:
             raise found
         return found
     connecting.join(_CLIENT_GIVES_UP_WITHIN)  # a thread that comes back from torch while Python ends aborts the process
-    raise _never_met(info, patience, missing)
-
-
-def _wait_for_all(store: dist.Store, identity: Identity, info: LaunchInfo, patience: _Patience) -> None:
-    """Work per rank does not grow with their number: the last one to come tells the others, and in every round the
-    first one to run out of patience reads the list of those who came."""
-    if store.add(f"came_{info.rank}", 1) > 1:
-        raise ConfigError(
-            f"--master-port {info.master_port}: another process is rank {info.rank} there already; choose another port "
-            "if two jobs use this one, and start every rank once"
-        )
-    store.append("came", f"{info.rank} ")  # type: ignore[attr-defined]  # torch's stubs lack it
-    unlike = identity.unlike_first(store)
-    if unlike is not None:
-        store.compare_set("outcome", "", _UNLIKE + unlike)
-    elif store.add("number", 1) == info.world_size:
-        store.set("outcome", _ALL_HERE)
-    for number, seconds in enumerate(patience.rounds()):
-        try:
-            store.wait(["outcome"], timedelta(seconds=seconds))
-            break
-        except dist.DistStoreError:  # not yet
-            if store.add(f"told_{number}", 1) == 1:
-                _say(info, patience, _missing(store, info))
-    # Whose time is up decides for all, so that all ranks end for the same reason.
-    mine = "" if store.check(["outcome"]) else str(_never_met(info, patience, _missing(store, info)))
-    outcome = store.compare_set("outcome", "", mine).decode() if mine else store.get("outcome").decode()
-    if outcome == _ALL_HERE:
-        return
-    if _keeps_store(info):
-        time.sleep(_OTHERS_READ_WITHIN)
-    raise ConfigError(outcome.removeprefix(_UNLIKE)) if outcome.startswith(_UNLIKE) else HangError(outcome)
-
-
-def _missing(store: dist.Store, info: LaunchInfo) -> str:
-    came = {int(rank) for rank in store.get("came").decode().split()}
-    absent = [rank for rank in range(info.world_size) if rank not in came]
-    verb = "s {} have" if len(absent) > 1 else " {} has"
-    return f"rank{verb.format(_spans(absent))} not come ({len(came)} of {info.world_size} have)"
-
-
-def _spans(ranks: Sequence[int]) -> str:
-    """Such as "0, 8-15": whole machines are missing, as a rule."""
-    among = set(ranks)
-    starts = [rank for rank in ranks if rank - 1 not in among]
-    ends = [rank for rank in ranks if rank + 1 not in among]
-    spans = [f"{start}" if start == end else f"{start}-{end}" for start, end in zip(starts, ends)]
-    return ", ".join(spans[:20]) + (f", ... ({len(ranks)} in all)" if len(spans) > 20 else "")
-
-
-def _say(info: LaunchInfo, patience: _Patience, missing: str) -> None:
-    limit = patience.timeout.total_seconds()
-    print(
-        f"rank {info.rank} waits for the others for {patience.waited:.0f} s of at most {limit:.0f}: {missing}",
-        file=sys.stderr,
-        flush=True,
-    )
-
-
-def _never_met(info: LaunchInfo, patience: _Patience, missing: str) -> HangError:
-    return HangError(
-        f"--distributed-timeout-minutes {patience.timeout.total_seconds() / 60:g}: the ranks did not all meet at "
-        f"{info.store_host}:{info.master_port} (attempt {info.attempt}): {missing}; see what the missing ones said, or "
-        "give more time"
-    )
+    raise never_met(info, patience, missing)
 
 
 def _listen_on_loopback(port: int) -> int:
@@ -229,7 +155,7 @@ def _listen_on_loopback(port: int) -> int:
 
 def _rendezvous_error(info: LaunchInfo, error: Exception) -> Exception:
     reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-    if _keeps_store(info) and ("EADDRINUSE" in str(error) or "in use" in str(error)):
+    if info.keeps_store and ("EADDRINUSE" in str(error) or "in use" in str(error)):
         return ConfigError(f"--master-port {info.master_port}: already in use on this machine; choose another port")
     return PeerLostError(
         f"rank {info.rank} of {info.world_size} could not meet the others at "

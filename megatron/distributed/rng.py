@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,7 +24,6 @@ from megatron.distributed.state import Axis
 from megatron.layout import Coordinates
 
 CPU = torch.device("cpu")
-_BYTES = "hexadecimal bytes"
 
 RngState = dict[str, Any]
 """Plain numbers and uint8 tensors only, so that `torch.load(weights_only=True)` admits it."""
@@ -79,29 +78,6 @@ def set_rng_state(state: RngState, device: torch.device = CPU) -> None:
     torch.set_rng_state(state["torch_cpu"].cpu())
     if device.type != "cpu" and "accelerator" in state:
         torch.get_device_module(device).set_rng_state(state["accelerator"].cpu(), device)
-
-
-def rng_to_plain(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The state as JSON values; a tensor of bytes becomes hexadecimal text."""
-    return {
-        name: rng_to_plain(value)
-        if isinstance(value, Mapping)
-        else {_BYTES: value.numpy().tobytes().hex()}
-        if isinstance(value, torch.Tensor)
-        else value
-        for name, value in state.items()
-    }
-
-
-def rng_from_plain(state: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        name: value
-        if not isinstance(value, Mapping)
-        else _to_tensor(bytes.fromhex(value[_BYTES]))
-        if _BYTES in value
-        else rng_from_plain(value)
-        for name, value in state.items()
-    }
 
 
 class SplitRandom:

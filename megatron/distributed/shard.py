@@ -81,6 +81,26 @@ class ShardSpec:
         held = sum(stop - start for start, stop in self.held)
         return (*self.split_shape[: self.dim], held, *self.split_shape[self.dim + 1 :])
 
+    @property
+    def in_three(self) -> ShardSpec:
+        """The same with three dimensions, of which the second is split: memory's order is the same."""
+        shape = self.split_shape
+        return replace(
+            self,
+            logical_shape=(prod(shape[: self.dim]), self.size, prod(shape[self.dim + 1 :])),
+            dim=1,
+            fold=1,
+            ranges=self.held,
+        )
+
+    def only(self, start: int, stop: int) -> ShardSpec:
+        """What is held here from `start` to `stop` along the split dimension, counted in memory's order."""
+        kept = [
+            (held[0] + max(start - offset, 0), held[0] + min(stop - offset, held[1] - held[0]))
+            for offset, held in _with_offsets(self.held)
+        ]
+        return replace(self, ranges=tuple((a, b) for a, b in kept if a < b), copies=())
+
     def runs(self) -> Iterator[tuple[int, int]]:
         """What is held here as (first element, number of elements) of the whole logical view, in memory's order."""
         outer, inner = prod(self.split_shape[: self.dim]), prod(self.split_shape[self.dim + 1 :])
@@ -88,27 +108,53 @@ class ShardSpec:
             for start, stop in self.held:
                 yield (row * self.size + start) * inner, (stop - start) * inner
 
+    def splits_columns(self, rows: int) -> bool:
+        """Whether `dim` is of the columns of a stored matrix with that many rows; else it is of its rows."""
+        return rows <= prod(self.split_shape[: self.dim])
+
     def whole(self) -> ShardSpec:
         """The same parameter, unsplit."""
         return replace(self, ranges=None, replica_axes=(), copies=())
 
-    def counted(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+    def counted(self, tensor: torch.Tensor, piece: Range | None = None) -> list[torch.Tensor]:
         """The parts of the stored tensor that no earlier rank holds: over all ranks, every element is counted once.
-        Padding rows are left out."""
-        if not self.copies:
+        Padding rows are left out. `piece`: `tensor` is not all that is stored here but these elements of it."""
+        if not self.copies and piece is None:
             return [self.view(tensor)]
-        return self._parts(tensor, lambda held: without(held, self.copies))
+        return self._parts(tensor, piece, lambda held: without(held, self.copies))
 
-    def copied(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+    def copied(self, tensor: torch.Tensor, piece: Range | None = None) -> list[torch.Tensor]:
         """The rest of `counted`: the parts that an earlier rank holds too."""
-        return self._parts(tensor, lambda held: without(held, tuple(without(held, self.copies)))) if self.copies else []
+        if not self.copies:
+            return []
+        return self._parts(tensor, piece, lambda held: without(held, tuple(without(held, self.copies))))
 
-    def _parts(self, tensor: torch.Tensor, which: Callable[[Range], Iterable[Range]]) -> list[torch.Tensor]:
-        view, parts = self.view(tensor), []
+    def held_in(self, tensor: torch.Tensor, piece: Range) -> Iterator[tuple[Range, torch.Tensor]]:
+        """Each index range that is held here, with those of its elements that are in a piece of the stored tensor."""
         for offset, held in _with_offsets(self.held):
-            for start, stop in which(held):
-                parts.append(_cut(view, self.dim, (offset + start - held[0], offset + stop - held[0])))
-        return parts
+            runs = self._elements([(offset, offset + held[1] - held[0])])
+            yield held, torch.cat([_in_piece(tensor, piece, run) for run in runs])
+
+    def _parts(
+        self, tensor: torch.Tensor, piece: Range | None, which: Callable[[Range], Iterable[Range]]
+    ) -> list[torch.Tensor]:
+        chosen = [
+            (offset + start - held[0], offset + stop - held[0])
+            for offset, held in _with_offsets(self.held)
+            for start, stop in which(held)
+        ]
+        if piece is None:
+            return [_cut(self.view(tensor), self.dim, part) for part in chosen]
+        parts = (_in_piece(tensor, piece, run) for run in self._elements(chosen))
+        return [part for part in parts if part.numel()]
+
+    def _elements(self, parts: Sequence[Range]) -> Iterator[Range]:
+        """Index ranges of the split dimension of what is stored here, as ranges of its elements in memory's order."""
+        outer, inner = prod(self.split_shape[: self.dim]), prod(self.split_shape[self.dim + 1 :])
+        length = self.local_shape[self.dim] if self.local_shape else 1
+        for row in range(outer):
+            for start, stop in parts:
+                yield (row * length + start) * inner, (row * length + stop) * inner
 
     def view(self, tensor: torch.Tensor) -> torch.Tensor:
         """A view of the stored tensor in its logical local shape, without padding rows."""
@@ -151,7 +197,7 @@ def pieces(source: ShardSpec, target: ShardSpec) -> Iterator[tuple[Range, Range]
     assert source.dim == target.dim or source.is_whole or target.is_whole, (
         f"{source.name} is split along two dimensions"
     )
-    source, target = _along_one_dim(source, target)
+    source, target = along_one_dim(source, target)
     for source_offset, (a, b) in _with_offsets(source.held):
         for target_offset, (c, d) in _with_offsets(target.held):
             start, stop = max(a, c), min(b, d)
@@ -162,7 +208,7 @@ def pieces(source: ShardSpec, target: ShardSpec) -> Iterator[tuple[Range, Range]
 
 def copy_common(source: ShardSpec, stored: torch.Tensor, target: ShardSpec, into: torch.Tensor) -> int:
     """Copies the intersection of two parts from one stored tensor to the other; returns the number of elements."""
-    source, target = _along_one_dim(source, target)
+    source, target = along_one_dim(source, target)
     dim = target.dim
     copied = 0
     for here, there in pieces(source, target):
@@ -179,9 +225,20 @@ def missing_ranges(parts: Sequence[ShardSpec], wanted: ShardSpec | None = None) 
     assert all(part.is_whole or part.dim == split.dim for part in parts), f"{split.name} is split along two dimensions"
     if any(part.is_whole for part in parts):
         return []
-    wanted = _along_one_dim(split, wanted or split.whole())[1]
-    covered = [held for part in parts for held in _along_one_dim(part, wanted)[0].held]
+    wanted = along_one_dim(split, wanted or split.whole())[1]
+    covered = [held for part in parts for held in along_one_dim(part, wanted)[0].held]
     return [gap for held in wanted.held for gap in without(held, covered)]
+
+
+def common(a: Range, b: Range) -> Range:
+    """The intersection; one that is empty begins at its end or after it."""
+    return max(a[0], b[0]), min(a[1], b[1])
+
+
+def _in_piece(tensor: torch.Tensor, piece: Range, run: Range) -> torch.Tensor:
+    """Of a run of elements, those that `tensor` has, which holds the elements of `piece`."""
+    start, stop = common(run, piece)
+    return tensor[start - piece[0] : max(stop, start) - piece[0]]
 
 
 def without(held: Range, removed: Sequence[Range]) -> Iterator[Range]:
@@ -195,7 +252,7 @@ def without(held: Range, removed: Sequence[Range]) -> Iterator[Range]:
         yield position, stop
 
 
-def _along_one_dim(source: ShardSpec, target: ShardSpec) -> tuple[ShardSpec, ShardSpec]:
+def along_one_dim(source: ShardSpec, target: ShardSpec) -> tuple[ShardSpec, ShardSpec]:
     """Both with ranges along the same dimension and fold. An unsplit parameter is one range of any dimension."""
     if (source.dim, source.fold) == (target.dim, target.fold):
         return source, target

@@ -88,6 +88,9 @@ class ParallelState:
     pp: Axis
     dp_cp: Axis
     expert_dp: Axis
+    shard: Axis
+    expert_shard: Axis
+    replicate: Axis
     embedding: Axis
     model: Axis
     world: Axis

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
 from torch import nn
 
 from megatron.config import RunConfig
-from megatron.data_parallel import GradBuffers
+from megatron.data_parallel import DEFAULT_BUCKET_SIZE, GradBuffers, Gradients
 from megatron.distributed.state import Axis, ParallelState
 from megatron.engine.engine import Engine
 from megatron.engine.graphs import GraphedPasses
+from megatron.engine.groups import Groups, check_marked
 from megatron.errors import ConfigError
 from megatron.model.gpt import GPT
-from megatron.model.parameters import Row
 from megatron.model.passes import Passes, SinglePass
 from megatron.ops.select import Kernels
-from megatron.optimizer import GroupRule, Optimizer, megatron_rule
+from megatron.optimizer import Optimizer, offloads
 from megatron.parallelize import Parallel
 from megatron.utils.cuda import CudaGraph
 
@@ -28,25 +27,20 @@ def build_engine(
 ) -> Engine:
     """`built` is what `parallelize` made of the model for this rank."""
     model, specs = built.model, built.specs
-    experts = [name for name, row in built.rows.items() if row.kind == "expert"]
-    grads = GradBuffers(
-        model.named_parameters(),
-        parallel.dp_cp,
-        axes=dict.fromkeys(experts, parallel.expert_dp),
-        overlap=config.parallel.overlap_grad_reduce,
-        flat=config.kernels.cuda_graphs or any((kernels.adamw, kernels.wgrad_accumulation)),
-        accumulate=kernels.wgrad_accumulation,
-    )
-    if built.wgrads.deferred or kernels.wgrad_accumulation is not None:
-        built.wgrads.connect(grads, model)
-    dense, shared = _norm_axes(parallel)
+    experts = _experts(built)
+    grads: Gradients = built.divided or _buffers(config, built, parallel, kernels, device)
+    check_marked(config.optimizer, built)
+    dense, shared = _split_axes(parallel)
     optimizer = Optimizer(
         grads,
         config.optimizer,
         config.precision,
-        rule=_decay_by_row(built.rows, norms_of_qk=config.optimizer.apply_wd_to_qk_layernorm),
+        rule=Groups(config.optimizer, built.rows, specs, parallel).of,
         split_over=dict.fromkeys(specs, dense) | dict.fromkeys(experts, shared),
-        norm_axes=(dense, shared),
+        norm_axes=[
+            (*split, divided) if config.parallel.zero and divided.size > 1 else split
+            for split, divided in ((dense, parallel.shard), (shared, parallel.expert_shard))
+        ],
         specs=specs,
         kernels=kernels,
         asynchronous=runs_ahead(device),
@@ -62,35 +56,53 @@ def build_engine(
     )
 
 
+def _buffers(
+    config: RunConfig, built: Parallel, parallel: ParallelState, kernels: Kernels, device: torch.device
+) -> GradBuffers:
+    """Of a model that every data-parallel rank holds whole."""
+    divided = config.parallel.zero > 0
+    grads = GradBuffers(
+        built.model.named_parameters(),
+        parallel.shard if divided else parallel.dp_cp,
+        axes=dict.fromkeys(_experts(built), parallel.expert_shard if divided else parallel.expert_dp),
+        replicas=parallel.replicate if divided else None,
+        bucket_size=config.parallel.ddp_bucket_size or DEFAULT_BUCKET_SIZE,
+        overlap=config.parallel.overlap_grad_reduce,
+        in_own_type=config.parallel.grad_reduce_in_bf16,
+        divided=divided,
+        late_gather=built.model if config.parallel.overlap_param_gather else None,
+        apart=[name for name, spec in built.specs.items() if "embedding" in spec.replica_axes],
+        flat=config.kernels.cuda_graphs
+        or offloads(config.optimizer, device)
+        or any((kernels.adamw, kernels.wgrad_accumulation)),
+        accumulate=kernels.wgrad_accumulation,
+    )
+    if built.wgrads.deferred or kernels.wgrad_accumulation is not None:
+        built.wgrads.connect(grads, built.model)
+    return grads
+
+
+def _experts(built: Parallel) -> list[str]:
+    return [name for name, row in built.rows.items() if row.kind == "expert"]
+
+
 def runs_ahead(device: torch.device) -> bool:
     """Whether steps are asynchronous: handed over while earlier ones are still computed."""
     return device.type == "cuda"
 
 
-def _decay_by_row(rows: Mapping[str, Row], *, norms_of_qk: bool) -> Callable[[str, nn.Parameter], GroupRule]:
-    """The table says which parameters decay; of a model that is not ours, Megatron's rule does."""
-
-    def rule(name: str, parameter: nn.Parameter) -> GroupRule:
-        row = rows.get(name)
-        if row is None:
-            return megatron_rule(name, parameter)
-        decays = row.decays or (norms_of_qk and row.is_qk_norm)
-        return GroupRule(wd_mult=1.0 if decays else 0.0)
-
-    return rule
-
-
-def _graphed(passes: Passes, model: nn.Module, grads: GradBuffers, device: torch.device) -> GraphedPasses:
+def _graphed(passes: Passes, model: nn.Module, grads: Gradients, device: torch.device) -> GraphedPasses:
     assert device.type == "cuda", "checked when the device was chosen"
     if not isinstance(model, GPT):
         raise ConfigError(
             f"--cuda-graphs: records our GPT alone, and the model provider gave a {type(model).__name__}; leave it out"
         )
+    assert isinstance(grads, GradBuffers), "the settings refuse graphs of gathered weights"
     assert isinstance(passes, SinglePass), "the settings refuse graphs of a pipeline"
     return GraphedPasses(passes, grads, partial(CudaGraph, device))
 
 
-def _norm_axes(parallel: ParallelState) -> tuple[tuple[Axis, ...], tuple[Axis, ...]]:
-    """The axes that a norm is summed over: that of parameters split over a model's ranks, and that of experts."""
+def _split_axes(parallel: ParallelState) -> tuple[tuple[Axis, ...], tuple[Axis, ...]]:
+    """The axes that parameters are split over, and those of experts."""
     dense = (parallel.model,) if parallel.model.size > 1 else ()
     return dense, (*dense, parallel.ep) if parallel.ep.size > 1 else dense

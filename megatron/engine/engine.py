@@ -18,21 +18,22 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from megatron.data_parallel import GradBuffers, broadcast_parameters
+from megatron.data_parallel import Gradients, broadcast_parameters
 from megatron.distributed.messages import all_gather_json
 from megatron.distributed.state import ParallelState
 from megatron.engine.evaluation import Evaluation, EvaluationResult, check_counted
+from megatron.engine.nonfinite import first_nonfinite, overflows_at_the_bottom
 from megatron.engine.routers import RouterSteps
 from megatron.errors import NonFiniteError
 from megatron.model.gpt import GPT
 from megatron.model.passes import Batch, Passes
-from megatron.optimizer import REPORT_SIZE, DynamicLossScaler, Optimizer
+from megatron.optimizer import REPORT_SIZE, Optimizer, Rates
 from megatron.parallelize import Parallel, ReplicaSums, persistent_buffers
 from megatron.utils.device import ToHost
 from megatron.utils.timers import Timers
 
-_FORGIVEN_OVERFLOWS = 2
-"""Overflows in a row at the lowest loss scale before the run stops: a lower scale is not there to help."""
+_MOST_NAMED = 8
+"""Ranks whose samples a message lists."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,18 +83,18 @@ class Engine(Evaluation):
         self,
         built: Parallel,
         passes: Passes,
-        grads: GradBuffers,
+        grads: Gradients,
         optimizer: Optimizer,
         parallel: ParallelState,
         *,
         device: torch.device,
         stop_on_nonfinite: bool,
     ) -> None:
-        super().__init__(built.model, passes, parallel, device=device)
+        super().__init__(built.model, passes, parallel, device=device, divided=built.divided)
         self.grads = grads
         self.stop_on_nonfinite = stop_on_nonfinite
         self.buffers = persistent_buffers(built.model)  # the model itself changes them in a step: running means
-        self.sum_replicas: Callable[[GradBuffers], None] = ReplicaSums(built.specs, parallel)
+        self.sum_replicas: Callable[[Gradients], None] = ReplicaSums(built.specs, parallel)
         self.routers: RouterSteps | None = None
         if isinstance(built.model, GPT) and built.model.routers is not None:
             self.routers = RouterSteps(built.model, parallel, device)
@@ -119,13 +120,13 @@ class Engine(Evaluation):
         iteration: int,
         batch_size: int,
         tokens_per_sample: int,
-        rates: Callable[[], tuple[float, float]],
+        rates: Callable[[], Rates],
         then: Callable[[StepResult], None],
         count_zeros: bool = False,
     ) -> None:
         """Forward and backward over this rank's micro-batches of one global batch, reduction, update.
 
-        `rates` gives learning rate and weight decay. It is called after the step before has been settled, since they
+        `rates` gives learning rates and weight decay. It is called after the step before has been settled, since they
         may depend on whether that one was skipped. `then` is told what the step did when it is settled: before this
         returns, or if the engine is asynchronous within the next step or by `settle`. `iteration` is for messages.
         """
@@ -136,14 +137,14 @@ class Engine(Evaluation):
             factor = factor.float()  # as a plain number would be: wider than the loss, it would widen that
         losses, totals = self._gradients(micro_batches, factor, batch_size)
         loss_sum, counted = totals.unbind()
-        self.settle()
-        lr, weight_decay = rates()
+        self._settle_step()
+        now = rates()
         loss = loss_sum / counted
         with self.timers("optimizer"):
             zeros = self._optimizer.count_zeros() if count_zeros else torch.zeros_like(loss)
             finite = torch.isfinite(loss) if self._bad_numbers_stop else None
             scale = loss_scale * counted / expected_tokens
-            update = self._optimizer.start_step(lr, weight_decay, scale, finite)
+            update = self._optimizer.start_step(now, scale, finite)
         names: Sequence[str] = ()
         router_losses = totals[:0]
         if self.routers is not None:
@@ -156,8 +157,8 @@ class Engine(Evaluation):
             then=then,
             outcome=ToHost(torch.cat([numbers, update.to(loss.dtype), router_losses.to(loss.dtype)])),
             batch_size=batch_size,
-            learning_rate=lr,
-            weight_decay=weight_decay,
+            learning_rate=now.lr,
+            weight_decay=now.weight_decay,
             counts_zeros=count_zeros,
             router_names=names,
             times=self.timers.elapsed(),
@@ -166,10 +167,15 @@ class Engine(Evaluation):
             losses=losses,
         )
         if not self.asynchronous:
-            self.settle()
+            self._settle_step()
 
     def settle(self) -> None:
-        """Waits for the outcome of the step in flight, if there is one, and hands it on; an error if it is bad."""
+        """Waits for the outcome of the step in flight, if there is one, and hands it on; an error if it is bad.
+        Afterwards the model has its weights."""
+        self._settle_step()
+        self.grads.wait_for_weights()
+
+    def _settle_step(self) -> None:
         step, self._in_flight = self._in_flight, None
         if step is not None:
             step.then(self._result(step))
@@ -228,13 +234,11 @@ class Engine(Evaluation):
 
     def _check_skipped(self, step: _Step, loss_scale: float, in_a_row: int) -> None:
         if self._bad_numbers_stop:
-            raise self._nonfinite(step, "a gradient is not finite")
-        scaler = self._optimizer.scaler
-        at_the_bottom = isinstance(scaler, DynamicLossScaler) and loss_scale <= scaler.min_scale
-        if self.stop_on_nonfinite and at_the_bottom and in_a_row > _FORGIVEN_OVERFLOWS:
-            raise self._nonfinite(
-                step, f"a gradient overflows even at the loss scale {loss_scale:g}, {in_a_row} steps in a row"
-            )
+            raise self._nonfinite(step, "a gradient is not finite", self._samples(step.micro_batches))
+        if self.stop_on_nonfinite:
+            what = overflows_at_the_bottom(self._optimizer, loss_scale, in_a_row)
+            if what is not None:
+                raise self._nonfinite(step, what)
 
     def _bad_samples(self, micro_batches: Sequence[Batch], losses: Sequence[Tensor]) -> str:
         """The samples whose loss is not finite, by rank. Every rank calls it, since all have the same loss."""
@@ -249,28 +253,21 @@ class Engine(Evaluation):
             for rank, numbers in enumerate(all_gather_json(mine, self.parallel.world, tuple[int, ...]))
             if numbers
         ]
-        return f" ({'; '.join(parts)})" if parts else ""
+        more = f"; and {len(parts) - _MOST_NAMED} ranks more" if len(parts) > _MOST_NAMED else ""
+        return f" ({'; '.join(parts[:_MOST_NAMED])}{more})" if parts else ""
 
-    def _first_nonfinite(self) -> str:
-        """What is not finite, and on which ranks: parameters before gradients. Every rank calls it, since the cause
-        may be on one rank alone: in one stage, or in one shard of a layer."""
-        weights = [name for name, p in self.model.named_parameters() if not torch.isfinite(p).all()]
-        mine = ("parameters", tuple(weights)) if weights else ("gradients", tuple(self._optimizer.find_nonfinite()))
-        found = all_gather_json(mine, self.parallel.world, tuple[str, tuple[str, ...]])
-        for kind in ("parameters", "gradients"):
-            ranks = {rank: names for rank, (what, names) in enumerate(found) if what == kind and names}
-            if ranks:
-                first, *others = ranks
-                whose = f" of rank {first}" if len(found) > 1 else ""
-                also = f" (and on rank{'s' if others[1:] else ''} {', '.join(map(str, others))})" if others else ""
-                return f"; not finite, first in the {kind}{whose}: {', '.join(ranks[first][:4])}{also}"
-        return ""
+    def _samples(self, micro_batches: Sequence[Batch]) -> str:
+        """All samples of a step: where the loss is finite and its gradient is not, any of them may be the cause."""
+        mine = [n for batch in micro_batches for n in torch.as_tensor(batch.get("sample_ids", ())).tolist()]
+        numbers = [n for theirs in all_gather_json(mine, self.parallel.world, list[int]) for n in theirs]
+        return f" (in samples {min(numbers)} to {max(numbers)})" if numbers else ""
 
     def _nonfinite(self, step: _Step, what: str, where: str = "") -> NonFiniteError:
         if self.asynchronous:  # the gradients may be the next step's by now, but the weights are those of this one
             with torch.enable_grad():
                 self._gradients(step.micro_batches, step.factor, step.batch_size)
-        first = self._first_nonfinite()
+        first = first_nonfinite(self._optimizer, self.parallel)
+        first = f"; not finite, {first}" if first else ""
         return NonFiniteError(
             f"iteration {step.iteration}: {what}{where}{first}. The update was not made. Resume from the last "
             "checkpoint, lower --lr, or use --no-check-for-nan-in-loss-and-grad to skip such steps"

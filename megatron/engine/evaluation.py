@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from megatron.context_parallel import slice_batch
+from megatron.data_parallel import FullySharded
 from megatron.distributed.collectives import all_reduce
 from megatron.distributed.state import ParallelState
 from megatron.errors import DataError
@@ -25,10 +26,27 @@ class EvaluationResult:
 class Evaluation:
     """A model and how batches go through it: all that an evaluation needs."""
 
-    def __init__(self, model: nn.Module, passes: Passes, parallel: ParallelState, *, device: torch.device) -> None:
-        """`model` is what this rank holds."""
+    def __init__(
+        self,
+        model: nn.Module,
+        passes: Passes,
+        parallel: ParallelState,
+        *,
+        device: torch.device,
+        divided: FullySharded | None = None,
+    ) -> None:
+        """`model` is what this rank holds; `divided`: its weights, where data-parallel ranks divide them."""
         self.model, self.passes, self.parallel, self.device = model, passes, parallel, device
+        self.divided = divided
         self._copies = CopyStream(device) if device.type == "cuda" else None
+
+    def whole_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Every parameter of this rank's part, whole. Where data-parallel ranks divide them all ranks ask for all."""
+        if self.divided is None:
+            yield from self.model.named_parameters()
+        else:
+            for name in self.divided.all_names:
+                yield name, self.divided.whole_weight(name)
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch]) -> EvaluationResult:

@@ -12,6 +12,7 @@ from megatron.distributed.collectives import all_reduce
 from megatron.distributed.state import ParallelState
 from megatron.model.gpt import GPT
 from megatron.model.moe import Router
+from megatron.model.passes import shape_of
 
 
 class RouterSteps:
@@ -37,7 +38,7 @@ class RouterSteps:
             counted = torch.zeros((), dtype=torch.float64, device=self.device)
             for batch in batches:
                 mask = batch.get("loss_mask")
-                counted += mask.sum() if mask is not None else batch["tokens"].numel()
+                counted += mask.sum() if mask is not None else shape_of(batch).numel()
             scale = all_reduce(counted, self.parallel.dp_cp) * (factor / batch_size)
         self.reports.begin(scale)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from megatron.checkpoint import StepReader, find_checkpoint
+from megatron.checkpoint import find_checkpoint
 from megatron.checkpoint.build import restore_model, saved_tokenizer
 from megatron.checkpoint.hf import DTYPES
 from megatron.distributed.state import ParallelState
@@ -40,7 +40,7 @@ def load_model(
     tokenizer = saved_tokenizer(found)
     if tokenizer is None:
         raise CheckpointError(f"{found.directory} holds no tokenizer, so text cannot be turned into ids")
-    reader = StepReader(found.directory, found.manifest)
+    reader = found.reader()
     wanted = _dtype(dtype) if dtype else reader.model_dtype()
     if wanted == torch.float16 and device.type == "cpu":
         set_fp16_products()

@@ -1,4 +1,4 @@
-"""One transformer layer."""
+"""One transformer layer, in the wirings that models have."""
 
 from __future__ import annotations
 
@@ -12,17 +12,34 @@ from megatron.model.parameters import MLP as MLP_NAME
 from megatron.model.self_attention import SelfAttention
 
 
-class Block(nn.Module):
-    def __init__(self, make: ModuleFactory, layer: int) -> None:
-        """`layer` counts from 0 over the whole model, whatever part of it this process holds."""
+def make_layer(make: ModuleFactory, layer: int) -> Layer:
+    """`layer` counts from 0 over the whole model, whatever part of it this process holds."""
+    if make.config.norm_placement == "after":
+        return NormAfterBlock(make, layer)
+    return ParallelBlock(make, layer) if make.config.use_parallel_residual else Block(make, layer)
+
+
+class Layer(nn.Module):
+    """What all wirings have."""
+
+    def __init__(self, make: ModuleFactory) -> None:
         super().__init__()
-        config, name = make.config, MLP_NAME.format(layer=layer)
+        self.dropout, self.hidden_dropout = make.dropout, make.config.hidden_dropout
+
+    def _drop(self, x: Tensor) -> Tensor:
+        return self.dropout(x, self.hidden_dropout, self.training)
+
+
+class Block(Layer):
+    """x + attention(norm(x)), and to that the MLP of its norm."""
+
+    def __init__(self, make: ModuleFactory, layer: int) -> None:
+        super().__init__(make)
+        config = make.config
         self.input_layernorm = make.norm(config.hidden_size)
         self.self_attention = SelfAttention(make, layer)
         self.post_attention_layernorm = make.norm(config.hidden_size)
-        with_experts = layer in make.layers_with_experts
-        self.mlp: MLP | MoE = MoE(make, layer) if with_experts else MLP(make, name, config.ffn_size)
-        self.dropout, self.hidden_dropout = make.dropout, config.hidden_dropout
+        self.mlp = _mlp(make, layer)
         self.residual_after_norm = config.apply_residual_connection_post_layernorm
         self.kernels = make.kernels
 
@@ -34,5 +51,34 @@ class Block(nn.Module):
         branch, residual = self.mlp(normed), normed if self.residual_after_norm else x
         return self.kernels.bias_dropout_add(branch, None, residual, self._drop)
 
-    def _drop(self, x: Tensor) -> Tensor:
-        return self.dropout(x, self.hidden_dropout, self.training)
+
+class ParallelBlock(Block):
+    """x + attention(norm(x)) + MLP(another norm(x)): GPT-NeoX."""
+
+    def forward(self, x: Tensor, context: AttentionContext) -> Tensor:
+        attended = self._drop(self.self_attention(self.input_layernorm(x), context))
+        branch = self.mlp(self.post_attention_layernorm(x))
+        return self.kernels.bias_dropout_add(branch, None, x + attended, self._drop)
+
+
+class NormAfterBlock(Layer):
+    """x + norm(attention(x)), and to that the norm of its MLP: OLMo-2."""
+
+    def __init__(self, make: ModuleFactory, layer: int) -> None:
+        super().__init__(make)
+        config = make.config
+        self.self_attention = SelfAttention(make, layer)
+        self.attention_output_layernorm = make.norm(config.hidden_size)
+        self.mlp = _mlp(make, layer)
+        self.mlp_output_layernorm = make.norm(config.hidden_size)
+
+    def forward(self, x: Tensor, context: AttentionContext) -> Tensor:
+        dtype = self.attention_output_layernorm.weight.dtype  # the residual stream's own may be fp32
+        x = x + self._drop(self.attention_output_layernorm(self.self_attention(x.to(dtype), context)))
+        return x + self._drop(self.mlp_output_layernorm(self.mlp(x.to(dtype))))
+
+
+def _mlp(make: ModuleFactory, layer: int) -> MLP | MoE:
+    if layer in make.layers_with_experts:
+        return MoE(make, layer)
+    return MLP(make, MLP_NAME.format(layer=layer), make.config.ffn_size)

@@ -64,6 +64,11 @@ class ModuleFactory:
     def norm(self, width: int) -> Norm:
         return Norm(width, self.config, self.kernels)
 
+    def head_norm(self, name: str, heads: int) -> Norm:
+        """Of queries or keys: over each head, or over all `heads` of the whole model together."""
+        together = self.config.qk_layernorm_scope == "all"
+        return self.norm(self.config.head_dim * (heads if together else 1))
+
     def vocabulary_table(self, rows: int) -> Table:
         """`rows`: of the whole table, padding included."""
         return Table(rows, self.config.hidden_size)

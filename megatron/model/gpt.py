@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 from megatron.config import ModelConfig, MoEConfig, RecomputeConfig
 from megatron.model.attention import AttentionContext, KVCache
-from megatron.model.block import Block
+from megatron.model.block import make_layer
 from megatron.model.embedding import Embedding, TiedHead
 from megatron.model.factory import ModuleFactory
+from megatron.model.host_activations import HostActivations, host_link
 from megatron.model.inventory import inventory
 from megatron.model.parameters import Parameter, parameters
 from megatron.model.recompute import groups, run
@@ -64,15 +66,17 @@ class GPT(nn.Module):
         self.embedding = _embedding(make, rows, first=first, last=last)
         self.rotary = RotaryEmbedding(config) if config.positions == "rope" else None
         held = range(config.num_layers) if layers is None else layers
-        self.layers = nn.ModuleDict({str(layer): Block(make, layer) for layer in held})
+        self.layers = nn.ModuleDict({str(layer): make_layer(make, layer) for layer in held})
         self.final_layernorm = make.norm(config.hidden_size) if last else None
         self.output_layer = make.vocabulary_table(rows) if last and not config.tied else None
         self.head_and_loss = make.head_and_loss(vocab_size) if last else None
+        self.computes_in: torch.dtype | None = None
+        """Unset: the type of its weights. Weights that are gathered for a pass may be kept in another."""
         self.as_made = inventory(self)
 
     def forward(
         self,
-        tokens: Tensor,
+        tokens: Tensor | None,
         *,
         position_ids: Tensor | None = None,
         labels: Tensor | None = None,
@@ -81,18 +85,21 @@ class GPT(nn.Module):
         hidden: Tensor | None = None,
         stage: Stage | None = None,
     ) -> Tensor:
-        """tokens, position_ids, labels, document_ids [batch, seq]; `hidden` is the previous stage's result; `stage`
-        says which of the layers to run, unless it is all of them.
+        """tokens, position_ids, labels, document_ids [batch, seq]; `hidden` is the previous stage's result, with which
+        positions may stand for the tokens; `stage` says which of the layers to run, unless it is all of them.
 
         Returns logits [batch, seq, vocabulary]; with labels the loss of every token [batch, seq] in fp32; from a stage
         that is not the last, its hidden states [batch, seq, hidden].
         """
-        past, seq = self.sequence.past(cache), tokens.shape[1]
+        per_token = position_ids if tokens is None else tokens
+        assert per_token is not None, "neither tokens nor positions were given"
+        past, seq = self.sequence.past(cache), per_token.shape[1]
         words = shared = None
         if position_ids is None:
-            position_ids = self.sequence.positions(seq, past, tokens.device).unsqueeze(0)  # [1, seq]
+            position_ids = self.sequence.positions(seq, past, per_token.device).unsqueeze(0)  # [1, seq]
         if hidden is None:
             assert self.embedding is not None, "a stage without the embedding needs hidden states"
+            assert tokens is not None, "the stage with the embedding needs tokens"
             if labels is not None:
                 words, shared = self._look_up(tokens)
             hidden = self.embedding(tokens, position_ids, words)
@@ -147,21 +154,36 @@ class GPT(nn.Module):
         assert cache is None or document_ids is None, "generation continues one document: no document ids with a cache"
         past, window, device = self.sequence.past(cache), self.config.window, position_ids.device
         mask, causal = self.sequence.visible(seq, past, window=window, document_ids=document_ids, device=device)
-        dtype = next(self.parameters()).dtype
+        dtype = self.computes_in or next(self.parameters()).dtype
         rope = None if self.rotary is None else self.rotary(position_ids, dtype)
         return AttentionContext(mask, causal, rope, cache)
 
     def _run_layers(self, hidden: Tensor, context: AttentionContext, stage: Stage | None) -> Tensor:
         blocks = [self.layers[name] for name in (self.layers if stage is None else map(str, stage.layers))]
+        activations, on_host = self._on_host(hidden.device), self.recompute.cpu_offloading_num_layers or 0
 
         def run_group(start: int, stop: int, x: Tensor) -> Tensor:
-            for block in blocks[start:stop]:
-                x = block(x, context)
+            for number, block in enumerate(blocks[start:stop], start):
+                if activations is None or number >= on_host:
+                    x = block(x, context)
+                    continue
+                with activations.layer(block):
+                    x = block(x, context)
             return x
 
         for positions, recomputed in groups(self.recompute, len(blocks)):
             hidden = run(run_group, recomputed, positions.start, positions.stop, hidden)
         return hidden
+
+    def _on_host(self, device: torch.device) -> HostActivations | None:
+        """Keeps in host memory what layers save for their backward, if the settings ask for it."""
+        if not self.recompute.cpu_offloading_num_layers or _is_host(device) or not torch.is_grad_enabled():
+            return None
+        return HostActivations(host_link(device))
+
+
+def _is_host(device: torch.device) -> bool:
+    return device.type == "cpu"
 
 
 def _embedding(make: ModuleFactory, rows: int, *, first: bool, last: bool) -> Embedding | TiedHead | None:

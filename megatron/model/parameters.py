@@ -20,10 +20,10 @@ from typing import Literal
 from megatron.config import ModelConfig, MoEConfig
 
 Shape = tuple[int, ...]
-Kind = Literal["copied", "column", "row", "vocabulary", "expert"]
+Kind = Literal["copied", "column", "row", "heads", "vocabulary", "expert"]
 """What tensor parallelism makes of it: every rank has all of it; the output features of a linear layer are split; its
-input features are; the rows of a vocabulary table are; or it is of an expert, which expert parallelism hands out whole
-and tensor parallelism splits by its width."""
+input features are; it has a part for each head, and a rank has those of its heads; the rows of a vocabulary table are
+split; or it is of an expert, which expert parallelism hands out whole and tensor parallelism splits by its width."""
 
 # Names, as the modules of the model spell them.
 WORDS = "embedding.word_embeddings"
@@ -34,6 +34,8 @@ Q_NORM = "layers.{layer}.self_attention.q_layernorm"
 K_NORM = "layers.{layer}.self_attention.k_layernorm"
 ATTENTION_OUT = "layers.{layer}.self_attention.dense"
 POST_ATTENTION_NORM = "layers.{layer}.post_attention_layernorm"
+ATTENTION_OUTPUT_NORM = "layers.{layer}.attention_output_layernorm"
+MLP_OUTPUT_NORM = "layers.{layer}.mlp_output_layernorm"
 MLP = "layers.{layer}.mlp"
 ROUTER = "layers.{layer}.mlp.router"
 EXPERT = "layers.{layer}.mlp.experts.{expert}"
@@ -86,6 +88,23 @@ class Row:
     def decays(self) -> bool:
         """Matrices have weight decay; biases and the weights of norms have none."""
         return len(self.stored_shape) > 1
+
+    @property
+    def is_linear_map(self) -> bool:
+        """Whether it is a matrix that vectors are multiplied by, and not a table that they are looked up in. The word
+        table and the head are both tables, for they may be the same one."""
+        is_table = self.kind == "vocabulary" or self.name == f"{POSITIONS}.weight"
+        return self.trained and len(self.stored_shape) == 2 and not is_table
+
+    @property
+    def fused_maps(self) -> tuple[int, tuple[int, ...]] | None:
+        """The linear maps that are stored as one matrix: the dimension of the view along which they lie, and the
+        length of each. None is a single one."""
+        if self.name == f"{QKV}.weight":
+            return 1, (self.shape[1] - 2, 1, 1)  # queries, keys, values
+        if self.name.endswith(f"{UP}.weight") and self.row_dims == 2:
+            return 0, (1, 1)  # gate, up
+        return None
 
     @property
     def is_qk_norm(self) -> bool:
@@ -165,16 +184,30 @@ def _attention_rows(config: ModelConfig) -> list[Row]:
     hidden, heads, groups, width = config.hidden_size, config.num_attention_heads, config.query_groups, config.head_dim
     qkv = Row(f"{QKV}.weight", (groups, heads // groups + 2, width, hidden), 3, "column", split_dim=0, fold=2)
     dense = Row(f"{ATTENTION_OUT}.weight", (hidden, heads, width), kind="row", split_dim=1)
-    rows = [*_norm_rows(config, INPUT_NORM, hidden), _drawn(config, qkv)]
+    first, second = _layer_norms(config)
+    rows = [*_norm_rows(config, first, hidden), _drawn(config, qkv)]
     if config.qkv_bias:
         rows.append(replace(qkv, name=f"{QKV}.bias", shape=qkv.shape[:-1]))
     if config.qk_layernorm:
-        for name in (Q_NORM, K_NORM):
-            rows += [replace(row, after_split=True) for row in _norm_rows(config, name, width)]
-    rows += [_drawn(config, dense, into_residual=True), *_norm_rows(config, POST_ATTENTION_NORM, hidden)]
+        rows += [*_qk_norm_rows(config, Q_NORM, heads), *_qk_norm_rows(config, K_NORM, groups)]
+    rows += [_drawn(config, dense, into_residual=True), *_norm_rows(config, second, hidden)]
     if config.linear_bias:
         rows.append(Row(f"{ATTENTION_OUT}.bias", (hidden,)))
     return rows
+
+
+def _layer_norms(config: ModelConfig) -> tuple[str, str]:
+    """The names of a layer's two norms, which say where they stand."""
+    after = config.norm_placement == "after"
+    return (ATTENTION_OUTPUT_NORM, MLP_OUTPUT_NORM) if after else (INPUT_NORM, POST_ATTENTION_NORM)
+
+
+def _qk_norm_rows(config: ModelConfig, name: str, heads: int) -> list[Row]:
+    """One vector for every head, or one as long as all heads together, which is split with them."""
+    rows = _norm_rows(config, name, config.head_dim)
+    if config.qk_layernorm_scope == "head":
+        return [replace(row, after_split=True) for row in rows]
+    return [replace(row, shape=(heads, config.head_dim), row_dims=2, kind="heads", split_dim=0) for row in rows]
 
 
 def _mlp_rows(config: ModelConfig, name: str, width: int) -> list[Row]:

@@ -11,6 +11,13 @@ from torch import Tensor, nn
 Batch = Mapping[str, Any]
 """One micro-batch: tensors by name, such as "tokens" and "labels"."""
 
+
+def shape_of(batch: Batch) -> torch.Size:
+    """[batch, seq] of its tokens; in a pipeline's stage that gets none, of their positions."""
+    tokens: Tensor = batch["tokens"] if "tokens" in batch else batch["position_ids"]
+    return tokens.shape
+
+
 ForwardStep = Callable[[Any, Batch], tuple[Tensor, Tensor]]
 """(model, batch) -> (sum of the losses over the counted tokens, number of counted tokens), both 0-d tensors. In a
 pipeline `model` is the last stage, which already has its input."""

@@ -6,7 +6,8 @@ from torch import Tensor, nn
 
 from megatron.model.attention import AttentionContext
 from megatron.model.factory import ModuleFactory
-from megatron.model.parameters import ATTENTION_OUT, QKV
+from megatron.model.norm import Norm
+from megatron.model.parameters import ATTENTION_OUT, K_NORM, Q_NORM, QKV
 from megatron.model.recompute import run
 from megatron.ops.fused_qkv import split_qkv
 
@@ -21,8 +22,9 @@ class SelfAttention(nn.Module):
         rows = (heads + 2 * groups) * self.head_dim
         self.query_key_value = make.linear(qkv, config.hidden_size, rows, bias=config.qkv_bias)
         self.dense = make.linear(dense, heads * self.head_dim, config.hidden_size, bias=config.linear_bias)
-        self.q_layernorm = make.norm(self.head_dim) if config.qk_layernorm else None
-        self.k_layernorm = make.norm(self.head_dim) if config.qk_layernorm else None
+        self.q_layernorm = make.head_norm(Q_NORM.format(layer=layer), heads) if config.qk_layernorm else None
+        self.k_layernorm = make.head_norm(K_NORM.format(layer=layer), groups) if config.qk_layernorm else None
+        self.norms_span_heads = config.qk_layernorm_scope == "all"
         self.core_attention = make.core_attention(layer)
         self.recompute_core = make.recompute.selective
         # Of the heads that are here: the output projection has a column for each channel of the queries.
@@ -43,5 +45,9 @@ class SelfAttention(nn.Module):
         qkv = self.query_key_value(x).unflatten(2, (self.groups, -1, self.head_dim))
         query, key, value = split_qkv(qkv)
         if self.q_layernorm is not None and self.k_layernorm is not None:
-            query, key = self.q_layernorm(query), self.k_layernorm(key)
+            query, key = self._normed(query, self.q_layernorm), self._normed(key, self.k_layernorm)
         return query, key, value
+
+    def _normed(self, x: Tensor, norm: Norm) -> Tensor:
+        """[batch, seq, heads, head_dim]"""
+        return norm(x.flatten(2)).view(x.shape) if self.norms_span_heads else norm(x)

@@ -9,13 +9,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron.ops import apex
 from megatron.ops.operation import (
     Function,
     Native,
     Operation,
+    Portable,
     described,
     register_shapes,
-    torch_function,
     unsupported_floats,
     without_derivative,
 )
@@ -55,6 +56,15 @@ def torch_layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float)
 
 def torch_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return F.rms_norm(x, weight.shape, weight, eps).to(x.dtype)
+
+
+def apex_layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    norm = apex.layer_norm if apex.takes(x, weight, bias) else torch_layer_norm
+    return norm(x, weight, bias, eps)
+
+
+def apex_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return (apex.rms_norm if apex.takes(x, weight) else torch_rms_norm)(x, weight, eps)
 
 
 # ---------------------------------------------------------------- the kernels of csrc/
@@ -159,15 +169,18 @@ def _unsupported_sum(x: Tensor, residual: Tensor, weight: Tensor, *bias_and_eps:
     return unsupported_floats(residual, x) or _unsupported_layer_norm(x, weight, bias, bias_and_eps[-1])
 
 
-def _operation(name: str, formula: Function, fused: Function, native: Function, unsupported: Function) -> Operation:
-    return Operation(name, formula, torch_function(fused), Native("norm", native, unsupported))
+def _operation(name: str, formula: Function, portable: Portable, native: Function, unsupported: Function) -> Operation:
+    return Operation(name, formula, portable, Native("norm", native, unsupported))
 
+
+_LAYER_NORM = apex.or_apex(torch_layer_norm, apex_layer_norm)
+_RMS_NORM = apex.or_apex(torch_rms_norm, apex_rms_norm)
+_ADD_LAYER_NORM = apex.or_apex(of_sum(torch_layer_norm), of_sum(apex_layer_norm))
+_ADD_RMS_NORM = apex.or_apex(of_sum(torch_rms_norm), of_sum(apex_rms_norm))
 
 OPERATIONS = (
-    _operation("layer_norm", layer_norm, torch_layer_norm, _native_layer_norm, _unsupported_layer_norm),
-    _operation("rms_norm", rms_norm, torch_rms_norm, _native_rms_norm, _unsupported_rms_norm),
-    _operation(
-        "add_layer_norm", of_sum(layer_norm), of_sum(torch_layer_norm), _native_add_layer_norm, _unsupported_sum
-    ),
-    _operation("add_rms_norm", of_sum(rms_norm), of_sum(torch_rms_norm), _native_add_rms_norm, _unsupported_sum),
+    _operation("layer_norm", layer_norm, _LAYER_NORM, _native_layer_norm, _unsupported_layer_norm),
+    _operation("rms_norm", rms_norm, _RMS_NORM, _native_rms_norm, _unsupported_rms_norm),
+    _operation("add_layer_norm", of_sum(layer_norm), _ADD_LAYER_NORM, _native_add_layer_norm, _unsupported_sum),
+    _operation("add_rms_norm", of_sum(rms_norm), _ADD_RMS_NORM, _native_add_rms_norm, _unsupported_sum),
 )

@@ -35,6 +35,10 @@ class Implementation:
     reason: str
 
 
+Portable = Callable[[Target], Implementation]
+"""What runs without the kernels of csrc/."""
+
+
 @dataclass(frozen=True)
 class Native:
     """The kernels of csrc/ for an operation."""
@@ -68,7 +72,7 @@ class Operation:
 
     name: str  # in --kernels, and of the attribute of Kernels
     formula: Function | None
-    portable: Callable[[Target], Implementation] | None = None
+    portable: Portable | None = None
     native: Native | None = None
     required: Callable[[Target], Implementation | None] = lambda target: None
 
@@ -78,7 +82,7 @@ class Operation:
         return self.portable(target)
 
 
-def torch_function(function: Function) -> Callable[[Target], Implementation]:
+def torch_function(function: Function) -> Portable:
     return lambda target: Implementation("torch", function, "PyTorch's own fused function")
 
 

@@ -11,10 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.ops.apex import has_apex
 from megatron.ops.operation import (
     Implementation,
     Native,
     Operation,
+    Portable,
     Target,
     register_shapes,
     unsupported_floats,
@@ -44,6 +46,40 @@ def split(weights: Tensor) -> tuple[Tensor, Tensor]:
     return ((bits - low.to(torch.int32)) >> 16).to(torch.int16).view(torch.bfloat16), low
 
 
+def adamw_in_place(
+    weights: Tensor,
+    copy: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    grad: Tensor,
+    ends: Tensor,
+    rates: Tensor,
+    control: Tensor,
+    beta1: float,
+    beta2: float,
+    eps: float,
+) -> None:
+    """The twin of the kernel, in torch's operations and any type: AdamW of flat tensors [elements].
+
+    `ends` [pieces] is where each piece of them ends, `rates` [pieces, 2] its factors on learning rate and decay, and
+    `control` the numbers of a step: whether it is made, the factor on gradients, learning rate, decay, and the two
+    corrections of the moments. `copy` gets the new weights in its type, unless it is empty.
+    """
+    applied, factor, lr, decay, correction1, correction2_root = control.unbind()
+    lengths = ends.diff(prepend=ends.new_zeros(1))
+    per_element = rates.to(control.dtype).repeat_interleave(lengths, dim=0, output_size=weights.numel())
+    lr_mult, wd_mult = per_element.unbind(1)
+    true_grad, rate = grad.to(weights.dtype) * factor, lr * lr_mult
+    m = exp_avg + (1.0 - beta1) * (true_grad - exp_avg)
+    v = beta2 * exp_avg_sq + (1.0 - beta2) * true_grad.square()
+    step = (rate / correction1) * (m / (v.sqrt() / correction2_root + eps))
+    new = weights - (rate * (decay * wd_mult) * weights + step)
+    for kept, value in ((exp_avg, m), (exp_avg_sq, v), (weights, new)):
+        kept.copy_(torch.where(applied == 0, kept, value))
+    if copy.numel():
+        copy.copy_(weights)
+
+
 def _native_adamw(ops: Any, weights: Tensor, beside: Tensor, *args: Any) -> None:
     """(weights, copy or remainder, exp_avg, exp_avg_sq, grad, ends, rates, control, beta1, beta2, eps)"""
     (ops.adamw_remainder_ if weights.dtype == torch.bfloat16 else ops.adamw_)(weights, beside, *args)
@@ -60,9 +96,18 @@ def _portable(target: Target) -> Implementation:
     return Implementation("torch", None, "PyTorch's own functions, a tensor at a time")
 
 
-def _operation(name: str, function: Callable[..., Any], note: str = "") -> Operation:
+def _or_apex(target: Target) -> Implementation:
+    if has_apex(target):
+        return Implementation("apex", None, "NVIDIA's apex is installed")
+    return _portable(target)
+
+
+def _operation(name: str, portable: Portable, function: Callable[..., Any], note: str = "") -> Operation:
     native = Native("optim", function, unsupported_floats, left_to_compiler=False, note=lambda target: note)
-    return Operation(name, None, _portable, native)
+    return Operation(name, None, portable, native)
 
 
-OPERATIONS = (_operation("adamw", _native_adamw), _operation("grad_norm", _native_grad_norm, _DOUBLE_PRECISION))
+OPERATIONS = (
+    _operation("adamw", _or_apex, _native_adamw),
+    _operation("grad_norm", _portable, _native_grad_norm, _DOUBLE_PRECISION),
+)

@@ -70,6 +70,9 @@ class Kernels:
             raise AttributeError(f"there is no operation {name!r}")
         return others[name]
 
+    def backend(self, op: str) -> str:
+        return next(choice.backend for choice in self.choices if choice.op == op)
+
     def table(self) -> str:
         """One line per operation: name, backend, reason; then, if there is one, a note that holds for all of them."""
         rows = [("op", "backend", "reason"), *((c.op, c.backend, c.reason) for c in self.choices)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -22,9 +23,38 @@ class Decision:
     factor: Tensor
     """The factor on the gradients in the buffers: unscaling and clipping in one."""
 
+    def on_host(self) -> Decision:
+        """Waits for it."""
+        return Decision(*torch.stack([self.norm, self.applied, self.clipped, self.factor]).cpu().unbind())
+
     def report(self) -> Tensor:
         """[norm, applied, clipped], for the host."""
         return torch.stack([self.norm, self.applied, self.clipped])
+
+
+@dataclass(frozen=True)
+class HostDecision:
+    """The same numbers on the host, for updates that are made from there."""
+
+    norm: float
+    applied: bool
+    clipped: bool
+    factor: float
+
+    def report(self) -> tuple[float, float, float]:
+        return self.norm, float(self.applied), float(self.clipped)
+
+
+def decide_on_host(raw_norm: float, grad_scale: float, clip_grad: float) -> HostDecision:
+    """`decide`, in the same double precision."""
+    multiplier = 1.0 / grad_scale
+    norm = raw_norm * abs(multiplier)
+    if not math.isfinite(norm):
+        return HostDecision(norm, False, False, 1.0)
+    clipped = clip_grad > 0.0 and norm + _CLIP_EPSILON > clip_grad
+    return HostDecision(
+        norm, True, clipped, multiplier * (clip_grad / (norm + _CLIP_EPSILON)) if clipped else multiplier
+    )
 
 
 def decide(raw_norm: Tensor, grad_scale: float | Tensor, clip_grad: float, finite: Tensor | None = None) -> Decision:

@@ -1,32 +1,31 @@
 """AdamW over flat buffers through csrc/: weights, moments and gradients of many parameters in one launch.
 
-The parameters of a gradient bucket become views of one buffer, in the bucket's order, and so do their fp32 masters.
-A checkpoint holds the same tensors as with torch's update, by name.
+Masters and moments are flat tensors too, in the order of the gradients. By name they are the same tensors as with
+torch's update.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from itertools import groupby
 
 import torch
 from torch import Tensor
 
-from megatron.data_parallel import GradBuffers
+from megatron.data_parallel import FlatPieces, Gradients
 from megatron.ops.optim import joined, split
 from megatron.optimizer.decision import Decision
-from megatron.optimizer.update_rules import GroupRule, OptimizerState
-
-_HALF = (torch.bfloat16, torch.float16)
+from megatron.optimizer.groups import GroupRule, Rates
+from megatron.optimizer.places import Places
+from megatron.optimizer.update_rules import OptimizerState
+from megatron.utils.dtype import HALF
 
 
 @dataclass(frozen=True)
 class _Segment:
-    """Consecutive parameters of one gradient bucket with the same dtype."""
+    """The pieces of one gradient bucket."""
 
-    names: list[str]
-    places: list[slice]
+    places: Places
     grad: Tensor
     weights: Tensor
     """fp32; with remainders the model's own bf16 weights."""
@@ -34,14 +33,6 @@ class _Segment:
     """The model's half-precision weights, or the remainders; empty where fp32 weights are the model's own."""
     exp_avg: Tensor
     exp_avg_sq: Tensor
-    ends: Tensor
-    """The end of each parameter; `rates` are its factors on learning rate and weight decay."""
-    rates: Tensor
-
-    def of(self, flat: Tensor, like: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """The views of a flat tensor that belong to the parameters, in their shapes."""
-        for name, place in zip(self.names, self.places, strict=True):
-            yield name, flat[place].view(like[name].shape)
 
     @property
     def has_masters(self) -> bool:
@@ -68,50 +59,40 @@ class _Segment:
 class FlatAdam:
     def __init__(
         self,
-        grads: GradBuffers,
+        grads: Gradients,
         rules: Mapping[str, GroupRule],
         betas: tuple[float, float],
         eps: float,
         kernel: Callable[..., None],
         *,
         remainders: bool = False,
+        buffers: Iterable[FlatPieces] | None = None,
     ) -> None:
-        """`remainders`: of the fp32 master of a bf16 parameter, keep only the 16 bits that the parameter lacks."""
+        """`remainders`: of the fp32 master of a bf16 parameter, keep only the 16 bits that the parameter lacks.
+        `buffers`: those of `grads` that are updated here. Unset: all."""
         self._betas, self._eps, self._kernel = betas, eps, kernel
-        self._params = {name: grads.parameter(name) for name in grads.names}
-        self._remainders = remainders
-        buffers = grads.flat_buffers()
-        self._segments = [part for names, buffer in buffers for part in self._make_segments(names, buffer, rules)]
+        flat = grads.flat_buffers() if buffers is None else buffers
+        self._segments = [_segment(grads, pieces, rules, remainders) for pieces in flat]
+        self._precision = torch.float64 if any(s.grad.dtype == torch.float64 for s in self._segments) else torch.float32
         device = next((segment.weights.device for segment in self._segments), torch.device("cpu"))
         self._steps = torch.zeros((), dtype=torch.float64, device=device)
 
     @torch.no_grad()
-    def step(self, decision: Decision, lr: float, weight_decay: float) -> None:
-        steps = self._steps.add_(decision.applied)
-        beta1, beta2 = self._betas
-        numbers = [
-            decision.applied,
-            decision.factor,
-            torch.full_like(steps, lr),
-            torch.full_like(steps, weight_decay),
-            1.0 - torch.pow(beta1, steps),
-            (1.0 - torch.pow(beta2, steps)).sqrt(),
-        ]
-        control = torch.stack(numbers).float()
+    def step(self, decision: Decision, rates: Rates) -> None:
+        control = step_control(decision, self._steps.add_(decision.applied), rates, self._betas).to(self._precision)
         for segment in self._segments:
             weights, moments = (segment.weights, segment.beside), (segment.exp_avg, segment.exp_avg_sq)
-            self._kernel(
-                *weights, *moments, segment.grad, segment.ends, segment.rates, control, *self._betas, self._eps
-            )
+            places = segment.places.ends, segment.places.factors_at(rates)
+            self._kernel(*weights, *moments, segment.grad, *places, control, *self._betas, self._eps)
 
     def state(self) -> OptimizerState:
         """The live tensors; with remainders the masters are computed for the call."""
         found: OptimizerState = {}
         for segment in self._segments:
             for kind, flat in segment.state().items():
-                for name, part in segment.of(flat, self._params):
+                for name, part in segment.places.views(flat):
                     found.setdefault(name, {})[kind] = part
-        return {name: found[name] for name in self._params}
+        return found
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Mapping[str, Tensor]], steps: int) -> None:
@@ -120,7 +101,7 @@ class FlatAdam:
         for segment in self._segments:
             flats = segment.state()
             for kind, flat in flats.items():
-                for name, part in segment.of(flat, self._params):
+                for name, part in segment.places.views(flat):
                     part.copy_(state[name][kind])
             if segment.has_masters:
                 segment.set_masters(flats["master"])
@@ -131,29 +112,28 @@ class FlatAdam:
             if segment.has_masters:
                 segment.set_masters((segment.weights if segment.has_remainders else segment.beside).float())
 
-    def _make_segments(self, names: list[str], buffer: Tensor, rules: Mapping[str, GroupRule]) -> Iterator[_Segment]:
-        start = 0
-        for _, members in groupby(names, key=lambda name: self._params[name].dtype):
-            mine = list(members)
-            size = sum(self._params[name].numel() for name in mine)
-            yield self._make_segment(mine, buffer[start : start + size], rules)
-            start += size
 
-    def _make_segment(self, names: list[str], grad: Tensor, rules: Mapping[str, GroupRule]) -> _Segment:
-        params = [self._params[name] for name in names]
-        own = torch.cat([param.detach().reshape(-1) for param in params])
-        ends = torch.tensor([param.numel() for param in params]).cumsum(0)
-        places = [slice(end - param.numel(), end) for end, param in zip(ends.tolist(), params, strict=True)]
-        for param, place in zip(params, places, strict=True):
-            param.data = own[place].view(param.shape)  # from here on the model computes with the flat buffer
-        empty = torch.empty(0, dtype=torch.bfloat16, device=own.device)
-        weights, beside = own, empty
-        if self._remainders and own.dtype == torch.bfloat16:
-            beside = torch.zeros_like(own, dtype=torch.int16)
-        elif own.dtype in _HALF:
-            weights, beside = own.float(), own
-        moments = torch.zeros((2, own.numel()), dtype=torch.float32, device=own.device)
-        rates = torch.tensor([[rules[name].lr_mult, rules[name].wd_mult] for name in names], dtype=torch.float32)
-        return _Segment(
-            names, places, grad, weights, beside, moments[0], moments[1], ends.to(own.device), rates.to(own.device)
-        )
+def step_control(decision: Decision, steps: Tensor, rates: Rates, betas: tuple[float, float]) -> Tensor:
+    """[whether there is an update, factor on gradients, learning rate, decay, corrections of the two moments]."""
+    numbers = [
+        decision.applied,
+        decision.factor,
+        torch.full_like(steps, rates.lr if rates.decoupled_lr is None else 1.0),
+        torch.full_like(steps, rates.weight_decay),
+        1.0 - torch.pow(betas[0], steps),
+        (1.0 - torch.pow(betas[1], steps)).sqrt(),
+    ]
+    return torch.stack([number.to(steps.dtype) for number in numbers])
+
+
+def _segment(grads: Gradients, flat: FlatPieces, rules: Mapping[str, GroupRule], remainders: bool) -> _Segment:
+    own, device = flat.weights, flat.weights.device
+    weights, beside = own, torch.empty(0, dtype=torch.bfloat16, device=device)
+    if remainders and own.dtype == torch.bfloat16:
+        beside = torch.zeros_like(own, dtype=torch.int16)
+    elif own.dtype in HALF:
+        weights, beside = own.float(), own
+    wide = torch.promote_types(flat.grads.dtype, torch.float32)
+    moments = torch.zeros((2, own.numel()), dtype=wide, device=device)
+    places = Places.of(grads, flat, rules, device)
+    return _Segment(places, flat.grads, weights, beside, moments[0], moments[1])

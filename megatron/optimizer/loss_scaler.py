@@ -34,13 +34,15 @@ class DynamicLossScaler:
     """Doubles after `window` good steps; halves at an overflow once `hysteresis` of them are used up.
 
     As in Megatron, only a doubling refills the hysteresis: after the first halving every further overflow halves
-    again. `growth_tracker` counts the good steps in a row, `hysteresis_tracker` the overflows still forgiven.
+    again. With `consecutive_hysteresis` every good step refills it, as DeepSpeed's setting of that name does.
+    `growth_tracker` counts the good steps in a row, `hysteresis_tracker` the overflows still forgiven.
     """
 
     scale: float = 2.0**32
     min_scale: float = 1.0
     window: int = 1000
     hysteresis: int = 2
+    consecutive_hysteresis: bool = False
     growth_tracker: int = 0
     hysteresis_tracker: int = -1
 
@@ -56,6 +58,8 @@ class DynamicLossScaler:
             if self.hysteresis_tracker == 0:
                 self.scale = max(self.scale / 2, self.min_scale)
             return
+        if self.consecutive_hysteresis:
+            self.hysteresis_tracker = self.hysteresis
         self.growth_tracker += 1
         if self.growth_tracker == self.window:
             self.growth_tracker = 0
@@ -102,7 +106,8 @@ class ScaleOnDevice:
         lowered = torch.where(left == 0, (self.scale / 2).clamp(min=scaler.min_scale), self.scale)
         grown = self._growth + 1 == scaler.window
         raised = torch.where(grown, self.scale * 2, self.scale)
-        refilled = torch.where(grown, torch.full_like(zero, scaler.hysteresis), self._hysteresis)
+        full = torch.full_like(zero, scaler.hysteresis)
+        refilled = full if scaler.consecutive_hysteresis else torch.where(grown, full, self._hysteresis)
         counted = torch.where(grown, zero, self._growth + 1)
         self.scale.copy_(torch.where(overflow, lowered, raised))
         self._hysteresis.copy_(torch.where(overflow, left, refilled))
@@ -120,4 +125,5 @@ def build_loss_scaler(precision: PrecisionConfig) -> LossScaler:
         min_scale=precision.min_loss_scale,
         window=precision.loss_scale_window,
         hysteresis=precision.hysteresis,
+        consecutive_hysteresis=precision.consecutive_hysteresis,
     )

@@ -1,4 +1,4 @@
-"""Learning rate and weight decay as pure functions of the samples consumed, with Megatron's rules.
+"""Learning rates and weight decay as pure functions of the samples consumed, with Megatron's rules or DeepSpeed's.
 
 Steps are counted in samples, so a batch-size ramp-up keeps its place on the curves. The count moves after an update,
 and not at all after a skipped one: the first step uses the values at 0 samples.
@@ -10,15 +10,19 @@ import math
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from megatron.config.sections.deepspeed_scheduler import DeepSpeedSchedulerConfig
 from megatron.config.sections.optimizer import OptimizerConfig, ScheduleConfig
 from megatron.errors import ConfigError
+from megatron.optimizer.deepspeed_schedules import DeepSpeedCurve
 
 ScheduleState = dict[str, Any]
+_DEEPSPEED = "deepspeed_"
+"""Begins the names of a DeepSpeed schedule's settings in a checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Curves:
-    """Learning rate and weight decay. All lengths are in samples."""
+    """Learning rates and weight decay. All lengths are in samples."""
 
     max_lr: float
     min_lr: float = 0.0
@@ -32,9 +36,15 @@ class Curves:
     end_wd: float = 0.01
     wd_incr_style: str = "constant"
     wd_incr_steps: float = 0
+    decoupled_max_lr: float | None = None
+    decoupled_min_lr: float | None = None
+    deepspeed: DeepSpeedCurve | None = None
+    """The learning rate, in place of all of the above."""
 
     def lr(self, num_steps: float) -> float:
         """The learning rate after `num_steps` samples."""
+        if self.deepspeed is not None:
+            return self.deepspeed.lr(num_steps)
         if self.lr_warmup_steps > 0 and num_steps <= self.lr_warmup_steps:
             return self.init_lr + (self.max_lr - self.init_lr) * num_steps / self.lr_warmup_steps
         if self.lr_decay_style == "constant":
@@ -45,6 +55,13 @@ class Curves:
             factor = math.sqrt(max(self.lr_warmup_steps, 1)) / math.sqrt(max(num_steps, 1))
             return max(self.min_lr, self.max_lr * factor)
         return self.min_lr + self._decay(num_steps) * (self.max_lr - self.min_lr)
+
+    def decoupled_lr(self, num_steps: float) -> float | None:
+        """The learning rate of the word table and the output layer; None if it is that of all others."""
+        if self.decoupled_max_lr is None:
+            return None
+        low = self.min_lr if self.decoupled_min_lr is None else self.decoupled_min_lr
+        return replace(self, max_lr=self.decoupled_max_lr, min_lr=low).lr(num_steps)
 
     def weight_decay(self, num_steps: float) -> float:
         """The weight decay after `num_steps` samples."""
@@ -90,23 +107,40 @@ class Schedule:
         """The learning rate of the next update after `num_steps` samples."""
         return self.curves.lr(num_steps)
 
+    def decoupled_lr(self, num_steps: float) -> float | None:
+        """That of the word table and the output layer, if it is another."""
+        return self.curves.decoupled_lr(num_steps)
+
     def weight_decay(self, num_steps: float) -> float:
         """The weight decay of the next update after `num_steps` samples."""
         return self.curves.weight_decay(num_steps)
 
     def state(self, num_steps: int) -> ScheduleState:
-        """Megatron's `opt_param_scheduler` entry, and three settings more that it leaves out."""
-        settings = {field.name: getattr(self.curves, field.name) for field in fields(self.curves)}
-        return {**settings, "num_steps": num_steps}
+        """Megatron's `opt_param_scheduler` entry, and the settings that it leaves out."""
+        return {**_plain(self.curves), "num_steps": num_steps}
 
     def load_state(self, state: ScheduleState) -> int:
         """Takes the settings from where the two flags say (without one they must match); returns `num_steps`."""
-        saved = {field.name: state[field.name] for field in fields(self.curves) if field.name in state}
+        names = {field.name for field in fields(self.curves)}
+        saved = {name: value for name, value in state.items() if name in names or name.startswith(_DEEPSPEED)}
         if self._use_checkpoint:
-            self.curves = replace(self.curves, **saved)
+            self.curves = _curves_of(self.curves, saved)
         elif not self._override:
             _refuse_differences(self.curves, saved)
         return int(state["num_steps"])
+
+
+def _plain(curves: Curves) -> dict[str, Any]:
+    settings = {field.name: getattr(curves, field.name) for field in fields(curves) if field.name != "deepspeed"}
+    deepspeed = {} if curves.deepspeed is None else curves.deepspeed.plain()
+    return settings | {f"{_DEEPSPEED}{name}": value for name, value in deepspeed.items()}
+
+
+def _curves_of(curves: Curves, saved: dict[str, Any]) -> Curves:
+    """The saved curves; what is not saved is as in `curves`."""
+    deepspeed = {name.removeprefix(_DEEPSPEED): value for name, value in saved.items() if name.startswith(_DEEPSPEED)}
+    plain = {name: value for name, value in saved.items() if not name.startswith(_DEEPSPEED)}
+    return replace(curves, **plain, deepspeed=DeepSpeedCurve.of_plain(deepspeed) if deepspeed else None)
 
 
 _FLAGS = {
@@ -122,11 +156,19 @@ _FLAGS = {
     "end_wd": "--end-weight-decay (or --weight-decay)",
     "wd_incr_style": "--weight-decay-incr-style",
     "wd_incr_steps": "length of the weight decay ramp in samples (the length of training)",
+    "decoupled_max_lr": "--decoupled-lr",
+    "decoupled_min_lr": "--decoupled-min-lr",
+    f"{_DEEPSPEED}base_lr": "--lr",
+    f"{_DEEPSPEED}batch_size": "--global-batch-size",
 }
+_OF_LR = {"max_lr", "min_lr", "init_lr", "lr_warmup_steps", "lr_decay_steps", "lr_decay_style"}
+_OF_LR |= {"wsd_decay_steps", "lr_wsd_decay_style", "decoupled_max_lr", "decoupled_min_lr"}
 
 
 def _played_no_part(name: str, curves: Curves) -> bool:
     """Whether the curves are the same functions whatever `name` is."""
+    if curves.deepspeed is not None and name in _OF_LR:
+        return True
     if name in ("wsd_decay_steps", "lr_wsd_decay_style"):
         return curves.lr_decay_style != "WSD"
     if name in ("min_lr", "lr_decay_steps"):
@@ -135,11 +177,16 @@ def _played_no_part(name: str, curves: Curves) -> bool:
 
 
 def _refuse_differences(curves: Curves, saved: dict[str, Any]) -> None:
-    differences = []
+    differences, ours = [], _plain(curves)
+    kinds = [settings.get(f"{_DEEPSPEED}lr_schedule") for settings in (ours, saved)]
+    if kinds[0] != kinds[1]:
+        differences.append(f"--lr-schedule is {kinds[0]} here and {kinds[1]} in the checkpoint")
+        saved = {name: value for name, value in saved.items() if not name.startswith(_DEEPSPEED)}
     for name, value in saved.items():
-        here = getattr(curves, name)
+        here = ours.get(name)
         if here != value and not _played_no_part(name, curves):
-            differences.append(f"{_FLAGS[name]} is {here} here and {value} in the checkpoint")
+            flag = _FLAGS.get(name) or "--" + name.removeprefix(_DEEPSPEED).replace("_", "-")
+            differences.append(f"{flag} is {here} here and {value} in the checkpoint")
     if differences:
         raise ConfigError(
             f"the schedule differs from the checkpoint's: {'; '.join(differences)}. Give "
@@ -151,13 +198,13 @@ def _refuse_differences(curves: Curves, saved: dict[str, Any]) -> None:
 def build_schedule(
     schedule: ScheduleConfig,
     optimizer: OptimizerConfig,
+    deepspeed: DeepSpeedSchedulerConfig | None = None,
     *,
     global_batch_size: int,
     train_iters: int | None = None,
     train_samples: int | None = None,
 ) -> Schedule:
     """The curves of a run of `train_iters` steps or `train_samples` samples (one of the two), from checked settings."""
-    assert schedule.lr is not None
     if train_iters is not None:
         unit, length, decay = global_batch_size, train_iters, schedule.lr_decay_iters
         warmup, wsd = schedule.lr_warmup_iters, schedule.lr_wsd_decay_iters
@@ -170,8 +217,12 @@ def build_schedule(
     if schedule.lr_warmup_fraction is not None:
         warmup_steps = schedule.lr_warmup_fraction * decay_steps
     start_wd, end_wd = optimizer.start_weight_decay, optimizer.end_weight_decay  # unset where it is constant
+    lr = schedule.lr or 0.0  # unset where a schedule of DeepSpeed's has rates of its own
+    of_deepspeed = None
+    if deepspeed is not None and deepspeed.lr_schedule is not None:
+        of_deepspeed = DeepSpeedCurve(lr, global_batch_size, deepspeed)
     curves = Curves(
-        max_lr=schedule.lr,
+        max_lr=lr,
         min_lr=schedule.min_lr,
         init_lr=schedule.lr_warmup_init,
         lr_warmup_steps=warmup_steps,
@@ -183,6 +234,9 @@ def build_schedule(
         end_wd=optimizer.weight_decay if end_wd is None else end_wd,
         wd_incr_style=optimizer.weight_decay_incr_style,
         wd_incr_steps=length * unit,
+        decoupled_max_lr=schedule.decoupled_lr,
+        decoupled_min_lr=schedule.decoupled_min_lr,
+        deepspeed=of_deepspeed,
     )
     return Schedule(
         curves,

@@ -31,8 +31,17 @@ def square_sum_for(kernels: Kernels | None, asynchronous: bool) -> SquareSum:
     return sum_of_wide_squares if asynchronous else sum_of_squares
 
 
+def sum_on_device(square_sum: SquareSum, device: torch.device, tensors: Sequence[Tensor]) -> Tensor:
+    """`square_sum` of tensors that are on this device or on the host. The sum is on the device."""
+    memories = dict.fromkeys(tensor.device for tensor in tensors)
+    sums = [square_sum([tensor for tensor in tensors if tensor.device == memory]) for memory in memories]
+    return torch.stack([value.to(device) for value in sums]).sum() if sums else square_sum(tensors)
+
+
 def row_norms(tensor: Tensor, dtype: torch.dtype | None = None) -> list[Tensor]:
     """Norms whose norm is that of the tensor, each over few enough elements to be exact in its type."""
+    if dtype is None and tensor.dtype in (torch.bfloat16, torch.float16):
+        dtype = torch.float32
     flat = tensor.reshape(-1)
     whole = flat.numel() // _ROW * _ROW
     parts = []
@@ -100,6 +109,10 @@ def _device_of(tensors: Sequence[Tensor]) -> torch.device:
     return next((tensor.device for tensor in tensors), torch.device("cpu"))
 
 
+def _device_in(groups: Mapping[SplitOver, Sequence[Tensor]]) -> torch.device:
+    return _device_of([tensor for tensors in groups.values() for tensor in tensors])
+
+
 def widest(device: torch.device) -> torch.dtype:
     """Not every accelerator has double precision."""
     return torch.float64 if device.type in ("cpu", "cuda") else torch.float32
@@ -115,24 +128,27 @@ def global_norm(
     copies: Mapping[SplitOver, Sequence[Tensor]] | None = None,
     *,
     square_sum: SquareSum = sum_of_squares,
+    device: torch.device | None = None,
 ) -> Tensor:
     """The L2 norm over all tensors of the model, each counted once however it is split or replicated. `copies` are
-    elements that another rank counts: they make the norm non-finite if they are not finite, and add nothing else."""
+    elements that another rank counts: they make the norm non-finite if they are not finite, and add nothing else.
+    `device`: where the sums are. Unset: with the tensors."""
     squares = {axes: square_sum(tensors) for axes, tensors in groups.items()}
     for axes, tensors in (copies or {}).items():
         if tensors:
             squares[axes] = squares[axes] + 0.0 * square_sum(tensors)
-    return add_over_axes(squares, groups).sqrt()
+    return add_over_axes(squares, device or _device_in(groups)).sqrt()
 
 
-def global_zeros(groups: Mapping[SplitOver, Sequence[Tensor]]) -> Tensor:
-    """The number of elements that are exactly zero."""
-    return add_over_axes({axes: count_zeros(tensors) for axes, tensors in groups.items()}, groups)
+def global_zeros(groups: Mapping[SplitOver, Sequence[Tensor]], device: torch.device | None = None) -> Tensor:
+    """The number of elements that are exactly zero. `device`: as of `global_norm`."""
+    device = device or _device_in(groups)
+    counts = {axes: count_zeros(tensors) for axes, tensors in groups.items()}
+    return add_over_axes({axes: counts[axes].to(device) if groups[axes] else counts[axes] for axes in counts}, device)
 
 
-def add_over_axes(values: Mapping[SplitOver, Tensor], groups: Mapping[SplitOver, Sequence[Tensor]]) -> Tensor:
+def add_over_axes(values: Mapping[SplitOver, Tensor], device: torch.device) -> Tensor:
     """The sum of one number per group, each summed over the group's axes first."""
-    device = _device_of([tensor for tensors in groups.values() for tensor in tensors])
     total = torch.zeros((), dtype=widest(device), device=device)
     for axes, value in values.items():
         # A rank without tensors of a group made its zero on the host, and to copy it over would be a host sync.

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,15 +22,21 @@ from torch import Tensor, nn
 
 from megatron.config.sections.optimizer import OptimizerConfig
 from megatron.config.sections.precision import PrecisionConfig
-from megatron.data_parallel import GradBuffers
-from megatron.distributed.shard import ShardSpec
-from megatron.errors import CheckpointError, ConfigError
+from megatron.data_parallel import Gradients
+from megatron.distributed.division import Division
+from megatron.distributed.shard import Range, ShardSpec
+from megatron.distributed.state import Axis
+from megatron.errors import CheckpointError
 from megatron.ops import Kernels
-from megatron.optimizer.decision import decide
-from megatron.optimizer.flat import FlatAdam
+from megatron.optimizer.build_update import build_update
+from megatron.optimizer.client_update import ClientUpdate
+from megatron.optimizer.counted import CountedParts
+from megatron.optimizer.decision import decide, decide_on_host
+from megatron.optimizer.groups import GroupRule, Rates
 from megatron.optimizer.loss_scaler import DynamicLossScaler, LossScaler, ScaleOnDevice, build_loss_scaler
-from megatron.optimizer.norms import SplitOver, SquareSum, global_norm, global_zeros, square_sum_for
-from megatron.optimizer.update_rules import GroupRule, OptimizerState, TorchUpdate, build_rule
+from megatron.optimizer.norms import SplitOver, SquareSum, global_norm, global_zeros, square_sum_for, sum_on_device
+from megatron.optimizer.rules.base import WHOLE_KINDS
+from megatron.optimizer.update_rules import OptimizerState, Update
 
 ExtraState = dict[str, Any]
 """step, skipped_in_a_row, loss_scaler: plain numbers."""
@@ -62,7 +69,7 @@ class Optimizer:
 
     def __init__(
         self,
-        grads: GradBuffers,
+        grads: Gradients,
         config: OptimizerConfig,
         precision: PrecisionConfig,
         *,
@@ -72,21 +79,27 @@ class Optimizer:
         specs: Mapping[str, ShardSpec] | None = None,
         kernels: Kernels | None = None,
         asynchronous: bool = False,
+        client: ClientUpdate | None = None,
     ) -> None:
         """`rule` groups the parameters. `split_over`: the axes that a parameter is split over, () if it is not named.
-        `norm_axes`: all values of `split_over` on any rank, since all ranks must sum over the same axes. `specs` say
-        which elements another rank holds as well. `kernels`: whether AdamW and the norm are native or torch's own."""
+        `norm_axes`: all its values on any rank, with the axes of ZeRO: all ranks must sum over the same. `specs` say
+        which elements another rank holds as well. `kernels`: whether AdamW and the norm are native or torch's own.
+        `client`: the update of an optimizer that the user brought, with its own rates."""
         self.grads = grads
         self.scaler: LossScaler = build_loss_scaler(precision)
         self.skipped_in_a_row = 0
         self.asynchronous = asynchronous
         self._clip_grad = config.clip_grad
-        self._norm_axes = tuple(norm_axes)
-        self._split_over, self._specs = dict(split_over or {}), dict(specs or {})
-        self._device = next((grads.parameter(name).device for name in grads.names), torch.device("cpu"))
+        specs = dict(specs or {})
+        self._by_axes = CountedParts(grads, split_over or {}, specs, norm_axes)
+        self._device = grads.device
         rules = {name: rule(name, grads.parameter(name)) for name in grads.names}
-        self._update = build_update(grads, config, rules, kernels, self._device, asynchronous)
-        self._square_sum: SquareSum = square_sum_for(kernels, asynchronous)
+        self._client = client
+        self._update: Update | ClientUpdate = client or build_update(
+            grads, config, rules, specs, kernels, self._device, asynchronous
+        )
+        # Of tensors that may be on the host.
+        self._square_sum: SquareSum = partial(sum_on_device, square_sum_for(kernels, asynchronous), grads.device)
         self._scale_on_device: ScaleOnDevice | None = None
         if asynchronous and isinstance(self.scaler, DynamicLossScaler):
             self._scale_on_device = ScaleOnDevice(self.scaler, self._device)
@@ -107,28 +120,41 @@ class Optimizer:
         """Whether a non-finite gradient is an error, and not how a dynamic loss scale finds its value."""
         return not isinstance(self.scaler, DynamicLossScaler)
 
-    def step(self, lr: float, weight_decay: float, grad_scale: float | None = None) -> StepInfo:
+    def step(
+        self, lr: float, weight_decay: float, grad_scale: float | None = None, decoupled_lr: float | None = None
+    ) -> StepInfo:
         """Updates the parameters from the reduced gradients, unless one of these is not finite.
 
         `grad_scale`: the gradients in the buffers are the true ones times this. Unset: the loss scale; with it, also
         what else the loss was divided by too little.
         """
-        return self.settle(self.start_step(lr, weight_decay, grad_scale).tolist())
+        return self.settle(self.start_step(Rates(lr, weight_decay, decoupled_lr), grad_scale).tolist())
+
+    @torch.no_grad()
+    def client_step(self, grad_scale: float) -> StepInfo:
+        """`step` of an optimizer that the user brought: the host reads the norm and makes the update itself."""
+        assert self._client is not None
+        norm = self._norm(self._by_axes(list(self.grads.grads()))).item()
+        decision = decide_on_host(norm, grad_scale, self._clip_grad)
+        self._client.step(decision)
+        self.grads.publish()
+        return self.settle(decision.report())
 
     @torch.no_grad()
     def start_step(
         self,
-        lr: float,
-        weight_decay: float,
+        rates: Rates,
         grad_scale: float | Tensor | None = None,
         finite: Tensor | None = None,
     ) -> Tensor:
         """`step`, whose outcome stays on the device. `finite`: a further condition for the update."""
         grads = list(self.grads.grads())
         copies = self._by_axes(grads, counted=False)
-        norm = global_norm(self._by_axes(grads), copies, square_sum=self._square_sum)
+        norm = self._norm(self._by_axes(grads), copies)
         decision = decide(norm, self.next_loss_scale if grad_scale is None else grad_scale, self._clip_grad, finite)
-        self._update.step(decision, lr, weight_decay)
+        assert not isinstance(self._update, ClientUpdate)
+        self._update.step(decision, rates)
+        self.grads.publish()
         if self._scale_on_device is not None:
             self._scale_on_device.update(decision.applied == 0)
         return decision.report()
@@ -152,22 +178,46 @@ class Optimizer:
 
     def count_zeros(self) -> Tensor:
         """Elements of the reduced gradients that are exactly zero, over the whole model."""
-        return global_zeros(self._by_axes(list(self.grads.grads())))
+        return global_zeros(self._by_axes(list(self.grads.grads())), self._device)
 
-    @torch.no_grad()
     def params_norm(self) -> float:
         """Global L2 norm of the parameters (the masters where there are some)."""
+        return self.params_norm_on_device().item()
+
+    @torch.no_grad()
+    def params_norm_on_device(self) -> Tensor:
         state = self.state()
-        weights = [(name, state[name].get("master", self.grads.parameter(name))) for name in state]
-        return global_norm(self._by_axes(weights), square_sum=self._square_sum).item()
+        weights = [(name, state[name].get("master", self.grads.weight(name))) for name in state]
+        return self._norm(self._by_axes(weights))
+
+    def _norm(
+        self, tensors: Mapping[SplitOver, Sequence[Tensor]], copies: Mapping[SplitOver, Sequence[Tensor]] | None = None
+    ) -> Tensor:
+        return global_norm(tensors, copies, square_sum=self._square_sum, device=self._device)
 
     def state(self) -> OptimizerState:
-        """Per parameter name: its moments, and `master` for half-precision parameters."""
-        return self._update.state()
+        """Per parameter name: the moments of this rank's piece, and `master` for half-precision parameters."""
+        found = self._update.state()
+        return {name: found[name] for name in self.grads.names}
+
+    def divisions(self) -> dict[str, Division]:
+        """How the ranks divide `state()`, by the names of the parameters of which it has pieces."""
+        found = {name: self.grads.division(name) for name in self.grads.names}
+        return {name: division for name, division in found.items() if division is not None}
+
+    def held(self, name: str) -> Range | None:
+        """The elements of a parameter of which `state()` has a piece; None where it has all."""
+        return None if self.grads.division(name) is None else self.grads.held(name)
+
+    def replicas(self) -> dict[str, Axis]:
+        """The ranks among which each parameter is divided, or each of which holds all of its state."""
+        return {name: self.grads.replicas(name) for name in self.grads.names}
 
     def extra_state(self) -> ExtraState:
         """The rest of the state: plain numbers, the same on every rank."""
-        return {"step": self._steps, "skipped_in_a_row": self.skipped_in_a_row, "loss_scaler": self.scaler.state()}
+        client = {} if self._client is None else {"client": self._client.extra()}
+        scaler = self.scaler.state()
+        return {"step": self._steps, "skipped_in_a_row": self.skipped_in_a_row, "loss_scaler": scaler, **client}
 
     @torch.no_grad()
     def load_state(self, state: Mapping[str, Mapping[str, torch.Tensor]], extra: Mapping[str, Any]) -> None:
@@ -175,60 +225,33 @@ class Optimizer:
         own = self.state()
         _check_same("optimizer's parameters", set(own), set(state))
         _check_same("optimizer's counters", set(self.extra_state()), set(extra))
-        for name, tensors in own.items():
-            _check_same(f"optimizer state of {name}", set(tensors), set(state[name]))
-            for key, tensor in tensors.items():
-                _check_tensor(f"{key} of {name}", tensor, state[name][key])
         self._steps = int(extra["step"])
-        self._update.load(state, self._steps)
+        if self._client is not None:
+            self._client.load(state, extra["client"])
+        else:
+            assert not isinstance(self._update, ClientUpdate)
+            self._check_tensors(own, state)
+            self._update.load(state, self._steps)
+        self.grads.publish()
         self.skipped_in_a_row = int(extra["skipped_in_a_row"])
         self.scaler.load_state(extra["loss_scaler"])
         if self._scale_on_device is not None:
             self._scale_on_device.follow()
 
+    def _check_tensors(self, own: OptimizerState, saved: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+        for name, tensors in own.items():
+            _check_same(f"optimizer state of {name}", set(tensors), set(saved[name]))
+            for key, tensor in tensors.items():
+                _check_tensor(f"{key} of {name}", tensor.shape, tensor.dtype, saved[name][key])
+
     def refresh_masters(self) -> None:
         """After weights were loaded without the optimizer's state."""
         self._update.refresh_masters()
 
-    def _by_axes(
-        self, tensors: list[tuple[str, torch.Tensor]], counted: bool = True
-    ) -> dict[SplitOver, list[torch.Tensor]]:
-        """By the axes they are split over: the elements that this rank counts, or those that another rank counts."""
-        groups: dict[SplitOver, list[torch.Tensor]] = {axes: [] for axes in self._norm_axes}
-        for name, tensor in tensors:
-            spec = self._specs.get(name)
-            if spec is None:
-                parts = [tensor] if counted else []
-            else:
-                parts = spec.counted(tensor) if counted else spec.copied(tensor)
-            groups.setdefault(self._split_over.get(name, ()), []).extend(parts)
-        return groups
 
-
-def build_update(
-    grads: GradBuffers,
-    config: OptimizerConfig,
-    rules: Mapping[str, GroupRule],
-    kernels: Kernels | None,
-    device: torch.device,
-    asynchronous: bool,
-) -> FlatAdam | TorchUpdate:
-    """AdamW on flat buffers if there is a kernel and all gradients are in buffers; else torch's, tensor by tensor."""
-    kernel = kernels.adamw if kernels is not None else None
-    dtypes = {grads.grad_dtype(name) for name in grads.names}
-    if config.optimizer == "adam" and kernel is not None and grads.flat and dtypes <= {torch.float32}:
-        betas = config.adam_beta1, config.adam_beta2
-        return FlatAdam(grads, rules, betas, config.adam_eps, kernel, remainders=config.store_param_remainders)
-    if config.store_param_remainders:
-        raise no_place_for_remainders()
-    return TorchUpdate(grads, rules, build_rule(config, device), asynchronous=asynchronous)
-
-
-def no_place_for_remainders() -> ConfigError:
-    return ConfigError(
-        "--store-param-remainders: only the native AdamW can work without fp32 masters, and it does not run here; "
-        "leave it out, or see the row adamw of the table of kernels"
-    )
+def state_spec(spec: ShardSpec, kind: str, tensor: Tensor) -> ShardSpec:
+    """Which part of a parameter's state a rank holds that has this part of the parameter."""
+    return ShardSpec(spec.name, tuple(tensor.shape)) if kind in WHOLE_KINDS else spec
 
 
 def _check_same(what: str, here: set[str], saved: set[str]) -> None:
@@ -242,9 +265,9 @@ def _check_same(what: str, here: set[str], saved: set[str]) -> None:
     )
 
 
-def _check_tensor(what: str, here: torch.Tensor, saved: torch.Tensor) -> None:
-    if here.shape != saved.shape or here.dtype != saved.dtype:
+def _check_tensor(what: str, shape: torch.Size, dtype: torch.dtype, saved: torch.Tensor) -> None:
+    if shape != saved.shape or dtype != saved.dtype:
         raise CheckpointError(
-            f"{what} is {saved.dtype} {tuple(saved.shape)} in the checkpoint and {here.dtype} {tuple(here.shape)} "
+            f"{what} is {saved.dtype} {tuple(saved.shape)} in the checkpoint and {dtype} {tuple(shape)} "
             "here; give --no-load-optim to start the optimizer anew"
         )

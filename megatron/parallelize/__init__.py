@@ -1,16 +1,20 @@
 """Builds the model of one rank from the plain model, the table of parameters and the layout."""
 
 from megatron.parallelize.build import Parallel, held_parameters, is_plain, parallelize
+from megatron.parallelize.divide import divide_weights, units_of
 from megatron.parallelize.replicas import ReplicaSums
-from megatron.parallelize.specs import await_weights, initialise_part, persistent_buffers
+from megatron.parallelize.specs import await_weights, initialise_part, persistent_buffers, whole_pieces
 
 __all__ = [
     "Parallel",
     "ReplicaSums",
     "await_weights",
+    "divide_weights",
     "held_parameters",
     "initialise_part",
     "is_plain",
     "parallelize",
     "persistent_buffers",
+    "units_of",
+    "whole_pieces",
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass, field, replace
 from functools import partial
 from inspect import Parameter, signature
@@ -13,17 +13,18 @@ from torch import Tensor, nn
 
 from megatron.config import ParallelConfig
 from megatron.config.stages import StageLayers, stage_layers
+from megatron.data_parallel import FullySharded
 from megatron.distributed.shard import ShardSpec, even_ranges
-from megatron.distributed.state import ParallelState
+from megatron.distributed.state import Axis, ParallelState
 from megatron.errors import ConfigError
 from megatron.model.factory import ModuleFactory
 from megatron.model.gpt import GPT, Stage
 from megatron.model.inventory import inventory
 from megatron.model.parameters import Row
-from megatron.model.passes import Batch, ForwardStep, Passes, SinglePass
+from megatron.model.passes import Batch, ForwardStep, Passes, SinglePass, shape_of
 from megatron.model.wgrads import WgradQueue, WgradRoute
 from megatron.parallelize.factory import ParallelFactory, Place
-from megatron.parallelize.specs import Cut, Held, foreign_specs, held_specs, in_order_of
+from megatron.parallelize.specs import Cut, Held, Piece, foreign_specs, held_specs, in_order_of, whole_pieces
 from megatron.pipeline_parallel.links import Links
 from megatron.pipeline_parallel.pass_recorder import PassRecorder
 from megatron.pipeline_parallel.pipeline import BoundStage, Pipeline
@@ -45,6 +46,18 @@ class Parallel:
     """Where its linear layers send weight gradients as products."""
     rows: Mapping[str, Row] = field(default_factory=dict)
     """The row of each parameter in the table; empty for a foreign model."""
+    fields: Set[str] | None = None
+    """The fields of a batch that this rank uses, of those that there are; None: all."""
+    divided: FullySharded | None = None
+    """Its weights, where data-parallel ranks divide them (ZeRO 2 and 3)."""
+
+    def pieces(self) -> Iterator[Piece]:
+        """Every parameter, as far as this rank keeps it."""
+        divided = self.divided
+        if divided is None:
+            return whole_pieces(self.model)
+        held = ((name, divided.weight(name).view(-1), divided.held(name)) for name in divided.all_names)
+        return (Piece(name, elements, start, divided.dtype) for name, elements, (start, _) in held)
 
 
 def parallelize(
@@ -55,9 +68,11 @@ def parallelize(
     *,
     device: torch.device,
     dtype: torch.dtype,
+    made_on: torch.device | None = None,
 ) -> Parallel:
     """Builds this rank's part, its weights not yet set. A foreign model is taken as it is, and so is a GPT whose layout
-    splits nothing; otherwise `model` is a description (best on the meta device) that new modules are made from."""
+    splits nothing; otherwise `model` is a description (best on the meta device) that new modules are made from.
+    `made_on`: where the weights are made, if not on `device`."""
     if not isinstance(model, GPT):
         check_not_split(model, config)
         return Parallel(model, foreign_specs(model), SinglePass(model, forward_step))
@@ -79,7 +94,7 @@ def parallelize(
     )
     queued = state.pp.size > 1 and config.schedule == "zero-bubble"
     wgrads = WgradQueue() if queued else WgradRoute()
-    with default_dtype(dtype), device:
+    with default_dtype(dtype), made_on or device:
         part = type(model)(
             model.config,
             vocab_size=model.vocab_size,
@@ -111,7 +126,21 @@ def parallelize(
         links=links,
         recorder=None if config.pipeline_trace is None else PassRecorder(),
     )
-    return Parallel(part, specs, pipeline, wgrads, rows)
+    return Parallel(part, specs, pipeline, wgrads, rows, stage_fields(part, state.pp))
+
+
+def stage_fields(part: GPT, pp: Axis) -> Set[str] | None:
+    """The fields of a batch that a rank of a pipeline uses. The last one runs the script's forward step, and a model
+    with a forward pass of its own may use any field in any stage. Positions give a batch its shape where it has no
+    tokens, and the losses of routers count the tokens that the loss counts."""
+    if pp.rank == pp.size - 1 or type(part).forward is not GPT.forward:
+        return None
+    fields = {"position_ids", "document_ids"}
+    if pp.rank == 0:
+        fields.add("tokens")
+    if part.routers is not None and part.routers.has_losses:
+        fields.add("loss_mask")
+    return fields
 
 
 def held_parameters(model: nn.Module, config: ParallelConfig, state: ParallelState) -> int:
@@ -151,7 +180,7 @@ def _stages(part: GPT, layers: StageLayers, state: ParallelState) -> list[Callab
 def _hidden_step(stage: Callable[..., Tensor], batch: Batch, hidden: Tensor | None) -> Tensor:
     """Runs a stage that is not the last: [batch, seq, hidden], or this rank's piece of the sequence."""
     return stage(
-        batch["tokens"],
+        batch.get("tokens"),
         position_ids=batch.get("position_ids"),
         document_ids=batch.get("document_ids"),
         hidden=hidden,
@@ -162,7 +191,7 @@ def _hidden_like(part: GPT, place: Place, dtype: torch.dtype, batch: Batch) -> t
     """The hidden states between stages: [batch, seq, hidden], or this rank's piece of the sequence."""
     wide = part.config.fp32_residual_connection and dtype != torch.float64
     like = torch.empty(0, dtype=torch.float32 if wide else dtype, device=place.device)
-    samples, tokens = batch["tokens"].shape
+    samples, tokens = shape_of(batch)
     pieces = place.state.tp.size if place.sequence_parallel else 1
     return (samples, tokens // pieces, part.config.hidden_size), like
 

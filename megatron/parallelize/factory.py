@@ -19,12 +19,14 @@ from megatron.expert_parallel import ExpertDispatcher
 from megatron.model.attention import CoreAttention, SequenceView
 from megatron.model.factory import Dispatcher, ModuleFactory
 from megatron.model.linear import Linear
+from megatron.model.norm import Norm
 from megatron.model.parameters import Parameter, Shape
 from megatron.model.table import Table
 from megatron.model.wgrads import WgradRoute
 from megatron.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
+    SplitNorm,
     VocabParallelHead,
     VocabParallelTable,
     mappings,
@@ -80,6 +82,12 @@ class ParallelFactory(ModuleFactory):
             local_features=rows if kind == "column" else columns,
             wgrads=self.wgrads,
         )
+
+    def head_norm(self, name: str, heads: int) -> Norm:
+        if self._tp.size == 1 or self.config.qk_layernorm_scope == "head":
+            return super().head_norm(name, heads)
+        (local,) = self._place.stored_shapes[f"{name}.weight"]
+        return SplitNorm(heads * self.config.head_dim, self.config, self.kernels, axis=self._tp, local=local)
 
     def _dropout_of_own_stream(self, x: Tensor, probability: float, training: bool) -> Tensor:
         """Dropout of a split sequence: each rank draws from a stream of its own."""

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from megatron.data_parallel import GradBuffers
+from megatron.data_parallel import Gradients
 from megatron.distributed import collectives
 from megatron.distributed.shard import ShardSpec
 from megatron.distributed.state import Axis, ParallelState
@@ -30,30 +30,41 @@ class ReplicaSums:
                     self._by_axis.setdefault(name, []).append(spec)
 
     @torch.no_grad()
-    def __call__(self, grads: GradBuffers) -> None:
+    def __call__(self, grads: Gradients) -> None:
         for name, specs in self._by_axis.items():
             by_dtype: dict[torch.dtype, list[ShardSpec]] = {}
             for spec in specs:
                 by_dtype.setdefault(grads.grad(spec.name).dtype, []).append(spec)
             for some in by_dtype.values():
-                _sum_together(some, [grads.grad(spec.name) for spec in some], self._axes[name])
+                _sum_together(grads, some, self._axes[name])
 
 
-def _sum_together(specs: Sequence[ShardSpec], grads: Sequence[Tensor], axis: Axis) -> None:
-    """Sums in one message. Shards that only overlap are sent in the whole parameter's shape, zero outside the shard."""
-    differ = axis.name == "tp"  # on other axes everybody holds the same part
-    wholes = [
-        grad.new_zeros(spec.split_shape) if differ and spec.ranges is not None else grad
-        for spec, grad in zip(specs, grads)
-    ]
-    for spec, grad, whole in zip(specs, grads, wholes):
-        if whole is not grad:
-            spec.put(whole, grad)
-    message = torch.cat([whole.reshape(-1) for whole in wholes])
+def _sum_together(grads: Gradients, specs: Sequence[ShardSpec], axis: Axis) -> None:
+    """Sums in one message. Shards that only overlap are sent in the whole parameter's shape, zero outside the shard.
+    With ZeRO a rank has a piece of each, the same on all members: they divide equal buffers equally."""
+    overlapping = axis.name == "tp"  # on other axes everybody holds the same part
+    shards = [_shard(grads, spec.name) if overlapping and spec.ranges is not None else None for spec in specs]
+    sent = []
+    for spec, shard in zip(specs, shards, strict=True):
+        whole = grads.grad(spec.name)
+        if shard is not None:
+            spec.put(whole := shard.new_zeros(spec.split_shape), shard)
+        sent.append(whole)
+    message = torch.cat([whole.reshape(-1) for whole in sent]).to(grads.device)
     collectives.all_reduce(message, axis)
-    parts = message.split([whole.numel() for whole in wholes])
-    for spec, grad, whole, part in zip(specs, grads, wholes, parts):
-        if whole is grad:
+    parts = message.split([whole.numel() for whole in sent])
+    for spec, shard, part in zip(specs, shards, parts, strict=True):
+        grad = grads.grad(spec.name)
+        if shard is None:
             grad.copy_(part.view(grad.shape))
         else:
-            spec.view(grad).copy_(spec.take(part))
+            spec.view(shard).copy_(spec.take(part))
+            grad.copy_(grads.piece_of(spec.name, shard))
+
+
+def _shard(grads: Gradients, name: str) -> Tensor:
+    """The gradient in the shape of what is stored here; zero outside this rank's piece."""
+    grad, parameter = grads.grad(name), grads.parameter(name)
+    shard = grad.new_zeros(parameter.shape)
+    grads.piece_of(name, shard).copy_(grad)
+    return shard

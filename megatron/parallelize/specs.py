@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -53,6 +53,8 @@ class Cut:
             return replace(spec, ranges=self._vocabulary(spec.size))
         if row.fold == 2:
             return self._query_key_value(spec)
+        if row.kind == "heads" and spec.size < self.tp.size:
+            return self._shared_head(spec)
         return replace(spec, ranges=even_ranges(spec.size, self.tp.size, self.tp.rank))
 
     def stored_shape(self, row: Row, spec: ShardSpec) -> Shape:
@@ -80,6 +82,12 @@ class Cut:
         own = (first + place * queries, first + (place + 1) * queries)
         shared = (first + per_group - 2, first + per_group)
         return replace(spec, ranges=(own, shared), replica_axes=("tp",), copies=(shared,) if place else ())
+
+    def _shared_head(self, spec: ShardSpec) -> ShardSpec:
+        """With fewer heads of keys than ranks, the ranks that share one each hold its part."""
+        head, place = divmod(self.tp.rank, self.tp.size // spec.size)
+        own = ((head, head + 1),)
+        return replace(spec, ranges=own, replica_axes=("tp",), copies=own if place else ())
 
 
 def held_specs(table: Mapping[str, Parameter], held: Held, cut: Cut, *, tied: bool, pp: Axis) -> dict[str, ShardSpec]:
@@ -123,19 +131,52 @@ def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
     return {name: buffer for name, buffer in model.named_buffers() if name in state}
 
 
-@torch.no_grad()
-def initialise_part(part: nn.Module, specs: Mapping[str, ShardSpec], table: Mapping[str, Parameter], seed: int) -> None:
-    """Sets the parameters of one rank's part of the model to its slices of the initial values."""
-    for name, stored in part.named_parameters():
-        spec = specs[name]
-        stored.zero_()  # vocabulary padding rows stay zero: they have no meaning
-        view = spec.view(stored)
-        view.copy_(initial_elements(table[name], list(spec.runs()), seed).view(view.shape))
+@dataclass(frozen=True)
+class Piece:
+    """Elements of a stored parameter, one after the other, from number `start` on: all of them, or those that this rank
+    keeps where ranks divide it."""
+
+    name: str
+    elements: Tensor
+    start: int
+    dtype: torch.dtype
+    """In which the model computes with them."""
+
+
+def whole_pieces(part: nn.Module) -> Iterator[Piece]:
+    """Every parameter of a part that is not divided."""
+    for name, parameter in part.named_parameters():
+        yield Piece(name, parameter.detach().view(-1), 0, parameter.dtype)
 
 
 @torch.no_grad()
-def await_weights(part: nn.Module, specs: Mapping[str, ShardSpec]) -> None:
-    """Prepares the parameters of a part whose weights will be loaded: NaN, so that one that is forgotten is seen."""
-    for name, stored in part.named_parameters():
-        stored.zero_()
-        specs[name].view(stored).fill_(float("nan"))
+def initialise_part(
+    pieces: Iterable[Piece], specs: Mapping[str, ShardSpec], table: Mapping[str, Parameter], seed: int
+) -> None:
+    """Sets what a rank holds to its slices of the initial values."""
+    for piece in pieces:
+        runs = _runs_of(piece, specs[piece.name])
+        drawn = sum(count for _, count in runs)
+        piece.elements[drawn:].zero_()  # vocabulary padding rows: they have no meaning
+        if drawn:
+            piece.elements[:drawn].copy_(initial_elements(table[piece.name], runs, seed).to(piece.dtype))
+
+
+@torch.no_grad()
+def await_weights(pieces: Iterable[Piece], specs: Mapping[str, ShardSpec]) -> None:
+    """Prepares parameters whose weights will be loaded: NaN, so that one that is forgotten is seen."""
+    for piece in pieces:
+        held = sum(count for _, count in _runs_of(piece, specs[piece.name]))
+        piece.elements[:held].fill_(float("nan"))
+        piece.elements[held:].zero_()
+
+
+def _runs_of(piece: Piece, spec: ShardSpec) -> list[tuple[int, int]]:
+    """What a piece holds as (first element, number of elements) of the whole logical view."""
+    runs, position = [], 0
+    for first, count in spec.runs():
+        begin, end = max(position, piece.start), min(position + count, piece.start + piece.elements.numel())
+        if begin < end:
+            runs.append((first + begin - position, end - begin))
+        position += count
+    return runs

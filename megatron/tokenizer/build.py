@@ -45,16 +45,14 @@ TokenizerOptions = Union["TokenizerConfig", TokenizerSettings]  # the section of
 def build_tokenizer(config: TokenizerOptions, *, announce: bool = True) -> Tokenizer:
     """Builds and checks the tokenizer. `announce=False` omits the warning about a slow engine."""
     kind = _kind(config)
-    if kind != TIK:
-        _refuse_special_tokens(config, kind)
     if kind != NULL:
         _refuse_unused(config, kind, "null_tokenizer_eod_id")
     encoder = config.encoder if isinstance(config, TokenizerSettings) else "exact"
     if encoder == "fast" and kind not in (GPT2, *HUGGING_FACE):
         raise ConfigError(f"--encoder fast: {kind} has no fast encoder; give --encoder auto or exact")
     if kind == NULL:
-        return _build_null(config)
-    if kind == GPT2:
+        tokenizer = _build_null(config)
+    elif kind == GPT2:
         tokenizer = _build_gpt2(config, encoder, announce)
     elif kind in HUGGING_FACE:
         tokenizer = _build_hugging_face(config, kind, encoder, announce)
@@ -64,7 +62,9 @@ def build_tokenizer(config: TokenizerOptions, *, announce: bool = True) -> Token
         tokenizer = _build_tik(config)
     else:
         tokenizer = _build_sentence_piece(config, kind)
-    if config.vocab_size is not None and config.vocab_size != tokenizer.vocab_size:
+    if kind != TIK:
+        _check_special_tokens(config, kind, tokenizer)
+    if kind != NULL and config.vocab_size is not None and config.vocab_size != tokenizer.vocab_size:
         raise ConfigError(
             f"--vocab-size {config.vocab_size}: the {kind} has {tokenizer.vocab_size} tokens; leave --vocab-size out"
         )
@@ -155,12 +155,14 @@ def _model_of(config: TokenizerOptions, kind: str, what: str) -> str:
     return config.tokenizer_model
 
 
-def _refuse_special_tokens(config: TokenizerOptions, kind: str) -> None:
-    tokens = config.tiktoken_special_tokens
-    if tokens is not None:
+def _check_special_tokens(config: TokenizerOptions, kind: str, tokenizer: Tokenizer) -> None:
+    """Megatron-LM leaves those as they are that the tokenizer has, and gives the others new ids, which neither the
+    tokenizer's files nor an export would know."""
+    absent = [token for token in config.tiktoken_special_tokens or () if tokenizer.token_id(token) is None]
+    if absent:
         raise ConfigError(
-            f"--tokenizer-special-tokens {' '.join(tokens)}: only {TIK} names its special tokens by flag; leave it out "
-            f"({kind} has those of its own files, where others can be added)"
+            f"--tokenizer-special-tokens {' '.join(absent)}: not in the vocabulary of this {kind}; add them to its "
+            "files if it has any, where an export finds them too, or leave them out"
         )
 
 

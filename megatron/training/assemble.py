@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from megatron.checkpoint import RunHistory
 from megatron.data.build import Datasets
@@ -16,10 +16,11 @@ from megatron.engine import Engine, Evaluation, build_engine
 from megatron.model.passes import ForwardStep
 from megatron.optimizer import build_schedule
 from megatron.pipeline_parallel.pipeline import Pipeline
-from megatron.training.batches import BatchMaker, Data, DatasetsProvider, NumSamples, as_datasets
+from megatron.training.batches import BatchMaker, Data, DatasetsProvider, NumSamples, as_datasets, check_evaluation
 from megatron.training.checkpointing import RunCheckpoints
 from megatron.training.evaluate import SplitEvaluator
 from megatron.training.hooks import Hook, ManualGarbageCollection, PipelineTrace
+from megatron.training.identity import meet_over_data
 from megatron.training.initialize import Run
 from megatron.training.metric_writers import build_metric_writers, writing
 from megatron.training.model import ModelProvider, build_model
@@ -48,8 +49,8 @@ class Parts:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.closing.close()
+    def __exit__(self, *error: Any) -> None:
+        self.closing.__exit__(*error)
 
 
 def assemble(
@@ -70,35 +71,41 @@ def assemble(
         resume_point = find_resume_point(run, history)
         resume_point.check_architecture(config)
         data = build_data(run, resume_point, datasets_provider)
-        closing.callback(data.batches.close)
         built = build_model(run, model_provider, forward_step, loaded_next=resume_point.found is not None)
+        batches = BatchMaker(run, built.fields)
+        closing.callback(batches.close)
         if config.training.skip_train:
-            engine, schedule = Evaluation(built.model, built.passes, run.parallel, device=run.device), None
+            engine, schedule = (
+                Evaluation(built.model, built.passes, run.parallel, device=run.device, divided=built.divided),
+                None,
+            )
         else:
             engine = build_engine(config, built, run.parallel, run.kernels, run.device)
             schedule = build_schedule(
                 config.schedule,
                 config.optimizer,
+                config.deepspeed_scheduler,
                 global_batch_size=run.batch_plan.final_batch_size,
                 train_iters=config.training.train_iters,
                 train_samples=config.training.train_samples,
             )
         progress = Progress()
         checkpoints = RunCheckpoints(run, engine, built.specs, schedule, data.remembered, history)
+        closing.push(checkpoints.end)
         if config.checkpoint.load:
             checkpoints.load(progress, resume_point)
         hooks = [*build_hooks(run, engine, built.specs, progress), *hooks]
         for hook in hooks:
             closing.callback(hook.on_end)
             hook.on_start(run, built.model)
-        evaluator = SplitEvaluator(run, engine, data, hooks)
+        evaluator = SplitEvaluator(run, engine, data, batches, hooks)
         trainer = None
         if isinstance(engine, Engine) and schedule is not None:
             done, consumed = progress.iteration, progress.consumed_train_samples
             ended = run.batch_plan.is_finished(done, consumed)
             if not ended:
                 checkpoints.warn_before_training()
-            train_batches = iter(()) if ended else data.batches.train(data.datasets.train, consumed)
+            train_batches = iter(()) if ended else batches.train(data.datasets.train, consumed)
             trainer = Trainer(run, engine, schedule, train_batches, progress, evaluator, checkpoints, hooks)
             closing.callback(trainer.stop.close)
         return Parts(engine, evaluator, progress, checkpoints, trainer, closing.pop_all())
@@ -128,17 +135,18 @@ def build_data(run: Run, resume_point: ResumePoint, datasets_provider: DatasetsP
         accepted += resume_point.check_settings(run.config)
     wanted = _samples_wanted(run, resume_point)
     datasets = as_datasets(datasets_provider(run, wanted))
+    if run.store is not None:
+        meet_over_data(datasets, run.store, run.launch)
     _show(run, datasets)
     if training:
         accepted += resume_point.check_content(datasets.fingerprint, accept=run.config.data.accept_changed_data)
         for warning in (*accepted, *resume_point.order_warning(wanted[0])):
             run.log.warn(warning)
-    batches = BatchMaker(run)
     if run.config.evaluation.eval_iters:
         for name, dataset in datasets.validated.items():
-            batches.check_evaluation(dataset, "validation" if name == "valid" else name)
-        batches.check_evaluation(datasets.test, "test")
-    return Data(datasets, batches, {"fingerprint": datasets.fingerprint, "train_samples": wanted[0]})
+            check_evaluation(run, dataset, "validation" if name == "valid" else name)
+        check_evaluation(run, datasets.test, "test")
+    return Data(datasets, {"fingerprint": datasets.fingerprint, "train_samples": wanted[0]})
 
 
 def _show(run: Run, datasets: Datasets) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -13,8 +13,8 @@ from torch.utils.data import Dataset, default_collate
 
 from megatron.config import RunConfig
 from megatron.data.build import Datasets
-from megatron.data.loader import BatchIterator, build_loader
-from megatron.data.masks import MaskConfig
+from megatron.data.loader import BatchIterator, build_loader, packed
+from megatron.data.masks import ALL_FIELDS, MaskConfig
 from megatron.data.sampler import BlockShape, sample_batches
 from megatron.errors import ConfigError, DataError, MegatronError
 from megatron.model.passes import Batch
@@ -33,21 +33,37 @@ def as_datasets(provided: Provided) -> Datasets:
 
 @dataclass(frozen=True)
 class Data:
-    """The three sets, how they become batches, and what a checkpoint remembers of them."""
+    """The three sets, and what a checkpoint remembers of them."""
 
     datasets: Datasets
-    batches: BatchMaker
     remembered: Mapping[str, Any]
+
+
+def usable_samples(run: Run, dataset: Any) -> int:
+    """Of an evaluation, which takes whole global batches, so that every layout gives the same loss."""
+    batch_size = run.batch_plan.evaluation_batch_size
+    return len(dataset) // batch_size * batch_size
+
+
+def check_evaluation(run: Run, dataset: Any, split: str) -> None:
+    """Refuses a set without one whole global batch."""
+    if dataset is not None and not usable_samples(run, dataset) and not run.config.evaluation.full_validation:
+        raise DataError(
+            f"the {split} set has {len(dataset)} samples, fewer than one global batch of "
+            f"{run.batch_plan.evaluation_batch_size}; give it more, lower --eval-global-batch-size or "
+            "--global-batch-size, or evaluate on all of it with --full-validation"
+        )
 
 
 class BatchMaker:
     """Micro-batches of one rank, from any sample on. The samples of a step depend on the global batch size alone.
 
-    `close()` ends the loaders' workers: without it they live until the process ends.
+    `fields`: those that this rank's model uses, unless it is all of them; the samples of a script's own dataset stay
+    whole. `close()` ends the loaders' workers: without it they live until the process ends.
     """
 
-    def __init__(self, run: Run) -> None:
-        self.run, self.evaluation_batch_size = run, run.batch_plan.evaluation_batch_size
+    def __init__(self, run: Run, fields: Set[str] | None = None) -> None:
+        self.run, self.fields = run, fields or ALL_FIELDS
         self._open: WeakSet[BatchIterator] = WeakSet()
 
     def close(self) -> None:
@@ -59,19 +75,9 @@ class BatchMaker:
             raise DataError("the training set is empty: give it a share of --split, or more data")
         return self._load(dataset, consumed, order=self.run.config.data.dataloader_type)
 
-    def check_evaluation(self, dataset: Any, split: str) -> None:
-        """Refuses a set without one whole global batch: evaluations take whole ones, so that every layout gives the
-        same loss."""
-        if dataset is not None and not self._usable(dataset) and not self.run.config.evaluation.full_validation:
-            raise DataError(
-                f"the {split} set has {len(dataset)} samples, fewer than one global batch of "
-                f"{self.evaluation_batch_size}; give it more, lower --eval-global-batch-size or --global-batch-size, "
-                "or evaluate on all of it with --full-validation"
-            )
-
     def evaluation(self, dataset: Any, consumed: int) -> Iterator[Batch]:
         """From sample `consumed` on, without end: after the last whole global batch comes the first again."""
-        usable = self._usable(dataset)
+        usable = usable_samples(self.run, dataset)
         start = consumed % usable
         while True:
             shape = self._shape_of_evaluation
@@ -98,19 +104,19 @@ class BatchMaker:
             count += 1
             yield batch
         for _ in range(-count % self.run.parallel.dp.size):
-            if "loss_mask" not in batch:
+            if "loss_mask" in batch:
+                yield {**batch, "loss_mask": torch.zeros_like(batch["loss_mask"])}
+            elif "loss_mask" not in self.fields:  # a stage that computes no loss
+                yield batch
+            else:
                 raise DataError(
                     "--full-validation with --expert-model-parallel-size: the last samples do not fill a batch, and "
                     "samples without a loss_mask cannot be filled up; leave --full-validation out"
                 )
-            yield {**batch, "loss_mask": torch.zeros_like(batch["loss_mask"])}
-
-    def _usable(self, dataset: Any) -> int:
-        return len(dataset) // self.evaluation_batch_size * self.evaluation_batch_size
 
     @property
     def _shape(self) -> BlockShape:
-        return self._shape_of(self.run.config.training.micro_batch_size)
+        return self._shape_of(self.run.batch_plan.micro_batch_size)
 
     @property
     def _shape_of_evaluation(self) -> BlockShape:
@@ -142,9 +148,16 @@ class BatchMaker:
                 vocab_size=self.run.data_vocab_size if self.run.has_vocabulary else None,
                 pin_memory=pin_memory,
                 read_ahead=self._read_ahead,
+                fields=self.fields,
             )
         else:
-            loader = BatchIterator(_OwnBatches(dataset), sample_ids, num_workers=workers, pin_memory=pin_memory)
+            loader = BatchIterator(
+                _OwnBatches(dataset),
+                sample_ids,
+                num_workers=workers,
+                pin_memory=pin_memory,
+                collate=packed if workers else None,
+            )
         self._open.add(loader)
         return loader
 

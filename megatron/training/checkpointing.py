@@ -5,22 +5,26 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from megatron.checkpoint import (
+    Background,
     LoadedState,
+    Retention,
     RunHistory,
+    Save,
+    SavedInfo,
     TrainState,
     determinism_fingerprint,
     hold_directory,
     load_checkpoint,
-    load_megatron_lm,
-    save_checkpoint,
+    save_now,
     warning_before_training,
+    writes,
 )
 from megatron.checkpoint.all_ranks import do_on_first, run_on_all
 from megatron.checkpoint.hf import load_hugging_face
@@ -30,8 +34,9 @@ from megatron.distributed.rng import get_rng_state, set_rng_state
 from megatron.distributed.shard import ShardSpec
 from megatron.engine import Engine, Evaluation
 from megatron.model.gpt import GPT
-from megatron.optimizer import Optimizer, Schedule
+from megatron.optimizer import Optimizer, Schedule, state_spec
 from megatron.parallelize import persistent_buffers
+from megatron.training.classic_args import classic_args
 from megatron.training.exit import ExitRecord, as_megatron_error
 from megatron.training.initialize import Run
 from megatron.training.restarts import count_start
@@ -78,24 +83,53 @@ class RunCheckpoints:
         return self.engine.optimizer if isinstance(self.engine, Engine) else None
 
     def save(self, progress: Progress) -> None:
-        config = self.run.config
-        assert config.checkpoint.save is not None
-        info = save_checkpoint(
-            Path(config.checkpoint.save),
+        """Saves the run's state; with --async-save begins to, once the save before is done."""
+        settings = self.run.config.checkpoint
+        assert settings.save is not None
+        self.finish()
+        save = Save(
+            Path(settings.save),
             self._state(progress),
             parallel=self.run.parallel,
             save_tokenizer=self._tokenizer_saver(),
             history=self.history,
-            retain_interval=config.checkpoint.save_retain_interval,
             fingerprint=determinism_fingerprint(self.run.device, self.run.kernels),
         )
+        retention = Retention(settings.save_retain_last, settings.save_retain_interval)
+        self._tell(self.background.start(save, retention) if settings.async_save else save_now(save, retention))
+
+    @cached_property
+    def background(self) -> Background:
+        asynchronous = isinstance(self.engine, Engine) and self.engine.asynchronous
+        return Background(self.run.parallel, self.run.device, later=asynchronous)
+
+    def poll(self) -> None:
+        """After every iteration: moves on a save in the background, without waiting for it."""
+        self._tell(self.background.poll())
+
+    def finish(self) -> None:
+        """Waits for a save in the background. What was to be saved is on disk then, or an error says why it is not."""
+        self._tell(self.background.finish())
+
+    def end(self, kind: type[BaseException] | None, *_: object) -> None:
+        """The end of the run, which may be an error that other ranks do not have."""
+        if kind is None:
+            self.finish()
+        else:
+            self.background.close()
+
+    def _tell(self, info: SavedInfo | None) -> None:
+        if info is None:
+            return
         for message in info.messages:
             self.run.log.info(message)
-        if not info.already_there:
-            self.run.log.info(  # Megatron's words, then what it cost
-                f"  successfully saved checkpoint at iteration {progress.iteration:7d} to {config.checkpoint.save} "
-                f"({info.bytes_written / 1e6:.1f} MB in {info.seconds:.2f} s)"
-            )
+        if info.already_there:
+            return
+        waited = "" if info.blocked is None else f"; training waited {info.blocked:.2f} s of them"
+        self.run.log.info(  # Megatron's words, then what it cost
+            f"  successfully saved checkpoint at iteration {info.step:7d} to {self.run.config.checkpoint.save} "
+            f"({info.bytes_written / 1e6:.1f} MB in {info.seconds:.2f} s{waited})"
+        )
 
     def warn_before_training(self) -> None:
         """Says, before a long training, that nothing of it will be kept, or what its first save will do to the steps of
@@ -111,6 +145,8 @@ class RunCheckpoints:
         loaded = self._load(resume_point)
         if loaded is not None:
             self._restore(loaded, progress)
+            if resume_point.moved_to is not None:
+                self._move(progress, resume_point.moved_to, loaded)
 
     def _load(self, resume_point: ResumePoint) -> LoadedState | None:
         """Fills the model."""
@@ -120,10 +156,6 @@ class RunCheckpoints:
             assert config.load is not None
             if is_hugging_face(Path(config.load)):
                 return self._load_hugging_face(Path(config.load))
-            place = Path(config.load), config.ckpt_step
-            loaded = load_megatron_lm(*place, parallel=run.parallel, params=params, log=run.log.info)
-            if loaded is not None:
-                return loaded
             found = find_step(run, self.history)
         if found is None:
             return None  # announced when it was looked for
@@ -132,6 +164,8 @@ class RunCheckpoints:
             found,
             parallel=run.parallel,
             params=params,
+            take=self._take,
+            held=None if self.optimizer is None else self.optimizer.held,
             finetune=config.finetune,
             load_optim=config.load_optim and self.optimizer is not None,
             load_rng=config.load_rng and self.optimizer is not None,
@@ -150,6 +184,7 @@ class RunCheckpoints:
             folder,
             parallel=parallel,
             params=self._params(),
+            take=self._take,
             model_config=config.model if isinstance(self.engine.model, GPT) else None,
             moe_config=config.moe,
             log=self.run.log.info,
@@ -173,6 +208,18 @@ class RunCheckpoints:
             f"{loaded.consumed_train_samples} samples consumed"
         )
 
+    def _move(self, progress: Progress, iteration: int, loaded: LoadedState) -> None:
+        """Puts what was loaded at another iteration: its training data and learning rate follow, its weights, moments
+        and random states stay."""
+        plan = self.run.batch_plan
+        progress.iteration, progress.consumed_train_samples = iteration, plan.samples_after(iteration)
+        progress.schedule_samples = plan.schedule_samples_after(iteration)
+        self.history.moved(loaded.path.parent, loaded.iteration, iteration)
+        self.run.log.info(
+            f"--override-ckpt-iteration {iteration}: continuing at iteration {iteration}, "
+            f"{progress.consumed_train_samples} samples consumed"
+        )
+
     def _state(self, progress: Progress) -> TrainState:
         own = self.optimizer
         assert own is not None and self.schedule is not None, "a run that only evaluates saves nothing"
@@ -180,15 +227,17 @@ class RunCheckpoints:
         optimizer = None
         if config.save_optim:
             optimizer = {
-                name: {kind: (self.specs[name], tensor) for kind, tensor in kinds.items()}
+                name: {kind: (state_spec(self.specs[name], kind, tensor), tensor) for kind, tensor in kinds.items()}
                 for name, kinds in own.state().items()
             }
         return TrainState(
             iteration=progress.iteration,
             consumed_train_samples=progress.consumed_train_samples,
             consumed_valid_samples=progress.consumed_valid_samples,
-            params=self._params(),
+            params=self._whole_params(),
             optimizer=optimizer,
+            divisions=own.divisions(),
+            replicas=own.replicas(),
             optimizer_extra=own.extra_state(),
             scheduler=self.schedule.state(progress.schedule_samples),
             rng=get_rng_state(self.run.device) if config.save_rng else None,
@@ -200,8 +249,26 @@ class RunCheckpoints:
 
     def _params(self) -> dict[str, tuple[ShardSpec, Tensor]]:
         """The parameters, and the buffers that belong to the model's state."""
-        tensors = {**dict(self.engine.model.named_parameters()), **persistent_buffers(self.engine.model)}
+        model, divided = self.engine.model, self.engine.divided
+        parameters = dict(model.named_parameters())
+        if divided is not None:
+            parameters = {name: divided.parameter(name) for name in divided.all_names}
+        return self._with_specs(parameters | persistent_buffers(model))
+
+    def _whole_params(self) -> dict[str, tuple[ShardSpec, Tensor]]:
+        """`_params` with the values of what the ranks divide, on those that write it."""
+        keep, divided = writes(self.run.parallel), self.engine.divided
+        if divided is None:
+            return self._params()
+        wholes = {name: w.cpu() if keep else divided.parameter(name) for name, w in self.engine.whole_weights()}
+        return self._with_specs(wholes | persistent_buffers(self.engine.model))
+
+    def _with_specs(self, tensors: Mapping[str, Tensor]) -> dict[str, tuple[ShardSpec, Tensor]]:
         return {name: (self.specs[name], tensor) for name, tensor in tensors.items()}
+
+    @property
+    def _take(self) -> Callable[[str, Tensor], None] | None:
+        return None if self.engine.divided is None else self.engine.divided.take
 
     def _tokenizer_saver(self) -> Callable[[Path], None] | None:
         tokenizer = self.run.tokenizer
@@ -211,39 +278,3 @@ class RunCheckpoints:
             return None
         length = None if self.origin else self.run.config.data.seq_length  # an imported one keeps its own
         return lambda folder: tokenizer.save_pretrained(folder, model_max_length=length)
-
-
-def classic_args(run: Run, progress: Progress, *, is_gpt: bool) -> dict[str, Any]:
-    """The `args` that Megatron's own readers of a `model_optim_rng.pt` look up, except for those that the checkpoint
-    derives from the model's settings (shape, activation)."""
-    config, model, parallel = run.config, run.config.model, run.parallel
-    of_model: dict[str, Any] = {}
-    if is_gpt:
-        of_model = {
-            "num_query_groups": model.query_groups,
-            "vocab_size": run.vocab_size,
-            "padded_vocab_size": run.padded_vocab_size,
-            "make_vocab_size_divisible_by": model.make_vocab_size_divisible_by,
-            "normalization": model.normalization,
-            "norm_epsilon": model.norm_epsilon,
-            "apply_query_key_layer_scaling": model.apply_query_key_layer_scaling,
-            "add_bias_linear": model.add_bias_linear,
-            "attention_dropout": model.attention_dropout,
-            "hidden_dropout": model.hidden_dropout,
-            "init_method_std": model.init_method_std,
-        }
-    return {
-        **of_model,
-        "seq_length": config.data.seq_length,
-        "fp16": config.precision.fp16,
-        "bf16": config.precision.bf16,
-        "params_dtype": config.precision.params_dtype,
-        "seed": config.training.seed,
-        "iteration": progress.iteration,
-        "consumed_train_samples": progress.consumed_train_samples,
-        "consumed_valid_samples": progress.consumed_valid_samples,
-        "tensor_model_parallel_size": parallel.tp.size,
-        "pipeline_model_parallel_size": parallel.pp.size,
-        "data_parallel_size": parallel.dp.size,
-        "world_size": parallel.world.size,
-    }

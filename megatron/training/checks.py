@@ -5,9 +5,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 
+from megatron.checkpoint.find import find_candidates
 from megatron.config import RunConfig
+from megatron.config.refusals import Refusals
 from megatron.data.fim import FillInTheMiddle
 from megatron.data.sources import check_border_flag
 from megatron.distributed.launch import LaunchInfo
@@ -15,6 +19,7 @@ from megatron.errors import ConfigError
 from megatron.ops.select import Kernels
 from megatron.optimizer import no_place_for_remainders
 from megatron.tokenizer import Tokenizer
+from megatron.utils.foreign import is_hugging_face
 
 
 def check_parts(
@@ -22,11 +27,33 @@ def check_parts(
     *,
     launch: LaunchInfo,
     device: torch.device,
-    kernels: Kernels,
+    kernels: Kernels | None,
     tokenizer: Tokenizer | None,
     needs_data: bool,
+    refusals: Refusals,
 ) -> None:
-    """`needs_data=False`: the samples are the script's own."""
+    """`needs_data=False`: the samples are the script's own. `kernels` that were refused are None."""
+    with refusals.of_checking():
+        _check_launches(config, launch, device)
+    if config.kernels.cuda_graphs and device.type != "cuda":
+        with refusals.of_checking():
+            raise ConfigError(f"--cuda-graphs: needs a CUDA device, and this run is on {device.type}; leave it out")
+    no_kernel = kernels is not None and (kernels.adamw is None or config.optimizer.optimizer != "adam")
+    if config.optimizer.store_param_remainders and no_kernel and not config.training.skip_train:
+        with refusals.of_checking():
+            raise no_place_for_remainders()
+    if needs_data:
+        with refusals.of_checking():
+            check_border_flag(config.data, None if tokenizer is None else tokenizer.eod_id)
+        if config.data.fim_data:
+            with refusals.of_checking():
+                FillInTheMiddle.of(config.data, tokenizer)
+    if config.checkpoint.load is not None and (config.runtime.plans or launch.world_size == 1):
+        with refusals.of_checking():  # of several ranks the first one looks, and tells the others
+            _check_load(config)
+
+
+def _check_launches(config: RunConfig, launch: LaunchInfo, device: torch.device) -> None:
     stages = config.parallel.pipeline_model_parallel_size
     if launch.blocking_launches and stages > 1 and device.type == "cuda":
         raise ConfigError(
@@ -34,12 +61,11 @@ def check_parts(
             "which stops a rank at each operation until it ends: stages post receives before they compute what the "
             "sender waits for; unset CUDA_LAUNCH_BLOCKING, or use --pipeline-model-parallel-size 1"
         )
-    if config.kernels.cuda_graphs and device.type != "cuda":
-        raise ConfigError(f"--cuda-graphs: needs a CUDA device, and this run is on {device.type}; leave it out")
-    no_kernel = kernels.adamw is None or config.optimizer.optimizer != "adam"
-    if config.optimizer.store_param_remainders and no_kernel and not config.training.skip_train:
-        raise no_place_for_remainders()
-    if needs_data:
-        check_border_flag(config.data, None if tokenizer is None else tokenizer.eod_id)
-        if config.data.fim_data:
-            FillInTheMiddle.of(config.data, tokenizer)
+
+
+def _check_load(config: RunConfig) -> None:
+    settings = config.checkpoint
+    assert settings.load is not None
+    if not is_hugging_face(Path(settings.load)):
+        save = Path(settings.save) if settings.save else None
+        find_candidates(Path(settings.load), step=settings.ckpt_step, save_dir=save, strict=settings.strict_load)

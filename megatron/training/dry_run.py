@@ -10,13 +10,16 @@ from torch import nn
 
 from megatron.checkpoint import find_checkpoint
 from megatron.checkpoint.find import find_candidates
-from megatron.config import CheckpointConfig, RunConfig
+from megatron.config import CheckpointConfig
 from megatron.config.blend import data_sources, given_sets
+from megatron.config.refusals import Refusals
 from megatron.config.stages import stage_layers
 from megatron.data.sources import Sources
 from megatron.data.splits import sample_counts
 from megatron.distributed.state import ParallelState
 from megatron.layout import Layout
+from megatron.optimizer import offloads
+from megatron.planner import state_bytes
 from megatron.training.initialize import Run
 from megatron.training.model import count_parameters, model_flops
 from megatron.training.resume import ResumePoint
@@ -30,20 +33,28 @@ _SHOWN = 4
 def check_files(run: Run, *, needs_data: bool) -> None:
     """Opens what a launch would read: the sources of the data, and the description of the checkpoint. What
     takes long (sample order, hashes, tensors) is left to the launch, as is what a script's own providers do."""
-    config = run.config
+    config, refusals = run.config, Refusals()
     if needs_data and not config.data.mock_data:
-        sources = Sources(
-            config.data,
-            vocab_size=run.data_vocab_size,
-            eod_id=run.eod_id,
-            tokenizer_fingerprint=run.tokenizer_fingerprint,
-        )
-        prefixes = [prefix for blend in data_sources(config.data).blends if blend for prefix in blend.prefixes]
-        sources.prepare(prefixes)
-        for prefix in dict.fromkeys(prefixes):
-            sources.open(prefix)
+        with refusals.of_checking():
+            _check_data(run)
     if config.checkpoint.load is not None and not is_hugging_face(Path(config.checkpoint.load)):
-        _check_checkpoint(run, Path(config.checkpoint.load))
+        with refusals.of_checking():
+            _check_checkpoint(run, Path(config.checkpoint.load))
+    refusals.end()
+
+
+def _check_data(run: Run) -> None:
+    config = run.config
+    sources = Sources(
+        config.data,
+        vocab_size=run.data_vocab_size,
+        eod_id=run.eod_id,
+        tokenizer_fingerprint=run.tokenizer_fingerprint,
+    )
+    prefixes = [prefix for blend in data_sources(config.data).blends if blend for prefix in blend.prefixes]
+    sources.prepare(prefixes)
+    for prefix in dict.fromkeys(prefixes):
+        sources.open(prefix)
 
 
 def _check_checkpoint(run: Run, directory: Path) -> None:
@@ -88,6 +99,11 @@ def render_plan(run: Run, model_provider: Callable[[Run], nn.Module]) -> str:
         global_batch_size=plan.evaluation_batch_size,
     )
     train, valid, test = (count if given else 0 for count, given in zip(counts, given_sets(config.data)))
+    on_host = config.parallel.parameters_on_host and run.device.type != "cpu"
+    away = (
+        config.optimizer.optimizer_offload_fraction if not on_host and offloads(config.optimizer, run.device) else 0.0
+    )
+    kept = state_bytes(config, held, layout.expert_dp // layout.instances, offloaded=away)
     rows = [
         ("ranks", f"{run.launch.world_size} (data parallel {plan.dp})"),
         *_groups(layout),
@@ -103,7 +119,7 @@ def render_plan(run: Run, model_provider: Callable[[Run], nn.Module]) -> str:
         ),
         (
             "batch",
-            f"{plan.final_batch_size} samples = {config.training.micro_batch_size} per micro-batch x {plan.dp} ranks x "
+            f"{plan.final_batch_size} samples = {plan.micro_batch_size} per micro-batch x {plan.dp} ranks x "
             f"{plan.micro_batches(plan.final_batch_size)} accumulation steps",
         ),
         ("iterations", f"{plan.total_iterations}"),
@@ -113,7 +129,9 @@ def render_plan(run: Run, model_provider: Callable[[Run], nn.Module]) -> str:
         *_compute(run, model, tokens),
         (
             "memory per rank",
-            f"{human_bytes(held * _bytes_per_parameter(config))} of weights, gradients and optimizer",
+            f"{human_bytes(round(kept.total))} of weights, gradients and optimizer"
+            + (", in host memory; a layer is on the device when it runs" if on_host else "")
+            + (f"; {away:.0%} of the optimizer's state is offloaded" if away else ""),
         ),
     ]
     width = max(len(name) for name, _ in rows)
@@ -130,6 +148,8 @@ def _checkpoints(settings: CheckpointConfig) -> str:
 def _groups(layout: Layout) -> list[tuple[str, str]]:
     """The process groups of every axis with more than one rank."""
     names = {"tp": "tensor", "cp": "context", "ep": "expert", "dp": "data", "pp": "pipeline"}
+    if layout.instances > 1:
+        names |= {"shard": "ZeRO", "replicate": "replica"}
     return [(f"{name} groups", _listed(layout.groups(axis))) for axis, name in names.items() if layout.size(axis) > 1]
 
 
@@ -163,11 +183,3 @@ def _compute(run: Run, model: nn.Module, tokens: int) -> list[tuple[str, str]]:
     if per_token is None:
         return []
     return [("compute", f"{per_token * tokens:.3e} FLOP (Megatron's formula for model FLOPs)")]
-
-
-def _bytes_per_parameter(config: RunConfig) -> int:
-    moments = 8 if config.optimizer.optimizer == "adam" else 4
-    if config.precision.params_dtype == "float32":
-        return 4 + 4 + moments
-    masters = 2 if config.optimizer.store_param_remainders else 4
-    return 2 + 4 + masters + moments  # half weights, fp32 gradients

@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron.engine import Evaluation
 from megatron.model.passes import Batch
-from megatron.training.batches import Data
+from megatron.training.batches import BatchMaker, Data
 from megatron.training.hooks import Hook
 from megatron.training.initialize import Run
 from megatron.training.log_lines import LOG_FORMS
@@ -21,9 +21,9 @@ class SplitEvaluator:
     as Megatron does, or under --full-validation all of it once. The test split is always read from its start. A split
     of None is empty."""
 
-    def __init__(self, run: Run, engine: Evaluation, data: Data, hooks: Sequence[Hook]) -> None:
+    def __init__(self, run: Run, engine: Evaluation, data: Data, batches: BatchMaker, hooks: Sequence[Hook]) -> None:
         self._engine, self._hooks, self._log = engine, hooks, run.log
-        self._batches, self._validated, self._test = data.batches, data.datasets.validated, data.datasets.test
+        self._batches, self._validated, self._test = batches, data.datasets.validated, data.datasets.test
         self._line_of = LOG_FORMS[run.config.logging.log_format].evaluation
         evaluation = run.config.evaluation
         self._eval_iters, self._full_validation = evaluation.eval_iters, evaluation.full_validation

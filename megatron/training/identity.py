@@ -1,22 +1,29 @@
-"""What a rank was started with: all of it must be the same on every rank, so it is compared when the ranks meet."""
+"""What a rank was started with and what it reads: the same on every rank, so both are compared when the ranks meet."""
 
 from __future__ import annotations
 
 import sys
+from datetime import timedelta
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from megatron.config import RunConfig
 from megatron.config.run import all_settings
+from megatron.data.build import Datasets
+from megatron.distributed.identity import DATA, Identity
+from megatron.distributed.launch import LaunchInfo
+from megatron.distributed.meeting import TOLD_EVERY, Patience, wait_for_all
+from megatron.tokenizer import Tokenizer
 from megatron.utils.durable import hash_of_files
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 
 
-def started_with(config: RunConfig) -> dict[str, str]:
+def started_with(config: RunConfig, tokenizer: Tokenizer | None = None) -> dict[str, str]:
     """Settings by their spelling, but for paths, which may differ between machines, and for what concerns one launch;
-    hashes of the package and of the script; the version of torch."""
+    hashes of the package, of the script and of the tokenizer's files; the version of torch."""
     compared = (setting for setting in all_settings() if not setting.flag.path and not setting.flag.cli_only)
     values = {setting.spelling: config.value(setting) for setting in compared}
     script = Path(getattr(sys.modules["__main__"], "__file__", None) or "")
@@ -24,5 +31,27 @@ def started_with(config: RunConfig) -> dict[str, str]:
         **{name: str(value) for name, value in values.items() if value is not None},
         "the code of megatron": hash_of_files(_PACKAGE, _PACKAGE.rglob("*.py"))[:12],
         "the script": hash_of_files(script.parent, [script])[:12] if script.is_file() else "none",
+        "the tokenizer": "none" if tokenizer is None else f"{tokenizer.name} {tokenizer.fingerprint[:12]}",
         "torch": torch.__version__,
     }
+
+
+def meet_over_data(datasets: Datasets, store: dist.Store, launch: LaunchInfo, told_every: float = TOLD_EVERY) -> None:
+    """Waits until every rank has its datasets, without a limit, since one may build indices for hours, and refuses
+    ranks that read other data."""
+    here = Identity(launch.rank, *_compared(datasets), subject=DATA)
+    wait_for_all(
+        dist.PrefixStore("data", store), here, launch, Patience(timedelta.max, told_every), did="opened the data"
+    )
+
+
+def _compared(datasets: Datasets) -> tuple[dict[str, str], dict[str, str]]:
+    """Values by name, and how messages show them. Places of files may differ between machines."""
+    values: dict[str, str] = {}
+    shown: dict[str, str] = {}
+    for number, source in enumerate(datasets.sources, start=1):
+        tokens, record = f"source {number}", f"the record of source {number}"
+        values |= {tokens: source.content, record: source.record}
+        shown |= {tokens: f"{source.prefix} ({source.content[:12]})", record: source.record[:12] or "not there"}
+    together = "the order and the weights of all sources"
+    return {**values, together: datasets.fingerprint}, {**shown, together: datasets.fingerprint[:12]}

@@ -8,13 +8,15 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from megatron.config import BatchPlan, RunConfig, check_world, describe
-from megatron.distributed.cores import pin, set_scheduling, set_threads
-from megatron.distributed.device import activate, resolve_backend, resolve_device
-from megatron.distributed.launch import LaunchInfo, die_with_parent, keep_products_repeatable
+from megatron.config.refusals import Refusals
+from megatron.distributed.device import resolve_backend, resolve_device
+from megatron.distributed.launch import LaunchInfo, die_with_parent
 from megatron.distributed.limits import allow_open_files
 from megatron.distributed.messages import all_gather_json, broadcast_json
 from megatron.distributed.rendezvous import init_process_group
@@ -27,12 +29,10 @@ from megatron.ops.select import Kernels, left_to_compiler, resolve, usable_libra
 from megatron.ops.verification import agreed
 from megatron.tokenizer import Tokenizer, build_tokenizer
 from megatron.training.checks import check_parts
+from megatron.training.devices import prepare_accelerator, prepare_cpu, warn_of_slow_precision
 from megatron.training.identity import started_with
 from megatron.training.log_lines import LOG_FORMS
 from megatron.training.settings import read_settings
-from megatron.utils.cpu import has_bf16_products, set_allocator, set_fp32_products
-from megatron.utils.cuda import grow_segments
-from megatron.utils.fp16_products import set_fp16_products
 from megatron.utils.log import RankLog
 
 
@@ -51,6 +51,8 @@ class Run:
     run_id: str
     started: float
     """When, on `time.monotonic`'s clock: --exit-duration-in-mins counts from then."""
+    store: dist.Store | None = None
+    """Where its ranks meet; None for a single one, and where somebody else has connected them."""
 
     @property
     def batch_plan(self) -> BatchPlan:
@@ -88,7 +90,30 @@ class Run:
         return self.tokenizer.fingerprint if self.tokenizer is not None else None
 
 
-def initialize(argv: Sequence[str] | None = None, *, needs_data: bool = True) -> Run:
+Connect = Callable[[timedelta, Tokenizer | None], dist.Store | None]
+"""(how long to wait for the other ranks, this rank's tokenizer) -> the ranks' store, if there are several."""
+
+
+def initialize(*given: Any, **named: Any) -> Any:
+    """The engine, optimizer, loader and scheduler of a model that is not ours: `megatron.engine.any_model.initialize`.
+
+    Without a model it is the older name of `setup`, and says so.
+    """
+    if not _is_older_call(given, named):
+        from megatron.engine.any_model import initialize as initialize_engine  # a training run needs none of it
+
+        return initialize_engine(*given, **named)
+    run = setup(*given, **named)
+    run.log.info("megatron.initialize(argv) is called megatron.setup(argv) now; the older name keeps working")
+    return run
+
+
+def _is_older_call(given: Sequence[Any], named: Mapping[str, Any]) -> bool:
+    arguments = not given or (len(given) == 1 and (given[0] is None or isinstance(given[0], (list, tuple))))
+    return arguments and named.keys() <= {"argv", "needs_data"}
+
+
+def setup(argv: Sequence[str] | None = None, *, needs_data: bool = True) -> Run:
     """The start of a script without the training loop: settings read, ranks connected, random streams seeded. Errors of
     usage come before any process waits for another. Such a script leaves with `megatron.distributed.launch.shutdown()`.
     """
@@ -103,25 +128,45 @@ def start(config: RunConfig, *, needs_data: bool = True) -> Run:
     """The run of these settings on the ranks that the launcher started."""
     started = time.monotonic()
     launch = _for_dry_run(config, LaunchInfo.detect(config.runtime.local_rank))
-    check_world(config, launch.world_size)
+    refusals = Refusals()
+    check_world(config, launch.world_size, refusals)
     log = RankLog(launch.rank, stamped=LOG_FORMS[config.logging.log_format].stamped)
     for notice in config.notices:
         log.info(notice)
-    device = resolve_device(config.runtime.device, launch.local_rank)
-    backend = resolve_backend(config.runtime.distributed_backend, device)
-    threads = _prepare_cpu(config, launch, device, log)
-    _prepare_accelerator(config, device, log)
+    device, backend = None, "gloo"
+    with refusals.of_checking():
+        device = resolve_device(config.runtime.device, launch.local_rank)
+    if device is None:
+        refusals.end()  # what else is wrong depends on the device
+    assert device is not None
+    with refusals.of_checking():
+        backend = resolve_backend(config.runtime.distributed_backend, device)
+    threads = prepare_cpu(config, launch, device, log)
+    prepare_accelerator(config, device, log)
 
-    def connect(timeout: timedelta) -> None:
+    def connect(timeout: timedelta, tokenizer: Tokenizer | None) -> dist.Store | None:
         die_with_parent(launch)
         raised = allow_open_files(config.parallel.layout(launch.world_size), backend)
         if raised is not None:
             log.info(raised)
-        network = init_process_group(launch, backend, timeout, device, started_with(config))
-        if network is not None:
-            log.info(network)
+        compared = started_with(config, tokenizer) if launch.world_size > 1 else None  # it reads the whole package
+        connection = init_process_group(launch, backend, timeout, device, compared)
+        if connection is None:
+            return None
+        if connection.network is not None:
+            log.info(connection.network)
+        return connection.store
 
-    run = build_run(config, launch, device=device, log=log, needs_data=needs_data, connect=connect, started=started)
+    run = build_run(
+        config,
+        launch,
+        device=device,
+        log=log,
+        needs_data=needs_data,
+        connect=connect,
+        started=started,
+        refusals=refusals,
+    )
     if config.training.deterministic_mode:
         torch.use_deterministic_algorithms(True)
     verb = "planned for" if config.runtime.plans else "running on"
@@ -143,26 +188,42 @@ def build_run(
     dtype: torch.dtype | None = None,
     log: RankLog | None = None,
     needs_data: bool = True,
-    connect: Callable[[timedelta], None] = lambda timeout: None,
+    connect: Connect = lambda timeout, tokenizer: None,
     started: float | None = None,
+    refusals: Refusals | None = None,
 ) -> Run:
     """The run of these settings on one rank, with its groups made and its random streams seeded.
 
-    `connect` joins the process group, once nothing is left to go wrong on one rank alone; by default the caller has
-    joined it already. `dtype` overrides the settings, which have no fp64: layouts are compared in it.
+    `connect` joins the process group, once nothing is left to go wrong on one rank alone, and returns the ranks' store;
+    by default the caller has joined it already. `dtype` overrides the settings, which have no fp64: layouts are
+    compared in it. `refusals`: those of this launch so far, told with what is found here.
     """
+    found = Refusals() if refusals is None else refusals
     log = log or RankLog(launch.rank)
     native = library() if config.runtime.plans else usable_library(config.kernels.spec, device, log.info)
-    kernels = _resolve(config, device, native, log)
-    tokenizer = tokenizer_of(config, required=needs_data)
-    _warn_of_slow_precision(config, device, log)
-    layout, run_id = config.parallel.layout(launch.world_size), "dry-run"
-    check_parts(config, launch=launch, device=device, kernels=kernels, tokenizer=tokenizer, needs_data=needs_data)
+    kernels, tokenizer, has_tokenizer = None, None, False
+    with found.of_checking():
+        kernels = _resolve(config, device, native, log)
+    with found.of_checking():
+        tokenizer, has_tokenizer = tokenizer_of(config, required=needs_data), True
+    warn_of_slow_precision(config, device, log)
+    check_parts(
+        config,
+        launch=launch,
+        device=device,
+        kernels=kernels,
+        tokenizer=tokenizer,
+        needs_data=needs_data and has_tokenizer,
+        refusals=found,
+    )
+    found.end()
+    assert kernels is not None
+    layout, run_id, store = config.parallel.layout(launch.world_size), "dry-run", None
     if config.runtime.plans:
         parallel = ParallelState.plan(layout, launch.rank)
     else:
         timeout = timedelta(minutes=config.runtime.distributed_timeout_minutes)
-        connect(timeout)
+        store = connect(timeout, tokenizer)
         parallel = ParallelState.build(layout, launch.rank, timeout)
         if device.type == "cuda":  # every machine has verified its own
             native = agreed(native, all_gather_json(dict(native.unverified), parallel.world, dict[str, str]))
@@ -180,6 +241,7 @@ def build_run(
         tokenizer=tokenizer,
         log=log,
         run_id=run_id,
+        store=store,
         started=time.monotonic() if started is None else started,
     )
 
@@ -208,37 +270,6 @@ def _check_same_kernels(spec: str, kernels: Kernels, parallel: ParallelState) ->
                 f"--kernels {spec}: {op} would be {other.backends.get(op)} on rank {rank} and {first.backends[op]} on "
                 f"rank 0{because}; build the kernels on every machine, or give --kernels ref"
             )
-
-
-def _prepare_cpu(config: RunConfig, launch: LaunchInfo, device: torch.device, log: RankLog) -> int:
-    """Sets allocator, product library, cores and threads of the process, before it allocates much. Returns the number
-    of threads. On an accelerator only what was asked for is changed.
-    """
-    cpu, computes = config.cpu, device.type == "cpu"
-    if computes or cpu.cpu_allocator != "auto":
-        log.info(set_allocator(cpu.cpu_allocator))
-    if computes or cpu.fp32_products != "auto":
-        log.info(set_fp32_products(cpu.fp32_products))
-    if computes and config.precision.fp16:
-        log.info(set_fp16_products())
-    if cpu.cpu_pinning:
-        log.info(f"each rank stays on its own cores; rank 0 on {', '.join(map(str, sorted(pin(launch))))}")
-    if computes or cpu.cpu_scheduling != "auto":
-        log.info(set_scheduling(cpu.cpu_scheduling, launch))
-    return set_threads(launch, cpu.cpu_threads)
-
-
-def _prepare_accelerator(config: RunConfig, device: torch.device, log: RankLog) -> None:
-    """Selects and configures the device, before anything is allocated there: choosing kernels tries them out."""
-    if config.runtime.plans or device.type == "cpu":
-        return
-    activate(device)  # else every rank of the machine would try them on the first device
-    if device.type != "cuda":
-        return
-    if config.training.deterministic_mode:
-        keep_products_repeatable()
-    if not grow_segments():
-        log.info("this torch or driver has no expandable segments: more memory may be lost between tensors")
 
 
 def _for_dry_run(config: RunConfig, launch: LaunchInfo) -> LaunchInfo:
@@ -282,10 +313,3 @@ def _check_vocabulary(given: int | None, own: int, *, loads: bool) -> None:
         f"--vocab-size {given}: the tokenizer has {own} entries; leave --vocab-size out (more are only for a --load "
         "whose table has them)"
     )
-
-
-def _warn_of_slow_precision(config: RunConfig, device: torch.device, log: RankLog) -> None:
-    if device.type != "cpu":
-        return
-    if config.precision.bf16 and not has_bf16_products():
-        log.warn("--bf16: this processor has no instructions for it; training is correct, and fp32 may be faster")

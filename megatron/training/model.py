@@ -13,7 +13,15 @@ from megatron.errors import ConfigError
 from megatron.model.flops import flops_per_token
 from megatron.model.gpt import GPT
 from megatron.model.passes import ForwardStep
-from megatron.parallelize import Parallel, await_weights, held_parameters, initialise_part, is_plain, parallelize
+from megatron.parallelize import (
+    Parallel,
+    await_weights,
+    divide_weights,
+    held_parameters,
+    initialise_part,
+    is_plain,
+    parallelize,
+)
 from megatron.training.initialize import Run
 from megatron.utils.dtype import default_dtype
 
@@ -25,10 +33,17 @@ def build_model(
 ) -> Parallel:
     """In its dtype on its device, with the initial values that seed and names decide; without, if a checkpoint that is
     there is loaded next."""
-    # Of a model that is divided the provider's is a description, without memory: no rank could hold the whole.
-    described = _provided(run, model_provider, run.device if is_plain(run.parallel) else torch.device("meta"))
-    built = parallelize(described, run.config.parallel, run.parallel, forward_step, device=run.device, dtype=run.dtype)
-    _initialise(run, built, loaded_next)
+    on_host = run.config.parallel.parameters_on_host and run.device.type != "cpu"
+    divides = run.config.parallel.zero >= 2 and (run.parallel.shard.size > 1 or on_host)
+    place = torch.device("cpu") if on_host else run.device
+    built = _whole_part(run, model_provider, forward_step, place, without_weights=divides)
+    if not isinstance(built.model, GPT):  # its provider has set its weights, on every rank others
+        for tensors in (built.model.named_parameters(), built.model.named_buffers()):
+            broadcast_parameters(tensors, run.parallel.dp, through=run.device)
+    if divides:
+        built = divide_weights(built, run.parallel, run.config.parallel.zero, run.device, on_host=on_host)
+    if isinstance(built.model, GPT):
+        _initialise(run, built, built.model, loaded_next)
     if run.config.kernels.compile:
         _compile_layers(built.model)
     count = sum(parameter.numel() for parameter in built.model.parameters())
@@ -60,16 +75,36 @@ def _provided(run: Run, model_provider: ModelProvider, device: torch.device) -> 
         return model_provider(run).to(device=device, dtype=run.dtype)
 
 
-def _initialise(run: Run, built: Parallel, loaded_next: bool) -> None:
-    if not isinstance(built.model, GPT):  # its provider has set its weights, on every rank others
-        broadcast_parameters(built.model.named_parameters(), run.parallel.dp)
-        broadcast_parameters(built.model.named_buffers(), run.parallel.dp)
-    elif run.config.checkpoint.perform_initialization and not loaded_next:
-        initialise_part(built.model, built.specs, built.model.table(), run.config.training.seed)
+def _whole_part(
+    run: Run, model_provider: ModelProvider, forward_step: ForwardStep, place: torch.device, *, without_weights: bool
+) -> Parallel:
+    """`place`: of a foreign model's weights. `without_weights`: a GPT's are on the meta device, since no rank could
+    hold them all."""
+    # Of a model that is split the provider's is a description, without memory; one that is whole but will be divided is
+    # made on the host, where memory that nothing is written to is not there.
+    split = not is_plain(run.parallel)
+    meta, host = torch.device("meta"), torch.device("cpu")
+    described = _provided(run, model_provider, meta if split else host if without_weights else run.device)
+    if without_weights and not split:
+        described = described.to(device=meta if isinstance(described, GPT) else place)
+    return parallelize(
+        described,
+        run.config.parallel,
+        run.parallel,
+        forward_step,
+        device=run.device,
+        dtype=run.dtype,
+        made_on=meta if without_weights else None,
+    )
+
+
+def _initialise(run: Run, built: Parallel, model: GPT, loaded_next: bool) -> None:
+    if run.config.checkpoint.perform_initialization and not loaded_next:
+        initialise_part(built.pieces(), built.specs, model.table(), run.config.training.seed)
     elif not run.config.checkpoint.load:
         raise ConfigError("--no-initialization: the weights must come from somewhere; give --load")
     else:
-        await_weights(built.model, built.specs)
+        await_weights(built.pieces(), built.specs)
 
 
 def _compile_layers(model: nn.Module) -> None:

@@ -43,11 +43,14 @@ def pretrain(
         config = read_settings(argv, needs_data=needs_data)
 
         with loading_torch():
+            from torch import get_num_threads
+
             from megatron.training.assemble import assemble
             from megatron.training.checkpointing import held_save_directory
             from megatron.training.dry_run import check_files, render_plan
             from megatron.training.initialize import start
             from megatron.training.watchdog import watched
+            from megatron.utils.waiting import spinning_while_idle
 
         run = start(config, needs_data=needs_data)
         if config.runtime.plans:
@@ -57,6 +60,7 @@ def pretrain(
             return StopReason("planned", "--print-config" if config.runtime.print_config else "--dry-run")
         with held_save_directory(run) as (history, exit_record):
             with (
+                spinning_while_idle(get_num_threads()),
                 watched(run, exit_record) as position,
                 assemble(run, datasets_provider, model_provider, forward_step, history, hooks) as parts,
             ):

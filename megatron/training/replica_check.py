@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -57,21 +58,28 @@ class ReplicaCheck(Hook):
 
     def _fingerprints(self) -> Fingerprints:
         found: Fingerprints = {}
-        for name, tensor, spec in self._tensors():
-            for held, part in _parts(spec, tensor):
-                found[name, spec.dim, held] = fingerprint(part)
+        for what, dim, parts in self._tensors():
+            for held, part in parts:
+                found[what, dim, held] = fingerprint(part)
         return found
 
-    def _tensors(self) -> Iterator[tuple[str, Tensor, ShardSpec]]:
-        """In the order of the model, weights first: if they differ, the rest differs because of them."""
-        state = self._engine.optimizer.state()
-        parameters = dict(self._engine.model.named_parameters())
-        for name, tensor in {**parameters, **persistent_buffers(self._engine.model)}.items():
-            yield name, tensor.detach(), self._specs[name]
+    def _tensors(self) -> Iterator[tuple[str, int, Iterable[tuple[Range, Tensor]]]]:
+        """(what it is, the dimension that is split, its parts) in the order of the model, weights first: if they
+        differ, the rest differs because of them. With ZeRO a piece of the state has few replicas or none."""
+        state, grads = self._engine.optimizer.state(), self._engine.grads
+        shapes: dict[str, torch.Size] = {}
+        for name, tensor in chain(self._engine.whole_weights(), persistent_buffers(self._engine.model).items()):
+            shapes[name] = tensor.shape
+            yield name, self._specs[name].dim, _parts(self._specs[name], tensor.detach())
         for name, moments in state.items():
+            spec, piece = self._specs[name], grads.held(name)
+            whole = grads.divided_over(name).size == 1
             for key, tensor in moments.items():
-                if tensor.shape == parameters[name].shape:
-                    yield f"{name} (optimizer: {key})", tensor, self._specs[name]
+                if whole and tensor.shape == shapes[name]:
+                    yield f"{name} (optimizer: {key})", spec.dim, _parts(spec, tensor)
+                elif not whole and tensor.numel() == piece[1] - piece[0]:
+                    elements = f"elements {piece[0]} to {piece[1]}"
+                    yield f"{name} (optimizer: {key}, {elements})", spec.dim, spec.held_in(tensor, piece)
 
 
 def _parts(spec: ShardSpec, tensor: Tensor) -> Iterator[tuple[Range, Tensor]]:

@@ -56,6 +56,8 @@ class ResumePoint:
     """The verified checkpoint of --load, of which only the manifest has been read. None: a start at iteration 0."""
 
     found: FoundStep | None
+    moved_to: int | None = None
+    """The iteration that --override-ckpt-iteration gives to what was saved; None: it keeps its own."""
 
     @property
     def resumed(self) -> bool:
@@ -70,7 +72,10 @@ class ResumePoint:
         if self.found is None or not self.resumed:
             return plan.train_samples
         saved = self.found.manifest
-        needed = saved.consumed_train_samples + plan.samples_left(saved.step, saved.consumed_train_samples)
+        step, consumed = saved.step, saved.consumed_train_samples
+        if self.moved_to is not None:
+            step, consumed = self.moved_to, plan.samples_after(self.moved_to)
+        needed = consumed + plan.samples_left(step, consumed)
         before = int(self._data.get("train_samples", 0))
         return before if needed <= before else needed
 
@@ -129,7 +134,32 @@ class ResumePoint:
 
 def find_resume_point(run: Run, history: RunHistory) -> ResumePoint:
     config = run.config.checkpoint
-    return ResumePoint(None if config.load is None or config.finetune else find_step(run, history))
+    if config.load is None or config.finetune:
+        return ResumePoint(None)
+    found = find_step(run, history)
+    return ResumePoint(found, _moved_to(run, found))
+
+
+def _moved_to(run: Run, found: FoundStep | None) -> int | None:
+    """--override-ckpt-iteration. A step that the same command saved into its own --load is a restart: it would begin
+    at the same iteration again and again, and never end."""
+    config = run.config.checkpoint
+    wanted = config.override_ckpt_iteration
+    if wanted is None:
+        return None
+    given = f"--override-ckpt-iteration {wanted}"
+    if found is None:
+        run.log.info(f"{given}: has no effect, as nothing was loaded")
+        return None
+    before = found.manifest.config.get("checkpoint", {}).get("override_ckpt_iteration")
+    same_folder = config.save is not None and Path(config.save).resolve() == found.directory.parent.resolve()
+    if same_folder and before == wanted:
+        run.log.info(
+            f"{given}: {found.directory} was saved by a run with it, so this one goes on from there; give another "
+            "--save to begin there once more"
+        )
+        return None
+    return wanted
 
 
 def find_step(run: Run, history: RunHistory) -> FoundStep | None:

@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron.checkpoint.find import find_candidates
 from megatron.config import RunConfig, adopt_checkpoint_args, check, check_paths
 from megatron.config.cli import resolve
 from megatron.config.notices import given, spelled
@@ -25,6 +26,7 @@ def read_settings(argv: Sequence[str] | None, *, needs_data: bool = True) -> Run
     """`needs_data=False`: the script brings its own datasets."""
     refusals = Refusals()
     config = resolve(argv, refusals)
+    _check_load_is_there(config, refusals)
     theirs = config.checkpoint.load is not None and is_hugging_face(Path(config.checkpoint.load))
     if theirs or config.checkpoint.use_checkpoint_args:
         refusals.end()  # without the model's shape there is little to check
@@ -37,6 +39,14 @@ def read_settings(argv: Sequence[str] | None, *, needs_data: bool = True) -> Run
             raise wandb_missing(project)
     refusals.end()
     return config
+
+
+def _check_load_is_there(config: RunConfig, refusals: Refusals) -> None:
+    load, save = config.checkpoint.load, config.checkpoint.save
+    if load is None or Path(load).exists():
+        return
+    with refusals.of_checking():  # before what the command line lacks, if it is a name of the Hub
+        find_candidates(Path(load), save_dir=Path(save) if save else None)
 
 
 def _importable(package: str) -> bool:

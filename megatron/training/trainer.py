@@ -10,7 +10,7 @@ from functools import partial
 from megatron.engine import Engine, StepResult
 from megatron.errors import DataError
 from megatron.model.passes import Batch
-from megatron.optimizer import Schedule
+from megatron.optimizer import Rates, Schedule
 from megatron.training.checkpointing import RunCheckpoints
 from megatron.training.evaluate import SplitEvaluator
 from megatron.training.exit import StopReason
@@ -84,10 +84,13 @@ class Trainer:
                 hook.after_iteration(iteration.number)
             if self._due(config.evaluation.eval_interval) and iteration.number >= config.evaluation.start_eval_at_iter:
                 self.evaluator.valid(self.progress, f"iteration {iteration.number}")
+            self.checkpoints.poll()
             reason = self.stop.reason(iteration.number)
             if config.checkpoint.save and (reason or self.finished or self._due(config.checkpoint.save_interval)):
                 self.checkpoints.save(self.progress)
         self.engine.settle()
+        if reason or self.finished:
+            self.checkpoints.finish()
         if self.finished:
             reason = StopReason("done", "all iterations are done")
         reason = reason or StopReason("paused", f"{iterations} iterations were asked for")
@@ -99,10 +102,11 @@ class Trainer:
         self.fit(count)
         return self._last_result
 
-    def _rates(self) -> tuple[float, float]:
+    def _rates(self) -> Rates:
         """Learning rate and weight decay of the step that is being started."""
         samples = self._progress.schedule_samples
-        return self.schedule.lr(samples), self.schedule.weight_decay(samples)
+        schedule = self.schedule
+        return Rates(schedule.lr(samples), schedule.weight_decay(samples), schedule.decoupled_lr(samples))
 
     def _settled(self, iteration: Iteration, result: StepResult) -> None:
         """Told by the engine, as soon as the outcome of the iteration's step is known."""

@@ -19,6 +19,7 @@ from megatron.training.metrics import Throughput, TrainRecord
 from megatron.training.model import model_flops
 from megatron.training.resume import Progress
 from megatron.training.skipped_steps import SkippedSteps
+from megatron.training.spiky_loss import SpikyLoss
 from megatron.utils.device import accelerator_memory, device_name
 from megatron.utils.process import peak_resident_bytes
 from megatron.utils.timers import render_times
@@ -46,6 +47,8 @@ class TrainingLog:
         self._since_logged: list[tuple[float, int, float, float]] = []  # loss, samples, seconds, of these for data
         self._skipped = self._not_finite = 0
         self.skipped = SkippedSteps()
+        training = run.config.training
+        self._spiky = SpikyLoss(training.spiky_loss_factor) if training.check_for_spiky_loss else None
 
     def passed_over(self, iteration: Iteration) -> None:
         self._skipped += 1
@@ -58,6 +61,11 @@ class TrainingLog:
         self._skipped += result.skipped
         self.skipped.count(result.skipped, result.loss_scale)
         self._not_finite += not result.finite
+        if self._spiky is not None:
+            last = iteration.consumed_train_samples - 1
+            rise = self._spiky.check(result.lm_loss, iteration.number, last - result.batch_size + 1, last)
+            if rise:
+                self._log.warn(rise)
         config = self._config
         is_logged = iteration.number % config.log_interval == 0
         is_drawn = config.tensorboard_dir is not None and iteration.number % config.tensorboard_log_interval == 0

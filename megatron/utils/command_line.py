@@ -15,7 +15,7 @@ from importlib import import_module
 from typing import Any, NoReturn
 
 from megatron.errors import ConfigError, InterruptError, MegatronError
-from megatron.utils.process import wait_passively
+from megatron.utils.loading import before_torch
 
 DEPENDENCIES = ("numpy", "regex", "safetensors", "tokenizers", "torch", "transformers", "xxhash", "yaml")
 _STDOUT = 1
@@ -137,7 +137,7 @@ def _exit_code(name: str, job: Callable[[], int | None]) -> int:
 
 def run_tool_module(module: str) -> int:
     """Imports a tool's module and runs its `main()`; a dependency that is missing at import becomes one line, too."""
-    wait_passively()
+    before_torch()
     return run_tool("error", lambda: import_module(module).main())
 
 

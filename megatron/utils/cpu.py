@@ -22,7 +22,8 @@ _CPUINFO = Path("/proc/cpuinfo")
 _MAPS = Path("/proc/self/maps")
 _OVERCOMMIT, _STRICT = Path("/proc/sys/vm/overcommit_memory"), 2
 _LARGE_PAGE, _MADV_HUGEPAGE = 2 << 20, 14  # mman.h of Linux
-_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4  # malloc.h of glibc
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -2, -3, -4  # malloc.h of glibc
+_LARGE = 1 << 20
 _NEVER = -1  # the largest positive value is 2 GiB, and a heap with more free than that would return all of it
 _TOP_PAD = 256 << 20
 _ALWAYS_MAPPED = 64 << 20  # twice the largest mmap threshold that glibc chooses by itself
@@ -37,6 +38,8 @@ def set_allocator(choice: str) -> str:
     system has to clear and map one by one. Call this before any large tensor exists.
     """
     if choice == "system":
+        if platform.libc_ver()[0] == "glibc":  # its own threshold grows with what is freed, and leaves holes
+            ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _LARGE)
         return "CPU memory: large tensors go back to the system when they are freed (--cpu-allocator system)"
     if platform.libc_ver()[0] != "glibc":
         if choice == "keep":

@@ -74,3 +74,9 @@ def grow_segments() -> bool:
     except RuntimeError:  # a driver or a platform without virtual memory management
         return False
     return True
+
+
+def round_products(to_tf32: bool) -> None:
+    """Whether products of fp32 tensors round their factors to TF32. Set either way: it is a setting of the process,
+    which a script may have changed."""
+    torch.backends.cuda.matmul.allow_tf32 = to_tf32

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -65,3 +66,39 @@ class ToHost:
         if self._event is not None:
             self._event.synchronize()
         return self._host.tolist()
+
+
+class HostLink:
+    """Copies between a device and the host that run beside the device's other work."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.Stream(device)
+
+    def empty(self, length: int, dtype: torch.dtype) -> Tensor:
+        """Host memory that the device can copy from and to while the host goes on."""
+        return torch.empty(length, dtype=dtype, pin_memory=True)
+
+    def to_host(self, source: Tensor, into: Tensor) -> Callable[[], None]:
+        """Starts a copy of what `source` will be after the device's present work. What it returns waits for it."""
+        source.record_stream(self._stream)  # its memory is not reused before it is copied
+        return self._copied(source, into).synchronize
+
+    def to_device(self, source: Tensor, into: Tensor) -> Callable[[], None]:
+        """Starts a copy. What it returns makes the device's later work wait for it, and not the host."""
+        into.record_stream(self._stream)  # nor is its memory, should nobody wait for the copy
+        arrived = self._copied(source, into)
+        return lambda: arrived.wait(torch.accelerator.current_stream(self._device))
+
+    def _copied(self, source: Tensor, into: Tensor) -> torch.Event:
+        """The end of the copy, which comes after the device's present work: that may use either memory."""
+        self._stream.wait_stream(torch.accelerator.current_stream(self._device))
+        with self._stream:
+            into.copy_(source, non_blocking=True)
+            end = torch.Event(self._device)
+            end.record(self._stream)
+        return end
+
+    def join(self) -> None:
+        """The device's work from here on comes after all copies. The host does not wait."""
+        torch.accelerator.current_stream(self._device).wait_stream(self._stream)

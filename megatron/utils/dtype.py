@@ -8,6 +8,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+HALF = (torch.bfloat16, torch.float16)
+
 
 @contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
@@ -22,4 +24,4 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 def widened(x: Tensor) -> Tensor:
     """Half precision as fp32; other dtypes as they are."""
-    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+    return x.float() if x.dtype in HALF else x

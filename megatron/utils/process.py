@@ -49,16 +49,6 @@ def signals_held(*numbers: signal.Signals) -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def wait_passively() -> None:
-    """Lets the threads of this process sleep where they wait for each other, instead of spinning: on a machine with
-    other work a spinning thread takes the core from the one it waits for. It changes no result.
-
-    OpenMP reads the variable when torch loads it, so this comes before torch; what the user has set stays.
-    """
-    if "torch" not in sys.modules:
-        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-
-
 def die_with(parent: int) -> None:
     """Asks the kernel to kill this process when its parent dies. On other systems it goes on."""
     if signal_at_parent_death(signal.SIGKILL) and os.getppid() != parent:  # it died before the request

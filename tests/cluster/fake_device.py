@@ -19,7 +19,10 @@ import torch
 import torch._dynamo  # before `_make_subclass` is replaced: it compares signatures
 import torch.nn.functional as F
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.utils._device import _device_constructors
 
 CUDA = torch.device("cuda", 0)
 PINNED = "_pinned"
@@ -31,6 +34,11 @@ class Stream:
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
     def wait_stream(self, other: Any) -> None: ...
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, *_: Any) -> None: ...
 
     def wait_event(self, event: Any) -> None: ...
 
@@ -48,6 +56,12 @@ class Event:
     def wait(self, *_: Any) -> None: ...
 
     def synchronize(self) -> None: ...
+
+
+class Graph:
+    """Work that is captured is run once, and a replay hands over nothing new."""
+
+    def replay(self) -> None: ...
 
 
 class _Generator:
@@ -96,6 +110,16 @@ def pin(tensor: Tensor, *_: Any) -> Tensor:
     pinned = tensor.clone()
     setattr(pinned, PINNED, True)
     return pinned
+
+
+def _empty(*size: Any, pin_memory: bool = False, **options: Any) -> Tensor:
+    made = _REAL_EMPTY(*size, **options)
+    if pin_memory:
+        setattr(made, PINNED, True)
+    return made
+
+
+_REAL_EMPTY = torch.empty
 
 
 def is_pinned(tensor: Tensor, *_: Any) -> bool:
@@ -147,14 +171,28 @@ def fake_cuda() -> Iterator[torch.device]:
     with pytest.MonkeyPatch.context() as patch, torch.autograd.set_multithreading_enabled(False):
         patch.setattr(torch.Tensor, "_make_subclass", staticmethod(_make_subclass))
         patch.setattr(FakeTensor, "is_cuda", property(lambda tensor: tensor.device.type == "cuda"), raising=False)
+        patch.setattr(FakeTensor, "is_meta", property(lambda tensor: tensor.device.type == "meta"), raising=False)
         patch.setattr(FakeTensor, "data_ptr", _address, raising=False)
         patch.setattr(torch.UntypedStorage, "data_ptr", _address_of_storage)
         patch.setattr(torch.Tensor, "pin_memory", pin)
         patch.setattr(torch.Tensor, "is_pinned", is_pinned)
         patch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
         patch.setattr(torch, "Event", Event)
+        patch.setattr(torch.cuda, "Event", Event)
+        patch.setattr(torch.cuda, "current_device", lambda: 0)
+        # A mesh is numbers on the host; the shards of fully_shard are on "meta" to C++ alone.
+        patch.setattr(DeviceMesh, "from_group", staticmethod(unset_fake_temporarily()(DeviceMesh.from_group)))
+        patch.setattr(FSDPParamGroup, "_validate_no_meta_params", lambda group: None)
+        patch.setattr(FSDPParamGroup, "_validate_cpu_offload_params", lambda group: None)
+        _device_constructors()  # a list that torch makes once, with the real function in it
+        patch.setattr(torch, "empty", _empty)
+        patch.setattr(torch, "Stream", Stream)
         patch.setattr(torch, "Generator", _generator)
         patch.setattr(torch.cuda, "default_generators", (generator,))
+        patch.setattr(torch.cuda, "get_rng_state", lambda device: generator.get_state())
+        patch.setattr(torch.cuda, "set_rng_state", lambda state, device: generator.set_state(state))
+        patch.setattr(torch.cuda, "CUDAGraph", Graph)
+        patch.setattr(torch.cuda, "graph", lambda *_, **__: contextlib.nullcontext())
         patch.setattr(torch.cuda, "Stream", Stream)
         patch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
         patch.setattr(torch.cuda, "current_stream", Stream)

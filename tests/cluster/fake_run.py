@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import _disable_current_modes
 
 from megatron.config import parse_args
 from megatron.distributed.launch import LaunchInfo
@@ -45,7 +47,9 @@ def fake_parts(argv: Sequence[str], rank: int, ranks: int) -> Iterator[Parts]:
     with fake_world(rank, ranks), fake_cuda(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(modelling, "initialise_part", lambda *_: None)  # a host's work, and once
         patch.setattr(torch.nn.Module, "to", lambda module, **_: module)  # it was made there, in its dtype
-        patch.setattr(BatchMaker, "_load", unset_fake_temporarily()(BatchMaker._load))
+        patch.setattr(BatchMaker, "_load", on_the_host(BatchMaker._load))
+        evaluation = BatchMaker.evaluation
+        patch.setattr(BatchMaker, "evaluation", lambda *given: _pinned(evaluation(*given)))
         launch = LaunchInfo(rank=rank, world_size=ranks, local_rank=0, local_world_size=ranks)
         run = Run(
             config=config,
@@ -64,9 +68,20 @@ def fake_parts(argv: Sequence[str], rank: int, ranks: int) -> Iterator[Parts]:
             yield parts
 
 
+def on_the_host(function: Callable[..., Any]) -> Callable[..., Any]:
+    """What has nothing to do with the device, and is not watched."""
+
+    @functools.wraps(function)
+    def unwatched(*args: Any, **kwargs: Any) -> Any:
+        with _disable_current_modes():
+            return function(*args, **kwargs)
+
+    return unwatched
+
+
 def _pinned(batches: Iterator[Batch]) -> Iterator[Batch]:
     """Batches as the loader gives them where there is a device: real, on the host, and pinned."""
     while True:
-        with unset_fake_temporarily():
+        with _disable_current_modes():
             batch = {name: pin(v) if isinstance(v, torch.Tensor) else v for name, v in next(batches).items()}
         yield batch

@@ -212,5 +212,7 @@ def _copy_waits(name: str, args: Any, kwargs: Mapping[str, Any]) -> Tensor | Non
     if there.type == source.device.type:
         return None
     blocks = not (kwargs.get("non_blocking", False) or (name == "copy_" and len(args) > 2 and args[2]))
+    if into is None and source.device.type == "cuda" and not blocks:
+        return None  # torch makes the copy on the host in pinned memory
     host = source if source.device.type == "cpu" else into
     return source if blocks or host is None or not is_pinned(host) else None

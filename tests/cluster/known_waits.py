@@ -17,6 +17,8 @@ from tests.cluster.fake_device import CUDA
 from tests.cluster.host_waits import Known
 
 OUTCOME = "megatron/utils/device.py:values"
+EVALUATION = "megatron/engine/evaluation.py:evaluate"
+_PARAMS_NORM = "megatron/optimizer/optimizer.py:params_norm"
 _MOE = "megatron/model/moe.py:_routed"
 _HERE = "megatron/model/factory.py:run_here"
 _DISPATCH = "megatron/expert_parallel/dispatch.py"
@@ -39,6 +41,8 @@ def _on_device(names: Mapping[str, Any], tensor: Tensor) -> Tensor:
 
 KNOWN = (
     Known(OUTCOME, "the outcome of a step, read within the next one: no wait while the device has work", _outcome),
+    Known(EVALUATION, "the loss of an evaluation, at its end", _outcome),
+    Known(_PARAMS_NORM, "--log-params-norm, where it is logged", lambda names, tensor: 1.0),
     Known(_MOE, "an expert's capacity: how many choices are left", lambda names, mask: names["order"]),
     Known(_HERE, "the rows of each expert", _shares),
     Known(f"{_DISPATCH}:forward", "the rows for each rank, and those from each rank", _shares),
@@ -48,23 +52,25 @@ KNOWN = (
 )
 
 
-def expected_waits(config: RunConfig, parts: Parts, micro_batches: int) -> Counter[str]:
-    """Of one step on this rank."""
+def expected_waits(config: RunConfig, parts: Parts, micro_batches: int, evaluated: int = 0) -> Counter[str]:
+    """Of one step on this rank, and an evaluation of so many micro-batches."""
     parallel, moe = parts.engine.parallel, config.moe
     layers = sum(isinstance(module, MoE) for module in parts.engine.model.modules())
     again = 2 if config.recompute.recompute_granularity == "full" else 1
-    passes = layers * micro_batches * again
+    passes = layers * (micro_batches * again + evaluated)
     sent = parallel.ep.size > 1 or parallel.tp.size > 1
     deferred = parallel.pp.size > 1 and config.parallel.schedule == "zero-bubble"
-    products = layers * micro_batches * (2 * again + (2 if deferred else 4))
+    products = layers * (micro_batches * (2 * again + (2 if deferred else 4)) + 2 * evaluated)
     counts = {
         OUTCOME: 1,
+        EVALUATION: 1 if evaluated else 0,
+        _PARAMS_NORM: 1 if config.logging.log_params_norm else 0,
         _MOE: passes if moe.moe_expert_capacity_factor is not None else 0,
         _HERE: 0 if sent else passes,
         f"{_DISPATCH}:forward": 2 * passes if sent else 0,
         f"{_DISPATCH}:_sliced": passes if config.parallel.splits_sequence and parallel.tp.size > 1 else 0,
         f"{_DISPATCH}:_by_expert": passes if sent else 0,
-        _ENDS: products if layers else 0,
+        _ENDS: products if layers and config.precision.bf16 else 0,  # torch has no grouped product of others
     }
     return +Counter(counts)
 

@@ -8,13 +8,17 @@ from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
+from threading import Thread
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch.distributed as dist
 
+from megatron.distributed.identity import Identity
+from megatron.distributed.launch import LaunchInfo
 from megatron.distributed.limits import OWN_FILES, allow_open_files, gloo_sockets
+from megatron.distributed.meeting import Patience, wait_for_all
 from megatron.distributed.state import ParallelState
 from megatron.errors import ConfigError
 from megatron.layout import Layout
@@ -27,6 +31,8 @@ COUNTS = {
     64: (Layout(64, tp=4, pp=4, cp=2, ep=4), 12, 4),
     1024: (Layout(1024, tp=8, pp=8), 9, 4),
     8192: (Layout(8192, tp=8, pp=16, cp=2, ep=8), 13, 4),
+    2048: (Layout(2048, tp=8, pp=8, instances=4), 11, 4),
+    4096: (Layout(4096, tp=8, pp=8, cp=2, ep=4, instances=4), 16, 4),
 }
 
 
@@ -57,7 +63,20 @@ def test_nccl_makes_all_groups_of_an_axis_in_one_split(world_size: int) -> None:
     """In one split of the world the ranks of a group give its colour, which torch makes of their numbers: the groups of
     an axis must have different ones."""
     layout, _, _ = COUNTS[world_size]
-    for name in ("tp", "cp", "ep", "dp", "pp", "dp_cp", "expert_dp", "embedding", "model"):
+    for name in (
+        "tp",
+        "cp",
+        "ep",
+        "dp",
+        "pp",
+        "dp_cp",
+        "expert_dp",
+        "shard",
+        "expert_shard",
+        "replicate",
+        "embedding",
+        "model",
+    ):
         groups = layout.groups(name)
         assert len({abs(hash(ranks)) % 2**31 for ranks in groups}) == len(groups)
 
@@ -97,6 +116,22 @@ class CountingStore(dist.Store):
         self.asked["wait"] += 1
         self.inner.wait(keys, *timeout)
 
+    def add(self, key: str, amount: int) -> int:
+        self.asked["add"] += 1
+        return int(self.inner.add(key, amount))
+
+    def append(self, key: str, value: str) -> None:
+        self.asked["append"] += 1
+        self.inner.append(key, value)  # type: ignore[attr-defined]  # torch's stubs lack it
+
+    def compare_set(self, key: str, expected: str, value: str) -> bytes:
+        self.asked["compare_set"] += 1
+        return bytes(self.inner.compare_set(key, expected, value))
+
+    def check(self, keys: list[str]) -> bool:
+        self.asked["check"] += 1
+        return bool(self.inner.check(keys))
+
 
 def costs(rank: int, size: int, path: Path) -> list[tuple[int, dict[str, int]]]:
     """(sockets, store operations) of the world, and of the state of a layout."""
@@ -123,6 +158,27 @@ def test_costs_of_gloo_groups(tmp_path: Path) -> None:
         groups = len(members)
         assert of_state[1] == {"set": groups, "get": sum(members), "wait": sum(members)}
         assert of_state[0] == sum(members)
+
+
+@pytest.mark.parametrize("size", [8, 64])
+def test_meeting_takes_as_many_store_operations_of_a_rank_whatever_their_number(size: int) -> None:
+    """Ranks as threads of this process. The first to come publishes what it has, the last tells the others."""
+    shared = dist.HashStore()
+    stores = [CountingStore(shared) for _ in range(size)]
+
+    def meet(rank: int) -> None:
+        info = LaunchInfo(rank=rank, world_size=size, agent_store=True)
+        wait_for_all(stores[rank], Identity(rank, {"--lr": "0.1"}), info, Patience(timedelta(seconds=60)))
+
+    threads = [Thread(target=meet, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    usual = {"add": 2, "append": 1, "compare_set": 1, "wait": 1, "check": 1, "get": 1}
+    extra = [dict(store.asked - Counter(usual)) for store in stores]
+    assert [store.asked & Counter(usual) for store in stores] == [Counter(usual)] * size
+    assert sum(usual.values()) == 7 and sum(sum(more.values()) for more in extra) == 2, "the first sets, and the last"
 
 
 class TestOpenFiles:

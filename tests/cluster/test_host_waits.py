@@ -13,21 +13,18 @@ from functools import cache
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor
 
 from megatron.config import RunConfig, parse_args
-from megatron.model.block import Block
 from megatron.model.moe import Experts
 from megatron.training.assemble import Parts
 from tests.cluster.fake_run import fake_parts
-from tests.cluster.host_waits import Allocation, HostWait, Watch
+from tests.cluster.host_waits import Allocation, Watch
 from tests.cluster.known_waits import KNOWN, OUTCOME, SQUARES, expected_squares, expected_waits
-from tests.equivalence import test_context_parallel, test_data_parallel, test_model_parallel, test_moe
+from tests.equivalence import test_context_parallel, test_data_parallel, test_model_parallel, test_moe, test_zero
 from tests.equivalence.test_model_parallel import GPT2, SP, layout
 from tests.helpers.runs import flags
 
-SUITES = (test_data_parallel, test_model_parallel, test_context_parallel, test_moe)
+SUITES = (test_data_parallel, test_model_parallel, test_context_parallel, test_moe, test_zero)
 KINDS = ("num_experts", "window_size", "reset_attention_mask", "recompute_granularity", "moe_expert_capacity_factor")
 LONG = 16384
 SHORTER = 8192
@@ -130,13 +127,16 @@ def watched(case: Case, plant: Callable[[Parts], None] | None = None) -> Found:
         padded = config.tokenizer.vocab_size
         assert padded is not None
         bound = largest_allowed(config, padded + 64)
+        evaluated = config.evaluation.eval_iters
         with Watch(KNOWN, parts.engine.model.parameters(), bound) as watch:
             parts.trainer.fit(1)
+            if evaluated:
+                parts.evaluator.valid(parts.progress, "the end")
         micro_batches = config.training.global_batch_size // parts.engine.parallel.dp.size
         passes = micro_batches * 2 * config.model.num_layers  # the second when it is recomputed
         return Found(
             watch.waits,
-            expected_waits(config, parts, micro_batches),
+            expected_waits(config, parts, micro_batches, evaluated * micro_batches),
             Counter(place.key for place, _ in watch.large),
             Counter({one.place: one.most * passes for one in SQUARES if one.place in expected_squares(config)}),
             watch.most_copied,
@@ -155,6 +155,59 @@ def found() -> dict[Case, Found | Exception]:
         except Exception as error:
             results[case] = error
     return results
+
+
+FP16 = {"bf16": None, "fp16": True}
+DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
+TP2, PP2 = layout(tp=2), layout(pp=2)
+EP2 = {test_moe.EP: 2}
+ZERO = {"zero_stage": 1, "overlap_grad_reduce": True}
+LATE = {"overlap_param_gather": True}
+INSTANCES = {"num_distributed_optimizer_instances": 2}
+VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "evaluation": (GPT2, {**TP2, "eval_iters": 1}),
+    "evaluation, first stage": (GPT2, {**PP2, "eval_iters": 1}),
+    "evaluation of experts": (test_moe.MIXTRAL, {**EP2, "eval_iters": 1}),
+    "fp16, dynamic scale": (GPT2, {**TP2, **FP16}),
+    "fp16, pipeline": (GPT2, {**PP2, **FP16}),
+    "fp16, experts": (test_moe.DEEPSEEK, {**EP2, **FP16}),
+    "dropout": (GPT2, {**TP2, **SP, **DROPOUT}),
+    "dropout, recomputed": (GPT2, {**TP2, **DROPOUT, "recompute_granularity": "full", "recompute_method": "uniform"}),
+    "recomputed in part": (GPT2, {**TP2, **DROPOUT, "recompute_granularity": "selective"}),
+    "ZeRO-1": (GPT2, ZERO),
+    "ZeRO-1, fp16, sequences, late gathers": (GPT2, {**TP2, **SP, **ZERO, **LATE, **FP16, "eval_iters": 1}),
+    "ZeRO-1, experts, late gathers": (test_moe.MIXTRAL, {**EP2, **ZERO, **LATE}),
+    "ZeRO-1, several instances, late gathers": (GPT2, {**ZERO, **LATE, **INSTANCES, "ddp_bucket_size": 8000}),
+    "ZeRO-1, several instances, experts": (test_moe.MIXTRAL, {**EP2, **ZERO, **INSTANCES}),
+    "ZeRO-3, several instances": (GPT2, {**TP2, "zero_stage": 3, **INSTANCES}),
+    "ZeRO-2": (GPT2, {**TP2, **SP, "zero_stage": 2, "eval_iters": 1}),
+    "ZeRO-3, fp16, recomputed": (
+        GPT2,
+        {**TP2, **FP16, "zero_stage": 3, "recompute_granularity": "full", "recompute_method": "uniform"},
+    ),
+    "logged": (GPT2, {**TP2, "log_params_norm": True, "log_num_zeros_in_grad": True}),
+    "graphs": (GPT2, {"cuda_graphs": True}),
+}
+
+
+def variant(name: str) -> Found:
+    family, axes = VARIANTS[name]
+    ranks = 1 if "cuda_graphs" in axes else 4 if "zero_stage" in axes else 2
+    if "num_distributed_optimizer_instances" in axes:
+        ranks *= axes.get("tensor_model_parallel_size", 1)
+    return watched(Case(ranks, 0, tuple(flags(**{**settings(family, axes, ranks), **axes}))))
+
+
+@pytest.fixture(scope="module")
+def variants() -> dict[str, Found]:
+    return {name: variant(name) for name in VARIANTS}
+
+
+def test_no_variant_of_a_step_waits_or_copies(variants: dict[str, Found]) -> None:
+    """Evaluation, half precision with a scale that moves, dropout, recomputation, divided state, graphs."""
+    waits = {name: (one.waits, one.expected) for name, one in variants.items() if one.waits != one.expected}
+    rest = {name: one for name, one in variants.items() if not same_places(one) or one.copied.size > one.allowed_copies}
+    assert not waits and not rest, (waits, rest)
 
 
 def of(found: dict[Case, Found | Exception]) -> Iterator[tuple[Case, Found]]:
@@ -183,8 +236,8 @@ def test_no_weight_is_copied_but_those_of_a_layers_experts(found: dict[Case, Fou
     assert not wrong, wrong
 
 
-def test_every_known_exception_still_occurs(found: dict[Case, Found | Exception]) -> None:
-    waits = set().union(*(result.waits for _, result in of(found)))
+def test_every_known_exception_still_occurs(found: dict[Case, Found | Exception], variants: dict[str, Found]) -> None:
+    waits = set().union(*(result.waits for _, result in of(found)), *(one.waits for one in variants.values()))
     squares = set().union(*(result.squares for _, result in of(found)))
     assert waits == {known.place for known in KNOWN}
     assert squares == {square.place for square in SQUARES}
@@ -215,78 +268,3 @@ def test_the_exchange_of_reasons_to_stop_is_read_a_step_later() -> None:
     with fake_parts(argv, 1, 2) as parts, Watch(KNOWN) as watch:
         reason = parts.trainer.fit()
     assert (parts.progress.iteration, reason.kind, watch.waits) == (2, "signal", {OUTCOME: 3})
-
-
-# What the prover is worth: each planted mistake is found, by the name of its line.
-
-
-def in_every_layer(parts: Parts, mistake: Callable[[Tensor], object]) -> None:
-    for module in parts.engine.model.modules():
-        if isinstance(module, Block):
-            module.register_forward_pre_hook(lambda block, arguments: (mistake(arguments[0]), None)[1])
-
-
-def reads_a_number(x: Tensor) -> float:
-    return x.sum().item()
-
-
-def asks_a_number(x: Tensor) -> bool:
-    return bool(x.sum() > 0)
-
-
-def goes_to_the_host(x: Tensor) -> Tensor:
-    return x.detach().cpu()
-
-
-def selects_by_value(x: Tensor) -> Tensor:
-    return x[x > 0]
-
-
-def comes_from_the_host(x: Tensor) -> Tensor:
-    return torch.tensor([1.0, 2.0], device=x.device)
-
-
-def waits_for_all(x: Tensor) -> None:
-    torch.cuda.synchronize()
-
-
-@pytest.mark.parametrize(
-    "mistake",
-    [reads_a_number, asks_a_number, goes_to_the_host, selects_by_value, comes_from_the_host, waits_for_all],
-)
-def test_a_planted_wait_is_found(mistake: Callable[[Tensor], object]) -> None:
-    with pytest.raises(HostWait, match=rf"test_host_waits.py:\d+ in {mistake.__name__}: .* waits for the device"):
-        watched(Case(2, 1, tuple(TENSORS)), lambda parts: in_every_layer(parts, mistake))
-
-
-def test_a_batch_that_is_not_pinned_is_found() -> None:
-    def plant(parts: Parts) -> None:
-        parts.trainer.train_batches = (
-            {**batch, "labels": batch["labels"] + 0} for batch in parts.trainer.train_batches
-        )
-
-    with pytest.raises(HostWait, match=r"megatron/utils/cuda.py:\d+ in _moved: aten._to_copy .* on cpu"):
-        watched(Case(2, 1, tuple(TENSORS)), plant)
-
-
-def makes_a_square(x: Tensor) -> Tensor:
-    return torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device)
-
-
-def test_a_planted_square_is_found() -> None:
-    result = watched(Case(2, 1, tuple(TENSORS)), lambda parts: in_every_layer(parts, makes_a_square))
-    assert result.squares == {"tests/cluster/test_host_waits.py:makes_a_square": 4} and not same_places(result)
-
-
-def test_a_planted_copy_of_the_weights_is_found() -> None:
-    def plant(parts: Parts) -> None:
-        model = parts.engine.model
-        kept: list[Tensor] = []
-
-        def copies_the_weights(x: Tensor) -> None:
-            kept[:] = [parameter.detach().clone() for parameter in model.parameters()]
-
-        in_every_layer(parts, copies_the_weights)
-
-    result = watched(Case(2, 1, tuple(TENSORS)), plant)
-    assert result.copied.size > result.allowed_copies and "copies_the_weights" in str(result.copied)

@@ -1,30 +1,52 @@
 """Every layout that the equivalence suite knows: all members of each communicator do the same in the same order, and no
-rank waits for ever, from the start of a run over two steps and evaluations to its stop."""
+rank waits for ever, from the start of a run over two steps, evaluations and a save to its stop, and in a run that goes
+on from a checkpoint."""
 
 from __future__ import annotations
 
 from math import prod
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
 
 from megatron.config import parse_args
-from megatron.distributed import collectives, state
-from megatron.distributed.state import Axis
-from megatron.engine import Evaluation, evaluation
-from megatron.layout import AXES, Layout
-from megatron.training.order import recorder
-from megatron.training.order.cluster import ClusterRecording, record_cluster
-from tests.equivalence import test_context_parallel, test_data_parallel, test_model_parallel, test_moe
+from megatron.optimizer import Optimizer
+from megatron.training.order.classes import difference, representative
+from megatron.training.order.cluster import ClusterRecording, record_cluster, record_runs
+from megatron.training.order.waits import play
+from tests.equivalence import (
+    test_context_parallel,
+    test_data_parallel,
+    test_instances,
+    test_model_parallel,
+    test_moe,
+    test_optimizers,
+    test_zero,
+    test_zero_stages,
+)
 from tests.helpers.runs import TINY, flags, pretrain_gpt
 
 Case = tuple[int, dict[str, Any], dict[str, Any]]
-EVERYTHING = {"eval_interval": 2, "eval_iters": 1, "exit_signal_handler": True, "exit_duration_in_mins": 1000}
-SUITES = (test_model_parallel, test_context_parallel, test_moe, test_data_parallel)
+TWO_STEPS = {"train_iters": 2}
+EVERYTHING = {
+    "eval_interval": 2,
+    "eval_iters": 1,
+    "exit_signal_handler": True,
+    "exit_duration_in_mins": 1000,
+}
+
+
+ZERO = SimpleNamespace(
+    __name__="test_zero", CASES={n: test_zero.TWENTY.get(n, []) + test_zero.FEW.get(n, []) for n in (2, 4, 8)}
+)
+SUITES = (
+    *(test_model_parallel, test_context_parallel, test_moe, test_data_parallel, ZERO, test_zero_stages),
+    test_instances,
+)
 
 
 def cases(suite: Any) -> list[Case]:
@@ -48,117 +70,128 @@ def few_batches(ranks: int, settings: dict[str, Any]) -> dict[str, Any]:
 
 def recorded(ranks: int, **settings: Any) -> ClusterRecording:
     torch.set_num_threads(1)
-    return record_cluster(parse_args(flags(**{**EVERYTHING, **settings})), ranks, pretrain_gpt())
+    return record_cluster(parse_args(flags(**{**EVERYTHING, **settings, **TWO_STEPS})), ranks, pretrain_gpt())
+
+
+def runs(ranks: int, copies: list[int] | None = None, **settings: Any) -> dict[str, ClusterRecording]:
+    """A new run, and one that goes on."""
+    torch.set_num_threads(1)
+    config = parse_args(flags(**{**EVERYTHING, **settings, **TWO_STEPS}))
+    with TemporaryDirectory() as folder:
+        return record_runs(config, ranks, pretrain_gpt(), Path(folder), copies=copies)
+
+
+def findings(ranks: int, **settings: Any) -> list[str]:
+    return [f"{name}: {line}" for name, run in runs(ranks, **settings).items() for line in run.findings()]
 
 
 @pytest.mark.parametrize("suite", SUITES, ids=lambda suite: suite.__name__.rpartition(".")[2])
 def test_no_layout_of_the_equivalence_suite_hangs(suite: Any) -> None:
     found = {
-        str(axes): recorded(ranks, **few_batches(ranks, {**family, **axes})).findings()
-        for ranks, family, axes in cases(suite)
+        str(axes): findings(ranks, **few_batches(ranks, {**family, **axes})) for ranks, family, axes in cases(suite)
     }
     assert {name: lines for name, lines in found.items() if lines} == {}
 
 
-def test_a_thousand_ranks() -> None:
+def test_no_layout_of_muon_hangs() -> None:
+    """All ranks are played: the replica that computes a matrix sends it to its own ranks, so replicas differ."""
+    found = {}
+    for ranks, some in test_optimizers.CASES.items():
+        for settings in ({**family, **axes} for family, axes in some if family["optimizer"] == "muon"):
+            layout = parse_args(flags(**settings)).parallel.layout(ranks)
+            the_rest = [rank for rank in range(ranks) if representative(layout, rank) != rank]
+            for name, run in runs(ranks, the_rest, **few_batches(ranks, settings)).items():
+                stuck = play({**run.programs, **run.copies}).stuck
+                found[f"{name} of {ranks} ranks: {settings}"] = [*run.findings(), *stuck]
+    assert {name: lines for name, lines in found.items() if lines} == {}
+
+
+# What decides the operations besides the layout: what is asked for, and what the numbers are like.
+TP2 = {"tensor_model_parallel_size": 2}
+MOE = {"disable_bias_linear": True, "num_experts": 4, "expert_model_parallel_size": 2}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "fp16, steps skipped": {**TP2, "fp16": True, "initial_loss_scale": 1e30},
+    "fp16, steps made": {**TP2, "fp16": True, "initial_loss_scale": 1.0},
+    "bf16, overlapped": {**TP2, "bf16": True, "overlap_grad_reduce": True},
+    "dropout": {**TP2, "hidden_dropout": 0.1, "attention_dropout": 0.1},
+    "recomputed": {**TP2, "recompute_granularity": "full", "recompute_method": "uniform", "hidden_dropout": 0.1},
+    "recomputed in part": {**TP2, "recompute_granularity": "selective"},
+    "weights alone": {**TP2, "no_save_optim": True, "no_save_rng": True, "finetune": True, "load": "?"},
+    "experts in fp16": {**MOE, "fp16": True, "moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.1},
+    "experts with a capacity": {**MOE, "moe_expert_capacity_factor": 1.0, "moe_shared_expert_intermediate_size": 32},
+}
+
+
+def test_no_variant_of_a_run_hangs() -> None:
+    found = {name: findings(4, **few_batches(4, settings)) for name, settings in VARIANTS.items()}
+    assert {name: lines for name, lines in found.items() if lines} == {}
+
+
+def test_a_skipped_step_asks_what_any_step_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    settle, outcomes = Optimizer.settle, []
+
+    def noted(self: Optimizer, report: Any) -> Any:
+        outcomes.append(settle(self, report))
+        return outcomes[-1]
+
+    monkeypatch.setattr(Optimizer, "settle", noted)
+    skipped, made = (recorded(2, **VARIANTS[f"fp16, steps {how}"]).programs for how in ("skipped", "made"))
+    assert [outcome.skipped for outcome in outcomes] == [True] * 4 + [False] * 4  # two steps of two ranks
+    for rank in (0, 1):
+        assert difference(skipped[rank], made[rank], int) is None
+
+
+LOUD = {
+    "log_params_norm": True,
+    "log_num_zeros_in_grad": True,
+    "timing_log_level": 2,
+    "log_memory_interval": 1,
+    "check_replicas_every": 1,
+    "save_interval": 1,
+}
+INSTANCES = {"num_distributed_optimizer_instances": 2}
+LATE = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
+WORLDS: list[tuple[int, dict[str, Any]]] = [
+    (8, {**TP2, "pipeline_model_parallel_size": 2, "num_layers": 4}),
+    (8, {**MOE, **TP2, "sequence_parallel": True}),
+    (8, {**MOE, "context_parallel_size": 2, "expert_model_parallel_size": 4}),
+    (8, {"pipeline_model_parallel_size": 2, **MOE, "overlap_grad_reduce": True}),
+    (8, {**MOE, **TP2, "sequence_parallel": True, **LATE}),
+    (8, {**MOE, **LATE, **INSTANCES, "ddp_bucket_size": 8000}),
+    (8, {"zero_stage": 3, **TP2, **INSTANCES}),
+]
+
+
+@pytest.mark.parametrize(("ranks", "axes"), WORLDS)
+def test_every_rank_does_what_its_class_does(ranks: int, axes: dict[str, Any], tmp_path: Path) -> None:
+    """All ranks of small worlds: their place among the replicas decides nothing, and rank 0, which writes and logs
+    everything there is, asks for nothing more than the others of its class."""
+    layout = parse_args(flags(**axes)).parallel.layout(ranks)
+    the_rest = [rank for rank in range(ranks) if representative(layout, rank) != rank]
+    files = {"metrics_jsonl": tmp_path / "metrics.jsonl", "data_table_path": tmp_path / "table"}
+    for run in runs(ranks, the_rest, **few_batches(ranks, {**LOUD, **files, **axes})).values():
+        assert {*run.programs, *run.copies} == set(range(ranks)) and len(run.copies) >= ranks // 2
+        assert run.findings() == [] and play({**run.programs, **run.copies}).stuck == []
+
+
+@pytest.mark.parametrize(
+    ("ranks", "axes", "programs", "copies"),
+    [
+        (512, {**TP2, **MOE, "sequence_parallel": True, "expert_model_parallel_size": 4}, [*range(8)], [8, 511]),
+        (
+            1024,
+            {**TP2, "pipeline_model_parallel_size": 2, "context_parallel_size": 2},
+            [0, 1, 2, 3, 512, 513],
+            [4, 1023],
+        ),
+        (512, {**TP2, **LATE, "num_distributed_optimizer_instances": 8}, [0, 1], [2, 3, 510, 511]),
+        (4096, {"pipeline_model_parallel_size": 2, "overlap_grad_reduce": True}, [0, 2048], [1, 4095]),
+    ],
+    ids=lambda value: str(value) if isinstance(value, int) else "",
+)
+def test_thousands_of_ranks(ranks: int, axes: dict[str, Any], programs: list[int], copies: list[int]) -> None:
     """One rank of each class stands for the others; the next replica's first rank and the last of all do the same."""
-    cluster = recorded(
-        1024,
-        num_layers=4,
-        micro_batch_size=1,
-        global_batch_size=1024,
-        tensor_model_parallel_size=2,
-        pipeline_model_parallel_size=2,
-        context_parallel_size=2,
-        eval_iters=0,
-    )
-    assert cluster.findings() == [] and sorted(cluster.programs) == [0, 1, 2, 3, 512, 513, 514, 515]
-    assert sorted(cluster.copies) == [4, 1023]
-
-
-# What the proof is worth.
-
-SETTINGS = {"num_layers": 4, "tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "eval_iters": 0}
-
-
-def test_planted_groups_made_in_another_order_on_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    build = state.ParallelState.build
-
-    def reordered(*given: Any, **more: Any) -> state.ParallelState:
-        with monkeypatch.context() as planted:
-            if dist.get_rank() == 1:
-                planted.setattr(state, "AXES", AXES[::-1])
-            return build(*given, **more)
-
-    monkeypatch.setattr(state.ParallelState, "build", staticmethod(reordered))
-    first = recorded(8, **SETTINGS).findings()[0]
-    by_count = first.startswith("groups are made in another order: ") and "rank 1" in first
-    assert by_count or first.endswith("was made by rank 0 and not by rank 1"), first
-
-
-def test_planted_a_collective_left_out_on_one_class(monkeypatch: pytest.MonkeyPatch) -> None:
-    reduce = collectives.all_reduce
-    calls: list[int] = []
-
-    def left_out(tensor: torch.Tensor, axis: Axis, *rest: Any, **more: Any) -> torch.Tensor:
-        if axis.name == "tp" and dist.get_rank() == 1:
-            calls.append(1)
-            if len(calls) == 3:
-                return tensor
-        return reduce(tensor, axis, *rest, **more)
-
-    monkeypatch.setattr(collectives, "all_reduce", left_out)
-    found = recorded(8, **SETTINGS).findings()
-    assert any("of tp" in line and "on rank 0" in line and "on rank 1" in line for line in found), found
-
-
-def test_planted_a_wait_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    wait = collectives.Pending.wait
-
-    def hasty(self: collectives.Pending) -> torch.Tensor:
-        reduction = getattr(self.waiting, "args", ()) and self.waiting.args[0].axis == "dp_cp"  # type: ignore[attr-defined]
-        return self.result() if reduction else wait(self)
-
-    monkeypatch.setattr(collectives.Pending, "wait", hasty)
-    found = recorded(4, **{**SETTINGS, "pipeline_model_parallel_size": 1}).findings()
-    assert any(line.startswith("rank 0 never waits for all_reduce") and "dp" in line for line in found), found
-
-
-def test_planted_a_rank_that_does_not_do_as_its_class(monkeypatch: pytest.MonkeyPatch) -> None:
-    reduce = collectives.all_reduce
-
-    def twice_on_the_last(tensor: torch.Tensor, axis: Axis, *rest: Any, **more: Any) -> torch.Tensor:
-        if axis.name == "pp" and dist.get_rank() == 7:
-            reduce(tensor, axis, *rest, **more)
-        return reduce(tensor, axis, *rest, **more)
-
-    monkeypatch.setattr(evaluation, "all_reduce", twice_on_the_last)
-    found = recorded(8, **SETTINGS).findings()
-    assert any(line.startswith("ranks of one class differ: operation") and "on rank 7" in line for line in found), found
-
-
-def test_planted_two_ranks_that_ask_two_communicators_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each communicator sees the same operations on all members; it is the order between the two that hangs."""
-
-    def both(self: Evaluation, totals: torch.Tensor) -> torch.Tensor:
-        tp, pp = self.parallel.tp, self.parallel.pp
-        for axis in (tp, pp) if tp.rank == pp.rank else (pp, tp):
-            collectives.all_reduce(totals, axis)
-        return totals
-
-    monkeypatch.setattr(Evaluation, "_sum_over_ranks", both)
-    found = recorded(4, **SETTINGS).findings()
-    assert [line.split(" connects")[0].split(" waits")[0] for line in found] == ["rank 0", "rank 1", "rank 3", "rank 2"]
-
-
-def test_foreign_callers_are_seen() -> None:
-    """torch's fully_shard knows nothing of ours; it asks the same process groups."""
-    with recorder.recorded(1, 4) as tape:
-        parallel = state.ParallelState.build(Layout(4, tp=2), 1)
-        mesh = DeviceMesh.from_group(parallel.dp.group, "cpu")
-        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
-        fully_shard(model, mesh=mesh)
-        model.set_force_sum_reduction_for_comms(True)
-        model(torch.ones(2, 4)).sum().backward()
-        kinds = [(op.kind, tape.recording.groups[op.group].what) for op in tape.recording.ops]
-    assert ("all_gather", "dp") in kinds and ("reduce_scatter", "dp") in kinds, kinds
+    batch = {"num_layers": 4, "micro_batch_size": 1, "global_batch_size": ranks, "eval_iters": 0}
+    cluster = recorded(ranks, **batch, **axes)
+    assert cluster.findings() == [] and sorted(cluster.copies) == copies
+    assert sorted(cluster.programs)[: len(programs)] == programs

@@ -34,6 +34,7 @@ def test_what_the_classes_do_and_the_verdict(capsys: pytest.CaptureFixture[str])
     assert main(["--cluster", "64", "--", *LAUNCH]) == 0
     said = capsys.readouterr().out
     assert "tensor 2 x pipeline 2 x data 16 on 64 ranks" in said and "--num-layers 8 -> " in said
+    assert "two runs: start, two steps, no evaluation (--eval-iters 0), save and stop; start, load of a " in said
     assert "first step of the classes of ranks 0, 1:" in said
     assert "  begins with pp gradient receive from stage 1, " in said and " x bfloat16" in said
     assert "PROVED for 64 ranks: " in said

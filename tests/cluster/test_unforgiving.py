@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron.data_parallel.buckets import Bucket
 from megatron.distributed import collectives
 from megatron.distributed.state import Axis
 from megatron.layout import AXES
@@ -20,11 +21,13 @@ from megatron.training.check_layout.outcome import RankOutcome, join, train_outc
 from tests.cluster.unforgiving import Order, Unforgiven, order_of_operations, unforgiving
 from tests.equivalence import test_context_parallel, test_moe
 from tests.equivalence.test_model_parallel import EQUAL, GPT2, LLAMA, SP, layout
+from tests.equivalence.test_zero import BOTH_WAYS
 from tests.helpers.distributed import RankFailed, run_ranks
 from tests.helpers.layouts import STEPS, expected, worst
 from tests.helpers.runs import flags, make_parts
 
 RANKS = 4
+INSTANCES = {"num_distributed_optimizer_instances": 2, "ddp_bucket_size": 8000}
 OVERLAPPED = {"overlap_grad_reduce": True}
 EP, PP = test_moe.EP, test_moe.PP
 CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
@@ -37,6 +40,11 @@ CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     *((test_context_parallel.LLAMA, test_context_parallel.layout(2, kind)) for kind in test_context_parallel.KINDS),
     (test_moe.MIXTRAL, {EP: 2, test_moe.TP: 2, **SP}),
     (test_moe.DEEPSEEK, {EP: 2, PP: 2}),
+    (GPT2, layout(tp=2, **SP, **BOTH_WAYS)),
+    (GPT2, layout(pp=2, num_layers_per_virtual_pipeline_stage=1, **BOTH_WAYS)),
+    (test_moe.MIXTRAL, {EP: 2, **BOTH_WAYS}),
+    (GPT2, {**BOTH_WAYS, **INSTANCES}),
+    (test_moe.MIXTRAL, {EP: 2, **BOTH_WAYS, **INSTANCES}),
 ]
 
 
@@ -189,6 +197,26 @@ def gradient_sums_not_waited_for(parts: Parts) -> None:
     collectives.start_all_reduce = without_works
 
 
+def gathered_weights_not_waited_for(parts: Parts) -> None:
+    start = collectives.start_gather_in_place
+
+    def without_works(flat: torch.Tensor, axis: Axis) -> collectives.Pending:
+        return collectives.Pending(start(flat, axis).result)
+
+    collectives.start_gather_in_place = without_works
+
+
+def instances_summed_too_early(parts: Parts) -> None:
+    """Before their own sums have arrived."""
+
+    def start(self: Bucket) -> None:
+        early = collectives.start_all_reduce(self.buffer[slice(*self.chunk)], self.replicas)
+        self.finish_sum()
+        self.pending = early
+
+    Bucket.start_sum_of_instances = start  # type: ignore[method-assign]
+
+
 def sends_not_kept(parts: Parts) -> None:
     """A stage's output may be freed while it is sent: nobody keeps it until then."""
 
@@ -211,9 +239,12 @@ def sends_not_kept(parts: Parts) -> None:
             gradient_sums_not_waited_for,
             r"in row_norms: .* uses what all_reduce, which .* in without_works",
         ),
+        (BOTH_WAYS, gathered_weights_not_waited_for, "uses what all_gather, which .* in without_works"),
+        ({**BOTH_WAYS, **INSTANCES}, instances_summed_too_early, "all_reduce by .* uses what reduce_scatter"),
         (layout(pp=2), sends_not_kept, "a buffer of send to 1, which megatron/pipeline_parallel/links.py"),
     ],
 )
 def test_a_planted_mistake_is_found(axes: dict[str, Any], plant: Callable[[Parts], None], said: str) -> None:
+    ranks = 2 * axes.get("num_distributed_optimizer_instances", 1)
     with unforgiving(), pytest.raises(RankFailed, match=said):
-        run_ranks(2, train, 2, [flags(**{**GPT2, **axes})], plant, timeout=60.0)
+        run_ranks(ranks, train, ranks, [flags(**{**GPT2, **axes})], plant, timeout=60.0)

@@ -124,7 +124,12 @@ class Order:
                 [t.detach().clone(memory_format=torch.contiguous_format) for t in ts] for ts in (into, out_of)
             )
             regions = [[_Region.of(t) for t in ts] for ts in (into, out_of)]
-            flight = _Flight(what, _caller(), list(zip(regions[0], arriving)), list(zip(regions[1], leaving)))
+            sent = [
+                (region, data)  # where one is a part of the other, what is received there replaces it
+                for region, data in zip(regions[1], leaving)
+                if not any(region.touches(other) for other in regions[0])
+            ]
+            flight = _Flight(what, _caller(), list(zip(regions[0], arriving)), sent)
             for tensor in into:
                 _poison(tensor)
             flight.work = start(arriving, leaving)

@@ -27,6 +27,9 @@ def spoil(parts: Parts, kind: str, name: str) -> None:
         parameter.register_hook(lambda grad: grad * float(kind))
 
 
+NOT_FINITE = r"a gradient is not finite \(in samples 8 to 15\)"
+
+
 def bad_from_step_2(rank: int, argv: list[str], where: int, kind: str, name: str) -> tuple[list[Any], str]:
     """(skipped, loss scale) of every step, and the error that ended them."""
     torch.set_num_threads(1)
@@ -49,8 +52,18 @@ def bad_from_step_2(rank: int, argv: list[str], where: int, kind: str, name: str
     ("where", "kind", "name", "said"),
     [
         (1, "weight", WEIGHT, f"the loss is nan .*first in the parameters of rank 1: {WEIGHT}. The update"),
-        (2, "nan", GRADIENT, f"a gradient is not finite; .*first in the gradients of rank 2: {GRADIENT}"),
-        (3, "inf", GRADIENT, f"a gradient is not finite; .*first in the gradients of rank 3: {GRADIENT}"),
+        (
+            2,
+            "nan",
+            GRADIENT,
+            rf"{NOT_FINITE}; .*first in the gradients of rank 2: {GRADIENT}",
+        ),
+        (
+            3,
+            "inf",
+            GRADIENT,
+            rf"{NOT_FINITE}; .*first in the gradients of rank 3: {GRADIENT}",
+        ),
     ],
 )
 def test_all_ranks_stop_and_name_the_one(where: int, kind: str, name: str, said: str) -> None:
@@ -65,5 +78,23 @@ def test_an_overflow_on_one_stage_is_skipped_by_all() -> None:
     """Two overflows lower the scale (--hysteresis 2), and it is the same everywhere."""
     fp16 = {"fp16": True, "initial_loss_scale": 2.0**10}
     ended = run_ranks(RANKS, bad_from_step_2, flags(**LAYOUT, **fp16), 3, "inf", GRADIENT)
+    expected = [(False, 1024.0), (True, 1024.0), (True, 1024.0), (True, 512.0)]
+    assert ended == [(expected, "")] * RANKS
+
+
+@pytest.mark.parametrize("where", [1, 3])
+def test_divided_gradients_are_looked_at_by_those_that_hold_them(where: int) -> None:
+    """With ZeRO-1 the sum is on one of the two data-parallel ranks, whichever of them went wrong."""
+    layout = {"tensor_model_parallel_size": 2, "num_layers": 4, "zero_stage": 1}
+    ended = run_ranks(RANKS, bad_from_step_2, flags(**layout), where, "nan", GRADIENT)
+    assert all(steps == [(False, 1.0)] for steps, _ in ended)
+    (text,) = {text for _, text in ended}
+    with pytest.raises(NonFiniteError, match=rf"iteration 2: {NOT_FINITE}; .* of rank [13]: {GRADIENT}\. The update"):
+        raise NonFiniteError(text)
+
+
+def test_an_overflow_on_one_rank_is_skipped_by_all_with_divided_gradients() -> None:
+    fp16 = {"fp16": True, "initial_loss_scale": 2.0**10, "zero_stage": 1, "tensor_model_parallel_size": 2}
+    ended = run_ranks(RANKS, bad_from_step_2, flags(**fp16, num_layers=4), 3, "inf", GRADIENT)
     expected = [(False, 1024.0), (True, 1024.0), (True, 1024.0), (True, 512.0)]
     assert ended == [(expected, "")] * RANKS

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from megatron.data_parallel import GradBuffers, broadcast_parameters, grad_buffers
+from megatron.data_parallel import GradBuffers, broadcast_parameters, buckets
 from megatron.distributed.state import Axis, ParallelState
 from megatron.layout import Layout
 from tests.helpers.distributed import run_ranks
@@ -111,7 +111,7 @@ def test_overlap_changes_no_bit() -> None:
 
 
 def plant_missing_reduction(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grad_buffers.collectives, "start_all_reduce", lambda tensor, axis: None)
+    monkeypatch.setattr(buckets.collectives, "start_all_reduce", lambda tensor, axis: None)
 
 
 def plant_mean(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,7 +127,7 @@ def plant_mean(monkeypatch: pytest.MonkeyPatch) -> None:
 def plant_overwritten_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     move = GradBuffers._on_gradient
 
-    def overwrite(self: GradBuffers, slot: grad_buffers._Slot, parameter: nn.Parameter) -> None:
+    def overwrite(self: GradBuffers, slot: buckets.Slot, parameter: nn.Parameter) -> None:
         move(self, slot, parameter)
         parameter.grad = None  # the next micro-batch starts anew
 
@@ -135,18 +135,18 @@ def plant_overwritten_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def plant_stale_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
-    def keep(self: GradBuffers, slot: grad_buffers._Slot) -> None:
+    def keep(self: GradBuffers, slot: buckets.Slot) -> None:
         slot.filled = True
 
     monkeypatch.setattr(GradBuffers, "_fill_with_zeros", keep)
-    make = grad_buffers._make_bucket
+    make = buckets._make_bucket
 
-    def dirty(*args: object) -> grad_buffers._Bucket:
+    def dirty(*args: object) -> buckets.Bucket:
         bucket = make(*args)  # type: ignore[arg-type]
         bucket.buffer.fill_(3.0)
         return bucket
 
-    monkeypatch.setattr(grad_buffers, "_make_bucket", dirty)
+    monkeypatch.setattr(buckets, "_make_bucket", dirty)
 
 
 @pytest.mark.parametrize(

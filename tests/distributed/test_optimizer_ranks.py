@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from megatron.data_parallel import GradBuffers
 from megatron.distributed.state import Axis, ParallelState
 from megatron.layout import Layout
 from megatron.optimizer import Optimizer
-from megatron.optimizer import optimizer as module
+from megatron.optimizer.counted import CountedParts
 from tests.helpers.distributed import run_ranks
 
 SAMPLES, STEPS, CONFIG = 8, 5, OptimizerConfig(clip_grad=0.5)
@@ -89,13 +90,13 @@ def test_norms_over_split_and_copied_tensors() -> None:
 
 
 def test_planted_bug_a_copied_tensor_counted_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    by_axes = Optimizer._by_axes
+    by_axes = CountedParts.__call__
 
-    def everything_is_split(self: Optimizer, tensors: list[tuple[str, torch.Tensor]], counted: bool = True) -> object:
-        axes = next(iter(self._split_over.values()))
+    def everything_is_split(self: CountedParts, tensors: Any, counted: bool = True) -> object:
+        axes = max((place.axes for place in self._places.values()), key=len)
         return {axes: [tensor for group in by_axes(self, tensors, counted).values() for tensor in group]}
 
-    monkeypatch.setattr(module.Optimizer, "_by_axes", everything_is_split)
+    monkeypatch.setattr(CountedParts, "__call__", everything_is_split)
     assert run_ranks(4, split_norm)[0][0] != pytest.approx(math.sqrt(66), rel=1e-3)
 
 

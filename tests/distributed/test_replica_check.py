@@ -64,6 +64,8 @@ def ends(ranks: int, argv: list[str], poked_rank: int = -1, poked: str = "", ele
 CLEAN = {
     "tp2 x dp2": (TINY, layout(tp=2)),
     "tp2 x dp2, sequence": (TINY, layout(tp=2, sequence_parallel=True, bf16=True)),
+    "tp2 x dp2, divided state": (TINY, layout(tp=2, zero_stage=1, bf16=True)),
+    "pp2 x dp2, divided state": (TINY, layout(pp=2, zero_stage=1)),
     "tp2 x pp2": (TINY, layout(tp=2, pp=2)),
     "tp4, one group": (LLAMA, layout(tp=4)),
     "pp2 x cp2": (TINY, layout(pp=2, context_parallel_size=2, attention_dropout=0, hidden_dropout=0)),
@@ -95,10 +97,11 @@ def test_one_bit_is_found_and_named(case: str) -> None:
     assert who in message
 
 
-def test_a_bit_of_a_moment_is_found() -> None:
-    argv = flags(**TINY, **layout(tp=2))
+@pytest.mark.parametrize(("axes", "where"), [({}, "exp_avg"), ({"zero_stage": 1}, "exp_avg, elements 0 to 32")])
+def test_a_bit_of_a_moment_is_found(axes: dict[str, Any], where: str) -> None:
+    argv = flags(**TINY, **layout(tp=2, **axes))
     (message,) = ends(4, argv, 1, "final_layernorm.bias", 0, moment="exp_avg")
-    assert "final_layernorm.bias (optimizer: exp_avg)" in message
+    assert f"final_layernorm.bias (optimizer: {where})" in message
 
 
 EVERY_MOMENT = {

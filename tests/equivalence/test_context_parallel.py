@@ -50,6 +50,8 @@ TWO_DOCUMENTS = {"tokenizer_type": "NullTokenizer", "vocab_size": 96, "reset_att
 DOCUMENTS = {**GPT2, **TWO_DOCUMENTS, "reset_position_ids": True, "eod_mask_loss": True}
 LLAMA_DOCUMENTS = {**LLAMA, **TWO_DOCUMENTS}
 WINDOW = {**LLAMA, "window_size": (7, 0)}  # reaches over a chunk boundary, and not to every chunk
+NEOX = {**GPT2, "position_embedding_type": "rope", "rotary_percent": 0.25, "use_parallel_residual": True}
+OLMO = {**LLAMA, "norm_placement": "after", "qk_layernorm_scope": "all"}
 EXPERTS = {**LLAMA, "num_experts": 4, "moe_router_topk": 2, "moe_aux_loss_coeff": 0.1}
 EXPERTS["moe_router_load_balancing_type"] = "seq_aux_loss"
 WINDOW_AND_DOCUMENTS = {**DOCUMENTS, "window_size": (5, 0)}
@@ -72,6 +74,8 @@ CASES: dict[int, list[tuple[dict[str, Any], dict[str, Any]]]] = {
         *((family, layout(2, kind, tp=2, **SP)) for kind in KINDS for family in (GPT2, LLAMA_DOCUMENTS)),
         *((RECOMPUTED, layout(2, kind)) for kind in KINDS),
         (SELECTIVE, layout(2, "p2p", overlap_grad_reduce=True)),
+        (NEOX, layout(2, "p2p", tp=2)),
+        (OLMO, layout(2, "a2a", tp=2, **SP)),
         (GPT2, layout(2, "a2a", overlap_grad_reduce=True)),
         (EXPERTS, layout(2, "p2p", expert_model_parallel_size=2)),
         (DOCUMENTS, layout(2, "p2p", pipeline_model_parallel_size=2)),

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megatron.engine import Engine, StepResult
 from megatron.model.linear import Linear
+from megatron.optimizer import Rates
 from tests.helpers.layouts import uneven_weights
 from tests.helpers.runs import flags, make_parts
 
@@ -32,7 +33,7 @@ def gradients(engine_step: bool) -> tuple[float, dict[str, Tensor]]:
             iteration=1,
             batch_size=8,
             tokens_per_sample=16,
-            rates=lambda: (0.0, 0.0),
+            rates=lambda: Rates(0.0, 0.0),
             then=results.append,
         )
         (result,) = results

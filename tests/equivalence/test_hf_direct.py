@@ -109,7 +109,7 @@ def test_weights_are_those_of_an_import_bit_for_bit(family: str, dtype: str, tmp
     for tp in (1, 2, 4):
         for rank in range(tp):
             held = held_by(source, tp, rank)
-            direct._fill(source, held)
+            direct._fill(source, held, None)
             for name, (spec, tensor) in held.items():
                 expected = torch.full_like(tensor, -7.5)
                 imported.fill(spec, expected, imported.manifest.model[name], cast=True)
@@ -137,9 +137,9 @@ def test_a_rank_reads_its_slices_only(form: str | None, tmp_path: Path) -> None:
     size = file.stat().st_size / 1024
     source = open_folder(folder)
     before = mapped_kilobytes(file)
-    direct._fill(source, held_by(source, 8, 3))
+    direct._fill(source, held_by(source, 8, 3), None)
     assert before < 0.1 * size and mapped_kilobytes(file) - before < 0.35 * size  # an eighth, and what splits columns
-    direct._fill(source, held_by(source, 1, 0))
+    direct._fill(source, held_by(source, 1, 0), None)
     assert mapped_kilobytes(file) > 0.9 * size
 
 
@@ -249,15 +249,44 @@ def one_tensor_less(folder: Path) -> None:
     save_file(held, folder / "model.safetensors")
 
 
+def an_adapter(folder: Path) -> None:
+    for name in ("config.json", "model.safetensors"):
+        (folder / name).unlink()
+    (folder / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "a/base"}))
+    save_file({"x": torch.zeros(1)}, folder / "adapter_model.safetensors")
+
+
+def one_tensor_of_integers(folder: Path) -> None:
+    held = load_file(folder / "model.safetensors")
+    name = "model.layers.1.mlp.down_proj.weight"
+    save_file(held | {name: held[name].to(torch.int8)}, folder / "model.safetensors")
+
+
+def a_pointer(folder: Path) -> None:
+    (folder / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+
+
 BAD = {
+    "an adapter": (an_adapter, "holds an adapter of a/base, not a model; merge the two first"),
+    "quantised": (
+        lambda folder: edit_config(folder, quantization_config={"quant_method": "gptq"}),
+        r"the weights are quantised \(gptq\)",
+    ),
+    "integers": (one_tensor_of_integers, r"down_proj\.weight is I8; supported: float32"),
+    "a pointer to a file": (a_pointer, "download it again: a part may be missing"),
+    "a known family of others": (
+        lambda folder: edit_config(folder, model_type="gemma2"),
+        "nearest is llama, which would lose soft caps",
+    ),
+    "a misspelt family": (lambda folder: edit_config(folder, model_type="qwen_2"), r"did its author mean qwen2\?"),
     "no model": (lambda folder: (folder / "model.safetensors").unlink(), "no valid checkpoint"),
     "a family of others": (
         lambda folder: edit_config(folder, model_type="falcon"),
         "model_type 'falcon' cannot be imp",
     ),
     "a truncated file": (truncate, "cannot be read as safetensors"),
-    "a lost shard": (lose_a_shard, "model-00002-of-00002.safetensors"),
-    "other shapes": (other_shapes, "q_proj.weight, .*do not have the shapes that config.json describes"),
+    "a lost shard": (lose_a_shard, r"names 2 files, and 1 of them are not there \(model-00002-of-00002.safetensors\)"),
+    "other shapes": (other_shapes, r"q_proj\.weight is 16 x 32, and config\.json describes 32 x 32"),
     "a tensor less": (one_tensor_less, "missing: model.norm.weight"),
     "no JSON": (lambda folder: (folder / "config.json").write_text("{"), "cannot be read as JSON"),
 }

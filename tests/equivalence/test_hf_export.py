@@ -7,8 +7,10 @@ broken exporter passes. Every mistake that has shipped somewhere is planted here
 from __future__ import annotations
 
 import json
+import weakref
 from collections.abc import Callable
 from contextlib import closing
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +19,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron.checkpoint import RunHistory, TrainState, find_checkpoint, save_checkpoint
+from megatron.checkpoint.convert_cli import main as convert_main
 from megatron.checkpoint.hf import Export, check_export, open_folder, plan_export, read_tensors, write_export
 from megatron.checkpoint.hf.check import compare_logits, our_logits
+from megatron.checkpoint.hf.exchange import Exchange
+from megatron.checkpoint.reader import StepReader
 from megatron.config import ModelConfig
 from megatron.distributed.shard import ShardSpec
 from megatron.distributed.state import ParallelState
@@ -38,6 +43,14 @@ LLAMA: dict[str, Any] = {
     "untie_embeddings_and_output_weights": True,
     "norm_epsilon": 1e-6,
 }
+NEOX = GPT2 | {
+    "position_embedding_type": "rope",
+    "rotary_percent": 0.25,
+    "use_parallel_residual": True,
+    "bias_gelu_fusion": False,
+    "untie_embeddings_and_output_weights": True,
+}
+OLMO = LLAMA | {"qk_layernorm": True, "qk_layernorm_scope": "all", "norm_placement": "after"}
 TIED = {"untie_embeddings_and_output_weights": False}
 LLAMA3 = {
     "use_rope_scaling": True,
@@ -57,6 +70,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2 wide mlp": ("GPT2LMHeadModel", GPT2 | {"ffn_hidden_size": 40}),
     "gpt2 layernorm 1p": ("GPT2LMHeadModel", GPT2 | {"apply_layernorm_1p": True}),
     "gpt2 qk layer scaling": ("GPT2LMHeadModel", GPT2 | {"apply_query_key_layer_scaling": True}),
+    "neox": ("GPTNeoXForCausalLM", NEOX),
+    "neox one after the other": ("GPTNeoXForCausalLM", NEOX | TIED | {"use_parallel_residual": False}),
+    "neox without biases": ("GPTNeoXForCausalLM", NEOX | {"add_bias_linear": False, "rotary_percent": 1.0}),
+    "neox base, tanh": (
+        "GPTNeoXForCausalLM",
+        NEOX | {"rotary_base": 5e5, "rotary_percent": 0.5, "bias_gelu_fusion": True},
+    ),
+    "neox linear scaling": ("GPTNeoXForCausalLM", NEOX | {"rotary_seq_len_interpolation_factor": 4.0}),
     "llama": ("LlamaForCausalLM", LLAMA),
     "llama gqa": ("LlamaForCausalLM", LLAMA | {"num_query_groups": 2}),
     "llama mqa tied": ("LlamaForCausalLM", LLAMA | TIED | {"num_query_groups": 1}),
@@ -72,6 +93,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2 wide heads": ("Qwen2ForCausalLM", LLAMA | {"add_qkv_bias": True, "kv_channels": 16}),
     "qwen2 window": ("Qwen2ForCausalLM", LLAMA | {"add_qkv_bias": True, "window_size": (19, 0)}),
     "qwen3": ("Qwen3ForCausalLM", LLAMA | TIED | {"qk_layernorm": True, "num_query_groups": 2, "kv_channels": 16}),
+    "olmo2": ("Olmo2ForCausalLM", OLMO),
+    "olmo2 gqa": ("Olmo2ForCausalLM", OLMO | TIED | {"num_query_groups": 2, "kv_channels": 16, "rotary_base": 5e5}),
     "qwen3 window": ("Qwen3ForCausalLM", LLAMA | {"qk_layernorm": True, "window_size": (19, 0)}),
 }
 
@@ -199,6 +222,12 @@ def conv_qkv_order(tensors: Tensors) -> None:
         tensors[name] = (mixed.T if mixed.dim() == 2 else mixed).contiguous()
 
 
+def neox_qkv_order(tensors: Tensors) -> None:
+    for name in [name for name in tensors if "query_key_value" in name]:
+        rows = tensors[name]
+        tensors[name] = rows.reshape(4, 3, 8, *rows.shape[1:]).transpose(0, 1).reshape(rows.shape).contiguous()
+
+
 def interleaved_rope(tensors: Tensors) -> None:
     """The permutation that Meta's own layout needs and ours must not get."""
     for name in [name for name in tensors if "q_proj" in name or "k_proj" in name]:
@@ -221,6 +250,18 @@ MUTANTS: dict[str, tuple[str, Callable[[Tensors], object], dict[str, Any]]] = {
     "gpt2 erf said to be tanh": ("gpt2 erf", lambda t: None, {"activation_function": "gelu_new"}),
     "gpt2 tanh said to be erf": ("gpt2", lambda t: None, {"activation_function": "gelu"}),
     "gpt2 norms swapped": ("gpt2", lambda t: swap(t, "ln_1", "ln_2"), {}),
+    "neox heads as [3, heads, width]": ("neox", lambda t: neox_qkv_order(t), {}),
+    "neox norms swapped": ("neox", lambda t: swap(t, ".input_layernorm", ".post_attention_layernorm"), {}),
+    "neox biases swapped": (
+        "neox one after the other",
+        lambda t: swap(t, "mlp.dense_4h_to_h.bias", "attention.dense.bias"),
+        {},
+    ),
+    "neox head tied": ("neox", lambda t: t.pop("embed_out.weight"), {"tie_word_embeddings": True}),
+    "neox residuals in turn": ("neox", lambda t: None, {"use_parallel_residual": False}),
+    "neox share of rotation": ("neox", lambda t: None, {"rotary_pct": 0.5}),
+    "neox base dropped": ("neox base, tanh", lambda t: None, {"rotary_emb_base": 10000}),
+    "neox gelu": ("neox", lambda t: None, {"hidden_act": "gelu_new"}),
     "untied head lost": ("gpt2 untied", lambda t: t.pop("lm_head.weight"), {"tie_word_embeddings": True}),
     "tied head made of its own": (
         "llama mqa tied",
@@ -231,6 +272,11 @@ MUTANTS: dict[str, tuple[str, Callable[[Tensors], object], dict[str, Any]]] = {
     "gate and up swapped": ("llama", lambda t: swap(t, "gate_proj", "up_proj"), {}),
     "norms swapped": ("llama", lambda t: swap(t, ".input_layernorm", ".post_attention_layernorm"), {}),
     "q and k norms swapped": ("qwen3", lambda t: swap(t, "q_norm", "k_norm"), {}),
+    "olmo2 norms swapped": ("olmo2", lambda t: swap(t, ".post_attention_layernorm", ".post_feedforward_layernorm"), {}),
+    "olmo2 q and k norms swapped": ("olmo2", lambda t: swap(t, "q_norm", "k_norm"), {}),
+    "olmo2 q and k swapped": ("olmo2", lambda t: swap(t, "q_proj", "k_proj"), {}),
+    "olmo2 gate and up swapped": ("olmo2", lambda t: swap(t, "gate_proj", "up_proj"), {}),
+    "olmo2 base dropped": ("olmo2 gqa", lambda t: None, {"rope_theta": 10000.0}),
     "interleaved rope": ("llama", interleaved_rope, {}),
     "padded vocabulary kept": ("llama", keep_padding, {"vocab_size": 64}),
     "rope base dropped": ("llama base 5e5", lambda t: None, {"rope_theta": 10000.0}),
@@ -282,14 +328,66 @@ def test_half_precision_is_exported_as_trained_and_narrowing_is_measured(tmp_pat
     assert any("largest error of narrowing" in message for message in messages)
 
 
-def test_large_exports_are_sharded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron.checkpoint.hf.export.SHARD_BYTES", 20_000)
+def test_large_exports_are_sharded(tmp_path: Path) -> None:
     tensors = save_random(tmp_path / "native", model(**LLAMA))
-    export_to(tmp_path / "hf", plan(tmp_path / "native"))
+    export_to(tmp_path / "hf", plan(tmp_path / "native", shard_bytes=20_000))
     files = sorted(path.name for path in (tmp_path / "hf").glob("*.safetensors"))
     assert len(files) > 2 and files[0] == f"model-00001-of-{len(files):05d}.safetensors"
     back = {name: tensor for name, _, tensor in read_tensors(open_folder(tmp_path / "hf"))}
     assert all(torch.equal(back[name], tensor) for name, tensor in tensors.items())
+
+
+def most_bytes_at_once(export: Export, folder: Path, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Of the weights that the export has read and not let go of yet, whenever it reads one more."""
+    alive: dict[int, int] = {}
+    most, logical = 0, StepReader.logical
+
+    def counted(reader: StepReader, name: str, record: Any) -> torch.Tensor:
+        nonlocal most
+        tensor = logical(reader, name, record)
+        storage = tensor.untyped_storage()
+        alive[id(storage)] = storage.nbytes()
+        weakref.finalize(storage, alive.pop, id(storage))
+        most = max(most, sum(alive.values()))
+        return tensor
+
+    monkeypatch.setattr(StepReader, "logical", counted)
+    write_export(export, folder, tokenizer=None, log=lambda text: None)
+    monkeypatch.undo()
+    return most
+
+
+def test_memory_is_that_of_the_largest_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_random(tmp_path / "native", model(**LLAMA))
+    export = plan(tmp_path / "native")
+    sizes = [4 * prod(record.logical_shape) for record in export.reader.manifest.model.values()]
+    alone = most_bytes_at_once(export, tmp_path / "hf", monkeypatch)
+    assert max(sizes) <= alone <= 2 * max(sizes) < sum(sizes) / 2
+
+
+def test_an_export_that_keeps_its_tensors_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_random(tmp_path / "native", model(**LLAMA))
+    export, kept, shown = plan(tmp_path / "native"), [], Exchange.to_hf
+
+    def keeping(exchange: Exchange, stored: torch.Tensor) -> dict[str, torch.Tensor]:
+        kept.append(stored)
+        return shown(exchange, stored)
+
+    monkeypatch.setattr(Exchange, "to_hf", keeping)
+    sizes = [4 * prod(record.logical_shape) for record in export.reader.manifest.model.values()]
+    assert most_bytes_at_once(export, tmp_path / "hf", monkeypatch) == sum(sizes)
+
+
+def test_logits_are_compared_or_nothing_is_exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_random(tmp_path / "native", model(**LLAMA))
+    monkeypatch.setattr("megatron.checkpoint.hf.check.available_memory", lambda: 1000)
+    command = ["--load", str(tmp_path / "native"), "--to", "hf", "--save", str(tmp_path / "hf")]
+    assert convert_main([*command, "--verify"]) == 2 and not (tmp_path / "hf").exists()
+    assert convert_main(command) == 0 and (tmp_path / "hf").exists()
+    monkeypatch.undo()
+    assert convert_main([*command, "--verify", "--overwrite", "--max-shard-size", "20KB"]) == 0
+    assert len(list((tmp_path / "hf").glob("*.safetensors"))) > 2
+    assert convert_main([*command, "--max-shard-size", "many"]) == 2
 
 
 def test_the_classic_file_alone_is_the_model(tmp_path: Path) -> None:
@@ -341,10 +439,12 @@ def test_the_classic_file_alone_is_the_model(tmp_path: Path) -> None:
 
 FOREIGN: dict[str, dict[str, Any]] = {
     "GPT2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 96, "activation_function": "gelu"},
+    "GPTNeoX": {"rotary_pct": 0.5, "rotary_emb_base": 500, "hidden_act": "gelu_fast"},
     "Llama": {"attention_bias": True, "mlp_bias": True, "head_dim": 16},
     "Mistral": {"sliding_window": 20},
     "Qwen2": {"tie_word_embeddings": True},
     "Qwen3": {"head_dim": 16},
+    "Olmo2": {"pad_token_id": 0, "eos_token_id": 1},
 }
 SHAPE: dict[str, Any] = {
     "hidden_size": 32,
@@ -370,7 +470,7 @@ def test_what_transformers_saved_is_imported_whole(tmp_path: Path, family: str) 
     with torch.no_grad():
         for name, parameter in theirs.named_parameters():
             parameter.normal_(std=0.2)
-            if "norm" in name or ".ln_" in name:
+            if parameter.ndim == 1 and ("norm" in name or ".ln_" in name) and name.endswith("weight"):
                 parameter.add_(1)
     theirs.save_pretrained(tmp_path / "hf")
     source, native = str(tmp_path / "hf"), str(tmp_path / "native")
@@ -391,6 +491,12 @@ def test_what_transformers_saved_is_imported_whole(tmp_path: Path, family: str) 
         (GPT2 | {"window_size": (8, 0)}, "--window-size"),
         (GPT2 | {"position_embedding_type": "none"}, "--position-embedding-type none"),
         (GPT2 | {"apply_residual_connection_post_layernorm": True}, "--apply-residual-connection-post-layernorm"),
+        (NEOX | {"position_embedding_type": "none"}, "--position-embedding-type none"),
+        (NEOX | {"num_query_groups": 2}, "--num-query-groups 2"),
+        (OLMO | {"qk_layernorm_scope": "head"}, "--qk-layernorm-scope head"),
+        (OLMO | {"qk_layernorm": False}, "no --qk-layernorm"),
+        (LLAMA | {"qk_layernorm": True, "qk_layernorm_scope": "all"}, "--qk-layernorm-scope all"),
+        (LLAMA | {"use_parallel_residual": True}, "--normalization RMSNorm"),
         (LLAMA | {"rotary_percent": 0.5}, "--rotary-percent 0.5"),
         (LLAMA | {"normalization": "LayerNorm"}, "--normalization LayerNorm"),
         (LLAMA | {"swiglu": False}, "--swiglu"),
@@ -425,7 +531,7 @@ def test_an_existing_folder_is_refused_without_overwrite(tmp_path: Path) -> None
         ({"hidden_act": "gelu"}, "hidden_act"),
         ({"rope_scaling": {"rope_type": "longrope"}}, "longrope"),
         ({"num_hidden_layers": 3}, "missing"),
-        ({"hidden_size": 16}, "shapes"),
+        ({"hidden_size": 16}, "config.json describes"),
     ],
 )
 def test_foreign_folders_that_do_not_fit_are_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:

@@ -15,6 +15,7 @@ import torch
 
 from megatron.distributed import collectives
 from megatron.distributed.state import Axis
+from megatron.tensor_parallel import SplitNorm, mappings
 from megatron.training.assemble import Parts
 from tests.helpers.distributed import RankFailed
 from tests.helpers.layouts import at_layout, expected, unequal, worst
@@ -41,6 +42,16 @@ LLAMA: dict[str, Any] = {
 RECOMPUTED = {**LLAMA, "recompute_granularity": "full", "recompute_method": "uniform"}
 ONE_GROUP = {**LLAMA, "num_query_groups": 1, "add_qkv_bias": True}
 ODD = {**GPT2, "num_layers": 5, "vocab_size": 131, "ffn_hidden_size": 88}
+NEOX = {
+    **COMMON,
+    "position_embedding_type": "rope",
+    "rotary_percent": 0.25,
+    "use_parallel_residual": True,
+    "no_bias_gelu_fusion": True,
+    "untie_embeddings_and_output_weights": True,
+}
+OLMO = {**LLAMA, "norm_placement": "after", "qk_layernorm_scope": "all"}
+CENTRED = {**OLMO, "num_query_groups": 1, "normalization": "LayerNorm", "apply_layernorm_1p": True}
 SELECTIVE = {**GPT2, "recompute_granularity": "selective", "recompute_modules": "core_attn"}
 
 
@@ -54,6 +65,8 @@ CASES: dict[int, list[tuple[dict[str, Any], dict[str, Any]]]] = {
     2: [
         (GPT2, layout(tp=2)),
         (ONE_GROUP, layout(tp=2, **SP)),
+        (NEOX, layout(tp=2)),
+        (OLMO, layout(tp=2, **SP)),
         (LLAMA, layout(pp=2, pipeline_schedule="gpipe")),
         (RECOMPUTED, layout(pp=2, pipeline_schedule="zero-bubble")),
         (GPT2, layout(pp=2, num_layers_per_virtual_pipeline_stage=1)),
@@ -68,6 +81,10 @@ CASES: dict[int, list[tuple[dict[str, Any], dict[str, Any]]]] = {
         (LLAMA, layout(tp=4, **SP)),
         (ONE_GROUP, layout(tp=4)),
         (ODD, layout(tp=4, **SP)),
+        (NEOX, layout(tp=2, pp=2, pipeline_schedule="zero-bubble", **SP)),
+        (OLMO, layout(tp=4)),  # fewer key-value heads than ranks
+        (CENTRED, layout(tp=4, **SP)),
+        ({**OLMO, "recompute_granularity": "selective"}, layout(tp=2, pp=2, num_layers_per_virtual_pipeline_stage=1)),
         (RECOMPUTED, layout(tp=2, pp=2, **SP)),
         (GPT2, layout(tp=2, pp=2, pipeline_schedule="zero-bubble")),
         (LLAMA, layout(tp=2, pp=2, num_layers_per_virtual_pipeline_stage=1, **SP)),
@@ -210,6 +227,20 @@ def key_and_value_counted_twice(parts: Parts) -> None:
     optimizer._specs = {name: dataclasses.replace(spec, copies=()) for name, spec in optimizer._specs.items()}
 
 
+def norms_of_own_heads(parts: Parts) -> None:
+    """A norm of all heads takes the mean of those that are here."""
+    SplitNorm._mean = lambda norm, x: x.mean(-1, keepdim=True)  # type: ignore[method-assign]
+
+
+def gradient_of_own_heads(parts: Parts) -> None:
+    """The mean of all heads is right, and its gradient is that of the heads that are here."""
+
+    def mean(norm: SplitNorm, x: torch.Tensor) -> torch.Tensor:
+        return mappings.summed(x.sum(-1, keepdim=True), norm.axis) / norm.counted
+
+    SplitNorm._mean = mean  # type: ignore[method-assign]
+
+
 def micro_batches_exchanged(parts: Parts) -> None:
     """A stage takes the gradient of another micro-batch."""
     from megatron.pipeline_parallel.links import Links, Message
@@ -234,6 +265,10 @@ def micro_batches_exchanged(parts: Parts) -> None:
         (ONE_GROUP, layout(tp=4), key_and_value_counted_twice),
         (GPT2, layout(tp=2, pp=2), key_and_value_counted_twice),
         (GPT2, layout(tp=2, pp=2, pipeline_schedule="gpipe"), micro_batches_exchanged),
+        (OLMO, layout(tp=2), norms_of_own_heads),
+        (OLMO, layout(tp=2), gradient_of_own_heads),
+        (OLMO, layout(tp=4), without_replica_sums),
+        (OLMO, layout(tp=4), key_and_value_counted_twice),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )

@@ -7,6 +7,7 @@ get no token. (What one process computes is held against transformers in test_mo
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -255,8 +256,8 @@ def bias_stepped_by_own_counts(parts: Parts) -> None:
 
 
 def expert_norms_not_added(parts: Parts) -> None:
-    optimizer = parts.trainer.engine.optimizer
-    optimizer._split_over = {name: axes[:-1] for name, axes in optimizer._split_over.items()}
+    counted = parts.trainer.engine.optimizer._by_axes
+    counted._places = {name: replace(place, axes=place.axes[:-1]) for name, place in counted._places.items()}
 
 
 def queued_gradients_of_an_expert_forgotten(parts: Parts) -> None:

@@ -51,9 +51,10 @@ def distance(family: dict[str, Any], axes: dict[str, Any], half: bool = False) -
     [
         (BARE, layout(tp=2, pp=2, **SP)),
         (LLAMA, layout(tp=2, context_parallel_size=2)),
+        (LLAMA, layout(tp=2, zero_stage=3)),
         (LLAMA, layout(pp=2, num_layers_per_virtual_pipeline_stage=1)),
     ],
-    ids=["tp sp pp", "tp cp", "interleaved dp"],
+    ids=["tp sp pp", "tp cp", "zero", "interleaved dp"],
 )
 def test_the_first_step(family: dict[str, Any], axes: dict[str, Any]) -> None:
     loss, gradient = distance(family, axes)

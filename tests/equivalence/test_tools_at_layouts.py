@@ -50,7 +50,7 @@ def test_every_ranks_file_is_verified(tmp_path: Path, capsys: Capture) -> None:
     family, ranks, axes = LAYOUTS["tp2 pp2"]
     run = saved(ranks, tmp_path / "split", {**family, **axes})
     assert verify([str(run), "--deep"]) == 0
-    assert capsys.readouterr().out == "iter_0000000: good\n"
+    assert capsys.readouterr().out.startswith("iter_0000000: good\n")
     files = sorted(run.rglob("model_optim_rng.pt"))
     assert len(files) == 4
     for file in files:

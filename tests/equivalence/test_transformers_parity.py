@@ -32,7 +32,7 @@ Weights = dict[str, Tensor]
 @dataclass(frozen=True)
 class Case:
     name: str
-    family: str  # gpt2, llama, qwen2, qwen3, mistral
+    family: str  # gpt2, gpt_neox, llama, qwen2, qwen3, mistral, olmo2
     groups: int = HEADS
     tied: bool = False
     base: float = 1e4
@@ -52,15 +52,22 @@ def rope_cases() -> Iterator[Case]:
                     yield Case(name, "llama", groups, tied, base, scaling, biases)
 
 
+NEOX_OTHER = (("bias_gelu_fusion", True), ("rotary_percent", 0.5), ("norm_epsilon", 1e-6))
 CASES = [
     Case("gpt2", "gpt2", tied=True, biases="all"),
     Case("gpt2-untied-erf", "gpt2", biases="all", options=(("bias_gelu_fusion", False),)),
+    Case("neox", "gpt_neox", biases="all"),
+    Case("neox-one-after-the-other", "gpt_neox", biases="all", options=(("use_parallel_residual", False),)),
+    Case("neox-tied-tanh-half", "gpt_neox", tied=True, biases="all", base=5e5, scaling="linear", options=NEOX_OTHER),
     *rope_cases(),
     Case("qwen2-gqa-tied", "qwen2", 2, True, 1e6, biases="qkv"),
     Case("qwen2-mha-untied", "qwen2", 4, False, 1e6, biases="qkv"),
     Case("qwen3-gqa-tied", "qwen3", 2, True, 1e6, options=(("kv_channels", 32),)),
     Case("qwen3-mqa-untied", "qwen3", 1, False, 1e6),
     Case("mistral-window", "mistral", 2, window=7),
+    Case("olmo2", "olmo2"),
+    Case("olmo2-gqa-tied", "olmo2", 2, True, 5e5, options=(("kv_channels", 32),)),
+    Case("olmo2-mqa-yarn", "olmo2", 1, scaling="yarn"),
     Case("mistral-window-mha-tied", "mistral", 4, True, window=31),
 ]
 
@@ -77,7 +84,15 @@ def our_config(case: Case) -> ModelConfig:
         "add_bias_linear": case.biases == "all",
         "add_qkv_bias": case.biases == "qkv",
     }
-    if case.family != "gpt2":
+    if case.family == "gpt_neox":
+        values |= {
+            "position_embedding_type": "rope",
+            "rotary_base": case.base,
+            "rotary_percent": 0.25,
+            "use_parallel_residual": True,
+            "bias_gelu_fusion": False,
+        }
+    elif case.family != "gpt2":
         values |= {
             "ffn_hidden_size": 96,
             "num_query_groups": case.groups,
@@ -86,7 +101,9 @@ def our_config(case: Case) -> ModelConfig:
             "normalization": "RMSNorm",
             "norm_epsilon": 1e-6,
             "swiglu": True,
-            "qk_layernorm": case.family == "qwen3",
+            "qk_layernorm": case.family in ("qwen3", "olmo2"),
+            "qk_layernorm_scope": "all" if case.family == "olmo2" else "head",
+            "norm_placement": "after" if case.family == "olmo2" else "before",
             "window_size": None if case.window is None else (case.window - 1, 0),
         }
     values |= {
@@ -114,6 +131,15 @@ def their_config(case: Case) -> Any:
                    "original_max_position_embeddings": 32},
         "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 8.0},
     }  # fmt: skip
+    if case.family == "gpt_neox":
+        gelu = "gelu_new" if options.get("bias_gelu_fusion") else "gelu"
+        share = {"partial_rotary_factor": options.get("rotary_percent", 0.25)}
+        return transformers.GPTNeoXConfig(
+            hidden_size=HIDDEN, num_attention_heads=HEADS, num_hidden_layers=LAYERS, intermediate_size=4 * HIDDEN,
+            hidden_act=gelu, layer_norm_eps=options.get("norm_epsilon", 1e-5),
+            use_parallel_residual=options.get("use_parallel_residual", True),
+            rope_parameters={"rope_theta": case.base, **scaling[case.scaling], **share}, **common,
+        )  # fmt: skip
     common |= {
         "hidden_size": HIDDEN, "num_attention_heads": HEADS, "num_hidden_layers": LAYERS, "intermediate_size": 96,
         "num_key_value_heads": case.groups, "max_position_embeddings": 128, "rms_norm_eps": 1e-6,
@@ -127,7 +153,8 @@ def their_config(case: Case) -> Any:
         return transformers.LlamaConfig(attention_bias=case.biases == "all", mlp_bias=case.biases == "all", **common)
     if case.family == "mistral":
         return transformers.MistralConfig(sliding_window=case.window, **common)
-    return (transformers.Qwen2Config if case.family == "qwen2" else transformers.Qwen3Config)(**common)
+    others = {"qwen2": "Qwen2Config", "qwen3": "Qwen3Config", "olmo2": "Olmo2Config"}
+    return getattr(transformers, others[case.family])(**common)
 
 
 def their_model(case: Case, dtype: torch.dtype) -> nn.Module:
@@ -172,6 +199,27 @@ def gpt2_to_ours(theirs: Weights, config: ModelConfig) -> Weights:
     return ours
 
 
+def neox_to_ours(theirs: Weights, config: ModelConfig) -> Weights:
+    """The names differ; the rows of the fused QKV do not: of each head its query, key and value."""
+    ours = {
+        "embedding.word_embeddings.weight": theirs["gpt_neox.embed_in.weight"],
+        "final_layernorm.weight": theirs["gpt_neox.final_layer_norm.weight"],
+        "final_layernorm.bias": theirs["gpt_neox.final_layer_norm.bias"],
+    }
+    if not config.tied:
+        ours["output_layer.weight"] = theirs["lm_head.weight" if "lm_head.weight" in theirs else "embed_out.weight"]
+    for name, value in theirs.items():
+        if name.startswith("gpt_neox.layers."):
+            ours[name.removeprefix("gpt_neox.").replace(".attention.", ".self_attention.")] = value
+    return ours
+
+
+NORMS = {
+    "before": {"input": "input", "post_attention": "post_attention"},
+    "after": {"attention_output": "post_attention", "mlp_output": "post_feedforward"},
+}
+
+
 def llama_to_ours(theirs: Weights, config: ModelConfig) -> Weights:
     ours = {
         "embedding.word_embeddings.weight": theirs["model.embed_tokens.weight"],
@@ -182,11 +230,11 @@ def llama_to_ours(theirs: Weights, config: ModelConfig) -> Weights:
     for n in range(LAYERS):
         block = {key.removeprefix(f"model.layers.{n}."): value for key, value in theirs.items()}
         layer = {
-            "input_layernorm.weight": block["input_layernorm.weight"],
-            "post_attention_layernorm.weight": block["post_attention_layernorm.weight"],
             "self_attention.dense.weight": block["self_attn.o_proj.weight"],
             "mlp.dense_4h_to_h.weight": block["mlp.down_proj.weight"],
         }
+        for place, name in NORMS[config.norm_placement].items():
+            layer[f"{place}_layernorm.weight"] = block[f"{name}_layernorm.weight"]
         for kind in ("weight", "bias"):
             if f"self_attn.q_proj.{kind}" in block:
                 parts = [
@@ -211,7 +259,8 @@ def llama_to_ours(theirs: Weights, config: ModelConfig) -> Weights:
 
 
 def to_ours(case: Case, theirs: Weights, config: ModelConfig) -> Weights:
-    return (gpt2_to_ours if case.family == "gpt2" else llama_to_ours)(theirs, config)
+    own = {"gpt2": gpt2_to_ours, "gpt_neox": neox_to_ours}
+    return own.get(case.family, llama_to_ours)(theirs, config)
 
 
 @contextmanager
@@ -222,7 +271,13 @@ def norms_in_fp64() -> Iterator[None]:
         return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon))
 
     with pytest.MonkeyPatch.context() as patch:
-        for module, name in (("llama", "Llama"), ("qwen2", "Qwen2"), ("qwen3", "Qwen3"), ("mistral", "Mistral")):
+        for module, name in (
+            ("llama", "Llama"),
+            ("qwen2", "Qwen2"),
+            ("qwen3", "Qwen3"),
+            ("mistral", "Mistral"),
+            ("olmo2", "Olmo2"),
+        ):
             classes = getattr(getattr(transformers.models, module), f"modeling_{module}")
             patch.setattr(getattr(classes, f"{name}RMSNorm"), "forward", forward)
         yield
@@ -284,7 +339,9 @@ def test_fp32_with_their_classes_untouched(case: Case) -> None:
     compare(case, torch.float32, 1e-4)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama-g2-untied-500000-llama3-all", "qwen3-gqa-tied", "mistral-window"])
+@pytest.mark.parametrize(
+    "name", ["gpt2", "neox", "llama-g2-untied-500000-llama3-all", "qwen3-gqa-tied", "mistral-window", "olmo2"]
+)
 @pytest.mark.parametrize("spec", ["ref", "auto,-attention,-linear_cross_entropy"])
 def test_reference_kernels(name: str, spec: str) -> None:
     with norms_in_fp64():
@@ -323,18 +380,40 @@ def swap_gate_and_up(weights: Weights) -> Weights:
     }
 
 
-def swap_norms(weights: Weights) -> Weights:
+def exchanged(weights: Weights, one: str, other: str) -> Weights:
     return weights | {
-        f"layers.{n}.{one}_layernorm.weight": weights[f"layers.{n}.{other}_layernorm.weight"]
+        f"layers.{n}.{left}_layernorm.weight": weights[f"layers.{n}.{right}_layernorm.weight"]
         for n in range(LAYERS)
-        for one, other in (("input", "post_attention"), ("post_attention", "input"))
+        for left, right in ((one, other), (other, one))
     }
 
 
-@pytest.mark.parametrize("bug", [swap_query_and_key, whole_qkv_blocks, swap_gate_and_up, swap_norms])
-def test_wrong_mapping_is_seen(bug: Callable[[Weights], Weights]) -> None:
+def swap_norms(weights: Weights) -> Weights:
+    return exchanged(weights, "input", "post_attention")
+
+
+def swap_output_norms(weights: Weights) -> Weights:
+    return exchanged(weights, "attention_output", "mlp_output")
+
+
+def swap_query_and_key_norms(weights: Weights) -> Weights:
+    return exchanged(weights, "self_attention.q", "self_attention.k")
+
+
+LLAMA, NEOX, OLMO = "llama-g4-untied-10000-none-none", "neox", "olmo2"
+
+
+@pytest.mark.parametrize(
+    ("name", "bug"),
+    [
+        *((LLAMA, bug) for bug in (swap_query_and_key, whole_qkv_blocks, swap_gate_and_up, swap_norms)),
+        *((NEOX, bug) for bug in (swap_query_and_key, whole_qkv_blocks, swap_norms)),
+        *((OLMO, bug) for bug in (swap_output_norms, swap_query_and_key_norms)),
+    ],
+)
+def test_wrong_mapping_is_seen(name: str, bug: Callable[[Weights], Weights]) -> None:
     with pytest.raises(AssertionError, match="logits differ"):
-        compare(case_named("llama-g4-untied-10000-none-none"), torch.float32, 1e-4, mapping=bug)
+        compare(case_named(name), torch.float32, 1e-4, mapping=bug)
 
 
 @pytest.mark.parametrize(
@@ -348,6 +427,10 @@ def test_wrong_mapping_is_seen(bug: Callable[[Weights], Weights]) -> None:
         ("llama-g2-untied-10000-linear-none", {"rotary_seq_len_interpolation_factor": None}),
         ("llama-g2-untied-10000-none-none", {"norm_epsilon": 1e-5}),
         ("mistral-window", {"window_size": (7, 0)}),
+        ("neox", {"use_parallel_residual": False}),
+        ("olmo2", {"norm_epsilon": 1e-5}),
+        ("neox", {"rotary_percent": 0.5}),
+        ("neox", {"bias_gelu_fusion": True}),
     ],
 )
 def test_wrong_setting_is_seen(name: str, wrong: dict[str, Any]) -> None:

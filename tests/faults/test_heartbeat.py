@@ -96,6 +96,11 @@ class Ranks:
     def said(self) -> list[str]:
         return [line for path in self.errors for line in path.read_text().splitlines() if line.startswith("error")]
 
+    def frames(self) -> list[str]:
+        """What surrounds those lines: torch's C++ stack frames and tracebacks."""
+        lines = [line for path in self.errors for line in path.read_text().splitlines()]
+        return [line for line in lines if line.startswith(("frame #", "Exception raised from", "Traceback"))]
+
     def end(self) -> None:
         for process in self.processes:
             process.kill()
@@ -132,6 +137,7 @@ def test_a_lost_rank_is_named(how: str, words: str, whom: int, tmp_path: Path, s
         assert "last seen in step " in line and " is at step 4, " in line and "all_reduce" in line, said
     if whom != 0:
         assert len(said) == 1, said
+    assert ranks.frames() == []
     record = json.loads((tmp_path / "ckpt" / "exit_reason.json").read_text())
     assert (record["reason"], record["exit_code"]) == ("PeerLostError", 17) and f"rank {whom} " in record["text"]
 

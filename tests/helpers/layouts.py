@@ -18,6 +18,8 @@ from typing import Any
 import torch
 
 from megatron.errors import ReplicaError
+from megatron.optimizer import Optimizer
+from megatron.optimizer.rules.base import WHOLE_KINDS
 from megatron.training.assemble import Parts
 from megatron.training.check_layout.outcome import (
     Outcome,
@@ -39,6 +41,7 @@ __all__ = [
     "reference",
     "unequal",
     "uneven_weights",
+    "whole_state",
     "whole_tensors",
     "worst",
 ]
@@ -47,8 +50,8 @@ STEPS = 3  # the third is the first with nothing new in it: the optimizer's stat
 Change = Callable[[Parts], None]
 
 
-def reference(argv: Sequence[str]) -> Outcome:
-    return _joined([_train(0, 1, list(argv), None)])
+def reference(argv: Sequence[str], steps: int = STEPS) -> Outcome:
+    return _joined([_train(0, 1, list(argv), None, steps)])
 
 
 def at_layout(ranks: int, argv: Sequence[str], change: Change | None = None, timeout: float = 120.0) -> Outcome:
@@ -56,14 +59,15 @@ def at_layout(ranks: int, argv: Sequence[str], change: Change | None = None, tim
     return _joined(run_ranks(ranks, _train, ranks, list(argv), change, timeout=timeout))
 
 
-def at_layouts(ranks: int, cases: Sequence[Sequence[str]]) -> list[Outcome]:
+def at_layouts(ranks: int, cases: Sequence[Sequence[str]], steps: int = STEPS) -> list[Outcome]:
     """Trains several cases on ranks that are started once."""
-    results = run_ranks(ranks, _train_all, ranks, [list(argv) for argv in cases], timeout=60.0 + 60.0 * len(cases))
+    argvs = [list(argv) for argv in cases]
+    results = run_ranks(ranks, _train_all, ranks, argvs, steps, timeout=60.0 + 60.0 * len(cases))
     return [_joined([rank[case] for rank in results]) for case in range(len(cases))]
 
 
-def _train_all(rank: int, world_size: int, cases: list[list[str]]) -> list[RankOutcome]:
-    return [_train(rank, world_size, argv, None) for argv in cases]
+def _train_all(rank: int, world_size: int, cases: list[list[str]], steps: int) -> list[RankOutcome]:
+    return [_train(rank, world_size, argv, None, steps) for argv in cases]
 
 
 def worst(got: Outcome, expected: Outcome) -> float:
@@ -85,29 +89,32 @@ def largest(differences: Sequence[float]) -> float:
 
 
 def unequal(
-    ranks: int, cases: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]], tolerance: float
+    ranks: int,
+    cases: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]],
+    tolerance: float,
+    steps: int = STEPS,
 ) -> dict[str, float]:
     """Of the cases (settings of the model, settings of the layout), those that do not train what one process trains."""
-    outcomes = at_layouts(ranks, [flags(**family, **axes) for family, axes in cases])
+    outcomes = at_layouts(ranks, [flags(**family, **axes) for family, axes in cases], steps)
     found = {
-        f"{number}: {axes}": worst(outcome, expected(tuple(flags(**family))))
+        f"{number}: {axes}": worst(outcome, expected(tuple(flags(**family)), steps))
         for number, ((family, axes), outcome) in enumerate(zip(cases, outcomes, strict=True))
     }
     return {layout: difference for layout, difference in found.items() if not difference <= tolerance}
 
 
 @cache
-def expected(argv: tuple[str, ...]) -> Outcome:
+def expected(argv: tuple[str, ...], steps: int = STEPS) -> Outcome:
     """`reference`, computed once for each command line."""
-    return reference(argv)
+    return reference(argv, steps)
 
 
-def _train(rank: int, world_size: int, argv: list[str], change: Change | None) -> RankOutcome:
+def _train(rank: int, world_size: int, argv: list[str], change: Change | None, steps: int = STEPS) -> RankOutcome:
     torch.set_num_threads(1)
     _, parts = make_parts(argv, rank=rank, world_size=world_size, dtype=torch.float64)
     if change is not None:
         change(parts)
-    return train_outcome(parts, STEPS)
+    return train_outcome(parts, steps)
 
 
 def _joined(ranks: list[RankOutcome]) -> Outcome:
@@ -115,3 +122,12 @@ def _joined(ranks: list[RankOutcome]) -> Outcome:
         return join(ranks)
     except ReplicaError as error:
         raise AssertionError(str(error)) from error
+
+
+def whole_state(optimizer: Optimizer) -> dict[str, dict[str, torch.Tensor]]:
+    """`state()` of whole parameters. A collective of the ranks that divide them."""
+    grads = optimizer.grads
+    return {
+        name: {kind: piece if kind in WHOLE_KINDS else grads.whole_of(name, piece) for kind, piece in kinds.items()}
+        for name, kinds in optimizer.state().items()
+    }

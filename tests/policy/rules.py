@@ -22,18 +22,18 @@ LEVELS = {
         3,
     ),
     **dict.fromkeys(["parallelize", "optimizer", "checkpoint"], 4),
-    **dict.fromkeys(["engine"], 5),
+    **dict.fromkeys(["engine", "planner"], 5),
     **dict.fromkeys(["training", "inference"], 6),
 }
 ABOVE_THE_PACKAGE = {"tools", "tests", "benchmarks", "examples", "pretrain_gpt"}
 # What stands above the package, in its own order: each may import what comes before it.
 ABOVE_IN_ORDER = ("benchmarks", "tools", "tests")
-# The launcher's variables, and which compiler builds the kernels.
-ENVIRONMENT_READERS = ("megatron/distributed/launch.py", "csrc/build.py")
+# The launcher's variables, which compiler builds the kernels, and whether the user says how threads wait.
+ENVIRONMENT_READERS = ("megatron/distributed/launch.py", "csrc/build.py", "megatron/utils/waiting.py")
 # A closed list: libraries that listen to nothing but a variable, set for this process. Nothing of ours reads it.
 ENVIRONMENT_WRITERS = {
+    "megatron/utils/loading.py": "TORCH_CPP_LOG_LEVEL",
     "megatron/preprocess/pool.py": "TOKENIZERS_PARALLELISM",
-    "megatron/utils/process.py": "OMP_WAIT_POLICY",
     "megatron/distributed/rendezvous.py": "GLOO_SOCKET_IFNAME",
     "megatron/distributed/flight_recorder.py": "TORCH_FR_BUFFER_SIZE",
 }

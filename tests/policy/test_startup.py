@@ -43,6 +43,13 @@ def test_importing_loads_no_torch(module: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.parametrize("module", ["megatron.training.assemble", "megatron.engine.any_model"])
+def test_a_training_loads_what_divides_weights_only_for_it(module: str) -> None:
+    """torch's fully_shard takes a third of a second to import."""
+    done = python(f"import sys, {module}; print([name for name in sys.modules if 'fsdp' in name or 'sympy' == name])")
+    assert done.stdout.strip() == "[]", done.stdout + done.stderr
+
+
 # setup_environment.py runs before anything is installed.
 TOOLS = sorted({path.name for path in (ROOT / "tools").glob("*.py")} - {"setup_environment.py"})
 

@@ -14,7 +14,8 @@ from megatron.layout import AXES, Layout, nearest_divisors, nearest_multiples, p
 def layouts(draw: st.DrawFn) -> Layout:
     tp, cp, dp, pp = (draw(st.integers(1, 4)) for _ in range(4))
     ep = draw(st.sampled_from([d for d in range(1, cp * dp + 1) if (cp * dp) % d == 0]))
-    return Layout(tp * cp * dp * pp, tp=tp, cp=cp, ep=ep, pp=pp)
+    instances = draw(st.sampled_from([d for d in range(1, cp * dp + 1) if (cp * dp // ep) % d == 0]))
+    return Layout(tp * cp * dp * pp, tp=tp, cp=cp, ep=ep, pp=pp, instances=instances)
 
 
 @settings(deadline=None)
@@ -40,6 +41,9 @@ def test_sizes_of_the_axes(layout: Layout) -> None:
         "pp": layout.pp,
         "dp_cp": layout.dp * layout.cp,
         "expert_dp": layout.dp * layout.cp // layout.ep,
+        "shard": layout.dp * layout.cp // layout.instances,
+        "expert_shard": layout.dp * layout.cp // layout.ep // layout.instances,
+        "replicate": layout.instances,
         "embedding": min(layout.pp, 2),
         "model": layout.tp * layout.pp,
         "world": layout.world_size,
@@ -55,6 +59,20 @@ def test_position_in_a_group_is_the_coordinate(layout: Layout) -> None:
             assert layout.group_of(axis, ranks[-1]) == ranks
             for position, rank in enumerate(ranks):
                 assert getattr(layout.coordinates(rank), axis) == position
+
+
+@settings(deadline=None, max_examples=30)
+@given(layouts())
+def test_instances_are_runs_of_neighbours_as_in_megatron(layout: Layout) -> None:
+    """Its group of n ranks for the gradients, dense or of experts, is cut into slices of n / instances; ranks at the
+    same place of the slices hold the same share, of experts as of all else."""
+    for whole, part in (("dp_cp", "shard"), ("expert_dp", "expert_shard")):
+        for ranks in layout.groups(whole):
+            size = len(ranks) // layout.instances
+            slices = [ranks[start : start + size] for start in range(0, len(ranks), size)]
+            assert all(layout.group_of(part, some[0]) == some for some in slices)
+            for alike in zip(*slices, strict=True):
+                assert layout.group_of("replicate", alike[-1]) == alike
 
 
 @settings(deadline=None, max_examples=40)
@@ -86,6 +104,13 @@ def test_groups_written_out() -> None:
     assert layout.groups("world") == (tuple(range(16)),)
 
 
+def test_groups_of_instances_written_out() -> None:
+    layout = Layout(16, tp=2, cp=2, ep=2, instances=2)
+    assert layout.groups("shard") == ((0, 2, 4, 6), (1, 3, 5, 7), (8, 10, 12, 14), (9, 11, 13, 15))
+    assert layout.groups("expert_shard") == ((0, 4), (1, 5), (2, 6), (3, 7), (8, 12), (9, 13), (10, 14), (11, 15))
+    assert layout.groups("replicate") == tuple((r, r + 8) for r in range(8))
+
+
 def test_the_first_and_the_last_stage_share_the_embedding() -> None:
     layout = Layout(8, tp=2, pp=4)
     assert layout.groups("embedding") == ((0, 6), (1, 7), (2,), (3,), (4,), (5,))
@@ -114,6 +139,15 @@ def test_expert_groups_cross_context_and_data_parallel() -> None:
         ),
         ({"world_size": 4, "cp": 8}, ["--context-parallel-size 8", "start 8", "--context-parallel-size 4"]),
         ({"world_size": 6, "ep": 4}, ["--expert-model-parallel-size 4", "--context-parallel-size 1", "3 or 6"]),
+        (
+            {"world_size": 6, "instances": 4},
+            ["--num-distributed-optimizer-instances 4", "ranks that would divide", "6 (data parallel 6)", "3 or 6"],
+        ),
+        (
+            {"world_size": 8, "ep": 2, "instances": 8},
+            ["the same experts, 4 (data parallel 8 / --expert-model-parallel-size 2)", "instances 4"],
+        ),
+        ({"world_size": 4, "instances": 0}, ["--num-distributed-optimizer-instances 0"]),
         ({"world_size": 4, "tp": 0}, ["--tensor-model-parallel-size 0"]),
         ({"world_size": 4, "pp": -1}, ["--pipeline-model-parallel-size -1"]),
         ({"world_size": 0}, ["world size 0"]),

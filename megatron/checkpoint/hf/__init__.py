@@ -1,4 +1,4 @@
-"""Import from and export to `transformers`, in safetensors: GPT-2, Llama, Qwen2, Qwen3, Mistral, Mixtral, Qwen3-MoE."""
+"""Import from and export to `transformers`: the families of `families/`."""
 
 from megatron.checkpoint.hf.check import check_export
 from megatron.checkpoint.hf.direct import load_hugging_face

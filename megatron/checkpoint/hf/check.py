@@ -17,7 +17,7 @@ from torch import Tensor
 from megatron.checkpoint.build import restore_model
 from megatron.checkpoint.hf.export import Export, our_tensors
 from megatron.checkpoint.hf.importer import open_folder, read_tensors
-from megatron.errors import CheckpointError
+from megatron.errors import CheckpointError, ConfigError
 
 TOLERANCE = 1e-4  # of the largest logit
 _POSITIONS = 96
@@ -35,23 +35,29 @@ class Comparison:
         return self.largest_difference / max(self.largest_logit, 1e-30)
 
 
-def check_export(export: Export, folder: Path, log: Callable[[str], object]) -> None:
+def check_export(export: Export, folder: Path, log: Callable[[str], object], *, insist: bool = False) -> None:
     """Raises unless the folder holds our model: compares logits if transformers is installed and memory allows, else
-    weights."""
+    weights. `insist`: logits are compared, or nothing is exported."""
     compare_weights(export, folder)
     log("check: every weight reads back bit-equal")
     if importlib.util.find_spec("transformers") is None:
-        log("check: transformers is not installed; logits were not compared")
+        _not_compared("transformers is not installed", log, insist)
         return
     need = _BYTES_PER_WEIGHT * sum(prod(record.logical_shape) for record in export.reader.manifest.model.values())
     if (free := available_memory()) is not None and need > free:
-        log(f"check: logits were not compared (needs about {need} bytes of memory, {free} are available)")
+        _not_compared(f"that needs about {need} bytes of memory, and {free} are available", log, insist)
         return
     result = compare_logits(export, folder)
     log(
         f"check: logits equal those of {export.family.architecture} at all {result.positions} positions to "
         f"{result.relative:.1e} of the largest (tolerance {TOLERANCE:.0e})"
     )
+
+
+def _not_compared(why: str, log: Callable[[str], object], insist: bool) -> None:
+    if insist:
+        raise ConfigError(f"--verify: logits cannot be compared: {why}; leave it out to compare the weights alone")
+    log(f"check: logits were not compared: {why}")
 
 
 def compare_weights(export: Export, folder: Path) -> None:

@@ -21,12 +21,33 @@ _WHOLE_OR_NULL = {
     **dict.fromkeys(("sliding_window", "max_window_layers"), (0, _COUNT)),
 }
 _NUMBERS = {
-    **dict.fromkeys(("rms_norm_eps", "layer_norm_epsilon", "initializer_range", "rope_theta"), (0.0, 1e30)),
-    **dict.fromkeys(("attention_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop"), (0.0, 1.0)),
+    **dict.fromkeys(
+        ("rms_norm_eps", "layer_norm_epsilon", "initializer_range", "rope_theta", "layer_norm_eps", "rotary_emb_base"),
+        (0.0, 1e30),
+    ),
+    **dict.fromkeys(
+        ("attention_dropout", "hidden_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop", "rotary_pct"), (0.0, 1.0)
+    ),
 }
-_SWITCHES = ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window", "norm_topk_prob")
+_SWITCHES = (
+    "tie_word_embeddings",
+    "attention_bias",
+    "mlp_bias",
+    "use_sliding_window",
+    "norm_topk_prob",
+    "use_parallel_residual",
+)
 _OBJECTS = ("rope_parameters", "rope_scaling", "megatron_settings")
-_ROPE = ("rope_theta", "factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor")
+_ROPE = (
+    "rope_theta",
+    "factor",
+    "low_freq_factor",
+    "high_freq_factor",
+    "beta_fast",
+    "beta_slow",
+    "attention_factor",
+    "partial_rotary_factor",
+)
 
 
 def check_types(values: Mapping[str, Any]) -> None:
@@ -46,7 +67,7 @@ def check_types(values: Mapping[str, Any]) -> None:
             kind = str if name == "layer_types" else int
             fits = isinstance(value, list) and len(value) <= _LAYERS and all(type(item) is kind for item in value)
             _demand(value is None or fits, name, value, "a list with an entry per layer at most, or null")
-        elif name in ("activation_function", "model_type"):
+        elif name in ("activation_function", "hidden_act", "model_type"):
             _demand(isinstance(value, str), name, value, "text")
     for name in ("rope_parameters", "rope_scaling"):
         _check_rope(name, values.get(name) or {})

@@ -17,7 +17,7 @@ from megatron.checkpoint.hf.exchange import Exchange
 from megatron.checkpoint.hf.importer import HuggingFaceFolder, open_folder, shapes_of_config
 from megatron.checkpoint.load import Log
 from megatron.checkpoint.manifest import Slice, TensorRecord
-from megatron.checkpoint.state import LoadedState, Sharded
+from megatron.checkpoint.state import LoadedState, Sharded, Take, in_memory
 from megatron.config import ModelConfig, MoEConfig
 from megatron.distributed.shard import Range, ShardSpec
 from megatron.distributed.state import ParallelState
@@ -29,18 +29,20 @@ def load_hugging_face(
     *,
     parallel: ParallelState,
     params: Mapping[str, Sharded],
+    take: Take | None = None,
     model_config: ModelConfig | None,
     moe_config: MoEConfig | None,
     log: Log,
 ) -> LoadedState:
-    """Fills `params` in place, cast to what they hold. All ranks call it; `log` is called on the first one only."""
+    """Fills `params` in place, cast to what they hold. All ranks call it; `log` is called on the first one only.
+    `take`: see `in_memory`."""
 
     def load() -> list[str]:
         source = open_folder(folder)
         changes: list[str] = []
         if model_config is not None:
             changes = check_architecture(source.settings(), model_config, moe_config, finetune=True)
-        _fill(source, params)
+        _fill(source, params, take)
         return changes
 
     for change in run_on_all(load, parallel.world):
@@ -50,13 +52,13 @@ def load_hugging_face(
 
 
 @torch.no_grad()
-def _fill(source: HuggingFaceFolder, params: Mapping[str, Sharded]) -> None:
+def _fill(source: HuggingFaceFolder, params: Mapping[str, Sharded], take: Take | None) -> None:
     exchanges = {exchange.parameter.name: exchange for exchange in source.exchanges()}
     missing = [name for name in params if name not in exchanges]
     if missing:
         raise CheckpointError(f"{source.folder} does not fit the model (missing: {', '.join(missing[:8])})")
-    for name, (spec, target) in params.items():
-        with shapes_of_config(source, exchanges[name]):
+    for name, (spec, tensor) in params.items():
+        with shapes_of_config(source, exchanges[name]), in_memory(name, tensor, take) as target:
             _fill_one(source, exchanges[name], spec, target)
 
 

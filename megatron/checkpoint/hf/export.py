@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron.checkpoint import storage
@@ -19,6 +20,7 @@ from megatron.checkpoint.hf.exchange import Exchange, gain_less_one
 from megatron.checkpoint.hf.families import choose
 from megatron.checkpoint.hf.family import Facts, Family
 from megatron.checkpoint.hf.origin import GENERATION, origin_of
+from megatron.checkpoint.hf.safetensors_file import Shape, write_safetensors
 from megatron.checkpoint.hf.weights import INDEX, WEIGHTS
 from megatron.checkpoint.load import FoundStep
 from megatron.checkpoint.reader import StepReader
@@ -42,6 +44,8 @@ class Export:
     moe: MoEConfig
     generation: Mapping[str, Any] | None
     """What generation_config.json gets; None: there is none."""
+    shard_bytes: int = SHARD_BYTES
+    """Of weights in one file, at most; a single tensor may be more."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -53,7 +57,11 @@ class Export:
 
 
 def plan_export(
-    found: FoundStep, *, dtype: str | None = None, token_ids: Mapping[str, int | None] | None = None
+    found: FoundStep,
+    *,
+    dtype: str | None = None,
+    token_ids: Mapping[str, int | None] | None = None,
+    shard_bytes: int = SHARD_BYTES,
 ) -> Export:
     """Chooses the family and checks that the checkpoint holds exactly that model. `token_ids` are the tokenizer's own;
     an imported model keeps those that it came with."""
@@ -76,7 +84,7 @@ def plan_export(
     if origin is not None:
         ids, generation = origin.token_ids, origin.generation
     facts = Facts(words.logical_shape[0], dtype or trained, context, ids)
-    export = Export(StepReader(found.directory, saved), config, family, facts, moe, generation)
+    export = Export(found.reader(), config, family, facts, moe, generation, shard_bytes)
     _check_complete(export, found)
     return export
 
@@ -148,28 +156,47 @@ def _write_json(path: Path, values: Mapping[str, Any]) -> None:
 
 
 def _write_weights(export: Export, folder: Path, log: Callable[[str], object]) -> None:
-    """Write one file, or numbered shards of at most 5 GB; one shard is in memory at a time."""
+    """Write one file, or numbered shards; one tensor is in memory at a time."""
     shards = _plan_shards(export)
-    total, worst = 0, 0.0
-    index: dict[str, str] = {}
+    zeros = export.family.zero_biases(export.config, export.facts.vocab_size)
+    worst, index, total = _Worst(), dict[str, str](), 0
     for number, shard in enumerate(shards, 1):
         name = WEIGHTS if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        tensors: dict[str, Tensor] = {}
-        for exchange in shard:
-            converted, error = _convert(export, exchange)
-            worst = max(worst, error)
-            tensors |= converted
-        if number == len(shards):
-            zeros = export.family.zero_biases(export.config, export.facts.vocab_size)
-            tensors |= {theirs: tensor.to(export.dtype) for theirs, tensor in zeros.items()}
-        save_file(tensors, folder / name, metadata={"format": "pt"})
-        index |= dict.fromkeys(tensors, name)
-        total += sum(t.numel() * t.element_size() for t in tensors.values())
+        added = zeros if number == len(shards) else {}
+        shapes = {theirs: shape for exchange in shard for theirs, shape in _shapes(exchange).items()}
+        shapes |= {theirs: tuple(tensor.shape) for theirs, tensor in added.items()}
+        tensors = chain(_converted(export, shard, worst), ((n, t.to(export.dtype)) for n, t in added.items()))
+        write_safetensors(folder / name, shapes, export.dtype, tensors)
+        index |= dict.fromkeys(shapes, name)
+        total += sum(prod(shape) for shape in shapes.values()) * export.dtype.itemsize
+        if len(shards) > 1:
+            log(f"wrote {name}")
     if len(shards) > 1:
         _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(index.items()))})
-    if worst > 0:
-        log(f"--dtype {export.facts.dtype}: the largest error of narrowing a weight is {worst:.3e}")
+    if worst.error > 0:
+        log(f"--dtype {export.facts.dtype}: the largest error of narrowing a weight is {worst.error:.3e}")
     log(f"wrote {total} bytes of {export.facts.dtype} weights in {len(shards)} file(s)")
+
+
+@dataclass
+class _Worst:
+    """The largest error of narrowing so far."""
+
+    error: float = 0.0
+
+
+def _shapes(exchange: Exchange) -> dict[str, Shape]:
+    described = exchange.to_hf(torch.empty(exchange.parameter.stored_shape, device="meta"))
+    return {name: tuple(tensor.shape) for name, tensor in described.items()}
+
+
+def _converted(export: Export, shard: Sequence[Exchange], worst: _Worst) -> Iterator[tuple[str, Tensor]]:
+    for exchange in shard:
+        tensors, error = _convert(export, exchange)
+        worst.error = max(worst.error, error)
+        while tensors:
+            name = next(iter(tensors))
+            yield name, tensors.pop(name)
 
 
 def _plan_shards(export: Export) -> list[list[Exchange]]:
@@ -177,7 +204,7 @@ def _plan_shards(export: Export) -> list[list[Exchange]]:
     size = 0
     for exchange in export.exchanges:
         need = torch.Size(exchange.parameter.stored_shape).numel() * export.dtype.itemsize
-        if shards[-1] and size + need > SHARD_BYTES:
+        if shards[-1] and size + need > export.shard_bytes:
             shards.append([])
             size = 0
         shards[-1].append(exchange)
@@ -191,7 +218,7 @@ def _convert(export: Export, exchange: Exchange) -> tuple[dict[str, Tensor], flo
     error = 0.0
     converted = {}
     for theirs, tensor in exchange.to_hf(stored).items():
-        narrowed = tensor.to(export.dtype, copy=True)  # safetensors needs tensors with their own storage
+        narrowed = tensor.to(export.dtype)
         if narrowed.dtype != tensor.dtype and narrowed.numel():
             error = max(error, float((narrowed.to(torch.float64) - tensor.to(torch.float64)).abs().max()))
         converted[theirs] = narrowed

@@ -123,7 +123,9 @@ class Family(ABC):
         given |= {name: bool(own[name]) for name in _OWN_SETTINGS if name in own}
         given["untie_embeddings_and_output_weights"] = not values.get("tie_word_embeddings", self.tied_by_default)
         given["init_method_std"] = values.get("initializer_range", 0.02)
-        return ModelConfig(**given), moe
+        config = ModelConfig(**given)
+        _check_rotation(config)
+        return config, moe
 
     @abstractmethod
     def model_to_json(self, config: ModelConfig, context: int) -> dict[str, Any]: ...
@@ -153,11 +155,29 @@ def _check_heads(given: Mapping[str, Any]) -> None:
         )
 
 
+def _check_rotation(config: ModelConfig) -> None:
+    turned = int(config.head_dim * config.rotary_percent)
+    if config.positions == "rope" and (turned < 2 or turned % 2):
+        raise ConfigError(
+            f"config.json: of heads of {config.head_dim} {config.rotary_percent:g} turns, {turned} channels; "
+            "these have to be an even number"
+        )
+
+
 def refuse_unless(values: Mapping[str, Any], **expected: Any) -> None:
     """Raise unless each setting has the one value that we compute, or is left out."""
     for name, usual in expected.items():
         if values.get(name, usual) != usual:
             raise ConfigError(f"config.json: {name} {values[name]!r:.60} is not supported; only {usual!r}")
+
+
+def other_wirings(config: ModelConfig, *, parallel: bool = False, norms: str = "before") -> Lacking:
+    """Layers wired otherwise than the family's. `norms`: where its norms stand; `parallel`: it knows such ones."""
+    return [
+        ("--apply-residual-connection-post-layernorm", config.apply_residual_connection_post_layernorm),
+        (f"--norm-placement {config.norm_placement}", config.norm_placement != norms),
+        ("--use-parallel-residual", config.use_parallel_residual and not parallel),
+    ]
 
 
 def positions_flag(config: ModelConfig) -> str:

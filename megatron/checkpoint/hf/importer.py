@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,6 +20,7 @@ from megatron.config import ModelConfig, MoEConfig
 from megatron.errors import CheckpointError, ConfigError
 from megatron.model.parameters import HEAD_TABLE, WORD_TABLE
 from megatron.tokenizer.huggingface import kept_files
+from megatron.utils.foreign import ADAPTER
 
 
 @dataclass(frozen=True)
@@ -73,13 +74,31 @@ class HuggingFaceFolder:
         for name in zeros:
             if bool(self.tensor(name).any()):
                 raise CheckpointError(f"{self.folder}: {name} is not zero, but config.json says there is no such bias")
+        for exchange in wanted:
+            self._check_described(exchange)
         return wanted
+
+    def _check_described(self, exchange: Exchange) -> None:
+        """The shapes and dtypes in the files' own descriptions: no tensor is read."""
+        stored_shape = exchange.parameter.stored_shape
+        for name, expected in exchange.to_hf(torch.empty(stored_shape, device="meta")).items():
+            stored = self.files[name]
+            shape, dtype = stored.file.described(stored.name)
+            if shape != tuple(expected.shape):
+                raise CheckpointError(
+                    f"{self.folder}: {name} is {_sizes(shape)}, and config.json describes {_sizes(expected.shape)}; "
+                    "they are not of one model"
+                )
+            if dtype not in DTYPES:
+                raise CheckpointError(f"{self.folder}: {name} is {dtype:.20}; supported: {', '.join(DTYPES)}")
 
 
 def open_folder(folder: Path) -> HuggingFaceFolder:
     if not folder.is_dir():
         raise ConfigError(f"--load {folder}: no such directory")
+    _refuse_adapter(folder)
     values = read_json(folder / "config.json")
+    _refuse_quantised(values)
     family = by_model_type(values.get("model_type"))
     config, moe = family.read_config(values)
     files = _stored_tensors(folder, family)
@@ -87,7 +106,34 @@ def open_folder(folder: Path) -> HuggingFaceFolder:
     if not isinstance(vocab_size, int):
         raise ConfigError(f"{folder / 'config.json'}: vocab_size is missing")
     _refuse_more_than_stored(folder, config, moe, len(files))
-    return HuggingFaceFolder(folder, family, config, moe, vocab_size, _stored_dtype(files, family), files)
+    source = HuggingFaceFolder(folder, family, config, moe, vocab_size, _stored_dtype(files, family), files)
+    source.exchanges()  # whatever is missing or of another shape is refused before a model is made
+    return source
+
+
+def _refuse_adapter(folder: Path) -> None:
+    described = folder / ADAPTER
+    if described.is_file() and not (folder / "config.json").is_file():
+        base = str(read_json(described).get("base_model_name_or_path") or "its base model")
+        raise ConfigError(
+            f"--load {folder}: holds an adapter of {base:.200}, not a model; merge the two first (peft's "
+            "merge_and_unload) and give the merged folder"
+        )
+
+
+def _refuse_quantised(values: Mapping[str, Any]) -> None:
+    quantised = values.get("quantization_config")
+    if quantised:
+        method = quantised.get("quant_method") if isinstance(quantised, dict) else None
+        name = str(method or "by some method")
+        raise ConfigError(
+            f"config.json: quantization_config: the weights are quantised ({name:.40}), and such weights are not read; "
+            "give the model as it was before"
+        )
+
+
+def _sizes(shape: Iterable[int]) -> str:
+    return " x ".join(map(str, shape)) or "one number"
 
 
 def _refuse_more_than_stored(folder: Path, config: ModelConfig, moe: MoEConfig, held: int) -> None:

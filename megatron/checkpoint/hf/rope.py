@@ -38,14 +38,19 @@ def rope_to_json(config: ModelConfig) -> dict[str, Any]:
     return {"rope_theta": config.rotary_base, "rope_scaling": scaling}
 
 
-def rope_from_json(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of ModelConfig. Newer versions of transformers write `rope_parameters`, older ones `rope_scaling`."""
+def rope_from_json(values: Mapping[str, Any], *, partial: bool = False) -> dict[str, Any]:
+    """Arguments of ModelConfig. Newer versions of transformers write `rope_parameters`, older ones `rope_scaling`.
+    `partial`: whether the family may rotate a part of each head."""
     scaling = dict(values.get("rope_parameters") or values.get("rope_scaling") or {})
+    share = scaling.pop("partial_rotary_factor", values.get("partial_rotary_factor", 1.0))
+    share = 1.0 if share is None else share
+    if share != 1.0 and not partial:
+        raise ConfigError(f"config.json: partial_rotary_factor {share!r:.60} is not supported; only 1.0")
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     theta = scaling.get("rope_theta", values.get("rope_theta", 10000.0))
     if kind not in _SCALING:
         raise ConfigError(f"config.json: rope_type {kind!r:.60} is not supported; there are {', '.join(_SCALING)}")
-    refuse_unless(scaling, partial_rotary_factor=1.0, mscale=None, mscale_all_dim=None, truncate=True)
+    refuse_unless(scaling, mscale=None, mscale_all_dim=None, truncate=True)
     if kind == "yarn":
         scaling["beta_fast"] = scaling.get("beta_fast") or 32.0
         scaling["beta_slow"] = scaling.get("beta_slow") or 1.0
@@ -53,6 +58,7 @@ def rope_from_json(values: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "position_embedding_type": "yarn" if kind == "yarn" else "rope",
         "rotary_base": float(theta),
+        "rotary_percent": float(share),
         "use_rope_scaling": kind == "llama3",
         **{ours: scaling[theirs] for theirs, ours in _SCALING[kind].items()},
     }

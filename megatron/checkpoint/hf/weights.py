@@ -21,6 +21,7 @@ from megatron.tokenizer.huggingface import refuse_outside
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 BIN, BIN_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _LONGEST_NAME = 255  # bytes, of any usual file system
 
 
@@ -36,6 +37,10 @@ class WeightsFile(ABC):
     @abstractmethod
     def tensor(self, name: str) -> Tensor: ...
 
+    @abstractmethod
+    def described(self, name: str) -> tuple[tuple[int, ...], str]:
+        """The shape and dtype of a tensor, without reading it."""
+
 
 class Safetensors(WeightsFile):
     @cached_property
@@ -43,7 +48,10 @@ class Safetensors(WeightsFile):
         try:
             return safe_open(self.path, framework="pt")
         except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{self.path} cannot be read as safetensors ({error})") from error
+            raise CheckpointError(
+                f"{self.path} cannot be read as safetensors ({error}); if it was downloaded, download it again: a part "
+                "may be missing"
+            ) from error
 
     def names(self) -> Iterable[str]:
         return list(self._opened.keys())
@@ -51,6 +59,10 @@ class Safetensors(WeightsFile):
     def tensor(self, name: str) -> Tensor:
         found: Tensor = self._opened.get_tensor(name)
         return found
+
+    def described(self, name: str) -> tuple[tuple[int, ...], str]:
+        found = self._opened.get_slice(name)
+        return tuple(found.get_shape()), _DTYPES.get(found.get_dtype(), found.get_dtype())
 
 
 class Pickled(WeightsFile):
@@ -69,18 +81,33 @@ class Pickled(WeightsFile):
     def tensor(self, name: str) -> Tensor:
         return self._content[name].detach()
 
+    def described(self, name: str) -> tuple[tuple[int, ...], str]:
+        tensor = self._content[name]
+        return tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
+
 
 def weights_files(folder: Path) -> list[WeightsFile]:
     """All files that the folder's index names, or the one that there is; safetensors where there are both formats."""
     for index, whole, kind in ((INDEX, WEIGHTS, Safetensors), (BIN_INDEX, BIN, Pickled)):
         if (folder / index).is_file():
-            return [kind(_member(folder, shard)) for shard in _shards(folder / index)]
+            return [kind(path) for path in _all_there(folder / index)]
         if (folder / whole).is_file():
             return [kind(_member(folder, whole))]
     raise ConfigError(
         f"--load {folder}: no {WEIGHTS} and no {BIN}; weights in other formats are not read, save them as safetensors "
         "first"
     )
+
+
+def _all_there(index: Path) -> list[Path]:
+    paths = [_member(index.parent, shard) for shard in _shards(index)]
+    absent = [path.name for path in paths if not path.is_file()]
+    if absent:
+        raise CheckpointError(
+            f"{index} names {len(paths)} files, and {len(absent)} of them are not there ({', '.join(absent[:3])}); "
+            "the download is not complete: run it again"
+        )
+    return paths
 
 
 def _shards(index: Path) -> list[str]:

@@ -39,7 +39,12 @@ def check_cuda_graphs(config: RunConfig) -> None:
         "context_parallel_size": (parallel.context_parallel_size > 1, "ranks talk within a pass"),
         "num_experts": (config.moe.num_experts is not None, "the host cuts the tokens by what each expert got"),
         "overlap_grad_reduce": (parallel.overlap_grad_reduce, "reductions are started from within a pass"),
+        "overlap_param_gather": (parallel.overlap_param_gather, "weights are waited for within a pass"),
         "compile": (config.kernels.compile, "the two have not been tried together"),
+        "cpu_offloading_num_layers": (
+            recompute.cpu_offloading_num_layers > 0,
+            "activations leave the device within it",
+        ),
         "recompute_granularity": (recompute.full or recompute.selective, "it reads the random state within a pass"),
     }
     for name, (given_, why) in obstacles.items():
@@ -55,6 +60,10 @@ def check_compile(config: RunConfig) -> None:
     others = [spelled(config, name) for name in _SIZES if getattr(config.parallel, name) > 1]
     if config.recompute.full or config.recompute.selective:
         others.append("recomputation")
+    if config.recompute.cpu_offloading_num_layers:
+        others.append(spelled(config, "cpu_offloading_num_layers"))
+    if config.parallel.overlap_param_gather:
+        others.append("--overlap-param-gather")
     if config.moe.is_on:
         others.append(spelled(config, "num_experts"))
     if others:

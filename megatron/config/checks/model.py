@@ -10,6 +10,10 @@ from megatron.errors import ConfigError
 def missing(config: RunConfig) -> list[str]:
     """The flags that every model needs and that were not given."""
     flags = [setting.spelling for setting in all_settings() if setting.flag.required and not config.value(setting)]
+    training = config.training
+    divided = training.gradient_accumulation_steps is not None or config.runtime.deepspeed_config is not None
+    if training.global_batch_size is not None and divided:
+        flags = [flag for flag in flags if flag != "--micro-batch-size"]  # follows from the two
     if config.model.positions == "learned" and not config.model.max_position_embeddings:
         flags.append("--max-position-embeddings")
     return flags
@@ -112,10 +116,25 @@ def check_activation(config: RunConfig) -> None:
         raise ConfigError(f"{' and '.join(chosen)} each choose the activation; {way_out}")
 
 
+def check_residual(config: RunConfig) -> None:
+    model = config.model
+    chosen = _on(
+        {
+            "--use-parallel-residual": model.use_parallel_residual,
+            "--norm-placement after": model.norm_placement == "after",
+            "--apply-residual-connection-post-layernorm": model.apply_residual_connection_post_layernorm,
+        }
+    )
+    if len(chosen) > 1:
+        raise ConfigError(f"{' and '.join(chosen)} are different wirings of a layer; keep one of them")
+
+
 def check_precision(config: RunConfig) -> None:
     precision = config.precision
     if precision.fp16 and precision.bf16:
-        raise ConfigError("--fp16 and --bf16 exclude each other; keep one of them")
+        raise ConfigError(
+            f"{spelled(config, 'fp16')} and {spelled(config, 'bf16')} exclude each other; keep one of them"
+        )
     if config.model.fp32_residual_connection and precision.params_dtype == "float32":
         raise ConfigError("--fp32-residual-connection: everything is fp32 already; remove it, or add --bf16 or --fp16")
     if precision.min_loss_scale > precision.initial_loss_scale:
@@ -129,6 +148,16 @@ def check_recompute(config: RunConfig) -> None:
     if recompute.full and recompute.recompute_activations:
         raise ConfigError(
             "--recompute-activations means --recompute-granularity selective, but full was given; keep one of them"
+        )
+    if recompute.full and recompute.cpu_offloading_num_layers:
+        raise ConfigError(
+            f"{spelled(config, 'cpu_offloading_num_layers')} and --recompute-granularity full exclude each other: a "
+            "layer keeps its input alone, and computes the rest anew; keep one"
+        )
+    if 0 < config.model.num_layers < recompute.cpu_offloading_num_layers:
+        raise ConfigError(
+            f"{spelled(config, 'cpu_offloading_num_layers')}: the model has {config.model.num_layers} layers; give at "
+            "most that"
         )
     if recompute.full and recompute.recompute_method is None:
         raise ConfigError("--recompute-granularity full: needs a method; add --recompute-method uniform (or block)")
@@ -146,6 +175,7 @@ CHECKS = (
     check_rope,
     check_window,
     check_activation,
+    check_residual,
     check_precision,
     check_recompute,
 )

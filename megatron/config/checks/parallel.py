@@ -121,4 +121,22 @@ def check_pipeline(config: RunConfig) -> None:
         )
 
 
-CHECKS = (check_tensor, check_pipeline, check_context)
+def check_zero(config: RunConfig) -> None:
+    """All settings that name a stage of ZeRO name the same one. (--use-distributed-optimizer is part of stages 1 to
+    3.)"""
+    asked = config.parallel.zero_asked
+    (deepest, stage), *_ = sorted(asked.items(), key=lambda item: -item[1]) or [("zero_stage", 0)]
+    for name, other in asked.items():
+        if other != stage and (name != "use_distributed_optimizer" or not stage):
+            raise ConfigError(
+                f"{spelled(config, deepest)} and {spelled(config, name)} contradict each other: stages {stage} and "
+                f"{other} of ZeRO; keep one"
+            )
+    if config.parallel.num_distributed_optimizer_instances > 1 and not stage:
+        raise ConfigError(
+            f"{spelled(config, 'num_distributed_optimizer_instances')}: without ZeRO every rank has the whole "
+            "optimizer; add --use-distributed-optimizer (or --zero-stage 2 or 3), or leave it out"
+        )
+
+
+CHECKS = (check_tensor, check_pipeline, check_context, check_zero)

@@ -44,6 +44,7 @@ def _wrong_paths(config: RunConfig) -> Iterator[ConfigError]:
         ("--save", config.checkpoint.save),
         ("--tensorboard-dir", config.logging.tensorboard_dir),
         ("--data-cache-path", config.data.data_cache_path),
+        ("--optimizer-offload-directory", config.optimizer.optimizer_offload_directory),
     ):
         file = _file_on_the_way(directory)
         if file is not None:

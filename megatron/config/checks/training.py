@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from megatron.config.batch import parse_schedule
-from megatron.config.notices import given, spelled
+from megatron.config.notices import given, spelled, to_add
 from megatron.config.run import RunConfig
+from megatron.config.sections.deepspeed_scheduler import REQUIRED
 from megatron.errors import ConfigError
 from megatron.layout import nearest_divisors, nearest_multiples
 
@@ -50,6 +51,11 @@ def check_batch(config: RunConfig) -> None:
             f"{' or '.join(map(str, nearest_divisors(final, micro)))}; with several data-parallel ranks, a multiple of "
             "both together"
         )
+    if training.gradient_accumulation_steps is not None:
+        for name in ("rampup_batch_size", "step_batch_size_schedule"):
+            if getattr(training, name) is not None:
+                steps = spelled(config, "gradient_accumulation_steps")
+                raise ConfigError(f"{steps}: {spelled(config, name)} changes it during the run; remove one of them")
     if training.step_batch_size_schedule is not None:
         for name in ("global_batch_size", "rampup_batch_size"):
             if getattr(training, name) is not None:
@@ -74,12 +80,14 @@ def check_batch(config: RunConfig) -> None:
 def check_learning_rate(config: RunConfig) -> None:
     schedule = config.schedule
     if schedule.lr is None:
-        if not config.training.skip_train:
+        if not config.training.skip_train and config.deepspeed_scheduler.takes_lr:
             raise ConfigError("--lr: required for training and not given; give the peak learning rate, as in --lr 1e-4")
         return
     for name in ("min_lr", "lr_warmup_init"):
         if getattr(schedule, name) > schedule.lr:
             raise ConfigError(f"{spelled(config, name)} is above {spelled(config, 'lr')}; lower it, or raise --lr")
+    if schedule.decoupled_lr is not None and (schedule.decoupled_min_lr or 0.0) > schedule.decoupled_lr:
+        raise ConfigError(f"{spelled(config, 'decoupled_min_lr')} is above {spelled(config, 'decoupled_lr')}; lower it")
     if schedule.override_opt_param_scheduler and schedule.use_checkpoint_opt_param_scheduler:
         raise ConfigError(
             "--override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler exclude each other; keep one"
@@ -124,6 +132,26 @@ def _check_wsd(config: RunConfig, unit: str, decay: int, warmup: float) -> None:
             f"{spelled(config, f'lr_wsd_decay_{unit}')} is more than the {decay - warmup:g} {unit} between warm-up and "
             "the end of the decay; lower it"
         )
+
+
+def check_deepspeed_scheduler(config: RunConfig) -> None:
+    """DeepSpeed's schedules take the place of Megatron's as a whole, and count steps of one batch size."""
+    scheduler = config.deepspeed_scheduler
+    if scheduler.lr_schedule is None:
+        return
+    chosen = spelled(config, "lr_schedule")
+    of_megatron = [name for name in vars(config.schedule) if name not in _OF_EVERY_SCHEDULE and given(config, name)]
+    others = [*of_megatron, *(name for name in _RAMPS if getattr(config.training, name) is not None)]
+    if others:
+        what = "another schedule" if of_megatron else "a batch size that grows"
+        raise ConfigError(f"{spelled(config, others[0])} and {chosen}: that is {what}; keep one")
+    for name in REQUIRED.get(scheduler.lr_schedule, ()):
+        if getattr(scheduler, name) is None:
+            raise ConfigError(f"{chosen}: needs {name}, which has no default; add {to_add(config, name)}")
+
+
+_OF_EVERY_SCHEDULE = ("lr", "override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler")
+_RAMPS = ("rampup_batch_size", "step_batch_size_schedule")
 
 
 def check_memory_log(config: RunConfig) -> None:
@@ -173,14 +201,62 @@ def check_remainders(config: RunConfig) -> None:
         )
 
 
+def check_rule(config: RunConfig) -> None:
+    """What update rules ask of other settings."""
+    optimizer = config.optimizer
+    if optimizer.uses_muon:
+        _check_newton_schulz(config)
+
+
+def _check_newton_schulz(config: RunConfig) -> None:
+    kind, steps = config.optimizer.muon_coefficient_type, config.optimizer.muon_num_ns_steps
+    chosen = f"{spelled(config, 'muon_num_ns_steps')} with --muon-coefficient-type {kind}"
+    if kind == "polar_express" and steps < 8:
+        raise ConfigError(f"{chosen}: its 8 steps belong together; use --muon-num-ns-steps 8 or more")
+    length = {"quintic": 5, "aol": 4}.get(kind, 1)
+    if steps % length:
+        numbers = " or ".join(map(str, nearest_multiples(steps, length)))
+        raise ConfigError(f"{chosen}: its {length} steps belong together; use --muon-num-ns-steps {numbers}")
+
+
+def check_offload(config: RunConfig) -> None:
+    optimizer = config.optimizer
+    if not optimizer.offloads_optimizer:
+        return
+    name = "optimizer_cpu_offload" if optimizer.optimizer_cpu_offload else "optimizer_offload_directory"
+    if not optimizer.is_plain_adamw:
+        raise ConfigError(
+            f"{spelled(config, name)}: only the state of AdamW with fp32 moments is offloaded; use --optimizer adam "
+            "with decoupled weight decay, or leave it out"
+        )
+    if optimizer.store_param_remainders:
+        raise ConfigError(
+            f"{spelled(config, name)} and --store-param-remainders exclude each other: masters on the host are whole; "
+            "keep one"
+        )
+
+
+def check_place_of_state(config: RunConfig) -> None:
+    optimizer = config.optimizer
+    if optimizer.optimizer_cpu_offload and optimizer.optimizer_offload_directory is not None:
+        raise ConfigError(
+            f"--optimizer-cpu-offload and {spelled(config, 'optimizer_offload_directory')} exclude each other: the "
+            "optimizer's state is in memory or in a file; keep one"
+        )
+
+
 CHECKS = (
     check_remainders,
+    check_place_of_state,
+    check_offload,
+    check_rule,
     check_profile,
     check_length,
     check_units,
     check_batch,
     check_learning_rate,
     check_warmup,
+    check_deepspeed_scheduler,
     check_weight_decay,
     check_memory_log,
 )

@@ -6,19 +6,32 @@ from collections.abc import Sequence
 
 from megatron.config.batch import BatchPlan
 from megatron.config.notices import spelled
+from megatron.config.refusals import Refusals
 from megatron.config.run import RunConfig
 from megatron.errors import ConfigError
 from megatron.layout import nearest_divisors, nearest_multiples
 
 
-def check_world(config: RunConfig, world_size: int) -> None:
-    """The layout and the batch sizes fit the number of ranks."""
-    config.parallel.layout(world_size)  # raises if a size does not fit
-    plan = BatchPlan.on(config, world_size)
-    dp = plan.dp
-    micro = config.training.micro_batch_size
+def check_world(config: RunConfig, world_size: int, refusals: Refusals | None = None) -> None:
+    """The layout and the batch sizes fit the number of ranks. `refusals`: those of this launch, which get what is found
+    here; without them it is raised."""
+    found = Refusals() if refusals is None else refusals
+    with found.of_checking():
+        config.parallel.layout(world_size)  # raises if a size does not fit
+        plan = BatchPlan.on(config, world_size)
+        with found.of_checking():
+            _check_profiled_ranks(config, world_size)
+        check_accumulation(plan)  # the sizes of a step are known from here on
+        for check_one in (_check_batch, _check_interleaved, _check_evaluation, _check_changing_batch, _check_start):
+            with found.of_checking():
+                check_one(plan)
+    if refusals is None:
+        found.end()
+
+
+def _check_batch(plan: BatchPlan) -> None:
+    config, dp, micro, final = plan.config, plan.dp, plan.micro_batch_size, plan.final_batch_size
     step = micro * dp
-    final = plan.final_batch_size
     if final % step and config.training.step_batch_size_schedule is None:
         fitting = f", or --micro-batch-size {_either(nearest_divisors(final // dp, micro))}" if final % dp == 0 else ""
         raise ConfigError(
@@ -26,24 +39,64 @@ def check_world(config: RunConfig, world_size: int) -> None:
             f"{dp} data-parallel ranks; use --global-batch-size {_either(nearest_multiples(final, step))} (a multiple "
             f"of {step}){fitting}"
         )
-    _check_interleaved(plan)
+
+
+def _check_profiled_ranks(config: RunConfig, world_size: int) -> None:
     absent = [rank for rank in config.profile.profile_ranks if not 0 <= rank < world_size]
     if config.profile.profile and absent:
         raise ConfigError(
             f"{spelled(config, 'profile_ranks')}: there is no rank {absent[0]}; the ranks are 0 to {world_size - 1}"
         )
-    _check_evaluation(plan)
+
+
+def _check_changing_batch(plan: BatchPlan) -> None:
+    config, dp, step = plan.config, plan.dp, plan.micro_batch_size * plan.dp
     if config.training.step_batch_size_schedule is not None and any(size % step for size in plan.batch_sizes):
         raise ConfigError(
             f"{spelled(config, 'step_batch_size_schedule')}: not all sizes divide by "
             f"{spelled(config, 'micro_batch_size')} x {dp} data-parallel ranks; make each a multiple of {step}"
         )
     ramp = config.training.rampup_batch_size
-    if ramp is not None and (ramp[0] % step or (final > ramp[0] and ramp[1] % step)):
+    if ramp is not None and (ramp[0] % step or (plan.final_batch_size > ramp[0] and ramp[1] % step)):
         raise ConfigError(
             f"{spelled(config, 'rampup_batch_size')}: start and increment do not divide by "
             f"{spelled(config, 'micro_batch_size')} x {dp} data-parallel ranks; make both multiples of {step}"
         )
+
+
+def check_accumulation(plan: BatchPlan) -> None:
+    """A step is micro-batch x accumulation x data-parallel ranks: of three sizes that are given two decide, and the
+    third agrees."""
+    config, dp = plan.config, plan.dp
+    training, steps = config.training, config.training.gradient_accumulation_steps
+    parts = f"{dp} data-parallel ranks"
+    if steps is not None:
+        parts = f"{spelled(config, 'gradient_accumulation_steps')} x {parts}"
+    final, unit = plan.final_batch_size, (steps or 1) * dp
+    if not training.micro_batch_size:
+        if final % unit:
+            sizes = _either(nearest_multiples(final, unit))
+            raise ConfigError(
+                f"{spelled(config, 'global_batch_size')} does not divide by {parts} = {unit}; make it {sizes}"
+            )
+    elif steps is not None and final != training.micro_batch_size * unit:
+        raise ConfigError(
+            f"{spelled(config, 'global_batch_size')} is not {spelled(config, 'micro_batch_size')} x {parts} = "
+            f"{training.micro_batch_size * unit}; make it {training.micro_batch_size * unit}, or leave one of the "
+            "three out"
+        )
+
+
+def _check_start(plan: BatchPlan) -> None:
+    """--override-ckpt-iteration leaves something to train."""
+    config, start = plan.config, plan.config.checkpoint.override_ckpt_iteration
+    if start is None or config.training.skip_train or not plan.is_finished(start, plan.samples_after(start)):
+        return
+    length = "train_iters" if config.training.train_iters is not None else "train_samples"
+    raise ConfigError(
+        f"{spelled(config, 'override_ckpt_iteration')}: nothing is left of {spelled(config, length)} after that "
+        f"iteration; give a smaller one, or a longer --{length.replace('_', '-')}"
+    )
 
 
 def _check_evaluation(plan: BatchPlan) -> None:
@@ -72,7 +125,7 @@ def _check_interleaved(plan: BatchPlan) -> None:
     parallel, pp = config.parallel, config.parallel.pipeline_model_parallel_size
     if parallel.schedule != "interleaved":
         return
-    unit = config.training.micro_batch_size * dp * pp
+    unit = plan.micro_batch_size * dp * pp
     sizes, training = plan.batch_sizes, config.training
     if any(size % unit for size in sizes):
         changing = [n for n in ("rampup_batch_size", "step_batch_size_schedule") if getattr(training, n) is not None]

@@ -78,16 +78,29 @@ class CheckpointConfig:
     ckpt_step: int | None = flag(
         None, "Load this iteration instead of the newest.", at_least=0, needs=(_LOAD,), insists=True
     )
+    override_ckpt_iteration: int | None = flag(
+        None,
+        "Go on from the loaded state as iteration N: with the samples and the learning rate that follow on N "
+        "iterations of this run's batch sizes.",
+        at_least=0,
+        needs=(RESUME,),
+        insists=True,
+    )
     async_save: bool = flag(
         False,
-        "Write checkpoints in the background.",
-        status="no-op",
-        note="a checkpoint is written before training goes on; the files are the same",
+        "Write checkpoints in the background: training waits for a copy in host memory alone.",
+        needs=(_SAVE,),
     )
     save_retain_interval: int | None = flag(
         None,
         "Of the older checkpoints keep only those at multiples of this; the newest is always kept.",
         at_least=1,
+        needs=(_SAVE,),
+    )
+    save_retain_last: int | None = flag(
+        None,
+        "Of the older checkpoints keep only so many of the newest, and those that --save-retain-interval keeps.",
+        at_least=2,
         needs=(_SAVE,),
     )
     ckpt_convert_format: str | None = flag(

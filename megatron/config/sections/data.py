@@ -207,7 +207,7 @@ class TokenizerConfig:
     )
     tiktoken_special_tokens: tuple[str, ...] | None = flag(
         None,
-        "The first of them by name: <unk> <s> </s> and others.",
+        "TikTokenizer: the first of its ids by name, <unk> <s> </s> and others. Elsewhere: tokens that it must have.",
         nargs="+",
         aliases=("--tokenizer-special-tokens",),
     )

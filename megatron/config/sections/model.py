@@ -1,4 +1,4 @@
-"""The model's architecture, for the GPT-2 and the Llama/Qwen/Mistral families."""
+"""The model's architecture, for the families of GPT-2, GPT-NeoX, Llama/Qwen/Mistral and OLMo-2."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ _GELU = Need(
     "a GELU (and no --openai-gelu)", lambda run: run.model.activation.startswith("gelu") and not run.model.openai_gelu
 )
 _NO_BIAS = Need("--disable-bias-linear", lambda run: not run.model.add_bias_linear)
+_QK_NORM = Need("--qk-layernorm", lambda run: run.model.qk_layernorm)
 _DENSE_LAYER = Need("a dense layer", lambda run: not run.moe.only_own_width(run.model.num_layers))
 
 
@@ -86,10 +87,33 @@ class ModelConfig:
     make_vocab_size_divisible_by: int = flag(
         128, "The vocabulary is padded in memory to a multiple of this times TP; padding has no meaning.", at_least=1
     )
-    normalization: str = flag("LayerNorm", "Kind of normalisation.", choices=("LayerNorm", "RMSNorm"))
+    normalization: str = flag(
+        "LayerNorm",
+        "Kind of normalisation.",
+        choices=("LayerNorm", "RMSNorm"),
+        also={"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"},
+    )
     norm_epsilon: float = flag(1e-5, "Epsilon of the norms.", aliases=("--layernorm-epsilon",), above=0.0)
     apply_layernorm_1p: bool = flag(False, "Store gamma - 1, so that weight decay pulls the gain to 1.")
-    qk_layernorm: bool = flag(False, "Normalise Q and K per head before RoPE.")
+    qk_layernorm: bool = flag(False, "Normalise Q and K before RoPE.")
+    qk_layernorm_scope: str = flag(
+        "head",
+        "What a norm of --qk-layernorm spans: each head, or all heads together (OLMo-2).",
+        choices=("head", "all"),
+        needs=(_QK_NORM,),
+    )
+    norm_placement: str = flag(
+        "before",
+        "Where the norms of a layer stand: before attention and MLP, or after them, on what is added to the residual "
+        "stream (OLMo-2).",
+        choices=("before", "after"),
+    )
+    use_parallel_residual: bool = flag(
+        False,
+        "Attention and MLP both read the layer's input, each through its own norm, and are added to it together "
+        "(GPT-NeoX).",
+        aliases=("--gpt-j-residual",),
+    )
     window_size: tuple[int, ...] | None = flag(
         None,
         "Sliding-window attention: LEFT RIGHT tokens besides the own one (Mistral with window w: w-1 0).",

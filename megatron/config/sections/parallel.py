@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import lcm
 
@@ -13,6 +14,12 @@ _CONTEXT_RANKS = Need("--context-parallel-size", lambda run: run.parallel.contex
 _STAGES = Need(
     "several stages (--pipeline-model-parallel-size)", lambda run: run.parallel.pipeline_model_parallel_size > 1
 )
+_BF16 = Need("--bf16", lambda run: run.precision.bf16)
+_BUCKETS = Need("stage 0 or 1 of ZeRO (--zero-stage)", lambda run: run.parallel.zero < 2)
+_ZERO_1 = Need("--zero-stage 1 (--use-distributed-optimizer)", lambda run: run.parallel.zero == 1)
+_ZERO_3 = Need("stage 3 of ZeRO (--zero-stage 3)", lambda run: run.parallel.zero == 3)
+_FSDP2 = Need("--use-torch-fsdp2", lambda run: run.parallel.use_torch_fsdp2)
+_STRATEGIES = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,10 +72,9 @@ class ParallelConfig:
     cp_comm_type: tuple[str, ...] = flag(
         ("p2p",),
         "How context-parallel ranks share attention: p2p (ring attention), a2a (all-to-all: each rank attends with "
-        "some of the heads), allgather (each rank gathers all keys and values).",
+        "some of the heads), allgather (each rank gathers all keys and values). a2a+p2p is taken as p2p.",
         nargs="+",
-        choices=("p2p", "a2a", "allgather", "all_gather"),
-        refused={"a2a+p2p": "the two are not combined here; use a2a where the heads divide, else p2p"},
+        choices=("p2p", "a2a", "allgather", "all_gather", "a2a+p2p"),
         needs=(_CONTEXT_RANKS,),
     )
     expert_model_parallel_size: int = flag(1, "Ranks that share the experts.", at_least=1)
@@ -85,20 +91,60 @@ class ParallelConfig:
         "and names the parameter and the ranks.",
         at_least=1,
     )
+    zero_stage: int | None = flag(
+        None,
+        "ZeRO: what the data-parallel ranks divide among them instead of holding a copy each. 1: the optimizer's state "
+        "(masters, moments); 2: gradients too; 3: parameters too. Unset: nothing, unless another flag asks for it.",
+        choices=(0, 1, 2, 3),
+    )
     use_distributed_optimizer: bool = flag(
-        False, "Shard optimizer state over the data-parallel ranks (ZeRO-1).", status="later", note="remove it"
+        False,
+        "Divide the optimizer's state over the data-parallel ranks, as --zero-stage 1.",
     )
-    overlap_grad_reduce: bool = flag(False, "Reduce gradients during the backward pass.")
+    num_distributed_optimizer_instances: int = flag(
+        1,
+        "Equal groups of neighbouring data-parallel ranks, each of which divides all that ZeRO divides: gradients are "
+        "summed within each and then between them (HSDP). 1: all ranks divide it.",
+        at_least=1,
+    )
+    overlap_grad_reduce: bool = flag(False, "Reduce gradients during the backward pass.", needs=(_BUCKETS,))
+    grad_reduce_in_bf16: bool = flag(
+        False,
+        "Add up and reduce the gradients of bf16 parameters in bf16: half the memory and half the traffic, and three "
+        "digits only.",
+        needs=(_BF16, _BUCKETS),
+        insists=True,
+    )
+    ddp_bucket_size: int | None = flag(
+        None,
+        "Gradients in a message between data-parallel ranks. Unset: 40 million.",
+        at_least=1,
+        needs=(_BUCKETS,),
+    )
     overlap_param_gather: bool = flag(
-        False, "Gather parameters while the forward pass runs.", status="later", note="remove it"
+        False, "Gather the updated weights while the next forward pass runs.", needs=(_ZERO_1,)
     )
-    use_torch_fsdp2: bool = flag(False, "Shard with torch's fully_shard.", status="later", note="remove it")
-    data_parallel_sharding_strategy: str = flag(
-        "no_shard",
-        "What is sharded over the data-parallel ranks.",
-        choices=("no_shard", "optim", "optim_grads", "optim_grads_params"),
-        status="later",
-        note="use no_shard",
+    use_torch_fsdp2: bool = flag(
+        False,
+        "Divide everything over the data-parallel ranks, as --zero-stage 3.",
+    )
+    torch_fsdp2_reshard_after_forward: bool = flag(
+        True,
+        "With --use-torch-fsdp2, keep weights gathered until they are updated, as --zero-stage 2.",
+        off="--torch-fsdp2-no-reshard-after-forward",
+        needs=(_FSDP2,),
+    )
+    data_parallel_sharding_strategy: str | None = flag(
+        None,
+        "Megatron's names of --zero-stage 0 to 3.",
+        choices=tuple(_STRATEGIES),
+    )
+    remote_device: str = flag(
+        "none",
+        "Where each rank's share of the parameters is between passes, with --zero-stage 3. cpu: in host memory, with "
+        "gradients, masters and moments, and the update is made there; a layer comes to the device when it runs.",
+        choices=("none", "cpu", "nvme"),
+        needs=(_ZERO_3,),
     )
     overlap_p2p_communication: bool = flag(
         True, "Do not overlap pipeline communication.", off="--no-overlap-p2p-communication", status="no-op",
@@ -110,10 +156,27 @@ class ParallelConfig:
         status="no-op",
         note="it always overlaps with the products of the backward pass",
     )
-    optimizer_cpu_offload: bool = flag(False, "Keep optimizer state in host memory.", status="later", note="remove it")
-    optimizer_offload_fraction: float = flag(
-        1.0, "Share of the optimizer state to offload.", status="later", note="leave it out"
-    )
+
+    @property
+    def zero_asked(self) -> Mapping[str, int]:
+        """The stage of ZeRO that each setting asks for, of those that do."""
+        asked = {
+            "zero_stage": self.zero_stage,
+            "use_distributed_optimizer": 1 if self.use_distributed_optimizer else None,
+            "use_torch_fsdp2": (3 if self.torch_fsdp2_reshard_after_forward else 2) if self.use_torch_fsdp2 else None,
+            "data_parallel_sharding_strategy": _STRATEGIES.get(self.data_parallel_sharding_strategy or ""),
+        }
+        return {name: stage for name, stage in asked.items() if stage is not None}
+
+    @property
+    def zero(self) -> int:
+        """The stage of ZeRO."""
+        return max(self.zero_asked.values(), default=0)
+
+    @property
+    def parameters_on_host(self) -> bool:
+        """Whether an accelerator's ranks keep their shares in host memory."""
+        return self.zero == 3 and self.remote_device == "cpu"
 
     @property
     def splits_sequence(self) -> bool:
@@ -127,9 +190,10 @@ class ParallelConfig:
 
     @property
     def fewest_ranks(self) -> int:
-        """The smallest world size of this layout. Expert parallelism divides the context- and data-parallel ranks."""
+        """The smallest world size of this layout. Expert parallelism and instances of the optimizer divide the context-
+        and data-parallel ranks."""
         model, cp = self.model_parallel_size, self.context_parallel_size
-        return lcm(model, model // cp * self.expert_model_parallel_size)
+        return lcm(model, model // cp * self.expert_model_parallel_size * self.num_distributed_optimizer_instances)
 
     def layout(self, world_size: int) -> Layout:
         """Which rank belongs to which group; sizes that do not fit are refused."""
@@ -139,12 +203,13 @@ class ParallelConfig:
             cp=self.context_parallel_size,
             ep=self.expert_model_parallel_size,
             pp=self.pipeline_model_parallel_size,
+            instances=self.num_distributed_optimizer_instances,
         )
 
     @property
     def cp_attention(self) -> str:
         """The one value of --cp-comm-type, in our spelling."""
-        return self.cp_comm_type[0].replace("all_gather", "allgather")
+        return {"all_gather": "allgather", "a2a+p2p": "p2p"}.get(self.cp_comm_type[0], self.cp_comm_type[0])
 
     @property
     def schedule(self) -> str:

@@ -21,6 +21,14 @@ class PrecisionConfig:
     min_loss_scale: float = flag(1.0, "Smallest dynamic loss scale.", above=0.0, needs=(_DYNAMIC,))
     loss_scale_window: int = flag(1000, "Good steps before the scale doubles.", at_least=1, needs=(_DYNAMIC,))
     hysteresis: int = flag(2, "Overflows before the scale halves.", at_least=1, needs=(_DYNAMIC,))
+    consecutive_hysteresis: bool = flag(
+        False, "Only overflows in a row use up the hysteresis: every good step refills it.", needs=(_DYNAMIC,)
+    )
+    allow_tf32: bool = flag(
+        False,
+        "On a GPU, round the factors of fp32 products to TF32, which has the mantissa of fp16: faster, and exact to "
+        "three digits only.",
+    )
     transformer_impl: str = flag(
         "local",
         "Which layers are used; there is one implementation, and --kernels picks its operations.",
@@ -73,8 +81,16 @@ class RecomputeConfig:
         needs=(_SELECTIVE,),
         insists=True,
     )
+    cpu_offloading_num_layers: int = flag(
+        0,
+        "Layers, the first of each stage, whose activations wait in host memory for the backward pass.",
+        at_least=0,
+    )
     distribute_saved_activations: bool = flag(
-        False, "Shard saved activations over tensor-parallel ranks.", status="later", note="remove it"
+        False,
+        "Shard saved activations over tensor-parallel ranks.",
+        status="later",
+        note="use --sequence-parallel, which divides them over these ranks too",
     )
 
     @property

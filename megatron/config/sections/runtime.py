@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.config.flag import flag
+from megatron.config.flag import Need, flag
+
+_DEEPSPEED = Need("--deepspeed", lambda run: run.runtime.deepspeed)
+_DEEPSPEED_CONFIG = Need("--deepspeed_config FILE", lambda run: run.runtime.deepspeed_config is not None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +26,21 @@ class RuntimeConfig:
         None, "Set by torch.distributed.launch; must agree with LOCAL_RANK.", at_least=0, cli_only=True
     )
     config: str | None = flag(None, "YAML file of settings; flags override it.", cli_only=True)
+    deepspeed: bool = flag(
+        False,
+        "Take the settings of a DeepSpeed configuration.",
+        needs=(_DEEPSPEED_CONFIG,),
+        insists=True,
+        cli_only=True,
+    )
+    deepspeed_config: str | None = flag(
+        None,
+        "DeepSpeed's JSON file, whose keys become these settings (docs/from_deepspeed.md); flags override it.",
+        spelling="--deepspeed_config",
+        needs=(_DEEPSPEED,),
+        insists=True,
+        cli_only=True,
+    )
     print_config: bool = flag(False, "Check everything, print every value with its origin, and exit.", cli_only=True)
     dry_run: bool = flag(
         False, "Check everything, print the plan and exit; one process can plan for many ranks.", cli_only=True
@@ -59,7 +77,8 @@ class CpuConfig:
     cpu_allocator: str = flag(
         "auto",
         "What happens to the memory of a freed large tensor: keep reuses it for the next tensor (faster, but the "
-        "process never shrinks), system returns it. auto: keep when training on a CPU with glibc.",
+        "process never shrinks), system returns it. auto: keep when training on a CPU with glibc, "
+        "but system at stages 2 and 3 of ZeRO.",
         choices=("auto", "keep", "system"),
     )
     fp32_products: str = flag(

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from megatron.config.flag import Need, flag
 
 _LISTENS = Need("--exit-signal-handler", lambda run: run.training.exit_signal_handler)
+_SPIKES = Need("--check-for-spiky-loss", lambda run: run.training.check_for_spiky_loss)
 _MANUAL_GC = Need("--manual-gc", lambda run: run.training.manual_gc)
 
 
@@ -17,6 +18,12 @@ class TrainingConfig:
     )
     global_batch_size: int | None = flag(
         None, "Samples per optimizer step over all ranks. Unset: micro-batch size x data-parallel size.", at_least=1
+    )
+    gradient_accumulation_steps: int | None = flag(
+        None,
+        "Micro-batches of each rank in a step. Unset: from --global-batch-size. With both given, --micro-batch-size "
+        "may be left out.",
+        at_least=1,
     )
     rampup_batch_size: tuple[int, ...] | None = flag(
         None, "START INCREMENT SAMPLES: grow the batch from START to --global-batch-size over SAMPLES samples.", nargs=3
@@ -56,7 +63,13 @@ class TrainingConfig:
     check_for_nan_in_loss_and_grad: bool = flag(
         True, "Let a NaN or infinity in loss or gradient pass.", off="--no-check-for-nan-in-loss-and-grad"
     )
-    check_for_spiky_loss: bool = flag(False, "Flag sudden rises of the loss.", status="later", note="remove it")
+    check_for_spiky_loss: bool = flag(False, "Warn of sudden rises of the loss.")
+    spiky_loss_factor: float = flag(
+        10.0,
+        "A loss greater than the largest of the last 100 steps times this is a sudden rise.",
+        above=0.0,
+        needs=(_SPIKES,),
+    )
     rerun_mode: str = flag(
         "disabled",
         "Repeat a suspicious step to tell hardware faults from software faults.",

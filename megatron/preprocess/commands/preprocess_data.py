@@ -113,7 +113,7 @@ def _add_tokenizer_flags(group: argparse._ArgumentGroup) -> None:
     )  # fmt: skip
     group.add_argument(
         "--tiktoken-special-tokens", "--tokenizer-special-tokens", nargs="+", metavar="TOKEN",
-        help="the first of them by name",
+        help="TikTokenizer: the first of its ids by name; elsewhere: tokens that it must have",
     )  # fmt: skip
     group.add_argument(
         "--null-tokenizer-eod-id", type=integer(0), metavar="N", help="end of document of NullTokenizer (--vocab-size)"

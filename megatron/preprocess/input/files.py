@@ -3,30 +3,23 @@
 from __future__ import annotations
 
 import glob
-import json
 import os
 import stat
 import sys
-import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from importlib import import_module
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import BinaryIO, cast
 
 from megatron.data import remote
 from megatron.errors import ConfigError, DataError, without_secrets
+from megatron.preprocess.input.content import KINDS, SNIFFED_BYTES, look_into
 
 STDIN = "-"
 STDIN_NAME = "standard input"
-UTF8_BOM = b"\xef\xbb\xbf"
-KINDS = {".gz": "gzip", ".zst": "zstd", ".parquet": "parquet"}
 IN_FOLDERS = (".jsonl", ".json", ".ndjson", *KINDS)
-_BEGINNINGS = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"PAR1": "parquet"}
-_SNIFFED_BYTES = 1 << 14
-_UNPACKED_BYTES = 1 << 20  # which may begin with white space
 _NOT_READ = {".bz2": "bunzip2", ".xz": "unxz", ".zip": "unzip", ".7z": "7z x", ".tar": "tar xf", ".tgz": "tar xf"}
 _OWN_RECORDS = ("_document.meta.json", "_sentence.meta.json")
 
@@ -204,8 +197,8 @@ def _refuse_unread(path: str) -> None:
 def _remote_source(url: str) -> tuple[InputFile, str]:
     _refuse_unread(url)
     status = remote.status_of(url)
-    with remote.open_remote(url, status.size, _SNIFFED_BYTES) as file:
-        kind, array = _look_into(file, url, status.size)
+    with remote.open_remote(url, status.size, SNIFFED_BYTES) as file:
+        kind, array = look_into(file, url, status.size)
     shown = without_secrets(url)
     return InputFile(shown, kind, status.size, f"{shown} {_remote_version(status)}", array, url), url
 
@@ -218,7 +211,7 @@ def _source(path: str) -> tuple[InputFile, tuple[int, int]]:
             kind, array = "stdin", False
         elif stat.S_ISREG(status.st_mode):
             with open(path, "rb") as file:
-                kind, array = _look_into(file, path, status.st_size)
+                kind, array = look_into(file, path, status.st_size)
         else:
             raise ConfigError(f"--input {path}: neither a file nor a pipe; give files that hold JSON lines")
     except PermissionError:
@@ -238,69 +231,3 @@ def _standard_input() -> InputFile:
     if sys.stdin.isatty():
         raise ConfigError("--input -: standard input is a terminal; pipe the text into the tool, or name files")
     return InputFile(STDIN_NAME, "stdin", 0, STDIN)
-
-
-def _look_into(file: BinaryIO, path: str, size: int) -> tuple[str, bool]:
-    """The kind, by the ending or else by the first bytes, and whether it holds one JSON array."""
-    head = file.read(_SNIFFED_BYTES)
-    if head and not size:
-        return "stdin", False  # some file systems report no size; the file must not count as empty
-    kind = KINDS.get(Path(path).suffix.lower())
-    if kind is None:
-        kind = next((kind for beginning, kind in _BEGINNINGS.items() if head.startswith(beginning)), "lines")
-    if kind == "lines" and begins_array(_behind_blanks(file, head)):
-        return "array", True
-    if kind == "parquet":
-        reader_of(".parquet")  # fails before anything is read
-    if kind in ("gzip", "zstd") and not size:
-        raise ConfigError(
-            f"--input {path}: has 0 bytes, but even an empty archive has more; fetch it again, or leave it out"
-        )
-    return kind, kind in ("gzip", "zstd") and begins_array(_decompressed_head(kind, head))
-
-
-def _behind_blanks(file: BinaryIO, head: bytes) -> bytes:
-    """The first bytes after white space."""
-    while head and not head.removeprefix(UTF8_BOM).strip():
-        head = file.read(_SNIFFED_BYTES)
-    return head
-
-
-def begins_array(head: bytes) -> bool:
-    """True for one JSON array; not for lines of which the first is a list."""
-    head = head.removeprefix(UTF8_BOM).lstrip()
-    line, _, others = head.partition(b"\n")
-    return head.startswith(b"[") and not (others.strip() and _is_json(line))
-
-
-def _is_json(line: bytes) -> bool:
-    try:
-        json.loads(line)
-    except (ValueError, RecursionError):
-        return False
-    return True
-
-
-def reader_of(ending: str) -> Any:
-    """The module that reads files with this ending, of a package that nothing else needs."""
-    module = {".zst": "zstandard", ".parquet": "pyarrow.parquet"}[ending]
-    package = module.partition(".")[0]
-    try:
-        return import_module(module)
-    except ImportError:
-        raise ConfigError(f"--input: reading {ending} needs the package {package}; pip install {package}") from None
-
-
-def _decompressed_head(kind: str, head: bytes) -> bytes:
-    """The head of a compressed file, as far as readable; damage is reported when the file is read."""
-    if kind == "gzip":
-        try:
-            return zlib.decompressobj(wbits=31).decompress(head, _UNPACKED_BYTES)
-        except zlib.error:
-            return b""
-    zstandard = reader_of(".zst")
-    try:
-        found: bytes = zstandard.ZstdDecompressor().stream_reader(head).read(_UNPACKED_BYTES)
-        return found
-    except zstandard.ZstdError:
-        return b""

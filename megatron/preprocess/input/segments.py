@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from typing import BinaryIO
 
 from megatron.errors import ConfigError, DataError
+from megatron.preprocess.input.content import UTF8_BOM
 from megatron.preprocess.input.documents import Batch, parse_lines
-from megatron.preprocess.input.files import UTF8_BOM, InputFile
+from megatron.preprocess.input.files import InputFile
 from megatron.preprocess.input.streams import SourceStream, take_lines
 from megatron.preprocess.input.tables import count_rows, read_rows, row_group_runs
 

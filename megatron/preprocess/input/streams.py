@@ -13,8 +13,9 @@ from typing import Any, BinaryIO, cast
 
 from megatron.errors import DataError
 from megatron.preprocess.input.arrays import ArrayError, array_lines
+from megatron.preprocess.input.content import UTF8_BOM, begins_array, reader_of
 from megatron.preprocess.input.documents import TOO_LONG
-from megatron.preprocess.input.files import STDIN, UTF8_BOM, InputFile, begins_array, reader_of
+from megatron.preprocess.input.files import STDIN, InputFile
 
 MAX_LINE_BYTES = 1 << 30  # a longer line means a damaged file or a decompression bomb
 _READ_BYTES = 1 << 18

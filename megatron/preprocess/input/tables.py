@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 
 from megatron.errors import DataError
+from megatron.preprocess.input.content import reader_of
 from megatron.preprocess.input.documents import BadLine, Batch, LineError, Texts, missing_key, texts_of
-from megatron.preprocess.input.files import InputFile, reader_of
+from megatron.preprocess.input.files import InputFile
 
 _BATCH_BYTES = 1 << 20
 _BATCH_ROWS = 4096

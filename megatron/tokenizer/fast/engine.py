@@ -1,4 +1,4 @@
-"""Wraps gigatoken: one document at a time, without special tokens, in bounded memory."""
+"""Wraps gigatoken: one document at a time, without special tokens."""
 
 from __future__ import annotations
 
@@ -10,12 +10,9 @@ import numpy as np
 
 from megatron.tokenizer.base import Ids
 from megatron.tokenizer.fast.kinds import FastKind, NotFastError
-from megatron.tokenizer.fast.words import split_at_words
 from megatron.utils.process import resident_bytes
 
 INSTALL = "pip install gigatoken"
-# Longer texts are encoded in parts, which bounds the working memory.
-PART_BYTES = 1 << 22
 # The library caches every word it has seen, without limit. After this growth of the process it is rebuilt.
 CACHE_BYTES = 16 << 20
 CHECK_BYTES = 1 << 20
@@ -48,13 +45,7 @@ class FastEngine:
         self._since_check = self._since_build = 0
 
     def encode(self, data: bytes) -> Ids:
-        """Ids of one text, given in UTF-8."""
-        if len(data) > PART_BYTES:
-            parts = split_at_words(data.decode("utf-8"), PART_BYTES // 4)
-            return np.concatenate([self._encode_part(part.encode("utf-8")) for part in parts])
-        return self._encode_part(data)
-
-    def _encode_part(self, data: bytes) -> Ids:
+        """Ids of one text, given in UTF-8. The library's working memory grows with the text."""
         self._since_check += len(data)
         if self._since_check > CHECK_BYTES:
             self._bound_memory()

@@ -34,6 +34,8 @@ LONGEST_UNSAMPLED = 4 * STRETCH
 # The first texts are all compared, so that a small input is not left to chance.
 WARM_UP = 4 * PIECE
 EXCERPT = 60
+# Longer texts are encoded in parts of so many characters, which bounds the memory beside a text and its ids.
+PART = 1 << 20
 # So many ids are searched at once for those of a piece.
 SEARCHED = 1 << 18
 
@@ -83,12 +85,7 @@ class GuardedEncoder:
         self._warm_up, self._unsampled = WARM_UP, 0
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
-        try:
-            encoded = [text.encode("utf-8") for text in texts]
-        except UnicodeEncodeError:
-            for text in texts:
-                refuse_surrogates(text)
-            raise
+        encoded = [_utf8(text, of=text) if len(text) <= PART else b"" for text in texts]
         fallback = self._fallback.find(texts, encoded)
         arrays = []
         for index, (text, data) in enumerate(zip(texts, encoded, strict=True)):
@@ -96,7 +93,7 @@ class GuardedEncoder:
                 arrays.append(self._encode_with_fallback(text))
                 continue
             try:
-                ids = self._engine.encode(data)
+                ids = self._engine.encode(data) if len(text) <= PART else self._encode_in_parts(text)
             except EnginePanicError:
                 arrays.append(self._exact(text))
                 continue
@@ -105,6 +102,14 @@ class GuardedEncoder:
             for start in self._sample(text):
                 found = self._compare(index, text, ids, start, found)
         return arrays
+
+    def _encode_in_parts(self, text: str) -> Ids:
+        ids = bytearray()  # grows in place, where joining arrays would hold the ids twice
+        for part in split_at_words(text, PART):
+            data = _utf8(part, of=text)
+            unsafe = self._fallback.find([part], [data])
+            ids += (self._encode_with_fallback(part) if unsafe else self._engine.encode(data)).tobytes()
+        return np.frombuffer(ids, dtype=np.int32)
 
     def _encode_with_fallback(self, text: str) -> Ids:
         """Encodes the unsafe parts of a long text exactly, and the rest fast."""
@@ -147,6 +152,8 @@ class GuardedEncoder:
                 return position
         # A piece cut inside a word need not occur in the ids; then it, or all of a short text, is encoded again.
         whole = text if at_words and len(text) <= STRETCH else piece
+        if whole is not text and self._fallback.find([piece], [piece.encode()]):
+            return after  # the engine has not encoded it
         found = ids if whole is text else self._engine.encode(piece.encode())
         if not np.array_equal(self._exact(whole), found):
             raise EncoderDifference(index, self._excerpt(whole))
@@ -164,6 +171,14 @@ class GuardedEncoder:
 
     def _differ(self, text: str) -> bool:
         return not np.array_equal(self._exact(text), self._engine.encode(text.encode()))
+
+
+def _utf8(part: str, *, of: str) -> bytes:
+    try:
+        return part.encode("utf-8")
+    except UnicodeEncodeError:
+        refuse_surrogates(of)
+        raise
 
 
 def _cut(text: str, start: int) -> tuple[str, bool]:

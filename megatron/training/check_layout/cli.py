@@ -58,7 +58,8 @@ def build_parser() -> Parser:
         type=integer(2),
         metavar="N",
         help="train nothing: prove that the flags do not hang on N ranks over nccl, from what one rank of each kind "
-        "asks of its communicators (exit code 0: proved, 1: they would hang), and print what that is",
+        "asks of its communicators from start to stop, a save and a load included (exit code 0: proved, 1: they would "
+        "hang), and print what that is",
     )
     parser.add_argument("--full", action="store_true", help="never shrink the model, however long it takes")
     parser.add_argument("--script", metavar="FILE.py", help="a pretrain script of your own (pretrain_gpt.py)")

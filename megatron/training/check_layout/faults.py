@@ -14,7 +14,7 @@ from megatron.distributed.messages import all_gather_json
 from megatron.distributed.state import Axis, ParallelState
 from megatron.errors import ConfigError
 from megatron.model.attention import Window
-from megatron.model.block import Block
+from megatron.model.block import Layer
 from megatron.model.gpt import GPT
 from megatron.model.passes import Batch
 from megatron.model.rope import RotaryEmbedding
@@ -56,8 +56,8 @@ def lost_token(parts: Parts) -> None:
 
 def last_token(parts: Parts) -> None:
     """The last token of each batch of the last data-parallel rank is to predict the first of its sample."""
-    dp = parts.engine.parallel.dp
-    if dp.rank == dp.size - 1:
+    dp, pp = parts.engine.parallel.dp, parts.engine.parallel.pp
+    if dp.rank == dp.size - 1 and pp.rank == pp.size - 1:  # the other stages have no labels
         _change_batches(parts, "last-token", "labels", (-1, -1), lambda labels: labels[-1, 0])
 
 
@@ -113,7 +113,7 @@ def last_stage(parts: Parts) -> None:
     _needs(pp.size > 1, "last-stage", "--pipeline-model-parallel-size above 1")
     if pp.rank < pp.size - 1:
         return
-    *_, last = (module for module in parts.engine.model.modules() if isinstance(module, Block))
+    *_, last = (module for module in parts.engine.model.modules() if isinstance(module, Layer))
     last.register_forward_hook(lambda _, given, result: torch.cat([result[:, :-1], given[0][:, -1:]], 1))
 
 

@@ -75,12 +75,13 @@ def train_outcome(parts: Parts, steps: int) -> RankOutcome:
             numbers.setdefault(kind, []).append(number)
         samples.append([number for batch in read for number in torch.as_tensor(batch.get("sample_ids", ())).tolist()])
         if step == 0:
-            gradients = {name: (specs[name], grad.clone()) for name, grad in trainer.engine.grads.grads()}
+            grads = trainer.engine.grads
+            gradients = {name: (specs[name], grads.whole_of(name, grad).clone()) for name, grad in grads.grads()}
             first = list(read)
         read.clear()
     numbers["evaluation loss"] = [parts.engine.evaluate(first).lm_loss]
     numbers["parameter norm"] = [trainer.engine.optimizer.params_norm()]
-    state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    state = {**dict(parts.engine.whole_weights()), **dict(model.named_buffers())}
     weights = {name: (specs[name], tensor.detach().clone()) for name, tensor in state.items() if name in specs}
     return RankOutcome(numbers, samples, gradients, weights)
 
@@ -106,9 +107,9 @@ def uneven_weights(batch: Mapping[str, Any]) -> Batch:
     No token is left out, so an error in any of them shows; samples weigh differently much, so that a mean of means is
     not the mean. The batch of a script's own dataset is left as it is.
     """
-    if not {"tokens", "loss_mask", "sample_ids"} <= batch.keys():
+    if not {"loss_mask", "sample_ids"} <= batch.keys():
         return batch
-    samples, positions = batch["sample_ids"][:, None], torch.arange(batch["tokens"].shape[1])
+    samples, positions = batch["sample_ids"][:, None], torch.arange(batch["loss_mask"].shape[1])
     weights = (1 + 3 * samples % 7) * (1 + (5 * positions + samples) % 3)
     return {**batch, "loss_mask": batch["loss_mask"] * weights}
 

@@ -75,9 +75,12 @@ def _check_world(config: RunConfig, ranks: int) -> None:
 def reproducible(config: RunConfig, ranks: int, steps: int, cache: Path) -> RunConfig:
     """What a comparison to rounding needs: no randomness, no files, a learning rate that moves weights at once."""
     dp = ranks // config.parallel.model_parallel_size
+    plan = BatchPlan(config, dp)
     training = replace(
         config.training,
-        global_batch_size=BatchPlan(config, dp).final_batch_size,
+        micro_batch_size=plan.micro_batch_size,
+        global_batch_size=plan.final_batch_size,
+        gradient_accumulation_steps=None,
         rampup_batch_size=None,
         step_batch_size_schedule=None,
         train_iters=steps,
@@ -255,8 +258,9 @@ def _small_experts(small: RunConfig, config: RunConfig) -> Any:
 
 def _small_batch(config: RunConfig, ranks: int) -> Any:
     training, dp = config.training, ranks // config.parallel.model_parallel_size
-    assert training.global_batch_size is not None
-    micro = min(training.micro_batch_size, 2)
-    count = training.global_batch_size // (training.micro_batch_size * dp)
+    plan = BatchPlan(config, dp)
+    micro, count = min(plan.micro_batch_size, 2), plan.micro_batches(plan.final_batch_size)
     few = min(count, 2 * config.parallel.pipeline_model_parallel_size)
-    return replace(training, micro_batch_size=micro, global_batch_size=micro * dp * few)
+    return replace(
+        training, micro_batch_size=micro, global_batch_size=micro * dp * few, gradient_accumulation_steps=None
+    )

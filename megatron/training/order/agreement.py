@@ -16,9 +16,8 @@ def disagreements(recordings: Mapping[int, Recording], *, peers_are_real: bool =
 
     Made-up peers send made-up counts of tokens: sizes that these decide are compared only where the peers were real.
     """
-    routed = (
-        () if peers_are_real or not any(op.size < 0 for each in recordings.values() for op in each.ops) else _ROUTED
-    )
+    ops = (op for each in recordings.values() for op in each.ops)
+    routed = _ROUTED if not peers_are_real and any(op.kind == "all_to_all" and op.size < 0 for op in ops) else ()
     return [
         *_of_groups(recordings),
         *_of_collectives(recordings, routed),
@@ -28,39 +27,20 @@ def disagreements(recordings: Mapping[int, Recording], *, peers_are_real: bool =
 
 
 def _of_groups(recordings: Mapping[int, Recording]) -> Iterator[str]:
-    """A communicator's name is made of its ranks and of the number of groups made before it: a member that made it at
-    another place does not know it by that name."""
-    yield from _of_turns(recordings)
-    for rank, recording in recordings.items():
-        for number, (name, group) in enumerate(recording.groups.items()):
+    """All ranks make their n-th groups in one call."""
+    made = {rank: [*recording.groups.values()] for rank, recording in recordings.items()}
+    for rank, groups in made.items():
+        for number, group in enumerate(groups):
             for member in group.ranks:
-                if member in recordings and name not in recordings[member].groups:
-                    theirs = [*recordings[member].groups.values()]
-                    other = theirs[number] if number < len(theirs) else "none"
+                if member not in made:
+                    continue
+                other = made[member][number] if number < len(made[member]) else None
+                if other is None or other.name != group.name:
                     yield (
                         f"groups are made in another order: number {number} is {group} on rank {rank} "
-                        f"and {other} on rank {member}"
+                        f"and {other or 'none'} on rank {member}"
                     )
                     return
-
-
-def _of_turns(recordings: Mapping[int, Recording]) -> Iterator[str]:
-    """Two ranks make the groups that both are in in the same order, also where names say nothing of it."""
-    for rank, recording in recordings.items():
-        for other in {ranks[0] for group in recording.groups.values() if (ranks := _recorded(group, recordings))}:
-            ours, theirs = list(recording.groups), list(recordings[other].groups)
-            both = [name for name in ours if name in theirs], [name for name in theirs if name in ours]
-            for mine, its in zip(*both):
-                if mine != its:
-                    yield (
-                        f"groups are made in another order: rank {rank} makes {recording.groups[mine]} "
-                        f"where rank {other} makes {recording.groups[its]}"
-                    )
-                    return
-
-
-def _recorded(group: Communicator, recordings: Mapping[int, Recording]) -> list[int]:
-    return [rank for rank in group.ranks if rank in recordings]
 
 
 def _of_collectives(recordings: Mapping[int, Recording], routed: Sequence[str]) -> Iterator[str]:

@@ -2,7 +2,9 @@
 
 Data-parallel replicas run one program on other data. Shifting all ranks by whole replicas maps every group of the
 layout to a group, so of the programs of one replica it can be shown that all replicas end. Where expert parallelism
-spans several replicas, these together are the unit.
+spans several replicas, these together are the unit. With several instances of the optimizer the ranks of each are
+shifted among themselves, all instances alike, and instances as a whole; one that is no whole number of units is a part
+of the unit.
 """
 
 from __future__ import annotations
@@ -21,21 +23,33 @@ def representatives(layout: Layout) -> list[int]:
 
 
 def representative(layout: Layout, rank: int) -> int:
-    unit, wide = lcm(layout.cp, layout.ep), layout.cp * layout.dp
+    unit, wide = _unit(layout), layout.cp * layout.dp
     tp, shared, pp = rank % layout.tp, rank // layout.tp % wide, rank // (layout.tp * wide)
     return tp + layout.tp * (shared % unit + wide * pp)
 
 
-def others(layout: Layout) -> list[int]:
+def _unit(layout: Layout) -> int:
+    """Neighbouring ranks of the data- and context-parallel ones, of which each has a class of its own."""
+    unit = lcm(layout.cp, layout.ep)
+    return unit if layout.shard % unit == 0 else lcm(unit, layout.shard)
+
+
+def others(layout: Layout, *, divided: bool = False) -> list[int]:
     """Ranks that are not representatives, of which it is checked that they do as theirs: the next replica's first, and
-    the last of all."""
-    chosen = {min(lcm(layout.cp, layout.ep), layout.cp * layout.dp - 1) * layout.tp, layout.world_size - 1}
+    the last of all. Where replicas are `divided`, sums over a tensor-parallel group are of pieces that depend on the
+    replica, so these ranks' groups are recorded whole."""
+    chosen = {min(_unit(layout), layout.cp * layout.dp - 1) * layout.tp, layout.world_size - 1}
+    if divided:
+        chosen = {rank // layout.tp * layout.tp + place for rank in chosen for place in range(layout.tp)}
     return sorted(rank for rank in chosen if representative(layout, rank) != rank)
 
 
-def difference(recording: Recording, model: Recording, stands_for: Callable[[int], int]) -> str | None:
-    """Where a rank does not do what the representative of its class does."""
-    ours, theirs = _program(recording, stands_for), _program(model, stands_for)
+def difference(
+    recording: Recording, model: Recording, stands_for: Callable[[int], int], *, divided: bool = False
+) -> str | None:
+    """Where a rank does not do what the representative of its class does. Where replicas are `divided`, sizes depend on
+    the replica."""
+    ours, theirs = _program(recording, stands_for, divided), _program(model, stands_for, divided)
     for number, (one, other) in enumerate(zip(ours, theirs), 1):
         if one != other:
             return f"operation {number} is {one[1]} on rank {recording.rank} and {other[1]} on rank {model.rank}"
@@ -44,14 +58,14 @@ def difference(recording: Recording, model: Recording, stands_for: Callable[[int
     return None
 
 
-def _program(recording: Recording, stands_for: Callable[[int], int]) -> list[tuple[str, Op]]:
-    return [(recording.groups[op.group].what, _normal(op, stands_for)) for op in recording.ops]
+def _program(recording: Recording, stands_for: Callable[[int], int], divided: bool) -> list[tuple[str, Op]]:
+    return [(recording.groups[op.group].what, _normal(op, stands_for, divided)) for op in recording.ops]
 
 
-def _normal(op: Op, stands_for: Callable[[int], int]) -> Op:
+def _normal(op: Op, stands_for: Callable[[int], int], divided: bool) -> Op:
     messages = tuple(replace(message, peer=stands_for(message.peer)) for message in op.messages)
     detail = op.detail
     if op.kind in ("broadcast", "gather", "scatter", "reduce"):
         *words, root = op.detail.split()
         detail = " ".join([*words, str(stands_for(int(root)))])
-    return replace(op, group="", detail=detail, messages=messages)
+    return replace(op, group="", detail=detail, messages=messages, size=0 if divided else op.size)

@@ -3,45 +3,62 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from types import ModuleType
 
 import torch
 
-from megatron.config import RunConfig
-from megatron.distributed.launch import LaunchInfo
+from megatron.checkpoint import paths
+from megatron.config import CheckpointConfig, EvaluationConfig, RunConfig
+from megatron.distributed.launch import LaunchInfo, shutdown
 from megatron.layout import Layout
-from megatron.training.assemble import Parts, assemble
-from megatron.training.initialize import build_run
+from megatron.training.assemble import assemble
+from megatron.training.check_layout.settings import alone
+from megatron.training.checkpointing import held_save_directory
+from megatron.training.hooks import Hook
+from megatron.training.initialize import Run, build_run
 from megatron.training.order.agreement import disagreements
 from megatron.training.order.classes import difference, others, representative, representatives
 from megatron.training.order.events import Recording
+from megatron.training.order.large import as_large_on_accelerators
 from megatron.training.order.peers import Script
 from megatron.training.order.recorder import Tape, recorded
 from megatron.training.order.waits import STRICTEST, Rules, play
+from megatron.training.pretrain import train_and_evaluate
+from megatron.training.resume import Progress
+from megatron.utils import durable
 from megatron.utils.log import RankLog
 
-Work = Callable[[Tape, Parts], None]
-"""What a rank does once its parts are assembled."""
+FIRST_STEP, LATER = "first step", "later"
+_CPU = torch.device("cpu")
+
+Report = Callable[[], None]
+"""Called when a rank was recorded."""
 
 
 @dataclass(frozen=True)
 class ClusterRecording:
-    """What one rank of each class did, and some others of them."""
+    """What one rank of each class did in one run, and some others of them."""
 
     layout: Layout
     programs: Mapping[int, Recording]
     """By rank: the representatives."""
     copies: Mapping[int, Recording]
+    divided: bool = False
+    """Whether replicas divide what they update."""
+    alike: bool = True
+    """Whether replicas ask for the same. With Muon the replica that computes a matrix sends it to its own ranks first:
+    then ranks of one class are not compared, and their groups' agreement is what is shown."""
 
     def findings(self, rules: Iterable[Rules] = (STRICTEST,)) -> list[str]:
         """Every reason for which these ranks could wait for ever; none is a proof that they do not."""
         stands_for = partial(representative, self.layout)
         found = disagreements({**self.programs, **self.copies})
-        for rank, copy in self.copies.items():
-            line = difference(copy, self.programs[stands_for(rank)], stands_for)
+        for rank, copy in self.copies.items() if self.alike else ():
+            line = difference(copy, self.programs[stands_for(rank)], stands_for, divided=self.divided)
             found += [] if line is None else [f"ranks of one class differ: {line}"]
         if not found:
             for each in rules:
@@ -49,15 +66,44 @@ class ClusterRecording:
         return found
 
 
-def train(tape: Tape, parts: Parts) -> None:
-    """Two steps, an evaluation after each where the settings have any, and the last ones."""
-    trainer = parts.trainer
-    for name in ("first step", "second step"):
-        tape.mark(name)
-        trainer.fit(1)
-    tape.mark("last evaluations")
-    parts.evaluator.valid(trainer.progress, "the end")
-    parts.evaluator.test(trainer.progress, "the end")
+def record_runs(
+    config: RunConfig,
+    world_size: int,
+    script: ModuleType,
+    folder: Path,
+    *,
+    copies: Sequence[int] | None = None,
+    report: Report = lambda: None,
+) -> dict[str, ClusterRecording]:
+    """The two runs that a training is made of, whether or not the settings ask for both: one from its start over its
+    steps, evaluations and a save to its stop, and one that goes on from a checkpoint. `folder` is for the files."""
+    before = folder / "before"
+    _save_by_one_process(config, before, script)
+    asked = replace(config.checkpoint, save_interval=None, ckpt_step=None, exit_on_missing_checkpoint=False)
+    new = replace(asked, save=str(folder / "new"), load=None, finetune=False, load_optim=True, load_rng=True)
+    resumed = replace(asked, save=None, load=str(before), save_optim=True, save_rng=True, async_save=False)
+    resumed = replace(resumed, save_retain_interval=None, save_retain_last=None)
+    runs = {
+        "a new run": replace(config, checkpoint=new),
+        "a resumed run": replace(config, checkpoint=resumed, evaluation=EvaluationConfig(eval_iters=0)),
+    }
+    return {name: record_cluster(one, world_size, script, copies=copies, report=report) for name, one in runs.items()}
+
+
+def copies_of(config: RunConfig, world_size: int) -> list[int]:
+    """Ranks that are compared with the representative of their class."""
+    whole_groups = config.parallel.zero > 0 or config.optimizer.uses_muon
+    return others(config.parallel.layout(world_size), divided=whole_groups)
+
+
+def _save_by_one_process(config: RunConfig, folder: Path, script: ModuleType) -> None:
+    """The checkpoint that the resumed run goes on from: every layout loads it."""
+    config = replace(alone(config), checkpoint=CheckpointConfig(save=str(folder)))
+    assert config.training.global_batch_size is not None
+    run = build_run(config, LaunchInfo(), device=_CPU, log=RankLog(0, io.StringIO()), needs_data=False)
+    providers = script.datasets_provider, script.model_provider, script.forward_step
+    with held_save_directory(run) as (history, _), assemble(run, *providers, history) as parts:
+        parts.checkpoints.save(Progress(iteration=1, consumed_train_samples=config.training.global_batch_size))
 
 
 def record_cluster(
@@ -65,31 +111,53 @@ def record_cluster(
     world_size: int,
     script: ModuleType,
     *,
-    work: Work = train,
-    progress: Callable[[int, int], None] = lambda done, all_of_them: None,
+    copies: Sequence[int] | None = None,
+    report: Report = lambda: None,
 ) -> ClusterRecording:
-    """Every class of ranks in turn, in this process, on the CPU."""
+    """Every class of ranks in turn, in this process, on the CPU. `copies` unset: those of `copies_of`."""
     layout = config.parallel.layout(world_size)
+    chosen, compared = representatives(layout), copies_of(config, world_size) if copies is None else copies
     known = Script(partial(representative, layout))
-    ranks, recordings = [*representatives(layout), *others(layout)], {}
-    for rank in ranks:
-        recordings[rank] = record_rank(config, rank, world_size, script, work, known)
-        progress(len(recordings), len(ranks))
+    recordings = {}
+    for rank in (*chosen, *compared):
+        recordings[rank] = record_rank(config, rank, world_size, script, known)
+        report()
     return ClusterRecording(
         layout,
-        {rank: recordings[rank] for rank in representatives(layout)},
-        {rank: recordings[rank] for rank in others(layout)},
+        {rank: recordings[rank] for rank in chosen},
+        {rank: recordings[rank] for rank in compared},
+        divided=config.parallel.zero > 0,
+        alike=not config.optimizer.uses_muon,
     )
 
 
-def record_rank(
-    config: RunConfig, rank: int, world_size: int, script: ModuleType, work: Work, known: Script
-) -> Recording:
-    with recorded(rank, world_size, peers=known) as tape:
+def record_rank(config: RunConfig, rank: int, world_size: int, script: ModuleType, known: Script) -> Recording:
+    with recorded(rank, world_size, peers=known) as tape, as_large_on_accelerators():
         tape.mark("start")
         launch = LaunchInfo(rank=rank, world_size=world_size, local_rank=rank, local_world_size=world_size)
         log = RankLog(rank, io.StringIO())
-        run = build_run(config, launch, device=torch.device("cpu"), log=log, needs_data=False)
-        with assemble(run, script.datasets_provider, script.model_provider, script.forward_step) as parts:
-            work(tape, parts)
+        run = build_run(config, launch, device=_CPU, log=log, needs_data=False)
+        providers = script.datasets_provider, script.model_provider, script.forward_step
+        with held_save_directory(run) as (history, exit_record):
+            _begin_the_save(run)
+            with assemble(run, *providers, history, [_Marks(tape)]) as parts:
+                reason = train_and_evaluate(run, parts)
+            exit_record.ended(reason, parts.progress.iteration)
+        shutdown()
         return tape.recording
+
+
+def _begin_the_save(run: Run) -> None:
+    """What rank 0 does before the others write: it was recorded first, and its step is complete."""
+    directory, step = run.config.checkpoint.save, run.config.training.train_iters
+    if directory is not None and step is not None and run.launch.rank != 0:
+        durable.make_directory(paths.unfinished(Path(directory), paths.step_name(step), run.run_id))
+
+
+class _Marks(Hook):
+    def __init__(self, tape: Tape) -> None:
+        self._tape, self._names = tape, iter((FIRST_STEP, LATER))
+
+    def before_iteration(self, iteration: int) -> None:
+        if (name := next(self._names, None)) is not None:
+            self._tape.mark(name)

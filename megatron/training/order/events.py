@@ -37,6 +37,8 @@ class Op:
     detail: str = ""
     """The reduction, the root."""
     messages: tuple[Message, ...] = ()
+    given: int = field(default=0, compare=False)
+    """Elements of this rank's input, also where their number depends on data."""
 
     @property
     def is_collective(self) -> bool:

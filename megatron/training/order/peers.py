@@ -60,7 +60,8 @@ class Script:
     """What is known of the ranks recorded so far: what they broadcast. Those recorded stand for others like them."""
 
     stands_for: Callable[[int], int] = int
-    broadcasts: dict[tuple[tuple[int, ...], int], list[Tensor]] = field(default_factory=dict)
+    broadcasts: dict[tuple[tuple[int, ...], int, int], list[Tensor]] = field(default_factory=dict)
+    """By the classes of a group's ranks, their number (a part of a group may have the same classes) and a count."""
 
     def __call__(self, options: Any, ranks: tuple[int, ...]) -> Peers:
         return Scripted(self, options, ranks)
@@ -72,7 +73,8 @@ class Scripted(Peers):
     def __init__(self, script: Script, options: Any, ranks: tuple[int, ...]) -> None:
         self.rank, self.size = options.group_rank, options.group_size
         self._said = script.broadcasts
-        self._like = tuple(sorted({script.stands_for(rank) for rank in ranks}))
+        # One entry for each rank: the world is another group than one rank of each class.
+        self._like = tuple(sorted(map(script.stands_for, ranks)))
         self._broadcasts = 0
 
     def all_reduce(self, tensors: Sequence[Tensor], opts: Any) -> Done:
@@ -86,12 +88,13 @@ class Scripted(Peers):
 
     def broadcast(self, tensors: Sequence[Tensor], opts: Any) -> Done:
         self._broadcasts += 1
-        key = self._like, self._broadcasts
+        key = self._like, self.size, self._broadcasts
         if self.rank == opts.rootRank:
             self._said[key] = [tensor.detach().clone() for tensor in tensors]
-        for tensor, said in zip(tensors, self._said.get(key, ()), strict=False):
-            if tensor.shape == said.shape:
-                tensor.detach().copy_(said)
+        known = self._said.get(key, [])
+        for number, tensor in enumerate(tensors):
+            alike = number < len(known) and tensor.shape == known[number].shape
+            tensor.detach().copy_(known[number]) if alike else tensor.detach().zero_()
         return None
 
     def all_gather(self, inputs: Sequence[Tensor], outputs: Sequence[Sequence[Tensor]], opts: Any) -> Done:

@@ -14,7 +14,6 @@ import torch
 
 from megatron.config import (
     BatchPlan,
-    CheckpointConfig,
     DataConfig,
     EvaluationConfig,
     KernelsConfig,
@@ -27,8 +26,8 @@ from megatron.config import (
 )
 from megatron.training.check_layout.check import load_script
 from megatron.training.check_layout.settings import changes, shrink
-from megatron.training.order.classes import others, representatives
-from megatron.training.order.cluster import ClusterRecording, record_cluster
+from megatron.training.order.classes import representatives
+from megatron.training.order.cluster import FIRST_STEP, LATER, ClusterRecording, copies_of, record_runs
 from megatron.training.order.events import Mark, Op, Recording
 from megatron.training.order.waits import INDEPENDENT, ONE_QUEUE, STRICTEST
 from megatron.training.settings import read_settings
@@ -50,16 +49,19 @@ def prove(world_size: int, script: str | None, argv: Sequence[str]) -> int:
             config = for_order(given, world_size, Path(cache))
             for line in _introduction(given, config, world_size):
                 print(line, flush=True)
-            cluster = record_cluster(config, world_size, module, progress=_progress)
+            runs = record_runs(config, world_size, module, Path(cache), report=_Progress(config, world_size))
     finally:
         torch.set_num_threads(threads)
-    for line in first_steps(cluster):
+    new = next(iter(runs.values()))
+    for line in first_steps(new):
         print(line)
-    found = cluster.findings((STRICTEST, ONE_QUEUE, INDEPENDENT))
+    found = []
+    for name, cluster in runs.items():
+        found += [f"{name}: {line}" for line in cluster.findings((STRICTEST, ONE_QUEUE, INDEPENDENT))]
     for line in found:
         print(f"  {line}")
-    count = sum(len(recording.ops) for recording in cluster.programs.values())
-    took = f"{count} operations of {len(cluster.programs)} classes of ranks in {time.monotonic() - started:.0f} s"
+    count = sum(len(recording.ops) for cluster in runs.values() for recording in cluster.programs.values())
+    took = f"{count} operations of {len(new.programs)} classes of ranks in {time.monotonic() - started:.0f} s"
     print(f"WOULD HANG on {world_size} ranks: {took}" if found else f"PROVED for {world_size} ranks: {took}")
     return 1 if found else 0
 
@@ -100,7 +102,6 @@ def for_order(config: RunConfig, world_size: int, cache: Path) -> RunConfig:
         schedule=ScheduleConfig(lr=config.schedule.lr, lr_decay_style="constant"),
         data=data,
         tokenizer=TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=_VOCABULARY),
-        checkpoint=CheckpointConfig(),
         logging=logging,
         evaluation=evaluation,
         kernels=KernelsConfig(kernels="ref"),
@@ -116,18 +117,29 @@ def _introduction(given: RunConfig, config: RunConfig, world_size: int) -> list[
     sizes = [f"{name} {size}" for name, size in (*named, ("data", layout.dp)) if size > 1]
     reduced = {"num_layers", "hidden_size", "global_batch_size", "micro_batch_size", "seq_length", "num_experts"}
     cut = [line for line in changes(given, config) if line.split()[0].lstrip("-").replace("-", "_") in reduced]
+    evaluations = "evaluations, " if config.evaluation.eval_iters else "no evaluation (--eval-iters 0), "
     return [
-        f"{' x '.join(sizes)} on {world_size} ranks: two steps, evaluations and the stop of one rank of each of "
-        f"{len(representatives(layout))} classes, and of {len(others(layout))} others, with made-up peers",
+        f"{' x '.join(sizes)} on {world_size} ranks: one rank of each of {len(representatives(layout))} classes, and "
+        f"{len(copies_of(config, world_size))} others, with made-up peers",
+        f"two runs: start, two steps, {evaluations}save and stop; start, load of a checkpoint, a step and stop",
         f"cut to what the order of operations depends on: {', '.join(cut)}",
         "rules: a first operation connects and waits for its peers; the operations of a communicator run in order; all "
         "streams share one hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1) or have their own (docs/scale.md)",
     ]
 
 
-def _progress(done: int, count: int) -> None:
-    if sys.stderr.isatty():
-        print(f"\rrecorded {done} of {count}", end="\n" if done == count else "", file=sys.stderr, flush=True)
+class _Progress:
+    """Told of each rank that was recorded."""
+
+    def __init__(self, config: RunConfig, world_size: int) -> None:
+        classes = representatives(config.parallel.layout(world_size))
+        self._done, self._all = 0, 2 * (len(classes) + len(copies_of(config, world_size)))
+
+    def __call__(self) -> None:
+        self._done += 1
+        if sys.stderr.isatty():
+            end = "\n" if self._done == self._all else ""
+            print(f"\rrecorded {self._done} of {self._all}", end=end, file=sys.stderr, flush=True)
 
 
 # ---------------------------------------------------------------- what the ranks do
@@ -147,7 +159,7 @@ def first_steps(cluster: ClusterRecording) -> list[str]:
 
 def _first_step(recording: Recording, cluster: ClusterRecording) -> tuple[str, ...]:
     names = [event.name if isinstance(event, Mark) else None for event in recording.events]
-    begin, end = names.index("first step"), names.index("second step")
+    begin, end = names.index(FIRST_STEP), names.index(LATER)
     ops = [event for event in recording.events[begin:end] if isinstance(event, Op)]
     said = [_said(op, recording, cluster) for op in ops]
     counts = Counter(f"{recording.groups[op.group].what} {op.kind}" for op in ops)

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -36,6 +37,7 @@ class Tape:
         self.waited: set[int] = set()
         self._groups: list[_RecordedGroup] = []
         self._made: dict[str, Communicator] = {}
+        self._last: dict[str, Op] = {}
         self._count = 0
         self._batch: list[Message] | None = None
 
@@ -52,8 +54,17 @@ class Tape:
 
     def note(self, group: str, kind: str, **what: Any) -> int:
         self._count += 1
-        self.events.append(Op(self._count, group, kind, **what))
+        op = Op(self._count, group, kind, **what)
+        self.events.append(op)
+        self._last[group] = op
         return self._count
+
+    def length_was_sent(self, group: str, kind: str, tensor: Tensor) -> bool:
+        """Whether these are the bytes of a plain value, whose length the members have just told each other: made-up
+        peers say what this rank says, and a rank with another value would say another length."""
+        before = self._last.get(group)
+        told = before is not None and (before.kind, before.size, before.dtype) == (kind, 1, "int64")
+        return told and tensor.dtype == torch.uint8
 
     def message(self, group: str, message: Message) -> int:
         if self._batch is None:
@@ -153,10 +164,14 @@ class _RecordedGroup(_TorchGroup):
 
     def _collective(self, kind: str, answer: Any, *given: Any, size: int | None = None, detail: str = "") -> dist.Work:
         tensor = next((each for each in _flat(given) if isinstance(each, Tensor)), None)
-        if size is None:
-            size = 0 if tensor is None else tensor.numel()
+        elements = 0 if tensor is None else tensor.numel()
+        size = elements if size is None else size
+        if tensor is not None and self.tape.length_was_sent(self.communicator, kind, tensor):
+            size = _DATA_DECIDES
         dtype = "" if tensor is None else str(tensor.dtype).removeprefix("torch.")
-        number = self.tape.note(self.communicator, kind, size=size, dtype=dtype, detail=detail)
+        number = self.tape.note(
+            self.communicator, kind, size=size, dtype=dtype, detail=detail, given=max(size, elements)
+        )
         return _RecordedWork(self.tape, number, answer(*given))
 
     def allreduce(self, tensors: Any, opts: Any = None) -> dist.Work:

@@ -17,7 +17,6 @@ from megatron.checkpoint import (
     TrainState,
     find_checkpoint,
     load_checkpoint,
-    load_megatron_lm,
     manifest,
     paths,
     save_checkpoint,
@@ -120,10 +119,6 @@ def load(directory: Path, params: dict[str, Sharded] | None = None, **options: A
     log = options.pop("messages", []).append
     which = {name: options.pop(name) for name in ("step", "save_dir", "strict", "check_hashes") if name in options}
     params = make_params(seed=77) if params is None else params
-    if options.get("finetune"):
-        plain = load_megatron_lm(directory, which.get("step"), parallel=one_process(), params=params, log=log)
-        if plain is not None:
-            return plain
     history = options.get("history")
     found = find_checkpoint(directory, parallel=one_process(), history=history, log=log, **which)
     if found is None:

@@ -60,3 +60,39 @@ def test_gpt2_with_two_kinds_of_hidden_dropout_is_refused() -> None:
     assert imported("gpt2", shape).hidden_dropout == 0.1
     with pytest.raises(ConfigError, match=r"embd_pdrop 0\.3 is not supported"):
         imported("gpt2", {**shape, "embd_pdrop": 0.3})
+
+
+NEOX: dict[str, Any] = {name: value for name, value in SHAPE.items() if name != "num_key_value_heads"}
+
+
+@pytest.mark.parametrize(
+    ("given", "share", "base"),
+    [
+        ({}, 0.25, 1e4),
+        ({"rotary_pct": 0.5, "rotary_emb_base": 5e5}, 0.5, 5e5),  # transformers 4
+        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5, "rope_theta": 5e5}}, 0.5, 5e5),
+        ({"rope_parameters": {"rope_type": "default"}, "rotary_pct": 1.0}, 1.0, 1e4),
+    ],
+)
+def test_the_share_of_heads_that_neox_rotates(given: dict[str, Any], share: float, base: float) -> None:
+    config = imported("gpt_neox", {**NEOX, **given})
+    assert (config.rotary_percent, config.rotary_base) == (share, base)
+    assert config.use_parallel_residual and config.activation == "gelu_erf" and not config.tied
+
+
+def test_what_of_neox_is_refused() -> None:
+    for given, message in (
+        ({"attention_bias": False}, "attention_bias False is not supported"),
+        ({"rotary_pct": 0.4}, "of heads of 8 0.4 turns, 3 channels"),
+        ({"hidden_act": "silu"}, "hidden_act 'silu' is not supported; there are gelu_new"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            imported("gpt_neox", {**NEOX, **given})
+
+
+def test_defaults_of_olmo2() -> None:
+    config = imported("olmo2", {name: value for name, value in SHAPE.items() if name != "num_key_value_heads"})
+    assert (config.norm_epsilon, config.query_groups, config.head_dim, config.tied) == (1e-5, 8, 8, False)
+    assert (config.norm_placement, config.qk_layernorm, config.qk_layernorm_scope) == ("after", True, "all")
+    with pytest.raises(ConfigError, match="attention_bias True with mlp_bias False is not supported"):
+        imported("olmo2", {**SHAPE, "attention_bias": True})

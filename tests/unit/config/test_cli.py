@@ -130,7 +130,6 @@ def test_named_no_ops_print_their_line(flag: str) -> None:
     "neutral",
     [
         "--zero-stage 0",
-        "--zero-stage 0.0",
         "--remote-device none",
         "--mtp-num-layers 0",
         "--data-parallel-sharding-strategy no_shard",

@@ -32,7 +32,6 @@ SIX_HEADS = {"num_attention_heads": 6, "hidden_size": 48}
             ["--num-attention-heads 6 over --tensor-model-parallel-size 2", "--context-parallel-size 1 or 3"],
         ),
         ({"context_parallel_size": 2, "cp_comm_type": ["p2p", "a2a"]}, ["--cp-comm-type p2p a2a", "give one value"]),
-        ({"context_parallel_size": 2, "cp_comm_type": "a2a+p2p"}, ["--cp-comm-type a2a+p2p", "else p2p"]),
         ({"context_parallel_size": 2, "cp_comm_type": "ring"}, ["--cp-comm-type ring", "choose from p2p, a2a"]),
         ({"context_parallel_size": 0}, ["--context-parallel-size 0"]),
     ],

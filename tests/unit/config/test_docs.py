@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from megatron.config import docs
 from megatron.config.compat import compat_flags, refused_family
 from megatron.config.run import all_settings, settings_by_name
@@ -28,10 +30,11 @@ def test_every_spelling_is_documented() -> None:
     assert [spelling for spelling in spelling_table() if f"`{spelling}`" not in page] == []
 
 
-def test_every_flag_of_megatron_is_known_by_name() -> None:
+@pytest.mark.parametrize(("trainer", "count"), [("megatron", 230), ("megatron_deepspeed", 90)])
+def test_every_flag_of_megatron_is_known_by_name(trainer: str, count: int) -> None:
     known = canonical_spellings()
-    names = (GOLDEN / "flags_megatron.txt").read_text().split()
-    assert len(names) > 230
+    names = (GOLDEN / f"flags_{trainer}.txt").read_text().split()
+    assert len(names) > count
     assert [name for name in names if name.replace("_", "-") not in known and not refused_family(name)] == []
 
 

@@ -16,6 +16,8 @@ ROOT = Path(__file__).parents[3]
 ACTS_IN_CONFIG = {
     "model": "names the preset that fills the other fields (cli.py)",
     "config": "names the file that fills the other fields (cli.py)",
+    "deepspeed": "says that the file of --deepspeed_config is meant (deepspeed/source.py)",
+    "deepspeed_config": "names the file that fills the other fields (deepspeed/source.py)",
     "ckpt_format": "torch, its only value, is what is written (checks on the choices)",
     "group_query_attention": "needs --num-query-groups, which is what acts (checks/model.py)",
     "recompute_modules": "core_attn, its only value yet, is what selective recomputation does (checks/model.py)",

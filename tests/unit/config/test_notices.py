@@ -179,3 +179,23 @@ def test_a_value_that_was_taken_out_again_is_not_said_to_be_given() -> None:
     config = parse_args(argv(SMALL.replace("--vocab-size 100", ""), "--vocab-file v --merge-file m"))
     without_files = replace(config.tokenizer, vocab_file=None, merge_file=None, tokenizer_type="NullTokenizer")
     check(replace(config, tokenizer=replace(without_files, vocab_size=5)))
+
+
+def test_what_second_moments_in_bf16_lose_is_told() -> None:
+    """A step of beta 0.999 changes them by less than half a unit of bf16."""
+    narrow = "--use-precision-aware-optimizer --exp-avg-sq-dtype bf16"
+    assert any("--exp-avg-sq-dtype bf16: with --adam-beta2 0.999" in line for line in said(narrow))
+    assert not any("--adam-beta2" in line for line in said(f"{narrow} --adam-beta2 0.95"))
+    assert not any("--adam-beta2" in line for line in said(narrow.replace("-sq", "")))
+
+
+def test_a_schedule_that_ends_in_its_warm_up_is_told() -> None:
+    decay = "--lr-schedule WarmupDecayLR --total-num-steps 500"
+    assert any(line.startswith("--total-num-steps 500 is below --warmup-num-steps 1000") for line in said(decay))
+    assert not any("nothing is left" in line for line in said(f"{decay} --warmup-num-steps 400"))
+
+
+def test_a_rate_that_no_schedule_takes_is_told() -> None:
+    flags = "--lr 1e-3 --lr-schedule LRRangeTest"
+    assert any(line.startswith("--lr 0.001: has no effect without a schedule") for line in said(flags))
+    assert not any(line.startswith("--lr ") for line in said(flags.replace("LRRangeTest", "WarmupLR")))

@@ -8,6 +8,8 @@ import pytest
 
 from megatron.config import parse_args
 from megatron.config.checks import check, check_world
+from megatron.config.checks.parallel import check_zero
+from megatron.config.run import build
 from megatron.errors import ConfigError
 from tests.helpers.runs import flags
 
@@ -122,3 +124,45 @@ def test_sizes_that_fit(settings: dict[str, Any], ranks: int) -> None:
     config = parse_args(flags(**settings))
     check(config)
     check_world(config, ranks)
+
+
+@pytest.mark.parametrize(
+    ("settings", "stage"),
+    [
+        ({}, 0),
+        ({"zero_stage": 2}, 2),
+        ({"use_distributed_optimizer": True}, 1),
+        ({"use_torch_fsdp2": True}, 3),
+        ({"data_parallel_sharding_strategy": "no_shard"}, 0),
+        ({"data_parallel_sharding_strategy": "optim"}, 1),
+        ({"data_parallel_sharding_strategy": "optim_grads"}, 2),
+        ({"data_parallel_sharding_strategy": "optim_grads_params", "use_distributed_optimizer": True}, 3),
+        ({"zero_stage": 3, "use_torch_fsdp2": True, "use_distributed_optimizer": True}, 3),
+    ],
+)
+def test_every_spelling_of_zero_means_a_stage(settings: dict[str, Any], stage: int) -> None:
+    config = build(settings)
+    check_zero(config)
+    assert config.parallel.zero == stage
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"zero_stage": 0, "use_distributed_optimizer": True}, ["--use-distributed-optimizer", "--zero-stage 0"]),
+        ({"zero_stage": 2, "use_torch_fsdp2": True}, ["--use-torch-fsdp2 and --zero-stage 2", "stages 3 and 2"]),
+        (
+            {"zero_stage": 1, "data_parallel_sharding_strategy": "optim_grads"},
+            ["--data-parallel-sharding-strategy optim_grads", "--zero-stage 1", "keep one"],
+        ),
+        ({"use_torch_fsdp2": True, "data_parallel_sharding_strategy": "no_shard"}, ["no_shard", "keep one"]),
+        (
+            {"num_distributed_optimizer_instances": 2},
+            ["--num-distributed-optimizer-instances 2", "--zero-stage 2 or 3"],
+        ),
+    ],
+)
+def test_spellings_of_zero_that_contradict_each_other_are_refused(settings: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        check_zero(build(settings))
+    assert all(word in str(refusal.value) for word in words), refusal.value

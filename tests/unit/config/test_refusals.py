@@ -24,8 +24,8 @@ def lines(*words: str) -> list[str]:
 
 def test_every_kind_of_mistake_has_its_line() -> None:
     told = lines(
-        "--num-layer 3 stray --seed x --zero-stage 2 --swiglu 3 --swiglu=maybe -lr 4 --fp16 --bf16 --clip-grad",
-        "--num-query-groups 3 --rampup-batch-size 1 2",
+        "--num-layer 3 stray --seed x --optimizer soap --swiglu 3 --swiglu=maybe -lr 4 --fp16 --bf16",
+        "--clip-grad --num-query-groups 3 --rampup-batch-size 1 2",
     )
     begins = [
         "--num-layer: unknown setting (did you mean --num-layers?)",
@@ -35,7 +35,7 @@ def test_every_kind_of_mistake_has_its_line() -> None:
         "--clip-grad: needs one value",
         "--rampup-batch-size: needs 3 values",
         "--seed x: not a whole number",
-        "--zero-stage 2: not supported yet",
+        "--optimizer soap: not supported yet",
         "--num-attention-heads 4 does not divide by --num-query-groups 3",
         "--fp16 and --bf16 exclude each other",
     ]

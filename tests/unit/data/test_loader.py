@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from hypothesis import strategies as st
 
 from megatron.data.gpt_dataset import GPTDataset
 from megatron.data.indexed.dataset import IndexedDataset
-from megatron.data.loader import BatchIterator, PackedBatch, build_loader
+from megatron.data.loader import BatchIterator, PackedBatch, build_loader, packed
 from megatron.data.masks import MaskConfig
 from megatron.data.mock import MockDataset
 from megatron.data.sampler import BlockShape, sample_batches
@@ -242,11 +243,18 @@ def test_packed_in_one_piece(tensors: dict[str, tuple[torch.dtype, list[int]]]) 
     batch = {
         name: torch.randint(0, 2, shape, generator=generator).to(dtype) for name, (dtype, shape) in tensors.items()
     }
-    packed = PackedBatch.of(batch)
-    assert isinstance(packed, PackedBatch) and packed.memory.dtype == torch.uint8
-    assert same(packed.unpacked(), batch)
-    for tensor in packed.unpacked().values():
+    one = packed(batch)
+    assert isinstance(one, PackedBatch) and one.memory.dtype == torch.uint8
+    assert same(one.unpacked(), batch)
+    for tensor in one.unpacked().values():
         assert tensor.storage_offset() * tensor.element_size() % 64 == 0
+
+
+@pytest.mark.parametrize(
+    "batch", [{"x": torch.ones(2), "name": ["a", "b"]}, {"x": torch.ones(2).to_sparse()}, [torch.ones(2)], {"x": {}}]
+)
+def test_what_is_not_plain_tensors_stays_as_it_is(batch: Any) -> None:
+    assert packed(batch) is batch
 
 
 def test_workers_leave_nothing_in_the_temporary_folder(

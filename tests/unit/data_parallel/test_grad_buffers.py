@@ -63,7 +63,7 @@ def test_one_rank_in_full_precision_leaves_gradients_where_backward_put_them() -
 
 
 def test_a_wide_half_gradient_is_added_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron.data_parallel.grad_buffers._SCRATCH_SIZE", 7)
+    monkeypatch.setattr("megatron.data_parallel.adding._SCRATCH_SIZE", 7)
     test_accumulation(torch.bfloat16, 1e-6, 3)
 
 
@@ -158,11 +158,11 @@ def test_buckets_follow_backward_and_keep_types_apart() -> None:
     model = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4).double(), nn.Linear(4, 4)])
     grads = GradBuffers(model.named_parameters(), Axis("dp", 0, 2, (0, 1)), bucket_size=30)
     assert [[slot.name for slot in bucket.slots] for bucket in grads._buckets] == [
-        ["2.bias", "2.weight", "0.bias", "0.weight"],
         ["1.bias", "1.weight"],
+        ["2.bias", "2.weight", "0.bias", "0.weight"],
     ]
-    assert [bucket.buffer.numel() for bucket in grads._buckets] == [40, 20]
-    assert [bucket.buffer.dtype for bucket in grads._buckets] == [torch.float32, torch.float64]
+    assert [bucket.buffer.numel() for bucket in grads._buckets] == [20, 40]
+    assert [bucket.buffer.dtype for bucket in grads._buckets] == [torch.float64, torch.float32]
     small = GradBuffers(model.named_parameters(), Axis("dp", 0, 2, (0, 1)), bucket_size=1)
     assert [bucket.slots[0].name for bucket in small._buckets][:2] == ["2.bias", "2.weight"]
     assert len(small._buckets) == 6

@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from megatron.distributed.identity import difference
+from megatron.distributed.identity import Identity
 from megatron.distributed.launch import LaunchInfo
-from megatron.distributed.rendezvous import _spans, init_process_group, meet
+from megatron.distributed.meeting import spans
+from megatron.distributed.rendezvous import init_process_group, meet
 from megatron.errors import ConfigError, HangError
 
 
@@ -95,7 +96,7 @@ def test_ranks_with_the_same_settings_meet() -> None:
 
 def test_many_differences_are_counted() -> None:
     first, other = {f"--flag-{i}": "1" for i in range(9)}, {f"--flag-{i}": "2" for i in range(9)}
-    text = difference(first, other, theirs="rank 0 (a)", ours="rank 7 (b)")
+    text = Identity(7, other).difference(Identity(0, first), theirs="rank 0 (a)", ours="rank 7 (b)")
     assert text.startswith(
         "rank 7 (b) was started with other settings or code than rank 0 (a): --flag-0 is 1 there and 2 "
     )
@@ -161,7 +162,7 @@ def test_a_rank_that_is_there_twice_is_refused() -> None:
     ("ranks", "text"), [([3], "3"), ([0, 1, 2, 7], "0-2, 7"), (range(8, 16), "8-15"), (range(0, 80, 2), "0, 2, 4")]
 )
 def test_ranks_are_listed_by_machines(ranks: Sequence[int], text: str) -> None:
-    listed = _spans(ranks)
+    listed = spans(ranks)
     assert listed.startswith(text) and len(listed) < 120 and (len(ranks) < 20 or listed.endswith("(40 in all)"))
 
 

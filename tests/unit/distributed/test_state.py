@@ -53,7 +53,10 @@ def made_by(layout: Layout, rank: int, links: bool = False) -> tuple[ParallelSta
     return state, asked
 
 
-LAYOUTS = [Layout(8, tp=2, pp=2, ep=2), Layout(12, pp=3, cp=2, ep=2), Layout(12, tp=2, pp=6), Layout(8, cp=8, ep=8)]
+LAYOUTS = [
+    *(Layout(8, tp=2, pp=2, ep=2), Layout(12, pp=3, cp=2, ep=2), Layout(12, tp=2, pp=6), Layout(8, cp=8, ep=8)),
+    *(Layout(8, tp=2, instances=2), Layout(8, cp=2, ep=2, instances=2), Layout(8, cp=8, instances=4)),
+]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)

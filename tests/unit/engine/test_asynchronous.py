@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +55,7 @@ def asynchronous() -> Iterator[None]:
 
 def watch(engine: Engine) -> list[int]:
     """Every step is handed over under NoReading; settling the one before is not part of it."""
-    step, settle, seen, modes = engine.train_step, engine.settle, list[int](), list[NoReading]()
+    step, settle, seen, modes = engine.train_step, engine._settle_step, list[int](), list[NoReading]()
 
     def watched(micro_batches: Any, **settings: Any) -> None:
         with NoReading() as mode:
@@ -69,7 +71,7 @@ def watch(engine: Engine) -> list[int]:
         for mode in modes:
             mode.__enter__()
 
-    engine.train_step, engine.settle = watched, outside  # type: ignore[method-assign]
+    engine.train_step, engine._settle_step = watched, outside  # type: ignore[method-assign]
     return seen
 
 
@@ -141,10 +143,9 @@ def test_the_watch_sees_a_number_that_is_read(tmp_path: Path) -> None:
 
 def test_the_scale_on_the_device_is_the_scaler() -> None:
     generator = torch.Generator().manual_seed(3)
-    for hysteresis, window in ((1, 2), (2, 3), (3, 5)):
-        scaler = DynamicLossScaler(scale=64.0, min_scale=2.0, window=window, hysteresis=hysteresis)
-        told = DynamicLossScaler(scale=64.0, min_scale=2.0, window=window, hysteresis=hysteresis)
-        device = ScaleOnDevice(told, torch.device("cpu"))
+    for hysteresis, window, consecutive in product((1, 2, 3), (2, 3, 5), (False, True)):
+        scaler = DynamicLossScaler(64.0, 2.0, window, hysteresis, consecutive)
+        device = ScaleOnDevice(replace(scaler), torch.device("cpu"))
         for overflow in (torch.rand(400, generator=generator) < 0.4).tolist():
             scaler.update(overflow)
             device.update(torch.tensor(overflow))
@@ -195,13 +196,13 @@ def test_a_bad_step_ends_the_run_before_the_next_update(value: float, error: typ
     with asynchronous():
         _, parts = make_parts(flags())
     weights: list[list[torch.Tensor]] = []
-    settle = parts.trainer.engine.settle
+    settle = parts.trainer.engine._settle_step
 
     def noted() -> None:
         weights.append([p.detach().clone() for p in parts.engine.model.parameters()])
         settle()
 
-    parts.trainer.engine.settle = noted  # type: ignore[method-assign]
+    parts.trainer.engine._settle_step = noted  # type: ignore[method-assign]
     poison(parts, at=3, value=value)
     with pytest.raises(error, match=words), parts:
         parts.trainer.fit()

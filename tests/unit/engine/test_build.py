@@ -2,35 +2,88 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
 from megatron.config import parse_args
 from megatron.distributed.state import ParallelState
 from megatron.engine import build_engine
-from megatron.engine.build import _decay_by_row
+from megatron.engine.groups import Groups, check_marked
+from megatron.errors import ConfigError
 from megatron.model.gpt import GPT
 from megatron.model.parameters import Row, parameters
+from megatron.model.passes import SinglePass
 from megatron.ops import resolve
 from megatron.optimizer import megatron_rule
-from megatron.parallelize import parallelize
-from tests.helpers.runs import flags
+from megatron.parallelize import Parallel, parallelize
+from megatron.parallelize.specs import foreign_specs
+from tests.helpers.runs import flags, make_parts
+
+
+def groups(rows: Mapping[str, Row], **settings: Any) -> Groups:
+    config = parse_args(flags(**settings))
+    return Groups(config.optimizer, rows, {}, ParallelState.plan(config.parallel.layout(1), 0))
 
 
 def test_decay_follows_the_row() -> None:
     """A row that says otherwise than the shape is obeyed; a parameter without a row decays by its shape."""
     rows = {name: parameter.row for name, parameter in parameters(parse_args(flags()).model, 97).items()}
-    rule = _decay_by_row(rows, norms_of_qk=False)
+    rule = groups(rows).of
     for name, row in rows.items():
         assert rule(name, nn.Parameter(torch.zeros(row.stored_shape))).wd_mult == float(row.decays), name
     vector = Row("scale", (3,))
-    assert _decay_by_row({"scale": vector}, norms_of_qk=False)("scale", nn.Parameter(torch.zeros(3, 3))).wd_mult == 0.0
+    assert groups({"scale": vector}).of("scale", nn.Parameter(torch.zeros(3, 3))).wd_mult == 0.0
     matrix = nn.Parameter(torch.zeros(3, 3))
     assert rule("not.in.the.table", matrix) == megatron_rule("not.in.the.table", matrix)
-    other = _decay_by_row({"x": replace(vector, name="x")}, norms_of_qk=False)
+    other = groups({"x": replace(vector, name="x")}).of
     assert rule("not.in.the.table", matrix) != other("x", matrix)
+
+
+def test_the_tables_of_the_vocabulary_have_the_decoupled_rate() -> None:
+    """As in Megatron: not the table of positions."""
+    settings = parse_args(flags(untie_embeddings_and_output_weights=True)).model
+    rows = {name: parameter.row for name, parameter in parameters(settings, 97).items()}
+    found = [name for name, row in rows.items() if groups(rows).of(name, nn.Parameter(torch.zeros(1))).decoupled]
+    assert found == ["embedding.word_embeddings.weight", "output_layer.weight"]
+
+
+def test_what_muon_orthogonalises() -> None:
+    """Every matrix of a layer, routers included; no table, bias or norm."""
+    shape = {"swiglu": True, "ffn_hidden_size": 24, "disable_bias_linear": True, "num_experts": 2}
+    config = parse_args(flags(optimizer="muon", **shape))
+    rows = {name: found.row for name, found in parameters(config.model, 97, config.moe).items()}
+    matrices = {name for name, row in rows.items() if row.is_linear_map}
+    assert {name for name in matrices if name.startswith("layers.0")} == {
+        "layers.0.self_attention.query_key_value.weight",
+        "layers.0.self_attention.dense.weight",
+        "layers.0.mlp.router.weight",
+        *(f"layers.0.mlp.experts.{n}.dense_{kind}.weight" for n in (0, 1) for kind in ("h_to_4h", "4h_to_h")),
+    }
+    assert all(name.startswith("layers.") for name in matrices)
+    fused = {rows[name].fused_maps for name in matrices}
+    assert fused == {None, (1, (1, 1, 1)), (0, (1, 1))}
+
+
+def test_muon_on_a_model_that_marks_no_matrix_is_refused() -> None:
+    config = parse_args(flags(optimizer="muon")).optimizer
+    model = nn.Linear(3, 3)
+    built = Parallel(model, foreign_specs(model), SinglePass(model, lambda *_: (torch.zeros(()),) * 2))
+    with pytest.raises(ConfigError, match="use_muon = True"):
+        check_marked(config, built)
+    model.bias.use_muon = True  # type: ignore[assignment]
+    with pytest.raises(ConfigError, match="bias is marked with use_muon and has 1 dimensions"):
+        check_marked(config, built)
+    del model.bias.use_muon
+    model.weight.use_muon = True  # type: ignore[assignment]
+    check_marked(config, built)
+    state = ParallelState.plan(parse_args(flags()).parallel.layout(1), 0)
+    group = Groups(config, {}, built.specs, state).of
+    assert group("weight", model.weight).matrix is not None and group("bias", model.bias).matrix is None
 
 
 def test_weight_gradients_reach_the_buffers() -> None:
@@ -46,3 +99,15 @@ def test_weight_gradients_reach_the_buffers() -> None:
         )
         engine = build_engine(config, built, state, ops, cpu)
         assert (built.wgrads._sink is engine.grads) == connected, (kernels, settings)
+
+
+def test_the_size_and_the_type_of_messages() -> None:
+    def buffers(**settings: Any) -> list[tuple[int, torch.dtype]]:
+        _, parts = make_parts(flags(bf16=True, **settings))
+        with parts:
+            return [(bucket.buffer.numel(), bucket.buffer.dtype) for bucket in parts.trainer.engine.grads._buckets]
+
+    ((every, dtype),) = buffers()
+    assert dtype == torch.float32
+    cut = buffers(ddp_bucket_size=5000, grad_reduce_in_bf16=True)
+    assert len(cut) > 3 and sum(size for size, _ in cut) == every and {dtype for _, dtype in cut} == {torch.bfloat16}

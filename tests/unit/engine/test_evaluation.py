@@ -13,6 +13,7 @@ import torch
 from megatron.config import parse_args
 from megatron.data.indexed.builder import IndexedDatasetBuilder
 from megatron.errors import ConfigError, DataError
+from megatron.training.batches import check_evaluation
 from tests.helpers.distributed import run_ranks
 from tests.helpers.runs import flags, make_parts
 
@@ -101,7 +102,7 @@ def test_a_set_that_is_used_up_begins_again() -> None:
 
 
 def test_a_set_smaller_than_a_global_batch_is_refused_before_training(corpus: str) -> None:
-    _, parts = make_parts(flags(eval_iters=1))
+    run, _ = make_parts(flags(eval_iters=1))
 
     class Few:
         seq_length = 16
@@ -110,7 +111,7 @@ def test_a_set_smaller_than_a_global_batch_is_refused_before_training(corpus: st
             return 7
 
     with pytest.raises(DataError, match=r"the validation set has 7 samples.*--full-validation"):
-        parts.evaluator._batches.check_evaluation(Few(), "validation")  # type: ignore[attr-defined]
+        check_evaluation(run, Few(), "validation")
 
 
 def test_an_empty_split_is_no_evaluation(corpus: str) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.engine import StepResult
+from megatron.optimizer import Rates
 from tests.helpers.runs import flags, make_parts, pretrain_gpt
 
 STEPS, MICRO_BATCHES, TOKENS = 20, 4, 8 * 16
@@ -90,7 +91,7 @@ def test_twenty_steps_are_those_written_by_hand(precision: dict[str, Any], scale
             iteration=1,
             batch_size=8,
             tokens_per_sample=16,
-            rates=lambda: (1e-3, 0.01),
+            rates=lambda: Rates(1e-3, 0.01),
             then=results.append,
         )
         (result,) = results

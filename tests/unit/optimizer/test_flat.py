@@ -20,7 +20,7 @@ from megatron.distributed.state import Axis
 from megatron.errors import ConfigError
 from megatron.ops import Kernels, resolve
 from megatron.ops.optim import joined, split
-from megatron.optimizer import Optimizer
+from megatron.optimizer import GroupRule, Optimizer, megatron_rule
 from megatron.optimizer.flat import FlatAdam
 from megatron.optimizer.norms import side_by_side, square_sum_for
 from megatron.optimizer.update_rules import TorchUpdate
@@ -136,6 +136,41 @@ def test_the_optimizer_takes_the_same_steps_as_with_torchs(
         assert relative(p.detach(), theirs.get_parameter(name).detach()) < gate, name
         if dtype == BF16:
             assert torch.equal(p, flat.state()[name]["master"].to(BF16))
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+def test_two_learning_rates(kernels: Kernels, dtype: torch.dtype) -> None:
+    """The embedding has --decoupled-lr: as with torch's update, and as torch's AdamW with groups of two rates."""
+
+    def group(name: str, parameter: nn.Parameter) -> GroupRule:
+        return replace(megatron_rule(name, parameter), decoupled=name == "0.weight")
+
+    models = [make_model(dtype) for _ in range(3)]
+    optimizers = []
+    for model, one in zip(models[:2], (kernels, None), strict=True):
+        grads = GradBuffers(model.named_parameters(), Axis.single("dp"), flat=one is not None)
+        optimizers.append(Optimizer(grads, OptimizerConfig(clip_grad=0.0), PrecisionConfig(), rule=group, kernels=one))
+    named = {name: nn.Parameter(p.detach().float()) for name, p in models[2].named_parameters()}
+    peer = torch.optim.AdamW([{"params": [p]} for p in named.values()], foreach=False)
+    rates = [(1e-2, 3e-2), (0.0, 1e-2), (5e-3, 0.0)]
+    for step, (lr, decoupled) in enumerate(rates):
+        for model, optimizer in zip(models[:2], optimizers, strict=True):
+            backward(model, optimizer, step)
+            for name, _ in optimizer.grads.grads():
+                torch.manual_seed(step)
+                optimizer.grads.grad(name).copy_(torch.randn(optimizer.grads.grad(name).shape))
+            optimizer.step(lr, 0.1, decoupled_lr=decoupled)
+        for part, (name, p) in zip(peer.param_groups, named.items(), strict=True):
+            torch.manual_seed(step)
+            p.grad = torch.randn(p.shape)
+            part["lr"] = decoupled if name == "0.weight" else lr
+            part["weight_decay"] = 0.1 if p.dim() > 1 else 0.0
+        peer.step()
+    for name, wanted in named.items():
+        for model, optimizer in zip(models[:2], optimizers, strict=True):
+            found = optimizer.state()[name].get("master", model.get_parameter(name).detach())
+            assert relative(found, wanted.detach()) < 1e-6, name
+    assert relative(models[0].get_parameter("0.weight").detach(), make_model(dtype).get_parameter("0.weight")) > 1e-2
 
 
 def test_one_step_from_the_same_gradients(kernels: Kernels) -> None:

@@ -26,6 +26,12 @@ def test_only_a_doubling_refills_the_hysteresis() -> None:
     assert scales(scaler, [BAD, BAD, GOOD, GOOD, BAD, BAD]) == [16, 8, 8, 16, 16, 8]
 
 
+def test_consecutive_overflows_alone_use_up_the_hysteresis() -> None:
+    """DeepSpeed's `consecutive_hysteresis`: a good step refills it."""
+    scaler = DynamicLossScaler(scale=16, window=1000, hysteresis=2, consecutive_hysteresis=True)
+    assert scales(scaler, [BAD, GOOD, BAD, GOOD, BAD, BAD, BAD, GOOD, BAD]) == [16, 16, 16, 16, 16, 8, 4, 4, 4]
+
+
 def test_an_overflow_starts_the_window_anew() -> None:
     scaler = DynamicLossScaler(scale=4, window=3, hysteresis=9)
     assert scales(scaler, [GOOD, GOOD, BAD, GOOD, GOOD, GOOD]) == [4, 4, 4, 4, 4, 8]

@@ -180,6 +180,36 @@ def test_use_checkpoint_takes_what_was_saved() -> None:
     assert schedule.curves == build(lr_warmup_iters=3).curves
 
 
+@pytest.mark.parametrize("style", ["linear", "cosine", "constant"])
+def test_the_decoupled_rate_has_ends_of_its_own(style: str) -> None:
+    both = build(lr_decay_style=style, lr_warmup_iters=10, decoupled_lr=5e-3, decoupled_min_lr=4e-4)
+    alone = build(lr_decay_style=style, lr_warmup_iters=10, lr=5e-3, min_lr=4e-4)
+    for n in range(0, SAMPLES + 50, 7):
+        assert both.decoupled_lr(n) == alone.lr(n) and both.lr(n) == build(lr_decay_style=style, lr_warmup_iters=10).lr(
+            n
+        )
+    assert build(decoupled_lr=5e-3).decoupled_lr(SAMPLES) == 1e-5, "without an end of its own it has --min-lr"
+    assert build().decoupled_lr(8) is None
+
+
+def test_another_decoupled_rate_is_refused_on_resume() -> None:
+    with pytest.raises(ConfigError, match=r"--decoupled-lr is None here and 0\.005 in the checkpoint"):
+        build().load_state(build(decoupled_lr=5e-3).state(8))
+
+
+def test_planted_bug_an_anneal_that_misses_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of the way down where all of it is meant."""
+    for style, wrong in {
+        "exponential": lambda ratio: 0.5**ratio,
+        "minus_sqrt": lambda ratio: 1 - 0.9 * math.sqrt(ratio),
+        "linear": lambda ratio: 1 - ratio / 2,
+        "cosine": lambda ratio: 0.5 * (math.cos(math.pi * ratio / 2) + 1),
+    }.items():
+        monkeypatch.setitem(module._SHAPES, style, wrong)
+        with pytest.raises(AssertionError):
+            test_warmup_stable_decay(style)
+
+
 def test_planted_bug_a_sine_for_a_cosine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(module._SHAPES, "cosine", lambda ratio: 1 - math.sin(math.pi * ratio / 2))
     with pytest.raises(AssertionError):

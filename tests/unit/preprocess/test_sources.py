@@ -134,7 +134,7 @@ def test_permissions_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         raise PermissionError(13, "Permission denied", path)
 
     path = write(tmp_path / "a.jsonl")
-    monkeypatch.setattr(sources, "_look_into", deny)
+    monkeypatch.setattr(sources, "look_into", deny)
     assert refused(path) == f"--input {path}: may not be read; check its permissions"
 
 

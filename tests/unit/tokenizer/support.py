@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import io
 from functools import cache
 from pathlib import Path
+from typing import Any
+
+import sentencepiece
 
 from megatron.tokenizer.bpe_files import BPE
 from megatron.tokenizer.export import bpe_file_texts, write_files
@@ -49,3 +53,14 @@ def write_small_bpe(directory: Path) -> tuple[Path, Path]:
     """(vocab.json, merges.txt)"""
     write_files(directory, bpe_file_texts(small_bpe()))
     return directory / "vocab.json", directory / "merges.txt"
+
+
+def train_pieces(path: Path, **options: Any) -> Path:
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter([line for text in SAMPLES for line in text.splitlines()] * 3),
+        model_writer=model,
+        **{"vocab_size": 400, "model_type": "bpe", "byte_fallback": True, "minloglevel": 2, **options},
+    )
+    path.write_bytes(model.getvalue())
+    return path

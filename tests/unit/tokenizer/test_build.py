@@ -15,7 +15,7 @@ from megatron.tokenizer.gpt2 import GPT2BPETokenizer
 from megatron.tokenizer.huggingface import HuggingFaceTokenizer
 from megatron.tokenizer.null import NullTokenizer
 from megatron.tokenizer.train import train_bpe
-from tests.unit.tokenizer.support import SAMPLES, small_bpe, write_small_bpe
+from tests.unit.tokenizer.support import SAMPLES, small_bpe, train_pieces, write_small_bpe
 
 
 def build(**settings: Any) -> Any:
@@ -34,6 +34,26 @@ def test_vocab_and_merges_mean_gpt2(tmp_path: Path) -> None:
 def test_hugging_face_by_either_name(tmp_path: Path, name: str) -> None:
     GPT2BPETokenizer(*write_small_bpe(tmp_path)).save_pretrained(tmp_path)
     assert isinstance(build(tokenizer_type=name, tokenizer_model=str(tmp_path)), HuggingFaceTokenizer)
+
+
+def test_special_tokens_named_by_flag_are_the_tokenizers_own(tmp_path: Path) -> None:
+    """As in Megatron-LM those that are there change nothing; others would get ids that no file knows."""
+    vocab, merges = write_small_bpe(tmp_path)
+    GPT2BPETokenizer(vocab, merges).save_pretrained(tmp_path)
+    (tmp_path / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a"]))
+    pieces = train_pieces(tmp_path / "tokenizer.model", user_defined_symbols=["<there>"])
+    every = {
+        "GPT2BPETokenizer": ({"vocab_file": str(vocab), "merge_file": str(merges)}, "<|endoftext|>"),
+        "HuggingFaceTokenizer": ({"tokenizer_model": str(tmp_path)}, "<|endoftext|>"),
+        "SentencePieceTokenizer": ({"tokenizer_model": str(pieces)}, "<there>"),
+        "BertWordPieceCase": ({"vocab_file": str(tmp_path / "vocab.txt")}, "[SEP]"),
+    }
+    for kind, (files, token) in every.items():
+        plain = build(tokenizer_type=kind, **files)
+        named = build(tokenizer_type=kind, **files, tiktoken_special_tokens=(token,))
+        assert named.fingerprint == plain.fingerprint and named.vocab_size == plain.vocab_size
+        with pytest.raises(ConfigError, match=f"--tokenizer-special-tokens <x>: not in the vocabulary of this {kind}"):
+            build(tokenizer_type=kind, **files, tiktoken_special_tokens=(token, "<x>"))
 
 
 def test_the_config_section_fits() -> None:
@@ -63,8 +83,8 @@ def test_the_config_section_fits() -> None:
         ({"tokenizer_type": "NullTokenizer", "vocab_size": 9, "encoder": "fast"}, "NullTokenizer has no fast encoder"),
         ({"tokenizer_type": "TikTokenizer", "encoder": "fast"}, "--encoder fast: TikTokenizer has no fast encoder"),
         (
-            {"vocab_file": "v", "merge_file": "m", "tiktoken_special_tokens": ("<s>", "<x>")},
-            "--tokenizer-special-tokens <s> <x>: only TikTokenizer",
+            {"tokenizer_type": "NullTokenizer", "vocab_size": 9, "tiktoken_special_tokens": ("<s>", "<x>")},
+            "--tokenizer-special-tokens <s> <x>: not in the vocabulary of this NullTokenizer",
         ),
         ({"tokenizer_type": "BertWordPieceCase", "null_tokenizer_eod_id": 3}, "--null-tokenizer-eod-id 3: BertWordP"),
         (

@@ -7,6 +7,7 @@ import multiprocessing
 import pickle
 import random
 import sys
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -327,6 +328,43 @@ def test_memory_is_bounded_by_making_the_engine_anew(
     assert [ids.tolist() for ids in tokenizer.encode_batch(texts)] == [exact.tokenize(text) for text in texts]
     # Rebuilding never helps here, so it happens less and less often.
     assert 2 <= len(built) <= 5
+
+
+@pytest.mark.parametrize("words", [WORDS, ["alpha", "beta", "(y):\n   "]])
+def test_memory_beside_a_text_and_its_ids_does_not_grow_with_the_text(
+    files: tuple[Path, Path], words: list[str]
+) -> None:
+    tokenizer = fast_tokenizer(files)
+    paragraph = " ".join(random.Random(1).choices(words, k=2000))
+    for size in (4_000_000, 16_000_000):
+        text = paragraph * (size // len(paragraph))
+        tracemalloc.start()
+        (ids,) = tokenizer.encode_batch([text])
+        beside = tracemalloc.get_traced_memory()[1] - ids.nbytes * 9 / 8  # a buffer that grows has room to spare
+        tracemalloc.stop()
+        assert beside < 24 * guard.PART, size
+
+
+def test_a_long_text_is_encoded_part_by_part(
+    files: tuple[Path, Path], exact: GPT2BPETokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(guard, "PART", 100)
+    monkeypatch.setattr(guard, "STRETCH", 4 * guard.PIECE)
+    random.seed(3)
+    texts = [prose(1, 30_000), f"{prose(2, 9000)} x{YOUNG}y's {prose(3, 9000)}", "東京は" * 3000, " " * 5000, *NASTY]
+    texts += [f"{YOUNG}'t" * 5000]  # no words to cut at, and the engine alone differs
+    texts += ["".join(random.choices(["a ", "\n", "'re", " ", f"{YOUNG}'t", "7", "é\u0301", "\u3000"], k=5000))]
+    for text, ids in zip(texts, fast_tokenizer(files).encode_batch(texts), strict=True):
+        assert np.array_equal(ids, exact.tokenize(text))
+    with pytest.raises(DataError, match=r"lone surrogate \(U\+D800 at character 200\)"):
+        fast_tokenizer(files).encode_batch(["ab  " * 50 + "\ud800"])
+
+
+def test_a_wrong_part_of_a_long_text_is_caught(exact: GPT2BPETokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guard, "PART", 2000)
+    monkeypatch.setattr(guard, "STRETCH", guard.PIECE)
+    with pytest.raises(EncoderDifference):
+        guarded(exact, Wrong(exact, "bug")).encode_batch([f"x{YOUNG}y {prose(1, 20_000)}{' bug' * 4000}"])
 
 
 def test_without_a_process_size_it_is_made_anew_after_so_much_text(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from pathlib import Path
 from typing import Any
 
@@ -14,20 +13,10 @@ from hypothesis import strategies as st
 from megatron.errors import ConfigError, DataError
 from megatron.tokenizer import Tokenizer, TokenizerSettings, build_tokenizer
 from tests.unit.tokenizer.support import NASTY, SAMPLES
+from tests.unit.tokenizer.support import train_pieces as train
 
 TYPES = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer")
 CONTROL = "before</s><s> after <unk> <EOD><MASK>"
-
-
-def train(path: Path, **options: Any) -> Path:
-    model = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter([line for text in SAMPLES for line in text.splitlines()] * 3),
-        model_writer=model,
-        **{"vocab_size": 400, "model_type": "bpe", "byte_fallback": True, "minloglevel": 2, **options},
-    )
-    path.write_bytes(model.getvalue())
-    return path
 
 
 @pytest.fixture(scope="module")

@@ -210,6 +210,9 @@ def test_a_vendor_torch_is_used_and_the_second_run_does_nothing(checkout: Path, 
     assert not list((checkout / ".venv").glob("lib/python3*/site-packages/torch")), "torch was installed over it"
     log = (checkout / ".venv" / "setup.log").read_text()
     assert "Downloading torch" not in log and "torch-2" not in log
+    launcher = checkout / ".venv" / "bin" / "torchrun"  # pip makes it where torch itself is
+    assert os.access(launcher, os.X_OK), "the README's torchrun, in an environment that has torch from outside"
+    assert f"{checkout}/.venv/bin/python" in launcher.read_text()
 
     second = set_up(checkout, python_path=vendor)
     assert "is up to date" in second.stdout and "installing" not in second.stdout

@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from megatron.checkpoint import RunHistory
 from megatron.config import check_paths, check_world
@@ -106,7 +107,8 @@ def _train(words: list[str], rank: int, size: int, seen: list[str]) -> None:
             seen.append(str([type(hook).__name__ for hook in parts.trainer.hooks]))
         reason = train_and_evaluate(run, parts)
         seen.append(f"{reason.kind} at {parts.progress}")
-        for name, tensor in [*parts.engine.model.named_parameters(), *parts.engine.model.named_buffers()]:
+        for name, held in [*parts.engine.model.named_parameters(), *parts.engine.model.named_buffers()]:
+            tensor = held.detach().to_local() if isinstance(held, DTensor) else held
             content = tensor.detach().contiguous().view(torch.uint8) if tensor.dim() else tensor.detach()
             seen.append(f"{name} {list(tensor.shape)} {hashlib.md5(content.numpy().tobytes()).hexdigest()}")
 

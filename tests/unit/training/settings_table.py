@@ -73,6 +73,9 @@ MODEL = {
     "norm_epsilon": Case("--norm-epsilon 0.1"),
     "apply_layernorm_1p": Case("--apply-layernorm-1p"),
     "qk_layernorm": Case("--qk-layernorm"),
+    "qk_layernorm_scope": Case("--qk-layernorm-scope all", "--qk-layernorm", ""),
+    "norm_placement": Case("--norm-placement after"),
+    "use_parallel_residual": Case("--use-parallel-residual"),
     "window_size": Case("--window-size 1 0"),
     "swiglu": Case("--swiglu", "--ffn-hidden-size 24"),
     "squared_relu": Case("--squared-relu"),
@@ -143,11 +146,19 @@ PARALLEL = {
     "cp_comm_type": ranked("--cp-comm-type a2a", "--context-parallel-size 2", ""),
     "expert_model_parallel_size": planned("--expert-model-parallel-size 2", MOE, ""),
     "check_replicas_every": ranked("--check-replicas-every 1"),
+    "zero_stage": ranked("--zero-stage 3"),
+    "num_distributed_optimizer_instances": planned(
+        "--num-distributed-optimizer-instances 2", "--use-distributed-optimizer"
+    ),
+    "use_torch_fsdp2": ranked("--use-torch-fsdp2"),
+    "torch_fsdp2_reshard_after_forward": ranked("--torch-fsdp2-no-reshard-after-forward", "--use-torch-fsdp2", ""),
+    "data_parallel_sharding_strategy": ranked("--data-parallel-sharding-strategy optim_grads"),
 }
 
 SAMPLES = "-train-iters --train-samples 8"
 TRAINING = {
     "micro_batch_size": Case("--micro-batch-size 2"),
+    "gradient_accumulation_steps": planned("--gradient-accumulation-steps 3", "-global-batch-size"),
     "global_batch_size": Case("--global-batch-size 4"),
     "rampup_batch_size": Case("--rampup-batch-size 2 2 4", f"{SAMPLES} --global-batch-size 4"),
     "step_batch_size_schedule": Case("--step-batch-size-schedule 0:2 32:4", f"{SAMPLES} -global-batch-size"),
@@ -165,6 +176,8 @@ TRAINING = {
     "manual_gc_interval": Case("--manual-gc-interval 1", "--manual-gc", ""),
     "manual_gc_eval": Case("--no-manual-gc-eval", "--manual-gc --eval-interval 1", ""),
     "check_for_nan_in_loss_and_grad": Case("--no-check-for-nan-in-loss-and-grad", "--fp16 --loss-scale 1e30"),
+    "check_for_spiky_loss": Case("--check-for-spiky-loss", "--spiky-loss-factor 0.5"),
+    "spiky_loss_factor": Case("--spiky-loss-factor 0.5", "--check-for-spiky-loss", ""),
 }
 
 LOAD_OTHER = "--load SAVED --min-lr 1e-3"
@@ -172,6 +185,39 @@ RAMP = "--weight-decay-incr-style linear --start-weight-decay 0.1 --end-weight-d
 CONSTANT = "--lr-decay-style constant"
 WSD = "--lr-decay-style WSD --lr-wsd-decay-iters 2"
 OVERFLOWS = "--fp16 --initial-loss-scale 1e30 --hysteresis 1"
+MUON = "--optimizer muon"
+ADAFACTOR = "--optimizer adafactor"
+AWARE = "--use-precision-aware-optimizer"
+WARMUP = "--lr-schedule WarmupDecayLR --total-num-steps 4 --warmup-num-steps 2"
+COSINE = "--lr-schedule WarmupCosineLR --total-num-steps 4 --warmup-num-steps 2"
+RANGE = "--lr-schedule LRRangeTest"
+SHORT = "--cycle-first-step-size 1"
+CYCLE = "--lr-schedule OneCycle --cycle-min-lr 1e-3 --cycle-max-lr 1e-2"
+DECAYING = f"{CYCLE} {SHORT} --decay-lr-rate 1 --train-iters 5"
+DEEPSPEED = {
+    "lr_schedule": Case(RANGE),
+    "warmup_min_lr": Case("--warmup-min-lr 1e-4", WARMUP, RANGE),
+    "warmup_max_lr": Case("--warmup-max-lr 1e-2", WARMUP, RANGE),
+    "warmup_num_steps": Case("--warmup-num-steps 3", WARMUP, RANGE),
+    "warmup_type": Case("--warmup-type linear", f"{WARMUP} --warmup-min-lr 1e-4 --warmup-num-steps 3", RANGE),
+    "total_num_steps": Case("--total-num-steps 3", f"{WARMUP} --train-iters 5", RANGE),
+    "warmup_min_ratio": Case("--warmup-min-ratio 0.5", COSINE, RANGE),
+    "cos_min_ratio": Case("--cos-min-ratio 0.5", f"{COSINE} --train-iters 5", RANGE),
+    "cycle_min_lr": Case("--cycle-min-lr 2e-3", CYCLE, RANGE),
+    "cycle_max_lr": Case("--cycle-max-lr 2e-2", CYCLE, RANGE),
+    "cycle_first_step_size": Case("--cycle-first-step-size 5", CYCLE, RANGE),
+    "cycle_second_step_size": Case("--cycle-second-step-size 3", f"{CYCLE} {SHORT}", RANGE),
+    "cycle_first_stair_count": Case("--cycle-first-stair-count 1", CYCLE, RANGE),
+    "cycle_second_stair_count": Case(
+        "--cycle-second-stair-count 1", f"{CYCLE} {SHORT} --cycle-second-step-size 3", RANGE
+    ),
+    "decay_step_size": Case("--decay-step-size 1", DECAYING, RANGE),
+    "decay_lr_rate": Case("--decay-lr-rate 2", f"{DECAYING} --decay-step-size 1", RANGE),
+    "lr_range_test_min_lr": Case("--lr-range-test-min-lr 1e-2", RANGE, ""),
+    "lr_range_test_step_size": Case("--lr-range-test-step-size 1", RANGE, ""),
+    "lr_range_test_step_rate": Case("--lr-range-test-step-rate 50", RANGE, ""),
+    "lr_range_test_staircase": Case("--lr-range-test-staircase", f"{RANGE} --lr-range-test-step-size 2", ""),
+}
 OPTIMIZER = {
     "optimizer": Case("--optimizer sgd"),
     "weight_decay": Case("--weight-decay 0.5"),
@@ -184,7 +230,34 @@ OPTIMIZER = {
     "adam_beta2": Case("--adam-beta2 0.5", "", "--optimizer sgd"),
     "adam_eps": Case("--adam-eps 1e-2", "", "--optimizer sgd"),
     "sgd_momentum": Case("--sgd-momentum 0.5", "--optimizer sgd", ""),
-    "lr": Case("--lr 1e-3"),
+    "optimizer_cpu_offload": planned("--optimizer-cpu-offload"),
+    "decoupled_weight_decay": Case("--no-decoupled-weight-decay", "", "--optimizer sgd"),
+    "lion_beta1": Case("--lion-beta1 0.5", "--optimizer lion", ""),
+    "lion_beta2": Case("--lion-beta2 0.5", "--optimizer lion", ""),
+    "muon_momentum": Case("--muon-momentum 0.5", MUON, ""),
+    "muon_nesterov": Case("--muon-nesterov", MUON, ""),
+    "muon_split_qkv": Case("--muon-no-split-qkv", MUON, ""),
+    "muon_num_ns_steps": Case("--muon-num-ns-steps 10", MUON, ""),
+    "muon_coefficient_type": Case("--muon-coefficient-type simple", MUON, ""),
+    "muon_scale_mode": Case("--muon-scale-mode unit_rms_norm", MUON, ""),
+    "muon_extra_scale_factor": Case("--muon-extra-scale-factor 0.2", MUON, ""),
+    "muon_fp32_matmul_prec": Case("--muon-fp32-matmul-prec highest", MUON, ""),
+    "muon_scalar_optimizer": Case("--muon-scalar-optimizer lion", MUON, ""),
+    "adafactor_beta1": Case("--adafactor-beta1 0.9", ADAFACTOR, ""),
+    "adafactor_decay_rate": Case("--adafactor-decay-rate -0.5", ADAFACTOR, ""),
+    "adafactor_clip_threshold": Case("--adafactor-clip-threshold 0.5", ADAFACTOR, ""),
+    "adafactor_eps1": Case("--adafactor-eps1 1e-2", ADAFACTOR, ""),
+    "adafactor_eps2": Case("--adafactor-eps2 0.5", ADAFACTOR, f"{ADAFACTOR} --adafactor-no-scale-parameter"),
+    "adafactor_scale_parameter": Case("--adafactor-no-scale-parameter", ADAFACTOR, ""),
+    "adafactor_relative_step": Case(
+        "--adafactor-relative-step", f"{ADAFACTOR} -lr --lr 3 --lr-decay-style constant", ""
+    ),
+    "use_precision_aware_optimizer": Case("--use-precision-aware-optimizer", "--exp-avg-dtype bf16", ""),
+    "exp_avg_dtype": Case("--exp-avg-dtype bf16", AWARE, ""),
+    "exp_avg_sq_dtype": Case("--exp-avg-sq-dtype bf16", AWARE, ""),
+    "decoupled_lr": Case("--decoupled-lr 1e-1"),
+    "decoupled_min_lr": Case("--decoupled-min-lr 5e-3", "--decoupled-lr 2e-2", ""),
+    "lr": Case("--lr 1e-3", "", "-lr --lr-schedule LRRangeTest"),
     "min_lr": Case("--min-lr 5e-3", "", CONSTANT),
     "lr_decay_style": Case("--lr-decay-style cosine"),
     "lr_decay_iters": Case("--lr-decay-iters 2", "", CONSTANT),
@@ -202,11 +275,13 @@ OPTIMIZER = {
     "use_checkpoint_opt_param_scheduler": Case("--use-checkpoint-opt_param-scheduler", LOAD_OTHER, ""),
     "fp16": Case("--fp16", "--initial-loss-scale 256"),
     "bf16": Case("--bf16"),
+    "grad_reduce_in_bf16": Case("--grad-reduce-in-bf16", "--bf16", ""),
     "loss_scale": Case("--loss-scale 3"),
     "initial_loss_scale": Case("--initial-loss-scale 512", FP16, "--bf16"),
     "min_loss_scale": Case("--min-loss-scale 9e29", OVERFLOWS, "--bf16"),
     "loss_scale_window": Case("--loss-scale-window 1", FP16, "--fp16 --loss-scale 8"),
     "hysteresis": Case("--hysteresis 3", OVERFLOWS, ""),
+    "allow_tf32": planned("--allow-tf32"),
 }
 
 FULL = "--recompute-granularity full --recompute-method uniform --num-layers 3"
@@ -216,6 +291,7 @@ ROOM = {
     "recompute_granularity": Case("--recompute-granularity selective"),
     "recompute_method": Case("--recompute-method block", f"{FULL} --recompute-num-layers 1", ""),
     "recompute_num_layers": Case("--recompute-num-layers 2", FULL.replace("uniform", "block"), ""),
+    "cpu_offloading_num_layers": planned("--cpu-offloading-num-layers 1"),
     "kernels": planned("--kernels ref", TABLE),
     "compile": Case("--compile", "--num-experts 4 --disable-bias-linear"),  # refused there, as it is read
     "masked_softmax_fusion": planned("--no-masked-softmax-fusion", TABLE),
@@ -296,6 +372,8 @@ CHECKPOINT = {
     "save": Case(SAVE),
     "load": Case("--load SAVED"),
     "save_interval": Case("--save-interval 2", SAVE, ""),
+    "async_save": Case("--async-save", SAVE, ""),
+    "save_retain_last": Case("--save-retain-last 2", f"{SAVE} --save-interval 1", ""),
     "save_retain_interval": Case("--save-retain-interval 2", f"{SAVE} --save-interval 1", ""),
     "save_optim": Case("--no-save-optim", SAVE, ""),
     "save_rng": Case("--no-save-rng", SAVE, ""),
@@ -307,6 +385,7 @@ CHECKPOINT = {
     "strict_load": Case("--strict-load", "--load DAMAGED", ""),
     "skip_hash": Case("--skip-hash", "--load SAVED", ""),
     "ckpt_step": Case("--ckpt-step 1", "--load SAVED", ""),
+    "override_ckpt_iteration": Case("--override-ckpt-iteration 1", "--load SAVED", "--load SAVED --finetune"),
 }
 
 TB = "--tensorboard-dir out/tb"
@@ -358,16 +437,25 @@ FOLLOWED = {
     "dry_run_ranks": planned("--dry-run-ranks 4"),
 }
 
-CASES = MODEL | EXPERTS | PARALLEL | TRAINING | OPTIMIZER | ROOM | DATA | CHECKPOINT | FOLLOWED
+CASES = MODEL | EXPERTS | PARALLEL | TRAINING | OPTIMIZER | DEEPSPEED | ROOM | DATA | CHECKPOINT | FOLLOWED
 
 ELSEWHERE = {
     "perform_initialization": "saves time, as --load replaces what it would draw; tests/unit/training/test_loop.py",
     "recompute_modules": "core_attn is its only value, and its default",
     "store_param_remainders": "saves memory; tests/unit/optimizer/test_flat.py",
+    "optimizer_offload_directory": "where the state lies; tests/unit/optimizer/test_offload.py",
+    "optimizer_offload_fraction": "where a share of the state lies; tests/unit/optimizer/test_offload.py",
+    "consecutive_hysteresis": "data must overflow, and then not; tests/unit/optimizer/test_loss_scaler.py",
+    "remote_device": "where the shards are; tests/cluster/test_offload.py",
+    "use_distributed_optimizer": "as zero_stage; tests/unit/config/test_parallel_checks.py",
+    "ddp_bucket_size": "a matter of time; tests/unit/engine/test_build.py",
+    "overlap_param_gather": "a matter of time; tests/equivalence/test_zero.py",
     "overlap_grad_reduce": "a matter of time; tests/distributed/test_grad_buffers.py",
     "memory_snapshot_path": "CUDA writes it; tests/unit/training/test_profiling.py",
     "distributed_timeout_minutes": "of a collective that fails; tests/faults/test_heartbeat.py",
     "heartbeat_timeout_seconds": "of a rank that is lost; tests/faults/test_heartbeat.py",
+    "deepspeed": "fills other settings; tests/unit/config/deepspeed/test_source.py",
+    "deepspeed_config": "fills other settings; tests/unit/config/deepspeed/test_source.py",
     "local_rank": "of a launcher; tests/distributed/test_launchers.py",
 }
 """Settings whose effect cannot be seen in a small run -> the test file that shows it."""

@@ -29,6 +29,7 @@ def prepared(
     config = replace(
         config,
         training=replace(config.training, deterministic_mode=settings.get("deterministic", False)),
+        precision=replace(config.precision, allow_tf32=settings.get("tf32", False)),
         runtime=replace(config.runtime, dry_run=settings.get("dry_run", False)),
     )
     module._prepare_accelerator(config, device, RankLog(0, stream))
@@ -56,6 +57,16 @@ def test_deterministic_products_have_their_workspace(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
     prepared(monkeypatch, CUDA, grows=True, deterministic=True)
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
+
+
+def test_products_are_rounded_to_tf32_only_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    products = torch.backends.cuda.matmul
+    for asked in (True, False):  # ends as a process begins
+        assert prepared(monkeypatch, CUDA, grows=True, tf32=asked)[0] == ""
+        assert products.allow_tf32 is asked
+    said, _ = prepared(monkeypatch, torch.device("cpu"), grows=True, tf32=True)
+    assert said.strip() == "--allow-tf32: has no effect, the device cpu has no such products"
+    assert products.allow_tf32 is False
 
 
 def refuses(settings: str) -> None:

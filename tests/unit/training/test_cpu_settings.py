@@ -10,7 +10,7 @@ import torch
 from megatron.config import parse_args
 from megatron.distributed.launch import LaunchInfo
 from megatron.errors import ConfigError
-from megatron.training import initialize
+from megatron.training import devices, initialize
 from megatron.utils.log import RankLog
 
 MODEL = "--num-layers 1 --hidden-size 8 --num-attention-heads 2 --seq-length 8 --max-position-embeddings 8"
@@ -22,8 +22,8 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """What the process was asked to set; nothing is set."""
     calls: list[str] = []
     for name in ("set_allocator", "set_fp32_products", "set_scheduling"):
-        monkeypatch.setattr(initialize, name, lambda choice, *_, name=name: calls.append(f"{name} {choice}") or name)
-    monkeypatch.setattr(initialize, "pin", lambda launch: calls.append("pin") or frozenset({0, 1}))
+        monkeypatch.setattr(devices, name, lambda choice, *_, name=name: calls.append(f"{name} {choice}") or name)
+    monkeypatch.setattr(devices, "pin", lambda launch: calls.append("pin") or frozenset({0, 1}))
     threads = torch.get_num_threads()
     yield calls
     torch.set_num_threads(threads)
@@ -31,7 +31,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 def prepare(flags: str, device: str) -> int:
     config = parse_args([*RUN.split(), *flags.split()])
-    return initialize._prepare_cpu(config, LaunchInfo(), torch.device(device), RankLog())
+    return devices.prepare_cpu(config, LaunchInfo(), torch.device(device), RankLog())
 
 
 def test_on_a_cpu_every_setting_is_made_and_said(asked: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -55,7 +55,7 @@ def test_beside_an_accelerator_only_what_was_asked_for(asked: list[str]) -> None
 def test_fp16_is_multiplied_the_fast_way_and_how_is_said(
     monkeypatch: pytest.MonkeyPatch, asked: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(initialize, "set_fp16_products", lambda: "how fp16 is multiplied")
+    monkeypatch.setattr(devices, "set_fp16_products", lambda: "how fp16 is multiplied")
     for flags, device, expected in (("--fp16", "cpu", 1), ("--bf16", "cpu", 0), ("--fp16", "meta", 0)):
         prepare(flags, device)
         assert capsys.readouterr().out.count("how fp16 is multiplied") == expected
@@ -76,6 +76,6 @@ def test_bf16_without_instructions_for_it_is_said(
 ) -> None:
     config = parse_args([*RUN.split(), "--bf16"])
     for has, device, expected in ((True, "cpu", 0), (False, "cpu", 1), (False, "meta", 0)):
-        monkeypatch.setattr(initialize, "has_bf16_products", lambda has=has: has)
-        initialize._warn_of_slow_precision(config, torch.device(device), RankLog())
+        monkeypatch.setattr(devices, "has_bf16_products", lambda has=has: has)
+        devices.warn_of_slow_precision(config, torch.device(device), RankLog())
         assert capsys.readouterr().out.count("warning: --bf16: this processor has no instructions for it") == expected

@@ -60,12 +60,22 @@ LATER: dict[str, str] = {
     "--distributed-backend nccl": "--distributed-backend nccl: needs an accelerator",
     "--kernels auto,-nothing": "no operation 'nothing'",
     "--bf16 --store-param-remainders --kernels ref": "--store-param-remainders: only the native AdamW",
+    "--cpu-offloading-num-layers 9": "--cpu-offloading-num-layers 9: the model has 2 layers",
+    "--cpu-offloading-num-layers 1 --recompute-granularity full --recompute-method block": "exclude each other: a",
+    "--zero-stage 3 --remote-device cpu --num-distributed-optimizer-instances 2": "not summed between instances",
+    "--num-distributed-optimizer-instances 2": "without ZeRO every rank has the whole optimizer; add",
+    "--optimizer-cpu-offload --optimizer-offload-fraction 0.5 --zero-stage 2": "is offloaded or none; leave it at 1",
+    "--optimizer-cpu-offload --optimizer-offload-directory out/d": "is in memory or in a file; keep one",
+    "--optimizer-cpu-offload --optimizer sgd": "--optimizer-cpu-offload: only the state of AdamW",
+    "--optimizer-offload-directory out/d --bf16 --store-param-remainders": "exclude each other: masters on the host",
     "--bf16 --store-param-remainders --optimizer sgd": "--store-param-remainders: only the native AdamW",
     "--load NOWHERE": "does not exist",
+    "--load Owner/model-7b --finetune": "if Owner/model-7b is a model on the Hugging Face Hub",
     "--load NOWHERE --finetune": "does not exist",
     "--load NOWHERE --use-checkpoint-args": "does not exist",
     "--load SAVED --ckpt-step 5": "--ckpt-step 5:",
     "--load SAVED --ckpt-step 5 --finetune": "--ckpt-step 5:",
+    "--load SAVED --override-ckpt-iteration 100": "--override-ckpt-iteration 100: nothing is left of --train-iters",
     "--load SAVED --ffn-hidden-size 256": "--ffn-hidden-size",
     "--load SAVED --seed 7": "--seed is 7 here",
     "--load DAMAGED": "no valid checkpoint is left",
@@ -131,6 +141,47 @@ def test_what_is_found_out_later(given: str, places: dict[str, Path], capsys: py
             base[name] = None
     lines = refused([*flags(**base), *with_places(given, places)], capsys)
     assert any(LATER[given] in line for line in lines), lines
+
+
+TOGETHER = {
+    "--cuda-graphs": "--cuda-graphs: needs a CUDA device",
+    "--kernels auto,-nothing": "no operation 'nothing'",
+    "--eod-mask-loss": "--eod-mask-loss: the tokenizer has no end-of-document id",
+    "--eval-global-batch-size 3 --eval-iters 1": "--eval-global-batch-size 3: ",
+    "--profile --profile-step-start 0 --profile-step-end 1 --profile-ranks 1": "--profile-ranks 1: there is no rank 1",
+    "--distributed-backend nccl": "--distributed-backend nccl: needs an accelerator",
+    "--load A-FILE": "is not a directory",
+}
+
+
+def test_what_is_found_out_later_is_told_together(places: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    """What ranks, device, kernels, tokenizer and checkpoint refuse, of one launch; nothing that only follows."""
+    lines = refused([*flags(), *with_places(" ".join(TOGETHER), places)], capsys)
+    assert len(lines) == len(TOGETHER), lines
+    for part in TOGETHER.values():
+        assert sum(part in line for line in lines) == 1, (part, lines)
+
+
+def test_a_name_of_the_hub_is_told_with_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
+    """As a newcomer types it: without the shape, which would be the model's."""
+    lines = refused(shlex.split("--load Owner/model-7b --finetune --mock-data --micro-batch-size 1"), capsys)
+    assert "if Owner/model-7b is a model on the Hugging Face Hub" in lines[0], lines
+    assert any("--num-layers" in line for line in lines[1:])
+
+
+@pytest.mark.parametrize(
+    ("mistakes", "only"),
+    [
+        ("--tokenizer-type HuggingFaceTokenizer --tokenizer-model A-FILE --eod-mask-loss", "--tokenizer-model"),
+        ("--device nonsense --cuda-graphs", "--device nonsense: not a device"),
+    ],
+)
+def test_what_follows_from_a_part_that_is_wrong_is_not_said(
+    places: dict[str, Path], capsys: pytest.CaptureFixture[str], mistakes: str, only: str
+) -> None:
+    base = {"vocab_size": None} if "tokenizer" in mistakes else {"device": None}
+    (line,) = refused([*flags(**base), *with_places(mistakes, places)], capsys)
+    assert only in line
 
 
 def test_a_command_that_is_right_is_described_once(capsys: pytest.CaptureFixture[str]) -> None:

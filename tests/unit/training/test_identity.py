@@ -1,14 +1,24 @@
-"""What ranks compare when they meet: every setting but paths, the code, and torch."""
+"""What ranks compare when they meet: every setting but paths, the code, the tokenizer, torch; then the data."""
 
 from __future__ import annotations
 
+import dataclasses
+import re
+import time
 from pathlib import Path
+from threading import Thread
 
 import pytest
+import torch.distributed as dist
 
 from megatron.config.run import all_settings
+from megatron.data.build import Datasets
+from megatron.data.sources import SourceContent
+from megatron.distributed.launch import LaunchInfo
+from megatron.errors import DataError
+from megatron.tokenizer import build_tokenizer
 from megatron.training import identity
-from megatron.training.identity import started_with
+from megatron.training.identity import meet_over_data, started_with
 from megatron.training.settings import read_settings
 from tests.helpers.runs import flags
 
@@ -32,7 +42,8 @@ def test_every_setting_that_names_a_place_is_marked() -> None:
     assert len(named) > 10
     assert [setting.name for setting in named if not setting.flag.path and setting.flag.status == "works"] == []
     others = {setting.name for setting in all_settings() if setting.flag.path} - {setting.name for setting in named}
-    assert others == {"pipeline_trace", "save", "load", "tokenizer_model"}, "whatever is marked is not compared"
+    places = {"pipeline_trace", "save", "load", "tokenizer_model", "optimizer_offload_directory"}
+    assert others == places, "whatever is marked is not compared"
 
 
 def test_other_code_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,3 +57,64 @@ def test_other_code_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     (tmp_path / "b.py").write_text("")
     (tmp_path / "a.py").write_text("x = 1\nx = 2\n")
     assert len({usual, changed, of()["the code of megatron"]}) == 3
+
+
+def test_another_tokenizer_shows() -> None:
+    config = read_settings(flags(tokenizer_type="NullTokenizer"), needs_data=False)
+    names = [
+        started_with(config, build_tokenizer(dataclasses.replace(config.tokenizer, vocab_size=size)))["the tokenizer"]
+        for size in (97, 97, 98)
+    ]
+    assert names[0] == names[1] != names[2] and names[0].startswith("NullTokenizer ")
+
+
+class Ranks:
+    """Those of a run as threads, and what becomes of each when it meets the others with its data."""
+
+    def __init__(self, *data: Datasets, late: float = 0.0) -> None:
+        self.became: list[Exception | None] = [None] * len(data)
+        store, threads = dist.HashStore(), []
+        for rank, datasets in enumerate(data):
+            threads.append(Thread(target=self._meet, args=(store, rank, datasets)))
+        for thread in threads[:-1]:
+            thread.start()
+        time.sleep(late)
+        self.waited = all(thread.is_alive() for thread in threads[:-1])
+        threads[-1].start()
+        for thread in threads:
+            thread.join(60)
+
+    def _meet(self, store: dist.Store, rank: int, datasets: Datasets) -> None:
+        try:
+            info = LaunchInfo(rank=rank, world_size=len(self.became), agent_store=True)
+            meet_over_data(datasets, store, info, told_every=0.1)
+        except DataError as error:
+            self.became[rank] = error
+
+
+def data(content: str = "1" * 64, record: str = "", fingerprint: str = "f" * 64, folder: str = "/a") -> Datasets:
+    source = SourceContent(f"{folder}/corpus", content, record)
+    return Datasets(None, None, None, "", fingerprint=fingerprint, sources=[source])
+
+
+def test_ranks_wait_at_the_store_for_one_that_builds_and_name_it(capsys: pytest.CaptureFixture[str]) -> None:
+    ranks = Ranks(data(), data(folder="/b"), data(), late=0.5)
+    assert ranks.became == [None, None, None] and ranks.waited
+    line = capsys.readouterr().err.splitlines()[0]
+    assert line.endswith("waits for the others for 0 s: rank 2 has not opened the data (2 of 3 have)"), line
+
+
+@pytest.mark.parametrize(
+    ("other", "told"),
+    [
+        ({"content": "2" * 64, "folder": "/b"}, "source 1 is /[ab]/corpus .[12]{12}. there and /[ab]/corpus .[12]{12}"),
+        ({"record": "3" * 64}, "the record of source 1 is (not there|3{12}) there and (not there|3{12}) here"),
+        ({"fingerprint": "e" * 64}, "the order and the weights of all sources is [ef]{12} there and [ef]{12} here"),
+    ],
+    ids=["tokens", "record", "weights"],
+)
+def test_other_data_of_one_rank_ends_all_of_them_with_one_error(other: dict[str, str], told: str) -> None:
+    ranks = Ranks(data(), data(**other), data())
+    assert all(ranks.became), ranks.became
+    (text,) = {str(error) for error in ranks.became}
+    assert re.search(rf"rank \d \(.*\) reads other data than rank \d \(.*\): {told}.*; copy the files", text), text

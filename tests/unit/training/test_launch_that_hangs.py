@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from megatron.config import parse_args
+from megatron.config.refusals import Refusals
 from megatron.distributed.launch import LaunchInfo
 from megatron.errors import ConfigError
 from megatron.ops.select import resolve
@@ -16,7 +17,9 @@ from tests.helpers.runs import flags
 def check(stages: int, device: str, launch: LaunchInfo) -> None:
     config = parse_args(flags(pipeline_model_parallel_size=stages))
     kernels = resolve("ref", "cpu")
-    check_parts(config, launch=launch, device=torch.device(device), kernels=kernels, tokenizer=None, needs_data=False)
+    found, where = Refusals(), torch.device(device)
+    check_parts(config, launch=launch, device=where, kernels=kernels, tokenizer=None, needs_data=False, refusals=found)
+    found.end()
 
 
 @pytest.mark.parametrize(("value", "blocks"), [("1", True), ("0", False), ("", False), (None, False)])

@@ -56,6 +56,7 @@ def datasets(run, wanted):
 
 def forward_step(model, batch):
     assert len(batch["sample_ids"]) == len(batch["x"])
+    assert not batch["x"].is_shared()  # it came through the worker's pipe: containers limit shared memory
     logits = model(batch["x"].to(model.out.weight.dtype)).float()
     return F.cross_entropy(logits, batch["y"], reduction="sum"), len(batch["y"])
 
@@ -123,7 +124,7 @@ def test_a_dry_run_plans_a_model_of_ones_own(script: Path) -> None:
     assert "parameters" in done.stdout and "vocabulary" not in done.stdout
 
 
-def test_initialize_gives_the_parts_without_the_loop(tmp_path: Path) -> None:
+def test_setup_by_its_older_name_gives_the_parts_without_the_loop(tmp_path: Path) -> None:
     script = tmp_path / "look.py"
     script.write_text(
         f"import sys; sys.path.insert(0, {str(REPOSITORY)!r})\n"
@@ -139,6 +140,7 @@ def test_initialize_gives_the_parts_without_the_loop(tmp_path: Path) -> None:
     )
     done = launch(flags(seed=7, bf16=True), ranks=2, script=script)
     assert done.returncode == 0, done.stderr
+    assert done.stdout.count("megatron.initialize(argv) is called megatron.setup(argv) now") == 1
     first, second = sorted(json.loads(line) for line in done.stdout.splitlines() if line.startswith("["))
     assert first[:7] == [0, 2, 3, 97, 7, "cpu", "torch.bfloat16"]
     assert second[:7] == [1, 2, 3, 97, 7, "cpu", "torch.bfloat16"]
@@ -146,9 +148,9 @@ def test_initialize_gives_the_parts_without_the_loop(tmp_path: Path) -> None:
     assert first[8] != second[8], "each data-parallel rank has a random stream of its own"
 
 
-def test_initialize_refuses_what_pretrain_refuses() -> None:
+def test_setup_refuses_what_pretrain_refuses() -> None:
     import megatron
     from megatron.errors import ConfigError
 
     with pytest.raises(ConfigError, match="--global-batch-size 7 does not divide"):
-        megatron.initialize(flags(global_batch_size=7))
+        megatron.setup(flags(global_batch_size=7))

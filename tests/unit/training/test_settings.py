@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from megatron.errors import CheckpointError, ConfigError
+from megatron.optimizer import Rates
 from tests.helpers.runs import flags, make_parts, pretrain_here, train_here
 
 
@@ -85,6 +86,15 @@ def test_retention_keeps_the_multiples_and_the_newest(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.glob("iter_*")) == ["iter_0000003", "iter_0000005", "iter_0000006"]
 
 
+@pytest.mark.parametrize("async_save", [False, True])
+def test_retention_keeps_the_newest(async_save: bool, tmp_path: Path) -> None:
+    settings = {"save": tmp_path, "save_interval": 1, "save_retain_last": 3, "async_save": async_save}
+    train_here(flags(**settings))
+    assert sorted(p.name for p in tmp_path.glob("iter_*")) == [f"iter_000000{n}" for n in (4, 5, 6)]
+    train_here(flags(**{**settings, "save": tmp_path / "both", "save_retain_last": 2, "save_retain_interval": 3}))
+    assert sorted(p.name for p in (tmp_path / "both").glob("iter_*")) == [f"iter_000000{n}" for n in (3, 5, 6)]
+
+
 # schedule: the printed rate is the optimizer's
 
 
@@ -92,9 +102,9 @@ def spy_rates(parts: Any) -> list[float]:
     rates: list[float] = []
     step = parts.engine.optimizer._update.step
 
-    def spy(decision: Any, lr: float, weight_decay: float) -> None:
-        rates.append(lr)
-        step(decision, lr, weight_decay)
+    def spy(decision: Any, now: Rates) -> None:
+        rates.append(now.lr)
+        step(decision, now)
 
     parts.engine.optimizer._update.step = spy
     return rates

@@ -47,3 +47,9 @@ def test_where_torch_is_loaded_nothing_changes() -> None:
     with loading_torch():
         assert gc.isenabled()
     assert gc.get_freeze_count() == before
+
+
+def test_training_loads_no_engine_for_other_models() -> None:
+    program = "from megatron import pretrain; import megatron.training.assemble, sys; print(*sys.modules)"
+    loaded = subprocess.check_output([sys.executable, "-c", program], cwd=ROOT, text=True).split()
+    assert "megatron.training.trainer" in loaded and not [name for name in loaded if "any_model" in name]

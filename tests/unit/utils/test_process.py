@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -19,45 +17,6 @@ from tests.helpers.fresh import in_fresh_process
 def test_the_resident_memory_is_read() -> None:
     assert resident_bytes() > 1 << 20 or not Path("/proc/self/statm").exists()
     assert peak_resident_bytes() > 1 << 20
-
-
-SHOW_POLICY = "; import os, sys; print(os.environ.get('OMP_WAIT_POLICY'), 'torch' in sys.modules)"
-
-
-@pytest.mark.parametrize(
-    ("first", "given", "expected"),
-    [
-        ("import megatron", None, "None False"),  # only what trains is our business
-        ("from megatron import pretrain", None, "PASSIVE False"),
-        ("from megatron import pretrain", "ACTIVE", "ACTIVE False"),
-        (
-            "import types, sys; sys.modules['torch'] = types.ModuleType('torch'); from megatron import pretrain",
-            None,
-            "None True",
-        ),
-        (
-            "from megatron.utils.command_line import run_tool_module as tool; import sys; "
-            "sys.argv[1:] = ['/nowhere']; tool('megatron.checkpoint.verify_cli')",
-            None,
-            "PASSIVE False",
-        ),
-    ],
-)
-def test_threads_wait_passively_unless_the_user_chose(first: str, given: str | None, expected: str) -> None:
-    environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
-    environment |= {} if given is None else {"OMP_WAIT_POLICY": given}
-    command = [sys.executable, "-c", first + SHOW_POLICY]
-    assert subprocess.check_output(command, env=environment, text=True).strip() == expected
-
-
-def test_the_library_of_threads_has_taken_it() -> None:
-    """OpenMP itself is asked."""
-    environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
-    command = [sys.executable, "-c", "from megatron import pretrain; import torch"]
-    done = subprocess.run(
-        command, env=environment | {"OMP_DISPLAY_ENV": "TRUE"}, capture_output=True, text=True, check=True
-    )
-    assert re.search(r"OMP_WAIT_POLICY\s*=\s*'PASSIVE'", done.stdout + done.stderr), done.stderr
 
 
 def cpus_of_one() -> int:

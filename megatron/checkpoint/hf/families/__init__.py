@@ -5,13 +5,21 @@ from __future__ import annotations
 from typing import Any
 
 from megatron.checkpoint.hf.families.gpt2 import GPT2
-from megatron.checkpoint.hf.families.llama import Llama, Mistral, Mixtral, Qwen2, Qwen3, Qwen3MoE
+from megatron.checkpoint.hf.families.llama import Llama
+from megatron.checkpoint.hf.families.mistral import Mistral
+from megatron.checkpoint.hf.families.mixtral import Mixtral
+from megatron.checkpoint.hf.families.neox import GPTNeoX
+from megatron.checkpoint.hf.families.olmo2 import Olmo2
+from megatron.checkpoint.hf.families.qwen2 import Qwen2
+from megatron.checkpoint.hf.families.qwen3 import Qwen3
+from megatron.checkpoint.hf.families.qwen3_moe import Qwen3MoE
+from megatron.checkpoint.hf.families.unknown import nearest_family
 from megatron.checkpoint.hf.family import Family
 from megatron.config import ModelConfig, MoEConfig
 from megatron.errors import ConfigError
 
 # An export takes the first that expresses the model, so simpler ones come first.
-FAMILIES: tuple[Family, ...] = (GPT2(), Llama(), Qwen2(), Qwen3(), Mistral(), Mixtral(), Qwen3MoE())
+FAMILIES: tuple[Family, ...] = (GPT2(), GPTNeoX(), Llama(), Qwen2(), Qwen3(), Olmo2(), Mistral(), Mixtral(), Qwen3MoE())
 
 
 def choose(config: ModelConfig, moe: MoEConfig, *, came_as: str | None = None) -> Family:
@@ -33,6 +41,10 @@ def _nearest(config: ModelConfig, moe: MoEConfig) -> str:
         return "qwen3_moe" if config.qk_layernorm else "mixtral"
     if config.positions == "learned":
         return "gpt2"
+    if config.norm_placement == "after":
+        return "olmo2"
+    if config.use_parallel_residual or (config.normalization == "LayerNorm" and not config.swiglu):
+        return "gpt_neox"
     if config.qk_layernorm:
         return "qwen3"
     return "llama" if config.window is None else "mistral"
@@ -43,7 +55,10 @@ def by_model_type(model_type: Any) -> Family:
     for family in FAMILIES:
         if family.model_type == model_type:
             return family
-    raise ConfigError(f"config.json: model_type {model_type!r:.60} cannot be imported; supported: {_model_types()}")
+    near = nearest_family(str(model_type), [family.model_type for family in FAMILIES])
+    raise ConfigError(
+        f"config.json: model_type {model_type!r:.60} cannot be imported; supported: {_model_types()}{near}"
+    )
 
 
 def _model_types() -> str:

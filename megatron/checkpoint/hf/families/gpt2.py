@@ -9,14 +9,11 @@ import torch
 from torch import Tensor
 
 from megatron.checkpoint.hf.exchange import TensorLayout, Tensors, heads_apart, heads_of_groups, same
-from megatron.checkpoint.hf.family import Family, Lacking, positions_flag, refuse_unless
+from megatron.checkpoint.hf.families.gelu import gelu_from_json, gelu_to_json
+from megatron.checkpoint.hf.family import Family, Lacking, other_wirings, positions_flag, refuse_unless
 from megatron.config import ModelConfig
-from megatron.errors import ConfigError
 from megatron.model import parameters as names
 from megatron.model.parameters import Row
-
-_GELU = {"gelu_tanh": "gelu_new", "gelu_erf": "gelu", "squared_relu": "relu2"}
-_GELU_NAMES = {"gelu_new": "tanh", "gelu_pytorch_tanh": "tanh", "gelu_fast": "tanh", "gelu": "erf", "relu2": "relu2"}
 
 
 def _transposed(tensor: Tensor) -> Tensor:
@@ -73,7 +70,7 @@ class GPT2(Family):
             (f"--kv-channels {c.head_dim}", c.head_dim * c.num_attention_heads != c.hidden_size),
             ("--qk-layernorm", c.qk_layernorm),
             (f"--window-size {c.window}", c.window is not None),
-            ("--apply-residual-connection-post-layernorm", c.apply_residual_connection_post_layernorm),
+            *other_wirings(c),
         ]
 
     def model_to_json(self, config: ModelConfig, context: int) -> dict[str, Any]:
@@ -84,7 +81,7 @@ class GPT2(Family):
             "n_inner": config.ffn_size,
             "n_positions": config.max_position_embeddings,
             "n_ctx": config.max_position_embeddings,
-            "activation_function": _GELU[config.activation],
+            "activation_function": gelu_to_json(config),
             "layer_norm_epsilon": config.norm_epsilon,
             "attn_pdrop": config.attention_dropout,
             "embd_pdrop": config.hidden_dropout,
@@ -100,9 +97,6 @@ class GPT2(Family):
             add_cross_attention=False,
             embd_pdrop=values.get("resid_pdrop", 0.1),  # one --hidden-dropout serves both
         )
-        kind = _GELU_NAMES.get(values.get("activation_function", "gelu_new"))
-        if kind is None:
-            raise ConfigError(f"config.json: activation_function {values['activation_function']!r} is not supported")
         return {
             "num_layers": values["n_layer"],
             "hidden_size": values["n_embd"],
@@ -110,9 +104,7 @@ class GPT2(Family):
             "num_attention_heads": values["n_head"],
             "max_position_embeddings": values["n_positions"],
             "norm_epsilon": values.get("layer_norm_epsilon", 1e-5),
-            "bias_gelu_fusion": kind == "tanh",
-            "openai_gelu": kind == "tanh",
-            "squared_relu": kind == "relu2",
             "attention_dropout": values.get("attn_pdrop", 0.1),
             "hidden_dropout": values.get("resid_pdrop", 0.1),
+            **gelu_from_json("activation_function", values.get("activation_function", "gelu_new")),
         }

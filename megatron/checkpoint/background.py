@@ -1,0 +1,174 @@
+"""Saves while the training goes on: it is blocked for the copy to host memory, and a thread does the rest.
+
+    background.start(save, ...)          # copies; the thread writes, hashes and syncs
+    for info in background.poll(): ...   # after every iteration: moves on if all ranks have come so far
+    for info in background.finish(): ... # before the next save, and at the end: waits
+
+The thread takes part in no collective. At the boundaries of iterations the training's own thread exchanges how far the
+ranks are: when all have written, the first one commits, again in a thread, and when that is done the step is saved. An
+error on one rank is raised on all ranks, at a boundary.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from threading import Event, Thread
+from typing import Any
+
+import torch
+
+from megatron.checkpoint.all_ranks import do_on_first, run_on_all, run_on_first
+from megatron.checkpoint.content import RankContent
+from megatron.checkpoint.host_memory import HostMemory
+from megatron.checkpoint.save import Committed, Save
+from megatron.checkpoint.state import Retention, SavedInfo
+from megatron.distributed.collectives import all_reduce
+from megatron.distributed.state import ParallelState
+from megatron.utils.device import ToHost
+
+_STOPS_WITHIN = 10.0
+"""Seconds that a run which ends by an error leaves to its thread; what it wrote is no checkpoint."""
+
+
+class Task:
+    """Work of a thread, and how it ended."""
+
+    def __init__(self, work: Callable[[], Any]) -> None:
+        self._work = work
+        self._result: Any = None
+        self._error: BaseException | None = None
+        self._thread = Thread(target=self._run, name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._result = self._work()
+        except BaseException as error:  # raised by `result`
+            self._error = error
+
+    @property
+    def ended(self) -> bool:
+        return not self._thread.is_alive()
+
+    @property
+    def failed(self) -> bool:
+        return self.ended and self._error is not None
+
+    def wait(self, seconds: float | None = None) -> None:
+        self._thread.join(seconds)
+
+    def result(self) -> Any:
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+
+@dataclass
+class _Flight:
+    """A save that is under way."""
+
+    save: Save
+    commit: Callable[[], Committed]
+    started: float
+    blocked: float
+    """Seconds that the training waited for the copy."""
+    task: Task
+    writes: bool = True
+    """Else the first rank commits."""
+    exchanged: ToHost | None = None
+    """After the last iteration: [1 if a rank failed, 1 if one has not ended]."""
+    stop: Event = field(default_factory=Event)
+
+
+class Background:
+    """The saves of one run. All ranks call the same at the same places."""
+
+    def __init__(self, parallel: ParallelState, device: torch.device, *, later: bool) -> None:
+        """`later`: what the ranks exchange is read after the next iteration, as a step's outcome is."""
+        self._parallel, self._device, self._later = parallel, device, later
+        self._memory = HostMemory(pinned=device.type != "cpu")
+        self._flight: _Flight | None = None
+
+    @property
+    def busy(self) -> bool:
+        return self._flight is not None
+
+    def start(self, save: Save, retention: Retention) -> SavedInfo | None:
+        """Begins `save`; what it is given may change as soon as this has returned. The result says that the step is
+        saved already."""
+        assert self._flight is None, "finish() first"
+        started = time.monotonic()
+        if run_on_first(save.is_done, self._parallel.world, bool):
+            return save.already_there()
+        save.begin()
+        stop = Event()
+        try:
+            content = run_on_all(lambda: self._copied(save), self._parallel.world)
+        except Exception:
+            do_on_first(save.discard, self._parallel.world)
+            raise
+        save = save.without_tensors()
+        commit = partial(save.commit, retention)
+        task = Task(lambda: save.write(content, stop))
+        self._flight = _Flight(save, commit, started, time.monotonic() - started, task, stop=stop)
+        return None
+
+    def _copied(self, save: Save) -> RankContent:
+        self._memory.begin()
+        content = save.content(self._memory.copy)
+        if self._device.type != "cpu":
+            torch.accelerator.synchronize()
+        return content
+
+    def poll(self) -> SavedInfo | None:
+        """After an iteration: a step that has just been committed, if there is one. Does not wait."""
+        flight = self._flight
+        if flight is None:
+            return None
+        mine = [float(flight.task.failed), float(not flight.task.ended)]
+        # Filled on the device: a copy from the host would wait for it.
+        flags = torch.stack([torch.full((), number, device=self._device) for number in mine])
+        before, flight.exchanged = flight.exchanged, ToHost(all_reduce(flags, self._parallel.world, op="max"))
+        readable = before if self._later else flight.exchanged
+        if readable is None:
+            return None
+        failed, under_way = readable.values()
+        return None if under_way and not failed else self._move_on(flight)
+
+    def finish(self) -> SavedInfo | None:
+        """Waits until the save that is under way is committed."""
+        info = None
+        while self._flight is not None:
+            info = self._move_on(self._flight)
+        return info
+
+    def _move_on(self, flight: _Flight) -> SavedInfo | None:
+        """To the commit, or past it. All ranks are here; a rank that has not ended is waited for, as its error is."""
+        flight.exchanged = None
+        if flight.writes:
+            try:
+                run_on_all(flight.task.result, self._parallel.world)
+            except Exception:
+                self._flight = None
+                do_on_first(flight.save.discard, self._parallel.world)
+                raise
+            flight.writes = False
+            flight.task = Task(flight.commit if self._parallel.world.rank == 0 else _nothing)
+            return None
+        self._flight = None
+        done = run_on_first(flight.task.result, self._parallel.world, Committed)
+        return flight.save.finished(done, flight.started, flight.blocked)
+
+    def close(self) -> None:
+        """Where a run ends by an error, which other ranks may not have: nothing is committed any more."""
+        if self._flight is not None:
+            self._flight.stop.set()
+            self._flight.task.wait(_STOPS_WITHIN)
+
+
+def _nothing() -> None:
+    """What the other ranks do while the first one commits."""

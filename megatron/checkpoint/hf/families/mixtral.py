@@ -1,0 +1,40 @@
+"""Mixtral: Mistral with experts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatron.checkpoint.hf.families.llama import LAYER
+from megatron.checkpoint.hf.families.mistral import Mistral
+from megatron.checkpoint.hf.families.routed import experts, softmax_routing_lacks
+from megatron.checkpoint.hf.family import Lacking
+from megatron.config import ModelConfig, MoEConfig
+
+
+class Mixtral(Mistral):
+    """Experts in every layer, weighted by a softmax over those that a token uses."""
+
+    architecture = "MixtralForCausalLM"
+    model_type = "mixtral"
+    default_window = None
+    tensors = Mistral.tensors | experts(f"{LAYER}.block_sparse_moe", gate="w1", up="w3", down="w2")
+
+    def lacks_of_experts(self, c: ModelConfig, moe: MoEConfig) -> Lacking:
+        dense_layers = moe.is_on and len(moe.expert_layers(c.num_layers)) < c.num_layers
+        return [
+            *softmax_routing_lacks(moe),
+            ("--moe-router-pre-softmax", moe.moe_router_pre_softmax),
+            (f"--moe-layer-freq {moe.moe_layer_freq}", dense_layers),
+        ]
+
+    def experts_to_json(self, config: ModelConfig, moe: MoEConfig) -> dict[str, Any]:
+        return {
+            "num_experts_per_tok": moe.moe_router_topk,
+            "router_aux_loss_coef": moe.moe_aux_loss_coeff,
+            "num_local_experts": moe.num_experts,
+            "intermediate_size": moe.moe_ffn_hidden_size or config.ffn_size,
+        }
+
+    def experts_from_json(self, values: Mapping[str, Any]) -> MoEConfig:
+        return MoEConfig(num_experts=values["num_local_experts"], moe_router_topk=values["num_experts_per_tok"])

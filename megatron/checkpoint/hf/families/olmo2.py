@@ -1,0 +1,30 @@
+"""OLMo-2: Llama with norms after attention and MLP, and one norm over all heads of queries and one of keys."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatron.checkpoint.hf.exchange import same
+from megatron.checkpoint.hf.families.llama import LAYER, LlamaLike
+from megatron.model import parameters as names
+
+_BEFORE = (names.INPUT_NORM, names.POST_ATTENTION_NORM)
+
+
+class Olmo2(LlamaLike):
+    architecture = "Olmo2ForCausalLM"
+    model_type = "olmo2"
+    tensors = {  # noqa: RUF012
+        **{ours: theirs for ours, theirs in LlamaLike.tensors.items() if ours not in _BEFORE},
+        names.ATTENTION_OUTPUT_NORM: same(f"{LAYER}.post_attention_layernorm"),
+        names.MLP_OUTPUT_NORM: same(f"{LAYER}.post_feedforward_layernorm"),
+    }
+    normalizes_qk = True
+    norms_span = "all"
+    norm_placement = "after"
+    may_have_window = False
+    bias_keys = ("attention_bias",)
+
+    def model_from_json(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        return super().model_from_json({"num_key_value_heads": None, "rms_norm_eps": 1e-5, **values})

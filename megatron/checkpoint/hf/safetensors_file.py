@@ -1,0 +1,36 @@
+"""Writes a safetensors file tensor by tensor, so that one of them at a time is in memory, however long the file is."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from math import prod
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+_ALIGNMENT = 8  # of the first tensor's bytes
+Shape = tuple[int, ...]
+
+
+def write_safetensors(
+    path: Path, shapes: Mapping[str, Shape], dtype: torch.dtype, tensors: Iterable[tuple[str, Tensor]]
+) -> None:
+    """`tensors` come in the order of `shapes`, and each is let go of when it is written."""
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, shape in shapes.items():
+        start, end = end, end + prod(shape) * dtype.itemsize
+        header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+    described = json.dumps(header, separators=(",", ":")).encode()
+    described += b" " * (-len(described) % _ALIGNMENT)
+    expected = iter(shapes.items())
+    with open(path, "wb") as file:
+        file.write(len(described).to_bytes(8, "little"))
+        file.write(described)
+        for name, tensor in tensors:
+            assert (name, tuple(tensor.shape), tensor.dtype) == (*next(expected), dtype), name
+            file.write(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
+        assert next(expected, None) is None, "a tensor is missing"

@@ -1,0 +1,196 @@
+"""The optimizer's tensors of Megatron-LM, which are numbered or joined to one vector, by the names of the parameters.
+
+The numbers follow from the order of a rank's file, which is that of its parameters: first all that decay, then biases
+and what has one dimension; each of those with experts apart where the file says so. `distrib_optim.pt` of 23.06 keeps
+one vector, filled from its end: the first parameter is the last one in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.checkpoint import paths
+from megatron.checkpoint.megatron_lm.classic_tree import ClassicTree, Coordinates
+from megatron.checkpoint.torch_files import TorchFile, plain_values
+from megatron.errors import CheckpointError
+
+KINDS = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
+_VECTORS = {"param": "master", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
+DISTRIBUTED = "distrib_optim.pt"
+_HALF = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor of the optimizer: what stands for it in a file, or a part of a vector there."""
+
+    file: TorchFile
+    stored: Any
+    shape: tuple[int, ...]
+    start: int | None = None
+
+    def tensor(self) -> Tensor:
+        found = self.file.tensor(self.stored)
+        return found if self.start is None else found[self.start : self.start + prod(self.shape)].view(self.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.file.dtype(self.stored)
+
+
+Entries = Mapping[tuple[str, str], Mapping[str, Entry]]
+"""(chunk, flat name) -> kind -> entry."""
+
+
+class UnknownOptimizerError(CheckpointError):
+    """The weights can be read, the optimizer's state cannot."""
+
+
+def of_rank(tree: ClassicTree, at: Coordinates) -> Entries:
+    """Of one rank's file; empty if it was saved without."""
+    file = tree.files[at]
+    state = file.content.get("optimizer")
+    if state is None:
+        return {}
+    if (file.path.parent / DISTRIBUTED).exists():
+        return dict(_from_vectors(tree, at))
+    found: dict[tuple[str, str], dict[str, Entry]] = {}
+    for one in state if isinstance(state, list) else [state]:
+        for where, kind, stored in _numbered(tree, at, one):
+            shape = _shape(tree, at, where)
+            if not file.is_tensor(stored) or file.shape(stored) != shape:
+                raise _refused(tree, f"its entry for {where[1]} does not have the shape {shape}")
+            found.setdefault(where, {})[kind] = Entry(file, stored, shape)
+    return found
+
+
+def _numbered(tree: ClassicTree, at: Coordinates, state: Any) -> Iterator[tuple[tuple[str, str], str, Any]]:
+    """(parameter, kind, tensor) of the state of one torch optimizer, with its masters if it has some."""
+    inner = state.get("optimizer", state) if isinstance(state, dict) else None
+    if not isinstance(inner, dict) or not isinstance(inner.get("param_groups"), list):
+        raise _refused(tree, "it has no param_groups")
+    if not isinstance(inner.get("state"), dict):
+        raise _refused(tree, "it has no state")
+    groups = inner["param_groups"]
+    in_groups = _names_of_groups(tree, at, groups)
+    for group, names in zip(groups, in_groups, strict=True):
+        for number, where in zip(group["params"], names, strict=True):
+            held = inner["state"].get(number)
+            if not isinstance(held, dict):
+                raise _refused(tree, f"it has no entry for {where[1]}")
+            for theirs, ours in KINDS.items():
+                if theirs not in held:
+                    raise _refused(tree, f"it has no {theirs} of {where[1]}: it is not Adam's")
+                yield where, ours, held[theirs]
+    masters = state.get("fp32_from_fp16_params")
+    if masters is None:
+        return
+    file = tree.files[at]
+    halves = [[w for w in names if file.dtype(_stored(tree, at, w)) in _HALF] for names in in_groups]
+    halves = [names for names in halves if names]
+    if not isinstance(masters, list) or [len(m) for m in masters if m] != [len(names) for names in halves]:
+        raise _refused(tree, "its full-precision copies are not those of its parameters")
+    for copies, names in zip([m for m in masters if m], halves, strict=True):
+        yield from ((where, "master", copy) for copy, where in zip(copies, names, strict=True))
+
+
+def _names_of_groups(tree: ClassicTree, at: Coordinates, groups: list[Any]) -> list[list[tuple[str, str]]]:
+    """Which parameters each group numbers."""
+    found = []
+    experts = [bool(group.get("is_expert_parallel")) for group in groups]
+    for group, of_experts in zip(groups, experts, strict=True):
+        decays = bool(group.get("wd_mult", 1.0))
+        names = [
+            (chunk.key, name)
+            for chunk in tree.chunks[at]
+            for name in chunk.tensors
+            if _trained(name) and _decays(tree, at, (chunk.key, name)) == decays
+            if not any(experts) or (".experts." in name) == of_experts
+        ]
+        if not isinstance(group.get("params"), list) or len(group["params"]) != len(names):
+            raise _refused(tree, f"a group of it has another number of parameters than the {len(names)} expected")
+        found.append(names)
+    if len({name for names in found for name in names}) != sum(map(len, found)):
+        raise _refused(tree, "its groups divide the parameters in a way that is not known here")
+    return found
+
+
+def _from_vectors(tree: ClassicTree, at: Coordinates) -> Iterator[tuple[tuple[str, str], dict[str, Entry]]]:
+    folder = tree.files[at].path.parent
+    file = TorchFile.open(paths.member(folder, DISTRIBUTED))
+    for number, chunk in enumerate(tree.chunks[at]):
+        by_dtype = file.content.get(number) if isinstance(file.content, dict) else None
+        vectors = list(by_dtype.values()) if isinstance(by_dtype, dict) else []
+        known = len(vectors) == 1 and isinstance(vectors[0], dict) and all(
+            file.is_tensor(vectors[0].get(kind)) and len(file.shape(vectors[0][kind])) == 1 for kind in _VECTORS
+        )  # fmt: skip
+        if not known:
+            raise _refused(tree, f"{DISTRIBUTED} is of a version whose order is not known here")
+        names = [name for name in chunk.tensors if _trained(name)]
+        position = sum(prod(_shape(tree, at, (chunk.key, name))) for name in names)
+        if any(file.shape(vectors[0][kind])[0] < position for kind in _VECTORS):
+            raise _refused(tree, f"{DISTRIBUTED} is shorter than the parameters")
+        for name in names:
+            shape = _shape(tree, at, (chunk.key, name))
+            position -= prod(shape)
+            kinds = {ours: Entry(file, vectors[0][theirs], shape, position) for theirs, ours in _VECTORS.items()}
+            if tree.files[at].dtype(chunk.tensors[name]) not in _HALF:
+                del kinds["master"]  # a full-precision parameter is its own
+            yield (chunk.key, name), kinds
+
+
+def extra_state(state: Any, iteration: int, file: TorchFile) -> dict[str, Any]:
+    """The counters of our optimizer: updates made, loss scale."""
+    one = state[0] if isinstance(state, list) and state else state
+    values = one if isinstance(one, dict) else {}
+    inner = values.get("optimizer", values)
+    scaler = plain_values(values.get("grad_scaler")) or {}
+    known = {name: scaler[name] for name in ("scale", "growth_tracker", "hysteresis_tracker") if name in scaler}
+    return {
+        "step": _steps(inner, iteration, file),
+        "skipped_in_a_row": 0,
+        "loss_scaler": known if len(known) == 3 else {},
+    }
+
+
+def _steps(inner: Any, iteration: int, file: TorchFile) -> int:
+    """apex counts per group, torch per parameter; without a count, every iteration was an update."""
+    values = inner if isinstance(inner, dict) else {}
+    groups, state = values.get("param_groups"), values.get("state")
+    entries = [*(groups if isinstance(groups, list) else []), *(state.values() if isinstance(state, dict) else [])]
+    for entry in entries:
+        steps = entry.get("step") if isinstance(entry, dict) else None
+        if steps is not None and file.is_tensor(steps) and file.shape(steps) in ((), (1,)):
+            steps = file.tensor(steps).item()
+        if isinstance(steps, (int, float)) and 0 <= steps < 2**53:
+            return int(steps)
+    return iteration
+
+
+def _stored(tree: ClassicTree, at: Coordinates, where: tuple[str, str]) -> Any:
+    return next(chunk.tensors[where[1]] for chunk in tree.chunks[at] if chunk.key == where[0])
+
+
+def _shape(tree: ClassicTree, at: Coordinates, where: tuple[str, str]) -> tuple[int, ...]:
+    return tree.files[at].shape(_stored(tree, at, where))
+
+
+def _decays(tree: ClassicTree, at: Coordinates, where: tuple[str, str]) -> bool:
+    return not where[1].endswith(".bias") and len(_shape(tree, at, where)) > 1
+
+
+def _trained(name: str) -> bool:
+    return not name.endswith(".expert_bias")
+
+
+def _refused(tree: ClassicTree, why: str) -> UnknownOptimizerError:
+    return UnknownOptimizerError(
+        f"{tree.directory}: the optimizer's state cannot be read ({why}); give --no-load-optim to go on without, or "
+        "--finetune to take the weights alone"
+    )

@@ -1,0 +1,163 @@
+"""The configuration of a model of Megatron-LM, from the `args` that its checkpoints hold, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+from megatron.checkpoint import classic
+from megatron.checkpoint.architecture import model_config, moe_config
+from megatron.config import ModelConfig, MoEConfig
+from megatron.errors import CheckpointError
+
+_NEEDED = ("num_layers", "hidden_size", "num_attention_heads")
+_OLD_NAMES = {"layernorm_epsilon": "norm_epsilon"}
+_NOT_BUILT: Mapping[str, tuple[Any, ...]] = {
+    # what changes the function of the model and has no setting here: the values that mean "off"
+    "multi_latent_attention": (False, None),
+    "mtp_num_layers": (0, None),
+    "heterogeneous_layers_config_path": (None,),
+    "is_hybrid_model": (False, None),
+    "hybrid_override_pattern": (None,),
+    "experimental_attention_variant": (None,),
+    "softmax_type": ("vanilla", None),
+    "attention_output_gate": (False, None),
+    "moe_shared_expert_gate": (False, None),
+    "rotary_interleaved": (False, None),
+    "quick_geglu": (False, None),
+    "geglu": (False, None),
+    "add_binary_head": (False, None),
+    "no_rope_freq": (None,),
+    "normalization": ("LayerNorm", "RMSNorm", "layernorm", "rmsnorm", None),
+}
+_WHILE_TRAINING = (  # settings of the loss, of the devices and of rounding, which the run itself gives
+    "apply_query_key_layer_scaling",
+    *("moe_router_dtype", "moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_z_loss_coeff"),
+    *("moe_token_dispatcher_type", "moe_grouped_gemm", "moe_router_bias_update_rate", "mtp_loss_scaling_factor"),
+    *("q_lora_rank", "kv_lora_rank", "multi_latent_attention", "mtp_num_layers"),
+    *("attention_softmax_in_fp32", "fp32_residual_connection", "attention_dropout", "hidden_dropout", "model"),
+    *("group_query_attention", "num_query_groups", "position_embedding_type", "add_position_embedding"),
+)
+
+
+def read_settings(args: Mapping[str, Any], where: Path) -> dict[str, dict[str, Any]]:
+    """As the manifest of a checkpoint of ours has them."""
+    lacking = [name for name in _NEEDED if type(args.get(name)) is not int]
+    if lacking:
+        raise CheckpointError(f"{where}: its args have no {', '.join(lacking)}: it is not a GPT of Megatron-LM")
+    for name, off in _NOT_BUILT.items():
+        if name in args and args[name] not in off:
+            raise CheckpointError(f"{where}: its args have {name} = {str(args[name])[:60]}, which is not supported")
+    model = asdict(model_config(_section(args, ModelConfig) | _attention(args) | _positions(args) | _activation(args)))
+    moe = asdict(moe_config({"moe": _experts(args)}))
+    precision = {"bf16": bool(args.get("bf16")), "fp16": bool(args.get("fp16"))}
+    window = model["window_size"]
+    return {
+        "model": {**model, "window_size": window and list(window)},
+        "moe": moe,
+        "precision": precision,
+        "tokenizer": {"vocab_size": None},
+    }
+
+
+def _section(args: Mapping[str, Any], section: type[ModelConfig | MoEConfig]) -> dict[str, Any]:
+    """Their names are those of our fields; what they leave out, or leave at None, is our default."""
+    renamed = {_OLD_NAMES.get(name, name): value for name, value in args.items()}
+    names = {field.name for field in fields(section)} - set(_WHILE_TRAINING)
+    return {name: renamed[name] for name in sorted(names) if renamed.get(name) is not None}
+
+
+def _attention(args: Mapping[str, Any]) -> dict[str, Any]:
+    """Its number of groups is 1 where there are none."""
+    if not args.get("group_query_attention"):
+        return {}
+    return {"group_query_attention": True, "num_query_groups": args.get("num_query_groups")}
+
+
+def _positions(args: Mapping[str, Any]) -> dict[str, Any]:
+    kind = args.get("position_embedding_type") or "learned_absolute"
+    if args.get("use_rotary_position_embeddings"):
+        kind = "rope"
+    if not args.get("add_position_embedding", True) and kind == "learned_absolute":
+        kind = "none"
+    found: dict[str, Any] = {"position_embedding_type": kind, "use_rotary_position_embeddings": False}
+    if kind != "rope":
+        found |= {"use_rope_scaling": False, "rotary_seq_len_interpolation_factor": None}
+    factor = args.get("rotary_seq_len_interpolation_factor")
+    if factor in (None, 1):
+        found["rotary_seq_len_interpolation_factor"] = None
+    else:
+        found["rotary_seq_len_interpolation_factor"] = float(factor)
+    if "layernorm_epsilon" in args:
+        found["norm_epsilon"] = float(args["layernorm_epsilon"])
+    return found
+
+
+def _activation(args: Mapping[str, Any]) -> dict[str, Any]:
+    """Fusion and bias decide the form of GELU there as here; 23.06 has the fusion off where there is no bias."""
+    norm = str(args.get("normalization") or "LayerNorm").lower()
+    return {
+        "swiglu": bool(args.get("swiglu")),
+        "bias_gelu_fusion": bool(args.get("bias_gelu_fusion", True)),
+        "normalization": "RMSNorm" if norm == "rmsnorm" else "LayerNorm",
+    }
+
+
+def _experts(args: Mapping[str, Any]) -> dict[str, Any]:
+    if not args.get("num_experts"):
+        return {}
+    found = _section(args, MoEConfig)
+    frequency = found.get("moe_layer_freq", 1)
+    found["moe_layer_freq"] = (
+        "[" + ",".join(str(int(one)) for one in frequency) + "]" if isinstance(frequency, list) else str(frequency)
+    )
+    return found
+
+
+def padded_rows(args: Mapping[str, Any]) -> int | None:
+    value = args.get("padded_vocab_size")
+    return value if type(value) is int and value > 0 else None
+
+
+def true_vocabulary(args: Mapping[str, Any], rows: int) -> int:
+    """What its args say about a table of so many rows, padding included; all of them if they say nothing."""
+    value = args.get("vocab_size")
+    return value if type(value) is int and 0 < value <= rows else rows
+
+
+def their_args(
+    config: ModelConfig, moe: MoEConfig, vocab_size: int, *, tp: int, pp: int, others: Mapping[str, Any]
+) -> dict[str, Any]:
+    """What Megatron-LM's loaders compare and `--use-checkpoint-args` takes: plain values alone."""
+    model = {
+        name: list(value) if isinstance(value, tuple) else value
+        for name, value in asdict(config).items()
+        if name not in ("model", "norm_epsilon")
+    }
+    values = model | classic.model_arguments(config, vocab_size, tp)
+    values |= {
+        "layernorm_epsilon": config.norm_epsilon,
+        "norm_epsilon": config.norm_epsilon,
+        "ffn_hidden_size": config.ffn_size,
+        "kv_channels": config.head_dim,
+        "group_query_attention": config.query_groups != config.num_attention_heads,
+        "num_query_groups": config.query_groups,
+        "bias_gelu_fusion": config.bias_gelu_fusion,
+        "openai_gelu": config.openai_gelu,
+        "add_position_embedding": config.positions == "learned",
+        "use_rotary_position_embeddings": config.positions == "rope",
+        "position_embedding_type": "rope" if config.positions == "rope" else config.position_embedding_type,
+        "tensor_model_parallel_size": tp,
+        "pipeline_model_parallel_size": pp,
+        "expert_model_parallel_size": 1,
+        "expert_tensor_parallel_size": tp,
+        "virtual_pipeline_model_parallel_size": None,
+        "num_experts": None,
+        "vocab_size": vocab_size,
+    }
+    if moe.is_on:
+        frequency = moe.expert_layers(config.num_layers)
+        values |= asdict(moe) | {"moe_layer_freq": [int(n in frequency) for n in range(config.num_layers)]}
+    return {**others, **values}

@@ -1,0 +1,285 @@
+"""Tensors and plain values of files that `torch.save` wrote, without torch's loader: what a file of another program
+names is neither imported nor called (`pickle_values.py`), and tensors are views of the mapped file.
+
+Read are torch's zip files, also within a larger file as the distributed format has them, and its format before 1.6.
+"""
+
+from __future__ import annotations
+
+import io
+import struct
+import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.checkpoint.pickle_scan import PickleRefused
+from megatron.checkpoint.pickle_values import Made, Name, Persistent, read_next, read_pickle
+from megatron.checkpoint.safe_load import UnsafeFileError, check_members
+from megatron.errors import CheckpointError
+
+_BEFORE_ZIP = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
+"""The magic number that begins a file of torch before 1.6, as a pickle."""
+_LARGEST = 2**48  # of a number in a shape
+_LOCAL_HEADER = struct.Struct("<26xHH")
+_STORAGES = {
+    **{"FloatStorage": torch.float32, "DoubleStorage": torch.float64, "HalfStorage": torch.float16},
+    **{"BFloat16Storage": torch.bfloat16, "LongStorage": torch.int64, "IntStorage": torch.int32},
+    **{"ShortStorage": torch.int16, "CharStorage": torch.int8, "ByteStorage": torch.uint8, "BoolStorage": torch.bool},
+    "UntypedStorage": torch.uint8,
+}
+_REBUILD = ("torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor_v3")
+_PARAMETER = ("torch._utils._rebuild_parameter", "torch._utils._rebuild_parameter_with_state")
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """A part of a mapped file."""
+
+    path: Path
+    whole: Tensor
+    start: int
+    length: int
+
+    @staticmethod
+    def of_file(path: Path) -> Bytes:
+        try:
+            size = path.stat().st_size
+            whole = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8) if size else torch.empty(0)
+        except (OSError, RuntimeError) as error:
+            raise CheckpointError(f"{path} cannot be read ({str(error).splitlines()[0][:200]})") from error
+        return Bytes(path, whole, 0, size)
+
+    def part(self, start: int, length: int) -> Bytes:
+        if start < 0 or length < 0 or start + length > self.length:
+            raise CheckpointError(
+                f"{self.path} is too short: bytes {start} to {start + length} of {self.length} are asked for"
+            )
+        return Bytes(self.path, self.whole, self.start + start, length)
+
+    def read(self) -> bytes:
+        """A copy: for small parts."""
+        return self.whole[self.start : self.start + self.length].numpy().tobytes()
+
+    def tensor(self, dtype: torch.dtype) -> Tensor:
+        """A view of the file, or a copy if it lies at an address that its type cannot have."""
+        raw = self.whole[self.start : self.start + self.length]
+        return (raw if self.start % dtype.itemsize == 0 else raw.clone()).view(dtype)
+
+
+class TorchFile:
+    """`content` has plain values, and in the place of tensors what `tensor` is given."""
+
+    def __init__(self, data: Bytes) -> None:
+        self.path = data.path
+        self._data = data
+        try:
+            if data.length >= len(_BEFORE_ZIP) and data.part(0, len(_BEFORE_ZIP)).read() == _BEFORE_ZIP:
+                self.content, self._storages = self._before_zip()
+            else:
+                self.content, self._storages = self._zip()
+        except (CheckpointError, MemoryError):
+            raise
+        except Exception as error:  # what a hostile file makes zipfile and others raise is of many kinds
+            text = str(error) if isinstance(error, PickleRefused) else f"{type(error).__name__}: {error}"
+            raise UnsafeFileError(f"{data.path} cannot be read as plain weights: {text[:200]}") from error
+
+    @staticmethod
+    def open(path: Path) -> TorchFile:
+        return TorchFile(Bytes.of_file(path))
+
+    def _zip(self) -> tuple[Any, dict[str, Bytes]]:
+        try:
+            with zipfile.ZipFile(io.BufferedReader(_Window(self._data))) as archive:
+                members = archive.infolist()
+        except (zipfile.BadZipFile, NotImplementedError, OSError) as error:
+            raise CheckpointError(f"{self.path} is not a checkpoint file of torch ({error})") from error
+        check_members(self.path, members, self._data.length)
+        found = {member.filename.partition("/")[2]: member for member in members}
+        if "data.pkl" not in found:
+            raise CheckpointError(f"{self.path} is not a checkpoint file of torch (it has no data.pkl)")
+        if "byteorder" in found and self._member(found["byteorder"]).read() != b"little":
+            raise CheckpointError(f"{self.path} was written on a machine of another byte order")
+        storages = {
+            name.removeprefix("data/"): self._member(member)
+            for name, member in found.items()
+            if name.startswith("data/")
+        }
+        return read_pickle(self._member(found["data.pkl"]).read()), storages
+
+    def _member(self, member: zipfile.ZipInfo) -> Bytes:
+        header = self._data.part(member.header_offset, _LOCAL_HEADER.size).read()
+        name, extra = _LOCAL_HEADER.unpack(header)
+        return self._data.part(member.header_offset + _LOCAL_HEADER.size + name + extra, member.file_size)
+
+    def _before_zip(self) -> tuple[Any, dict[str, Bytes]]:
+        stream = io.BufferedReader(_Window(self._data))
+        stream.seek(len(_BEFORE_ZIP))
+        version, system, content, keys = (read_next(stream) for _ in range(4))
+        if version != 1001 or not isinstance(system, dict) or system.get("little_endian") is not True:
+            raise CheckpointError(f"{self.path} was written by a torch, or on a machine, that is not known here")
+        sizes = _storage_sizes(content)
+        storages, position = {}, stream.tell()
+        for key in keys:
+            elements = int.from_bytes(self._data.part(position, 8).read(), "little")
+            dtype, expected = sizes[key]
+            if elements != expected:
+                raise CheckpointError(f"{self.path}: a storage has {elements} elements, its tensors say {expected}")
+            storages[key] = self._data.part(position + 8, elements * dtype.itemsize)
+            position += 8 + elements * dtype.itemsize
+        return content, storages
+
+    def is_tensor(self, value: Any) -> bool:
+        return _description(value) is not None
+
+    def shape(self, value: Any) -> tuple[int, ...]:
+        """Of what stands for a tensor; nothing is read."""
+        return self._described(value).shape
+
+    def dtype(self, value: Any) -> torch.dtype:
+        return self._described(value).dtype
+
+    def tensor(self, value: Any) -> Tensor:
+        found = self._described(value)
+        storage = self._storages.get(found.storage)
+        if storage is None:
+            raise CheckpointError(f"{self.path} has a tensor whose bytes are missing")
+        elements = storage.length // found.dtype.itemsize
+        last = found.offset + sum((n - 1) * s for n, s in zip(found.shape, found.stride, strict=True))
+        count = prod(found.shape)
+        if count and (last >= elements or count > elements):
+            raise UnsafeFileError(f"{self.path} has a tensor of {found.shape} that is larger than its bytes")
+        flat = storage.part(0, elements * found.dtype.itemsize).tensor(found.dtype)
+        if not count:
+            return torch.empty(found.shape, dtype=found.dtype)
+        return flat.as_strided(found.shape, found.stride, flat.storage_offset() + found.offset)
+
+    def _described(self, value: Any) -> _Description:
+        try:
+            found = _description(value)
+        except PickleRefused as error:
+            raise UnsafeFileError(f"{self.path}: {error}") from error
+        if found is None:
+            raise CheckpointError(f"{self.path} has {type(value).__name__} in the place of a tensor")
+        return found
+
+
+@dataclass(frozen=True)
+class _Description:
+    storage: str
+    dtype: torch.dtype
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
+def _description(value: Any) -> _Description | None:
+    """None: it is no tensor."""
+    if isinstance(value, Made) and value.kind.text in _PARAMETER and value.arguments:
+        value = value.arguments[0]
+    if not isinstance(value, Made) or value.kind.text not in _REBUILD or len(value.arguments) < 4:
+        return None
+    storage, offset, shape, stride = value.arguments[:4]
+    named = _storage_of(storage)
+    numbers = (offset, *shape, *stride) if isinstance(shape, tuple) and isinstance(stride, tuple) else (None,)
+    if (
+        named is None
+        or len(numbers) != 1 + 2 * len(shape)
+        or not all(type(n) is int and 0 <= n < _LARGEST for n in numbers)
+    ):
+        raise PickleRefused("it has a tensor that is not described as torch does")
+    dtype = named[1]
+    if value.kind.text == _REBUILD[1] and len(value.arguments) > 6 and isinstance(value.arguments[6], Name):
+        dtype = getattr(torch, value.arguments[6].last, dtype)
+    if not isinstance(dtype, torch.dtype):
+        raise PickleRefused("it has a tensor of a type that torch does not have")
+    return _Description(named[0], dtype, offset, shape, stride)
+
+
+def _storage_of(value: Any) -> tuple[str, torch.dtype, int] | None:
+    """(key, type, elements) of a storage."""
+    parts = value.identity if isinstance(value, Persistent) else None
+    if not isinstance(parts, tuple) or len(parts) < 5 or parts[0] != "storage":
+        return None
+    kind, key, elements = parts[1], parts[2], parts[4]
+    if (
+        not isinstance(kind, Name)
+        or kind.last not in _STORAGES
+        or not isinstance(key, str)
+        or type(elements) is not int
+    ):
+        return None
+    return key, _STORAGES[kind.last], elements
+
+
+def _storage_sizes(content: Any) -> dict[str, tuple[torch.dtype, int]]:
+    """What the tensors of a file before zip say about their storages, which follow without their types."""
+    found, waiting, seen = {}, [content], set()
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, (dict, list, tuple, Made)):
+            if id(value) in seen:
+                continue
+            seen.add(id(value))
+        if named := _storage_of(value):
+            found[named[0]] = named[1:]
+        elif isinstance(value, Made):
+            waiting += [value.arguments, value.state, value.items]
+        elif isinstance(value, dict):
+            waiting.extend(value.values())
+        elif isinstance(value, (list, tuple)):
+            waiting.extend(value)
+    return found
+
+
+class _Window(io.RawIOBase):
+    """A part of a mapped file as a stream."""
+
+    def __init__(self, data: Bytes) -> None:
+        self._data = data
+        self._position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._data.length}[whence]
+        if base + offset < 0:
+            raise OSError("a position before the beginning")
+        self._position = base + offset
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        count = min(len(buffer), max(self._data.length - self._position, 0))
+        buffer[:count] = self._data.part(self._position, count).read() if count else b""
+        self._position += count
+        return count
+
+
+def plain_values(value: Any) -> Any:
+    """Without what is neither a plain value nor a container of some: objects become None, a namespace its values, a
+    torch dtype its name, a member of an enumeration its value."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, Name):
+        return value.last
+    if isinstance(value, Made) and value.kind.text in ("argparse.Namespace", "types.SimpleNamespace"):
+        return plain_values(value.state)
+    if isinstance(value, Made) and len(value.arguments) == 1 and isinstance(value.arguments[0], (int, str)):
+        return value.arguments[0]
+    if isinstance(value, Mapping):
+        return {str(key): plain_values(item) for key, item in value.items() if isinstance(key, (str, int))}
+    if isinstance(value, (list, tuple)):
+        return [plain_values(item) for item in value]
+    return None

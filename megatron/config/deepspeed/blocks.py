@@ -1,0 +1,83 @@
+"""Keys of DeepSpeed's JSON that are read together: the scheduler, loss scale, what is offloaded, where reports go."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatron.config.deepspeed.optimizers import decide_optimizer
+from megatron.config.deepspeed.reading import Reading
+from megatron.errors import ConfigError
+
+
+def decide_scheduler(reading: Reading) -> None:
+    if reading.given.get("scheduler.type") == "OneCycle" and "scheduler.params.cycle_momentum" not in reading.given:
+        raise ConfigError(
+            "scheduler.type OneCycle: DeepSpeed cycles the momentum too where the file does not say, which is not "
+            'supported; add "cycle_momentum": false to scheduler.params'
+        )
+
+
+def decide_precision(reading: Reading) -> None:
+    """DeepSpeed begins at 2^16 where nothing is said, --fp16 at 2^32."""
+    given = reading.given
+    if given.get("fp16.enabled") and not given.get("fp16.loss_scale") and "fp16.initial_scale_power" not in given:
+        reading.set("initial_loss_scale", 2.0**16, "fp16.enabled true without initial_scale_power")
+
+
+def decide_offload(reading: Reading) -> None:
+    zero = "zero_optimization."
+    for key in ("offload_optimizer.device", "cpu_offload"):
+        if zero + key in reading.given:
+            _offload_optimizer(reading, zero + key)
+    for key in ("offload_param.device", "cpu_offload_param", "cpu_offload_params"):
+        if zero + key in reading.given:
+            _offload_parameters(reading, zero + key)
+
+
+def _device(reading: Reading, key: str) -> str:
+    """cpu, nvme or none."""
+    value = reading.given[key]
+    if isinstance(value, bool):
+        return "cpu" if value else "none"
+    if value not in ("cpu", "nvme", "none"):
+        raise ConfigError(f"{reading.spelled(key)}: no such device; use cpu, nvme or none")
+    return str(value)
+
+
+def _offload_optimizer(reading: Reading, key: str) -> None:
+    device, path = _device(reading, key), "zero_optimization.offload_optimizer.nvme_path"
+    if device == "cpu":
+        reading.set("optimizer_cpu_offload", True, reading.spelled(key))
+    elif device == "nvme" and path not in reading.given:
+        raise ConfigError(f"{reading.spelled(key)}: needs a directory; add nvme_path to offload_optimizer, or use cpu")
+    elif device == "nvme":
+        reading.set("optimizer_offload_directory", reading.given[path], reading.spelled(path))
+    if path in reading.given and device != "nvme":
+        reading.say(f"{reading.spelled(path)}: no effect, only a device nvme has a path")
+
+
+def _offload_parameters(reading: Reading, key: str) -> None:
+    device = _device(reading, key)
+    if device != "none":  # that it has no effect below stage 3 is said when all flags are known
+        reading.set("remote_device", device, reading.spelled(key))
+
+
+def decide_reports(reading: Reading) -> None:
+    given = reading.given
+    if given.get("tensorboard.enabled"):
+        job = given.get("tensorboard.job_name", "DeepSpeedJobName")
+        folder = given.get("tensorboard.output_path", "").rstrip("/")
+        *_, key = (name for name in ("enabled", "job_name", "output_path") if f"tensorboard.{name}" in given)
+        reading.set("tensorboard_dir", f"{folder}/{job}" if folder else job, reading.spelled(f"tensorboard.{key}"))
+    if given.get("wandb.enabled") and "wandb.project" not in given:
+        reading.set("wandb_project", "deepspeed", reading.spelled("wandb.enabled"))
+
+
+DECISIONS = (decide_optimizer, decide_scheduler, decide_precision, decide_offload, decide_reports)
+
+
+def without_booleans(content: Mapping[str, Any]) -> Mapping[str, Any]:
+    """`"zero_optimization": true` as the block that it stands for in older files."""
+    value = content.get("zero_optimization")
+    return {**content, "zero_optimization": {"stage": int(value)}} if isinstance(value, bool) else content

@@ -1,0 +1,101 @@
+"""How a key of DeepSpeed's JSON is described: the type of its value, and the setting, line or refusal it becomes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Kind = Literal["switch", "whole", "number", "text", "list", "block"]
+
+KINDS: Mapping[Kind, str] = {
+    "switch": "true or false",
+    "whole": "a whole number",
+    "number": "a number",
+    "text": "text",
+    "list": "a list",
+    "block": "a block of keys",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Key:
+    """One of: it sets a field; it has no effect, which is said; it is refused; it is decided with others of its block.
+
+    A block that is no more than a row of the table (`members` or nothing) asks for nothing while its `enabled` is
+    false.
+    """
+
+    path: str
+    kind: Kind
+    field: str = ""  # sets: the field of RunConfig
+    becomes: Callable[[Any], Any] | None = None  # sets: the field's value from the key's; a ValueError refuses it
+    line: str = ""  # no effect: why
+    way_out: str = ""  # refused: what to do instead
+    neutral: tuple[Any, ...] = ()  # refused: the values that ask for nothing
+    members: Mapping[str, Kind] | None = None  # of a block without rows of their own: its keys; None: not looked at
+    meaning: str = ""  # for the page: what the value means, or what decides about it
+
+    @property
+    def has_rows(self) -> bool:
+        """A block whose keys have rows of their own."""
+        return self.kind == "block" and not self.line and not self.way_out
+
+
+def block(path: str) -> Key:
+    return Key(path=path, kind="block")
+
+
+def sets(path: str, kind: Kind, field: str, meaning: str = "", becomes: Callable[[Any], Any] | None = None) -> Key:
+    return Key(path=path, kind=kind, field=field, becomes=becomes, meaning=meaning)
+
+
+def decided(path: str, kind: Kind, meaning: str) -> Key:
+    return Key(path=path, kind=kind, meaning=meaning)
+
+
+def no_effect(path: str, kind: Kind, line: str, members: str | None = None) -> Key:
+    return Key(path=path, kind=kind, line=line, members=_members(members))
+
+
+def refused(path: str, kind: Kind, way_out: str, *neutral: Any) -> Key:
+    return Key(path=path, kind=kind, way_out=way_out, neutral=neutral)
+
+
+def many(make: Callable[..., Key], parent: str, kind: Kind, text: str, names: str, *more: Any) -> tuple[Key, ...]:
+    """One row for each of these keys of a block."""
+    return tuple(make(f"{parent}.{name}" if parent else name, kind, text, *more) for name in names.split())
+
+
+def _members(text: str | None) -> Mapping[str, Kind] | None:
+    """ "enabled:switch steps:whole" as a mapping."""
+    if text is None:
+        return None
+    kinds: dict[str, Kind] = {}
+    for word in text.split():
+        name, _, kind = word.partition(":")
+        assert kind in KINDS, word
+        kinds[name] = kind  # type: ignore[assignment]
+    return kinds
+
+
+def wrong_kind(kind: Kind, value: Any) -> str | None:
+    """What is wrong with the type of a value."""
+    if kind == "switch":
+        right = isinstance(value, bool)
+    elif kind in ("whole", "number"):
+        right = isinstance(value, int | float) and not isinstance(value, bool)
+    elif kind == "block":
+        right = isinstance(value, Mapping)
+    else:
+        right = isinstance(value, str if kind == "text" else list | tuple)
+    if not right:
+        return f"not {KINDS[kind]}"
+    if isinstance(value, float):
+        if value - value != 0.0:  # infinity or NaN
+            return "not a finite number"
+        if kind == "whole" and value != int(value):
+            return "not a whole number"
+    if isinstance(value, str) and not value.isprintable():
+        return "not printable text"
+    return None

@@ -1,0 +1,220 @@
+"""DeepSpeed's JSON, a file or a dict, as values of our settings, with the lines to print about them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from megatron.config.deepspeed.blocks import DECISIONS, without_booleans
+from megatron.config.deepspeed.json_file import read_json
+from megatron.config.deepspeed.keys import Key, wrong_kind
+from megatron.config.deepspeed.table import children, is_default, keys_by_path
+from megatron.config.refusals import Refusals
+from megatron.config.run import settings_by_name
+from megatron.config.sources import Assignments, Given, interpret
+from megatron.config.values import nearest, show
+from megatron.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeepSpeedSettings:
+    """What a DeepSpeed configuration says, in our settings. What it leaves out is in none of the mappings."""
+
+    name: str
+    """The file, or what else the configuration is called in messages."""
+    values: Mapping[str, Any]
+    """Field of a section of RunConfig -> its value."""
+    keys: Mapping[str, str]
+    """Field -> the key and the value that it came from, as in "fp16.hysteresis 2"."""
+    notices: tuple[str, ...]
+    """Lines to print, each of which begins with `name`."""
+    content: Mapping[str, Any]
+    """Key with dots -> its value, without null and "auto"."""
+
+    @property
+    def origins(self) -> Mapping[str, str]:
+        """For RunConfig: with these the checks name the keys beside the flags."""
+        return {name: f"key {key} of {self.name}" for name, key in self.keys.items()}
+
+
+def read_deepspeed(
+    source: str | Path | Mapping[str, Any],
+    *,
+    name: str = "config",
+    refusals: Refusals | None = None,
+    stronger: Mapping[str, Any] = MappingProxyType({}),
+) -> DeepSpeedSettings:
+    """`source`: the path of a JSON file, or its content, which is called `name` in messages. All that is wrong with it
+    is raised as one ConfigError, or goes to `refusals`, those of a command line. `stronger`: values that are used in
+    place of the file's, by field."""
+    found = Refusals() if refusals is None else refusals
+    content: Mapping[str, Any] = {}
+    if isinstance(source, Mapping):
+        content = source
+    else:
+        name = str(source)
+        with found.of_reading():
+            content = read_json(name)
+    reading = Reading(name, found, stronger)
+    reading.walk("", without_booleans(content))
+    for decide in DECISIONS:
+        with reading.naming():
+            decide(reading)
+    if refusals is None:
+        found.end()
+    return reading.result()
+
+
+@dataclass
+class Reading:
+    """A configuration while it is read."""
+
+    name: str
+    refusals: Refusals
+    stronger: Mapping[str, Any]
+    given: dict[str, Any] = field(default_factory=dict)  # by key
+    assignments: Assignments = field(default_factory=lambda: Assignments(origin=""))
+
+    @contextmanager
+    def naming(self, *doubted: str) -> Iterator[None]:
+        """A refusal inside becomes a line that names the file. `doubted`: the flags whose values it leaves unknown."""
+        try:
+            yield
+        except ConfigError as error:
+            self.refusals.refuse(ConfigError(f"in {self.name}: {error}"), *doubted)
+
+    def result(self) -> DeepSpeedSettings:
+        assignments = self.assignments
+        return DeepSpeedSettings(
+            name=self.name,
+            values=MappingProxyType(assignments.values),
+            keys=MappingProxyType(assignments.spelled),
+            notices=tuple(assignments.notices),
+            content=MappingProxyType(self.given),
+        )
+
+    def say(self, text: str) -> None:
+        self.assignments.notices.append(f"{self.name}: {text}")
+
+    def spelled(self, path: str) -> str:
+        return f"{path} {_brief(self.given[path])}"
+
+    def set(self, field: str, value: Any, spelled: str) -> None:
+        """`spelled`: the key and its value."""
+        setting = settings_by_name()[field]
+        if value is not None:
+            try:
+                value = interpret(Given(spelled.split()[0], value), setting)
+            except ConfigError as error:
+                text = str(error)
+                named, _, reason = text.partition(": ")  # the flag or the key, and the value
+                if not named.startswith((spelled.split()[0], setting.spelling)):
+                    reason = text
+                elif spelled.partition(" ")[2].startswith("["):
+                    reason = f"{named.split()[-1]}: {reason}"  # of several values, the wrong one
+                raise ConfigError(f"{spelled}: {reason}") from None
+        self.assignments.set(setting, value, spelled)
+
+    def walk(self, path: str, block: Mapping[Any, Any]) -> None:
+        """Reads the keys of a block."""
+        switch = keys_by_path().get(f"{path}.enabled") if path else None
+        if switch is not None and block.get("enabled") is False and not self.stronger.get(switch.field):
+            block = self._without_idle(path, block)
+        for name, value in block.items():
+            fields = _fields_of(f"{path}.{name}" if path else str(name))
+            with self.naming(*(settings_by_name()[one].spelling for one in fields)):
+                self._read(path, name, value)
+
+    def _without_idle(self, path: str, block: Mapping[Any, Any]) -> Mapping[Any, Any]:
+        """Of a block that is off, `enabled` and what is unknown."""
+        idle = [name for name in block if name != "enabled" and name in children(path) and not is_default(block[name])]
+        if idle:
+            named = ", ".join(f"{path}.{name}" for name in idle)
+            self.say(f"{named}: no effect while {path}.enabled is false")
+        return {name: value for name, value in block.items() if name not in idle}
+
+    def _read(self, parent: str, name: Any, value: Any) -> None:
+        path = f"{parent}.{name}" if parent else str(name)
+        key = keys_by_path().get(path) if isinstance(name, str) and "." not in name else None
+        if key is None:
+            raise _unknown(parent, name)
+        if is_default(value):
+            return
+        wrong = wrong_kind(key.kind, value)
+        if wrong is not None:
+            raise ConfigError(f"{path} {_quoted(value)}: {wrong}; correct it, or leave it out")
+        if key.has_rows:
+            self.walk(path, value)
+        else:
+            self.given[path] = value
+            self._apply(key, value)
+
+    def _apply(self, key: Key, value: Any) -> None:
+        spelled = key.path if key.kind == "block" else self.spelled(key.path)
+        if key.kind == "block":
+            _check_members(key, value)
+            if not value or value.get("enabled") is False:
+                return
+        if key.way_out:
+            if value not in key.neutral:
+                raise ConfigError(f"{spelled}: not supported; {key.way_out}")
+        elif key.line:
+            self.say(f"{spelled}: {key.line}")
+        elif key.field:
+            try:
+                self.set(key.field, value if key.becomes is None else key.becomes(value), spelled)
+            except ConfigError:
+                raise
+            except ValueError as error:
+                raise ConfigError(f"{spelled}: not supported; {error}") from None
+
+
+def _fields_of(path: str) -> tuple[str, ...]:
+    """The field that a key sets, if it is one alone."""
+    key = keys_by_path().get(path)
+    field = "" if key is None else key.field or path.rpartition(".")[2]
+    return (field,) if field in settings_by_name() else ()
+
+
+def _check_members(key: Key, value: Mapping[Any, Any]) -> None:
+    if key.members is None:
+        return
+    for name, inner in value.items():
+        kind = key.members.get(name) if isinstance(name, str) else None
+        if kind is None:
+            raise ConfigError(f"{key.path}.{_brief(name)}: unknown key{nearest(str(name), key.members)}")
+        wrong = None if is_default(inner) else wrong_kind(kind, inner)
+        if wrong is not None:
+            raise ConfigError(f"{key.path}.{name} {_quoted(inner)}: {wrong}; correct it, or leave it out")
+
+
+def _unknown(parent: str, name: Any) -> ConfigError:
+    """The nearest key of the same block, or one of this name in another."""
+    word = str(name)
+    hint = nearest(word, children(parent))
+    elsewhere = [path for path in keys_by_path() if path.rpartition(".")[2] == word]
+    if elsewhere:
+        hint = f" (it belongs to {elsewhere[0].rpartition('.')[0] or 'the top'})"
+    path = f"{parent}.{_brief(name)}" if parent else _brief(name)
+    return ConfigError(f"{path}: unknown key{hint}; correct it, or leave it out; docs/from_deepspeed.md has a list")
+
+
+def _quoted(value: Any) -> str:
+    """A value of a wrong type: text shows that it is text."""
+    return f'"{_brief(value)}"' if isinstance(value, str) and value.isprintable() else _brief(value)
+
+
+def _brief(value: Any, depth: int = 0) -> str:
+    """A value, whatever it is, in few characters of one line."""
+    if isinstance(value, Mapping):
+        return "{...}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(_brief(item, depth + 1) for item in value[:4])}]" if depth < 2 else "[...]"
+    if isinstance(value, bool | int | float):
+        return show(value)
+    text = str(value) if isinstance(value, str) else repr(value)
+    return (text if text.isprintable() else ascii(text))[:80]

@@ -1,0 +1,26 @@
+"""Reads a file of settings, which may be another's: its text, or a ConfigError that names the flag and the file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megatron.errors import ConfigError
+
+_LARGEST_FILE = 1 << 20  # bytes
+
+
+def text_of(flag: str, path: str, kind: str) -> str:
+    """`flag`: the one that named the file. `kind`: YAML or JSON."""
+    file = Path(path)
+    try:
+        if not file.is_file():
+            raise ConfigError(f"{flag} {path}: no such file; give the path of a {kind} file")
+        if file.stat().st_size > _LARGEST_FILE:
+            raise ConfigError(
+                f"{flag} {path}: larger than {_LARGEST_FILE} bytes; give the {kind} file of a run's settings"
+            )
+        return file.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{flag} {path}: not valid {kind} ({error}); correct the file") from None
+    except OSError as error:
+        raise ConfigError(f"{flag} {path}: cannot be read ({error.strerror}); check its permissions") from None

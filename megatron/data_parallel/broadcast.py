@@ -1,0 +1,39 @@
+"""The first rank's values for all ranks of an axis."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from megatron.distributed import collectives
+from megatron.distributed.state import Axis
+
+
+@torch.no_grad()
+def broadcast_parameters(tensors: Iterable[tuple[str, Tensor]], dp: Axis, through: torch.device | None = None) -> None:
+    """Copies the first rank's values to the other ranks of the axis; for models that each rank initialised. `through`:
+    the device that sends them. Unset: their own."""
+    if dp.size == 1:
+        return
+    for _, tensor in tensors:
+        whole = tensor.data.contiguous().to(through or tensor.device)
+        collectives.broadcast(whole, dp)
+        if whole.data_ptr() != tensor.data_ptr():
+            tensor.data.copy_(whole)
+
+
+@torch.no_grad()
+def share_buffers(module: nn.Module, dp: Axis) -> None:
+    """Gives all ranks the first one's buffers, those of a type in one message."""
+    by_type: dict[torch.dtype, list[Tensor]] = {}
+    for buffer in module.buffers():
+        by_type.setdefault(buffer.dtype, []).append(buffer)
+    if dp.size == 1:
+        return
+    for buffers in by_type.values():
+        message = torch.cat([buffer.reshape(-1) for buffer in buffers])
+        collectives.broadcast(message, dp)
+        for buffer, part in zip(buffers, message.split([buffer.numel() for buffer in buffers]), strict=True):
+            buffer.copy_(part.view(buffer.shape))

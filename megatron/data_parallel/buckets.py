@@ -1,0 +1,184 @@
+"""Flat buffers of gradients, each of many parameters: what is sent in one message."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from megatron.data_parallel.gradients import FlatPieces
+from megatron.distributed import collectives
+from megatron.distributed.shard import Range, common
+from megatron.distributed.state import Axis
+
+_ALIGNED = 64
+"""A rank's chunk of a divided bucket is a multiple of so many elements: whole vectors, wherever it begins."""
+
+
+@dataclass(eq=False)
+class Slot:
+    """The place of one parameter's gradient."""
+
+    name: str
+    parameter: nn.Parameter
+    axis: Axis
+    """The axis that its gradient is summed over, and with ZeRO divided over."""
+    replicas: Axis
+    """The axis that the sum is summed over in turn: the ranks that have the same share, one in each instance."""
+    dtype: torch.dtype
+    """In which its gradients are added up."""
+    shown: bool
+    """Whether `parameter.grad` is the view between passes."""
+    apart: bool = False
+    """Whether it has a bucket of its own."""
+    view: Tensor | None = None
+    """Its part of the bucket; None where the gradient stays in `parameter.grad`."""
+    bucket: int = -1
+    place: Range = (0, 0)
+    """In the bucket."""
+    filled: bool = False
+    """Whether the view holds a gradient of this step (before that it may hold anything)."""
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """Parameters of one kind may share a bucket."""
+        return self.dtype, self.parameter.dtype, self.parameter.device, self.axis.name
+
+    @property
+    def fits_its_parameter(self) -> bool:
+        """Whether the gradient may stay in `parameter.grad`."""
+        return self.axis.size * self.replicas.size == 1 and self.dtype == self.parameter.dtype
+
+
+@dataclass(eq=False)
+class Bucket:
+    """Its parameters are in reverse order, which is the order of backward."""
+
+    slots: list[Slot]
+    buffer: Tensor
+    axis: Axis
+    replicas: Axis
+    chunk: Range
+    """What this rank updates: its share of a divided bucket, whose end may be padding; else all."""
+    weights: Tensor | None = None
+    """The parameters in one flat tensor, in the same order: of divided buckets, and where it was asked for."""
+    arrived: set[str] = field(default_factory=set)
+    launched: bool = False
+    pending: collectives.Pending | None = None
+    gathering: collectives.Pending | None = None
+
+    @property
+    def divided(self) -> bool:
+        return self.chunk != (0, self.buffer.numel())
+
+    @property
+    def complete(self) -> bool:
+        return len(self.arrived) == len(self.slots)
+
+    def start_sum(self) -> None:
+        self.launched = True
+        if self.divided:
+            self.pending = collectives.start_scatter_sum_in_place(self.buffer, self.axis)
+        else:
+            self.pending = collectives.start_all_reduce(self.buffer, self.axis)
+
+    def start_sum_of_instances(self) -> None:
+        """Of what this rank updates, once its own instance has summed it. Waits for that."""
+        if self.replicas.size > 1:
+            self.finish_sum()
+            self.pending = collectives.start_all_reduce(self.buffer[slice(*self.chunk)], self.replicas)
+
+    def finish_sum(self) -> None:
+        if self.pending is not None:
+            self.pending.wait()
+            self.pending = None
+
+    def start_gather(self) -> None:
+        """Of the weights, after every rank has updated its chunk."""
+        assert self.divided and self.weights is not None
+        self.gathering = collectives.start_gather_in_place(self.weights, self.axis)
+
+    def finish_gather(self) -> None:
+        if self.gathering is not None:
+            self.gathering.wait()
+            self.gathering = None
+
+    def flatten_weights(self) -> Tensor:
+        """From here on the parameters are views of one tensor, if they were not before."""
+        if self.weights is None:
+            device, dtype = self.buffer.device, self.slots[0].parameter.dtype
+            self.weights = torch.zeros(self.buffer.numel(), dtype=dtype, device=device)
+            for slot in self.slots:
+                part = self.weights[slice(*slot.place)].view(slot.parameter.shape)
+                slot.parameter.data = part.copy_(slot.parameter.detach())
+        return self.weights
+
+    def piece(self, slot: Slot, rank: int | None = None) -> Range:
+        """What a rank updates of a parameter, by default this one; empty at the end of a parameter that it has none
+        of."""
+        share = self.chunk[1] - self.chunk[0]
+        first = self.chunk[0] if rank is None else rank * share
+        start, stop = common(slot.place, (first, first + share))
+        return (start, stop) if start < stop else (slot.place[1], slot.place[1])
+
+    def name_at(self, offset: int) -> str:
+        """Of the parameter that has the element at `offset`."""
+        return next(slot.name for slot in self.slots if slot.place[0] <= offset < slot.place[1])
+
+    def flat_pieces(self) -> FlatPieces:
+        """Without the padding."""
+        pieces = [self.piece(slot) for slot in self.slots]
+        sizes = [stop - start for start, stop in pieces]
+        part = slice(self.chunk[0], self.chunk[0] + sum(sizes))
+        names, ends = tuple(slot.name for slot in self.slots), tuple(itertools.accumulate(sizes))
+        return FlatPieces(names, ends, self.buffer[part], self.flatten_weights()[part])
+
+    def whole_of(self, slot: Slot, piece: Tensor) -> Tensor:
+        """The tensor in a parameter's shape of which every rank has its piece."""
+        whole = piece.new_empty(slot.parameter.numel())
+        for rank in range(self.axis.size):
+            start, stop = (end - slot.place[0] for end in self.piece(slot, rank))
+            if rank == self.axis.rank:
+                whole[start:stop].copy_(piece)
+            if start < stop:
+                collectives.broadcast(whole[start:stop], self.axis, rank)
+        return whole.view(slot.parameter.shape)
+
+
+def make_buckets(slots: Iterable[Slot], size: int, divided: bool) -> list[Bucket]:
+    """Cuts the parameters, as they are given, into buffers of `size` elements or more, each of one kind. Buckets are in
+    the order in which the last of their gradients arrives."""
+    assert size > 0, f"bucket size {size}"
+    closed: list[list[Slot]] = []
+    open_: dict[tuple[object, ...], list[Slot]] = {}
+    order: dict[str, int] = {}
+    for slot in slots:
+        order[slot.name] = len(order)
+        if slot.apart:
+            closed.append([slot])
+            continue
+        members = open_.setdefault(slot.kind, [])
+        members.append(slot)
+        if sum(member.parameter.numel() for member in members) >= size:
+            closed.append(open_.pop(slot.kind))
+    closed += open_.values()
+    closed.sort(key=lambda members: order[members[-1].name])
+    return [_make_bucket(number, members, divided) for number, members in enumerate(closed)]
+
+
+def _make_bucket(number: int, members: list[Slot], divided: bool) -> Bucket:
+    first, sizes = members[0], [slot.parameter.numel() for slot in members]
+    total, ranks = sum(sizes), first.axis.size if divided else 1
+    share = total if ranks == 1 else -(-total // (ranks * _ALIGNED)) * _ALIGNED
+    buffer = torch.zeros(share * ranks, dtype=first.dtype, device=first.parameter.device)
+    for slot, place in zip(members, itertools.pairwise(itertools.accumulate(sizes, initial=0)), strict=True):
+        slot.view = buffer[slice(*place)].view(slot.parameter.shape)
+        slot.bucket, slot.place = number, place
+    chunk = (0, total) if ranks == 1 else (first.axis.rank * share, (first.axis.rank + 1) * share)
+    bucket = Bucket(members, buffer, first.axis, first.replicas, chunk)
+    if bucket.divided:
+        bucket.flatten_weights()
+    return bucket

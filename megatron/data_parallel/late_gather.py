@@ -1,0 +1,108 @@
+"""Weights that are gathered while the next forward pass runs: each is waited for where it is first needed.
+
+A model is taken as a chain: what is registered before its repeated units (embeddings), the units, and what is
+registered after one of them (a final norm, a head). Units are the entries of `nn.ModuleList`, `nn.ModuleDict` and
+`nn.Sequential`. Its first forward pass, before any weight was updated, shows whether it is one: a model that uses its
+weights in another order is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
+
+from megatron.data_parallel.buckets import Bucket
+from megatron.errors import ConfigError
+
+
+class LateGather:
+    """Waits for the weights of `buckets` from within the model's forward pass."""
+
+    def __init__(self, model: nn.Module, buckets: Sequence[Bucket]) -> None:
+        self._bucket_of = {slot.parameter: bucket for bucket in buckets for slot in bucket.slots}
+        self._order = _Order(buckets)
+        self.hooks = self._listen(model)
+
+    def _listen(self, model: nn.Module) -> list[RemovableHandle]:
+        units = list(units_of(model))
+        inside = {parameter: number for number, unit in enumerate(units) for parameter in unit.parameters()}
+        first: set[Bucket] = set()  # needed when the model begins
+        after: list[set[Bucket]] = [set() for _ in units]
+        place = first
+        for parameter in model.parameters():
+            if parameter in inside:
+                place = after[inside[parameter]]
+            elif parameter in self._bucket_of:
+                place.add(self._bucket_of[parameter])
+        handles = [
+            model.register_forward_pre_hook(lambda *_: self._order.begin()),
+            model.register_forward_hook(lambda *_: self._order.end(), always_call=True),
+            model.register_forward_pre_hook(self._wait_for(first)),
+            model.register_state_dict_pre_hook(self._wait_for(self._bucket_of.values())),
+        ]
+        for unit, then in zip(units, after, strict=True):
+            within = [self._bucket_of[parameter] for parameter in unit.parameters() if parameter in self._bucket_of]
+            handles += [unit.register_forward_pre_hook(self._wait_for(within))]
+            handles += [unit.register_forward_hook(self._wait_for(then))]
+        return handles
+
+    def _wait_for(self, buckets: Iterable[Bucket]) -> Callable[..., None]:
+        needed = list({id(bucket): bucket for bucket in buckets}.values())
+
+        def hook(*_: Any) -> None:
+            for bucket in needed:
+                bucket.finish_gather()
+                self._order.waited_for(bucket)
+
+        return hook
+
+
+class _Order(TorchDispatchMode):
+    """Sees each first use of a weight in the first passes, until all have been waited for."""
+
+    def __init__(self, buckets: Sequence[Bucket]) -> None:
+        super().__init__()
+        self._due = {bucket.flatten_weights().untyped_storage()._cdata: bucket for bucket in buckets}
+        self._within = 0
+
+    def begin(self) -> None:
+        if self._due:
+            self.__enter__()
+            self._within += 1
+
+    def end(self) -> None:
+        if self._within:
+            self._within -= 1
+            self.__exit__(None, None, None)
+
+    def waited_for(self, bucket: Bucket) -> None:
+        assert bucket.weights is not None
+        self._due.pop(bucket.weights.untyped_storage()._cdata, None)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for tensor in tree_leaves((args, kwargs)):
+            bucket = self._due.get(tensor.untyped_storage()._cdata) if isinstance(tensor, Tensor) else None
+            if bucket is not None:
+                raise ConfigError(
+                    f"--overlap-param-gather: the model uses {bucket.name_at(tensor.storage_offset())} before the part "
+                    "that it is registered in, so updated weights could come too late; leave --overlap-param-gather out"
+                )
+        return func(*args, **(kwargs or {}))
+
+
+def units_of(model: nn.Module) -> Iterator[nn.Module]:
+    """The repeated parts of a model, the outermost ones."""
+    for child in model.children():
+        if isinstance(model, nn.ModuleList | nn.ModuleDict | nn.Sequential) and not _never_called(child):
+            yield child
+        else:
+            yield from units_of(child)
+
+
+def _never_called(module: nn.Module) -> bool:
+    return isinstance(module, nn.ModuleList | nn.ModuleDict)

@@ -1,0 +1,24 @@
+"""A model's inputs on its device and, if asked, in its type."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def moved(value: Any, device: torch.device, half: torch.dtype | None = None) -> Any:
+    """The same value with its tensors on `device`, and those of floating point in the type `half` if there is one."""
+    if isinstance(value, Tensor):
+        dtype = half if half is not None and value.is_floating_point() else None
+        if value.device == device and dtype in (None, value.dtype):
+            return value
+        return value.to(device, dtype, non_blocking=True)
+    if isinstance(value, dict):
+        return {key: moved(item, device, half) for key, item in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(moved(item, device, half) for item in value))
+    if isinstance(value, (list, tuple)):
+        return type(value)(moved(item, device, half) for item in value)
+    return value

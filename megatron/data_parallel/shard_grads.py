@@ -1,0 +1,126 @@
+"""Where the gradients of shards are: `fully_shard` adds up in `parameter.grad`, or sends to the host what is there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from megatron.distributed import collectives
+from megatron.distributed.state import Axis
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+
+class ShardGrads(Protocol):
+    def grad(self, name: str) -> Tensor:
+        """In the shape of the shard; zero if no backward pass has given one."""
+        ...
+
+    def multiply(self, factor: Tensor | float) -> None: ...
+
+    def zero(self) -> None: ...
+
+    def sum_over(self, replicas: Axis) -> None:
+        """Adds those of the ranks that keep the same shards."""
+        ...
+
+
+class InOneBuffer:
+    """Views of one buffer of each type, which are there from the first step on: nothing is allocated in a step, and
+    scaling is one operation."""
+
+    def __init__(self, shards: Mapping[str, nn.Parameter]) -> None:
+        """`shards`: DTensors."""
+        self._shards = shards
+        self._grads: dict[str, Tensor] = {}
+        self._buffers: list[Tensor] = []
+
+    def grad(self, name: str) -> Tensor:
+        self._make_buffers()
+        return self._grads[name]
+
+    @torch.no_grad()
+    def multiply(self, factor: Tensor | float) -> None:
+        for buffer in self._buffers:
+            buffer.mul_(factor)
+
+    @torch.no_grad()
+    def zero(self) -> None:
+        self._make_buffers()
+        for buffer in self._buffers:
+            buffer.zero_()
+        for name, grad in self._grads.items():
+            parameter = self._shards[name]
+            if parameter.grad is None:
+                parameter.grad = _as_dtensor(grad, parameter)
+
+    @torch.no_grad()
+    def sum_over(self, replicas: Axis) -> None:
+        for buffer in self._buffers:
+            collectives.all_reduce(buffer, replicas)
+
+    def _make_buffers(self) -> None:
+        if self._grads or not self._shards:
+            return
+        by_dtype: dict[torch.dtype, list[str]] = {}
+        for name, parameter in self._shards.items():
+            by_dtype.setdefault(parameter.dtype, []).append(name)
+        for dtype, names in by_dtype.items():
+            locals_ = [local(self._shards[name]) for name in names]
+            sizes = [one.numel() for one in locals_]
+            buffer = torch.zeros(sum(sizes), dtype=dtype, device=locals_[0].device)
+            self._buffers.append(buffer)
+            for name, one, grad in zip(names, locals_, buffer.split(sizes), strict=True):
+                self._grads[name] = grad.view(one.shape)
+
+
+class OnHost:
+    """In pinned memory of the host. The first gradient of a step arrives there beside the rest of the backward pass:
+    `fully_shard` waits for one only where it has to add it to another."""
+
+    def __init__(self, shards: Mapping[str, nn.Parameter]) -> None:
+        """`shards`: DTensors."""
+        self._shards = shards
+
+    @torch.no_grad()
+    def grad(self, name: str) -> Tensor:
+        parameter = self._shards[name]
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)  # `from_local` would move it to the device
+        return local(parameter.grad)
+
+    @torch.no_grad()
+    def multiply(self, factor: Tensor | float) -> None:
+        for parameter in self._shards.values():
+            if parameter.grad is not None:
+                local(parameter.grad).mul_(factor)
+
+    def zero(self) -> None:
+        for parameter in self._shards.values():
+            parameter.grad = None
+
+    def sum_over(self, replicas: Axis) -> None:
+        assert replicas.size == 1, "what ranks send each other is on the device"
+
+
+@torch.no_grad()
+def local(parameter: Tensor) -> Tensor:
+    """This rank's rows."""
+    from torch.distributed.tensor import DTensor
+
+    assert isinstance(parameter, DTensor)
+    rows: Tensor = parameter.to_local()
+    return rows
+
+
+def _as_dtensor(piece: Tensor, parameter: Tensor) -> DTensor:
+    """`piece` as this rank's rows of something that is divided as `parameter` is."""
+    from torch.distributed.tensor import DTensor
+
+    assert isinstance(parameter, DTensor)
+    place = parameter.device_mesh, parameter.placements
+    return DTensor.from_local(piece, *place, run_check=False, shape=parameter.shape, stride=parameter.stride())

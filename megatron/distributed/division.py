@@ -1,0 +1,65 @@
+"""Division: which elements of a tensor each rank of an axis has. A rule, where a list would grow with the ranks.
+
+Tensors lie one after the other in a row, which is cut into equal shares, one for each rank of the axis.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from megatron.distributed.shard import Range, common
+from megatron.distributed.state import Axis
+
+
+def piece_of(elements: int, offset: int, share: int, number: int) -> Range:
+    """The elements that share `number` has of a tensor that begins at `offset` of the row; empty at one of its ends if
+    the share has none."""
+    start, stop = common((offset, offset + elements), (number * share, (number + 1) * share))
+    if start < stop:
+        return start - offset, stop - offset
+    return (0, 0) if (number + 1) * share <= offset else (elements, elements)
+
+
+def pieces_between(start: int, stop: int, offset: int, share: int) -> Iterator[tuple[int, Range]]:
+    """(share, elements of it) for the elements from `start` to `stop` of a tensor that begins at `offset`."""
+    position = start
+    while position < stop:
+        number = (offset + position) // share
+        end = min(stop, (number + 1) * share - offset)
+        yield number, (position, end)
+        position = end
+
+
+@dataclass(frozen=True)
+class Division:
+    """How the ranks of `axis` divide one tensor."""
+
+    axis: Axis
+    share: int
+    """Elements of the row that each rank has."""
+    offset: int = 0
+    """Where the tensor begins in the row."""
+
+    @property
+    def name(self) -> str:
+        """The same on all ranks of the axis, and on no others."""
+        return f"{self.axis.name} of rank {self.axis.ranks[0]}"
+
+    def held(self, elements: int, rank: int | None = None) -> Range:
+        """Of a tensor of so many elements, those of a rank of the axis, by default of this one."""
+        return piece_of(elements, self.offset, self.share, self.axis.rank if rank is None else rank)
+
+
+def dealt(sizes: Mapping[str, int], axis: Axis, first_has: int = 0) -> dict[str, Division]:
+    """Deals tensors, given by their numbers of elements, to the ranks of an axis: equally much to each, where the first
+    has work of `first_has` elements already."""
+    total = sum(sizes.values())
+    if axis.size > 1:
+        first_has = min(first_has, -(-total // (axis.size - 1)))
+    share = max(-(-(first_has + total) // axis.size), 1)
+    found, position = {}, min(first_has, share)
+    for name, size in sizes.items():
+        found[name] = Division(axis, share, position)
+        position += size
+    return found

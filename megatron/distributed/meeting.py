@@ -1,0 +1,112 @@
+"""Where no rank goes on before all have come. They wait at the store, in no collective, for however long one of them
+needs, and not in silence: every half a minute one rank says who is missing."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from megatron.distributed.identity import Identity
+from megatron.distributed.launch import LaunchInfo
+from megatron.errors import ConfigError, HangError
+
+TOLD_EVERY = 30.0  # seconds
+_OTHERS_READ_WITHIN = 3.0
+_ALL_HERE, _UNLIKE = "all ranks are here", "unlike: "
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How long a rank waits for the others, in rounds after each of which something may be said."""
+
+    timeout: timedelta
+    told_every: float = TOLD_EVERY
+    started: float = field(default_factory=time.monotonic)
+
+    @property
+    def waited(self) -> float:
+        return time.monotonic() - self.started
+
+    @property
+    def limit(self) -> str:
+        return "" if self.timeout == timedelta.max else f" of at most {self.timeout.total_seconds():.0f}"
+
+    def rounds(self) -> Iterator[float]:
+        """The seconds to wait in each round, until the time is up."""
+        while (left := self.timeout.total_seconds() - self.waited) > 0:
+            yield min(self.told_every, left)
+
+
+def wait_for_all(
+    store: dist.Store, identity: Identity, info: LaunchInfo, patience: Patience, *, did: str = "come"
+) -> None:
+    """Returns when all ranks have called it with the same values. `did`: what a missing rank has not done.
+
+    Work per rank does not grow with their number: the last one to come tells the others, and in every round the first
+    one to run out of patience reads the list of those who came.
+    """
+    if store.add(f"came_{info.rank}", 1) > 1:
+        raise ConfigError(
+            f"--master-port {info.master_port}: another process is rank {info.rank} there already; choose another port "
+            "if two jobs use this one, and start every rank once"
+        )
+    store.append("came", f"{info.rank} ")  # type: ignore[attr-defined]  # torch's stubs lack it
+    unlike = identity.unlike_first(store)
+    if unlike is not None:
+        store.compare_set("outcome", "", _UNLIKE + unlike)
+    elif store.add("number", 1) == info.world_size:
+        store.set("outcome", _ALL_HERE)
+    for number, seconds in enumerate(patience.rounds()):
+        try:
+            store.wait(["outcome"], timedelta(seconds=seconds))
+            break
+        except dist.DistStoreError:  # not yet
+            if store.add(f"told_{number}", 1) == 1:
+                say(info, patience, _missing(store, info, did))
+    # Whose time is up decides for all, so that all ranks end for the same reason.
+    mine = "" if store.check(["outcome"]) else str(never_met(info, patience, _missing(store, info, did)))
+    outcome = store.compare_set("outcome", "", mine).decode() if mine else store.get("outcome").decode()
+    if outcome == _ALL_HERE:
+        return
+    if info.keeps_store:
+        time.sleep(_OTHERS_READ_WITHIN)
+    if outcome.startswith(_UNLIKE):
+        raise identity.subject.error(outcome.removeprefix(_UNLIKE))
+    raise HangError(outcome)
+
+
+def say(info: LaunchInfo, patience: Patience, missing: str) -> None:
+    print(
+        f"rank {info.rank} waits for the others for {patience.waited:.0f} s{patience.limit}: {missing}",
+        file=sys.stderr,
+        flush=True,
+    )
+
+
+def never_met(info: LaunchInfo, patience: Patience, missing: str) -> HangError:
+    return HangError(
+        f"--distributed-timeout-minutes {patience.timeout.total_seconds() / 60:g}: the ranks did not all meet at "
+        f"{info.store_host}:{info.master_port} (attempt {info.attempt}): {missing}; see what the missing ones said, or "
+        "give more time"
+    )
+
+
+def _missing(store: dist.Store, info: LaunchInfo, did: str) -> str:
+    came = {int(rank) for rank in store.get("came").decode().split()}
+    absent = [rank for rank in range(info.world_size) if rank not in came]
+    verb = "s {} have" if len(absent) > 1 else " {} has"
+    return f"rank{verb.format(spans(absent))} not {did} ({len(came)} of {info.world_size} have)"
+
+
+def spans(ranks: Sequence[int]) -> str:
+    """Such as "0, 8-15": whole machines are missing, as a rule."""
+    among = set(ranks)
+    starts = [rank for rank in ranks if rank - 1 not in among]
+    ends = [rank for rank in ranks if rank + 1 not in among]
+    spans = [f"{start}" if start == end else f"{start}-{end}" for start, end in zip(starts, ends)]
+    return ", ".join(spans[:20]) + (f", ... ({len(ranks)} in all)" if len(spans) > 20 else "")

@@ -1,0 +1,7 @@
+"""The engine for any nn.Module: DeepSpeed's calls over the same buckets, optimizer step and checkpoints as our
+GPT's."""
+
+from megatron.engine.any_model.engine import ModelEngine
+from megatron.engine.any_model.initialize import initialize
+
+__all__ = ["ModelEngine", "initialize"]

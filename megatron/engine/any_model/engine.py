@@ -1,0 +1,259 @@
+"""Trains any nn.Module: forward, backward and step, with the call order of DeepSpeed's engine.
+
+    engine, optimizer, loader, scheduler = megatron.initialize(model=model, optimizer=optimizer, config=config)
+    for x, y in loader:
+        loss = loss_of(engine(x), y)    # the user's own mean loss
+        engine.backward(loss)
+        engine.step()                   # acts once the accumulation is complete
+
+Gradients are averaged over ranks and accumulated micro-batches. Underneath are the buckets, the decision (unscale,
+clip, skip), the loss scaler and the checkpoints that train our GPT.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron.data_parallel import FullySharded, GradBuffers
+from megatron.data_parallel.moving import moved
+from megatron.engine.any_model.checkpoints import EngineCheckpoints
+from megatron.engine.any_model.facts import Calls, EngineFacts
+from megatron.engine.any_model.ranks import Place
+from megatron.engine.any_model.settings import EngineSettings
+from megatron.engine.any_model.usage import Usage
+from megatron.engine.nonfinite import first_nonfinite, overflows_at_the_bottom
+from megatron.errors import ConfigError, NonFiniteError
+from megatron.optimizer import Optimizer, StepInfo
+from megatron.utils.dtype import HALF
+from megatron.utils.log import RankLog
+
+
+class ModelEngine(EngineFacts):
+    """`module` is the model; it trains in place."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        settings: EngineSettings,
+        place: Place,
+        grads: GradBuffers | FullySharded,
+        core: Optimizer,
+        usage: Usage,
+        optimizer: torch.optim.Optimizer,
+        lr_scheduler: Any = None,
+        training_dataloader: Any = None,
+        log: RankLog | None = None,
+    ) -> None:
+        super().__init__()
+        self.module = model
+        self.settings, self.place = settings, place
+        self.optimizer, self.lr_scheduler, self.training_dataloader = optimizer, lr_scheduler, training_dataloader
+        self._calls = Calls()
+        self._grads, self._core, self._usage = grads, core, usage
+        self.log = log or RankLog(place.parallel.rank)
+        self._checkpoints = EngineCheckpoints(self, core, grads if isinstance(grads, FullySharded) else None)
+        optimizer.register_step_pre_hook(self._refuse_direct_step)
+
+    # passes
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        """The model's output. Tensors are moved to the model's device; in half precision those of floating point are
+        cast to its type."""
+        half = getattr(torch, self.settings.precision.params_dtype)
+        half = None if half == torch.float32 else half
+        return self.module(*moved(inputs, self.device, half), **moved(named, self.device, half))
+
+    def backward(self, loss: Tensor, retain_graph: bool = False) -> Tensor:
+        """Adds the gradients of this micro-batch's mean loss; returns the loss divided by the accumulation."""
+        self._check_loss(loss)
+        if not self._calls.begun:
+            self._grads.zero()
+            self._calls.begun = True
+        if self.is_gradient_accumulation_boundary() and not self._calls.adds_up:
+            self._grads.arm()
+        share = 1.0 / self.gradient_accumulation_steps()
+        wide = loss.float() if loss.dtype in HALF else loss  # where a loss scale has room
+        wide.backward(torch.full_like(wide, share * self._core.loss_scale), retain_graph=retain_graph)
+        self._calls.owed = True
+        return loss.detach() if share == 1.0 else loss.detach() * share
+
+    def step(self) -> None:
+        """Counts a micro-batch. With the last of an accumulation: reduces, clips, updates, steps the scheduler."""
+        if self._calls.adds_up:
+            raise ConfigError("engine.step(): not inside no_sync(), which adds up gradients; call it after the block")
+        if not self._calls.owed:
+            raise ConfigError(
+                "engine.step(): there was no engine.backward(loss) since the last one; call engine.backward(loss), "
+                "then engine.step(), once for every micro-batch"
+            )
+        updates = self.is_gradient_accumulation_boundary()
+        self._calls.micro_steps += 1
+        self._calls.owed = False
+        if updates:
+            self._calls.begun = False
+            self._update()
+
+    def _update(self) -> None:
+        with self._usage.of_step():
+            self._grads.reduce()
+            self._calls.updating = True
+            try:
+                info = self._core.client_step(self._core.loss_scale * self.place.parallel.dp.size)
+            finally:
+                self._calls.updating = False
+        self._calls.global_steps += 1
+        self._calls.norm, self._calls.overflow = info.grad_norm, info.skipped
+        self._usage.share_buffers()
+        if info.skipped:
+            self._check_skipped(info)
+        self._grads.zero()  # open for what others' losses send through this model, and dropped with the next update
+        every = self.settings.log_interval
+        if every is not None and self.global_steps % every == 0:
+            self.log.info(
+                f"step {self.global_steps}: learning rate {', '.join(f'{lr:g}' for lr in self.get_lr())}, gradient "
+                f"norm {info.grad_norm:.4g}, {self.skipped_steps + info.skipped} skipped"
+            )
+        if not info.skipped:
+            if self.lr_scheduler is not None:
+                self.lr_scheduler.step()
+            return
+        self._calls.skipped_steps += 1
+        self.log.info(
+            f"step {self.global_steps} is skipped: a gradient overflows at the loss scale {info.loss_scale:g}; the "
+            f"next has {self._core.loss_scale:g}"
+        )
+
+    def _check_skipped(self, info: StepInfo) -> None:
+        """An overflow on the way to a loss scale, or an error. All ranks call it: the cause may be on one alone."""
+        what: str | None = "a gradient is not finite"
+        if not self._core.static_scale:
+            what = overflows_at_the_bottom(self._core, info.loss_scale, info.skipped_in_a_row)
+        if what is None:
+            return
+        first = first_nonfinite(self._core, self.place.parallel)
+        raise NonFiniteError(
+            f"step {self.global_steps}: {what}{f'; {first}' if first else ''}. The update was not made. Load the last "
+            "checkpoint, lower the learning rate, or look at the batch"
+        )
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes inside add up their gradients, any number of them, without step(); the step after the next
+        backward pass outside reduces all of them."""
+        if self._calls.owed:
+            raise ConfigError("engine.no_sync(): a backward pass awaits engine.step(); call that first")
+        self._calls.adds_up = True
+        try:
+            yield
+        finally:
+            self._calls.adds_up = self._calls.owed = False
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """No-op between updates, which begin with no gradients; refused in the middle of an accumulation."""
+        del set_to_none
+        if self.accumulated:
+            raise ConfigError(
+                f"engine.zero_grad(): would drop the gradients of {self.accumulated} of "
+                f"{self.gradient_accumulation_steps()} micro-batches of this update; leave it out, the next update "
+                "begins without gradients"
+            )
+
+    # checkpoints
+
+    @property
+    def compares_usage(self) -> bool | None:
+        return self._usage.compares
+
+    def save_checkpoint(
+        self, save_dir: str | Path, tag: str | int | None = None, client_state: Mapping[str, Any] | None = None
+    ) -> None:
+        """Commits the whole state as SAVE_DIR/TAG (global_stepN), and names it in SAVE_DIR/latest. All ranks call
+        it."""
+        self._checkpoints.save(Path(save_dir), None if tag is None else str(tag), client_state or {})
+
+    def load_checkpoint(
+        self,
+        load_dir: str | Path,
+        tag: str | int | None = None,
+        *,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+    ) -> tuple[str, dict[str, Any]]:
+        """Takes up the state of LOAD_DIR/TAG, or of the tag that LOAD_DIR/latest names; returns its path and the
+        `client_state`. All ranks call it."""
+        path, client_state = self._checkpoints.load(
+            Path(load_dir),
+            None if tag is None else str(tag),
+            optimizer=load_optimizer_states,
+            scheduler=load_lr_scheduler_states,
+            weights_only=load_module_only,
+        )
+        return path, client_state
+
+    def whole_state_dict(self) -> dict[str, Tensor]:
+        """The model's state dict with whole tensors, whatever the ranks divide. All ranks call it."""
+        if not isinstance(self._grads, FullySharded):
+            return dict(self.module.state_dict())
+        gathered = {name: self._grads.whole_weight(name) for name in self._grads.all_names}
+        first_name = {id(one): name for name, one in self.module.named_parameters()}  # of tied ones, too
+        state = self.module.state_dict(keep_vars=True)
+        return {name: gathered.get(first_name.get(id(one), ""), one.detach()) for name, one in state.items()}
+
+    def restore_counters(self, global_steps: int, skipped_steps: int, compares_usage: bool | None) -> None:
+        self._calls.global_steps, self._calls.skipped_steps = global_steps, skipped_steps
+        self._calls.micro_steps = global_steps * self.gradient_accumulation_steps()
+        self._usage.compares = compares_usage
+
+    # refusals
+
+    def _check_loss(self, loss: Tensor) -> None:
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            raise ConfigError(f"engine.backward(loss): the loss is {found}, not one number; give the mean, loss.mean()")
+        if not self.module.training:
+            raise ConfigError(
+                "engine.backward(loss): the engine is in evaluation mode; call engine.train() before the forward pass "
+                "that trains"
+            )
+        if not loss.requires_grad:
+            raise ConfigError(
+                "engine.backward(loss): the loss has no gradient; compute it from engine(x), outside of torch.no_grad()"
+            )
+        if self._calls.owed and not self._calls.adds_up:
+            raise ConfigError(
+                "engine.backward(loss): was called again before engine.step(); call engine.step() after every backward "
+                "pass (it updates once the accumulation is complete), or add up losses before one backward pass"
+            )
+
+    def _refuse_direct_step(self, *_: Any) -> None:
+        if not self._calls.updating:
+            raise ConfigError(
+                "optimizer.step(): the engine reduces the gradients and makes the update; call engine.step() instead"
+            )
+
+    def _apply(self, fn: Any, recurse: bool = True) -> ModelEngine:
+        """`.to()`, `.half()` and the like: refused if they would change what buffers and masters were made for."""
+        for tensor in [*self.parameters(), *self.buffers()]:
+            new = fn(tensor.detach())
+            if (new.dtype, new.device) != (tensor.dtype, tensor.device):
+                raise ConfigError(
+                    f"engine.to(), .half(), .cuda(): the model is {tensor.dtype} on {tensor.device}, where the engine "
+                    "has put it; leave the call out, and choose precision in the config (fp16, bf16)"
+                )
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        """Attributes of the model, as DeepSpeed's engine has them."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module" or "module" not in self._modules:
+                raise
+            return getattr(self._modules["module"], name)

@@ -1,0 +1,54 @@
+"""What users keep in a checkpoint besides tensors, as values that the weights-only loader admits and gives back
+alike."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.errors import ConfigError
+
+_PAIRS, _TUPLE = "pairs of a dict", "items of a tuple"
+
+
+def encoded(value: Any, place: str) -> Any:
+    """`value` with dicts of any keys and tuples marked as such; anything that a file cannot hold is refused by
+    place."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, Mapping):
+        if all(isinstance(key, str) for key in value) and not {_PAIRS, _TUPLE} & set(value):
+            return {key: encoded(item, f"{place}.{key}") for key, item in value.items()}
+        return {_PAIRS: [[encoded(key, place), encoded(item, f"{place}[{key!r}]")] for key, item in value.items()]}
+    if isinstance(value, tuple):
+        return {_TUPLE: [encoded(item, f"{place}[{number}]") for number, item in enumerate(value)]}
+    if isinstance(value, list):
+        return [encoded(item, f"{place}[{number}]") for number, item in enumerate(value)]
+    if type(value).__module__ == "numpy" and hasattr(value, "dtype"):
+        return value.item() if value.ndim == 0 else torch.from_numpy(value.copy())
+    if isinstance(value, Path):
+        return str(value)
+    raise ConfigError(
+        f"{place}: is a {type(value).__name__}; a checkpoint holds tensors, numbers, text, lists and dicts, so that "
+        "nothing runs when it is loaded"
+    )
+
+
+def decoded(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        if _PAIRS in value:
+            return {_hashable(decoded(key)): decoded(item) for key, item in value[_PAIRS]}
+        if _TUPLE in value:
+            return tuple(decoded(item) for item in value[_TUPLE])
+        return {key: decoded(item) for key, item in value.items()}
+    return [decoded(item) for item in value] if isinstance(value, list) else value
+
+
+def _hashable(key: Any) -> Any:
+    return tuple(key) if isinstance(key, list) else key

@@ -1,0 +1,83 @@
+"""Where this process stands among the ranks: in the user's own process group, in the launcher's, or alone."""
+
+from __future__ import annotations
+
+import atexit
+import sys
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megatron.distributed.device import accelerator_type, activate, resolve_backend, resolve_device
+from megatron.distributed.launch import LaunchInfo, shutdown
+from megatron.distributed.rendezvous import init_process_group
+from megatron.distributed.state import ParallelState
+from megatron.errors import ConfigError, PeerLostError
+from megatron.layout import Layout
+
+_TIMEOUT = timedelta(minutes=10)
+_LAST_WAIT = timedelta(seconds=10)
+"""For the other ranks at the end of a program."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A rank's axes, its number on this machine, and its device."""
+
+    parallel: ParallelState
+    local_rank: int
+    device: torch.device
+
+
+def find_place(model: nn.Module) -> Place:
+    """Opens the process group of a launcher's ranks if nobody has; it is closed when the process ends."""
+    if dist.is_initialized():
+        rank, size, local_rank = dist.get_rank(), dist.get_world_size(), _own_local_rank()
+        device = _device_of(model, local_rank, dist.get_backend_config())
+        activate(device)
+    else:
+        launch = LaunchInfo.detect()
+        rank, size, local_rank = launch.rank, launch.world_size, launch.local_rank
+        device = _device_of(model, local_rank)
+        init_process_group(launch, resolve_backend(None, device), _TIMEOUT, device)
+        atexit.register(_leave)  # also a group of one, which ZeRO's stage 3 opens
+    return Place(ParallelState.build(Layout(size), rank), local_rank, device)
+
+
+def _leave() -> None:
+    """At the end of the program, after its last collective. gloo's threads may still be letting go of that one's
+    tensors, which aborts a process whose interpreter has ended; at the barrier they have done so. A rank that ends with
+    an error does not wait: the others are not at their end."""
+    with suppress(PeerLostError):
+        shutdown(barrier=not hasattr(sys, "last_value"), timeout=_LAST_WAIT)
+
+
+def _own_local_rank() -> int:
+    """In a group that the user opened: what the launcher said if there is one; else the ranks are on one machine."""
+    with suppress(ConfigError):
+        launch = LaunchInfo.detect()
+        if launch.world_size == dist.get_world_size():
+            return launch.local_rank
+    accelerator = accelerator_type()
+    return dist.get_rank() if accelerator is None else dist.get_rank() % torch.accelerator.device_count()
+
+
+def _device_of(model: nn.Module, local_rank: int, backends: str = "") -> torch.device:
+    """Where the user has put the model, if not on the CPU; else this rank's accelerator. A group of the user's that has
+    gloo alone is for the CPU."""
+    devices = {tensor.device for tensor in [*model.parameters(), *model.buffers()]}
+    if len(devices) > 1:
+        raise ConfigError(
+            f"model: its tensors are on {', '.join(sorted(map(str, devices)))}; put all of it on one device, or leave "
+            "it on the CPU, from where the engine moves it"
+        )
+    own = devices.pop() if devices else torch.device("cpu")
+    if own.type != "cpu":
+        return own
+    backend_of = dict(part.split(":") for part in backends.split(",") if part)
+    served = not backends or backend_of.get(accelerator_type() or "cpu", "gloo") != "gloo"
+    return resolve_device("auto" if served else "cpu", local_rank)

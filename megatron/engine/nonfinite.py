@@ -1,0 +1,39 @@
+"""Numbers that are not finite: when a skipped update is an error, and where the first of them are."""
+
+from __future__ import annotations
+
+import torch
+
+from megatron.distributed.meeting import spans
+from megatron.distributed.messages import all_gather_json
+from megatron.distributed.state import ParallelState
+from megatron.optimizer import DynamicLossScaler, Optimizer
+
+_FORGIVEN_OVERFLOWS = 2
+"""In a row at the lowest loss scale: a lower one is not there to help."""
+
+
+def overflows_at_the_bottom(optimizer: Optimizer, loss_scale: float, in_a_row: int) -> str | None:
+    """Of a skipped update with a dynamic loss scale: what is wrong, unless the scale can still come down."""
+    scaler = optimizer.scaler
+    assert isinstance(scaler, DynamicLossScaler), "without a dynamic loss scale every such gradient is an error"
+    if loss_scale > scaler.min_scale or in_a_row <= _FORGIVEN_OVERFLOWS:
+        return None
+    return f"a gradient overflows even at the loss scale {loss_scale:g}, {in_a_row} steps in a row"
+
+
+def first_nonfinite(optimizer: Optimizer, parallel: ParallelState) -> str:
+    """What is not finite, and on which ranks: parameters before gradients. Every rank calls it, since the cause may be
+    on one rank alone: in one stage, or in one shard of a layer."""
+    grads = optimizer.grads
+    weights = [name for name in grads.names if not torch.isfinite(grads.weight(name)).all()]
+    mine = ("parameters", tuple(weights)) if weights else ("gradients", tuple(optimizer.find_nonfinite()))
+    found = all_gather_json(mine, parallel.world, tuple[str, tuple[str, ...]])
+    for kind in ("parameters", "gradients"):
+        ranks = {rank: names for rank, (what, names) in enumerate(found) if what == kind and names}
+        if ranks:
+            first, *others = ranks
+            whose = f" of rank {first}" if len(found) > 1 else ""
+            also = f" (and on rank{'s' if others[1:] else ''} {spans(others)})" if others else ""
+            return f"first in the {kind}{whose}: {', '.join(ranks[first][:4])}{also}"
+    return ""

@@ -1,0 +1,50 @@
+"""NVIDIA's apex, for those who have it: its functions run where the kernels of csrc/ do not. It is never required.
+
+The public index gives the name `apex` to something else; NVIDIA's is known by its compiled modules.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+from torch import Tensor
+
+from megatron.ops.operation import Function, Implementation, Portable, Target, torch_function
+
+_COMPILED = ("amp_C", "fused_layer_norm_cuda")
+
+
+def has_apex(target: Target) -> bool:
+    return target.device_type == "cuda" and all(find_spec(name) is not None for name in _COMPILED)
+
+
+def or_apex(fused: Function, apex: Function) -> Portable:
+    """apex's function where it is installed, else PyTorch's own."""
+    without = torch_function(fused)
+    return lambda target: (
+        Implementation("apex", apex, "NVIDIA's apex is installed") if has_apex(target) else without(target)
+    )
+
+
+def takes(x: Tensor, *parameters: Tensor | None) -> bool:
+    """Its norms have all their parameters, in the type of their input."""
+    return all(parameter is not None and parameter.dtype == x.dtype for parameter in parameters)
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    return _normalization().fused_layer_norm_affine(x, weight, bias, tuple(weight.shape), eps)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return _normalization().fused_rms_norm_affine(x, weight, tuple(weight.shape), eps)
+
+
+def multi_tensor_adam(*arguments: Any) -> None:
+    """Of tensors in fp32. A flag on the device leaves the update out, and rate and step are on the device too."""
+    import_module("amp_C").multi_tensor_adam_capturable(*arguments)
+
+
+def _normalization() -> Any:
+    return import_module("apex.normalization.fused_layer_norm")

@@ -1,0 +1,72 @@
+"""From settings to the update of all pieces: on flat buffers, tensor by tensor, or on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+
+from megatron.config.sections.optimizer import OptimizerConfig
+from megatron.data_parallel import Gradients
+from megatron.distributed.shard import ShardSpec
+from megatron.errors import ConfigError
+from megatron.ops import Kernels
+from megatron.optimizer.flat import FlatAdam
+from megatron.optimizer.groups import GroupRule
+from megatron.optimizer.offload import build_offloaded
+from megatron.optimizer.rules.choose import choose_rules
+from megatron.optimizer.update_rules import DecidedOnHost, TorchUpdate, Update
+
+
+def build_update(
+    grads: Gradients,
+    config: OptimizerConfig,
+    rules: Mapping[str, GroupRule],
+    specs: Mapping[str, ShardSpec],
+    kernels: Kernels | None,
+    device: torch.device,
+    asynchronous: bool,
+) -> Update:
+    """AdamW on flat buffers if there is a kernel and all gradients are in buffers; else torch's or apex's,
+    tensor by tensor. Where it is offloaded, on the host."""
+    kernel = kernels.adamw if kernels is not None else None
+    if device.type != "cpu" and all(grads.weight(name).device.type == "cpu" for name in grads.names):
+        return _on_host(grads, config, rules, specs, kernel)
+    if offloads(config, device):
+        return build_offloaded(grads, config, rules, kernel, device)
+    dtypes = {grads.grad_dtype(name) for name in grads.names}
+    if config.is_plain_adamw and kernel is not None and grads.flat and dtypes <= {torch.float32, torch.bfloat16}:
+        betas = config.adam_beta1, config.adam_beta2
+        return FlatAdam(grads, rules, betas, config.adam_eps, kernel, remainders=config.store_param_remainders)
+    if config.store_param_remainders:
+        raise no_place_for_remainders()
+    apex = kernels is not None and dtypes == {torch.float32} and kernels.backend("adamw") == "apex"
+    chosen = choose_rules(grads, config, rules, specs, device, apex=apex)
+    return TorchUpdate(grads, rules, chosen, asynchronous=asynchronous)
+
+
+def _on_host(
+    grads: Gradients,
+    config: OptimizerConfig,
+    rules: Mapping[str, GroupRule],
+    specs: Mapping[str, ShardSpec],
+    kernel: Callable[..., None] | None,
+) -> Update:
+    """Of weights that are in host memory, with their gradients: so is the optimizer's state."""
+    host = torch.device("cpu")
+    if config.is_plain_adamw:
+        return build_offloaded(grads, config, rules, kernel, host)
+    return DecidedOnHost(TorchUpdate(grads, rules, choose_rules(grads, config, rules, specs, host)))
+
+
+def offloads(config: OptimizerConfig, device: torch.device) -> bool:
+    """On a CPU the state is in host memory anyway: there a file alone makes a difference."""
+    on_disk = config.optimizer_offload_directory is not None
+    return on_disk or (config.optimizer_cpu_offload and device.type != "cpu")
+
+
+def no_place_for_remainders() -> ConfigError:
+    return ConfigError(
+        "--store-param-remainders: only the native AdamW can work without fp32 masters, and it does not run here; "
+        "leave it out, or see the row adamw of the table of kernels"
+    )

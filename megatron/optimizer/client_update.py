@@ -1,0 +1,204 @@
+"""The update of a torch.optim optimizer that the user brought: any class, any parameter groups.
+
+What this rank updates takes the place of the parameters in its groups: a parameter itself, or the fp32 master of a
+half-precision one. The optimizer does its own arithmetic with its own rates, so that schedulers of torch and edits of
+`param_groups` have their effect.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron.data_parallel import Gradients
+from megatron.errors import CheckpointError, ConfigError
+from megatron.optimizer.decision import HostDecision
+from megatron.optimizer.update_rules import OptimizerState
+from megatron.utils.dtype import HALF
+
+_NEED_WHOLE = ("Adafactor", "LBFGS", "Muon")
+_HAVE_FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
+_COUNTER = "step"
+"""torch's count of updates: one number of a parameter, in whatever shape the parameter has."""
+
+
+class ClientUpdate:
+    def __init__(
+        self,
+        grads: Gradients,
+        optimizer: torch.optim.Optimizer,
+        absent: Callable[[], Collection[str]] = tuple,
+        *,
+        names: Mapping[int, str] | None = None,
+        on_host: bool = False,
+    ) -> None:
+        """The groups of `optimizer` hold the parameters of `grads`. `absent`: those that got no gradient in this step
+        on any rank, which the optimizer leaves alone, as torch's do. `names`: by the ids
+        of the parameters that the optimizer holds, where `grads` has others. `on_host`: what it updates is in host
+        memory."""
+        self.optimizer = optimizer
+        self._absent, self._on_host = absent, on_host
+        self._grads = grads
+        names = names or {id(grads.parameter(name)): name for name in grads.names}
+        self._tensors: dict[str, Tensor] = {}
+        self._weights: dict[str, Tensor] = {}
+        for group in optimizer.param_groups:
+            group["params"] = [self._take(names[id(one)], one) for one in group["params"] if id(one) in names]
+        self._halves = [name for name in self._tensors if grads.parameter(name).dtype in HALF]
+        self._copies = [name for name, tensor in self._tensors.items() if tensor is not self._weights[name]]
+        choose_fused(optimizer)
+        self._given = [_options(group) for group in optimizer.param_groups]
+
+    @torch.no_grad()
+    def step(self, decision: HostDecision) -> None:
+        """With the rates of the optimizer's groups."""
+        if not decision.applied:
+            return
+        if decision.factor != 1.0:
+            self._grads.multiply(decision.factor)
+        absent = self._absent()
+        for name, tensor in self._tensors.items():
+            tensor.grad = None if name in absent else self._grads.grad(name).to(tensor.device)
+        self.optimizer.step()
+        for name in self._copies:
+            self._tensors[name].grad = None
+        self._copy_back()
+
+    def state(self) -> OptimizerState:
+        """The live tensors that have an element for each one of the parameter, and `master`."""
+        found: OptimizerState = {}
+        for name, tensor in self._tensors.items():
+            own = self.optimizer.state.get(tensor, {})
+            found[name] = {kind: value for kind, value in own.items() if _elementwise(kind, value, tensor)}
+        for name in self._halves:
+            found[name]["master"] = self._tensors[name]
+        return found
+
+    def extra(self) -> dict[str, Any]:
+        """What `state` leaves out: the class, the groups' options, and numbers such as torch's count of steps."""
+        numbers = {
+            name: {
+                kind: value
+                for kind, value in self.optimizer.state.get(tensor, {}).items()
+                if not _elementwise(kind, value, tensor)
+            }
+            for name, tensor in self._tensors.items()
+        }
+        groups = [_options(group) for group in self.optimizer.param_groups]
+        return {"class": self._class, "given": self._given, "groups": groups, "numbers": numbers}
+
+    def check(self, extra: Mapping[str, Any]) -> None:
+        """Refuses the state of another optimizer, or of one with other options."""
+        if extra.get("class") != self._class:
+            raise CheckpointError(
+                f"the checkpoint holds the state of {extra.get('class')}, and the optimizer here is {self._class}; "
+                "give the same, or load_optimizer_states=False to take the weights alone"
+            )
+        if len(extra["given"]) != len(self._given):
+            raise CheckpointError(
+                f"the checkpoint's optimizer has {len(extra['given'])} parameter groups, and the one here "
+                f"{len(self._given)}; give the same, or load_optimizer_states=False"
+            )
+        for number, (saved, here) in enumerate(zip(extra["given"], self._given, strict=True)):
+            changed = [name for name in here if name in saved and _plain(saved[name]) != _plain(here[name])]
+            if changed:
+                name = changed[0]
+                raise CheckpointError(
+                    f"{name} of parameter group {number} is {here[name]} here and {saved[name]} in the checkpoint; "
+                    f"give the saved one (and change optimizer.param_groups[{number}][{name!r}] after "
+                    "load_checkpoint), or load_optimizer_states=False"
+                )
+
+    @torch.no_grad()
+    def load(self, state: Mapping[str, Mapping[str, Tensor]], extra: Mapping[str, Any]) -> None:
+        """Restores `state()` and `extra()`; half-precision parameters are rounded from their masters."""
+        self.check(extra)
+        names = {id(tensor): name for name, tensor in self._tensors.items()}
+        for group, saved in zip(self.optimizer.param_groups, extra["groups"], strict=True):
+            group.update(saved)
+            on_device = bool(group.get("fused") or group.get("capturable"))  # where torch's kernels read its counters
+            for tensor in group["params"]:
+                name = names[id(tensor)]
+                kinds = {kind: value.to(tensor.device, copy=True) for kind, value in state[name].items()}
+                if name in self._halves:
+                    tensor.copy_(kinds.pop("master"))
+                numbers = {
+                    kind: value.to(tensor.device if on_device else "cpu", copy=True)
+                    if isinstance(value, Tensor)
+                    else value
+                    for kind, value in extra["numbers"][name].items()
+                }
+                if kinds or numbers:
+                    self.optimizer.state[tensor] = {**numbers, **kinds}
+        self._copy_back()
+
+    @torch.no_grad()
+    def refresh_masters(self) -> None:
+        for name in self._copies:
+            self._tensors[name].copy_(self._grads.weight(name))
+
+    @property
+    def _class(self) -> str:
+        kind = type(self.optimizer)
+        return f"{kind.__module__}.{kind.__qualname__}"
+
+    def _take(self, name: str, parameter: nn.Parameter) -> Tensor:
+        """What is updated in place of `parameter`; the state that it has already goes along."""
+        weight = self._weights[name] = self._grads.weight(name)
+        tensor = weight
+        if weight.dtype in HALF or self._on_host:
+            dtype = torch.float32 if weight.dtype in HALF else weight.dtype
+            tensor = weight.detach().to("cpu" if self._on_host else weight.device, dtype, copy=True)
+        self._tensors[name] = tensor
+        own = self.optimizer.state.pop(parameter, {})
+        if own:
+            self.optimizer.state[tensor] = {
+                kind: self._grads.piece_of(name, value).to(tensor.device, tensor.dtype, copy=True)
+                if _elementwise(kind, value, parameter)
+                else value
+                for kind, value in own.items()
+            }
+        return tensor
+
+    def _copy_back(self) -> None:
+        if self._copies:
+            weights = [self._grads.weight(name).data for name in self._copies]
+            torch._foreach_copy_(weights, [self._tensors[name] for name in self._copies])
+
+
+def choose_fused(optimizer: torch.optim.Optimizer) -> None:
+    """torch's fused kernel on a CPU, where the user has left the choice to torch, which takes a loop there."""
+    if type(optimizer) not in _HAVE_FUSED or any(optimizer.state.values()):
+        return
+    for group in optimizer.param_groups:
+        free = group.get("fused") is None and group.get("foreach") is None and not group.get("differentiable")
+        if free and group["params"] and all(one.device.type == "cpu" for one in group["params"]):
+            group["fused"] = True
+
+
+def refuse_whole_matrices(optimizer: torch.optim.Optimizer) -> None:
+    """An optimizer that needs whole parameters cannot update pieces of them."""
+    for kind in type(optimizer).__mro__:
+        if kind.__module__.startswith("torch.optim") and kind.__name__ in _NEED_WHOLE:
+            raise ConfigError(
+                f"{kind.__name__}: needs whole parameters, and with zero_optimization.stage 1 and higher a rank "
+                "updates pieces of them; use stage 0, or another optimizer"
+            )
+
+
+def _elementwise(kind: str, value: Any, tensor: Tensor) -> bool:
+    return kind != _COUNTER and isinstance(value, Tensor) and value.shape == tensor.shape
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a parameter group as plain values."""
+    return {name: _plain(value) for name, value in group.items() if name != "params"}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.tolist()
+    return list(value) if isinstance(value, (list, tuple)) else value

@@ -1,0 +1,55 @@
+"""Which rank counts which elements in a sum over the whole model: every element once, however it is split or copied."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from megatron.data_parallel import Gradients
+from megatron.distributed.shard import Range, ShardSpec
+from megatron.optimizer.norms import SplitOver
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Of one parameter's piece on this rank."""
+
+    spec: ShardSpec | None
+    """Unset: every rank holds the same, and counts all of it."""
+    axes: SplitOver
+    piece: Range | None
+    """The elements that ZeRO leaves this rank; unset: all."""
+
+
+class CountedParts:
+    """Groups tensors, one of each parameter named, by the axes that they are split and divided over."""
+
+    def __init__(
+        self,
+        grads: Gradients,
+        split_over: Mapping[str, SplitOver],
+        specs: Mapping[str, ShardSpec],
+        axes: Sequence[SplitOver],
+    ) -> None:
+        """`axes`: groups that are there even if they are empty."""
+        self._axes = tuple(axes)
+        self._places: dict[str, _Place] = {}
+        for name in grads.names:  # here, not in every step: a small step has as many parameters as a large one
+            divided = grads.divided_over(name)
+            own = (divided,) if divided.size > 1 else ()
+            over = (*split_over.get(name, ()), *own)
+            self._places[name] = _Place(specs.get(name), over, grads.held(name) if own else None)
+
+    def __call__(self, tensors: Iterable[tuple[str, Tensor]], counted: bool = True) -> dict[SplitOver, list[Tensor]]:
+        """The elements that this rank counts, or those of another."""
+        groups: dict[SplitOver, list[Tensor]] = {axes: [] for axes in self._axes}
+        for name, tensor in tensors:
+            place = self._places[name]
+            if place.spec is None:
+                parts = [tensor] if counted else []
+            else:
+                parts = place.spec.counted(tensor, place.piece) if counted else place.spec.copied(tensor, place.piece)
+            groups.setdefault(place.axes, []).extend(parts)
+        return groups

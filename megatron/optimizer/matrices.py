@@ -1,0 +1,143 @@
+"""Whole matrices for rules that cannot work on a part of one, each computed by one rank.
+
+A matrix that tensor parallelism splits is brought together over its ranks; of a fused one each linear map is taken
+apart (the queries, the keys and the values of QKV; gate and up of a gated MLP). The matrices are dealt over all ranks
+that hold them: every rank computes its share at the same time, and the results go back the same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+
+import torch
+from torch import Tensor
+
+from megatron.data_parallel import Gradients
+from megatron.distributed import collectives
+from megatron.distributed.messages import all_gather_json
+from megatron.distributed.shard import Range, ShardSpec
+from megatron.distributed.state import Axis
+
+Fused = tuple[int, tuple[int, ...]]
+"""The dimension of a logical view along which its linear maps lie, and the length of each."""
+Update = Callable[[Tensor], Tensor]
+"""From one whole linear map to another matrix of its shape and type."""
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """One weight matrix, as its layout has it."""
+
+    spec: ShardSpec
+    """Which part of it this rank holds."""
+    tp: Axis
+    """The ranks that split it; of size 1 where each holds all of it."""
+    copies: Axis
+    """The ranks that hold the same part: the data-parallel ones."""
+    columns: int
+    """Of the whole stored matrix."""
+    fused: Fused | None = None
+
+    @property
+    def work(self) -> int:
+        """Grows as the time that it takes."""
+        rows = prod(self.spec.logical_shape) // self.columns
+        return rows * self.columns * min(rows, self.columns)
+
+    def maps(self, whole: Tensor) -> list[Tensor]:
+        """The linear maps of the whole parameter, as matrices; views where that is possible."""
+        view = whole.view(self.spec.logical_shape)
+        parts = [view] if self.fused is None else view.split(self.fused[1], self.fused[0])
+        return [part.reshape(-1, self.columns) for part in parts]
+
+    def joined(self, maps: Sequence[Tensor]) -> Tensor:
+        """The reverse of `maps`: contiguous, in the logical shape."""
+        shape = self.spec.logical_shape
+        if self.fused is None:
+            return maps[0].contiguous().view(shape)
+        dim, sizes = self.fused
+        parts = [part.reshape(*shape[:dim], size, *shape[dim + 1 :]) for part, size in zip(maps, sizes, strict=True)]
+        return torch.cat(parts, dim)
+
+
+Owner = tuple[int, int]
+"""Ranks on a matrix's `copies` and `tp` axes."""
+
+
+def deal(matrices: Mapping[str, Matrix]) -> dict[str, Owner]:
+    """Who computes what: the largest first, each to whoever has the least so far. The same on every rank that holds
+    the matrices."""
+    owners: dict[str, Owner] = {}
+    loads: dict[tuple[str, int, int], dict[Owner, int]] = {}
+    for name, matrix in sorted(matrices.items(), key=lambda item: (-item[1].work, item[0])):
+        ranks = [(copy, part) for copy in range(matrix.copies.size) for part in range(matrix.tp.size)]
+        load = loads.setdefault((matrix.copies.name, matrix.copies.size, matrix.tp.size), dict.fromkeys(ranks, 0))
+        owner = min(ranks, key=lambda rank: (load[rank], rank))
+        load[owner] += matrix.work
+        owners[name] = owner
+    return owners
+
+
+class WholeMatrices:
+    """Applies a function to whole matrices that are held in pieces. A collective, in the order of the matrices."""
+
+    def __init__(self, grads: Gradients, matrices: Mapping[str, Matrix], update: Update) -> None:
+        self._grads, self._matrices, self._update = grads, dict(matrices), update
+        self._owners = deal(matrices)
+        self._parts = _parts_by_rank(matrices)
+
+    def __call__(self, pieces: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        names = list(pieces)
+        mine: dict[str, Tensor] = {}
+        for name in names:  # all are brought together before the first is computed, so that nobody waits for that
+            whole = self._whole(name, pieces[name])
+            if self._is_mine(name):
+                mine[name] = whole
+        for name, whole in mine.items():
+            matrix = self._matrices[name]
+            mine[name] = matrix.joined([self._update(part) for part in matrix.maps(whole)])
+        return {name: self._back(name, mine.get(name), pieces[name]) for name in names}
+
+    def _is_mine(self, name: str) -> bool:
+        matrix = self._matrices[name]
+        return self._owners[name] == (matrix.copies.rank, matrix.tp.rank)
+
+    def _whole(self, name: str, piece: Tensor) -> Tensor:
+        matrix = self._matrices[name]
+        local = self._grads.whole_of(name, piece.to(self._grads.device))  # of shards that are on the host, too
+        if matrix.tp.size == 1:
+            return local
+        # Zeros, because the made-up peers of the proof of order hold the same part as this rank, and none of the rest.
+        whole = local.new_zeros(matrix.spec.logical_shape)
+        parts = collectives.all_gather(local, matrix.tp)
+        for spec, part in zip(self._parts[name], parts, strict=True):
+            spec.put(whole, part)
+        return whole
+
+    def _back(self, name: str, result: Tensor | None, piece: Tensor) -> Tensor:
+        """First to the ranks that split the matrix beside its owner, then each part to those that hold the same."""
+        matrix, (copy, part) = self._matrices[name], self._owners[name]
+        shape = self._grads.parameter(name).shape
+        if matrix.tp.size > 1 and matrix.copies.rank == copy:
+            whole = self._empty(matrix.spec.logical_shape, piece.dtype) if result is None else result
+            result = matrix.spec.take(collectives.broadcast(whole, matrix.tp, part))
+        local = self._empty(shape, piece.dtype) if result is None else result.reshape(shape).contiguous()
+        return self._grads.piece_of(name, collectives.broadcast(local, matrix.copies, copy)).to(piece.device)
+
+    def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=self._grads.device)
+
+
+def _parts_by_rank(matrices: Mapping[str, Matrix]) -> dict[str, list[ShardSpec]]:
+    """What every tensor-parallel rank holds of each split matrix. A collective."""
+    tp = next((matrix.tp for matrix in matrices.values() if matrix.tp.size > 1), None)
+    if tp is None:
+        return {}
+    split = {name: matrix for name, matrix in matrices.items() if matrix.tp.size > 1}
+    mine = {name: matrix.spec.held for name, matrix in split.items()}
+    found = all_gather_json(mine, tp, dict[str, tuple[Range, ...]])
+    return {
+        name: [replace(matrix.spec, ranges=ranks[name], copies=()) for ranks in found] for name, matrix in split.items()
+    }

@@ -1,0 +1,81 @@
+"""What every update rule offers, and how one leaves an update out without asking the host."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+ROWS, COLUMNS = "exp_avg_sq_row", "exp_avg_sq_col"
+WHOLE_KINDS = (ROWS, COLUMNS)
+"""Kinds of state with a shape of their own: every rank has those of the whole parameter, whatever it holds of it."""
+
+
+@dataclass
+class Slot:
+    """One tensor that is updated, and its optimizer state."""
+
+    name: str
+    """Of the parameter."""
+    tensor: Tensor
+    state: dict[str, Tensor]
+    """In a checkpoint under the same names, unless the rule stores it in another form there."""
+    step: Tensor
+    """The number of updates, on the device where the rule needs it there."""
+
+
+class UpdateRule(Protocol):
+    @property
+    def fused(self) -> bool:
+        """Whether the device can decide that an update is not made (`skip`)."""
+        ...
+
+    def slot(self, name: str, tensor: Tensor) -> Slot:
+        """The state before the first step. Allocated now, so that memory is known and a checkpoint can be loaded."""
+        ...
+
+    def update(
+        self, slots: Sequence[Slot], grads: list[Tensor], lr: float, weight_decay: float, skip: Tensor | None = None
+    ) -> None:
+        """`skip`: a number on the device; unless it is 0 the update is not made. For fused rules."""
+        ...
+
+    def saved(self, slot: Slot) -> dict[str, Tensor]:
+        """The state as a checkpoint holds it: tensors shaped like the weight, or of WHOLE_KINDS."""
+        ...
+
+    def restore(self, slot: Slot, saved: Mapping[str, Tensor]) -> None:
+        """The reverse of `saved`."""
+        ...
+
+
+@dataclass(frozen=True)
+class LiveState:
+    """For rules whose state is in a checkpoint as it is in memory."""
+
+    def saved(self, slot: Slot) -> dict[str, Tensor]:
+        """The live tensors, not copies."""
+        return dict(slot.state)
+
+    def restore(self, slot: Slot, saved: Mapping[str, Tensor]) -> None:
+        for kind, tensor in slot.state.items():
+            tensor.copy_(saved[kind])
+
+
+@dataclass(frozen=True)
+class Gated:
+    """The gradients of a step that may have to be left out. `open` is 1, or 0 where the step is left out: a rule that
+    multiplies its rates by it then changes no bit, because the gradients are 0 and not NaN."""
+
+    grads: list[Tensor]
+    open: float | Tensor
+
+    @staticmethod
+    def by(skip: Tensor | None, grads: list[Tensor]) -> Gated:
+        if skip is None:
+            return Gated(grads, 1.0)
+        applied = skip == 0
+        return Gated([torch.where(applied, grad, 0.0) for grad in grads], applied.to(grads[0].dtype))

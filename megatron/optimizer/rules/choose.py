@@ -1,0 +1,139 @@
+"""From settings to the rule of each parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from megatron.config.sections.optimizer import OptimizerConfig
+from megatron.data_parallel import Gradients
+from megatron.distributed.shard import ShardSpec
+from megatron.errors import ConfigError
+from megatron.optimizer.extent import extents
+from megatron.optimizer.groups import GroupRule
+from megatron.optimizer.matrices import Matrix, Update, WholeMatrices
+from megatron.optimizer.rules.adafactor import Adafactor, Settings
+from megatron.optimizer.rules.adam import Adam
+from megatron.optimizer.rules.adam8bit import Adam8bit, InBlocks
+from megatron.optimizer.rules.apex_adam import ApexAdam
+from megatron.optimizer.rules.base import UpdateRule
+from megatron.optimizer.rules.eight_bits import Blocks, Section
+from megatron.optimizer.rules.lion import Lion
+from megatron.optimizer.rules.muon import Muon, scale_factor
+from megatron.optimizer.rules.narrow_adam import NarrowAdam
+from megatron.optimizer.rules.newton_schulz import orthogonalised, steps_of
+from megatron.optimizer.rules.sgd import Sgd
+
+_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+"""Of moments."""
+
+
+def choose_rules(
+    grads: Gradients,
+    config: OptimizerConfig,
+    groups: Mapping[str, GroupRule],
+    specs: Mapping[str, ShardSpec],
+    device: torch.device,
+    *,
+    apex: bool = False,
+) -> dict[str, UpdateRule]:
+    """The rule of each parameter, by name. A collective with Muon. `apex`: it does Adam where that is in fp32."""
+    if config.uses_muon:
+        return _with_muon(grads, config, groups, device)
+    if apex and config.optimizer == "adam" and not config.has_narrow_moments:
+        betas = config.adam_beta1, config.adam_beta2
+        return dict.fromkeys(grads.names, ApexAdam(*betas, config.adam_eps, config.decoupled_weight_decay))
+    if config.optimizer == "adafactor":
+        settings = Settings(
+            config.adafactor_beta1,
+            config.adafactor_decay_rate,
+            config.adafactor_clip_threshold,
+            config.adafactor_eps1,
+            config.adafactor_eps2,
+            config.adafactor_scale_parameter,
+            config.adafactor_relative_step,
+        )
+        return dict.fromkeys(grads.names, Adafactor(settings, extents(grads, _matrices(groups))))
+    if config.optimizer == "adam8bit":
+        cut = {name: _in_blocks(grads, name, specs) for name in grads.names if grads.parameter(name).dim() > 1}
+        rule: UpdateRule = Adam8bit(config.adam_beta1, config.adam_beta2, config.adam_eps, cut)
+    else:
+        rule = elementwise_rule(config.optimizer, config, device)
+    return dict.fromkeys(grads.names, rule)
+
+
+def build_rule(config: OptimizerConfig, device: torch.device) -> UpdateRule:
+    """For tensors of which nothing else is known."""
+    if config.uses_muon or config.optimizer in ("adafactor", "adam8bit"):
+        raise ConfigError(
+            "not supported for a model of your own, which does not say what its hidden matrices are; use AdamW, SGD or "
+            "Lion, or bring an optimizer of those that you choose, such as torch.optim.Muon"
+        )
+    return elementwise_rule(config.optimizer, config, device)
+
+
+def elementwise_rule(name: str, config: OptimizerConfig, device: torch.device) -> UpdateRule:
+    """Of torch's, the fused one if this torch has the kernel for the device."""
+    if name == "lion":
+        return Lion(config.lion_beta1, config.lion_beta2)
+    betas = config.adam_beta1, config.adam_beta2
+    if name == "adam" and config.has_narrow_moments:
+        first, second = (_TYPES[name] for name in config.moment_dtypes)
+        return NarrowAdam(*betas, config.adam_eps, first, second, decoupled=config.decoupled_weight_decay)
+    rule: Adam | Sgd
+    if name == "adam":
+        rule = Adam(*betas, config.adam_eps, fused=True, decoupled=config.decoupled_weight_decay)
+    else:
+        assert name == "sgd", name
+        rule = Sgd(config.sgd_momentum, fused=True)
+    return rule if runs_on(rule, device) else replace(rule, fused=False)
+
+
+def runs_on(rule: Adam | Sgd, device: torch.device) -> bool:
+    """Whether this torch has the rule's kernel for the device; tried with an update of one element."""
+    probe = torch.zeros(1, device=device)
+    try:
+        rule.update([rule.slot("probe", probe)], [torch.zeros_like(probe)], 0.1, 0.0)
+    except (RuntimeError, NotImplementedError):
+        return False
+    return True
+
+
+def _with_muon(
+    grads: Gradients, config: OptimizerConfig, groups: Mapping[str, GroupRule], device: torch.device
+) -> dict[str, UpdateRule]:
+    matrices = _matrices(groups)
+    muon = Muon(config.muon_momentum, config.muon_nesterov, WholeMatrices(grads, matrices, _direction(config)))
+    others = elementwise_rule(config.muon_scalar_optimizer, config, device)
+    return {name: muon if name in matrices else others for name in grads.names}
+
+
+def _matrices(groups: Mapping[str, GroupRule]) -> dict[str, Matrix]:
+    return {name: group.matrix for name, group in groups.items() if group.matrix is not None}
+
+
+def _direction(config: OptimizerConfig) -> Update:
+    steps = steps_of(config.muon_coefficient_type, config.muon_num_ns_steps)
+    extra, mode, narrow = config.muon_extra_scale_factor, config.muon_scale_mode, config.muon_fp32_matmul_prec
+
+    def update(part: Tensor) -> Tensor:
+        dtype = torch.bfloat16 if narrow == "medium" and part.dtype == torch.float32 else part.dtype
+        return orthogonalised(part, steps, dtype).to(part.dtype) * (scale_factor(mode, *part.shape) * extra)
+
+    return update
+
+
+def _in_blocks(grads: Gradients, name: str, specs: Mapping[str, ShardSpec]) -> InBlocks:
+    parameter = grads.parameter(name)
+    rows = parameter.shape[0]
+    blocks = Blocks(rows, parameter.numel() // max(rows, 1), uncut_dim(specs.get(name), parameter))
+    return InBlocks(Section(blocks, grads.held(name)), grads.divided_over(name))
+
+
+def uncut_dim(spec: ShardSpec | None, parameter: Tensor) -> int:
+    """The dimension of a parameter's matrix that no layout cuts."""
+    cut = spec is not None and parameter.dim() > 1 and spec.splits_columns(parameter.shape[0])
+    return 0 if cut else 1

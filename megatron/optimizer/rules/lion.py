@@ -1,0 +1,34 @@
+"""Lion: every element moves by the learning rate, in the direction of a momentum (Chen et al., 2023)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron.optimizer.rules.base import Gated, LiveState, Slot
+
+
+@dataclass(frozen=True)
+class Lion(LiveState):
+    beta1: float
+    """Of the direction: how much of it is the momentum, and not this step's gradient."""
+    beta2: float
+    """Of the momentum."""
+    fused: bool = True
+
+    def slot(self, name: str, tensor: Tensor) -> Slot:
+        return Slot(name, tensor, {"exp_avg": torch.zeros_like(tensor, requires_grad=False)}, torch.zeros(()))
+
+    def update(
+        self, slots: Sequence[Slot], grads: list[Tensor], lr: float, weight_decay: float, skip: Tensor | None = None
+    ) -> None:
+        gated = Gated.by(skip, grads)
+        for slot, grad in zip(slots, gated.grads, strict=True):
+            momentum = slot.state["exp_avg"]
+            direction = momentum.lerp(grad, 1.0 - self.beta1).sign_()
+            slot.tensor.mul_(1.0 - lr * weight_decay * gated.open)
+            slot.tensor.sub_(direction.mul_(lr * gated.open))
+            momentum.add_((grad - momentum).mul_((1.0 - self.beta2) * gated.open))

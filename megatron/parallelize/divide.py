@@ -1,0 +1,62 @@
+"""ZeRO 2 and 3: the weights of a rank's part of the model are divided over its data-parallel ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from megatron.data_parallel import FullySharded, Unit
+from megatron.distributed.state import Axis, ParallelState
+from megatron.model.gpt import GPT
+from megatron.model.moe import Experts
+from megatron.parallelize.build import Parallel
+from megatron.parallelize.specs import persistent_buffers
+
+
+def divide_weights(
+    built: Parallel, state: ParallelState, stage: int, device: torch.device, *, on_host: bool = False
+) -> Parallel:
+    """The same part, changed in place: only shards of its weights are left, in host memory if they are to be
+    `on_host`. Those of a GPT are not yet set; a foreign model keeps its own."""
+    model = built.model
+    units = list(_units_of_gpt(model, state) if isinstance(model, GPT) else units_of(model, state.shard))
+    divided = FullySharded(units, keep_gathered=stage == 2, device=device, on_host=on_host, replicas=state.replicate)
+    if isinstance(model, GPT):
+        model.computes_in = divided.dtype
+        for name, buffer in persistent_buffers(model).items():
+            start = built.rows[name].start
+            assert isinstance(start, float), f"{name} is a buffer that starts with random values"
+            buffer.fill_(start)
+    return replace(built, divided=divided)
+
+
+def _units_of_gpt(model: GPT, state: ParallelState) -> Iterator[Unit]:
+    """The embedding, unless its table is the head's too; the experts of each layer, which other ranks hold; each layer;
+    and the rest: the final norm and the head, with which the backward pass begins."""
+    if model.embedding is not None and (model.final_layernorm is None or model.output_layer is not None):
+        yield Unit(model.embedding, state.shard, backward_needs_weights=False)
+    for layer in model.layers.values():
+        if state.ep.size > 1:
+            for module in layer.modules():
+                if isinstance(module, Experts):
+                    yield Unit(module, state.expert_shard)
+        yield Unit(layer, state.shard)
+    yield Unit(model, state.shard, stays_gathered=True)
+
+
+def units_of(model: nn.Module, axis: Axis) -> Iterator[Unit]:
+    """Of a model that is not ours: the members of its outermost lists of layers, and the rest."""
+    yield from (Unit(member, axis) for member in _members_of_lists(model))
+    yield Unit(model, axis, stays_gathered=True)
+
+
+def _members_of_lists(module: nn.Module) -> Iterator[nn.Module]:
+    for child in module.children():
+        is_layer = isinstance(module, nn.ModuleList | nn.Sequential) and not isinstance(child, nn.ModuleList)
+        if not is_layer:
+            yield from _members_of_lists(child)
+        elif any(True for _ in child.parameters()):
+            yield child

@@ -1,0 +1,52 @@
+"""What a rank keeps of the model between steps, in bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.config import OptimizerConfig, RunConfig
+
+_TYPES = {"fp32": 4, "bf16": 2}
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """On the device. Padding to whole rows or equal pieces is not counted."""
+
+    parameters: float
+    """Where weights are divided (ZeRO 2 and 3), the fp32 masters."""
+    gradients: float
+    optimizer: float
+    """Moments, and masters beside half-precision weights."""
+
+    @property
+    def total(self) -> float:
+        return self.parameters + self.gradients + self.optimizer
+
+
+def state_bytes(config: RunConfig, elements: int, ranks: int, *, offloaded: float = 0.0) -> StateBytes:
+    """Of `elements` parameters, which `ranks` data-parallel ranks have a copy of each, or divide with ZeRO: then those
+    of one instance of the optimizer. `offloaded`: the share of the optimizer's state that is elsewhere."""
+    half = config.precision.params_dtype != "float32"
+    moments = moment_bytes(config.optimizer)
+    masters = (2 if config.optimizer.store_param_remainders else 4) if half else 0
+    gradients = 2 if half and config.parallel.grad_reduce_in_bf16 else 4
+    whole, piece, stage = elements, elements / ranks, config.parallel.zero if ranks > 1 else 0
+    if stage >= 2:
+        return StateBytes(4 * piece, 4 * piece, moments * piece * (1.0 - offloaded))
+    own = whole if stage == 0 else piece
+    return StateBytes((2 if half else 4) * whole, gradients * whole, (moments + masters) * own * (1.0 - offloaded))
+
+
+def moment_bytes(optimizer: OptimizerConfig) -> float:
+    """Of one parameter. Of Muon those of the parameters that are no matrices, which have the most; of Adafactor those
+    of matrices, without a number for each row and column."""
+    if optimizer.optimizer == "sgd":
+        return 4 if optimizer.sgd_momentum else 0
+    if optimizer.optimizer == "lion":
+        return 4
+    if optimizer.optimizer == "adafactor":
+        return 4 if optimizer.adafactor_beta1 else 0
+    if optimizer.optimizer == "adam8bit":
+        return 2
+    return sum(map(_TYPES.__getitem__, optimizer.moment_dtypes)) if optimizer.has_narrow_moments else 8

@@ -1,0 +1,38 @@
+"""A norm of a vector that is split over the tensor-parallel ranks: its mean squares are those of the whole."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron.config import ModelConfig
+from megatron.distributed.state import Axis
+from megatron.model.norm import Norm
+from megatron.ops import Kernels
+from megatron.tensor_parallel import mappings
+from megatron.utils.dtype import widened
+
+
+class SplitNorm(Norm):
+    """Over `width` numbers, of which each rank has its share: queries or keys of all heads together."""
+
+    def __init__(self, width: int, config: ModelConfig, kernels: Kernels, *, axis: Axis, local: int) -> None:
+        """`local`: how many numbers this rank has. Where all ranks' together are more than `width`, as with fewer heads
+        of keys than ranks, each number is on as many ranks as any other."""
+        super().__init__(local, config, kernels)
+        self.axis, self.counted = axis, local * axis.size
+        assert self.counted % width == 0, f"{axis.size} ranks with {local} each do not share {width} evenly"
+
+    def forward(self, x: Tensor) -> Tensor:
+        dtype, wide = self.weight.dtype, widened(x)
+        if not self.is_rms:
+            wide = wide - self._mean(wide)
+        normed = wide * torch.rsqrt(self._mean(wide.square()) + self.eps)
+        weight = self.weight + 1 if self.one_plus else self.weight
+        scaled = normed.to(x.dtype) * weight
+        return (scaled if self.bias is None else scaled + self.bias).to(dtype)
+
+    def _mean(self, x: Tensor) -> Tensor:
+        """Over the whole width. Every rank uses it for its own part, so its gradient is a sum over ranks too."""
+        total = mappings.summed(x.sum(-1, keepdim=True), self.axis)
+        return mappings.copied(total, self.axis) / self.counted

@@ -1,0 +1,68 @@
+"""What is set of the process and its device before anything is allocated: memory, cores, threads, products."""
+
+from __future__ import annotations
+
+import torch
+
+from megatron.config import RunConfig
+from megatron.distributed.cores import pin, set_scheduling, set_threads
+from megatron.distributed.device import activate
+from megatron.distributed.launch import LaunchInfo, keep_products_repeatable
+from megatron.optimizer import offloads
+from megatron.utils.cpu import has_bf16_products, set_allocator, set_fp32_products
+from megatron.utils.cuda import grow_segments, round_products
+from megatron.utils.fp16_products import set_fp16_products
+from megatron.utils.log import RankLog
+
+
+def prepare_cpu(config: RunConfig, launch: LaunchInfo, device: torch.device, log: RankLog) -> int:
+    """Sets allocator, product library, cores and threads of the process, before it allocates much. Returns the number
+    of threads. On an accelerator only what was asked for is changed.
+    """
+    cpu, computes = config.cpu, device.type == "cpu"
+    if computes or cpu.cpu_allocator != "auto":
+        saves = cpu.cpu_allocator == "auto" and config.parallel.zero >= 2  # gathered weights come and go
+        log.info(set_allocator("system" if saves else cpu.cpu_allocator))
+    if computes or cpu.fp32_products != "auto":
+        log.info(set_fp32_products(cpu.fp32_products))
+    if computes and config.precision.fp16:
+        log.info(set_fp16_products())
+    if cpu.cpu_pinning:
+        log.info(f"each rank stays on its own cores; rank 0 on {', '.join(map(str, sorted(pin(launch))))}")
+    if computes or cpu.cpu_scheduling != "auto":
+        log.info(set_scheduling(cpu.cpu_scheduling, launch))
+    return set_threads(launch, cpu.cpu_threads)
+
+
+def prepare_accelerator(config: RunConfig, device: torch.device, log: RankLog) -> None:
+    """Selects and configures the device, before anything is allocated there: choosing kernels tries them out."""
+    rounds = config.precision.allow_tf32
+    if rounds and device.type != "cuda":
+        log.info(f"--allow-tf32: has no effect, the device {device.type} has no such products")
+    if config.optimizer.optimizer_cpu_offload and not offloads(config.optimizer, device):
+        log.info("--optimizer-cpu-offload: has no effect, the memory of this device is the host's")
+    if config.parallel.parameters_on_host:
+        log.info(
+            "--remote-device cpu: has no effect, parameters are in host memory anyway"
+            if device.type == "cpu"
+            else "--remote-device cpu: gradients and the optimizer's state are on the host too, and are updated there"
+        )
+    if config.recompute.cpu_offloading_num_layers and device.type == "cpu":
+        log.info("--cpu-offloading-num-layers: has no effect, activations are in host memory anyway")
+    if config.runtime.plans or device.type == "cpu":
+        return
+    activate(device)  # else every rank of the machine would try them on the first device
+    if device.type != "cuda":
+        return
+    round_products(rounds)
+    if config.training.deterministic_mode:
+        keep_products_repeatable()
+    if not grow_segments():
+        log.info("this torch or driver has no expandable segments: more memory may be lost between tensors")
+
+
+def warn_of_slow_precision(config: RunConfig, device: torch.device, log: RankLog) -> None:
+    if device.type != "cpu":
+        return
+    if config.precision.bf16 and not has_bf16_products():
+        log.warn("--bf16: this processor has no instructions for it; training is correct, and fp32 may be faster")

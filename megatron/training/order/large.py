@@ -1,0 +1,37 @@
+"""What is otherwise decided by the size of a model and by its device, for a small one that is recorded on a CPU."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from unittest.mock import patch
+
+from megatron.checkpoint import parts, storage
+from megatron.data_parallel import GradBuffers
+from megatron.engine import Engine, build
+
+_BUCKET = 4096
+"""Elements: several buckets of gradients, as a large model has."""
+_collect = parts.collect
+
+
+@contextmanager
+def as_large_on_accelerators() -> Iterator[None]:
+    """Steps are asynchronous, gradients travel in several buckets, and the ranks that are not there fill no disk
+    and write nothing."""
+    with (
+        patch.object(Engine, "asynchronous", True),
+        patch.object(build, "GradBuffers", partial(GradBuffers, bucket_size=_BUCKET)),
+        patch.object(storage, "free_bytes", lambda path: sys.maxsize),
+        patch.object(parts, "collect", _of_the_first),
+    ):
+        yield
+
+
+def _of_the_first(folder: Path, ranks: int) -> list[parts.Part]:
+    """Of what all ranks have written; the others divide nothing with it here."""
+    return [replace(part, shares={}) for part in _collect(folder, 1)]

@@ -1,0 +1,32 @@
+"""Finds sudden rises of the loss: --check-for-spiky-loss."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+
+WINDOW = 100
+"""Steps that a loss is compared with, as in Megatron; there they are the first of the run, and here the last."""
+
+
+class SpikyLoss:
+    """Those of this launch: the first step after a resume has nothing to be compared with."""
+
+    def __init__(self, factor: float) -> None:
+        """`factor`: a loss is a spike if it is greater than the largest of the window times this."""
+        self._factor = factor
+        self._window: deque[float] = deque(maxlen=WINDOW)
+
+    def check(self, loss: float, iteration: int, first_sample: int, last_sample: int) -> str:
+        """The warning about this loss, or nothing. A loss that is not finite is another check's."""
+        if not math.isfinite(loss):
+            return ""
+        largest = max(self._window, default=None)
+        self._window.append(loss)
+        if largest is None or loss <= self._factor * largest:
+            return ""
+        return (
+            f"iteration {iteration}: the loss rose to {loss:.6g}, more than {self._factor:g} times the largest of the "
+            f"{min(len(self._window) - 1, WINDOW)} before it ({largest:.6g}); its samples are {first_sample} to "
+            f"{last_sample} of the training order (--check-for-spiky-loss)"
+        )

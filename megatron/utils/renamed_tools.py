@@ -1,0 +1,81 @@
+"""Tools under the names that Megatron-LM has for them: each answers with the command that does the same here."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from megatron.errors import ConfigError
+from megatron.utils.command_line import run_tool
+
+_FLAGS = {
+    "--load-dir": "--load",
+    "--save-dir": "--save",
+    "--target-tensor-parallel-size": "--target-tensor-parallel-size",
+    "--target-pipeline-parallel-size": "--target-pipeline-parallel-size",
+    "--true-vocab-size": "--true-vocab-size",
+}
+_FORMATS = {"megatron": "megatron", "core": "megatron", "mcore": "megatron", "legacy": "megatron"}
+
+
+def _convert(words: Sequence[str]) -> str:
+    """Loader and saver become formats; the rest keeps its meaning."""
+    given = _values(words)
+    saver = given.get("--saver", "megatron")
+    target = "hf" if saver.endswith("_hf") else _FORMATS.get(saver, "megatron")
+    names = ["--megatron-names", "core"] if saver in ("core", "mcore") else []
+    kept = [part for flag, new in _FLAGS.items() if flag in given for part in (new, given[flag])]
+    if "--load" not in kept:
+        kept = ["--load", "DIR", *kept]
+    if "--save" not in kept:
+        kept = [*kept, "--save", "DIR"]
+    if target == "hf":
+        kept = [word for word in kept if not word.startswith("--target")]
+    return shlex.join(["python", "tools/convert_checkpoint.py", "--to", target, *names, *kept])
+
+
+def _generate(words: Sequence[str]) -> str:
+    return "python tools/generate.py --load DIR --prompt TEXT (it loads the model itself and asks no server)"
+
+
+def _memory(words: Sequence[str]) -> str:
+    return shlex.join(["python", "pretrain_gpt.py", *words, "--dry-run"])
+
+
+_ANSWERS: Mapping[str, Callable[[Sequence[str]], str]] = {
+    "tools/checkpoint_util.py": _convert,
+    "tools/checkpoint/convert.py": _convert,
+    "tools/text_generation_cli.py": _generate,
+    "tools/report_theoretical_memory.py": _memory,
+}
+RENAMED = tuple(_ANSWERS)
+
+
+def _values(words: Sequence[str]) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for flag, value in zip(words, [*words[1:], ""], strict=False):
+        name, equals, inline = flag.partition("=")
+        if name.startswith("--"):
+            found[name] = inline if equals else value
+    return found
+
+
+def main(name: str, argv: Sequence[str] | None = None) -> int:
+    """Exits with 2, as for any usage that is not understood; asked for help, with 0."""
+
+    words = sys.argv[1:] if argv is None else argv
+    if {"-h", "--help"} & set(words):
+        print(f"usage: {_ANSWERS[name](())}\n\n{name} has this name here.")
+        return 0
+
+    def answer() -> None:
+        raise ConfigError(f"{name}: this tool has another name here; run: {_ANSWERS[name](words)}")
+
+    return run_tool("error", answer)
+
+
+def script_name(path: str) -> str:
+    """A file's path from the root of the checkout."""
+    return Path(path).resolve().relative_to(Path(__file__).resolve().parents[2]).as_posix()

@@ -1,0 +1,264 @@
+"""Writes checkpoints as Megatron-LM writes them, from the whole tensors of a model of ours, with names, row orders and
+the order of its optimizers spelled out here and not taken from the package."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+CORE = {
+    "self_attention.query_key_value": "self_attention.linear_qkv",
+    "self_attention.dense": "self_attention.linear_proj",
+    "post_attention_layernorm": "pre_mlp_layernorm",
+    "mlp.dense_h_to_4h": "mlp.linear_fc1",
+    "mlp.dense_4h_to_h": "mlp.linear_fc2",
+    "mlp.shared_expert.dense_h_to_4h": "mlp.shared_experts.linear_fc1",
+    "mlp.shared_expert.dense_4h_to_h": "mlp.shared_experts.linear_fc2",
+}
+FUSED = {
+    "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
+    "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+}
+ROW_SPLIT = ("self_attention.dense.weight", "dense_4h_to_h.weight")
+COLUMN_SPLIT = ("query_key_value.weight", "query_key_value.bias", "dense_h_to_4h.weight", "dense_h_to_4h.bias")
+VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How Megatron-LM trained."""
+
+    tp: int = 1
+    pp: int = 1
+    vpp: int = 1
+    ep: int = 1
+    names: str = "classic"
+    """classic, core, or te: core with the norms in the linear layers after them."""
+    version: float | None = 3.0
+    optimizer: str = ""
+    """Empty: none. `masters`, `fp32`, `distributed` (one vector, as 23.06 has it)."""
+    pad_to: int = 128
+
+
+@dataclass(frozen=True)
+class Model:
+    """Whole tensors by our names, in the order of the model, and the moments of its optimizer."""
+
+    weights: Mapping[str, Tensor]
+    layers: int
+    heads: int
+    groups: int
+    width: int
+    gated: bool
+    tied: bool
+    experts: int = 0
+    moments: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
+    args: Mapping[str, Any] = field(default_factory=dict)
+
+
+def write(
+    directory: Path, model: Model, layout: Layout, step: int = 500, changes: Mapping[str, Any] | None = None
+) -> None:
+    """`changes` replace entries of every file."""
+    for tp in range(layout.tp):
+        for pp in range(layout.pp):
+            for ep in range(layout.ep):
+                name = f"mp_rank_{tp:02d}" + (f"_{pp:03d}" if layout.pp > 1 else "")
+                name += f"_{ep:03d}" if layout.ep > 1 else ""
+                folder = directory / f"iter_{step:07d}" / name
+                folder.mkdir(parents=True)
+                content, vectors = rank_content(model, layout, tp, pp, ep, step)
+                torch.save({**content, **(changes or {})}, folder / "model_optim_rng.pt")
+                if vectors is not None:
+                    torch.save(vectors, folder / "distrib_optim.pt")
+    (directory / "latest_checkpointed_iteration.txt").write_text(str(step))
+
+
+def rank_content(
+    model: Model, layout: Layout, tp: int, pp: int, ep: int, step: int
+) -> tuple[dict[str, Any], dict[int, Any] | None]:
+    padded = -(-model.weights[VOCABULARY[0]].shape[0] // (layout.pad_to * layout.tp)) * layout.pad_to * layout.tp
+    args = Namespace(
+        **{
+            "tensor_model_parallel_size": layout.tp,
+            "pipeline_model_parallel_size": layout.pp,
+            "expert_model_parallel_size": layout.ep,
+            "padded_vocab_size": padded,
+            "params_dtype": torch.float32,
+            "consumed_train_samples": step * 4,
+            "consumed_valid_samples": 8,
+            "iteration": step,
+            **model.args,
+        }
+    )
+    content: dict[str, Any] = {"args": args, "iteration": step}
+    if layout.version is not None:
+        content["checkpoint_version"] = layout.version
+    chunks = [
+        dict(_chunk(model, layout, tp, pp, ep, v, lambda name: model.weights[name], padded))
+        for v in range(layout.vpp)
+    ]  # fmt: skip
+    for v, chunk in enumerate(chunks):
+        content["model" if layout.vpp == 1 else f"model{v}"] = _nested(chunk, layout)
+    if not layout.optimizer:
+        return content, None
+    kinds = {
+        kind: [
+            dict(_chunk(model, layout, tp, pp, ep, v, lambda name, kind=kind: model.moments[name][kind], padded))
+            for v in range(layout.vpp)
+        ]
+        for kind in ("exp_avg", "exp_avg_sq", "master")
+        if kind != "master" or layout.optimizer != "fp32"
+    }
+    content["opt_param_scheduler"] = {"max_lr": 1e-3, "num_steps": step * 4}
+    if layout.optimizer == "distributed":
+        content["optimizer"] = {"optimizer": {"state": {}, "param_groups": [{"step": step - 1, "wd_mult": 1.0}]}}
+        return content, {v: {torch.float32: _vectors(kinds, v)} for v in range(layout.vpp)}
+    content["optimizer"] = _numbered(chunks, kinds, step, layout)
+    return content, None
+
+
+def _vectors(kinds: Mapping[str, list[dict[str, Tensor]]], chunk: int) -> dict[str, Tensor]:
+    """From the end of the buffer to its beginning, then padded."""
+    names = {"param": "master", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
+    return {
+        theirs: torch.cat([*(t.flatten() for t in reversed(kinds[ours][chunk].values())), torch.full((7,), 9.0)])
+        for theirs, ours in names.items()
+    }
+
+
+def _numbered(
+    chunks: list[dict[str, Tensor]], kinds: Mapping[str, list[dict[str, Tensor]]], step: int, layout: Layout
+) -> dict[str, Any]:
+    """torch's state dict: groups number the parameters through, those that decay first."""
+    state: dict[int, Any] = {}
+    groups: list[dict[str, Any]] = []
+    masters: list[list[Tensor]] = []
+    for decays in (True, False):
+        names = [
+            (v, name)
+            for v, chunk in enumerate(chunks)
+            for name, tensor in chunk.items()
+            if (not name.endswith(".bias") and tensor.dim() > 1) == decays
+        ]
+        numbers = list(range(len(state), len(state) + len(names)))
+        groups.append({"params": numbers, "wd_mult": float(decays), "lr_mult": 1.0, "step": step - 1})
+        for number, (v, name) in zip(numbers, names, strict=True):
+            state[number] = {kind: kinds[kind][v][name] for kind in ("exp_avg", "exp_avg_sq")}
+        if layout.optimizer == "masters":
+            masters.append([kinds["master"][v][name] for v, name in names])
+    inner = {"state": state, "param_groups": groups}
+    if layout.optimizer == "fp32":
+        return inner
+    scaler = {"scale": 1024.0, "growth_tracker": 3, "hysteresis_tracker": 2}
+    return {"optimizer": inner, "grad_scaler": scaler, "fp32_from_fp16_params": masters}
+
+
+def _nested(flat: Mapping[str, Tensor], layout: Layout) -> dict[str, Any]:
+    if layout.names != "classic":
+        inside = {n: n if n.startswith(("embedding.", "output_layer.")) else f"decoder.{n}" for n in flat}
+        found: dict[str, Any] = {inside[name]: tensor for name, tensor in flat.items()}
+        return {**found, "decoder.layers.0.self_attention.core_attention._extra_state": None}
+    tree: dict[str, Any] = {}
+    old = layout.version is None or layout.version < 2  # the names before 2.0
+    encoder = {
+        (name.replace(".self_attention.", ".attention.") if old else name): tensor
+        for name, tensor in flat.items()
+        if name.startswith(("layers.", "final_layernorm"))
+    }
+    language: dict[str, Any] = {"transformer" if old else "encoder": encoder}
+    for name, tensor in flat.items():
+        parts = name.split(".")
+        if parts[0] == "embedding":
+            language.setdefault("embedding", {}).setdefault(parts[1], {})["weight"] = tensor
+        elif parts[0] == "output_layer":
+            language["output_layer"] = {"weight": tensor}
+        elif parts[0] == "word_embeddings_for_head":
+            tree["word_embeddings_for_head"] = {"weight": tensor}
+    embedding = {"embedding": language["embedding"]} if "embedding" in language else {}
+    return {"language_model": {**embedding, **language}, **tree}
+
+
+def _chunk(
+    model: Model, layout: Layout, tp: int, pp: int, ep: int, v: int, read: Callable[[str], Tensor], padded: int
+) -> Iterator[tuple[str, Tensor]]:
+    """(flat name there, a rank's tensor) in the order of the modules there."""
+    each = model.layers // (layout.pp * layout.vpp)
+    first = v * (model.layers // layout.vpp) + pp * each
+    begins, ends = pp == 0 and v == 0, pp == layout.pp - 1 and v == layout.vpp - 1
+    for name in model.weights:
+        layer = int(name.split(".")[1]) if name.startswith("layers.") else None
+        here = first <= layer < first + each if layer is not None else (
+            begins if name.startswith("embedding.") else ends
+        )  # fmt: skip
+        if not here:
+            continue
+        their = name if layer is None else _in_layer(model, layout, name, layer - first, ep)
+        if their is not None:
+            yield their, _part(model, layout, name, read(name), tp, padded)
+    if ends and model.tied and layout.pp > 1:
+        copy = "word_embeddings_for_head.weight" if layout.names == "classic" else "output_layer.weight"
+        yield copy, _part(model, layout, VOCABULARY[0], read(VOCABULARY[0]), tp, padded)
+
+
+def _in_layer(model: Model, layout: Layout, name: str, number: int, ep: int) -> str | None:
+    inside = name.split(".", 2)[2]
+    if ".experts." in inside:
+        _, _, expert, linear, kind = inside.split(".")
+        local = int(expert) - ep * (model.experts // layout.ep)
+        if not 0 <= local < model.experts // layout.ep:
+            return None
+        linear = {"dense_h_to_4h": "linear_fc1", "dense_4h_to_h": "linear_fc2"}[linear]
+        inside = f"mlp.experts.local_experts.{local}.{linear}.{kind}"
+        if layout.names == "te":
+            inside = f"mlp.experts.{linear}.{kind}{local}"
+    elif layout.names != "classic":
+        module, _, kind = inside.rpartition(".")
+        inside = f"{CORE.get(module, module)}.{kind}"
+        if layout.names == "te":
+            for plain, fused in FUSED.items():
+                if not (model.experts and plain.startswith("pre_mlp")):
+                    inside = inside.replace(plain, fused)
+    return f"layers.{number}.{inside}"
+
+
+def _part(model: Model, layout: Layout, name: str, whole: Tensor, tp: int, padded: int) -> Tensor:
+    if name in VOCABULARY:
+        filler = torch.full((padded - whole.shape[0], whole.shape[1]), 0.123, dtype=whole.dtype)
+        return torch.cat([whole, filler]).chunk(layout.tp)[tp].clone()
+    if name.endswith(ROW_SPLIT):
+        return whole.chunk(layout.tp, dim=1)[tp].contiguous().clone()
+    if not name.endswith(COLUMN_SPLIT):
+        return whole.clone()
+    if "query_key_value" in name:
+        part = whole.chunk(layout.tp)[tp]
+        return _rows_of_version(part, model.width, layout.version).clone()
+    if model.gated:
+        return torch.cat([half.chunk(layout.tp)[tp] for half in whole.chunk(2)])
+    return whole.chunk(layout.tp)[tp].clone()
+
+
+def _rows_of_version(rows: Tensor, width: int, version: float | None) -> Tensor:
+    """[heads, 3, width] in the order of an older version."""
+    heads, rest = rows.shape[0] // (3 * width), rows.shape[1:]
+    if version is None or version < 1:
+        return rows.view(heads, 3, width, *rest).transpose(0, 1).reshape(rows.shape)
+    if version < 2:
+        return rows.view(heads, 3, width, *rest).transpose(1, 2).reshape(rows.shape)
+    return rows
+
+
+def with_moments(model: Model, seed: int = 7) -> Model:
+    """Random moments and masters, as large as the weights."""
+    draw = torch.Generator().manual_seed(seed)
+    moments = {}
+    for name, weight in model.weights.items():
+        kinds = {kind: torch.randn(weight.shape, generator=draw) for kind in ("exp_avg", "exp_avg_sq")}
+        moments[name] = {**kinds, "master": weight.float() + 1e-4}
+    return replace(model, moments=moments)

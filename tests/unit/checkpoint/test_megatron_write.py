@@ -1,0 +1,150 @@
+"""--to megatron: what is written there is, tensor by tensor, what Megatron-LM's own layout has, and comes back bit for
+bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.checkpoint import convert_cli, safe_load
+from megatron.checkpoint.megatron_lm import names as mapped
+from tests.helpers.megatron_lm import Layout, Model, rank_content, with_moments, write
+from tests.unit.checkpoint.test_megatron_lm import GPT2, LLAMA, MIXTRAL, MOE, check_weights, load, make, params_of
+
+
+def convert(source: Path, target: Path, to: str, *flags: str) -> None:
+    assert convert_cli.main(["--load", str(source), "--save", str(target), "--to", to, *flags]) == 0
+
+
+def to_native(model: Model, tmp_path: Path, optimizer: str = "") -> Path:
+    names = "core" if model.experts else "classic"
+    write(tmp_path / "source", model, Layout(optimizer=optimizer, names=names))
+    convert(tmp_path / "source", tmp_path / "native", "native", "--true-vocab-size", "300")
+    return tmp_path / "native"
+
+
+def flat(tree: Any, path: str = "") -> dict[str, Any]:
+    if not isinstance(tree, dict):
+        return {path: tree}
+    return {key: value for name, inner in tree.items() for key, value in flat(inner, f"{path}.{name}").items()}
+
+
+def written(step: Path) -> dict[str, Any]:
+    from argparse import Namespace
+
+    return {
+        path.parent.name: safe_load.load_file(path, allow=[Namespace])
+        for path in sorted(step.glob("mp_rank_*/model_optim_rng.pt"))
+    }
+
+
+@pytest.mark.parametrize("names", ["classic", "core", "te"])
+@pytest.mark.parametrize("tp, pp", [(1, 1), (2, 2), (2, 1), (1, 4)])
+@pytest.mark.parametrize("settings, moe", [(GPT2, None), (LLAMA, None), (MIXTRAL, MOE)])
+def test_every_rank_has_what_megatron_gives_it(
+    tmp_path: Path, settings: dict[str, Any], moe: dict[str, Any] | None, tp: int, pp: int, names: str
+) -> None:
+    if moe and names == "classic":
+        return  # 23.06 has none
+    model = make(settings, moe)
+    native = to_native(model, tmp_path)
+    flags = [
+        f"--target-tensor-parallel-size={tp}",
+        f"--target-pipeline-parallel-size={pp}",
+        f"--megatron-names={names}",
+    ]
+    convert(native, tmp_path / "out", "megatron", *flags)
+    for number, (rank, content) in enumerate(written(tmp_path / "out/release").items()):
+        layout = Layout(tp, pp, names=names)
+        expected, _ = rank_content(model, layout, number // pp, number % pp, 0, 0)
+        theirs = {k: v for k, v in flat(expected["model"]).items() if isinstance(v, Tensor)}
+        ours = flat(content["model"])
+        assert set(ours) == set(theirs), rank
+        for name, tensor in theirs.items():
+            padding = tensor == 0.123  # the rows beyond the vocabulary
+            assert torch.equal(torch.where(padding, 0, ours[name]), torch.where(padding, 0, tensor)), (rank, name)
+        args = content["args"]
+        assert (args.tensor_model_parallel_size, args.pipeline_model_parallel_size) == (tp, pp)
+        assert content["checkpoint_version"] == 3.0 and args.padded_vocab_size % (128 * tp) == 0
+    params = params_of(settings, moe)
+    load(tmp_path / "out", params, finetune=True)
+    check_weights(params, model)
+
+
+@pytest.mark.parametrize("names", ["classic", "core", "te"])
+@pytest.mark.parametrize("optimizer", ["masters", "fp32"])
+def test_the_optimizer_comes_back(tmp_path: Path, optimizer: str, names: str) -> None:
+    dtype = torch.bfloat16 if optimizer == "masters" else torch.float32
+    model = with_moments(make(GPT2, dtype=dtype))
+    native = to_native(model, tmp_path, optimizer)
+    flags = ["--target-tensor-parallel-size=2", "--target-pipeline-parallel-size=2", f"--megatron-names={names}"]
+    convert(native, tmp_path / "out", "megatron", *flags)
+    params = params_of(GPT2, dtype=dtype)
+    loaded = load(tmp_path / "out", params)
+    check_weights(params, model)
+    assert loaded.optimizer is not None and loaded.optimizer_extra is not None
+    assert (loaded.iteration, loaded.consumed_train_samples, loaded.optimizer_extra["step"]) == (500, 2000, 499)
+    for name, held in loaded.optimizer.items():
+        for kind, tensor in held.items():
+            assert torch.equal(tensor, model.moments[name][kind]), (name, kind)
+
+
+def test_core_makes_the_output_projection_first(tmp_path: Path) -> None:
+    """The order of parameters numbers the entries of the optimizer."""
+    convert(to_native(make(GPT2), tmp_path), tmp_path / "out", "megatron", "--megatron-names=te")
+    (content,) = written(tmp_path / "out/release").values()
+    assert [name for name in content["model"] if ".layers.0." in name and name.endswith("weight")] == [
+        f"decoder.layers.0.{name}weight"
+        for name in (
+            "self_attention.linear_proj.",
+            "self_attention.linear_qkv.layer_norm_",
+            "self_attention.linear_qkv.",
+            "mlp.linear_fc1.layer_norm_",
+            "mlp.linear_fc1.",
+            "mlp.linear_fc2.",
+        )
+    ]
+
+
+@pytest.mark.parametrize("ours", sorted(mapped._IN_LAYER))
+def test_a_wrong_entry_of_the_map_is_seen(tmp_path: Path, ours: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted: two of our modules change places in the map. The ranks' files are then not those of Megatron-LM."""
+    model = make(MIXTRAL, MOE)
+    native = to_native(model, tmp_path)
+    table = dict(mapped._IN_LAYER)
+    other = next((n for n in table if n != ours and n.rpartition(".")[2] == ours.rpartition(".")[2]), "input_layernorm")
+    if ours == other:
+        other = "post_attention_layernorm"
+    table[ours], table[other] = table[other], table[ours]
+    monkeypatch.setattr(mapped, "_IN_LAYER", table)
+    convert(native, tmp_path / "out", "megatron", "--megatron-names=core")
+    (content,) = written(tmp_path / "out/release").values()
+    expected, _ = rank_content(model, Layout(names="core"), 0, 0, 0, 0)
+    theirs = {k: v for k, v in flat(expected["model"]).items() if isinstance(v, Tensor) and "embed" not in k}
+    found = flat(content["model"])
+    assert any(
+        name not in found or not torch.equal(found[name], t) for name, t in theirs.items() if "output" not in name
+    )
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (["--to", "megatron", "--target-tensor-parallel-size=3"], "3: does not divide the model's 4 groups of heads"),
+        (["--to", "megatron", "--target-pipeline-parallel-size=3"], "3: does not divide the model's 4 layers"),
+        (["--to", "megatron", "--target-pipeline-parallel-size=0"], "0: does not divide"),
+        (["--to", "hf", "--target-tensor-parallel-size=2"], "applies to --to megatron alone"),
+        (["--to", "hf", "--true-vocab-size=2"], "applies to --from megatron alone"),
+    ],
+)
+def test_what_cannot_be_written_is_refused(
+    tmp_path: Path, flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    native = to_native(make(GPT2), tmp_path)
+    assert convert_cli.main(["--load", str(native), "--save", str(tmp_path / "out"), *flags]) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()

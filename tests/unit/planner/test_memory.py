@@ -1,0 +1,75 @@
+"""The formula for what a rank keeps, against the bytes of all tensors that a run has after a step."""
+
+from __future__ import annotations
+
+import gc
+import tempfile
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.planner import state_bytes
+from megatron.training.settings import read_settings
+from tests.helpers.runs import flags, make_parts, pretrain_here
+
+SIZE = {"hidden_size": 256, "vocab_size": 2048, "make_vocab_size_divisible_by": 1, "num_layers": 2, "train_iters": 1}
+BF16 = {"bf16": True}
+NARROW = {"use_precision_aware_optimizer": True, "exp_avg_dtype": "bf16"}
+DISK = {"optimizer_offload_directory": tempfile.gettempdir()}
+
+
+SCRATCH = 4 << 20
+"""Bytes in which half-precision gradients are widened, whatever the model; the batch and others are less than that."""
+
+
+def storages() -> dict[int, torch.UntypedStorage]:
+    """Of all tensors, by address: the storages are kept, so that no later one gets the address of one of these."""
+    gc.collect()
+    tensors = [one for one in gc.get_objects() if issubclass(type(one), torch.Tensor) and one.device.type == "cpu"]
+    return {one.untyped_storage()._cdata: one.untyped_storage() for one in tensors}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"kernels": "ref"},
+        BF16,
+        {**BF16, "kernels": "ref"},
+        {**BF16, "store_param_remainders": True},
+        {**BF16, "grad_reduce_in_bf16": True},
+        {"optimizer": "sgd"},
+        {"optimizer": "sgd", "sgd_momentum": 0},
+        {"optimizer": "lion"},
+        {"optimizer": "adam8bit"},
+        {"optimizer": "adafactor"},
+        {"optimizer": "adafactor", "adafactor_beta1": 0.9},
+        NARROW,
+        {**NARROW, **BF16, "exp_avg_sq_dtype": "bf16"},
+    ],
+    ids=str,
+)
+def test_the_formula_is_what_a_run_keeps(settings: dict[str, Any]) -> None:
+    before = storages()
+    run, parts = make_parts(flags(**{"optimizer": "adam", **SIZE, **settings}))
+    with parts:
+        parts.trainer.fit()
+        elements = sum(parameter.numel() for parameter in parts.engine.model.parameters())
+        sizes = [storage.nbytes() for address, storage in storages().items() if address not in before]
+        sizes = [size for size in sizes if size != SCRATCH]
+    kept, expected = sum(sizes) / elements, state_bytes(run.config, elements, 1).total / elements
+    assert 0.99 * expected < kept < 1.01 * expected + 0.2, (kept, expected)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.25, 1.0])
+def test_what_is_offloaded_is_not_counted(share: float) -> None:
+    config = read_settings(flags(**{"optimizer": "adam", **SIZE, **BF16}))
+    whole, rest = (state_bytes(config, 1000, 4, offloaded=away) for away in (0.0, share))
+    assert (rest.parameters, rest.gradients) == (whole.parameters, whole.gradients) == (2000, 4000)
+    assert (whole.optimizer, rest.optimizer) == (12000, 12000 * (1 - share))
+
+
+def test_the_dry_run_says_what_is_elsewhere(capsys: pytest.CaptureFixture[str]) -> None:
+    assert pretrain_here(flags(**{"optimizer": "adam", **SIZE, **DISK, "dry_run": True})) == 0
+    assert "of weights, gradients and optimizer; 100% of the optimizer's state is offloaded" in capsys.readouterr().out
