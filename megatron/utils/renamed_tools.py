@@ -64,13 +64,12 @@ def _values(words: Sequence[str]) -> dict[str, str]:
 
 def main(name: str, argv: Sequence[str] | None = None) -> int:
     """Exits with 2, as for any usage that is not understood; asked for help, with 0."""
-
     words = sys.argv[1:] if argv is None else argv
-    if {"-h", "--help"} & set(words):
-        print(f"usage: {_ANSWERS[name](())}\n\n{name} has this name here.")
-        return 0
 
     def answer() -> None:
+        if {"-h", "--help"} & set(words):
+            print(f"usage: {_ANSWERS[name](())}\n\n{name} has this name here.")
+            return
         raise ConfigError(f"{name}: this tool has another name here; run: {_ANSWERS[name](words)}")
 
     return run_tool("error", answer)

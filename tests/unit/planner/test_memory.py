@@ -24,10 +24,19 @@ SCRATCH = 4 << 20
 
 
 def storages() -> dict[int, torch.UntypedStorage]:
-    """Of all tensors, by address: the storages are kept, so that no later one gets the address of one of these."""
+    """Of all tensors, by address: the storages are kept, so that no later one gets the address of one of these. Other
+    tests of the process have left tensors of all kinds, also such without a storage."""
     gc.collect()
     tensors = [one for one in gc.get_objects() if issubclass(type(one), torch.Tensor) and one.device.type == "cpu"]
-    return {one.untyped_storage()._cdata: one.untyped_storage() for one in tensors}
+    dense = [one for one in tensors if one.layout is torch.strided]
+    return {one.untyped_storage()._cdata: one.untyped_storage() for one in dense}
+
+
+def test_tensors_without_a_storage_are_passed_over() -> None:
+    """Also those that another test has left behind."""
+    dense = torch.eye(2)
+    kept = dense, dense.to_sparse()
+    assert dense.untyped_storage()._cdata in storages() and len(kept) == 2
 
 
 @pytest.mark.parametrize(

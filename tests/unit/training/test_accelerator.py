@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron.training import initialize as module
+from megatron.training import devices as module
 from megatron.training.settings import read_settings
 from megatron.utils import cuda
 from megatron.utils.log import RankLog
@@ -32,7 +32,7 @@ def prepared(
         precision=replace(config.precision, allow_tf32=settings.get("tf32", False)),
         runtime=replace(config.runtime, dry_run=settings.get("dry_run", False)),
     )
-    module._prepare_accelerator(config, device, RankLog(0, stream))
+    module.prepare_accelerator(config, device, RankLog(0, stream))
     return stream.getvalue(), calls
 
 
