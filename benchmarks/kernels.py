@@ -26,10 +26,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.adamw import adamw
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.parts.adamw import (
+    SHARDS,
+    adamw_formula,
+    adamw_formula_of_shards,
+    adamw_inputs,
+    our_adamw,
+    our_adamw_of_shards,
+    shards_inputs,
+    torchs_adamw,
+    torchs_adamw_of_shards,
+)
 from benchmarks.parts.grown import grown
 from megatron.ops.library import library
 from megatron.ops.operation import Target
@@ -182,52 +192,6 @@ CASES: tuple[Case, ...] = (
 )
 
 
-NUMBERS = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "lr": 1e-4, "weight_decay": 0.1}
-
-
-def adamw_inputs(dtype: torch.dtype, device: str, ranks: int = 1) -> tuple[Any, ...]:
-    """50 million weights, their bf16 copy, moments, and gradients of `dtype` that are to be unscaled; or what the last
-    of some ranks has of them with ZeRO: masters and moments of its chunk, and its chunk of the rest."""
-    count = 50_000_000
-    own = slice(count // ranks * (ranks - 1), None)
-    weights = randn(count, dtype=torch.float32, device=device) * 0.02
-    masters = weights[own].clone()
-    moments = torch.zeros(2, masters.numel(), device=device).unbind()
-    return masters, weights.to(torch.bfloat16)[own], *moments, randn(count, dtype=dtype, device=device)[own]
-
-
-def our_adamw(ops: Any) -> Callable[..., Any]:
-    made: dict[str, Tensor] = {}
-
-    def step(weights: Tensor, copy: Tensor, m: Tensor, v: Tensor, grad: Tensor) -> None:
-        if not made:
-            made["ends"] = (torch.arange(1, 101) * (grad.numel() // 100)).to(grad.device)
-            made["rates"] = torch.ones(100, 2, device=grad.device)
-            made["control"] = torch.tensor([1.0, 0.5, NUMBERS["lr"], NUMBERS["weight_decay"], 0.1, 0.03]).to(
-                grad.device
-            )
-        numbers = NUMBERS["beta1"], NUMBERS["beta2"], NUMBERS["eps"]
-        ops.adamw_(weights, copy, m, v, grad, made["ends"], made["rates"], made["control"], *numbers)
-
-    return step
-
-
-def torchs_adamw(weights: Tensor, copy: Tensor, m: Tensor, v: Tensor, grad: Tensor) -> None:
-    """Unscale, PyTorch's fused step, write the copy."""
-    wide = grad.float().mul_(1.0)
-    step = torch.ones((), device=grad.device)
-    adamw([weights], [wide], [m], [v], [], [step], fused=True, foreach=False, amsgrad=False, maximize=False, **NUMBERS)
-    copy.copy_(weights)
-
-
-def adamw_formula(weights: Tensor, copy: Tensor, m: Tensor, v: Tensor, grad: Tensor) -> None:
-    g = grad.float() * 0.5
-    m.lerp_(g, 0.1)
-    v.mul_(0.999).addcmul_(g, g, value=0.001)
-    weights.mul_(1 - 1e-5).addcdiv_(m, v.sqrt().div_(0.03).add_(1e-8), value=-1e-3)
-    copy.copy_(weights)
-
-
 OPTIMIZER_CASES = (
     Case(
         op="adamw",
@@ -247,6 +211,16 @@ OPTIMIZER_CASES = (
         formula=adamw_formula,
         inputs=partial(adamw_inputs, ranks=2),
         moved=lambda args: args[0].numel() * (8 + 16 + 2 + args[4].element_size()),
+        differentiable=False,
+    ),
+    Case(
+        op="adamw",
+        shape=f"{len(SHARDS)} shards, {sum(SHARDS) / 1e6:.0f}M",
+        ours=our_adamw_of_shards,
+        eager=torchs_adamw_of_shards,
+        formula=adamw_formula_of_shards,
+        inputs=shards_inputs,
+        moved=lambda args: args[0].numel() * (8 + 16 + args[3].element_size()),
         differentiable=False,
     ),
     Case(

@@ -3,7 +3,7 @@
 from megatron.data_parallel.broadcast import broadcast_parameters
 from megatron.data_parallel.fully_sharded import FullySharded, Unit
 from megatron.data_parallel.grad_buffers import DEFAULT_BUCKET_SIZE, GradBuffers
-from megatron.data_parallel.gradients import FlatPieces, Gradients
+from megatron.data_parallel.gradients import FlatPieces, Gradients, are_masters, piece_alone
 
 __all__ = [
     "DEFAULT_BUCKET_SIZE",
@@ -12,5 +12,7 @@ __all__ = [
     "GradBuffers",
     "Gradients",
     "Unit",
+    "are_masters",
     "broadcast_parameters",
+    "piece_alone",
 ]

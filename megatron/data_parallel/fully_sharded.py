@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron.data_parallel.gradients import FlatPieces
+from megatron.data_parallel.gradients import FlatPieces, piece_alone
 from megatron.data_parallel.logged_sharding import log_collectives
 from megatron.data_parallel.shard_grads import InOneBuffer, OnHost, ShardGrads, local
 from megatron.distributed import collectives
@@ -85,8 +85,6 @@ class _Shard:
 class FullySharded:
     """The `Gradients` of a model whose weights are divided."""
 
-    flat = False
-
     def __init__(
         self,
         units: Sequence[Unit],
@@ -117,6 +115,7 @@ class FullySharded:
             start, stop = shard.held
             assert shard.weight.numel() == stop - start, f"{name}: torch divides it in another way"
         trained = {name: shard.parameter for name, shard in self._shards.items() if shard.parameter.requires_grad}
+        self.flat = not on_host  # there the gradients of every step have places of their own
         self._grads: ShardGrads = OnHost(trained) if on_host else InOneBuffer(trained)
 
     # weights, of frozen parameters too
@@ -186,7 +185,8 @@ class FullySharded:
         return ((name, self.grad(name)) for name in self.names)
 
     def flat_buffers(self) -> Iterator[FlatPieces]:
-        raise AssertionError("the weights of a unit lie in buffers of fully_shard")
+        """Each shard by itself: the gradients lie in one buffer, and the weights where fully_shard has put them."""
+        return (piece_alone(self, name) for name in self.names)
 
     def multiply(self, factor: Tensor | float) -> None:
         self._grads.multiply(factor)

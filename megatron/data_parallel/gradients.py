@@ -16,6 +16,7 @@ from torch import Tensor, dtype, nn
 from megatron.distributed.division import Division
 from megatron.distributed.shard import Range
 from megatron.distributed.state import Axis
+from megatron.utils.dtype import HALF
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class FlatPieces:
     """Where each piece ends; it begins where the one before it ends."""
     grads: Tensor
     weights: Tensor
-    """The model's own, in its type."""
+    """The model's own; in its type, or its fp32 masters."""
 
 
 class Gradients(Protocol):
@@ -122,3 +123,16 @@ class Gradients(Protocol):
     def close(self) -> None:
         """Leaves the model as a plain one."""
         ...
+
+
+def piece_alone(grads: Gradients, name: str) -> FlatPieces:
+    """One that lies by itself, as those of gathered weights do."""
+    weight = grads.weight(name)
+    return FlatPieces((name,), (weight.numel(),), grads.grad(name).view(-1), weight.view(-1))
+
+
+def are_masters(grads: Gradients, flat: FlatPieces) -> bool:
+    """Whether these weights are the fp32 masters of a model that computes in half precision."""
+    halves = {grads.parameter(name).dtype in HALF for name in flat.names}
+    assert len(halves) == 1, "weights of a buffer have one type"
+    return halves.pop() and flat.weights.dtype not in HALF

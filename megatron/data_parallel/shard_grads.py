@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 
+_ALIGNED = 64
+"""A gradient begins at a multiple of so many elements: kernels read whole vectors."""
+
+
 class ShardGrads(Protocol):
     def grad(self, name: str) -> Tensor:
         """In the shape of the shard; zero if no backward pass has given one."""
@@ -71,11 +75,11 @@ class InOneBuffer:
             by_dtype.setdefault(parameter.dtype, []).append(name)
         for dtype, names in by_dtype.items():
             locals_ = [local(self._shards[name]) for name in names]
-            sizes = [one.numel() for one in locals_]
+            sizes = [-(-one.numel() // _ALIGNED) * _ALIGNED for one in locals_]
             buffer = torch.zeros(sum(sizes), dtype=dtype, device=locals_[0].device)
             self._buffers.append(buffer)
             for name, one, grad in zip(names, locals_, buffer.split(sizes), strict=True):
-                self._grads[name] = grad.view(one.shape)
+                self._grads[name] = grad[: one.numel()].view(one.shape)
 
 
 class OnHost:

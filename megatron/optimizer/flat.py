@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron.data_parallel import FlatPieces, Gradients
+from megatron.data_parallel import FlatPieces, Gradients, are_masters
 from megatron.ops.optim import joined, split
 from megatron.optimizer.decision import Decision
 from megatron.optimizer.groups import GroupRule, Rates
@@ -23,7 +23,7 @@ from megatron.utils.dtype import HALF
 
 @dataclass(frozen=True)
 class _Segment:
-    """The pieces of one gradient bucket."""
+    """Pieces that lie one after the other."""
 
     places: Places
     grad: Tensor
@@ -33,6 +33,8 @@ class _Segment:
     """The model's half-precision weights, or the remainders; empty where fp32 weights are the model's own."""
     exp_avg: Tensor
     exp_avg_sq: Tensor
+    are_masters: bool
+    """The model's own pieces are masters, which it rounds when it gathers them."""
 
     @property
     def has_masters(self) -> bool:
@@ -45,7 +47,7 @@ class _Segment:
     def state(self) -> dict[str, Tensor]:
         """The live tensors; with remainders the masters are computed for the call."""
         moments = {"exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
-        if not self.has_masters:
+        if not (self.has_masters or self.are_masters):
             return moments
         return {**moments, "master": joined(self.weights, self.beside) if self.has_remainders else self.weights}
 
@@ -136,4 +138,4 @@ def _segment(grads: Gradients, flat: FlatPieces, rules: Mapping[str, GroupRule],
     wide = torch.promote_types(flat.grads.dtype, torch.float32)
     moments = torch.zeros((2, own.numel()), dtype=wide, device=device)
     places = Places.of(grads, flat, rules, device)
-    return _Segment(places, flat.grads, weights, beside, moments[0], moments[1])
+    return _Segment(places, flat.grads, weights, beside, moments[0], moments[1], are_masters(grads, flat))

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron.config.sections.optimizer import OptimizerConfig
-from megatron.data_parallel import FlatPieces, Gradients
+from megatron.data_parallel import FlatPieces, Gradients, are_masters, piece_alone
 from megatron.ops.optim import adamw_in_place
 from megatron.optimizer.decision import Decision
 from megatron.optimizer.flat import FlatAdam, step_control
@@ -184,10 +184,8 @@ def _buffer(grads: Gradients, flat: FlatPieces, rules: Mapping[str, GroupRule], 
     if link is not None:
         weights, arrived = (link.empty(tensor.numel(), tensor.dtype) for tensor in (flat.weights, flat.grads))
         fetch = partial(_itself, arrived)
-    halves = {grads.parameter(name).dtype in HALF for name in flat.names}
-    assert len(halves) == 1, "weights of a buffer have one type"
-    are_masters = halves.pop() and flat.weights.dtype not in HALF
-    return _Buffer(Places.of(grads, flat, rules, torch.device("cpu")), flat, fetch, weights, are_masters)
+    places = Places.of(grads, flat, rules, torch.device("cpu"))
+    return _Buffer(places, flat, fetch, weights, are_masters(grads, flat))
 
 
 def _grads_of(grads: Gradients, flat: FlatPieces) -> Tensor:
@@ -207,7 +205,7 @@ def build_offloaded(
     device: torch.device,
 ) -> Update:
     """`kernel`: the native AdamW, for fp32."""
-    buffers = list(grads.flat_buffers()) if grads.flat else [_alone(grads, name) for name in grads.names]
+    buffers = list(grads.flat_buffers()) if grads.flat else [piece_alone(grads, name) for name in grads.names]
     wide = any(flat.grads.dtype == torch.float64 for flat in buffers)
     betas, eps, update = (config.adam_beta1, config.adam_beta2), config.adam_eps, kernel
     if update is None or wide:
@@ -227,12 +225,6 @@ def build_offloaded(
     if count == len(buffers):
         return away
     return Divided((away, FlatAdam(grads, rules, betas, eps, update, buffers=buffers[count:])))
-
-
-def _alone(grads: Gradients, name: str) -> FlatPieces:
-    """A piece that lies by itself, as those of gathered weights do."""
-    weight = grads.weight(name)
-    return FlatPieces((name,), (weight.numel(),), grads.grad(name).view(-1), weight.view(-1))
 
 
 def share_of(buffers: Sequence[FlatPieces], fraction: float) -> int:

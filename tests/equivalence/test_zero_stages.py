@@ -197,12 +197,14 @@ def test_a_state_in_a_file_is_that_of_the_plain_optimizer() -> None:
             assert worst(replace(got, gradients=wanted.gradients), wanted) < 1e-10, cases[number]
 
 
-@pytest.mark.parametrize(("world", "layout"), [(2, {}), (2, DISK), (4, {**TP, "sequence_parallel": True})])
+@pytest.mark.parametrize(
+    ("world", "layout"), [(2, {"kernels": "auto"}), (2, DISK), (4, {**TP, "sequence_parallel": True})]
+)
 @pytest.mark.parametrize("stages", [(1, 2, 3), (3, 0, 1)])
 def test_a_checkpoint_of_one_stage_is_one_of_every_stage(
     tmp_path: Path, world: int, layout: Mapping[str, Any], stages: tuple[int, ...]
 ) -> None:
-    argv = flags(**SHAPE | {"train_iters": 6}, **layout, bf16=True, vocab_size=90)
+    argv = flags(**SHAPE | {"train_iters": 6} | layout, bf16=True, vocab_size=90)
     for ranks in run_ranks(world, train_and_resume, world, tmp_path, stages, argv, timeout=120.0):
         saved, gone_on, *loaded = ranks
         for state in loaded[::2]:
