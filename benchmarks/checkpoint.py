@@ -118,7 +118,7 @@ def read_hashed(path: Path, size: int) -> None:
     target, hasher = memoryview(torch.empty(size, dtype=torch.uint8).numpy()), storage.FileHasher(storage.HASH)
     with open(path, "rb", buffering=0) as file:
         done = 0
-        while read := file.readinto(target[done : done + 2**20]):
+        while read := file.readinto(target[done : done + 2**20]) or 0:
             hasher.update(target[done : done + read])
             done += read
     assert done == size
