@@ -115,7 +115,7 @@ def raw(state: State, folder: Path) -> Times:
 
 def read_hashed(path: Path, size: int) -> None:
     """Into new memory, as every contender: the first touch of a page costs more than reading and hashing it."""
-    target, hasher = memoryview(torch.empty(size, dtype=torch.uint8).numpy()), storage.FileHasher(storage.HASH)
+    target, hasher = torch.empty(size, dtype=torch.uint8).numpy().data, storage.FileHasher(storage.HASH)
     with open(path, "rb", buffering=0) as file:
         done = 0
         while read := file.readinto(target[done : done + 2**20]) or 0:
