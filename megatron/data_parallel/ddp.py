@@ -60,6 +60,7 @@ class DistributedDataParallel(NoSync, nn.Module):
             raise ConfigError(
                 "DistributedDataParallel: no parameter of the module requires a gradient; use the module itself"
             )
+        self._frozen = [(name, one) for name, one in module.named_parameters() if not one.requires_grad]
         if init_sync:
             for tensors in (module.named_parameters(), module.named_buffers()):
                 broadcast_parameters(tensors, self._dp)
@@ -77,6 +78,7 @@ class DistributedDataParallel(NoSync, nn.Module):
             self._buffers_moved = False
             return self._pass(inputs, named)
         self._check_last_pass()
+        self._check_frozen()
         self._grads.reopen()
         self._buffers_moved = self._syncs
         if not self._syncs:
@@ -129,6 +131,14 @@ class DistributedDataParallel(NoSync, nn.Module):
         return {
             name: self._grads.parameter(name).grad for name, number in zip(names, numbers, strict=True) if not number
         }
+
+    def _check_frozen(self) -> None:
+        thawed = [name for name, one in self._frozen if one.requires_grad]
+        if thawed:
+            raise ConfigError(
+                f"DistributedDataParallel: {thawed[0]} was frozen when the module was wrapped, and requires a gradient "
+                "now, which would not be averaged; wrap the module before requires_grad_(False)"
+            )
 
     def _check_last_pass(self) -> None:
         awaited = {id(one) for one in self._arrivals.awaited}

@@ -28,6 +28,7 @@ from megatron.data_parallel.divided_weights import DividedWeights
 from megatron.data_parallel.gradients import FlatPieces
 from megatron.data_parallel.late_gather import LateGather
 from megatron.distributed.state import Axis
+from megatron.errors import ConfigError
 from megatron.model.wgrads import AddToParameter
 from megatron.ops.wgrad import Accumulate
 
@@ -232,7 +233,12 @@ class GradBuffers(DividedWeights):
     def _on_gradient(self, slot: Slot, parameter: nn.Parameter) -> None:
         """Runs after backward has added to `parameter.grad`: moves it into the buffer."""
         grad, view = parameter.grad, slot.view
-        assert grad is not None and view is not None
+        assert view is not None
+        if grad is None:
+            raise ConfigError(
+                f"the gradient of {slot.name} was taken by an engine that the model was given to before; go on with "
+                "that engine, or make the model anew"
+            )
         self._check_open(slot)
         if grad.is_sparse:
             grad = grad.to_dense()

@@ -49,14 +49,22 @@ class ClientUpdate:
             group["params"] = [self._take(names[id(one)], one) for one in group["params"] if id(one) in names]
         self._halves = [name for name in self._tensors if grads.parameter(name).dtype in HALF]
         self._copies = [name for name, tensor in self._tensors.items() if tensor is not self._weights[name]]
+        self._versions = self._written()
+        self._number = _number_of_tensors(optimizer)
         choose_fused(optimizer)
         self._given = [_options(group) for group in optimizer.param_groups]
 
     @torch.no_grad()
     def step(self, decision: HostDecision) -> None:
         """With the rates of the optimizer's groups."""
+        if _number_of_tensors(self.optimizer) != self._number:
+            raise ConfigError(
+                "optimizer.add_param_group(): the engine has no place for the gradients of parameters that come later; "
+                "give the optimizer all of them before megatron.initialize() (a group of lr 0 stays as it is)"
+            )
         if not decision.applied:
             return
+        self._take_up_writes()
         if decision.factor != 1.0:
             self._grads.multiply(decision.factor)
         absent = self._absent()
@@ -69,6 +77,7 @@ class ClientUpdate:
 
     def state(self) -> OptimizerState:
         """The live tensors that have an element for each one of the parameter, and `master`."""
+        self._take_up_writes()
         found: OptimizerState = {}
         for name, tensor in self._tensors.items():
             own = self.optimizer.state.get(tensor, {})
@@ -163,10 +172,31 @@ class ClientUpdate:
             }
         return tensor
 
+    def _written(self) -> dict[str, int]:
+        """How often the program has written to the parameters of which there are copies; our own updates leave torch's
+        counters as they are."""
+        return {name: self._grads.parameter(name)._version for name in self._copies}
+
+    @torch.no_grad()
+    def _take_up_writes(self) -> None:
+        """Weights that the program has written since the last update (`load_state_dict`, `copy_`) are what goes on: a
+        master takes the values that are not its own, rounded."""
+        written = self._written()
+        for name in self._copies:
+            if written[name] != self._versions[name]:
+                tensor = self._tensors[name]
+                weight = self._weights[name].detach().to(tensor.device)
+                tensor.copy_(torch.where(weight == tensor.to(weight.dtype), tensor, weight.to(tensor.dtype)))
+        self._versions = written
+
     def _copy_back(self) -> None:
         if self._copies:
             weights = [self._grads.weight(name).data for name in self._copies]
             torch._foreach_copy_(weights, [self._tensors[name] for name in self._copies])
+
+
+def _number_of_tensors(optimizer: torch.optim.Optimizer) -> int:
+    return sum(len(group["params"]) for group in optimizer.param_groups)
 
 
 def choose_fused(optimizer: torch.optim.Optimizer) -> None:

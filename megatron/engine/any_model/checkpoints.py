@@ -62,11 +62,9 @@ class Saved(Protocol):
     def skipped_steps(self) -> int: ...
     @property
     def accumulated(self) -> int: ...
-    @property
-    def compares_usage(self) -> bool | None: ...
     def gradient_accumulation_steps(self) -> int: ...
     def train_batch_size(self) -> int: ...
-    def restore_counters(self, global_steps: int, skipped_steps: int, compares_usage: bool | None) -> None: ...
+    def restore_counters(self, global_steps: int, skipped_steps: int) -> None: ...
 
 
 @dataclass
@@ -143,7 +141,7 @@ class EngineCheckpoints:
             self.core.load_state(held, decoded(loaded.optimizer_extra or {}))
         else:
             self.core.refresh_masters()
-        engine.restore_counters(loaded.iteration, counters.get("skipped_steps", 0), counters.get("compares"))
+        engine.restore_counters(loaded.iteration, counters.get("skipped_steps", 0))
         if loaded.rng is not None:
             set_rng_state(loaded.rng, engine.place.device)
 
@@ -173,7 +171,7 @@ class EngineCheckpoints:
         kept = {
             "client_state": dict(client_state),
             "scheduler": scheduler.state_dict() if hasattr(scheduler, "state_dict") else None,
-            "engine": {"skipped_steps": engine.skipped_steps, "compares": engine.compares_usage},
+            "engine": {"skipped_steps": engine.skipped_steps},
         }
         return TrainState(
             params=self._whole_params(),

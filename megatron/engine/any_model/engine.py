@@ -57,6 +57,7 @@ class ModelEngine(EngineFacts):
         self._calls = Calls()
         self._grads, self._core, self._usage = grads, core, usage
         self.log = log or RankLog(place.parallel.rank)
+        self._frozen = [(name, one) for name, one in model.named_parameters() if not one.requires_grad]
         self._checkpoints = EngineCheckpoints(self, core, grads if isinstance(grads, FullySharded) else None)
         optimizer.register_step_pre_hook(self._refuse_direct_step)
 
@@ -100,13 +101,12 @@ class ModelEngine(EngineFacts):
             self._update()
 
     def _update(self) -> None:
-        with self._usage.of_step():
-            self._grads.reduce()
-            self._calls.updating = True
-            try:
-                info = self._core.client_step(self._core.loss_scale * self.place.parallel.dp.size)
-            finally:
-                self._calls.updating = False
+        self._usage.reduce()
+        self._calls.updating = True
+        try:
+            info = self._core.client_step(self._core.loss_scale * self.place.parallel.dp.size)
+        finally:
+            self._calls.updating = False
         self._calls.global_steps += 1
         self._calls.norm, self._calls.overflow = info.grad_norm, info.skipped
         self._usage.share_buffers()
@@ -166,10 +166,6 @@ class ModelEngine(EngineFacts):
 
     # checkpoints
 
-    @property
-    def compares_usage(self) -> bool | None:
-        return self._usage.compares
-
     def save_checkpoint(
         self, save_dir: str | Path, tag: str | int | None = None, client_state: Mapping[str, Any] | None = None
     ) -> None:
@@ -206,10 +202,9 @@ class ModelEngine(EngineFacts):
         state = self.module.state_dict(keep_vars=True)
         return {name: gathered.get(first_name.get(id(one), ""), one.detach()) for name, one in state.items()}
 
-    def restore_counters(self, global_steps: int, skipped_steps: int, compares_usage: bool | None) -> None:
+    def restore_counters(self, global_steps: int, skipped_steps: int) -> None:
         self._calls.global_steps, self._calls.skipped_steps = global_steps, skipped_steps
         self._calls.micro_steps = global_steps * self.gradient_accumulation_steps()
-        self._usage.compares = compares_usage
 
     # refusals
 
@@ -225,6 +220,13 @@ class ModelEngine(EngineFacts):
         if not loss.requires_grad:
             raise ConfigError(
                 "engine.backward(loss): the loss has no gradient; compute it from engine(x), outside of torch.no_grad()"
+            )
+        thawed = [name for name, one in self._frozen if one.requires_grad]
+        if thawed:
+            raise ConfigError(
+                f"engine.backward(loss): {thawed[0]} was frozen when megatron.initialize() was called, and requires a "
+                "gradient now, which would train nothing; call initialize() before requires_grad_(False), so that it "
+                "can be trained later"
             )
         if self._calls.owed and not self._calls.adds_up:
             raise ConfigError(

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import UninitializedParameter
 
 from megatron.config.sections.optimizer import OptimizerConfig
 from megatron.data_parallel import FullySharded, GradBuffers, broadcast_parameters
@@ -156,6 +157,17 @@ def _checked_model(model: Any) -> nn.Module:
     if isinstance(model, type) or not isinstance(model, nn.Module):
         what = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
         raise ConfigError(f"megatron.initialize(): model is {what}; give an instance of nn.Module")
+    if any(hasattr(one, "device_mesh") for one in model.parameters()):  # a DTensor, whose import takes long
+        raise ConfigError(
+            "megatron.initialize(): the model's parameters are divided already, by an engine that it was given to "
+            "before or by fully_shard; give a model whose parameters are whole"
+        )
+    lazy = [name for name, one in model.named_parameters() if isinstance(one, UninitializedParameter) or one.is_meta]
+    if lazy:
+        raise ConfigError(
+            f"megatron.initialize(): {lazy[0]} has no values yet; call a lazy module once with a batch, and "
+            "model.to_empty(device=...) and its initialisation for one on the meta device"
+        )
     return model
 
 

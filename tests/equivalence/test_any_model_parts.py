@@ -1,0 +1,114 @@
+"""Ranks that use other parts of a model, or leave parts out later: what they train is what a plain torch loop trains on
+the whole batch. A part that nobody uses, or that is frozen, does not move."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.engine.any_model import initialize
+from megatron.engine.any_model.usage import Usage
+from tests.helpers.any_model import largest_difference
+from tests.helpers.distributed import RankFailed, run_ranks
+
+BOTH, ONE, OTHER, NONE = (1, 1), (1, 0), (0, 1), (0, 0)
+Plan = list[tuple[tuple[int, int], tuple[int, int]]]
+"""Of each step: what the first rank and the second use."""
+PLANS: dict[str, Plan] = {
+    "one rank lacks a part from the start": [(BOTH, ONE)] * 4,
+    "they take turns": [(ONE, OTHER), (OTHER, ONE), (BOTH, BOTH), (ONE, ONE)],
+    "one lacks it later": [(BOTH, BOTH), (BOTH, ONE), (ONE, BOTH), (ONE, ONE)],
+    "both lack it later": [(BOTH, BOTH), (ONE, ONE), (NONE, NONE), (BOTH, BOTH)],
+}
+FROZEN_IN = (1, 2)
+
+
+class Parts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.base, self.one, self.other = (nn.Linear(6, 6) for _ in range(3))
+
+    def forward(self, x: Tensor, used: tuple[int, int]) -> Tensor:
+        return self.base(x) + sum(part(x) for part, counts in zip((self.one, self.other), used, strict=True) if counts)
+
+
+def made() -> tuple[Parts, torch.optim.Optimizer]:
+    model = Parts().double()
+    return model, torch.optim.AdamW(model.parameters(), lr=0.05, weight_decay=0.1)
+
+
+def halves_of(step: int) -> tuple[Tensor, ...]:
+    return torch.randn(4, 6, generator=torch.Generator().manual_seed(step), dtype=torch.float64).chunk(2)
+
+
+def freeze(model: Parts, step: int) -> None:
+    model.one.requires_grad_(step not in FROZEN_IN)
+
+
+def trained(rank: int, stage: int, plan: Plan, freezes: bool = False) -> dict[str, Tensor]:
+    model, optimizer = made()
+    config: dict[str, Any] = {"train_batch_size": 4, "zero_optimization": {"stage": stage}}
+    engine, *_ = initialize(model=model, optimizer=optimizer, config=config)
+    for step, used in enumerate(plan):
+        if freezes:
+            freeze(model, step)
+        x = halves_of(step)[rank]
+        engine.backward(F.mse_loss(engine(x, used[rank]), x.flip(-1)))
+        engine.step()
+    return {name: one.clone() for name, one in engine.whole_state_dict().items()}
+
+
+def expected(plan: Plan, freezes: bool = False) -> dict[str, Tensor]:
+    model, optimizer = made()
+    for step, used in enumerate(plan):
+        if freezes:
+            freeze(model, step)
+        optimizer.zero_grad()
+        for x, parts in zip(halves_of(step), used, strict=True):
+            (F.mse_loss(model(x, parts), x.flip(-1)) / 2).backward()
+        optimizer.step()
+    return dict(model.state_dict())
+
+
+def each_plan(rank: int) -> list[dict[str, Tensor]]:
+    return [trained(rank, stage, plan) for plan in PLANS.values() for stage in (0, 1)]
+
+
+def test_parts_that_are_left_out() -> None:
+    wanted = [expected(plan) for plan in PLANS.values() for _ in (0, 1)]
+    for found in run_ranks(2, each_plan):
+        assert max(map(largest_difference, found, wanted)) < 1e-12
+
+
+def each_stage(rank: int) -> list[dict[str, Tensor]]:
+    return [trained(rank, stage, [(BOTH, BOTH)] * 4, freezes=True) for stage in (0, 1, 2, 3)]
+
+
+def test_a_part_that_is_frozen_for_a_while() -> None:
+    wanted = expected([(BOTH, BOTH)] * 4, freezes=True)
+    for found in run_ranks(2, each_stage):
+        assert max(largest_difference(one, wanted) for one in found) < 1e-12
+
+
+def test_planted_bug_what_no_rank_has_used_is_not_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Usage, "_missed_by_all", lambda *_: ())
+    with pytest.raises(AssertionError):
+        test_parts_that_are_left_out()
+
+
+def test_planted_bug_ranks_compare_before_their_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where one has begun to sum in its backward pass, and the other lacks a gradient."""
+
+    def reduce(self: Usage) -> None:
+        grads: Any = self._grads
+        self._absent = self._missed_by_all(grads.names, set(grads.missing()))
+        grads.reduce()
+
+    monkeypatch.setattr(Usage, "reduce", reduce)
+    with pytest.raises((RankFailed, AssertionError)):
+        test_parts_that_are_left_out()

@@ -1,0 +1,110 @@
+"""What a program does to a model after `megatron.initialize` has the effect that it has in a plain loop of torch, or is
+one line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from megatron.engine.any_model import ModelEngine
+from megatron.errors import ConfigError
+from tests.unit.engine.test_any_model import ADAMW, BATCH, loss_of, make, take_step
+
+HALVES = {"bf16": {"enabled": True}}
+
+
+def adamw(model: nn.Module) -> torch.optim.AdamW:
+    return torch.optim.AdamW(model.parameters(), lr=0.05, weight_decay=0.1)
+
+
+def test_a_layer_that_is_frozen_later_stays_as_it_is_and_one_that_is_trained_again_moves() -> None:
+    model, plain = nn.Linear(10, 10), nn.Linear(10, 10)
+    plain.load_state_dict(model.state_dict())
+    engine, reference = make(model=model, optimizer=adamw(model), config=BATCH), adamw(plain)
+    for step in range(5):
+        for each in (model, plain):
+            each.weight.requires_grad_(step not in (2, 3))
+        take_step(engine, step)
+        reference.zero_grad()
+        loss_of(plain, step).backward()  # type: ignore[arg-type]
+        reference.step()
+        torch.testing.assert_close(model.weight, plain.weight, msg=f"after step {step}")
+
+
+def load(engine: ModelEngine, weights: dict[str, torch.Tensor]) -> None:
+    engine.load_state_dict({f"module.{name}": one for name, one in weights.items()})
+
+
+def load_the_model(engine: ModelEngine, weights: dict[str, torch.Tensor]) -> None:
+    engine.module.load_state_dict(weights)
+
+
+def copy(engine: ModelEngine, weights: dict[str, torch.Tensor]) -> None:
+    with torch.no_grad():
+        for name, one in engine.module.named_parameters():
+            one.copy_(weights[name])
+
+
+@pytest.mark.parametrize("write", [load, load_the_model, copy])
+def test_weights_that_are_written_later_are_what_goes_on(
+    write: Callable[[ModelEngine, dict[str, torch.Tensor]], None],
+) -> None:
+    """The masters of weights in half precision are what is trained."""
+    engine = make(config={**BATCH, **ADAMW, **HALVES})
+    take_step(engine)
+    weights = {name: torch.full_like(one, 3.0) for name, one in engine.module.state_dict().items()}
+    write(engine, weights)
+    take_step(engine, 1)
+    for one in engine.module.parameters():
+        torch.testing.assert_close(one.float(), torch.full_like(one, 3.0).float(), atol=0.1, rtol=0)
+
+
+def test_a_part_that_is_written_leaves_the_last_bits_of_the_others() -> None:
+    bias = torch.zeros(10, dtype=torch.bfloat16)
+    ours, untouched = (make(config={**BATCH, **ADAMW, **HALVES}) for _ in range(2))
+    for step in range(6):
+        for engine in (ours, untouched):
+            take_step(engine, step)
+            with torch.no_grad():
+                if engine is ours:
+                    engine.module.weight.copy_(engine.module.weight.clone())  # of what is there already
+                    bias.copy_(engine.module.bias)
+    assert torch.equal(ours.module.weight, untouched.module.weight) and torch.equal(bias, untouched.module.bias)
+
+
+def thaw(engine: ModelEngine) -> None:
+    engine.module.weight.requires_grad_(True)
+    take_step(engine)
+
+
+def another_group(engine: ModelEngine) -> None:
+    engine.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+    take_step(engine)
+
+
+def another_engine(engine: ModelEngine) -> None:
+    take_step(make(model=engine.module))
+
+
+@pytest.mark.parametrize(
+    ("does", "said"),
+    [
+        (thaw, "weight was frozen when megatron.initialize.* call initialize.. before requires_grad_.False."),
+        (another_group, r"add_param_group\(\): the engine has no place .* give the optimizer all of them before"),
+        (another_engine, "bias was taken by an engine that the model was given to before; go on with that engine"),
+    ],
+)
+def test_what_would_train_nothing_is_refused(does: Callable[[ModelEngine], None], said: str) -> None:
+    model = nn.Linear(10, 10)
+    model.weight.requires_grad_(does is not thaw)
+    with pytest.raises(ConfigError, match=said):
+        does(make(model=model, optimizer=adamw(model), config=BATCH))
+
+
+@pytest.mark.parametrize("model", [nn.LazyLinear(10), nn.Linear(10, 10, device="meta")], ids=["lazy", "meta"])
+def test_a_model_without_values_is_refused(model: nn.Module) -> None:
+    with pytest.raises(ConfigError, match=r"weight has no values yet; call a lazy module once with a batch"):
+        make(model=model)
