@@ -157,6 +157,8 @@ def _checked_model(model: Any) -> nn.Module:
     if isinstance(model, type) or not isinstance(model, nn.Module):
         what = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
         raise ConfigError(f"megatron.initialize(): model is {what}; give an instance of nn.Module")
+    if isinstance(model, ModelEngine):
+        raise ConfigError("megatron.initialize(): model is an engine already; go on with that engine")
     if any(hasattr(one, "device_mesh") for one in model.parameters()):  # a DTensor, whose import takes long
         raise ConfigError(
             "megatron.initialize(): the model's parameters are divided already, by an engine that it was given to "
@@ -167,6 +169,12 @@ def _checked_model(model: Any) -> nn.Module:
         raise ConfigError(
             f"megatron.initialize(): {lazy[0]} has no values yet; call a lazy module once with a batch, and "
             "model.to_empty(device=...) and its initialisation for one on the meta device"
+        )
+    complexes = [name for name, one in model.named_parameters() if one.is_complex() and one.requires_grad]
+    if complexes:
+        raise ConfigError(
+            f"megatron.initialize(): {complexes[0]} is complex, and gradients here are real; make it a real "
+            "parameter with a last dimension of 2, and torch.view_as_complex in the forward pass"
         )
     return model
 
@@ -226,10 +234,7 @@ def _make_optimizer(
     device = next((one.device for one in model.parameters()), torch.device("cpu"))
     settings = read.run.optimizer
     if not groups:
-        raise ConfigError(
-            "megatron.initialize(): nothing is trained: the model has no parameters, or none that requires a gradient; "
-            "call model.requires_grad_(True), or give model_parameters"
-        )
+        raise _nothing_is_trained()
     rule = read.rule(device)
     try:
         return RuleOptimizer(groups, rule, lr=read.lr, weight_decay=settings.weight_decay)
@@ -238,6 +243,13 @@ def _make_optimizer(
             f"megatron.initialize(): model_parameters is no list of parameters or groups of them ({error}); give "
             "model.parameters(), or leave it out"
         ) from None
+
+
+def _nothing_is_trained() -> ConfigError:
+    return ConfigError(
+        "megatron.initialize(): nothing is trained: the model has no parameters, or none that requires a gradient; "
+        "call model.requires_grad_(True), or give model_parameters"
+    )
 
 
 def _make_scheduler(given: Any, optimizer: torch.optim.Optimizer, read: EngineConfig) -> Any:
@@ -264,6 +276,8 @@ def _make_scheduler(given: Any, optimizer: torch.optim.Optimizer, read: EngineCo
 
 
 def _check_held(held: set[int], trained: list[tuple[str, nn.Parameter]]) -> None:
+    if trained and not any(one.requires_grad for _, one in trained):
+        raise _nothing_is_trained()
     if not trained or len(held) != len(trained):
         raise ConfigError(
             f"megatron.initialize(): {len(held) - len(trained)} of the optimizer's {len(held)} parameters are not the "

@@ -18,18 +18,25 @@ _PAIRS, _TUPLE = "pairs of a dict", "items of a tuple"
 def encoded(value: Any, place: str) -> Any:
     """`value` with dicts of any keys and tuples marked as such; anything that a file cannot hold is refused by
     place."""
+    try:
+        return _encoded(value, place)
+    except RecursionError:
+        raise ConfigError(f"{place}: holds itself, or is nested too deeply; a checkpoint holds plain values") from None
+
+
+def _encoded(value: Any, place: str) -> Any:
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, Tensor):
         return value.detach().to("cpu", copy=True)
     if isinstance(value, Mapping):
         if all(isinstance(key, str) for key in value) and not {_PAIRS, _TUPLE} & set(value):
-            return {key: encoded(item, f"{place}.{key}") for key, item in value.items()}
-        return {_PAIRS: [[encoded(key, place), encoded(item, f"{place}[{key!r}]")] for key, item in value.items()]}
+            return {key: _encoded(item, f"{place}.{key}") for key, item in value.items()}
+        return {_PAIRS: [[_encoded(key, place), _encoded(item, f"{place}[{key!r}]")] for key, item in value.items()]}
     if isinstance(value, tuple):
-        return {_TUPLE: [encoded(item, f"{place}[{number}]") for number, item in enumerate(value)]}
+        return {_TUPLE: [_encoded(item, f"{place}[{number}]") for number, item in enumerate(value)]}
     if isinstance(value, list):
-        return [encoded(item, f"{place}[{number}]") for number, item in enumerate(value)]
+        return [_encoded(item, f"{place}[{number}]") for number, item in enumerate(value)]
     if type(value).__module__ == "numpy" and hasattr(value, "dtype"):
         return value.item() if value.ndim == 0 else torch.from_numpy(value.copy())
     if isinstance(value, Path):

@@ -4,6 +4,7 @@ one line."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -104,7 +105,36 @@ def test_what_would_train_nothing_is_refused(does: Callable[[ModelEngine], None]
         does(make(model=model, optimizer=adamw(model), config=BATCH))
 
 
-@pytest.mark.parametrize("model", [nn.LazyLinear(10), nn.Linear(10, 10, device="meta")], ids=["lazy", "meta"])
-def test_a_model_without_values_is_refused(model: nn.Module) -> None:
-    with pytest.raises(ConfigError, match=r"weight has no values yet; call a lazy module once with a batch"):
-        make(model=model)
+def complex_weights() -> nn.Module:
+    model = nn.Linear(10, 10)
+    model.phases = nn.Parameter(torch.ones(3, dtype=torch.complex64))
+    return model
+
+
+UNFIT: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "lazy": (lambda: nn.LazyLinear(10), "weight has no values yet; call a lazy module once with a batch"),
+    "meta": (lambda: nn.Linear(10, 10, device="meta"), "weight has no values yet"),
+    "complex": (complex_weights, "phases is complex, .* make it a real parameter with a last dimension of 2"),
+    "an engine": (make, "model is an engine already; go on with that"),
+}
+
+
+@pytest.mark.parametrize("name", UNFIT)
+def test_a_model_that_cannot_be_trained_is_refused(name: str) -> None:
+    model, said = UNFIT[name]
+    with pytest.raises(ConfigError, match=said):
+        make(model=model())
+
+
+def test_parameters_that_are_all_frozen_are_refused() -> None:
+    model = nn.Linear(10, 10).requires_grad_(False)
+    for given in ({"model_parameters": list(model.parameters())}, {"optimizer": adamw(model), "config": BATCH}):
+        with pytest.raises(ConfigError, match="nothing is trained"):
+            make(model=model, **given)
+
+
+def test_a_client_state_that_holds_itself_is_refused(tmp_path: Path) -> None:
+    state: dict[str, object] = {}
+    state["again"] = state
+    with pytest.raises(ConfigError, match="client_state: holds itself, or is nested too deeply"):
+        make().save_checkpoint(tmp_path, client_state=state)
