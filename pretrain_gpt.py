@@ -30,6 +30,7 @@ def datasets_provider(run: Run, num_samples: tuple[int, int | None, int]) -> Dat
         eod_id=run.eod_id,
         tokenizer_fingerprint=run.tokenizer_fingerprint,
         tokenizer=run.tokenizer,
+        chat=run.chat,
         builders=Builders.resolve(say=run.log.info),
     )
 

@@ -100,8 +100,8 @@ NEVER: dict[str, str] = {
         --use-one-sent-docs --titles-data-path= --evidence-data-path= --block-data-path= --embedding-path=
         --indexer-batch-size= --indexer-log-interval= --img-h= --img-w= --num-classes= --num-channels= --patch-dim=
         --classes-fraction= --data-per-class-fraction= --head-lr-mult= --iter-per-epoch= --output-bert-embeddings
-        --bert-embedder-type= --bert-load= --num-classes-per-head= --sample-rate=1 --sft
-        --sft-tokenizer-prompt-format= --perform-rl-step --spec=... --enable-experimental --add-retriever
+        --bert-embedder-type= --bert-load= --num-classes-per-head= --sample-rate=1
+        --perform-rl-step --spec=... --enable-experimental --add-retriever
         --linear-conv-kernel-dim= --linear-key-head-dim= --linear-num-key-heads= --linear-num-value-heads=
         --linear-value-head-dim= --gdp-cutedsl-kernel --gdp-num-chunk-states-to-recompute= --gdp-num-householder=
         --enable-mhc-connections --mhc-init-gating-factor= --mhc-num-residual-streams= --mhc-recompute-layer-num=

@@ -21,6 +21,9 @@ from megatron.data.gpt_dataset import GPTDataset
 from megatron.data.index_builders import Builders, epochs_needed
 from megatron.data.indexed.dataset import IndexedDataset
 from megatron.data.mock import MockDataset
+from megatron.data.sft.conversations import ChatEncoder, Conversations
+from megatron.data.sft.dataset import ConversationDataset
+from megatron.data.sft.sources import ConversationSources
 from megatron.data.sources import SourceContent, Sources, check_border_flag
 from megatron.data.splits import split_bounds
 from megatron.data.table import MixtureRow, abbreviated, refuse_repeated, render, warn_repeated
@@ -57,11 +60,14 @@ class Datasets:
         return {} if self.valid is None else {"valid": self.valid}
 
 
+OwnDataset = GPTDataset | ConversationDataset
+
+
 @dataclass(frozen=True)
 class SourceSlice:
     """Sequences first <= i < last of one source, with its weight in the blend (None: proportional to size)."""
 
-    data: IndexedDataset
+    data: IndexedDataset | Conversations
     fingerprint: str
     first: int
     last: int
@@ -78,19 +84,29 @@ def build_train_valid_test(
     eod_id: int | None,
     tokenizer_fingerprint: str | None = None,
     tokenizer: TextTokenizer | None = None,
+    chat: ChatEncoder | None = None,
     builders: Builders | None = None,
 ) -> Datasets:
     """Builds the datasets of the three splits.
 
-    `num_samples` per split comes from splits.sample_counts; None means one epoch. `tokenizer` is only for --fim-data.
+    `num_samples` per split comes from splits.sample_counts; None means one epoch. `tokenizer` is only for --fim-data,
+    `chat` for --sft.
     """
+    builders = builders or Builders.resolve()
     check_border_flag(config, eod_id)
     fim = FillInTheMiddle.of(config, tokenizer) if config.fim_data else None
     if config.mock_data:
         built = _mock(config, num_samples, seed, vocab_size, eod_id)
     else:
-        sources = Sources(config, vocab_size=vocab_size, eod_id=eod_id, tokenizer_fingerprint=tokenizer_fingerprint)
-        built = _Builder(config, sources, seed, builders or Builders.resolve()).build(num_samples)
+        sources = sources_of(
+            config,
+            vocab_size=vocab_size,
+            eod_id=eod_id,
+            tokenizer_fingerprint=tokenizer_fingerprint,
+            chat=chat,
+            say=builders.say,
+        )
+        built = _Builder(config, sources, seed, builders, pad_id=eod_id or 0).build(num_samples)
     if fim is None or tokenizer is None:
         return built
     train, valid, test = (
@@ -99,6 +115,23 @@ def build_train_valid_test(
     )
     sets = tuple((name, FIMDataset(each, fim, tokenizer, seed=seed, split=1)) for name, each in built.validation_sets)
     return replace(built, train=train, valid=valid, test=test, validation_sets=sets)
+
+
+def sources_of(
+    config: DataConfig,
+    *,
+    vocab_size: int | None,
+    eod_id: int | None,
+    tokenizer_fingerprint: str | None,
+    chat: ChatEncoder | None,
+    say: Callable[[str], None] | None = None,
+) -> Sources:
+    """The files of a run: documents, or conversations under --sft. None is opened yet."""
+    if not config.sft:
+        return Sources(config, vocab_size=vocab_size, eod_id=eod_id, tokenizer_fingerprint=tokenizer_fingerprint)
+    if chat is None:
+        raise ConfigError("--sft: datasets_provider gives no chat encoder; pass chat=run.chat, as pretrain_gpt.py does")
+    return ConversationSources(config, chat, say)
 
 
 def _mock(
@@ -141,7 +174,8 @@ class _Progress:
 
 
 class _Builder:
-    def __init__(self, config: DataConfig, sources: Sources, seed: int, builders: Builders) -> None:
+    def __init__(self, config: DataConfig, sources: Sources, seed: int, builders: Builders, *, pad_id: int) -> None:
+        self.pad_id = pad_id
         self.config, self.sources, self.seed, self.builders = config, sources, seed, builders
         self.rows: list[MixtureRow] = []
         self.notes: list[str] = []
@@ -262,18 +296,20 @@ class _Builder:
         tokens = int(data.sequence_lengths[bounds[0] : bounds[1]].sum(dtype=np.int64))
         return SourceSlice(data, source.index_fingerprint, *bounds, weight, tokens)
 
-    def _datasets(self, name: str, parts: Sequence[SourceSlice], samples: Sequence[int | None]) -> list[GPTDataset]:
-        built: list[GPTDataset] = []
+    def _datasets(self, name: str, parts: Sequence[SourceSlice], samples: Sequence[int | None]) -> list[OwnDataset]:
+        built: list[OwnDataset] = []
         for part, wanted in zip(parts, samples):
             self.progress.say(f"{name}: indices of {len(built)} of {len(parts)} sources ready")
-            built.append(self._dataset(part, wanted))
+            built.append(self._dataset(name, part, wanted))
         return built
 
-    def _dataset(self, part: SourceSlice, samples: int | None) -> GPTDataset:
+    def _dataset(self, name: str, part: SourceSlice, samples: int | None) -> OwnDataset:
+        if isinstance(part.data, Conversations):
+            return self._of_conversations(name, part, part.data, samples)
         epochs = 1 if samples is None else epochs_needed(part.tokens, self.config.seq_length, samples)
         small = epochs * (part.last - part.first) < _CACHED_FROM and epochs * part.tokens < _CACHED_FROM * 16
         worth_it = not small or (self.config.data_cache_path is not None and len(self.sources) <= _FEW)
-        cache = self._cache(part.data.prefix) if worth_it else None
+        cache = self._cache(part.data) if worth_it else None
         dataset = GPTDataset(
             part.data,
             first=part.first,
@@ -288,19 +324,37 @@ class _Builder:
         self.notes += [] if cache is None else cache.notes
         return dataset
 
-    def _cache(self, prefix: str) -> IndexCache:
-        place = CachePlace.of(self.config.data_cache_path, prefix)
+    def _of_conversations(
+        self, name: str, part: SourceSlice, data: Conversations, samples: int | None
+    ) -> ConversationDataset:
+        cache = self._cache(data)
+        dataset = ConversationDataset(
+            data,
+            first=part.first,
+            last=part.last,
+            num_samples=samples,
+            seq_length=self.config.seq_length,
+            seed=self.seed,
+            pad_id=self.pad_id,
+            cache=cache,
+        )
+        self.notes += [*cache.notes, *dataset.notes(name)]
+        return dataset
+
+    def _cache(self, data: IndexedDataset | Conversations) -> IndexCache:
+        files = (data.prefix,) if isinstance(data, Conversations) else None
+        place = CachePlace.of(self.config.data_cache_path, data.prefix, files)
         if place.directory not in self.tidied:
             self.tidied.add(place.directory)
             remove_leftovers(place.directory)
         return IndexCache(place, self.builders.say)
 
     def _single(self, name: str, part: SourceSlice, wanted: int | None) -> TokenDataset | None:
-        dataset = self._dataset(part, wanted)
+        dataset = self._dataset(name, part, wanted)
         if not len(dataset):
             self._empty(name, f"{part.tokens} tokens, and one sample takes {self.config.seq_length + 1}", wanted)
             return None
-        self._row(name, part, None, len(dataset) if wanted is None else wanted)
+        self._row(name, part, dataset, None, len(dataset) if wanted is None else wanted)
         return dataset
 
     def _weighted(self, name: str, flag: str, parts: list[SourceSlice], wanted: int | None) -> TokenDataset:
@@ -341,24 +395,24 @@ class _Builder:
         self,
         name: str,
         parts: Sequence[SourceSlice],
-        datasets: Sequence[GPTDataset],
+        datasets: Sequence[OwnDataset],
         weights: Sequence[float],
         size: int,
         needed: int,
         *,
         exhaustive: bool,
     ) -> TokenDataset:
-        cache = self._cache(parts[0].data.prefix)
+        cache = self._cache(parts[0].data)
         blend = BlendedDataset(
             datasets, weights, size, needed=needed, exhaustive=exhaustive, builders=self.builders, cache=cache
         )
         self.notes += cache.notes
         counts = np.bincount(blend.indices[:needed], minlength=len(parts)).tolist()
-        for part, weight, count in zip(parts, blend.weights.tolist(), counts):
-            self._row(name, part, weight, count)
+        for part, dataset, weight, count in zip(parts, datasets, blend.weights.tolist(), counts):
+            self._row(name, part, dataset, weight, count)
         return blend
 
-    def _row(self, name: str, part: SourceSlice, weight: float | None, samples: int) -> None:
-        epochs = samples * self.config.seq_length / part.tokens
+    def _row(self, name: str, part: SourceSlice, dataset: OwnDataset, weight: float | None, samples: int) -> None:
+        epochs = dataset.epochs_of(samples)
         sequences = part.last - part.first
         self.rows.append(MixtureRow(name, part.data.prefix, weight, sequences, part.tokens, samples, epochs))

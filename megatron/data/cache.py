@@ -16,7 +16,7 @@ import stat
 import tempfile
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,15 +53,16 @@ class CachePlace:
     """The users whose entries are read; None: everybody's. Whoever writes an index decides which tokens a run sees."""
 
     @staticmethod
-    def of(asked: str | None, prefix: str) -> CachePlace:
+    def of(asked: str | None, prefix: str, files: Sequence[str] | None = None) -> CachePlace:
         """The place for the indices of this data: the user's own choice, which is trusted, else beside the data, else
-        a temporary one. Beside data of another user everybody has a directory of his own."""
+        a temporary one. Beside data of another user everybody has a directory of his own. `files`: of the data; unset,
+        the pair that the prefix names."""
         if asked is not None:
             return CachePlace(Path(asked), required=True)
         beside, me = Path(prefix).absolute().parent, os.getuid()
         if not os.access(beside, os.W_OK | os.X_OK):
             return CachePlace(_private_temporary(), trusted=frozenset({me}))
-        owners = {Path(prefix + suffix).stat().st_uid for suffix in (".bin", ".idx")}
+        owners = {Path(file).stat().st_uid for file in files or (f"{prefix}.bin", f"{prefix}.idx")}
         trusted, shared = frozenset({me, 0, *owners}), beside / "index-cache"
         if owners == {me}:
             return CachePlace(shared, trusted=trusted)

@@ -92,6 +92,9 @@ class GPTDataset:
         samples = builders.sample_index(self.data.sequence_lengths, documents, self.seq_length, total)
         return {"documents": documents, "samples": samples, "order": builders.shuffle_index(first_part, total, rng)}
 
+    def epochs_of(self, samples: int) -> float:
+        return samples * self.seq_length / self.tokens_per_epoch
+
     def __len__(self) -> int:
         return len(self.samples) - 1
 

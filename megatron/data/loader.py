@@ -22,7 +22,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from megatron.data.blended import TokenDataset
-from megatron.data.masks import ALL_FIELDS, MaskConfig, document_ids, loss_mask, position_ids
+from megatron.data.masks import ALL_FIELDS, MaskConfig, document_ids, loss_mask, position_ids, without_marks
 from megatron.errors import DataError, MegatronError
 from megatron.utils.process import die_with, signals_held
 from megatron.utils.read_ahead import ReadAhead
@@ -48,10 +48,10 @@ class BatchDataset(Dataset[Batch | MegatronError]):
             return error
 
     def batch(self, sample_ids: list[int]) -> Batch:
-        text = self._read(sample_ids)
-        tokens = text[:, :-1]
+        marked, text = self._read(sample_ids)
+        tokens = marked[:, :-1]
         make: dict[str, Callable[[], np.ndarray | None]] = {
-            "tokens": lambda: tokens,
+            "tokens": lambda: text[:, :-1],
             "labels": lambda: text[:, 1:],
             "loss_mask": lambda: loss_mask(tokens, self.masks),
             "position_ids": lambda: position_ids(tokens, self.masks),
@@ -61,16 +61,19 @@ class BatchDataset(Dataset[Batch | MegatronError]):
         made["sample_ids"] = np.array(sample_ids, dtype=np.int64)
         return {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in made.items()}
 
-    def _read(self, sample_ids: list[int]) -> np.ndarray:
-        """[b, s + 1]; of the right shape alone where no field depends on the tokens."""
+    def _read(self, sample_ids: list[int]) -> tuple[np.ndarray, np.ndarray]:
+        """The samples, and their ids without marks: both [b, s + 1]; of the right shape alone where no field depends on
+        the tokens."""
         shape = len(sample_ids), self.dataset.seq_length + 1
         if not self.masks.depend_on_tokens(self.fields):
-            return np.broadcast_to(np.int64(_UNREAD), shape)
-        text = np.empty(shape, dtype=np.int64)
+            unread = np.broadcast_to(np.int64(_UNREAD), shape)
+            return unread, unread
+        samples = np.empty(shape, dtype=np.int64)
         for row, sample in enumerate(sample_ids):
-            text[row] = self.dataset[sample]
+            samples[row] = self.dataset[sample]
+        text = without_marks(samples) if self.masks.conversations else samples
         self._check_range(text, sample_ids)
-        return text
+        return samples, text
 
     def _check_range(self, text: np.ndarray, sample_ids: list[int]) -> None:
         if self.vocab_size is None or (text.min() >= 0 and text.max() < self.vocab_size):

@@ -1,4 +1,8 @@
-"""The loss mask, position ids and document ids of a batch."""
+"""The loss mask, position ids and document ids of a batch.
+
+A document ends with the end-of-document token. A conversation (--sft) need not: samples of these carry marks above the
+ids.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,9 @@ from megatron.errors import ConfigError
 
 ALL_FIELDS = frozenset({"tokens", "labels", "loss_mask", "position_ids", "document_ids"})
 """Of a batch, besides the numbers of its samples."""
+COUNTED, STARTS = 1 << 32, 1 << 33
+"""Marks on a token of a conversation: what is predicted from it is in the loss; it is the first one."""
+_ID = COUNTED - 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,6 +25,8 @@ class MaskConfig:
     """The end-of-document id, and how it affects masks and positions."""
 
     eod_id: int | None = None
+    conversations: bool = False
+    """Samples have marks, which decide masks and positions; the other settings are of documents."""
     reset_position_ids: bool = False
     reset_attention_mask: bool = False
     eod_mask_loss: bool = False
@@ -37,11 +46,19 @@ class MaskConfig:
             "position_ids": self.reset_position_ids,
             "document_ids": self.reset_attention_mask,
         }
-        return any(read[field] for field in fields)
+        return any(read[field] or self.conversations for field in fields)
+
+
+def without_marks(text: np.ndarray) -> np.ndarray:
+    """The ids alone."""
+    return text & _ID
 
 
 def loss_mask(tokens: np.ndarray, masks: MaskConfig) -> np.ndarray:
-    """[b, s] -> float32 [b, s]: 0 where the input is an end-of-document token that is masked out."""
+    """[b, s] -> float32 [b, s]: 0 where the input is an end-of-document token that is masked out, or where it is not
+    marked as counted."""
+    if masks.conversations:
+        return ((tokens & COUNTED) != 0).astype(np.float32)
     if not masks.eod_mask_loss:
         return np.ones(tokens.shape, dtype=np.float32)
     return (tokens != masks.eod_id).astype(np.float32)
@@ -50,9 +67,9 @@ def loss_mask(tokens: np.ndarray, masks: MaskConfig) -> np.ndarray:
 def position_ids(tokens: np.ndarray, masks: MaskConfig) -> np.ndarray:
     """[b, s] -> int64 [b, s]: 0, 1, 2, ...; restarting after each end of document if configured."""
     positions = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int64), tokens.shape)
-    if not masks.reset_position_ids:
+    if not (masks.reset_position_ids or masks.conversations):
         return positions.copy()
-    starts = np.where(_follows_eod(tokens, masks.eod_id), positions, 0)
+    starts = np.where(_starts(tokens, masks), positions, 0)
     return positions - np.maximum.accumulate(starts, axis=1)
 
 
@@ -61,12 +78,15 @@ def document_ids(tokens: np.ndarray, masks: MaskConfig) -> np.ndarray | None:
 
     Positions with the same id may attend to each other. An end-of-document token belongs to its document.
     """
-    if not masks.reset_attention_mask:
+    if not (masks.reset_attention_mask or masks.conversations):
         return None
-    return np.cumsum(_follows_eod(tokens, masks.eod_id), axis=1, dtype=np.int64)
+    return np.cumsum(_starts(tokens, masks), axis=1, dtype=np.int64)
 
 
-def _follows_eod(tokens: np.ndarray, eod_id: int | None) -> np.ndarray:
+def _starts(tokens: np.ndarray, masks: MaskConfig) -> np.ndarray:
+    """Where a document begins (the one at the beginning of the sample need not be there) or a conversation."""
+    if masks.conversations:
+        return (tokens & STARTS) != 0
     follows = np.zeros(tokens.shape, dtype=bool)
-    follows[:, 1:] = tokens[:, :-1] == eod_id
+    follows[:, 1:] = tokens[:, :-1] == masks.eod_id
     return follows

@@ -15,6 +15,7 @@ from megatron.data.indexed.dataset import IndexedDataset, idx_path
 from megatron.data.indexed.files import allow_open_files, is_mapped, map_tokens
 from megatron.data.indexed.record import DataRecord, check_files, check_tokenizer, read_record, record_path
 from megatron.data.remote import is_url
+from megatron.data.sft.conversations import Conversations
 from megatron.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ _NO_RECORD = hashlib.sha256(b"").hexdigest()
 
 @dataclass(frozen=True)
 class Source:
-    data: IndexedDataset
+    data: IndexedDataset | Conversations
     index_fingerprint: str
     record_digest: str
 

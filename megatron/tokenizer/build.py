@@ -14,12 +14,12 @@ if TYPE_CHECKING:
     from megatron.config import TokenizerConfig
 
 GPT2 = "GPT2BPETokenizer"
-HUGGING_FACE = ("HuggingFaceTokenizer", "HFTokenizer")
+HUGGING_FACE = ("HuggingFaceTokenizer", "HFTokenizer", "SFTTokenizer")
 NULL = "NullTokenizer"
 SENTENCE_PIECE = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer")
 TIK = "TikTokenizer"
 BERT = ("BertWordPieceLowerCase", "BertWordPieceCase")
-NOT_FOR_GPT = ("MultimodalTokenizer", "NullMultimodalTokenizer", "SFTTokenizer")
+NOT_FOR_GPT = ("MultimodalTokenizer", "NullMultimodalTokenizer")
 WORKING = (GPT2, HUGGING_FACE[0], *SENTENCE_PIECE, TIK, *BERT, NULL)
 
 

@@ -60,9 +60,9 @@ class HuggingFaceTokenizer(Tokenizer):
     name = "HuggingFaceTokenizer"
 
     def __init__(self, tokenizer_model: str | Path, *, encoder: Encoder = "exact", announce: bool = True) -> None:
-        self._json_file = _find_json(Path(tokenizer_model))
-        self._description = _read_json(self._json_file)
-        self._rust = _load(self._json_file)
+        self._json_file = find_json(Path(tokenizer_model))
+        self._description = read_json(self._json_file)
+        self._rust = load_tokenizers(self._json_file)
         check_ids(self._rust.get_vocab(with_added_tokens=True), f"{SETTING} {self._json_file}")
         self._eod_token = self._find_eod_token()
         self._make_special_text_plain()
@@ -99,7 +99,7 @@ class HuggingFaceTokenizer(Tokenizer):
         for name in ("tokenizer_config.json", "special_tokens_map.json"):
             beside = self._json_file.with_name(name)
             if beside.exists():
-                token = _read_json(beside).get("eos_token")
+                token = read_json(beside).get("eos_token")
                 token = token.get("content") if isinstance(token, dict) else token
                 if isinstance(token, str):
                     return token
@@ -198,7 +198,7 @@ class HuggingFaceTokenizer(Tokenizer):
             config["eos_token"] = self._eod_token
         files = self.files()
         if "tokenizer_config.json" in files:
-            config = _read_json(files.pop("tokenizer_config.json"))
+            config = read_json(files.pop("tokenizer_config.json"))
         config.pop("auto_map", None)  # names Python files, which are neither loaded nor copied
         files.pop("tokenizer.model", None)  # binary; tokenizer.json says the same
         texts = {name: read_text(path, SETTING) for name, path in files.items()}
@@ -206,7 +206,7 @@ class HuggingFaceTokenizer(Tokenizer):
         write_files(Path(directory), texts)
 
 
-def _find_json(given: Path) -> Path:
+def find_json(given: Path) -> Path:
     if given.is_file():
         if given.suffix == ".json":
             return given
@@ -227,7 +227,7 @@ def _find_json(given: Path) -> Path:
     raise ConfigError(f"{SETTING} {given}: has no tokenizer.json, which is the only format read from such a folder")
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
     try:
         text = read_text(path, SETTING)
         content = json.loads(text)
@@ -240,7 +240,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def _load(path: Path) -> Any:
+def load_tokenizers(path: Path) -> Any:
     made = package("tokenizers", HuggingFaceTokenizer.name)
     with library_errors(
         lambda reason: ConfigError(f"{SETTING} {path}: not a tokenizer that tokenizers can open ({reason})")

@@ -163,6 +163,8 @@ class BatchMaker:
 
 
 def _masks(config: RunConfig, eod_id: int | None) -> MaskConfig:
+    if config.data.sft:
+        return MaskConfig(conversations=True)
     return MaskConfig(
         eod_id=eod_id,
         reset_position_ids=config.data.reset_position_ids,

@@ -19,6 +19,7 @@ from megatron.errors import ConfigError
 from megatron.ops.select import Kernels
 from megatron.optimizer import no_place_for_remainders
 from megatron.tokenizer import Tokenizer
+from megatron.tokenizer.chat import build_chat_encoder
 from megatron.utils.foreign import is_hugging_face
 
 
@@ -45,6 +46,9 @@ def check_parts(
     if needs_data:
         with refusals.of_checking():
             check_border_flag(config.data, None if tokenizer is None else tokenizer.eod_id)
+        if config.data.sft:
+            with refusals.of_checking():
+                build_chat_encoder(config.tokenizer, None if tokenizer is None else tokenizer.eod_id)
         if config.data.fim_data:
             with refusals.of_checking():
                 FillInTheMiddle.of(config.data, tokenizer)

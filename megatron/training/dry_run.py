@@ -14,7 +14,7 @@ from megatron.config import CheckpointConfig
 from megatron.config.blend import data_sources, given_sets
 from megatron.config.refusals import Refusals
 from megatron.config.stages import stage_layers
-from megatron.data.sources import Sources
+from megatron.data.build import sources_of
 from megatron.data.splits import sample_counts
 from megatron.distributed.state import ParallelState
 from megatron.layout import Layout
@@ -45,11 +45,13 @@ def check_files(run: Run, *, needs_data: bool) -> None:
 
 def _check_data(run: Run) -> None:
     config = run.config
-    sources = Sources(
+    sources = sources_of(
         config.data,
         vocab_size=run.data_vocab_size,
         eod_id=run.eod_id,
         tokenizer_fingerprint=run.tokenizer_fingerprint,
+        chat=run.chat,
+        say=run.log.info,
     )
     prefixes = [prefix for blend in data_sources(config.data).blends if blend for prefix in blend.prefixes]
     sources.prepare(prefixes)

@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -28,12 +28,16 @@ from megatron.ops.library import Library, library
 from megatron.ops.select import Kernels, left_to_compiler, resolve, usable_library
 from megatron.ops.verification import agreed
 from megatron.tokenizer import Tokenizer, build_tokenizer
+from megatron.tokenizer.chat import build_chat_encoder
 from megatron.training.checks import check_parts
 from megatron.training.devices import prepare_accelerator, prepare_cpu, warn_of_slow_precision
 from megatron.training.identity import started_with
 from megatron.training.log_lines import LOG_FORMS
 from megatron.training.settings import read_settings
 from megatron.utils.log import RankLog
+
+if TYPE_CHECKING:
+    from megatron.tokenizer.chat.encoder import ChatEncoder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +88,11 @@ class Run:
     @property
     def eod_id(self) -> int | None:
         return self.tokenizer.eod_id if self.tokenizer is not None else None
+
+    @property
+    def chat(self) -> ChatEncoder | None:
+        """Of --sft: turns conversations into ids."""
+        return build_chat_encoder(self.config.tokenizer, self.eod_id) if self.config.data.sft else None
 
     @property
     def tokenizer_fingerprint(self) -> str | None:

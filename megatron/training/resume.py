@@ -24,6 +24,7 @@ _ORDER = (
     ("data", "split_rule"),
     ("data", "dataloader_type"),
     ("data", "data_sharding"),
+    ("data", "sft"),
     ("data", "fim_data"),
     ("data", "fim_rate"),
     ("data", "fim_spm_rate"),

@@ -72,6 +72,20 @@ def check_fill_in_the_middle(config: RunConfig) -> None:
         raise ConfigError("--fim-data: cuts text, and this run has no tokenizer of text; give one, or leave it out")
 
 
+_OF_DOCUMENTS = ("reset_position_ids", "reset_attention_mask", "dataloader_inter_document_masking", "eod_mask_loss")
+
+
+def check_conversations(config: RunConfig) -> None:
+    if not config.data.sft:
+        return
+    for name in (*_OF_DOCUMENTS, "fim_data"):
+        if getattr(config.data, name):
+            raise ConfigError(
+                f"--sft and {spelled(config, name)} exclude each other: conversations have borders and a loss of their "
+                f"own; remove {spelled(config, name)}"
+            )
+
+
 def check_sources(config: RunConfig) -> None:
     data = config.data
     separate = _given(config, _SEPARATE)
@@ -133,4 +147,11 @@ def check_seed(config: RunConfig) -> None:
         raise ConfigError(f"{spelled(config, 'seed')}: the sample order needs 0 to {2**32 - 1}; choose another")
 
 
-CHECKS = (check_seed, check_paths_and_split, check_validation_sets, check_fill_in_the_middle, check_checkpoint)
+CHECKS = (
+    check_seed,
+    check_paths_and_split,
+    check_validation_sets,
+    check_fill_in_the_middle,
+    check_conversations,
+    check_checkpoint,
+)

@@ -94,6 +94,9 @@ def _named_files(config: RunConfig) -> Iterator[tuple[str, Path, str]]:
         for prefix in blend.prefixes:
             if "://" in prefix:
                 continue
+            if data.sft:
+                yield blend.flag, Path(prefix), "give a JSONL file of conversations"
+                continue
             without = f" {prefix[:-4]}," if prefix.endswith((".idx", ".bin")) else ""
             for suffix in (".idx", ".bin"):
                 yield (

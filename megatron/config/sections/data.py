@@ -17,13 +17,14 @@ TOKENIZER_TYPES = (
     "Llama2Tokenizer",
     "TikTokenizer",
     "NullTokenizer",
+    "SFTTokenizer",
 )
+PROMPT_FORMATS = ("default", "identity", "nemotron-h-aligned", "nemotron-nano-v2")
 _NOT_GPT = (
     "BertWordPieceLowerCase",
     "BertWordPieceCase",
     "MultimodalTokenizer",
     "NullMultimodalTokenizer",
-    "SFTTokenizer",
 )
 _REFUSED = dict.fromkeys(_NOT_GPT, "not a tokenizer for GPT pretraining; use GPT2BPETokenizer or HuggingFaceTokenizer")
 
@@ -32,6 +33,8 @@ _SETS = Need("--multiple-validation-sets", lambda run: run.data.multiple_validat
 _FIM = Need("--fim-data", lambda run: run.data.fim_data)
 _CYCLIC = Need("--dataloader-type cyclic", lambda run: run.data.dataloader_type == "cyclic")
 _FILES = Need("data files", lambda run: not run.data.mock_data)
+_PAIRS = Need(".bin/.idx files", lambda run: not run.data.mock_data and not run.data.sft)
+_SFT = Need("--sft", lambda run: run.data.sft)
 _FILES_OR_NONE = Need(
     "data files, or a share of 0", lambda run: not run.data.mock_data or not all(parse_split(run.data.split))
 )
@@ -115,7 +118,14 @@ class DataConfig:
     )
     eod_mask_loss: bool = flag(False, "No loss on the prediction that follows an end of document.")
     mmap_bin_files: bool = flag(
-        True, "Read .bin files instead of mapping them.", off="--no-mmap-bin-files", needs=(_FILES,)
+        True, "Read .bin files instead of mapping them.", off="--no-mmap-bin-files", needs=(_PAIRS,)
+    )
+    sft: bool = flag(
+        False,
+        "Fine-tune on conversations: data paths name JSONL files of messages, which are packed, each attends to itself "
+        "alone, and the assistant's answers alone are in the loss.",
+        needs=(_FILES,),
+        insists=True,
     )
     mock_data: bool = flag(False, "Synthetic tokens instead of data files.")
     accept_changed_data: bool = flag(
@@ -160,7 +170,15 @@ class DataConfig:
 
     @property
     def isolates_documents(self) -> bool:
-        return self.reset_attention_mask or self.dataloader_inter_document_masking
+        return self.reset_attention_mask or self.dataloader_inter_document_masking or self.sft
+
+    @property
+    def restarts_positions(self) -> bool:
+        return self.reset_position_ids or self.sft
+
+    @property
+    def masks_loss(self) -> bool:
+        return self.eod_mask_loss or self.sft
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,6 +236,19 @@ class TokenizerConfig:
         needs=(_NULL,),
         insists=True,
     )
+
+    sft_tokenizer_prompt_format: str | None = flag(
+        None,
+        "How conversations become text. default: the tokenizer's chat template. Unset: nemotron-h-aligned with "
+        "--tokenizer-type SFTTokenizer, as in Megatron-LM, else default.",
+        choices=PROMPT_FORMATS,
+        needs=(_SFT,),
+    )
+
+    @property
+    def prompt_format(self) -> str:
+        of_type = "nemotron-h-aligned" if self.tokenizer_type == "SFTTokenizer" else "default"
+        return self.sft_tokenizer_prompt_format or of_type
 
     @property
     def kind(self) -> str:

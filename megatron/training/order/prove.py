@@ -87,10 +87,9 @@ def for_order(config: RunConfig, world_size: int, cache: Path) -> RunConfig:
         num_workers=0,
         data_cache_path=str(cache),
         dataloader_type=config.data.dataloader_type,
-        reset_position_ids=config.data.reset_position_ids,
-        reset_attention_mask=config.data.reset_attention_mask,
-        dataloader_inter_document_masking=config.data.dataloader_inter_document_masking,
-        eod_mask_loss=config.data.eod_mask_loss,
+        reset_position_ids=config.data.restarts_positions,
+        reset_attention_mask=config.data.isolates_documents,
+        eod_mask_loss=config.data.masks_loss,
     )
     replicas = config.parallel.check_replicas_every and 1
     evaluation = EvaluationConfig(eval_interval=2, eval_iters=min(config.evaluation.eval_iters, 1))

@@ -318,6 +318,8 @@ TEXT = "-vocab-size --vocab-file BPE/vocab.json --merge-file BPE/merges.txt"
 FIM = f"{TEXT} --fim-data --fim-rate 1 --seq-length 32 --max-position-embeddings 32"
 FRAGMENTS = f"{FIM} --fim-split-sample e --fim-fragment-rate 1"
 HF = "-vocab-size --tokenizer-type HuggingFaceTokenizer --tokenizer-model"
+CHATS = "-vocab-size -mock-data --data-path CHATS.jsonl --tokenizer-type SFTTokenizer --tokenizer-model CHAT"
+SFT = f"{CHATS} --sft --seq-length 64 --max-position-embeddings 64"
 TIK = "-vocab-size --tokenizer-type TikTokenizer --tokenizer-model TIK/vocab.json"
 DATA = {
     "data_path": Case("--data-path ENDS", FILES),
@@ -344,6 +346,7 @@ DATA = {
     "dataloader_inter_document_masking": Case("--dataloader-inter-document-masking", ENDS),
     "eod_mask_loss": Case("--eod-mask-loss", ENDS),
     "mmap_bin_files": Case("--no-mmap-bin-files", FILES, ""),
+    "sft": Case("--sft", CHATS, ""),
     "mock_data": Case("--mock-data", "-mock-data"),
     "accept_changed_data": Case("--accept-changed-data", "--load SAVED --seed 7", ""),
     "fim_data": Case("--fim-data", f"{TEXT} --seq-length 32 --max-position-embeddings 32"),
@@ -364,6 +367,7 @@ DATA = {
     "tiktoken_pattern": Case("--tiktoken-pattern v1", f"{TIK} --save out/s", ""),
     "tiktoken_num_special_tokens": Case("--tiktoken-num-special-tokens 9", TIK, ""),
     "tiktoken_special_tokens": Case("--tiktoken-special-tokens <unk> <s>", TIK),
+    "sft_tokenizer_prompt_format": Case("--sft-tokenizer-prompt-format identity", SFT, ""),
     "null_tokenizer_eod_id": Case("--null-tokenizer-eod-id 5", "--tokenizer-type NullTokenizer --eod-mask-loss", ""),
 }
 

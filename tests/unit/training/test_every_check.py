@@ -89,6 +89,8 @@ LATER: dict[str, str] = {
     "--data-path BROKEN": "BROKEN.idx: ",
     "--data-path OTHER": "made with another tokenizer",
     "--data-path CORPUS --eod-mask-loss": "do not end with the end-of-document token",
+    "--data-path A-FILE --sft": "--sft: NullTokenizer has no chat template",
+    "--data-path NOWHERE --sft": "NOWHERE: no such file; give a JSONL file of conversations",
     "--data-args-path A-FILE": "the file is empty",
     "--tokenizer-type HuggingFaceTokenizer --tokenizer-model NOWHERE": "no such file",
     "--tokenizer-type HuggingFaceTokenizer --tokenizer-model A-FILE": "--tokenizer-model",

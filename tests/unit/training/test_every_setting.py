@@ -16,6 +16,7 @@ from megatron.config.run import all_settings, settings_by_name
 from megatron.errors import ConfigError
 from megatron.training import settings
 from megatron.training.settings import read_settings
+from tests.helpers.chats import some_chats, write_chat_tokenizer, write_chats
 from tests.unit.config.commands import without
 from tests.unit.tokenizer.support import write_small_bpe
 from tests.unit.tokenizer.test_tik import write_json as write_tiktoken
@@ -63,6 +64,8 @@ def places(observed: Path) -> Path:
     merges = (observed / "BPE" / "merges.txt").read_text().splitlines(keepends=True)
     (observed / "BPE2" / "merges.txt").write_text("".join(merges[:-1]))
     write_tiktoken(observed / "TIK")
+    write_chat_tokenizer(observed / "CHAT")
+    write_chats(observed / "CHATS.jsonl", some_chats(9))
     for name in ("SAVED", "DAMAGED"):
         train(command(f"--save {name} --save-interval 1 --exit-interval 2"))
     (file,) = observed.glob("DAMAGED/iter_0000002/mp_rank_00/model_optim_rng.pt")

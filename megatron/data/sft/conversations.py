@@ -1,0 +1,131 @@
+"""The conversations of one file as ids: encoded by one process at the first start, mapped by all from then on."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from megatron.data.cache import Arrays, IndexCache
+from megatron.data.sft.messages import read_conversations, wrong_line
+from megatron.errors import DataError
+
+_SAID_EVERY = 10.0  # seconds
+_BLOCK = 1 << 20  # ids that are joined at once
+Say = Callable[[str], None]
+
+
+class ChatEncoder(Protocol):
+    """What knows the chat template; `megatron.tokenizer.chat` has one."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Of everything that decides the ids and which of them count."""
+
+    @property
+    def refuses(self) -> type[Exception]:
+        """What `encode` raises about a conversation that it cannot encode."""
+
+    def encode(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """int32 ids, and for each whether what is predicted from it is of an answer."""
+
+
+class Conversations:
+    """Conversation i is tokens[starts[i]:starts[i + 1]]. Without those in which nothing is to be learned."""
+
+    def __init__(self, path: str, chat: ChatEncoder, cache: IndexCache, say: Say | None = None) -> None:
+        self.prefix = path
+        self.fingerprint = _digest(Path(path), chat)
+        description = {"kind": "Conversations", "of": self.fingerprint}
+        arrays = cache.load_or_build(description, lambda: _encoded(Path(path), chat, say))
+        self.tokens, self.counted, self.starts = arrays["tokens"], arrays["counted"], arrays["starts"]
+        self.lines, self.silent = arrays["lines"], arrays["silent"].tolist()
+        self.sequence_lengths = np.diff(self.starts)
+        if not len(self):
+            raise DataError(f"{path}: no conversation has an answer of the assistant; give a file in which some have")
+
+    def __len__(self) -> int:
+        return len(self.sequence_lengths)
+
+    @property
+    def num_documents(self) -> int:
+        return len(self)
+
+    def sampled(self, blocks: int) -> str:
+        """What ranks compare: the whole file was read."""
+        return self.fingerprint
+
+    def notes(self) -> list[str]:
+        if not self.silent:
+            return []
+        many = "conversation has" if len(self.silent) == 1 else "conversations have"
+        return [
+            f"{self.prefix}: {len(self.silent)} {many} no answer of the assistant and nothing to learn "
+            f"(line {self.silent[0]}{' and others' if len(self.silent) > 1 else ''}), left out"
+        ]
+
+
+def _digest(path: Path, chat: ChatEncoder) -> str:
+    with path.open("rb") as file:
+        content = hashlib.file_digest(file, "sha256").hexdigest()
+    return hashlib.sha256(f"{content} {chat.fingerprint}".encode()).hexdigest()
+
+
+def _encoded(path: Path, chat: ChatEncoder, say: Say | None) -> Arrays:
+    began = said = time.monotonic()
+    tokens, counted = _Growing(np.int32), _Growing(np.bool_)
+    lengths, lines, silent = [], [], []
+    for conversation in read_conversations(path):
+        try:
+            ids, counts = chat.encode(conversation.messages, conversation.tools)
+        except chat.refuses as error:
+            raise wrong_line(path, conversation.line, str(error)) from None
+        if not (conversation.answered and counts.any()):
+            silent.append(conversation.line)
+            continue
+        tokens.add(ids)
+        counted.add(counts)
+        lengths.append(len(ids))
+        lines.append(conversation.line)
+        if say is not None and time.monotonic() - said > _SAID_EVERY:
+            said = time.monotonic()
+            say(f"data: {path}: {len(lengths):,} conversations encoded in {said - began:.0f} s ...")
+    return {
+        "tokens": tokens.whole(),
+        "counted": counted.whole(),
+        "starts": np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int64),
+        "lines": np.array(lines, dtype=np.int64),
+        "silent": np.array(silent, dtype=np.int64),
+    }
+
+
+class _Growing:
+    """An array that is added to, in blocks: a list of millions of small arrays takes several times the memory."""
+
+    def __init__(self, dtype: Any) -> None:
+        self._dtype, self._size = dtype, 0
+        self._blocks: list[np.ndarray] = []
+        self._parts: list[np.ndarray] = []
+
+    def add(self, part: np.ndarray) -> None:
+        self._parts.append(part)
+        self._size += len(part)
+        if self._size >= _BLOCK:
+            self._join()
+
+    def whole(self) -> np.ndarray:
+        self._join()
+        return self._joined(self._blocks)
+
+    def _join(self) -> None:
+        self._blocks.append(self._joined(self._parts))
+        self._parts, self._size = [], 0
+
+    def _joined(self, parts: Iterable[np.ndarray]) -> np.ndarray:
+        return np.concatenate([np.empty(0, self._dtype), *parts], dtype=self._dtype)

@@ -1,0 +1,46 @@
+"""Packs conversations into samples: best fit, the longest first, which leaves little empty."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Packs:
+    """Pack i holds members[starts[i]:starts[i + 1]]."""
+
+    members: np.ndarray
+    starts: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.starts) - 1
+
+
+def pack(lengths: np.ndarray, room: int, rng: np.random.RandomState) -> Packs:
+    """Each length is at most `room`. Of equal lengths the generator decides which are together."""
+    shuffled = rng.permutation(len(lengths))
+    order = shuffled[np.argsort(-lengths[shuffled], kind="stable")]
+    packs: list[list[int]] = []
+    with_room: list[list[int]] = [[] for _ in range(room + 1)]  # the packs that have room for so much
+    rooms: list[int] = []  # those for which there are any, ascending
+    for member, length in zip(order.tolist(), lengths[order].tolist()):
+        place = bisect_left(rooms, length)
+        if place < len(rooms):
+            left = rooms[place]
+            found = with_room[left].pop()
+            if not with_room[left]:
+                rooms.pop(place)
+            packs[found].append(member)
+        else:
+            left, found = room, len(packs)
+            packs.append([member])
+        left -= length
+        if not with_room[left]:
+            insort(rooms, left)
+        with_room[left].append(found)
+    sizes = [len(members) for members in packs]
+    members = np.fromiter((member for members in packs for member in members), dtype=np.int64, count=len(lengths))
+    return Packs(members, np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64))

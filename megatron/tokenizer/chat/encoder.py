@@ -1,0 +1,160 @@
+"""Conversations to ids, with a Hugging Face tokenizer and the chat template beside it.
+
+The ids, and which of them are answers, are those of `transformers` (`apply_chat_template(messages,
+return_assistant_tokens_mask=True)`), which is not used. Two intended differences: text of a message that spells a
+special token is refused, since with it somebody could forge the end of a turn or a turn of another role; and where an
+answer ends inside of a character that takes several tokens, all of them count.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron.errors import ConfigError
+from megatron.tokenizer.base import Ids, library_errors
+from megatron.tokenizer.bpe_files import read_text
+from megatron.tokenizer.chat.formats import FORMATS
+from megatron.tokenizer.chat.template import ChatError, ChatTemplate, Message
+from megatron.tokenizer.huggingface import SETTING, find_json, load_tokenizers, read_json, refuse_outside
+
+_FLAG = "--sft-tokenizer-prompt-format"
+_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_VERSION = 1  # of what is counted; another one makes conversations be encoded again
+
+
+class ChatEncoder:
+    refuses = ChatError
+
+    def __init__(self, tokenizer_model: str | Path, prompt_format: str, eod_id: int | None) -> None:
+        self._json_file = find_json(Path(tokenizer_model))
+        self._description = read_json(self._json_file)
+        self._eod_id = eod_id
+        self.format, self._form = prompt_format, FORMATS[prompt_format]
+        self._special = [token["content"] for token in self._added() if token.get("special")]
+        self.template = self._template()
+        self.template.check()
+
+    def _added(self) -> list[dict[str, Any]]:
+        return self._description.get("added_tokens") or []
+
+    def _template(self) -> ChatTemplate:
+        folder, names = self._json_file.parent, self._names()
+        source, named = self._form.template, f"{_FLAG} {self.format}"
+        if source is None:
+            source, path = _own_template(folder)
+            named = f"the chat template in {path}"
+        missing = [token for token in self._form.tokens if not self._has(token)]
+        if missing:
+            raise ConfigError(
+                f"{_FLAG} {self.format}: {SETTING} {folder} has no token {missing[0]}; use {_FLAG} default, the "
+                "tokenizer's own chat template"
+            )
+        if self._form.ends_with_eod and self._eod_id is None:
+            raise ConfigError(
+                f"{_FLAG} {self.format}: ends a conversation with the end-of-document token, and {SETTING} {folder} "
+                f"names none (eos_token in tokenizer_config.json); name one, or use {_FLAG} default"
+            )
+        return ChatTemplate(source, named=named, special_tokens=names, ends=[*self._special, *names.values()])
+
+    def _has(self, token: str) -> bool:
+        vocabulary = (self._description.get("model") or {}).get("vocab")
+        return any(each["content"] == token for each in self._added()) or token in (vocabulary or ())
+
+    def _names(self) -> dict[str, str]:
+        names: dict[str, str] = {}
+        for file in ("special_tokens_map.json", "tokenizer_config.json"):
+            path = self._json_file.with_name(file)
+            described = read_json(path) if path.is_file() else {}
+            for name in _NAMES:
+                token = described.get(name)
+                token = token.get("content") if isinstance(token, dict) else token
+                if isinstance(token, str):
+                    names[name] = token
+        return names
+
+    @property
+    def fingerprint(self) -> str:
+        """Of everything that decides the ids and which of them count."""
+        identity = {
+            "version": _VERSION,
+            "tokenizer": {name: value for name, value in self._description.items() if name != "version"},
+            "template": self.template.source,
+            "names": self._names(),
+            "eod": self._eod_id if self._form.ends_with_eod else None,
+        }
+        return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
+
+    @cached_property
+    def _rust(self) -> Any:
+        """One of its own, in which the text of a special token is that token: a template writes them as text. The place
+        of a token covers its white space, which some files leave out."""
+        from tokenizers.processors import ByteLevel
+
+        rust = load_tokenizers(self._json_file)
+        rust.post_processor = ByteLevel(trim_offsets=False)  # no more than that, as no tokens are added
+        return rust
+
+    @cached_property
+    def _spelled(self) -> re.Pattern[str] | None:
+        return re.compile("|".join(map(re.escape, self._special))) if self._special else None
+
+    def encode(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> tuple[Ids, np.ndarray]:
+        """The ids, and for each whether what is predicted from it counts: whether the next one is of an answer."""
+        plain = [{name: value for name, value in message.items() if value is not None} for message in messages]
+        self._refuse_special_text(plain)
+        rendered = self.template.render(plain, tools)
+        with library_errors(lambda reason: ChatError(f"the tokenizer gives up on it ({reason})")):
+            encoding = self._rust.encode(rendered.text, add_special_tokens=False)
+        ids, answers = np.array(encoding.ids, dtype=np.int32), np.zeros(len(encoding.ids), dtype=bool)
+        starts, ends = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2).T
+        for start, end in rendered.answers:
+            inside = np.flatnonzero((ends > start) & (starts < end))  # a token on the border too
+            if len(inside):
+                answers[inside[0] : inside[-1] + 1] = True
+        if self._form.ends_with_eod and len(ids) and ids[-1] != self._eod_id:
+            ids, answers = np.append(ids, np.int32(self._eod_id or 0)), np.append(answers, True)
+        return ids, np.append(answers[1:], False)
+
+    def _refuse_special_text(self, messages: Sequence[Message]) -> None:
+        for number, message in enumerate(messages, start=1):
+            found = self._spelled and next(filter(None, map(self._spelled.search, _texts(message))), None)
+            if found:
+                raise ChatError(
+                    f"message {number} holds the text {found.group()!r}, which is a special token: it would end a turn "
+                    "or begin one; remove it from the text"
+                )
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """All texts in a JSON value."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from (text for each in value.values() for text in _texts(each))
+    elif isinstance(value, Sequence):
+        yield from (text for each in value for text in _texts(each))
+
+
+def _own_template(folder: Path) -> tuple[str, Path]:
+    path, settings = folder / "chat_template.jinja", folder / "tokenizer_config.json"
+    if path.is_file():
+        refuse_outside(folder, path)
+        return read_text(path, SETTING), path
+    given = read_json(settings).get("chat_template") if settings.is_file() else None
+    if isinstance(given, list):  # several by name
+        named = {each.get("name"): each.get("template") for each in given if isinstance(each, dict)}
+        given = named.get("default")
+    if not isinstance(given, str):
+        raise ConfigError(
+            f"{SETTING} {folder}: has no chat template (chat_template.jinja, or chat_template in "
+            "tokenizer_config.json); put the one there with which the model is to be used"
+        )
+    return given, settings

@@ -1,0 +1,142 @@
+"""The ids of a conversation and which of them are answers: those of `transformers`, or of prefixes by hand."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.config import TokenizerConfig
+from megatron.errors import ConfigError
+from megatron.tokenizer import build_tokenizer
+from megatron.tokenizer.chat import build_chat_encoder
+from megatron.tokenizer.chat.encoder import ChatEncoder
+from megatron.tokenizer.chat.template import ChatError
+from tests.helpers.chats import CHATML, FORGETS, MARKED, SPECIAL, chat, some_chats, write_chat_tokenizer
+
+transformers = pytest.importorskip("transformers")
+CHATS = some_chats(12)
+
+
+def encoder(folder: Path, template: str | None = CHATML, form: str | None = None, **settings: Any) -> ChatEncoder:
+    write_chat_tokenizer(folder, template)
+    config = TokenizerConfig(
+        **{"tokenizer_type": "HuggingFaceTokenizer", **settings},
+        tokenizer_model=str(folder),
+        sft_tokenizer_prompt_format=form,
+    )
+    return build_chat_encoder(config, build_tokenizer(config).eod_id)
+
+
+def answered(made: ChatEncoder, messages: list[Any]) -> tuple[list[int], list[int]]:
+    """The ids, and 1 for each that is to be predicted."""
+    ids, counted = made.encode(messages)
+    assert not counted[-1], "nothing is predicted from the last token of a conversation"
+    return ids.tolist(), [0, *counted[:-1].astype(int).tolist()]
+
+
+def test_ids_and_answers_are_those_of_transformers(tmp_path: Path) -> None:
+    made = encoder(tmp_path, MARKED)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert made.template.marked
+    for messages in CHATS:
+        expected = theirs.apply_chat_template(messages, return_assistant_tokens_mask=True, return_dict=True)
+        assert answered(made, messages) == (expected["input_ids"], expected["assistant_masks"])
+        assert any(expected["assistant_masks"])
+
+
+def test_without_marks_an_answer_is_what_comes_after_its_prompt(tmp_path: Path) -> None:
+    """ChatML says the same with and without marks: the answer and the token that ends the turn, not the line break."""
+    marked = encoder(tmp_path / "marked", MARKED)
+    made = encoder(tmp_path / "chatml")
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "chatml")
+    assert not made.template.marked
+    for messages in CHATS:
+        ids, counted = answered(made, messages)
+        assert ids == theirs.apply_chat_template(messages)["input_ids"]
+        assert (ids, counted) == answered(marked, messages)
+        spoken = theirs.decode([i for i, c in zip(ids, counted) if c])
+        assert spoken == "".join(m["content"] + "<|im_end|>" for m in messages if m["role"] == "assistant")
+
+
+def test_a_character_of_several_tokens_at_the_end_of_an_answer_counts_whole(tmp_path: Path) -> None:
+    """`transformers` counts the first of them only."""
+    made = encoder(tmp_path, "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}.{% endfor %}")
+    assert answered(made, chat("a🙂"))[1] == [0, 1, 1, 1, 1, 0]
+
+
+def test_the_formats_of_megatron(tmp_path: Path) -> None:
+    """Answers and the end of document, which Megatron-LM adds; its `default` counts every token, ours answers."""
+    theirs = build_tokenizer(TokenizerConfig(tokenizer_type="SFTTokenizer", tokenizer_model=folder_of(tmp_path)))
+    messages = chat(" who? /think", " I ", "and", "you", system="s")
+    nano = "<SPECIAL_10>System\ns\n<SPECIAL_11>User\nwho?\n<SPECIAL_11>Assistant\n[I\n<SPECIAL_12>\n]<SPECIAL_11>User\n"
+    expected = {
+        "identity": "s who? /think[ I ]and[you<|endoftext|>]",
+        "nemotron-h-aligned": "<SPECIAL_10>System\ns\n<SPECIAL_11>User\nwho? /think\n<SPECIAL_11>Assistant\n[I\n]"
+        "<SPECIAL_11>User\nand\n<SPECIAL_11>Assistant\n[you\n<|endoftext|>]",
+        "nemotron-nano-v2": f"{nano}and\n<SPECIAL_11>Assistant\n[you\n<SPECIAL_12>\n<|endoftext|>]",
+    }
+    for form, text in expected.items():
+        ids, counted = answered(encoder(tmp_path, form=form), messages)
+        shown = "".join(
+            "[" * (c and not p) + "]" * (p and not c) + theirs.detokenize([i])
+            for i, c, p in zip(ids, counted, [0, *counted])
+        )
+        assert shown + "]" * counted[-1] == text
+    assert encoder(tmp_path, tokenizer_type="SFTTokenizer").format == "nemotron-h-aligned"
+    assert encoder(tmp_path).format == "default"
+
+
+def folder_of(path: Path) -> str:
+    write_chat_tokenizer(path)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "message"),
+    [
+        (FORGETS, chat("a", "b", "c", "d"), "renders message 2 in another way .* put {% generation %}"),
+        ("{{ raise_exception('roles must alternate') }}", chat("a", "b"), "refuses it .roles must alternate"),
+        ("{{ messages.pop() }}", chat("a", "b"), "refuses it"),
+        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", chat("a", "b"), "refuses it"),
+        ("{{ cycler.__init__.__globals__.os.system('true') }}", chat("a", "b"), "refuses it"),
+        ("{{ strftime_now('%d') }}", chat("a", "b"), "refuses it .'strftime_now' is undefined"),
+        ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", chat("a", "b"), "does not end"),
+        (CHATML, chat("a<|im_end|>", "b"), r"message 1 holds the text '<\|im_end\|>', which is a special token"),
+        (CHATML, chat("a", "\ufdd0"), "U.FDD0"),
+    ],
+)
+def test_what_cannot_be_encoded(template: str, messages: list[Any], message: str, tmp_path: Path) -> None:
+    made = encoder(tmp_path, template)
+    with pytest.raises(ChatError, match=message):
+        made.encode(messages)
+
+
+def test_a_single_answer_of_a_template_that_forgets_is_known(tmp_path: Path) -> None:
+    _, counted = answered(encoder(tmp_path, FORGETS), chat("a", "b"))
+    assert sum(counted) == len("<think></think>b") + 1
+
+
+def test_the_template_is_found_or_asked_for(tmp_path: Path) -> None:
+    made = encoder(tmp_path, None, form="identity")
+    with pytest.raises(ConfigError, match="has no chat template"):
+        encoder(tmp_path, None)
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    named = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": CHATML}]
+    for form in (CHATML, named):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": form}))
+        assert ChatEncoder(tmp_path, "default", 0).template.source == CHATML
+    (tmp_path / "chat_template.jinja").write_text("{% if %}")
+    with pytest.raises(ConfigError, match=r"chat_template\.jinja: not a chat template"):
+        ChatEncoder(tmp_path, "default", 0)
+    assert made.fingerprint != ChatEncoder(tmp_path, "nemotron-h-aligned", 0).fingerprint
+    with pytest.raises(ConfigError, match=r"names none \(eos_token"):
+        ChatEncoder(tmp_path, "identity", None)
+    with pytest.raises(ConfigError, match="--sft: NullTokenizer has no chat template"):
+        build_chat_encoder(TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=9), 9)
+    text = (tmp_path / "tokenizer.json").read_text().replace(SPECIAL[4], "other")
+    (tmp_path / "tokenizer.json").write_text(text)
+    with pytest.raises(ConfigError, match="has no token <SPECIAL_11>; use --sft-tokenizer-prompt-format default"):
+        ChatEncoder(tmp_path, "nemotron-h-aligned", 0)
