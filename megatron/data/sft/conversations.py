@@ -81,11 +81,16 @@ def _encoded(path: Path, chat: ChatEncoder, say: Say | None) -> Arrays:
     began = said = time.monotonic()
     tokens, counted = _Growing(np.int32), _Growing(np.bool_)
     lengths, lines, silent = [], [], []
+    wrong: list[DataError] = []
     for conversation in read_conversations(path):
+        if isinstance(conversation, DataError):
+            wrong.append(conversation)
+            continue
         try:
             ids, counts = chat.encode(conversation.messages, conversation.tools)
         except chat.refuses as error:
-            raise wrong_line(path, conversation.line, str(error)) from None
+            wrong.append(wrong_line(path, conversation.line, str(error)))
+            continue
         if not (conversation.answered and counts.any()):
             silent.append(conversation.line)
             continue
@@ -96,6 +101,9 @@ def _encoded(path: Path, chat: ChatEncoder, say: Say | None) -> Arrays:
         if say is not None and time.monotonic() - said > _SAID_EVERY:
             said = time.monotonic()
             say(f"data: {path}: {len(lengths):,} conversations encoded in {said - began:.0f} s ...")
+    if wrong:
+        others = f" ({len(wrong) - 1:,} others are wrong too)" if len(wrong) > 1 else ""
+        raise DataError(f"{wrong[0]}{others}")
     return {
         "tokens": tokens.whole(),
         "counted": counted.whole(),

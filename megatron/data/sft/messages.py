@@ -34,11 +34,16 @@ def wrong_line(path: Path, line: int, why: str) -> DataError:
     return DataError(f"{path}, line {line}: {why}")
 
 
-def read_conversations(path: Path) -> Iterator[Conversation]:
+def read_conversations(path: Path) -> Iterator[Conversation | DataError]:
+    """The conversations of the file, and for a line that is wrong the reason."""
     with path.open("rb") as file:
         for number, text in enumerate(file, start=1):
-            if text.strip():
-                yield from _conversations(path, number, text)
+            if not text.strip():
+                continue
+            try:
+                yield from list(_conversations(path, number, text))
+            except DataError as error:
+                yield error
 
 
 def _conversations(path: Path, number: int, text: bytes) -> Iterator[Conversation]:

@@ -3,7 +3,7 @@
 The ids, and which of them are answers, are those of `transformers` (`apply_chat_template(messages,
 return_assistant_tokens_mask=True)`), which is not used. Two intended differences: text of a message that spells a
 special token is refused, since with it somebody could forge the end of a turn or a turn of another role; and where an
-answer ends inside of a character that takes several tokens, all of them count.
+answer ends in a character that takes several tokens, all of them count.
 """
 
 from __future__ import annotations
@@ -62,7 +62,9 @@ class ChatEncoder:
                 f"{_FLAG} {self.format}: ends a conversation with the end-of-document token, and {SETTING} {folder} "
                 f"names none (eos_token in tokenizer_config.json); name one, or use {_FLAG} default"
             )
-        return ChatTemplate(source, named=named, special_tokens=names, ends=[*self._special, *names.values()])
+        return ChatTemplate(
+            source, named=named, special_tokens=names, ends=[*filter(None, [*self._special, *names.values()])]
+        )
 
     def _has(self, token: str) -> bool:
         vocabulary = (self._description.get("model") or {}).get("vocab")
@@ -80,7 +82,7 @@ class ChatEncoder:
                     names[name] = token
         return names
 
-    @property
+    @cached_property
     def fingerprint(self) -> str:
         """Of everything that decides the ids and which of them count."""
         identity = {
@@ -109,7 +111,8 @@ class ChatEncoder:
     def encode(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> tuple[Ids, np.ndarray]:
         """The ids, and for each whether what is predicted from it counts: whether the next one is of an answer."""
         plain = [{name: value for name, value in message.items() if value is not None} for message in messages]
-        self._refuse_special_text(plain)
+        if not self._form.spells_tokens:
+            self._refuse_special_text(plain)
         rendered = self.template.render(plain, tools)
         with library_errors(lambda reason: ChatError(f"the tokenizer gives up on it ({reason})")):
             encoding = self._rust.encode(rendered.text, add_special_tokens=False)

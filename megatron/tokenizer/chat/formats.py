@@ -13,6 +13,7 @@ class PromptFormat:
     template: str | None  # None: the tokenizer's own
     tokens: tuple[str, ...] = ()  # that the template needs as tokens of the vocabulary
     ends_with_eod: bool = True
+    spells_tokens: bool = False  # the messages have their special tokens in them already
 
 
 _ANSWER = "{% generation %}TEXT{% endgeneration %}"
@@ -36,7 +37,8 @@ FORMATS = {
     "identity": PromptFormat(
         "{% for message in messages %}{% if message.role == 'assistant' %}"
         + _answer("{{ message.content }}")
-        + "{% else %}{{ message.content }}{% endif %}{% endfor %}"
+        + "{% else %}{{ message.content }}{% endif %}{% endfor %}",
+        spells_tokens=True,
     ),
     "nemotron-h-aligned": PromptFormat(
         _by_role(

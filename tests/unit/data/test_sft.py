@@ -171,6 +171,12 @@ def test_a_wrong_line_is_named(line: str, message: str, tmp_path: Path) -> None:
     assert str(error.value).startswith(f"{path}, {message}") and "\n" not in str(error.value)
 
 
+def test_all_wrong_lines_are_counted(tmp_path: Path) -> None:
+    path = write_chats(tmp_path / "c.jsonl", [chat("a", "b"), chat("a!", "b"), [], chat("!", "b")])
+    with pytest.raises(DataError, match=r"c\.jsonl, line 2: it shouts \(2 others are wrong too\)$"):
+        build(path)
+
+
 def test_what_the_settings_need(tmp_path: Path) -> None:
     path = write_chats(tmp_path / "c.jsonl", [chat("a", "b")])
     config = DataConfig(data_path=(str(path),), seq_length=12, sft=True)

@@ -47,6 +47,21 @@ def test_ids_and_answers_are_those_of_transformers(tmp_path: Path) -> None:
         assert any(expected["assistant_masks"])
 
 
+def test_tools_and_keys_of_messages_reach_the_template(tmp_path: Path) -> None:
+    template = (
+        "{{ tools | tojson }}{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}"
+        "{{ m.content if m.content is defined else m.tool_calls | tojson }}{% endgeneration %}"
+        "{% else %}{{ m.content }}{% endif %}{{ bos_token }}{% endfor %}"
+    )
+    made, tools = encoder(tmp_path, template), [{"type": "function", "function": {"name": "é <f>"}}]
+    call = {"role": "assistant", "content": None, "tool_calls": [{"name": "é <f>", "arguments": {"x": 1}}]}
+    messages: list[Any] = [*chat("a", "b", "c"), call, {"role": "tool", "content": "3"}]
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    expected = theirs.apply_chat_template(messages, tools=tools, return_assistant_tokens_mask=True, return_dict=True)
+    ids, counted = made.encode(messages, tools)
+    assert (ids.tolist(), [0, *counted[:-1]]) == (expected["input_ids"], expected["assistant_masks"])
+
+
 def test_without_marks_an_answer_is_what_comes_after_its_prompt(tmp_path: Path) -> None:
     """ChatML says the same with and without marks: the answer and the token that ends the turn, not the line break."""
     marked = encoder(tmp_path / "marked", MARKED)
@@ -85,6 +100,8 @@ def test_the_formats_of_megatron(tmp_path: Path) -> None:
             for i, c, p in zip(ids, counted, [0, *counted])
         )
         assert shown + "]" * counted[-1] == text
+    ids, counted = answered(encoder(tmp_path, form="identity"), chat("<SPECIAL_10>", "<|im_end|>"))
+    assert ([SPECIAL[i] for i in ids], counted) == (["<SPECIAL_10>", "<|im_end|>", "<|endoftext|>"], [0, 1, 1])
     assert encoder(tmp_path, tokenizer_type="SFTTokenizer").format == "nemotron-h-aligned"
     assert encoder(tmp_path).format == "default"
 
