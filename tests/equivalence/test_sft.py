@@ -15,6 +15,7 @@ from megatron.checkpoint.hf import open_folder
 from megatron.data import loader
 from megatron.data.masks import MaskConfig, document_ids, loss_mask
 from megatron.engine import StepResult
+from megatron.errors import ConfigError, DataError
 from megatron.optimizer import Rates
 from megatron.training.assemble import assemble
 from megatron.training.settings import read_settings
@@ -158,4 +159,10 @@ def test_a_resumed_run_is_the_same(theirs: Path, chats: Path, tmp_path: Path) ->
     assert SAMPLES < 4 * 4 and TINY["log_interval"] == 1, "more than one epoch, every step compared"
     save = str(tmp_path / "saved")
     whole = train_here(flags(**changes))
-    assert_same(run_in_pieces([2], **changes, save=save, load=save, save_interval=100), whole)
+    pieces = {**changes, "save": save, "load": save, "save_interval": 100}
+    assert_same(run_in_pieces([2], **pieces, num_workers=1), whole)
+    other = write_chats(tmp_path / "other.jsonl", CHATS[1:])
+    with pytest.raises(DataError, match=r"the data is not that of .*: its content has changed"):
+        train_here(flags(**{**pieces, "data_path": other, "train_iters": 5}))
+    with pytest.raises(ConfigError, match="--sft is False here and True in the checkpoint"):
+        train_here(flags(**{**pieces, "data_path": None, "sft": None, "mock_data": True, "train_iters": 5}))
