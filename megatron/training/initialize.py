@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 import torch
 import torch.distributed as dist
@@ -133,13 +133,13 @@ def setup(argv: Sequence[str] | None = None, *, needs_data: bool = True) -> Run:
     return run
 
 
-def start(config: RunConfig, *, needs_data: bool = True) -> Run:
-    """The run of these settings on the ranks that the launcher started."""
+def start(config: RunConfig, *, needs_data: bool = True, stream: TextIO | None = None) -> Run:
+    """The run of these settings on the ranks that the launcher started. `stream`: of the log; stdout if not given."""
     started = time.monotonic()
     launch = _for_dry_run(config, LaunchInfo.detect(config.runtime.local_rank))
     refusals = Refusals()
     check_world(config, launch.world_size, refusals)
-    log = RankLog(launch.rank, stamped=LOG_FORMS[config.logging.log_format].stamped)
+    log = RankLog(launch.rank, stream or sys.stdout, stamped=LOG_FORMS[config.logging.log_format].stamped)
     for notice in config.notices:
         log.info(notice)
     device, backend = None, "gloo"

@@ -40,6 +40,31 @@ def _generate(words: Sequence[str]) -> str:
     return "python tools/generate.py --load DIR --prompt TEXT (it loads the model itself and asks no server)"
 
 
+_EVALUATED = ("--load", "--seq-length", "--tensor-model-parallel-size", "--pipeline-model-parallel-size")
+_EVALUATED_FILES = ("--tokenizer-type", "--tokenizer-model", "--vocab-file", "--merge-file")
+
+
+def _evaluate(words: Sequence[str]) -> str:
+    """The two tasks for a GPT; the model's shape comes from its checkpoint."""
+    given = _values(words)
+    task = given.get("--task", "WIKITEXT103")
+    if task not in ("WIKITEXT103", "LAMBADA"):
+        raise ConfigError(
+            f"--task {task}: not built; WIKITEXT103 and LAMBADA are, and tools/evaluate.py --task choices takes "
+            "multiple choice"
+        )
+    what = ["--task", "lambada"] if task == "LAMBADA" else ["--detokenize", "wikitext"]
+    if task == "LAMBADA":
+        what += ["--strict-lambada"] if "--strict-lambada" in given else []
+    else:
+        what += ["--overlapping-eval", given.get("--overlapping-eval", "32")]
+    data = given.get("--valid-data") or "FILE"
+    kept = [part for flag in (*_EVALUATED, *_EVALUATED_FILES) if flag in given for part in (flag, given[flag])]
+    if "--load" not in given:
+        kept = ["--load", "DIR", *kept]
+    return shlex.join(["python", "tools/evaluate.py", *what, "--data", data, *kept])
+
+
 def _memory(words: Sequence[str]) -> str:
     return shlex.join(["python", "pretrain_gpt.py", *words, "--dry-run"])
 
@@ -49,6 +74,7 @@ _ANSWERS: Mapping[str, Callable[[Sequence[str]], str]] = {
     "tools/checkpoint/convert.py": _convert,
     "tools/text_generation_cli.py": _generate,
     "tools/report_theoretical_memory.py": _memory,
+    "tasks/main.py": _evaluate,
 }
 RENAMED = tuple(_ANSWERS)
 

@@ -31,6 +31,19 @@ ROOT = Path(__file__).resolve().parents[3]
         ("tools/checkpoint/convert.py", "--saver llama_hf --load-dir a", "--to hf --load a --save DIR"),
         ("tools/text_generation_cli.py", "localhost:5000", "python tools/generate.py --load DIR --prompt TEXT"),
         ("tools/report_theoretical_memory.py", "--num-layers 2", "python pretrain_gpt.py --num-layers 2 --dry-run"),
+        (
+            "tasks/main.py",
+            "--task WIKITEXT103 --valid-data wiki.test.tokens --num-layers 2 --vocab-file v --merge-file m --load c "
+            "--tensor-model-parallel-size 2 --micro-batch-size 8",
+            "python tools/evaluate.py --detokenize wikitext --overlapping-eval 32 --data wiki.test.tokens --load c "
+            "--tensor-model-parallel-size 2 --vocab-file v --merge-file m",
+        ),
+        (
+            "tasks/main.py",
+            "--task LAMBADA --valid-data lambada.jsonl --strict-lambada --load c",
+            "python tools/evaluate.py --task lambada --strict-lambada --data lambada.jsonl --load c",
+        ),
+        ("tasks/main.py", "--task RACE --load c", "--task RACE: not built"),
     ],
 )
 def test_the_new_command_is_told(name: str, flags: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:

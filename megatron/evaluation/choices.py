@@ -1,0 +1,110 @@
+"""Multiple choice: the choice whose text is likeliest after its context, by its sum and by its mean per character."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron.errors import DataError
+from megatron.evaluation.scorer import Scores
+from megatron.evaluation.sequences import Scored, continuation
+from megatron.evaluation.texts import read_json_lines, text_of
+from megatron.tokenizer import Tokenizer
+
+Fit = Callable[[list[int], list[int], str], tuple[list[int], list[int]]]
+"""(context, target, place) -> what of them the model has room for, or an error that names the place."""
+
+
+@dataclass(frozen=True)
+class Item:
+    rows: tuple[Scored, ...]
+    lengths: tuple[int, ...]
+    """Characters of the choices."""
+    gold: int
+
+
+@dataclass(frozen=True)
+class Choices:
+    items: Sequence[Item]
+    notes: Sequence[str]
+
+    @property
+    def rows(self) -> list[Scored]:
+        return [row for item in self.items for row in item.rows]
+
+    def result(self, scores: Scores) -> dict[str, Any]:
+        plain, normalised, begin = [], [], 0
+        for item in self.items:
+            sums = scores.logprobs[begin : begin + len(item.rows)]
+            begin += len(item.rows)
+            plain.append(int(np.argmax(sums)) == item.gold)
+            normalised.append(int(np.argmax(sums / np.array(item.lengths, dtype=np.float64))) == item.gold)
+        return {
+            "accuracy": float(np.mean(plain)),
+            "accuracy_normalised": float(np.mean(normalised)),
+            "correct": sum(plain),
+            "correct_normalised": sum(normalised),
+            "items": len(self.items),
+            "choices": len(self.rows),
+            "counted_tokens": sum(row.count for row in self.rows),
+        }
+
+
+def plan(data: Path, tokenizer: Tokenizer, fit: Fit) -> Choices:
+    """Of objects with `context`, `choices` and `gold`, the number of the right choice counted from 0."""
+    items, prefixes = [], []
+    for place, entry in read_json_lines(data):
+        context = text_of(entry, "context", place)
+        texts, gold = _choices(entry, place), entry.get("gold")
+        if type(gold) is not int or not 0 <= gold < len(texts):
+            raise DataError(f"{place}: gold is {gold!r:.40}, not the number of a choice from 0 to {len(texts) - 1}")
+        rows = tuple(_row(context, text, tokenizer, fit, place) for text in texts)
+        if _has_prefix(rows):
+            prefixes.append(place)
+        items.append(Item(rows, tuple(map(len, texts)), gold))
+    told = (
+        f"{len(prefixes)} items have a choice that begins another ({prefixes[0]} is the first): by the plain sum "
+        if prefixes
+        else ""
+    )
+    notes = [f"{told}the shorter one is never less likely; see the normalised accuracy"] if prefixes else []
+    return Choices(items, notes)
+
+
+def _choices(entry: Mapping[str, Any], place: str) -> list[str]:
+    texts = entry.get("choices")
+    if not isinstance(texts, list) or len(texts) < 2 or not all(isinstance(text, str) for text in texts):
+        raise DataError(f"{place}: has no 'choices', a list of two texts or more")
+    for number, text in enumerate(texts):
+        if not text.strip():
+            raise DataError(f"{place}: choice {number} is empty")
+        if text in texts[:number]:
+            raise DataError(f"{place}: choice {number} is the same as choice {texts.index(text)} ({text[:40]!r})")
+    return texts
+
+
+def _row(context: str, choice: str, tokenizer: Tokenizer, fit: Fit, place: str) -> Scored:
+    between = "" if not context or context[-1].isspace() or choice[0].isspace() else " "
+    before, target = encode_pair(tokenizer.tokenize, context, f"{between}{choice}")
+    if not before:
+        before = [tokenizer.eod]
+    if not target:
+        raise DataError(f"{place}: the choice {choice[:40]!r} has no token of its own after its context")
+    return continuation(*fit(before, target, place))
+
+
+def encode_pair(encode: Callable[[str], list[int]], context: str, target: str) -> tuple[list[int], list[int]]:
+    """Tokens of both, cut where the context ends; spaces at its end go to the target, whose tokens have them."""
+    stripped = context.rstrip()
+    target = context[len(stripped) :] + target
+    before = encode(stripped) if stripped else []
+    return before, encode(stripped + target)[len(before) :]
+
+
+def _has_prefix(rows: Sequence[Scored]) -> bool:
+    targets = [tuple(row.tokens[row.first :].tolist()) for row in rows]
+    return any(a is not b and b[: len(a)] == a for a in targets for b in targets)

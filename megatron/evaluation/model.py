@@ -1,0 +1,229 @@
+"""A model to evaluate: whatever --load takes, in any layout, on the ranks that the launcher started."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from megatron.checkpoint import RunHistory, find_checkpoint
+from megatron.checkpoint.build import saved_tokenizer
+from megatron.checkpoint.hf import DTYPES, open_folder
+from megatron.config import RunConfig
+from megatron.distributed.state import ParallelState
+from megatron.engine import Evaluation
+from megatron.errors import CheckpointError, ConfigError
+from megatron.evaluation.scorer import Scorer, score_step
+from megatron.layout import Layout
+from megatron.model.gpt import GPT
+from megatron.model.parameters import WORD_TABLE
+from megatron.parallelize import Parallel
+from megatron.tokenizer import Tokenizer, TokenizerSettings, build_tokenizer
+from megatron.training.checkpointing import RunCheckpoints
+from megatron.training.initialize import Run, start
+from megatron.training.model import build_model
+from megatron.training.resume import Progress, ResumePoint
+from megatron.training.settings import read_settings
+from megatron.utils.foreign import is_hugging_face
+
+LONGEST_WINDOW = 4096
+"""Of a model that does not say how long the samples of its training were."""
+DEFAULT_BATCH = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    """Fields are flags of tools/evaluate.py, and arguments of the harness's model."""
+
+    load: str
+    ckpt_step: int | None = None
+    seq_length: int | None = None
+    dtype: str | None = None
+    device: str = "auto"
+    kernels: str = "auto"
+    tensor_model_parallel_size: int = 1
+    pipeline_model_parallel_size: int = 1
+    context_parallel_size: int = 1
+    expert_model_parallel_size: int = 1
+    tokenizer_type: str | None = None
+    tokenizer_model: str | None = None
+    vocab_file: str | None = None
+    merge_file: str | None = None
+    batch_size: int = DEFAULT_BATCH
+
+    def __post_init__(self) -> None:
+        if self.dtype is not None and self.dtype not in DTYPES:
+            raise ConfigError(f"--dtype {self.dtype}: not one of {', '.join(DTYPES)}")
+        if self.batch_size < 1:
+            raise ConfigError(f"--batch-size {self.batch_size}: must be at least 1")
+
+
+@dataclass(frozen=True)
+class _Described:
+    """What a checkpoint says of itself, without its weights."""
+
+    place: str
+    dtype: str
+    positions: int | None
+    trained_length: int | None
+    tokenizer_folder: Path | None
+    """Of its own copy, if it has one."""
+    tokenizer: Tokenizer | None
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is evaluated: the run of this rank, its tokenizer, and later its weights."""
+
+    run: Run
+    options: ModelOptions
+    place: str
+    dtype: str
+
+    @property
+    def window(self) -> int:
+        """Tokens that the model reads at once."""
+        return self.run.config.data.seq_length
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        if self.run.tokenizer is None:
+            raise ConfigError(
+                f"--load {self.options.load}: the checkpoint holds no tokenizer; give the one that it was trained with "
+                "(--vocab-file and --merge-file, or --tokenizer-type and --tokenizer-model)"
+            )
+        return self.run.tokenizer
+
+    @cached_property
+    def built(self) -> Parallel:
+        """The model with its weights. All ranks ask for it together."""
+        run = self.run
+        built = build_model(run, _model_provider, score_step, loaded_next=True)
+        engine = Evaluation(built.model, built.passes, run.parallel, device=run.device)
+        with closing(RunHistory(run.run_id)) as history:
+            RunCheckpoints(run, engine, built.specs, None, {}, history).load(Progress(), ResumePoint(None))
+        return built
+
+    @property
+    def model(self) -> GPT:
+        assert isinstance(self.built.model, GPT)
+        return self.built.model
+
+    @cached_property
+    def scorer(self) -> Scorer:
+        tokens = self.options.batch_size * self.window
+        return Scorer(self.model, self.built.passes, self.run.parallel, self.run.device, tokens_per_pass=tokens)
+
+
+def open_subject(options: ModelOptions) -> Subject:
+    """Reads what the checkpoint says, joins the ranks and builds the tokenizer; no weight is read."""
+    return subject_of(options, lambda config: start(config, needs_data=False, stream=sys.stderr))
+
+
+def subject_of(options: ModelOptions, connect: Callable[[RunConfig], Run]) -> Subject:
+    """`connect`: starts the run of the settings on this rank."""
+    described = _describe(options)
+    run = connect(read_settings(_command_line(options, described), needs_data=False))
+    _check_tokenizer(options, described, run.tokenizer)
+    return Subject(run, options, described.place, options.dtype or described.dtype)
+
+
+def _describe(options: ModelOptions) -> _Described:
+    load = Path(options.load)
+    if is_hugging_face(load):
+        folder = open_folder(load)
+        own = load if (load / "tokenizer.json").is_file() else None
+        return _Described(str(load), folder.dtype, folder.config.max_position_embeddings, None, own, _tokenizer_in(own))
+    found = find_checkpoint(
+        load,
+        parallel=ParallelState.plan(Layout(1), 0),
+        step=options.ckpt_step,
+        strict=True,
+        check_hashes=False,  # the load itself checks them
+        log=lambda _: None,
+    )
+    assert found is not None, "without a save directory there is no fresh start"
+    saved = found.saved_settings()
+    if "model" not in saved or WORD_TABLE not in found.manifest.model:
+        raise CheckpointError(f"{found.directory} holds no model of ours (a GPT and its configuration)")
+    own = found.tokenizer if found.tokenizer and (found.tokenizer / "tokenizer.json").is_file() else None
+    return _Described(
+        str(found.directory),
+        str(found.reader().model_dtype()).removeprefix("torch."),
+        saved["model"].get("max_position_embeddings"),
+        saved.get("data", {}).get("seq_length"),
+        own,
+        saved_tokenizer(found),
+    )
+
+
+def _tokenizer_in(folder: Path | None) -> Tokenizer | None:
+    if folder is None:
+        return None
+    settings = TokenizerSettings(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(folder))
+    return build_tokenizer(settings, announce=False)
+
+
+def _command_line(options: ModelOptions, described: _Described) -> list[str]:
+    """The flags of a training run that would evaluate this model and train nothing: they are checked, and the model
+    split over ranks and loaded, as in training."""
+    window = options.seq_length
+    if window is None:
+        window = min(described.positions or LONGEST_WINDOW, described.trained_length or LONGEST_WINDOW)
+    if described.positions is not None and window > described.positions:
+        raise ConfigError(f"--seq-length {window}: the model has {described.positions} positions")
+    pieces = 2 * options.context_parallel_size if options.context_parallel_size > 1 else 1
+    words = ["--load", options.load, "--finetune", "--skip-train", "--micro-batch-size", "1"]
+    words += ["--train-iters", "1", "--attention-dropout", "0", "--hidden-dropout", "0"]
+    words += ["--seq-length", str(max(window // pieces, 1) * pieces if options.seq_length is None else window)]
+    if not is_hugging_face(Path(options.load)):
+        words += ["--use-checkpoint-args", "--strict-load"]
+    words += {"bfloat16": ["--bf16"], "float16": ["--fp16"]}.get(options.dtype or described.dtype, [])
+    given = any((options.tokenizer_type, options.tokenizer_model, options.vocab_file))
+    if described.tokenizer_folder is not None and not given and not is_hugging_face(Path(options.load)):
+        words += ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(described.tokenizer_folder)]
+    for name in _PASSED_ON:
+        value = getattr(options, name)
+        if value is not None:
+            words += [f"--{name.replace('_', '-')}", str(value)]
+    return words
+
+
+_PASSED_ON = (
+    "ckpt_step",
+    "device",
+    "kernels",
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+    "tokenizer_type",
+    "tokenizer_model",
+    "vocab_file",
+    "merge_file",
+)
+
+
+def _check_tokenizer(options: ModelOptions, described: _Described, tokenizer: Tokenizer | None) -> None:
+    if tokenizer is None or described.tokenizer is None:
+        return
+    given, own = tokenizer.fingerprint, described.tokenizer.fingerprint
+    if given != own:
+        raise ConfigError(
+            f"--load {options.load}: the tokenizer given ({tokenizer.name}, fingerprint {given[:12]}) is not the "
+            f"model's ({described.tokenizer.name}, fingerprint {own[:12]}); leave the tokenizer's flags out"
+        )
+
+
+def _model_provider(run: Run) -> GPT:
+    return GPT(
+        run.config.model,
+        vocab_size=run.vocab_size,
+        padded_vocab_size=run.padded_vocab_size,
+        kernels=run.kernels,
+        moe=run.config.moe,
+        recompute=run.config.recompute,
+    )

@@ -1,0 +1,56 @@
+"""Progress of a long evaluation on stderr: a bar on a terminal, a line every few seconds elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any
+
+PAUSE = 10.0
+"""Seconds between lines."""
+
+
+class TokenProgress:
+    """`total` and `add` count tokens that the model reads, of all ranks. Shown by the rank that is `main`."""
+
+    def __init__(self, total: int, *, main: bool) -> None:
+        self.total, self.done = total, 0
+        self.started = self._said = time.monotonic()
+        self._main = main
+        self._bar = _bar(total) if main and sys.stderr.isatty() else None
+
+    def add(self, tokens: int) -> None:
+        self.done += tokens
+        if self._bar is not None:
+            self._bar.update(tokens)
+        elif self._main and time.monotonic() - self._said >= PAUSE:
+            self._said = time.monotonic()
+            left = (self.total - self.done) / self.tokens_per_second
+            print(
+                f"{self.done} of {self.total} tokens ({self.tokens_per_second:.0f} tokens/s, {left:.0f} s left)",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    @property
+    def seconds(self) -> float:
+        return max(time.monotonic() - self.started, 1e-9)
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.done / self.seconds
+
+    def __enter__(self) -> TokenProgress:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+
+def _bar(total: int) -> Any:
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        return None
+    return tqdm(total=total, unit="tok", unit_scale=True, dynamic_ncols=True)

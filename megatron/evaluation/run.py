@@ -1,0 +1,129 @@
+"""One evaluation, from its settings to its report."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from megatron.checkpoint.all_ranks import run_on_all
+from megatron.distributed.messages import all_gather_json
+from megatron.errors import DataError
+from megatron.evaluation import choices, lambada, perplexity, report
+from megatron.evaluation.choices import Fit
+from megatron.evaluation.model import ModelOptions, Subject, open_subject
+from megatron.evaluation.progress import TokenProgress
+from megatron.evaluation.scorer import Scores
+from megatron.evaluation.sequences import Scored
+from megatron.evaluation.texts import read_documents
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskOptions:
+    """What is measured, on what. Fields are flags."""
+
+    task: str
+    data: str
+    json_key: str = "text"
+    detokenize: str | None = None
+    overlapping_eval: int | None = None
+    score_first_token: bool = False
+    strict_lambada: bool = False
+    truncate_prompts: bool = False
+    output: str | None = None
+
+
+class Task(Protocol):
+    """Rows to score, and what their scores mean."""
+
+    @property
+    def rows(self) -> Sequence[Scored]: ...
+
+    def result(self, scores: Scores) -> dict[str, Any]: ...
+
+
+def evaluate(options: ModelOptions, task_options: TaskOptions) -> dict[str, Any]:
+    """Files are read before any weight, and results are written when all of them are there."""
+    if task_options.output is not None:
+        report.check_output(Path(task_options.output))
+    subject = open_subject(options)
+    found = measure(subject, task_options)
+    if subject.run.log.main:
+        print(report.table(found), flush=True)
+        if task_options.output is not None:
+            report.write_json(Path(task_options.output), found)
+    return found
+
+
+def measure(subject: Subject, task_options: TaskOptions) -> dict[str, Any]:
+    """The results, on every rank."""
+    run = subject.run
+    task, notes = run_on_all(lambda: _task(subject, task_options), run.parallel.world)
+    _check_same(task, subject)
+    for note in notes:
+        run.log.warn(note)
+    scorer = subject.scorer
+    with TokenProgress(sum(row.length for row in task.rows), main=run.log.main) as progress:
+        scores = scorer.score(task.rows, greedy=isinstance(task, lambada.Lambada), on_batch=progress.add)
+    return _report(subject, task_options, task.result(scores), progress)
+
+
+def _task(subject: Subject, options: TaskOptions) -> tuple[Task, Sequence[str]]:
+    data, tokenizer, window = Path(options.data), subject.tokenizer, subject.window
+    if options.task == "lambada":
+        fit = fit_to(window, truncate=options.truncate_prompts)
+        return lambada.plan(data, tokenizer, fit, strict=options.strict_lambada, json_key=options.json_key), ()
+    if options.task == "choices":
+        chosen = choices.plan(data, tokenizer, fit_to(window, truncate=options.truncate_prompts))
+        return chosen, chosen.notes
+    documents = read_documents(data, tokenizer, json_key=options.json_key, wikitext=options.detokenize == "wikitext")
+    prefix = tokenizer.eod if options.score_first_token else None
+    found = perplexity.plan(documents, window=window, stride=options.overlapping_eval, prefix=prefix, data=options.data)
+    return found, perplexity.notes(found, window, options.data)
+
+
+def fit_to(window: int, *, truncate: bool) -> Fit:
+    """The rule for prompts: a target is read whole, less its last token; of a context as much as there is room for."""
+
+    def fit(context: list[int], target: list[int], place: str) -> tuple[list[int], list[int]]:
+        over = len(context) + len(target) - 1 - window
+        if over <= 0:
+            return context, target
+        if truncate and over < len(context):
+            return context[over:], target
+        way_out = f"shorten it to less than {window}" if truncate else "--truncate-prompts drops its beginning"
+        raise DataError(
+            f"{place}: {len(context) + len(target) - 1} tokens, and the model reads {window} at once; {way_out}"
+        )
+
+    return fit
+
+
+def _check_same(task: Task, subject: Subject) -> None:
+    """Ranks read the files themselves: other files, or another tokenizer, would give numbers that mean nothing."""
+    digest = hashlib.sha256()
+    for row in task.rows:
+        digest.update(f"{row.first} {row.length} ".encode() + row.tokens.tobytes())
+    digests = all_gather_json(digest.hexdigest(), subject.run.parallel.world, str)
+    for rank, other in enumerate(digests):
+        if other != digests[0]:
+            raise DataError(f"rank {rank} reads other tokens than rank 0: give all machines the same files")
+
+
+def _report(subject: Subject, options: TaskOptions, result: dict[str, Any], progress: TokenProgress) -> dict[str, Any]:
+    about = {
+        "task": options.task,
+        "data": options.data,
+        "model": subject.place,
+        "dtype": subject.dtype,
+        "tokenizer": subject.tokenizer.fingerprint[:12],
+        "window": subject.window,
+    }
+    if options.task == "perplexity":
+        about |= {"stride": options.overlapping_eval or subject.window, "detokenize": options.detokenize}
+    if options.task == "lambada":
+        about |= {"strict": options.strict_lambada}
+    speed = {"seconds": round(progress.seconds, 3), "tokens_per_second": round(progress.tokens_per_second, 1)}
+    return about | result | speed

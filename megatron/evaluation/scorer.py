@@ -1,0 +1,125 @@
+"""Log-probabilities of tokens under a model in any layout, in batches of rows of similar length."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from megatron.context_parallel import slice_batch
+from megatron.distributed.collectives import all_reduce
+from megatron.distributed.state import ParallelState
+from megatron.errors import NonFiniteError
+from megatron.evaluation.sequences import Scored
+from megatron.model.gpt import GPT, Stage
+from megatron.model.passes import Batch, Passes
+
+_ROWS_AT_ONCE = 256
+"""Tokens whose logits exist at a time, where the likeliest token is asked for."""
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Of each row that was scored."""
+
+    logprobs: np.ndarray
+    """The sum of the log-probabilities of its scored tokens, in nats; float64."""
+    greedy: np.ndarray
+    """Whether each scored token is the model's likeliest one; all False where that was not asked for."""
+
+
+def score_step(model: GPT, batch: Batch) -> tuple[Tensor, Tensor]:
+    """The forward step of an evaluation: [rows] sums of log-probabilities, and how many of the scored tokens are the
+    likeliest. The head runs on the scored positions alone."""
+    wanted = batch["wanted"]  # [rows, seq]
+    layers = [int(name) for name in model.layers]
+    body = Stage(range(layers[0], layers[-1] + 1), last=False)
+    hidden = model(batch["tokens"], stage=body)[wanted].unsqueeze(0)  # [1, scored, hidden]
+    labels = batch["labels"][wanted].unsqueeze(0)  # [1, scored]
+    assert model.final_layernorm is not None and model.head_and_loss is not None, "not the last stage"
+    sums = torch.zeros(2, len(wanted), dtype=torch.float64, device=wanted.device)
+    if labels.numel():
+        hidden = model.final_layernorm(hidden)
+        losses = model.head_and_loss(hidden, model.head_weight, labels)
+        row = wanted.nonzero()[:, 0]
+        sums[0].index_add_(0, row, -losses[0].double())
+        if batch["greedy"]:
+            for piece, right, rows in zip(
+                hidden.split(_ROWS_AT_ONCE, 1), labels[0].split(_ROWS_AT_ONCE), row.split(_ROWS_AT_ONCE), strict=True
+            ):
+                logits = model.head_and_loss(piece, model.head_weight, None)[0]  # [scored, vocabulary]
+                sums[1].index_add_(0, rows, (logits.argmax(-1) == right).double())
+    return sums[0], sums[1]
+
+
+class Scorer:
+    """All ranks of a model call `score` with the same rows. Data-parallel ranks take batches in turn."""
+
+    def __init__(
+        self, model: nn.Module, passes: Passes, parallel: ParallelState, device: torch.device, *, tokens_per_pass: int
+    ) -> None:
+        self.model, self.passes, self.parallel, self.device = model, passes, parallel, device
+        self.tokens_per_pass = tokens_per_pass
+
+    @torch.inference_mode()
+    def score(
+        self,
+        rows: Sequence[Scored],
+        *,
+        greedy: bool = False,
+        on_batch: Callable[[int], object] = lambda tokens: None,
+    ) -> Scores:
+        """In the order of `rows`. `on_batch` is told how many tokens of all ranks were read since the last call."""
+        self.model.eval()
+        totals = torch.zeros(2, len(rows), dtype=torch.float64, device=self.device)
+        for turn in self._turns(rows):
+            mine = turn[self.parallel.dp.rank % len(turn)]
+            found = self.passes.forward(self._batch([rows[number] for number in mine], greedy))
+            if found is not None and self.parallel.dp.rank < len(turn):
+                totals[:, torch.tensor(mine, device=self.device)] = torch.stack(found).double()
+            on_batch(sum(rows[number].length for batch in turn for number in batch))
+        all_reduce(totals, self.parallel.dp_cp)
+        all_reduce(totals, self.parallel.pp)  # only the last stage has any
+        logprobs, hits = totals.cpu().numpy()
+        if not np.isfinite(logprobs).all():
+            raise NonFiniteError(
+                "the model's log-probabilities are not finite: its weights, or their precision, are bad"
+            )
+        return Scores(logprobs, hits == np.array([row.count for row in rows]))
+
+    def _turns(self, rows: Sequence[Scored]) -> Iterator[list[list[int]]]:
+        """Batches, as many at a time as there are data-parallel ranks: the last ones may be fewer, and then ranks
+        compute one again, since ranks that share experts must compute equally often."""
+        batches, size = list(self._batches(rows)), self.parallel.dp.size
+        for first in range(0, len(batches), size):
+            yield batches[first : first + size]
+
+    def _batches(self, rows: Sequence[Scored]) -> Iterator[list[int]]:
+        """The numbers of rows, from long to short: what needs most memory comes first, and padding is small."""
+        batch: list[int] = []
+        for number in sorted(range(len(rows)), key=lambda number: -rows[number].length):
+            longest = rows[batch[0]].length if batch else 0
+            if batch and (len(batch) + 1) * longest > self.tokens_per_pass:
+                yield batch
+                batch = []
+            batch.append(number)
+        if batch:
+            yield batch
+
+    def _batch(self, rows: Sequence[Scored], greedy: bool) -> Batch:
+        """Padded at the end, where causal attention does not see it."""
+        pieces = 2 * self.parallel.cp.size if self.parallel.cp.size > 1 else 1
+        longest = -(-max(row.length for row in rows) // pieces) * pieces
+        tokens = torch.zeros(2, len(rows), longest, dtype=torch.int64)
+        wanted = torch.zeros(len(rows), longest, dtype=torch.bool)
+        for number, row in enumerate(rows):
+            given = torch.from_numpy(row.tokens)
+            tokens[0, number, : row.length] = given[:-1]
+            tokens[1, number, : row.length] = given[1:]
+            wanted[number, row.first - 1 : row.length] = True
+        on_device = {"tokens": tokens[0], "labels": tokens[1], "wanted": wanted}
+        batch = {name: tensor.to(self.device) for name, tensor in on_device.items()}
+        return slice_batch({**batch, "greedy": greedy}, self.parallel.cp)

@@ -1,0 +1,43 @@
+"""Undoes the tokenisation of the WikiText files, so that a model is judged on text as people write it. The rules, their
+order and the way words are counted are those of the published perplexities."""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+
+_PAIRS = (("(", ")"), ("[", "]"), ("{", "}"), ('"', '"'), ("'", "'"))
+_BEFORE = (
+    ("s '", "s'"),
+    *((f" @{sign}@ ", sign) for sign in "-,."),
+    *((f" {sign} ", f"{sign} ") for sign in ":;.!?,"),
+)
+_AFTER = (
+    ("= = = =", "===="),
+    ("= = =", "==="),
+    ("= =", "=="),
+    (" ° ", "°"),
+    (" \n", "\n"),
+    ("\n ", "\n"),
+    (" N ", " 1 "),
+    (" 's", "'s"),
+)
+
+
+def detokenize(text: str) -> str:
+    for old, new in _BEFORE:
+        text = text.replace(old, new)
+    for opening, closing in _PAIRS:
+        text = re.sub(rf"\{opening}([^\{closing}]*)\{closing}", partial(_closed_up, opening, closing), text)
+    for old, new in _AFTER:
+        text = text.replace(old, new)
+    return text
+
+
+def _closed_up(opening: str, closing: str, found: re.Match[str]) -> str:
+    return f"{opening}{found[1].strip()}{closing}"
+
+
+def count_words(text: str) -> int:
+    """Of the text as the file has it: an end of line is a word."""
+    return len(text.strip().split(" "))
