@@ -12,6 +12,7 @@ from pathlib import Path
 from megatron.checkpoint import RunHistory, find_checkpoint
 from megatron.checkpoint.build import saved_tokenizer
 from megatron.checkpoint.hf import DTYPES, open_folder
+from megatron.checkpoint.hf.weights import read_json
 from megatron.config import RunConfig
 from megatron.distributed.state import ParallelState
 from megatron.engine import Evaluation
@@ -82,6 +83,7 @@ class Subject:
     options: ModelOptions
     place: str
     dtype: str
+    tokenizer_folder: Path | None
 
     @property
     def window(self) -> int:
@@ -96,6 +98,16 @@ class Subject:
                 "(--vocab-file and --merge-file, or --tokenizer-type and --tokenizer-model)"
             )
         return self.run.tokenizer
+
+    @cached_property
+    def bos_id(self) -> int | None:
+        """The id that the tokenizer's folder calls the beginning of a text; None if it names none."""
+        path = None if self.tokenizer_folder is None else self.tokenizer_folder / "tokenizer_config.json"
+        if path is None or not path.is_file():
+            return None
+        named = read_json(path).get("bos_token")
+        token = named.get("content") if isinstance(named, dict) else named
+        return self.tokenizer.token_id(token) if isinstance(token, str) else None
 
     @cached_property
     def built(self) -> Parallel:
@@ -128,7 +140,7 @@ def subject_of(options: ModelOptions, connect: Callable[[RunConfig], Run]) -> Su
     described = _describe(options)
     run = connect(read_settings(_command_line(options, described), needs_data=False))
     _check_tokenizer(options, described, run.tokenizer)
-    return Subject(run, options, described.place, options.dtype or described.dtype)
+    return Subject(run, options, described.place, options.dtype or described.dtype, described.tokenizer_folder)
 
 
 def _describe(options: ModelOptions) -> _Described:

@@ -20,6 +20,7 @@ PAGES = (
     "docs/scale.md",
     "docs/checkpoints.md",
     "docs/huggingface.md",
+    "docs/evaluation.md",
     "docs/model_families.md",
     "docs/numerics.md",
     "docs/performance.md",

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from megatron.data.indexed.builder import IndexedDatasetBuilder
-from megatron.data.indexed.dataset import IndexedDataset
 from megatron.data.indexed.record import make_record, write_record
 from megatron.evaluation.cli import main
+from megatron.tokenizer.export import bpe_file_texts, write_files
+from megatron.tokenizer.train import train_bpe
 from tests.equivalence.test_export_from_layouts import save
 from tests.helpers.runs import flags
-from tests.unit.tokenizer.support import SAMPLES, small_bpe, write_small_bpe
+from tests.unit.tokenizer.support import SAMPLES, write_small_bpe
 
 TEXT = "for i in range(100): total += values[i]"
 
@@ -72,7 +73,11 @@ BAD: dict[str, tuple[Any, tuple[str, ...], str]] = {
     "another key": ([{"content": TEXT}], (), r"line 1: has no text under 'text' \(it has content\); .*--json-key"),
     "a lone surrogate": (['{"text": "a \\ud800 b"}'], (), "line 1: .*lone surrogate"),
     "a stride above the window": (TEXT.encode(), ("--overlapping-eval", "17"), "--overlapping-eval 17: .*16 tokens"),
-    "a window above the model's": (TEXT.encode(), ("--seq-length", "17"), "--seq-length 17: the model has 16 positions"),
+    "a window above the model's": (
+        TEXT.encode(),
+        ("--seq-length", "17"),
+        "--seq-length 17: the model has 16 positions",
+    ),
     "WikiText of choices": ([item()], ("--task", "choices", "--detokenize", "wikitext"), "--detokenize: has no effect"),
     "LAMBADA of one word": ([{"text": "word"}], ("--task", "lambada"), "line 1: 'word' has fewer than two words"),
     "a prompt too long": ([{"text": LONG}], ("--task", "lambada"), "line 1: .*reads 16 at once; --truncate-prompts"),
@@ -105,8 +110,6 @@ def test_it_is_one_line(what: str, evaluate: Evaluate, tmp_path: Path) -> None:
 
 
 def assert_said(line: str, message: str) -> None:
-    import re
-
     assert re.search(message, line), line
 
 
@@ -118,12 +121,25 @@ def test_missing_files_and_directories(evaluate: Evaluate, tmp_path: Path) -> No
     assert code == 2 and "is a directory" in told[0]
 
 
-def write_indexed(prefix: Path, fingerprint: str | None, vocab_size: int = 500) -> Path:
-    builder = IndexedDatasetBuilder(prefix, vocab_size=vocab_size)
-    for text in SAMPLES:
-        builder.add_document(np.array(small_bpe().encode(text), dtype=np.int32))
-    builder.finalize()
+def write_indexed(prefix: Path, ids: list[int], fingerprint: str | None = None) -> Path:
+    with IndexedDatasetBuilder(str(prefix), "uint16") as builder:
+        builder.add_document(ids)
+    if fingerprint is not None:
+        record = make_record(prefix, tokenizer_fingerprint=fingerprint, vocab_size=500, eod_id=499, max_id=max(ids))
+        write_record(prefix, record)
     return prefix
+
+
+def test_tokens_of_another_tokenizer_are_refused(evaluate: Evaluate, tmp_path: Path) -> None:
+    code, told, _ = evaluate("--data", write_indexed(tmp_path / "other", [1, 2, 3], "0" * 64))
+    assert code == 2 and len(told) == 1
+    assert_said(
+        told[0], r"another tokenizer \(fingerprint 000000000000\) than the model's \(.*fingerprint [0-9a-f]{12}\)"
+    )
+    code, told, _ = evaluate("--data", write_indexed(tmp_path / "big", [1, 2, 60000]))
+    assert code == 11 and "holds ids from 1 to 60000" in told[0]
+    code, told, _ = evaluate("--data", tmp_path / "big.bin", "--detokenize", "wikitext")
+    assert code == 2 and "holds tokens, not text" in told[0]
 
 
 def test_texts_shorter_than_a_window_are_said(evaluate: Evaluate, tmp_path: Path) -> None:
@@ -141,9 +157,6 @@ def test_a_choice_that_begins_another_is_said(evaluate: Evaluate, tmp_path: Path
 
 
 def test_the_tokenizer_of_another_model_is_named(evaluate: Evaluate, tmp_path: Path) -> None:
-    from megatron.tokenizer.train import train_bpe
-    from megatron.tokenizer.export import bpe_file_texts, write_files
-
     write_files(tmp_path, bpe_file_texts(train_bpe(["another text"] * 3, 260)))
     data = lines(tmp_path / "a.jsonl", {"text": TEXT})
     own = ["--vocab-file", tmp_path / "vocab.json", "--merge-file", tmp_path / "merges.txt"]

@@ -1,0 +1,177 @@
+"""A model of ours for EleutherAI's harness: `tools/harness.py --model megatron --model_args load=DIR,... --tasks ...`.
+
+The harness is an optional package. Its requests arrive as text; contexts that are too long lose their beginning, texts
+are cut into windows and targets into tokens as its own `hf` model does it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from megatron.errors import ConfigError
+from megatron.evaluation.model import ModelOptions, Subject, open_subject
+from megatron.evaluation.sequences import Scored, continuation
+from megatron.inference.generate import generate
+from megatron.inference.sampling import Sampling
+
+if TYPE_CHECKING:
+    from lm_eval.api.instance import Instance
+
+try:
+    from lm_eval.api.model import TemplateLM
+    from lm_eval.api.registry import register_model
+    from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
+    from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+except ModuleNotFoundError as missing:
+    if (missing.name or "").partition(".")[0] != "lm_eval":
+        raise
+    raise ConfigError("lm_eval: the package is not installed; run `pip install lm_eval`") from None
+
+NAME = "megatron"
+NEW_TOKENS = 256
+"""Generated at most, where a task does not say."""
+_OF_THE_HARNESS = ("max_batch_size",)
+"""Arguments that the harness adds to those of the user."""
+
+
+@register_model(NAME)
+class MegatronLM(TemplateLM):
+    """`model_args` are the fields of ModelOptions; `max_length`, as the harness calls it, is `seq_length`."""
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__()
+        self.subject = open_subject(model_options(arguments))
+
+    @classmethod
+    def of(cls, subject: Subject) -> MegatronLM:
+        model = cls.__new__(cls)
+        TemplateLM.__init__(model)
+        model.subject = subject
+        return model
+
+    @property
+    def eot_token_id(self) -> int:
+        return self.subject.tokenizer.eod
+
+    @property
+    def prefix_token_id(self) -> int:
+        """What a text without a context follows: the beginning of a text, where the tokenizer's folder names one."""
+        return self.subject.bos_id if self.subject.bos_id is not None else self.eot_token_id
+
+    @property
+    def max_length(self) -> int:
+        return self.subject.window
+
+    @property
+    def tokenizer_name(self) -> str:
+        return self.subject.tokenizer.fingerprint
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+        return self.subject.tokenizer.tokenize(string)
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[tuple[tuple[str, str], list[int], list[int]]], disable_tqdm: bool = False, **_: Any
+    ) -> list[tuple[float, bool]]:
+        rows = [_row(context, target, self.max_length) for _, context, target in requests]
+        scores = self.subject.scorer.score(rows, greedy=True)
+        found = [(float(sum_), bool(greedy)) for sum_, greedy in zip(scores.logprobs, scores.greedy, strict=True)]
+        for (texts, _, _), answer in zip(requests, found, strict=True):
+            self.cache_hook.add_partial("loglikelihood", texts, answer)
+        return found
+
+    def loglikelihood_rolling(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[float]:
+        rows, owners = [], []
+        for number, request in enumerate(requests):
+            (text,) = request.args
+            for pair in get_rolling_token_windows(self.tok_encode(text), self.prefix_token_id, self.max_length, 1):
+                rows.append(continuation(*make_disjoint_window(pair)))
+                owners.append(number)
+        sums = np.zeros(len(requests))
+        if rows:
+            np.add.at(sums, owners, self.subject.scorer.score(rows).logprobs)
+        for request, total in zip(requests, sums.tolist(), strict=True):
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
+        return sums.tolist()
+
+    def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
+        """Each with its own settings; a stop text ends it and is not part of it."""
+        if self.subject.run.parallel.pp.size > 1:
+            raise ConfigError(
+                f"--pipeline-model-parallel-size {self.subject.run.parallel.pp.size}: texts are not generated in a "
+                "pipeline; use tensor parallelism for tasks that generate"
+            )
+        return [self._generated(*request.args) for request in requests]
+
+    def _generated(self, context: str, settings: dict[str, Any]) -> str:
+        tokenizer, wanted = self.subject.tokenizer, normalize_gen_kwargs(settings, NEW_TOKENS)
+        count = int(wanted["max_gen_toks"])
+        if count >= self.max_length:
+            raise ConfigError(
+                f"max_gen_toks {count}: the model reads {self.max_length} tokens, prompt included; ask for less"
+            )
+        stops = handle_stop_sequences(wanted.get("until"), eos=None)
+        prompt = self.tok_encode(context)[-(self.max_length - count) :] or [self.prefix_token_id]
+        heard: list[int] = []
+
+        def listen(row: int, token: int) -> None:
+            heard.append(token)
+            if any(stop and stop in tokenizer.detokenize(heard) for stop in stops):
+                raise _Stopped
+
+        with suppress(_Stopped):
+            generate(
+                self.subject.model,
+                [prompt],
+                max_new_tokens=count,
+                sampling=_sampling(wanted),
+                eod_id=self.eot_token_id,
+                on_token=listen,
+            )
+        text = postprocess_generated_text(tokenizer.detokenize(heard), stops, None)
+        self.cache_hook.add_partial("generate_until", (context, settings), text)
+        return text
+
+
+class _Stopped(Exception):
+    """A stop text has come."""
+
+
+def model_options(arguments: dict[str, Any]) -> ModelOptions:
+    """From what the harness hands over."""
+    names = {field.name for field in dataclasses.fields(ModelOptions)}
+    given = {"seq_length" if name == "max_length" else name: value for name, value in arguments.items()}
+    given = {name: value for name, value in given.items() if name not in _OF_THE_HARNESS}
+    unknown = sorted(given.keys() - names)
+    if unknown:
+        raise ConfigError(f"--model_args {unknown[0]}: not one of {', '.join(sorted(names))}")
+    if "load" not in given:
+        raise ConfigError("--model_args: has no load=DIR, the checkpoint")
+    size = str(given.pop("batch_size", "auto"))
+    if not size.startswith("auto"):
+        if not size.isdecimal():
+            raise ConfigError(f"--batch_size {size}: not a number, and not auto")
+        given["batch_size"] = int(size)
+    given = {name: value for name, value in given.items() if value is not None}
+    return ModelOptions(**{**given, "load": str(given["load"])})
+
+
+def _row(context: Sequence[int], target: Sequence[int], window: int) -> Scored:
+    """Of both, the last tokens that there is room for."""
+    tokens = [*context, *target][-(window + 1) :]
+    count = min(len(target), len(tokens) - 1)
+    return continuation(tokens[:-count], tokens[-count:])
+
+
+def _sampling(wanted: dict[str, Any]) -> Sampling:
+    if not wanted.get("do_sample"):
+        return Sampling(greedy=True)
+    return Sampling(
+        temperature=float(wanted.get("temperature", 1.0)),
+        top_k=int(wanted.get("top_k", 0)),
+        top_p=float(wanted.get("top_p", 0.0)),
+    )

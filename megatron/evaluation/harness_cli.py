@@ -1,0 +1,48 @@
+"""The command line of tools/harness.py: that of EleutherAI's harness, with our model among its own."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack, redirect_stdout
+
+from megatron.training.exit import StopReason, rank_of_process, run_as_program
+from megatron.utils.loading import loading_torch
+
+_WRITING = {"--output_path": True, "-o": True, "--log_samples": False, "-s": False}
+"""Flags with which the harness writes files, and whether they take a value: the first rank's business."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    words = list(sys.argv[1:] if argv is None else argv)
+
+    def body() -> StopReason:
+        with loading_torch():
+            from lm_eval.__main__ import cli_evaluate
+
+            import megatron.evaluation.harness  # noqa: F401  registers the model
+
+        with ExitStack() as closing:
+            main_rank = rank_of_process() == 0
+            if not main_rank:  # every rank gets every request, and the first one tells the results
+                closing.enter_context(redirect_stdout(closing.enter_context(open(os.devnull, "w"))))
+            sys.argv = ["lm_eval", *(words if main_rank else without_files(words))]
+            cli_evaluate()
+        return StopReason("done", "the harness")
+
+    run_as_program(body)
+    return 0
+
+
+def without_files(words: Sequence[str]) -> list[str]:
+    kept, skip = [], False
+    for word in words:
+        flag, equals, _ = word.partition("=")
+        if skip:
+            skip = False
+        elif flag in _WRITING:
+            skip = _WRITING[flag] and not equals
+        else:
+            kept.append(word)
+    return kept

@@ -1,0 +1,120 @@
+"""EleutherAI's harness gives on our checkpoint what its own `hf` model gives on the export: a local task of each kind,
+every answer. Needs the package lm_eval, which is optional; without it, what is said without it is checked."""
+
+from __future__ import annotations
+
+import json
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.evaluation.harness_cli import main, without_files
+from tests.equivalence.test_evaluate import FAMILIES, TEXTS, Saved, make_model
+from tests.unit.tokenizer.support import SAMPLES
+
+INSTALLED = find_spec("lm_eval") is not None
+needs_harness = pytest.mark.skipif(not INSTALLED, reason="lm_eval is not installed")
+
+
+def test_without_the_package_it_is_said_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    for name in [name for name in sys.modules if name.startswith(("lm_eval.", "megatron.evaluation.harness"))]:
+        if name != "megatron.evaluation.harness_cli":
+            monkeypatch.delitem(sys.modules, name)
+    with pytest.raises(SystemExit) as ended:
+        main(["--model", "megatron"])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == "error: lm_eval: the package is not installed; run `pip install lm_eval`\n"
+
+
+def test_only_the_first_rank_writes() -> None:
+    words = ["--model", "megatron", "--output_path", "a", "--log_samples", "--tasks", "t"]
+    assert without_files(words) == ["--model", "megatron", "--tasks", "t"]
+    assert without_files(["--output_path=a", "--limit", "3"]) == ["--limit", "3"]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    pytest.importorskip("transformers")
+    return make_model(tmp_path_factory.mktemp("llama"), FAMILIES["llama"])
+
+
+def answers(lm: Any) -> list[Any]:
+    from lm_eval.api.instance import Instance
+
+    def requests(kind: str, *arguments: tuple[Any, ...]) -> list[Any]:
+        return [Instance(kind, {}, args, number) for number, args in enumerate(arguments)]
+
+    pairs = [(a, b) for a in (*SAMPLES[:4], "", "for i in ", "x" * 60) for b in (" range", "\n    total", "values[i]")]
+    asked = [
+        (text, {"until": until, "max_gen_toks": count, "do_sample": False})
+        for text in SAMPLES[:3]
+        for until, count in ((["\n"], 12), (["e", " the"], 9), ([], 6))
+    ]
+    likely = lm.loglikelihood(requests("loglikelihood", *pairs))
+    rolling = lm.loglikelihood_rolling(requests("loglikelihood_rolling", *((text,) for text in TEXTS)))
+    return [likely, rolling, lm.generate_until(requests("generate_until", *asked))]
+
+
+@needs_harness
+def test_every_answer_is_that_of_its_own_model(saved: Saved) -> None:
+    from lm_eval.models.huggingface import HFLM
+
+    from megatron.evaluation.harness import MegatronLM
+
+    threads = torch.get_num_threads()
+    ours = MegatronLM(load=str(saved.native), max_length=32, batch_size=4, device="cpu")
+    torch.set_num_threads(threads)
+    theirs = HFLM(pretrained=str(saved.folder), device="cpu", dtype="float32", max_length=32, batch_size=1)
+    assert ours.prefix_token_id == theirs.prefix_token_id
+    (likely, rolling, texts), (their_likely, their_rolling, their_texts) = answers(ours), answers(theirs)
+    assert [pair[0] for pair in likely] == pytest.approx([pair[0] for pair in their_likely], rel=1e-4)
+    assert [pair[1] for pair in likely] == [pair[1] for pair in their_likely]
+    assert rolling == pytest.approx(their_rolling, rel=1e-4)
+    assert texts == their_texts
+
+
+TASK = """\
+task: tiny
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {data}}}}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{{{context}}}}"
+doc_to_choice: "{{{{choices}}}}"
+doc_to_target: "{{{{gold}}}}"
+metric_list:
+  - metric: acc
+  - metric: acc_norm
+"""
+
+
+@needs_harness
+def test_the_command_line_runs_a_local_task(saved: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data, words = tmp_path / "items.jsonl", " ".join(SAMPLES).split()
+    items = [
+        {"context": " ".join(words[n : n + 3]), "choices": words[n + 3 : n + 6], "gold": n % 3} for n in range(0, 24, 2)
+    ]
+    data.write_text("\n".join(map(json.dumps, items)))
+    (tmp_path / "tiny.yaml").write_text(TASK.format(data=data))
+    monkeypatch.setattr(sys, "argv", [])
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    results, threads = [], torch.get_num_threads()
+    for name, model, arguments in (
+        ("ours", "megatron", f"load={saved.native},max_length=32"),
+        ("theirs", "hf", f"pretrained={saved.folder},dtype=float32,max_length=32"),
+    ):
+        out = tmp_path / name
+        given = ["--model", model, "--model_args", arguments, "--tasks", "tiny", "--include_path", str(tmp_path)]
+        assert main([*given, "--device", "cpu", "--output_path", str(out)]) == 0
+        torch.set_num_threads(threads)
+        (file,) = out.rglob("results_*.json")
+        found = json.loads(file.read_text())["results"]["tiny"]
+        results.append({key: value for key, value in found.items() if key.startswith("acc")})
+    assert results[0] == results[1] and results[0]

@@ -1,0 +1,11 @@
+"""EleutherAI's harness on our checkpoints; see `--help`."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs from a checkout that is not installed
+
+if __name__ == "__main__":
+    from megatron.utils.command_line import run_tool_module
+
+    sys.exit(run_tool_module("megatron.evaluation.harness_cli"))
