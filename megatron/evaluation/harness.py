@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
 
 try:
+    from lm_eval.__main__ import cli_evaluate
     from lm_eval.api.model import TemplateLM
     from lm_eval.api.registry import register_model
     from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
@@ -31,6 +32,8 @@ except ModuleNotFoundError as missing:
     if (missing.name or "").partition(".")[0] != "lm_eval":
         raise
     raise ConfigError("lm_eval: the package is not installed; run `pip install lm_eval`") from None
+
+__all__ = ["MegatronLM", "cli_evaluate"]
 
 NAME = "megatron"
 NEW_TOKENS = 256
@@ -71,11 +74,14 @@ class MegatronLM(TemplateLM):
     def tokenizer_name(self) -> str:
         return self.subject.tokenizer.fingerprint
 
-    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **unused: Any) -> list[int]:
         return self.subject.tokenizer.tokenize(string)
 
     def _loglikelihood_tokens(
-        self, requests: Sequence[tuple[tuple[str, str], list[int], list[int]]], disable_tqdm: bool = False, **_: Any
+        self,
+        requests: Sequence[tuple[tuple[str, str], list[int], list[int]]],
+        disable_tqdm: bool = False,
+        **unused: Any,
     ) -> list[tuple[float, bool]]:
         rows = [_row(context, target, self.max_length) for _, context, target in requests]
         scores = self.subject.scorer.score(rows, greedy=True)

@@ -19,9 +19,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def body() -> StopReason:
         with loading_torch():
-            from lm_eval.__main__ import cli_evaluate
-
-            import megatron.evaluation.harness  # noqa: F401  registers the model
+            from megatron.evaluation.harness import cli_evaluate
 
         with ExitStack() as closing:
             main_rank = rank_of_process() == 0

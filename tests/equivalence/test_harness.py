@@ -4,6 +4,7 @@ every answer. Needs the package lm_eval, which is optional; without it, what is 
 from __future__ import annotations
 
 import json
+import os
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,6 +17,8 @@ from megatron.evaluation.harness_cli import main, without_files
 from tests.equivalence.test_evaluate import FAMILIES, TEXTS, Saved, make_model
 from tests.unit.tokenizer.support import SAMPLES
 
+# Read when the packages are imported: all of a task's data is here.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
 INSTALLED = find_spec("lm_eval") is not None
 needs_harness = pytest.mark.skipif(not INSTALLED, reason="lm_eval is not installed")
 
