@@ -14,8 +14,18 @@ _WRITING = {"--output_path": True, "-o": True, "--log_samples": False, "-s": Fal
 """Flags with which the harness writes files, and whether they take a value: the first rank's business."""
 
 
+_USAGE = """\
+usage: harness.py --model megatron --model_args load=DIR[,seq_length=N,dtype=T,...] --tasks TASK[,TASK...] [...]
+
+EleutherAI's harness (the package lm_eval) with one model more, a checkpoint of ours. model_args are the flags of
+evaluate.py's model without dashes; all other flags are the harness's own: `lm_eval run --help` tells them."""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
+    if words in (["-h"], ["--help"]):
+        print(_USAGE)
+        return 0
 
     def body() -> StopReason:
         with loading_torch():
