@@ -50,6 +50,8 @@ class ClientUpdate:
         self._halves = [name for name in self._tensors if grads.parameter(name).dtype in HALF]
         self._copies = [name for name, tensor in self._tensors.items() if tensor is not self._weights[name]]
         self._versions = self._written()
+        pieces = [name for name, weight in self._weights.items() if weight is not grads.parameter(name)]
+        self._places = {name: grads.parameter(name).data_ptr() for name in pieces}
         self._number = _number_of_tensors(optimizer)
         choose_fused(optimizer)
         self._given = [_options(group) for group in optimizer.param_groups]
@@ -61,6 +63,12 @@ class ClientUpdate:
             raise ConfigError(
                 "optimizer.add_param_group(): the engine has no place for the gradients of parameters that come later; "
                 "give the optimizer all of them before megatron.initialize() (a group of lr 0 stays as it is)"
+            )
+        moved = [name for name, place in self._places.items() if self._grads.parameter(name).data_ptr() != place]
+        if moved:
+            raise ConfigError(
+                f"{moved[0]}.data was replaced, and weights that the ranks divide (ZeRO) have their place in a buffer; "
+                f"write into it: {moved[0]}.data.copy_(...)"
             )
         if not decision.applied:
             return
@@ -172,10 +180,11 @@ class ClientUpdate:
             }
         return tensor
 
-    def _written(self) -> dict[str, int]:
-        """How often the program has written to the parameters of which there are copies; our own updates leave torch's
-        counters as they are."""
-        return {name: self._grads.parameter(name)._version for name in self._copies}
+    def _written(self) -> dict[str, tuple[int, int]]:
+        """How often the program has written to the parameters of which there are copies, and where they are; our own
+        updates leave torch's counters as they are."""
+        parameters = {name: self._grads.parameter(name) for name in self._copies}
+        return {name: (one._version, one.data_ptr()) for name, one in parameters.items()}
 
     @torch.no_grad()
     def _take_up_writes(self) -> None:

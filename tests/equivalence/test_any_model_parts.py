@@ -95,6 +95,21 @@ def test_a_part_that_is_frozen_for_a_while() -> None:
         assert max(largest_difference(one, wanted) for one in found) < 1e-12
 
 
+def replacing(rank: int) -> bool:
+    model, optimizer = made()
+    config: dict[str, Any] = {"train_batch_size": 4, "zero_optimization": {"stage": 1}}
+    engine, *_ = initialize(model=model, optimizer=optimizer, config=config)
+    model.base.weight.data = torch.zeros_like(model.base.weight)
+    engine.backward(engine(halves_of(0)[rank], BOTH).sum())
+    engine.step()
+    return True
+
+
+def test_weights_that_are_replaced_in_a_divided_buffer_are_refused() -> None:
+    with pytest.raises(RankFailed, match=r"base.weight.data was replaced, .* write into it: base.weight.data.copy_"):
+        run_ranks(2, replacing)
+
+
 def test_planted_bug_what_no_rank_has_used_is_not_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Usage, "_missed_by_all", lambda *_: ())
     with pytest.raises(AssertionError):

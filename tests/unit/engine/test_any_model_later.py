@@ -49,7 +49,12 @@ def copy(engine: ModelEngine, weights: dict[str, torch.Tensor]) -> None:
             one.copy_(weights[name])
 
 
-@pytest.mark.parametrize("write", [load, load_the_model, copy])
+def replace(engine: ModelEngine, weights: dict[str, torch.Tensor]) -> None:
+    for name, one in engine.module.named_parameters():
+        one.data = weights[name]
+
+
+@pytest.mark.parametrize("write", [load, load_the_model, copy, replace])
 def test_weights_that_are_written_later_are_what_goes_on(
     write: Callable[[ModelEngine, dict[str, torch.Tensor]], None],
 ) -> None:
