@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import Any
 from megatron.config.deepspeed.blocks import DECISIONS, without_booleans
 from megatron.config.deepspeed.json_file import read_json
 from megatron.config.deepspeed.keys import Key, wrong_kind
+from megatron.config.deepspeed.optimizers import decide_optimizer
 from megatron.config.deepspeed.table import children, is_default, keys_by_path
 from megatron.config.refusals import Refusals
 from megatron.config.run import settings_by_name
@@ -41,6 +42,10 @@ class DeepSpeedSettings:
         return {name: f"key {key} of {self.name}" for name, key in self.keys.items()}
 
 
+_LEFT_UNKNOWN: Mapping[Callable[[Any], None], tuple[str, ...]] = MappingProxyType({decide_optimizer: ("--lr",)})
+"""The flags that are set, or required, by what a refused block may have said."""
+
+
 def read_deepspeed(
     source: str | Path | Mapping[str, Any],
     *,
@@ -62,7 +67,7 @@ def read_deepspeed(
     reading = Reading(name, found, stronger)
     reading.walk("", without_booleans(content))
     for decide in DECISIONS:
-        with reading.naming():
+        with reading.naming(*_LEFT_UNKNOWN.get(decide, ())):
             decide(reading)
     if refusals is None:
         found.end()
@@ -174,7 +179,9 @@ class Reading:
 
 
 def _fields_of(path: str) -> tuple[str, ...]:
-    """The field that a key sets, if it is one alone."""
+    """The field that a key sets, if it is one alone; a wrong block of an optimizer leaves its rate unknown."""
+    if path in ("optimizer", "optimizer.type", "optimizer.params"):
+        return ("lr",)
     key = keys_by_path().get(path)
     field = "" if key is None else key.field or path.rpartition(".")[2]
     return (field,) if field in settings_by_name() else ()

@@ -189,6 +189,21 @@ def test_what_follows_from_a_refused_key_is_not_told(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    "block",
+    [
+        "AdamW",
+        {"type": "Lamb", "params": {"lr": 1}},
+        {"type": "AdamW", "params": {"lr": -1}},
+        {"type": "SGD", "params": []},
+    ],
+)
+def test_a_refused_optimizer_leaves_no_rate_to_ask_for(block: Any, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"ds.json: optimizer") as caught:
+        parse(tmp_path, {MICRO: 4, "optimizer": block}, "--train-iters 9")
+    assert "\n" not in str(caught.value)
+
+
 ARTICLE = """
 {"train_batch_size": 16, "train_micro_batch_size_per_gpu": 4,
  "optimizer": {"type": "AdamW", "params": {"lr": 0.001}},
