@@ -172,7 +172,11 @@ class FullySharded:
 
     @property
     def names(self) -> tuple[str, ...]:
-        return tuple(name for name, shard in self._shards.items() if shard.parameter.requires_grad)
+        return tuple(name for name, shard in self._shards.items() if shard.described.requires_grad)
+
+    def frozen(self) -> list[str]:
+        """Those of `names` that were frozen since."""
+        return [name for name in self.names if not self._shards[name].parameter.requires_grad]
 
     def grad_dtype(self, name: str) -> torch.dtype:
         return self._shards[name].parameter.dtype

@@ -3,6 +3,7 @@ the whole batch. A part that nobody uses, or that is frozen, does not move."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -93,6 +94,32 @@ def test_a_part_that_is_frozen_for_a_while() -> None:
     wanted = expected([(BOTH, BOTH)] * 4, freezes=True)
     for found in run_ranks(2, each_stage):
         assert max(largest_difference(one, wanted) for one in found) < 1e-12
+
+
+def saved_while_frozen(rank: int, folder: str) -> list[tuple[dict[str, Tensor], dict[str, Tensor]]]:
+    pairs = []
+    for stage in (0, 1, 2, 3):
+        engines = []
+        for loads in (False, True):
+            model, optimizer = made()
+            config: dict[str, Any] = {"train_batch_size": 4, "zero_optimization": {"stage": stage}}
+            engine, *_ = initialize(model=model, optimizer=optimizer, config=config)
+            if loads:
+                engine.load_checkpoint(folder, tag=f"stage{stage}")
+            for step in range(2 if loads else 0, 4):
+                freeze(model, step)
+                engine.backward(F.mse_loss(engine(halves_of(step)[rank], BOTH), halves_of(step)[rank].flip(-1)))
+                engine.step()
+                if step == 1 and not loads:
+                    engine.save_checkpoint(folder, tag=f"stage{stage}")
+            engines.append({name: one.clone() for name, one in engine.whole_state_dict().items()})
+        pairs.append((engines[0], engines[1]))
+    return pairs
+
+
+def test_the_state_of_a_frozen_part_is_saved(tmp_path: Path) -> None:
+    for pairs in run_ranks(2, saved_while_frozen, str(tmp_path)):
+        assert [largest_difference(resumed, whole) for whole, resumed in pairs] == [0.0] * 4
 
 
 def replacing(rank: int) -> bool:

@@ -35,7 +35,7 @@ class Usage:
         grads = self._grads
         if isinstance(grads, FullySharded):
             grads.reduce()
-            self._absent = set(grads.all_names).difference(grads.names)
+            self._absent = grads.frozen()
             return
         missing = set(grads.missing())
         grads.reduce()  # before the ranks compare: some may have begun in backward, where others lacked a gradient
