@@ -96,3 +96,10 @@ def test_defaults_of_olmo2() -> None:
     assert (config.norm_placement, config.qk_layernorm, config.qk_layernorm_scope) == ("after", True, "all")
     with pytest.raises(ConfigError, match="attention_bias True with mlp_bias False is not supported"):
         imported("olmo2", {**SHAPE, "attention_bias": True})
+
+
+def test_noise_on_routers_is_refused() -> None:
+    experts = {**SHAPE, "num_local_experts": 4, "num_experts_per_tok": 2}
+    imported("mixtral", {**experts, "router_jitter_noise": 0.0})
+    with pytest.raises(ConfigError, match=r"router_jitter_noise 0\.1 is not supported; only 0\.0"):
+        imported("mixtral", {**experts, "router_jitter_noise": 0.1})

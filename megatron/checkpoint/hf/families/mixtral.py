@@ -8,7 +8,7 @@ from typing import Any
 from megatron.checkpoint.hf.families.llama import LAYER
 from megatron.checkpoint.hf.families.mistral import Mistral
 from megatron.checkpoint.hf.families.routed import experts, softmax_routing_lacks
-from megatron.checkpoint.hf.family import Lacking
+from megatron.checkpoint.hf.family import Lacking, refuse_unless
 from megatron.config import ModelConfig, MoEConfig
 
 
@@ -37,4 +37,5 @@ class Mixtral(Mistral):
         }
 
     def experts_from_json(self, values: Mapping[str, Any]) -> MoEConfig:
+        refuse_unless(values, router_jitter_noise=0.0)  # noise on what a router reads while it is trained
         return MoEConfig(num_experts=values["num_local_experts"], moe_router_topk=values["num_experts_per_tok"])
