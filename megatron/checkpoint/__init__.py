@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from megatron.checkpoint.determinism import determinism_fingerprint
     from megatron.checkpoint.load import FoundStep, find_checkpoint, load_checkpoint
     from megatron.checkpoint.lock import DirectoryLock
+    from megatron.checkpoint.non_persistent import NonPersistent
     from megatron.checkpoint.reader import StepReader
     from megatron.checkpoint.retention import warning_before_training
     from megatron.checkpoint.save import Save, hold_directory, save_checkpoint, save_now
@@ -26,6 +27,7 @@ __all__ = [
     "DirectoryLock",
     "FoundStep",
     "LoadedState",
+    "NonPersistent",
     "Retention",
     "RunHistory",
     "Save",
@@ -56,6 +58,7 @@ _LAZY = {
     "load_checkpoint": "megatron.checkpoint.load",
     "DirectoryLock": "megatron.checkpoint.lock",
     "StepReader": "megatron.checkpoint.reader",
+    "NonPersistent": "megatron.checkpoint.non_persistent",
     "warning_before_training": "megatron.checkpoint.retention",
     "hold_directory": "megatron.checkpoint.save",
     "Save": "megatron.checkpoint.save",

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from megatron.checkpoint.all_ranks import do_on_first, run_on_all, run_on_first
+from megatron.checkpoint.all_ranks import run_on_all, run_on_first
 from megatron.checkpoint.content import RankContent
 from megatron.checkpoint.host_memory import HostMemory
 from megatron.checkpoint.save import Committed, Save
@@ -109,7 +109,7 @@ class Background:
         try:
             content = run_on_all(lambda: self._copied(save), self._parallel.world)
         except Exception:
-            do_on_first(save.discard, self._parallel.world)
+            save.give_up()
             raise
         save = save.without_tensors()
         commit = partial(save.commit, retention)
@@ -154,14 +154,13 @@ class Background:
                 run_on_all(flight.task.result, self._parallel.world)
             except Exception:
                 self._flight = None
-                do_on_first(flight.save.discard, self._parallel.world)
+                flight.save.give_up()
                 raise
             flight.writes = False
-            flight.task = Task(flight.commit if self._parallel.world.rank == 0 else _nothing)
+            flight.task = Task(flight.commit if flight.save.commits else _nothing)
             return None
         self._flight = None
-        done = run_on_first(flight.task.result, self._parallel.world, Committed)
-        return flight.save.finished(done, flight.started, flight.blocked)
+        return flight.save.finished(flight.save.concluded(flight.task.result), flight.started, flight.blocked)
 
     def close(self) -> None:
         """Where a run ends by an error, which other ranks may not have: nothing is committed any more."""

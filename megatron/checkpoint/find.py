@@ -23,6 +23,11 @@ class Candidates:
     warning: str | None = None
     if_damaged: str = "no valid checkpoint is left to fall back to"  # said if none of the directories is valid
 
+    @property
+    def first_step(self) -> int | None:
+        """None: a start at iteration 0."""
+        return None if self.release or not self.directories else paths.step_of(self.directories[0].name)
+
 
 def find_candidates(
     directory: Path, *, save_dir: Path | None = None, step: int | None = None, strict: bool = False

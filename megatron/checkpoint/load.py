@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -16,7 +17,7 @@ from megatron.checkpoint.architecture import check_architecture
 from megatron.checkpoint.find import Candidates, find_candidates
 from megatron.checkpoint.manifest import Manifest
 from megatron.checkpoint.megatron_lm import ForeignStep, open_foreign
-from megatron.checkpoint.reader import StepReader
+from megatron.checkpoint.reader import PlannedReader, StepReader
 from megatron.checkpoint.state import (
     Held,
     LoadedState,
@@ -37,6 +38,10 @@ from megatron.errors import CheckpointError
 from megatron.model.parameters import WORD_TABLE
 
 Log = Callable[[str], object]
+AtHand = Callable[[Collection[str]], AbstractContextManager[Path]]
+"""The files that this rank needs -> the directory with them. All ranks call it."""
+Newer = Callable[[int | None, Log], "FoundStep | None"]
+"""A step, or None for a start at iteration 0 -> a newer step of the same run. All ranks call it."""
 
 
 @dataclass(frozen=True)
@@ -48,9 +53,25 @@ class FoundStep:
     release: bool
     foreign: ForeignStep | None = None
     """If Megatron-LM wrote it: then the manifest is made from its files."""
+    save: Path | None = None
+    """Of a non-persistent step: the save directory of its run."""
+    at_hand: AtHand | None = None
+    """Of a local step, whose files are on several machines."""
 
-    def reader(self) -> StepReader:
-        return StepReader(self.directory, self.manifest) if self.foreign is None else self.foreign.reader
+    def reader(self, directory: Path | None = None) -> StepReader:
+        """`directory`: with the files, if they have been brought together there."""
+        return StepReader(directory or self.directory, self.manifest) if self.foreign is None else self.foreign.reader
+
+    def in_save_directory(self) -> dict[Path, int]:
+        """Its step that a run goes on from."""
+        line = self.manifest.line
+        step = self.manifest.step if line is None else line.base
+        return {} if step is None else {self.saved_by.resolve(): step}
+
+    @property
+    def saved_by(self) -> Path:
+        """The save directory of the run that saved it."""
+        return self.directory.parent if self.save is None else self.save
 
     def with_vocabulary(self, rows: int) -> FoundStep:
         """Of Megatron-LM's tables, which are saved with their padding, the first `rows` rows."""
@@ -83,8 +104,10 @@ def find_checkpoint(
     check_hashes: bool = True,
     history: RunHistory | None = None,
     log: Log = print,
+    newer: Newer | None = None,
 ) -> FoundStep | None:
-    """The step that --load takes, verified on every rank; None is a fresh start, which is logged.
+    """The step that --load takes, verified on every rank; None is a fresh start, which is logged. A `newer` one is
+    taken instead if it goes on from that step.
 
     All ranks call it; `log` is called on the first one only.
     """
@@ -92,6 +115,8 @@ def find_checkpoint(
     candidates = run_on_first(
         lambda: find_candidates(directory, save_dir=save_dir, step=step, strict=strict), parallel.world, Candidates
     )
+    if newer is not None and (found := newer(candidates.first_step, say)) is not None:
+        return found
     if not candidates.directories:
         say(f"--load {directory} is also --save and holds no checkpoint: a fresh start")
         return None
@@ -105,7 +130,7 @@ def find_checkpoint(
                 return FoundStep(candidate, foreign.manifest, candidates.release, foreign)
             record = run_on_all(partial(verified_manifest, candidate), parallel.world)
             if check_hashes:
-                _verify_together(candidate, record, parallel.world)
+                verify_together(candidate, record, parallel.world)
         except DamagedCheckpointError as error:
             if candidate == candidates.directories[-1]:
                 raise CheckpointError(f"{error}; {candidates.if_damaged}") from error
@@ -122,7 +147,7 @@ def find_checkpoint(
     raise AssertionError("find_candidates gave no candidate and no fresh start")
 
 
-def _verify_together(directory: Path, record: Manifest, world: Axis) -> None:
+def verify_together(directory: Path, record: Manifest, world: Axis) -> None:
     """Ranks that see the same files hash a share of them each, and the verdict of one is that of all. A copy that only
     the ranks of one machine see is hashed by them."""
     copies = all_gather_json(run_on_all(partial(identity, directory, record), world), world, str)
@@ -163,11 +188,15 @@ def load_checkpoint(
     load = _Load(found, params, take, held, parallel, finetune or found.release, load_optim, load_rng, say)
     run_on_all(lambda: load.check_fit(model_config, moe_config), parallel.world)
     run_on_all(lambda: load.report_changes(fingerprint or {}, deterministic), parallel.world)
-    state = run_on_all(load.read, parallel.world)
+    files: AbstractContextManager[Path] = nullcontext(found.directory)
+    if found.at_hand is not None:
+        files = found.at_hand(run_on_all(load.files_needed, parallel.world))
+    with files as directory:
+        state = run_on_all(lambda: load.read(load.found.reader(directory)), parallel.world)
     if history is not None:
         history.started_from = state.iteration
         if not load.weights_only:
-            history.loaded[found.directory.parent.resolve()] = found.manifest.step
+            history.loaded |= found.in_save_directory()
     return state
 
 
@@ -264,10 +293,16 @@ class _Load:
                 "or --finetune to take the weights alone"
             )
 
+    def files_needed(self) -> set[str]:
+        """Those that `read` opens, as itself says."""
+        reader, quiet = PlannedReader(self.found.directory, self.found.manifest), replace(self, say=_say_nothing)
+        with torch.device("meta"):
+            replace(quiet, take=lambda name, tensor: None).read(reader)
+        return reader.names
+
     @torch.no_grad()
-    def read(self) -> LoadedState:
+    def read(self, reader: StepReader) -> LoadedState:
         saved = self.found.manifest
-        reader = self.found.reader()
         for name, (spec, tensor) in self.params.items():
             if tensor.is_meta and self.take is not None:
                 mapped = reader.mapped(spec, tensor, saved.model[name], cast=self.weights_only)

@@ -23,13 +23,14 @@ class DirectoryLock:
     exclusive: bool  # False where the file system has no locks
 
     @classmethod
-    def acquire(cls, directory: Path, run_id: str) -> DirectoryLock:
+    def acquire(cls, directory: Path, run_id: str, flag: str = "--save") -> DirectoryLock:
+        """`flag` names the directory."""
         with storage.storage_errors("locking the checkpoint directory", directory):
             durable.make_directory(directory)
             flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
             descriptor = os.open(directory / paths.LOCK, flags, 0o644)
             try:
-                exclusive = _lock(descriptor, directory)
+                exclusive = _lock(descriptor, directory, flag)
                 _sign(descriptor, run_id)
             except BaseException:
                 os.close(descriptor)  # an open descriptor would go on holding the lock
@@ -59,13 +60,13 @@ def _release(lock: DirectoryLock | None) -> None:
         lock.release()
 
 
-def _lock(descriptor: int, directory: Path) -> bool:
+def _lock(descriptor: int, directory: Path, flag: str) -> bool:
     """False where the file system has no locks; a ConfigError names the run that holds the lock."""
     try:
         return durable.try_lock(descriptor)
     except BlockingIOError as error:
         holder = _holder(descriptor, directory / paths.LOCK)
-        raise ConfigError(f"--save {directory}: in use by {holder}; stop that run or give another directory") from error
+        raise ConfigError(f"{flag} {directory}: in use by {holder}; stop that run or give another directory") from error
 
 
 def _sign(descriptor: int, run_id: str) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.checkpoint import paths, storage
+from megatron.checkpoint.lineage import Line
 from megatron.checkpoint.storage import FileRecord
 from megatron.distributed.division import piece_of, pieces_between
 from megatron.distributed.shard import Range
@@ -79,6 +80,7 @@ class Manifest:
     origin: Mapping[str, Any] = field(default_factory=dict)  # hf/origin.py; empty for a run started here
     divisions: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # the files of divided slices, in order
     holds: tuple[str, ...] = ()  # which of optimizer, scheduler and rng were saved
+    line: Line | None = None  # of a non-persistent step
     hash: str = storage.HASH  # of the files' blocks
     schema: int = SCHEMA
 
@@ -113,7 +115,7 @@ class Manifest:
 
 def encode(manifest: Manifest) -> bytes:
     body = asdict(manifest)
-    for optional in ("origin", "divisions"):  # a manifest says no more than it has to
+    for optional in ("origin", "divisions", "line"):  # a manifest says no more than it has to
         if not body[optional]:
             del body[optional]
     for records in (body["model"], *body["optimizer"].values()):
@@ -141,7 +143,7 @@ def decode(raw: bytes, path: Path) -> Manifest:
             raise BrokenManifestError(
                 f"{path} has {manifest.hash[:40]} checksums; this version knows {', '.join(storage.HASHES)}"
             )
-        _check_numbers(manifest)
+        check_numbers(manifest)
         return manifest
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
@@ -154,7 +156,7 @@ def _of_schema_1(body: Mapping[str, Any]) -> dict[str, Any]:
     return {**body, "files": files, "hash": "sha256", "schema": _WITHOUT_DIVISIONS}
 
 
-def _check_numbers(manifest: Manifest) -> None:
+def check_numbers(manifest: Manifest) -> None:
     """Shapes and positions that no tensor has. A ValueError says which."""
     if manifest.step < 0 or any(record.size < 0 for record in manifest.files.values()):
         raise ValueError("a negative step or size")

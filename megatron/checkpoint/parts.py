@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from megatron.checkpoint.manifest import TensorRecord
+from megatron.checkpoint.manifest import Manifest, TensorRecord
 from megatron.checkpoint.storage import FileRecord
 from megatron.errors import CheckpointError
 from megatron.utils import durable
@@ -51,10 +51,10 @@ def leave(folder: Path, rank: int, part: Part) -> None:
     durable.write_synced(_path(folder, rank), [json.dumps(plain(part)).encode()], sync=False)
 
 
-def collect(folder: Path, ranks: int) -> list[Part]:
-    """What all ranks have left; it is removed."""
+def collect(folder: Path, ranks: Iterable[int]) -> list[Part]:
+    """What these ranks have left; it is removed."""
     found = []
-    for rank in range(ranks):
+    for rank in ranks:
         path = _path(folder, rank)
         try:
             found.append(typed(Part, json.loads(path.read_bytes())))
@@ -62,6 +62,20 @@ def collect(folder: Path, ranks: int) -> list[Part]:
             raise CheckpointError(f"{path} cannot be read ({error}); all ranks must run the same version") from None
         path.unlink()
     return found
+
+
+def joined(header: Manifest, parts: list[Part]) -> Manifest:
+    """The manifest of a step, from what all ranks have written of it."""
+    names = sorted({name for part in parts for name in part.optimizer})
+    return replace(
+        header,
+        files={name: record for part in parts for name, record in part.files.items()},
+        model=merge_records(part.model for part in parts),
+        optimizer={
+            name: merge_records(part.optimizer[name] for part in parts if name in part.optimizer) for name in names
+        },
+        divisions=divisions(parts),
+    )
 
 
 def divisions(parts: Iterable[Part]) -> dict[str, tuple[str, ...]]:

@@ -14,6 +14,8 @@ from megatron.utils.durable import write_atomically
 TRACKER = "latest_checkpointed_iteration.txt"
 MANIFEST = "manifest.json"
 LOCK = ".lock"
+LINEAGE = ".lineage"
+NON_PERSISTENT = "non_persistent"
 RELEASE = "release"
 MODEL_FILE = "model_optim_rng.pt"
 TOKENIZER = "tokenizer"

@@ -95,6 +95,33 @@ class StepReader:
         return self.file(names[0])
 
 
+class PlannedReader(StepReader):
+    """Opens nothing: it notes the names of the files that a StepReader would open. What it gives has no content, and
+    what is to be filled stays as it is."""
+
+    def __init__(self, directory: Path, manifest: Manifest) -> None:
+        super().__init__(directory, manifest)
+        self.names: set[str] = set()
+
+    def file(self, name: str) -> Any:
+        self.names.add(name)
+        return _Nothing()
+
+    def elements(self, spec: ShardSpec, record: TensorRecord, piece: Slice, held: Range) -> Tensor:
+        self.names |= {file for file, _ in self.manifest.places(piece, held)}
+        return torch.empty(held[1] - held[0], dtype=_dtype(record.dtype), device="meta")
+
+    def fill(self, spec: ShardSpec, target: Tensor, record: TensorRecord, *, cast: bool = False) -> None:
+        super().fill(spec, torch.empty_like(target, device="meta"), record, cast=cast)
+
+
+class _Nothing(dict[Any, Any]):
+    """Has every key."""
+
+    def __missing__(self, key: object) -> _Nothing:
+        return _Nothing()
+
+
 def _dtype(name: str) -> torch.dtype:
     found = getattr(torch, name.removeprefix("torch."), None)
     if not isinstance(found, torch.dtype):

@@ -71,11 +71,23 @@ def retain(directory: Path, history: RunHistory, wanted: Retention, *, tracker_s
         kept |= {step for step in steps if step % interval == 0}
     messages = []
     for step in sorted(set(steps) - kept):
-        trash = free_name(directory, paths.TRASH + paths.step_name(step))
-        durable.rename(paths.step_directory(directory, step), trash)
-        shutil.rmtree(trash)
+        delete(directory, step)
         messages.append(f"deleted {paths.step_name(step)}")
     return messages
+
+
+def keep_only(directory: Path, step: int | None) -> None:
+    """Of non-persistent steps, of which the newest alone is of use."""
+    for other in paths.list_steps(directory):
+        if other != step:
+            delete(directory, other)
+
+
+def delete(directory: Path, step: int) -> None:
+    """First under another name, so that a step is whole or not there."""
+    trash = free_name(directory, paths.TRASH + paths.step_name(step))
+    durable.rename(paths.step_directory(directory, step), trash)
+    shutil.rmtree(trash)
 
 
 def free_name(directory: Path, name: str) -> Path:

@@ -26,8 +26,9 @@ from megatron import __version__
 from megatron.checkpoint import classic, manifest, parts, paths, retention, storage
 from megatron.checkpoint.all_ranks import do_on_first, run_on_all, run_on_first
 from megatron.checkpoint.content import Copy, RankContent, classic_arguments, plain_copy, rank_content
+from megatron.checkpoint.lineage import Line
+from megatron.checkpoint.lock import DirectoryLock
 from megatron.checkpoint.manifest import Manifest
-from megatron.checkpoint.parts import Part
 from megatron.checkpoint.state import Retention, RunHistory, SavedInfo, Sharded, TrainState, axis_sizes, writes
 from megatron.checkpoint.storage import FileRecord, HashingFile
 from megatron.distributed.messages import all_gather_json
@@ -70,19 +71,31 @@ def save_now(save: Save, retention: Retention) -> SavedInfo:
     try:
         run_on_all(lambda: save.write(save.content()), world)
     except Exception:
-        do_on_first(save.discard, world)
+        save.give_up()
         raise
-    return save.finished(run_on_first(lambda: save.commit(retention), world, Committed), started)
+    return save.finished(save.concluded(lambda: save.commit(retention)), started)
 
 
-def hold_directory(directory: Path, *, parallel: ParallelState, history: RunHistory) -> None:
+def hold_directory(directory: Path, *, parallel: ParallelState, history: RunHistory, flag: str = "--save") -> None:
     """Locks the save directory for this run, so that a second run is refused before it trains. All ranks call it."""
 
     def acquire() -> None:
-        history.acquire(directory)
+        history.acquire(directory, flag)
         _check_writable(directory)
 
     do_on_first(acquire, parallel.world)
+
+
+def held_lock(given: str, directory: Path, history: RunHistory, iteration: int) -> DirectoryLock:
+    """The lock of a directory that is still the one that was locked."""
+    lock = history.acquire(directory)
+    if not lock.is_of(directory):
+        raise StorageError(
+            f"{given}: was moved, removed or replaced while this run was training; iteration {iteration} is "
+            "not saved, earlier ones are where the directory went. Put it back, and start again with --load to go on "
+            "from the last"
+        )
+    return lock
 
 
 def _check_writable(directory: Path) -> None:
@@ -117,6 +130,8 @@ class Save:
     save_tokenizer: SaveTokenizer | None
     fingerprint: Mapping[str, Any]
     release: bool = False
+    line: Line | None = None
+    """Of a non-persistent step: then it is the only one that is kept."""
 
     @property
     def name(self) -> str:
@@ -129,6 +144,12 @@ class Save:
     @property
     def temporary(self) -> Path:
         return paths.unfinished(self.directory, self.name, self.history.run_id)
+
+    @property
+    def given(self) -> str:
+        """The setting that names the directory."""
+        flag = "--save" if self.line is None else "--non-persistent-global-ckpt-dir"
+        return f"{flag} {self.directory}"
 
     def without_tensors(self) -> Save:
         """What is needed of it once its content was copied."""
@@ -151,7 +172,21 @@ class Save:
         """On all ranks, after the commit."""
         self.history.committed_steps(self.directory).add(self.state.iteration)
         seconds = time.monotonic() - started
-        return SavedInfo(self.target, self.state.iteration, done.size, seconds, blocked=blocked, messages=done.messages)
+        step = self.state.iteration
+        return SavedInfo(self.target, step, done.size, seconds, blocked=blocked, line=self.line, messages=done.messages)
+
+    @property
+    def commits(self) -> bool:
+        """Whether this rank does: the first one, for all."""
+        return self.parallel.world.rank == 0
+
+    def concluded(self, commit: Callable[[], Committed]) -> Committed:
+        """The result of `commit`, of which those that do not commit have none. All ranks call it."""
+        return run_on_first(commit, self.parallel.world, Committed)
+
+    def give_up(self) -> None:
+        """All ranks call it."""
+        do_on_first(self.discard, self.parallel.world)
 
     def begin(self) -> None:
         """Locks, sweeps and makes the temporary directory. All ranks call it."""
@@ -171,26 +206,23 @@ class Save:
         return size
 
     def prepare(self, need: int) -> None:
-        lock = self.history.acquire(self.directory)
-        if not lock.is_of(self.directory):
-            raise StorageError(
-                f"--save {self.directory}: was moved, removed or replaced while this run was training; iteration "
-                f"{self.state.iteration} is not saved, earlier ones are where the directory went. Put it back, and "
-                "start again with --load to go on from the last"
-            )
+        lock = held_lock(self.given, self.directory, self.history, self.state.iteration)
         with storage.storage_errors("preparing a checkpoint", self.directory):
             retention.sweep(self.directory, self.history.run_id, exclusive=lock.exclusive)
-            free = storage.free_bytes(self.directory)
-            if free < _SPACE_FACTOR * need:
-                raise StorageError(
-                    f"--save {self.directory}: {free} bytes are free, a checkpoint of {need} bytes needs "
-                    f"{_SPACE_FACTOR} times its size; free space there or give another directory"
-                )
+            self.check_space(need)
             try:
                 durable.make_directory(self.temporary)
             except OSError:
                 self.discard()
                 raise
+
+    def check_space(self, need: int) -> None:
+        free = storage.free_bytes(self.directory)
+        if free < _SPACE_FACTOR * need:
+            raise StorageError(
+                f"{self.given}: {free} bytes are free, a checkpoint of {need} bytes needs "
+                f"{_SPACE_FACTOR} times its size; free space there or give another directory"
+            )
 
     def content(self, copy: Copy = plain_copy) -> RankContent:
         """What this rank writes, copied."""
@@ -233,8 +265,8 @@ class Save:
         """Commits what all ranks have written as a step. Runs on the first rank only."""
         try:
             with storage.storage_errors("completing a checkpoint", self.temporary):
-                written = parts.collect(self.temporary, self.parallel.world.size)
-                record = self._manifest(written)
+                written = parts.collect(self.temporary, range(self.parallel.world.size))
+                record = parts.joined(self.header(), written)
                 storage.write_durable(self.temporary / paths.MANIFEST, lambda file: file.write(manifest.encode(record)))
                 durable.fsync_directory(self.temporary)
             with storage.storage_errors("committing a checkpoint", self.target):
@@ -249,27 +281,33 @@ class Save:
         """The new step is committed already, so failing to delete an old one is only a warning."""
         step = self.state.iteration
         try:
+            if self.line is not None:
+                retention.keep_only(self.directory, step)
+                return []
             return retention.retain(self.directory, self.history, kept, tracker_step=step)
         except OSError as error:
             return [f"warning: {storage.storage_message('deleting old checkpoints', self.directory, error)}"]
 
     def _publish(self) -> list[str]:
-        if self.release:
-            messages: list[str] = []
-        else:
+        messages: list[str] = []
+        if self.line is not None:
+            if self.target.exists():  # of another run, or rewound past
+                retention.delete(self.directory, self.state.iteration)
+        elif not self.release:
             messages = retention.set_aside_newer(self.directory, self.state.iteration, self.history)
         durable.rename(self.temporary, self.target)
         paths.write_tracker(self.directory, paths.RELEASE if self.release else str(self.state.iteration))
         return messages
 
-    def _manifest(self, written: list[Part]) -> Manifest:
-        names = sorted({name for part in written for name in part.optimizer})
+    def header(self) -> Manifest:
+        """The manifest, without what ranks have written."""
         holds = {"optimizer": self.state.optimizer, "scheduler": self.state.scheduler, "rng": self.state.rng}
         return Manifest(
             step=self.state.iteration,
             consumed_train_samples=self.state.consumed_train_samples,
             consumed_valid_samples=self.state.consumed_valid_samples,
             run_id=self.history.run_id,
+            line=self.line,
             layout={"world": self.parallel.world.size, **axis_sizes(self.parallel)},
             versions={"megatron": __version__, "torch": torch.__version__, "python": platform.python_version()},
             fingerprint=classic.plain(self.fingerprint),
@@ -277,13 +315,8 @@ class Save:
             origin=classic.plain(self.state.origin),
             config=classic.plain(self.state.config),
             args=classic.plain(classic_arguments(self.state, self.parallel.tp.size)),
-            files={name: record for part in written for name, record in part.files.items()},
-            model=parts.merge_records(part.model for part in written),
-            optimizer={
-                name: parts.merge_records(part.optimizer[name] for part in written if name in part.optimizer)
-                for name in names
-            },
-            divisions=parts.divisions(written),
+            files={},
+            model={},
             holds=tuple(name for name, value in holds.items() if value),
         )
 

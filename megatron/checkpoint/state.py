@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.checkpoint.lineage import Line
 from megatron.checkpoint.lock import DirectoryLock
 from megatron.checkpoint.paths import MODEL_FILE
 from megatron.distributed.division import Division
@@ -69,18 +70,22 @@ class RunHistory:
     def bad_steps(self, directory: Path) -> set[int]:
         return self.bad.setdefault(directory.resolve(), set())
 
-    def moved(self, directory: Path, step: int, to: int) -> None:
-        """The run goes on from `step` of `directory` as iteration `to`: steps after either are not of its past."""
+    def newest_step(self, directory: Path) -> int | None:
+        """The step that this run has saved last, or else loaded."""
+        return max(self.committed_steps(directory), default=self.loaded_step(directory))
+
+    def moved(self, step: int, to: int) -> None:
+        """The run goes on from the loaded `step` as iteration `to`: steps after either are not of its past."""
         self.started_from = min(step, to)
         if to < step:
-            self.loaded.pop(directory.resolve(), None)  # its number is one that this run is still to save
+            self.loaded.clear()  # their numbers may be ones that this run is still to save
 
-    def acquire(self, directory: Path) -> DirectoryLock:
+    def acquire(self, directory: Path, flag: str = "--save") -> DirectoryLock:
         """Locks the save directory until `close`; a second run is refused with the name of this one. For rank 0
         only."""
         key = directory.resolve()
         if key not in self.locks:
-            self.locks[key] = DirectoryLock.acquire(key, self.run_id)
+            self.locks[key] = DirectoryLock.acquire(key, self.run_id, flag)
         return self.locks[key]
 
     def close(self) -> None:
@@ -107,6 +112,7 @@ class SavedInfo:
     seconds: float
     already_there: bool = False  # the step was loaded or committed by this run, so nothing was written
     blocked: float | None = None  # seconds that the training waited, if it went on meanwhile
+    line: Line | None = None  # of a non-persistent step
     messages: tuple[str, ...] = ()  # what was renamed or deleted on the way; to be logged once
 
 

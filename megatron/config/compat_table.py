@@ -42,9 +42,7 @@ LATER: dict[str, str] = {
         --result-rejected-tracker-filename= --nvtx-ranges --train-sync-interval= --decrease-batch-size-if-needed
         --phase-transition-iterations= --distributed-timeout-seconds-after-init= --nccl-communicator-config-path=
         --num-dataset-builder-threads=1 --mid-level-dataset-surplus=0.005
-        --allow-ambiguous-pad-tokens --tokenizer-metadata= --non-persistent-save-interval=
-        --non-persistent-ckpt-type= --non-persistent-global-ckpt-dir= --non-persistent-local-ckpt-dir=
-        --non-persistent-local-ckpt-algo= --replication --replication-jump= --replication-factor=
+        --allow-ambiguous-pad-tokens --tokenizer-metadata=
         --pretrained-checkpoint= --ckpt-convert-save= --load-main-params-from-ckpt
         --compile-dtypes --save-on-signal --wandb-resume= --calc-ft-timeouts
         --use-mup --mtp-use-repeated-layer --attention-output-gate --embedding-weights-in-fp32

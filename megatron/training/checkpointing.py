@@ -14,6 +14,7 @@ from torch import Tensor
 from megatron.checkpoint import (
     Background,
     LoadedState,
+    NonPersistent,
     Retention,
     RunHistory,
     Save,
@@ -39,6 +40,7 @@ from megatron.parallelize import persistent_buffers
 from megatron.training.classic_args import classic_args
 from megatron.training.exit import ExitRecord, as_megatron_error
 from megatron.training.initialize import Run
+from megatron.training.non_persistent import non_persistent_of
 from megatron.training.restarts import count_start
 from megatron.training.resume import Progress, ResumePoint, find_step
 from megatron.utils.foreign import is_hugging_face
@@ -55,7 +57,11 @@ def held_save_directory(run: Run) -> Iterator[tuple[RunHistory, ExitRecord]]:
         hold_directory(directory, parallel=run.parallel, history=history)
     try:
         if directory is not None:
-            do_on_first(partial(count_start, directory, run.launch), run.parallel.world)
+            non_persistent = non_persistent_of(run)
+            if non_persistent is not None:
+                non_persistent.hold(history)
+            between = non_persistent.steps_here() if non_persistent is not None else []
+            do_on_first(partial(count_start, directory, run.launch, between), run.parallel.world)
         record.clear()
         yield history, record
     except (Exception, KeyboardInterrupt) as error:
@@ -93,10 +99,28 @@ class RunCheckpoints:
             parallel=self.run.parallel,
             save_tokenizer=self._tokenizer_saver(),
             history=self.history,
-            fingerprint=determinism_fingerprint(self.run.device, self.run.kernels),
+            fingerprint=self._fingerprint,
         )
-        retention = Retention(settings.save_retain_last, settings.save_retain_interval)
-        self._tell(self.background.start(save, retention) if settings.async_save else save_now(save, retention))
+        self._start(save, Retention(settings.save_retain_last, settings.save_retain_interval))
+
+    def save_non_persistent(self, progress: Progress) -> None:
+        """The same, for a restart before the next save."""
+        assert self.non_persistent is not None
+        self.finish()
+        save = self.non_persistent.save(self._state(progress), self.history, self._fingerprint)
+        self._start(save, Retention())
+
+    def _start(self, save: Save, retention: Retention) -> None:
+        in_background = self.run.config.checkpoint.async_save
+        self._tell(self.background.start(save, retention) if in_background else save_now(save, retention))
+
+    @cached_property
+    def non_persistent(self) -> NonPersistent | None:
+        return non_persistent_of(self.run)
+
+    @property
+    def _fingerprint(self) -> Mapping[str, Any]:
+        return determinism_fingerprint(self.run.device, self.run.kernels)
 
     @cached_property
     def background(self) -> Background:
@@ -125,9 +149,15 @@ class RunCheckpoints:
             self.run.log.info(message)
         if info.already_there:
             return
+        if info.line is None and self.non_persistent is not None:
+            for message in self.non_persistent.clear():
+                self.run.log.info(message)
+        kind, where = "", self.run.config.checkpoint.save
+        if info.line is not None and self.non_persistent is not None:
+            kind, where = "non-persistent ", str(self.non_persistent.directory)
         waited = "" if info.blocked is None else f"; training waited {info.blocked:.2f} s of them"
         self.run.log.info(  # Megatron's words, then what it cost
-            f"  successfully saved checkpoint at iteration {info.step:7d} to {self.run.config.checkpoint.save} "
+            f"  successfully saved {kind}checkpoint at iteration {info.step:7d} to {where} "
             f"({info.bytes_written / 1e6:.1f} MB in {info.seconds:.2f} s{waited})"
         )
 
@@ -172,7 +202,7 @@ class RunCheckpoints:
             model_config=run.config.model if isinstance(self.engine.model, GPT) else None,
             moe_config=run.config.moe,
             history=self.history,
-            fingerprint=determinism_fingerprint(run.device, run.kernels),
+            fingerprint=self._fingerprint,
             deterministic=run.config.training.deterministic_mode,
             log=run.log.info,
         )
@@ -214,7 +244,7 @@ class RunCheckpoints:
         plan = self.run.batch_plan
         progress.iteration, progress.consumed_train_samples = iteration, plan.samples_after(iteration)
         progress.schedule_samples = plan.schedule_samples_after(iteration)
-        self.history.moved(loaded.path.parent, loaded.iteration, iteration)
+        self.history.moved(loaded.iteration, iteration)
         self.run.log.info(
             f"--override-ckpt-iteration {iteration}: continuing at iteration {iteration}, "
             f"{progress.consumed_train_samples} samples consumed"

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from megatron.checkpoint.find import find_candidates
+from megatron.checkpoint.local.copies import Copies
 from megatron.config import RunConfig
 from megatron.config.refusals import Refusals
 from megatron.data.fim import FillInTheMiddle
@@ -52,6 +53,8 @@ def check_parts(
         if config.data.fim_data:
             with refusals.of_checking():
                 FillInTheMiddle.of(config.data, tokenizer)
+    with refusals.of_checking():
+        copies_of(config, launch)
     if config.checkpoint.load is not None and (config.runtime.plans or launch.world_size == 1):
         with refusals.of_checking():  # of several ranks the first one looks, and tells the others
             _check_load(config)
@@ -73,3 +76,12 @@ def _check_load(config: RunConfig) -> None:
     if not is_hugging_face(Path(settings.load)):
         save = Path(settings.save) if settings.save else None
         find_candidates(Path(settings.load), step=settings.ckpt_step, save_dir=save, strict=settings.strict_load)
+
+
+def copies_of(config: RunConfig, launch: LaunchInfo) -> Copies:
+    """Of the shares of local checkpoints."""
+    settings = config.checkpoint
+    if not settings.replication or settings.non_persistent_ckpt_type != "local":
+        return Copies()
+    jump = settings.replication_jump or launch.local_world_size
+    return Copies.of(jump, settings.replication_factor, launch.world_size)

@@ -144,7 +144,9 @@ def _checkpoints(settings: CheckpointConfig) -> str:
     if settings.save is None:
         return "none (no --save): the weights are lost when the run ends"
     often = "" if settings.save_interval is None else f"every {settings.save_interval} iterations and "
-    return f"{often}at the end, in {settings.save}"
+    kind, interval = settings.non_persistent_ckpt_type, settings.non_persistent_save_interval
+    between = "" if kind is None or interval is None else f"; {kind} non-persistent ones every {interval} iterations"
+    return f"{often}at the end, in {settings.save}{between}"
 
 
 def _groups(layout: Layout) -> list[tuple[str, str]]:

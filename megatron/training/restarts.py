@@ -7,6 +7,7 @@ in a row have found that one.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -30,12 +31,12 @@ class Starts:
     number: int
 
 
-def count_start(directory: Path, launch: LaunchInfo) -> None:
+def count_start(directory: Path, launch: LaunchInfo, between: Sequence[int] = ()) -> None:
     """Notes this start. A NoProgressError if the launcher has started the run too often without a new step; a start by
-    hand is never refused."""
+    hand is never refused. `between`: the non-persistent steps."""
     if launch.launcher not in ("torchrun", "slurm"):
         return  # nothing restarts it
-    newest = next(iter(paths.list_steps(directory)), -1)
+    newest = max([*paths.list_steps(directory), *between], default=-1)
     before = _read(directory / FILE)
     number = 1
     if launch.attempt > 0 and before is not None and (before.run_id, before.newest_step) == (launch.run_id, newest):

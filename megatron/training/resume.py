@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from megatron.config import BatchPlan, RunConfig, to_dict
 from megatron.config.split import parse_split
 from megatron.errors import ConfigError, DataError
 from megatron.training.initialize import Run
+from megatron.training.non_persistent import non_persistent_of
 
 # The settings that decide the samples and their order, besides the files and --split.
 _ORDER = (
@@ -153,7 +155,7 @@ def _moved_to(run: Run, found: FoundStep | None) -> int | None:
         run.log.info(f"{given}: has no effect, as nothing was loaded")
         return None
     before = found.manifest.config.get("checkpoint", {}).get("override_ckpt_iteration")
-    same_folder = config.save is not None and Path(config.save).resolve() == found.directory.parent.resolve()
+    same_folder = config.save is not None and Path(config.save).resolve() == found.saved_by.resolve()
     if same_folder and before == wanted:
         run.log.info(
             f"{given}: {found.directory} was saved by a run with it, so this one goes on from there; give another "
@@ -167,6 +169,11 @@ def find_step(run: Run, history: RunHistory) -> FoundStep | None:
     """The step that --load takes; None is a fresh start, which has been logged."""
     config = run.config.checkpoint
     assert config.load is not None
+    goes_on = config.ckpt_step is None and not config.finetune and config.save is not None
+    if goes_on and Path(config.load).resolve() == Path(str(config.save)).resolve():
+        non_persistent = non_persistent_of(run)
+    else:
+        non_persistent = None  # it starts from a step that was asked for, and not as a restart
     return find_checkpoint(
         Path(config.load),
         parallel=run.parallel,
@@ -176,6 +183,7 @@ def find_step(run: Run, history: RunHistory) -> FoundStep | None:
         check_hashes=not config.skip_hash,
         history=history,
         log=run.log.info,
+        newer=None if non_persistent is None else partial(non_persistent.newer, check_hashes=not config.skip_hash),
     )
 
 

@@ -88,6 +88,8 @@ class Trainer:
             reason = self.stop.reason(iteration.number)
             if config.checkpoint.save and (reason or self.finished or self._due(config.checkpoint.save_interval)):
                 self.checkpoints.save(self.progress)
+            elif config.checkpoint.save and self._due(config.checkpoint.non_persistent_save_interval):
+                self.checkpoints.save_non_persistent(self.progress)
         self.engine.settle()
         if reason or self.finished:
             self.checkpoints.finish()

@@ -154,8 +154,8 @@ def test_planted_a_gather_left_out_of_a_save_on_one_class(monkeypatch: pytest.Mo
 
 
 def test_planted_a_rank_that_verifies_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    verify = load._verify_together
-    monkeypatch.setattr(load, "_verify_together", lambda *given: None if given[2].rank == 1 else verify(*given))
+    verify = load.verify_together
+    monkeypatch.setattr(load, "verify_together", lambda *given: None if given[2].rank == 1 else verify(*given))
     found = findings(8, **SETTINGS)
     assert len(found) == 1 and found[0].startswith("a resumed run: operation ") and "rank 1" in found[0], found
 

@@ -6,7 +6,7 @@ backend are checked where the device is known (`distributed/device.py`).
 
 from __future__ import annotations
 
-from megatron.config.checks import data, kernels, model, moe, parallel, training, zero
+from megatron.config.checks import checkpoint, data, kernels, model, moe, parallel, training, zero
 from megatron.config.checks.paths import check_paths
 from megatron.config.checks.world import check_world
 from megatron.config.notices import spelled, without_effect
@@ -30,7 +30,7 @@ def check(
         missing = [flag for flag in model.missing(config) if not found.doubts(flag)]
         if missing:
             found.refuse(model.required(missing))
-    rooms = (model, training, data, parallel, moe, kernels, zero)
+    rooms = (model, training, data, checkpoint, parallel, moe, kernels, zero)
     checks = [check_one for room in rooms for check_one in room.CHECKS]
     if needs_data:
         checks += [data.check_sources, *([data.check_tokenizer] if complete else [])]

@@ -1,4 +1,4 @@
-"""Checks of data, tokenizer and checkpoint settings against each other."""
+"""Checks of data and tokenizer settings against each other."""
 
 from __future__ import annotations
 
@@ -125,33 +125,9 @@ def check_tokenizer(config: RunConfig) -> None:
         raise ConfigError(f"--tokenizer-type {kind}: needs --tokenizer-model; give its file or directory")
 
 
-def check_checkpoint(config: RunConfig) -> None:
-    checkpoint = config.checkpoint
-    retain, interval = checkpoint.save_retain_interval, checkpoint.save_interval
-    if checkpoint.save is None or retain is None:
-        return
-    if interval is None:
-        raise ConfigError(
-            f"{spelled(config, 'save_retain_interval')}: without --save-interval there is one checkpoint, at the end; "
-            "add --save-interval STEPS, or leave it out"
-        )
-    if retain % interval:
-        raise ConfigError(
-            f"{spelled(config, 'save_retain_interval')} is no multiple of {spelled(config, 'save_interval')}; "
-            "checkpoints to keep must be checkpoints that are saved"
-        )
-
-
 def check_seed(config: RunConfig) -> None:
     if config.training.seed >= 2**32 and any(_given(config, (*_SHARED, *_SEPARATE, *_SEPARATE_FILE))):
         raise ConfigError(f"{spelled(config, 'seed')}: the sample order needs 0 to {2**32 - 1}; choose another")
 
 
-CHECKS = (
-    check_seed,
-    check_paths_and_split,
-    check_validation_sets,
-    check_fill_in_the_middle,
-    check_conversations,
-    check_checkpoint,
-)
+CHECKS = (check_seed, check_paths_and_split, check_validation_sets, check_fill_in_the_middle, check_conversations)

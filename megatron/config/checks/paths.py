@@ -42,6 +42,8 @@ def _wrong_paths(config: RunConfig) -> Iterator[ConfigError]:
         )
     for flag, directory in (
         ("--save", config.checkpoint.save),
+        ("--non-persistent-global-ckpt-dir", config.checkpoint.non_persistent_global_ckpt_dir),
+        ("--non-persistent-local-ckpt-dir", config.checkpoint.non_persistent_local_ckpt_dir),
         ("--tensorboard-dir", config.logging.tensorboard_dir),
         ("--data-cache-path", config.data.data_cache_path),
         ("--optimizer-offload-directory", config.optimizer.optimizer_offload_directory),

@@ -8,6 +8,9 @@ from megatron.config.flag import Need, flag
 
 _SAVE = Need("--save", lambda run: run.checkpoint.save is not None)
 _LOAD = Need("--load", lambda run: run.checkpoint.load is not None)
+_GLOBAL = Need("--non-persistent-ckpt-type global", lambda run: run.checkpoint.non_persistent_ckpt_type == "global")
+_LOCAL = Need("--non-persistent-ckpt-type local", lambda run: run.checkpoint.non_persistent_ckpt_type == "local")
+_REPLICATION = Need("--replication", lambda run: run.checkpoint.replication)
 RESUME = Need("--load without --finetune", lambda run: run.checkpoint.resumes)
 
 
@@ -102,6 +105,52 @@ class CheckpointConfig:
         "Of the older checkpoints keep only so many of the newest, and those that --save-retain-interval keeps.",
         at_least=2,
         needs=(_SAVE,),
+    )
+    non_persistent_save_interval: int | None = flag(
+        None,
+        "Steps between non-persistent checkpoints, of which the newest alone is kept: for a restart that loses little.",
+        at_least=1,
+        needs=(_SAVE,),
+    )
+    non_persistent_ckpt_type: str | None = flag(
+        None,
+        "Where non-persistent checkpoints are: global, in one directory that all ranks see; local, each rank's share "
+        "on a disk, or in a file system in memory, of its machine.",
+        choices=("global", "local", "in_memory"),
+        refused={
+            "in_memory": "the memory of a process ends with it; use local, with --non-persistent-local-ckpt-dir in a "
+            "file system in memory, such as /dev/shm/NAME"
+        },
+        needs=(_SAVE,),
+    )
+    non_persistent_global_ckpt_dir: str | None = flag(
+        None,
+        "Directory of global non-persistent checkpoints. Unset: non_persistent in that of --save.",
+        path=True,
+        needs=(_GLOBAL,),
+    )
+    non_persistent_local_ckpt_dir: str | None = flag(
+        None, "Directory of local non-persistent checkpoints, on every machine.", path=True, needs=(_LOCAL,)
+    )
+    non_persistent_local_ckpt_algo: str = flag(
+        "fully_parallel",
+        "How local non-persistent checkpoints are divided; there is one way.",
+        choices=("fully_parallel", "atomic"),
+        status="no-op",
+        note="every rank writes its own share, and --replication copies it to another machine",
+    )
+    replication: bool = flag(
+        False, "Copy every rank's share of a local non-persistent checkpoint to other machines.", needs=(_LOCAL,)
+    )
+    replication_jump: int | None = flag(
+        None,
+        "The copies of rank N are with ranks N+J, N+2J, ... of the same J x factor ranks. Unset: the ranks of a "
+        "machine.",
+        at_least=1,
+        needs=(_REPLICATION,),
+    )
+    replication_factor: int = flag(
+        2, "How many machines have each share, its own included.", at_least=2, needs=(_REPLICATION,)
     )
     ckpt_convert_format: str | None = flag(
         None, "Convert on the way.", status="never", note="use tools/convert_checkpoint.py"

@@ -372,6 +372,10 @@ DATA = {
 }
 
 SAVE = "--save out/s"
+KEPT = "--non-persistent-ckpt-type"
+BETWEEN = f"{SAVE} --non-persistent-save-interval 1 {KEPT}"
+ON_MACHINES = "--non-persistent-local-ckpt-dir out/l"
+COPIED = f"{BETWEEN} local {ON_MACHINES} --replication"
 CHECKPOINT = {
     "save": Case(SAVE),
     "load": Case("--load SAVED"),
@@ -379,6 +383,13 @@ CHECKPOINT = {
     "async_save": Case("--async-save", SAVE, ""),
     "save_retain_last": Case("--save-retain-last 2", f"{SAVE} --save-interval 1", ""),
     "save_retain_interval": Case("--save-retain-interval 2", f"{SAVE} --save-interval 1", ""),
+    "non_persistent_save_interval": Case("--non-persistent-save-interval 1", f"{SAVE} {KEPT} global", ""),
+    "non_persistent_ckpt_type": Case(f"{KEPT} global", f"{SAVE} --non-persistent-save-interval 1", ""),
+    "non_persistent_global_ckpt_dir": Case("--non-persistent-global-ckpt-dir out/g", f"{BETWEEN} global", SAVE),
+    "non_persistent_local_ckpt_dir": Case(ON_MACHINES, f"{BETWEEN} local", SAVE),
+    "replication": ranked("--replication", f"{BETWEEN} local {ON_MACHINES}", SAVE),
+    "replication_jump": ranked("--replication-jump 1", COPIED, SAVE),
+    "replication_factor": ranked("--replication-factor 3", COPIED, SAVE),
     "save_optim": Case("--no-save-optim", SAVE, ""),
     "save_rng": Case("--no-save-rng", SAVE, ""),
     "save_tokenizer_assets": Case("--no-save-tokenizer-assets", f"{HF} HF {SAVE}", ""),

@@ -52,6 +52,11 @@ def test_a_new_step_another_launch_and_a_start_by_hand_go_on(tmp_path: Path) -> 
     start(tmp_path, 1)
 
 
+def test_a_non_persistent_step_is_progress(tmp_path: Path) -> None:
+    for attempt in range(9):
+        count_start(tmp_path, replace(TORCHRUN, attempt=attempt), [100 + attempt // 3])
+
+
 def test_nothing_was_saved_or_said(tmp_path: Path) -> None:
     for attempt in range(3):
         start(tmp_path, attempt)

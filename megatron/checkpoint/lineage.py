@@ -1,0 +1,42 @@
+"""Which run a non-persistent step belongs to: the one of a save directory, and there the one that went on from a step.
+
+So a step that another run left in the same place, one of a save directory that was emptied or copied since, or one that
+was rewound past, is never taken for the newest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron.checkpoint import paths
+from megatron.utils import durable
+
+
+@dataclass(frozen=True)
+class Line:
+    save: str
+    """The save directory, as `name_of` has it."""
+    base: int | None
+    """Its step that the run had saved or loaded last; None: it started afresh, and had saved none."""
+
+
+def name_of(save: Path) -> str | None:
+    """Of this directory, at this place; None: it has no name, so nothing belongs to it."""
+    try:
+        with open(save / paths.LINEAGE, "rb") as file:
+            token = file.read(64)
+    except OSError:
+        return None
+    return hashlib.sha256(token + b"\0" + str(save.resolve()).encode()).hexdigest()[:16]
+
+
+def named(save: Path) -> str:
+    """The same, of a directory that gets a name, if it has none yet, for the rest of its life."""
+    if name_of(save) is None:
+        durable.write_once(save / paths.LINEAGE, [secrets.token_hex(16).encode()])
+    name = name_of(save)
+    assert name is not None
+    return name

@@ -1,0 +1,105 @@
+"""Saving a local step: the protocol of any save, but each rank commits its own share, and sends it to the others that
+are to have a copy."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron.checkpoint import parts, paths, retention, storage
+from megatron.checkpoint.all_ranks import run_on_all
+from megatron.checkpoint.local import share
+from megatron.checkpoint.local.share import ShareRecord
+from megatron.checkpoint.local.store import Store
+from megatron.checkpoint.local.transfer import Arrivals, blocks_of, swap
+from megatron.checkpoint.save import Committed, Save
+from megatron.checkpoint.state import Retention
+from megatron.distributed.messages import all_gather_json
+from megatron.distributed.streams import stream
+from megatron.utils import durable
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalSave(Save):
+    """`directory` is that of this rank's shares."""
+
+    store: Store
+    number: str
+    """Of this save: the same on all ranks, and in no other save."""
+
+    @property
+    def given(self) -> str:
+        return f"--non-persistent-local-ckpt-dir {self.store.root.parent}"
+
+    @property
+    def commits(self) -> bool:
+        return True
+
+    def is_done(self) -> bool:
+        return False
+
+    def begin(self) -> None:
+        sizes = all_gather_json(self._bytes_to_write(), self.parallel.world, int)
+        need = sum(sizes[rank] for rank in self.store.kept_here)
+        run_on_all(lambda: self.prepare(need), self.parallel.world)
+
+    def prepare(self, need: int) -> None:
+        with storage.storage_errors("preparing a checkpoint", self.directory):
+            for rank in self.store.duties:
+                directory = share.rank_directory(self.store.root, rank)
+                directory.mkdir(parents=True, exist_ok=True)
+                retention.sweep(directory, self.history.run_id, exclusive=True)
+            self.check_space(need)
+            self.temporary.mkdir()
+
+    def commit(self, _: Retention) -> Committed:
+        try:
+            with storage.storage_errors("completing a checkpoint", self.temporary):
+                world = self.parallel.world
+                (part,) = parts.collect(self.temporary, [world.rank])
+                record = ShareRecord(self.number, world.rank, world.size, self.header(), part)
+                _publish(self.temporary, self.target, share.encode(record))
+        except Exception:
+            self.discard()
+            raise
+        return Committed(sum(file.size for file in part.files.values()), ())
+
+    def concluded(self, commit: Callable[[], Committed]) -> Committed:
+        own = run_on_all(commit, self.parallel.world)
+        mine = run_on_all(lambda: (self.target / share.RECORD).read_bytes(), self.parallel.world)
+        for to, source in self.store.copies.exchanges(self.parallel.world.rank):
+            self._exchange(mine, to, source)
+        messages = self.store.keep_only(self.state.iteration)
+        return Committed(sum(all_gather_json(own.size, self.parallel.world, int)), tuple(messages))
+
+    def _exchange(self, mine: bytes, to: int, source: int) -> None:
+        """Sends this rank's share to one rank, and receives that of another. All ranks call it."""
+        world = self.parallel.world
+        received = swap(world, mine, to, source)
+        theirs = run_on_all(lambda: share.decode(received, self.target), world)
+        assert theirs.rank == source, f"rank {source} sent the share of rank {theirs.rank}"
+        directory = share.rank_directory(self.store.root, source)
+        temporary = paths.unfinished(directory, self.name, self.history.run_id)
+        arrivals = Arrivals(temporary, theirs.part.files)
+        sent = blocks_of(self.target, share.decode(mine, self.target).part.files)
+        stream(world, send=sent, to=to, sizes=arrivals.sizes, source=source, take=arrivals.take)
+
+        def finish() -> None:
+            arrivals.finish()
+            with storage.storage_errors("completing a copy", temporary):
+                durable.fsync_tree(temporary)
+                _publish(temporary, directory / self.name, share.encode(theirs))
+
+        run_on_all(finish, world)
+
+
+def _publish(temporary: Path, target: Path, record: bytes) -> None:
+    storage.write_durable(temporary / share.RECORD, lambda file: file.write(record))
+    durable.fsync_directory(temporary)
+    if target.exists():  # of another save
+        trash = retention.free_name(target.parent, paths.TRASH + target.name)
+        durable.rename(target, trash)
+        shutil.rmtree(trash)
+    durable.rename(temporary, target)

@@ -1,0 +1,90 @@
+"""One rank's share of a step: its files, and a record of them, in a directory that appears by one rename."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron.checkpoint import manifest, paths, storage
+from megatron.checkpoint.manifest import Manifest
+from megatron.checkpoint.parts import Part
+from megatron.checkpoint.verify import DamagedCheckpointError
+from megatron.errors import CheckpointError
+from megatron.utils.typed import plain, typed
+
+RECORD = "share.json"
+_RANK = "rank_"
+
+
+@dataclass(frozen=True)
+class ShareRecord:
+    save: str
+    """The same in all shares of one save, and in no others."""
+    rank: int
+    ranks: int
+    header: Manifest
+    part: Part
+
+
+def rank_directory(root: Path, rank: int) -> Path:
+    return root / f"{_RANK}{rank:05d}"
+
+
+def rank_directories(root: Path) -> Iterator[tuple[int, Path]]:
+    for path in sorted(root.glob(f"{_RANK}*")):
+        number = path.name.removeprefix(_RANK)
+        if number.isdecimal() and rank_directory(root, int(number)) == path:
+            yield int(number), path
+
+
+def encode(record: ShareRecord) -> bytes:
+    body = plain(record)
+    return storage.canonical_json({"share": body, "sha256": _digest(body)})
+
+
+def decode(raw: bytes, path: Path) -> ShareRecord:
+    try:
+        outer = json.loads(raw)
+        body = outer["share"]
+        if _digest(body) != outer["sha256"]:
+            raise DamagedCheckpointError(f"{path} does not match its own checksum: it was damaged or edited")
+        record = typed(ShareRecord, body)
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise DamagedCheckpointError(f"{path} cannot be read as a share of a checkpoint ({error})"[:400]) from error
+    if record.header.schema != manifest.SCHEMA or record.header.hash not in storage.HASHES:
+        raise DamagedCheckpointError(f"{path} was written by another version")
+    return record
+
+
+def _digest(body: object) -> str:
+    return hashlib.sha256(storage.canonical_json({"": body})).hexdigest()
+
+
+def read(directory: Path) -> ShareRecord:
+    """Of a share whose files are there, in their sizes; a CheckpointError says what is wrong."""
+    path = directory / RECORD
+    if not paths.is_plain_file(path):
+        raise DamagedCheckpointError(f"{path} is missing")
+    try:
+        record = decode(path.read_bytes(), path)
+    except OSError as error:
+        raise DamagedCheckpointError(f"{path} cannot be read ({error.strerror})") from error
+    for name, expected in record.part.files.items():
+        file = paths.member(directory, name)
+        if not paths.is_plain_file(file) or file.stat().st_size != expected.size:
+            raise DamagedCheckpointError(f"{file} has not the {expected.size} bytes that were written")
+    return record
+
+
+def damage(directory: Path, record: ShareRecord) -> str | None:
+    """What its bytes say; None: they are what was written."""
+    try:
+        for name, expected in record.part.files.items():
+            if storage.hash_file(paths.member(directory, name), record.header.hash) != expected:
+                return f"{directory / name} differs from what was written"
+    except (OSError, CheckpointError) as error:
+        return f"{directory} cannot be read ({error})"
+    return None

@@ -1,0 +1,49 @@
+"""Long messages between two ranks of the world, block by block, in host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from itertools import zip_longest
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron.distributed.comm_log import CommOp
+from megatron.distributed.state import Axis
+
+BLOCK_BYTES = 16 * 2**20
+
+
+def stream(
+    axis: Axis,
+    *,
+    send: Iterable[Tensor] = (),
+    to: int | None = None,
+    sizes: Iterable[int] = (),
+    source: int | None = None,
+    take: Callable[[Tensor], None] | None = None,
+) -> None:
+    """Sends blocks of bytes to the member `to` while blocks of the given `sizes` come from the member `source`. The
+    members of a ring may all call it at the same time."""
+    for out, size in zip_longest(send, sizes):
+        works, arriving = [], None
+        if size is not None:
+            assert source is not None
+            arriving = torch.empty(size, dtype=torch.uint8)
+            works.append(dist.irecv(arriving, axis.ranks[source], axis.group))
+        if out is not None:
+            assert to is not None
+            works.append(dist.isend(out, axis.ranks[to], axis.group))
+        with axis.wait(CommOp("send files", axis.name, axis.ranks)):
+            for work in works:
+                assert work is not None
+                work.wait()
+        if arriving is not None:
+            assert take is not None
+            take(arriving)
+
+
+def block_sizes(size: int) -> list[int]:
+    """Of a file, which is sent in blocks."""
+    return [min(BLOCK_BYTES, size - start) for start in range(0, size, BLOCK_BYTES)]

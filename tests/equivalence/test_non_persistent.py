@@ -1,0 +1,83 @@
+"""Non-persistent checkpoints in a second directory: a killed run goes on from the newest step, bit for bit, and no run
+goes on from another one's."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.training.hooks import Hook
+from tests.helpers.runs import flags, make_parts, pretrain_here, train_here
+
+SETTINGS: dict[str, Any] = {"bf16": True, "optimizer": "adam", "train_iters": 9, "hidden_dropout": 0.1}
+
+
+def losses(argv: list[str]) -> dict[int, str]:
+    return {record["iteration"]: repr(record["lm_loss"]) for record in train_here(argv)["records"]}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
+    return losses(flags(**SETTINGS))
+
+
+def settings(folder: Path, **changes: Any) -> dict[str, Any]:
+    often = {"save_interval": 4, "non_persistent_save_interval": 1, "non_persistent_ckpt_type": "global"}
+    return {**SETTINGS, "save": folder, "load": folder, **often, **changes}
+
+
+class Killed(Hook):
+    def __init__(self, after: int) -> None:
+        self._after = after
+
+    def before_iteration(self, iteration: int) -> None:
+        if iteration > self._after:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def killed_after(iteration: int, values: dict[str, Any]) -> None:
+    def body() -> None:
+        _, parts = make_parts(flags(**values), hooks=[Killed(iteration)])
+        with parts:
+            parts.trainer.fit()
+
+    process = multiprocessing.get_context("fork").Process(target=body)
+    process.start()
+    process.join(60)
+    assert process.exitcode == -signal.SIGKILL
+
+
+def steps(folder: Path) -> list[int]:
+    return sorted(int(path.name[5:]) for path in folder.glob("iter_*"))
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_killed_run_goes_on_from_the_newest_step(asynchronous: bool, tmp_path: Path, whole: dict[int, str]) -> None:
+    values = settings(tmp_path, async_save=asynchronous)
+    killed_after(7, values)
+    kept = steps(tmp_path / "non_persistent")
+    assert steps(tmp_path) == [4] and (kept == [7] or (asynchronous and kept and min(kept) >= 5))
+    rest = losses(flags(**values))
+    assert min(rest) == kept[-1] + 1 and rest == {step: whole[step] for step in rest}
+    assert steps(tmp_path) == [4, 8, 9] and steps(tmp_path / "non_persistent") == [], "removed once one is newer"
+
+
+def test_it_is_taken_by_the_run_that_saved_it_alone(
+    tmp_path: Path, whole: dict[int, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, second, shared = tmp_path / "first", tmp_path / "second", tmp_path / "shared"
+    values = settings(first, non_persistent_global_ckpt_dir=shared)
+    killed_after(7, values)
+    other = settings(second, non_persistent_global_ckpt_dir=shared)
+    assert pretrain_here(flags(**other)) == 2
+    assert f"{shared}: holds iter_0000007, which is not of the run in --save {second}" in capsys.readouterr().err
+    assert steps(shared) == [7], "and it is left where it is"
+    (shared / "iter_0000007/mp_rank_00/model_optim_rng.pt").write_bytes(b"")
+    rest = losses(flags(**values))
+    assert rest == {step: whole[step] for step in range(5, 10)}
+    assert "this non-persistent checkpoint is passed over" in capsys.readouterr().out

@@ -1,0 +1,91 @@
+"""Shares of local checkpoints: who has copies of whose, and what is refused of one that arrives or is found."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron.checkpoint import storage
+from megatron.checkpoint.local import share
+from megatron.checkpoint.local.copies import Copies
+from megatron.checkpoint.local.share import ShareRecord
+from megatron.checkpoint.local.transfer import Arrivals, blocks_of
+from megatron.checkpoint.manifest import Manifest
+from megatron.checkpoint.parts import Part
+from megatron.checkpoint.storage import FileRecord
+from megatron.checkpoint.verify import DamagedCheckpointError
+from megatron.distributed import streams
+from megatron.errors import ConfigError, StorageError
+
+
+@pytest.mark.parametrize(("jump", "factor", "world"), [(1, 2, 2), (4, 2, 16), (2, 3, 12), (1, 1, 5)])
+def test_every_share_goes_to_factor_minus_one_others(jump: int, factor: int, world: int) -> None:
+    copies = Copies.of(jump, factor, world)
+    for rank in range(world):
+        group = copies.group(rank)
+        assert rank in group and len(group) == factor and all((other - rank) % jump == 0 for other in group)
+        exchanges = copies.exchanges(rank)
+        assert {to for to, _ in exchanges} == {source for _, source in exchanges} == set(group) - {rank}
+        for step, (to, _) in enumerate(exchanges):
+            assert copies.exchanges(to)[step][1] == rank, "who sends is who is waited for"
+
+
+def test_numbers_of_ranks_that_do_not_fit_and_copies_beside_their_originals_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"--replication: 12, the number of ranks, is no multiple of .* 4 .* 2; give"):
+        Copies.of(4, 2, 12)
+    with pytest.raises(ConfigError, match=r"--replication-jump 1: ranks 0 and 1 .* see the same .* /dev/shm/x; give"):
+        Copies.of(1, 2, 4).check_apart(["a", "a", "b", "b"], "/dev/shm/x")
+    Copies.of(2, 2, 4).check_apart(["a", "a", "b", "b"], "/dev/shm/x")
+
+
+@pytest.fixture
+def sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, dict[str, FileRecord]]:
+    monkeypatch.setattr(streams, "BLOCK_BYTES", 1000)
+    (tmp_path / "sent").mkdir()
+    for name, size in (("a.pt", 2500), ("b.pt", 0), ("c.pt", 1000)):
+        (tmp_path / "sent" / name).write_bytes(bytes(range(250)) * (size // 250))
+    return tmp_path / "sent", {name: storage.hash_file(tmp_path / "sent" / name) for name in ("a.pt", "b.pt", "c.pt")}
+
+
+def moved(folder: Path, files: dict[str, FileRecord], target: Path) -> None:
+    target.mkdir(parents=True, exist_ok=True)
+    arrivals = Arrivals(target, files)
+    blocks = list(blocks_of(folder, files))
+    assert [len(block) for block in blocks] == arrivals.sizes
+    for block in blocks:
+        arrivals.take(block)
+    arrivals.finish()
+
+
+def test_files_arrive_as_they_were(sent: tuple[Path, dict[str, FileRecord]], tmp_path: Path) -> None:
+    moved(*sent, tmp_path / "target")
+    for name in sent[1]:
+        assert (tmp_path / "target" / name).read_bytes() == (sent[0] / name).read_bytes()
+
+
+def test_what_cannot_be_read_or_written_is_told_after_all_was_sent(
+    sent: tuple[Path, dict[str, FileRecord]], tmp_path: Path
+) -> None:
+    (sent[0] / "c.pt").unlink()
+    with pytest.raises(StorageError, match=r"c\.pt arrived with other bytes"):
+        moved(*sent, tmp_path / "target")
+    (tmp_path / "full" / "a.pt").mkdir(parents=True)
+    with pytest.raises(StorageError, match=r"writing what another rank sent failed at .*full"):
+        moved(*sent, tmp_path / "full")
+
+
+def test_a_changed_record_is_not_read(tmp_path: Path) -> None:
+    header = Manifest(
+        step=3, consumed_train_samples=0, consumed_valid_samples=0, run_id="r", layout={}, versions={}, fingerprint={},
+        data={}, config={}, args={}, files={}, model={},
+    )  # fmt: skip
+    record = ShareRecord("number", 1, 4, header, Part())
+    raw = share.encode(record)
+    assert share.decode(raw, tmp_path) == record
+    with pytest.raises(DamagedCheckpointError, match="its own checksum"):
+        share.decode(raw.replace(b'"rank": 1', b'"rank": 2'), tmp_path)
+    with pytest.raises(DamagedCheckpointError, match="cannot be read as a share"):
+        share.decode(raw[:-20], tmp_path)
+    with pytest.raises(DamagedCheckpointError, match="is missing"):
+        share.read(tmp_path)
