@@ -36,6 +36,8 @@ class Slot:
     """Whether it has a bucket of its own."""
     view: Tensor | None = None
     """Its part of the bucket; None where the gradient stays in `parameter.grad`."""
+    own: Tensor | None = None
+    """What this rank updates of it: all, or a piece of a divided bucket. Made once, not in every step."""
     bucket: int = -1
     place: Range = (0, 0)
     """In the bucket."""
@@ -179,6 +181,8 @@ def _make_bucket(number: int, members: list[Slot], divided: bool) -> Bucket:
         slot.bucket, slot.place = number, place
     chunk = (0, total) if ranks == 1 else (first.axis.rank * share, (first.axis.rank + 1) * share)
     bucket = Bucket(members, buffer, first.axis, first.replicas, chunk)
+    for slot in members:
+        slot.own = buffer[slice(*bucket.piece(slot))] if bucket.divided else slot.view
     if bucket.divided:
         bucket.flatten_weights()
     return bucket

@@ -105,10 +105,8 @@ class GradBuffers(DividedWeights):
             return slot.parameter.grad
         if not slot.filled:
             self._fill_with_zeros(slot)
-        if slot.name not in self._divided:
-            return slot.view
-        bucket = self._buckets[slot.bucket]
-        return bucket.buffer[slice(*bucket.piece(slot))]
+        assert slot.own is not None
+        return slot.own
 
     def grads(self) -> Iterator[tuple[str, torch.Tensor]]:
         """All gradients by name."""

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 
-_ALIGNED = 64
-"""A gradient begins at a multiple of so many elements: kernels read whole vectors."""
+_ALIGNED = 4
+"""A gradient begins at a multiple of so many elements: kernels read them in packs of four."""
 
 
 class ShardGrads(Protocol):

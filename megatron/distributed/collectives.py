@@ -144,6 +144,8 @@ def start_scatter_sum(tensor: torch.Tensor, axis: Axis, dim: int) -> Pending:
 def start_scatter_sum_in_place(flat: torch.Tensor, axis: Axis) -> Pending:
     """Reduce-scatter of a flat tensor: this member's chunk of it becomes that of the sum over all members. The others
     may hold anything until the next use."""
+    if axis.size == 1:
+        return Pending(lambda: flat)
     own, *others = _chunks(flat, axis)
     operation = axis.begin("reduce_scatter", tuple(flat.shape))
     if not _peer_to_peer(axis):
@@ -168,6 +170,8 @@ def start_scatter_sum_in_place(flat: torch.Tensor, axis: Axis) -> Pending:
 
 def start_gather_in_place(flat: torch.Tensor, axis: Axis) -> Pending:
     """All-gather of a flat tensor of which this member has its own chunk."""
+    if axis.size == 1:
+        return Pending(lambda: flat)
     own, *others = _chunks(flat, axis)
     operation = axis.begin("all_gather", tuple(own.shape))
     if _peer_to_peer(axis):

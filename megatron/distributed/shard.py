@@ -121,6 +121,8 @@ class ShardSpec:
         Padding rows are left out. `piece`: `tensor` is not all that is stored here but these elements of it."""
         if not self.copies and piece is None:
             return [self.view(tensor)]
+        if not self.copies and piece is not None and piece[1] <= prod(self.local_shape):  # nothing to leave out
+            return [tensor] if tensor.numel() else []
         return self._parts(tensor, piece, lambda held: without(held, self.copies))
 
     def copied(self, tensor: torch.Tensor, piece: Range | None = None) -> list[torch.Tensor]:

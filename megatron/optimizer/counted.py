@@ -18,7 +18,8 @@ class _Place:
 
     spec: ShardSpec | None
     """Unset: every rank holds the same, and counts all of it."""
-    axes: SplitOver
+    group: int
+    """Of the parameters that are split and divided over the same axes."""
     piece: Range | None
     """The elements that ZeRO leaves this rank; unset: all."""
 
@@ -34,22 +35,23 @@ class CountedParts:
         axes: Sequence[SplitOver],
     ) -> None:
         """`axes`: groups that are there even if they are empty."""
-        self._axes = tuple(axes)
+        numbers = {over: number for number, over in enumerate(dict.fromkeys(axes))}
         self._places: dict[str, _Place] = {}
         for name in grads.names:  # here, not in every step: a small step has as many parameters as a large one
             divided = grads.divided_over(name)
             own = (divided,) if divided.size > 1 else ()
-            over = (*split_over.get(name, ()), *own)
-            self._places[name] = _Place(specs.get(name), over, grads.held(name) if own else None)
+            group = numbers.setdefault((*split_over.get(name, ()), *own), len(numbers))
+            self._places[name] = _Place(specs.get(name), group, grads.held(name) if own else None)
+        self._axes = tuple(numbers)
 
     def __call__(self, tensors: Iterable[tuple[str, Tensor]], counted: bool = True) -> dict[SplitOver, list[Tensor]]:
         """The elements that this rank counts, or those of another."""
-        groups: dict[SplitOver, list[Tensor]] = {axes: [] for axes in self._axes}
+        groups: list[list[Tensor]] = [[] for _ in self._axes]
         for name, tensor in tensors:
             place = self._places[name]
             if place.spec is None:
                 parts = [tensor] if counted else []
             else:
                 parts = place.spec.counted(tensor, place.piece) if counted else place.spec.copied(tensor, place.piece)
-            groups.setdefault(place.axes, []).extend(parts)
-        return groups
+            groups[place.group].extend(parts)
+        return dict(zip(self._axes, groups, strict=True))

@@ -24,14 +24,17 @@ class StateBytes:
         return self.parameters + self.gradients + self.optimizer
 
 
-def state_bytes(config: RunConfig, elements: int, ranks: int, *, offloaded: float = 0.0) -> StateBytes:
+def state_bytes(
+    config: RunConfig, elements: int, ranks: int, *, offloaded: float = 0.0, on_host: bool = False
+) -> StateBytes:
     """Of `elements` parameters, which `ranks` data-parallel ranks have a copy of each, or divide with ZeRO: then those
-    of one instance of the optimizer. `offloaded`: the share of the optimizer's state that is elsewhere."""
+    of one instance of the optimizer. `offloaded`: the share of the optimizer's state that is elsewhere. `on_host`:
+    parameters are in host memory, where one rank alone keeps them as several do, as masters."""
     half = config.precision.params_dtype != "float32"
     moments = moment_bytes(config.optimizer)
     masters = (2 if config.optimizer.store_param_remainders else 4) if half else 0
     gradients = 2 if half and config.parallel.grad_reduce_in_bf16 else 4
-    whole, piece, stage = elements, elements / ranks, config.parallel.zero if ranks > 1 else 0
+    whole, piece, stage = elements, elements / ranks, config.parallel.zero if ranks > 1 or on_host else 0
     if stage >= 2:
         return StateBytes(4 * piece, 4 * piece, moments * piece * (1.0 - offloaded))
     own = whole if stage == 0 else piece

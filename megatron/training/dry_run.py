@@ -105,7 +105,7 @@ def render_plan(run: Run, model_provider: Callable[[Run], nn.Module]) -> str:
     away = (
         config.optimizer.optimizer_offload_fraction if not on_host and offloads(config.optimizer, run.device) else 0.0
     )
-    kept = state_bytes(config, held, layout.expert_dp // layout.instances, offloaded=away)
+    kept = state_bytes(config, held, layout.expert_dp // layout.instances, offloaded=away, on_host=on_host)
     rows = [
         ("ranks", f"{run.launch.world_size} (data parallel {plan.dp})"),
         *_groups(layout),

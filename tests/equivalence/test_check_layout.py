@@ -81,6 +81,12 @@ def test_a_planted_mistake_is_found_and_named(plant: str, capsys: Capture) -> No
     assert f"planted on purpose: {plant}" in said and verdict.startswith("DIFFERENT") and named in verdict, said
 
 
+@pytest.mark.parametrize("stage", [1, 2])
+def test_gradients_that_are_not_summed_are_found_under_zero(stage: int, capsys: Capture) -> None:
+    assert check_layout("--plant", "no-gradient-reduction", "--steps", "1", "--ranks", "2", zero_stage=stage) == 1
+    assert "DIFFERENT" in (said := capsys.readouterr().out) and "first the gradient of embedding" in said, said
+
+
 @pytest.mark.parametrize(
     "plant", ["no-replica-sum", "own-chunk-attention", "last-stage", "wide-window", "unscaled-positions"]
 )

@@ -39,7 +39,6 @@ MUON = {**COMMON, "optimizer": "muon", "group_query_attention": True, "num_query
 ONE_GROUP = {**MUON, "num_query_groups": 1}
 WHOLE_QKV = {**MUON, "muon_no_split_qkv": True, "muon_coefficient_type": "simple"}
 EXPERTS = {**MUON, "num_experts": 4, "moe_router_topk": 2, "moe_router_load_balancing_type": "none"}
-LION = {**COMMON, "optimizer": "lion"}
 EIGHT_BITS = {**COMMON, "optimizer": "adam8bit"}
 FACTORED = {
     **COMMON,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +26,10 @@ def no_gradient_reduction(parts: Parts) -> None:
     """Data-parallel ranks keep their own gradients."""
     state = parts.engine.parallel
     _needs(state.dp_cp.size > 1, "no-gradient-reduction", "two ranks with different data; give --ranks N")
-    _leave_out("start_all_reduce", {"dp", "cp", "dp_cp", "expert_dp"})
+    axes = {"dp", "cp", "dp_cp", "expert_dp", "shard", "expert_shard", "replicate"}
+    for collective in ("start_all_reduce", "start_scatter_sum_in_place"):
+        _leave_out(collective, axes)
+    collectives.scatter_into = _keep_own_piece  # of ZeRO 2 and 3
 
 
 def no_replica_sum(parts: Parts) -> None:
@@ -162,3 +166,8 @@ def _leave_out(collective: str, axes: set[str]) -> None:
         return original(tensor, Axis.single(axis.name) if axis.name in axes else axis, *rest)
 
     setattr(collectives, collective, broken)
+
+
+def _keep_own_piece(output: Tensor, tensor: Tensor, axis: Axis, op: Any, *, async_op: bool) -> None:
+    """A reduce-scatter without the others."""
+    output.copy_(tensor.chunk(axis.size)[axis.rank])

@@ -82,3 +82,11 @@ def test_what_is_offloaded_is_not_counted(share: float) -> None:
 def test_the_dry_run_says_what_is_elsewhere(capsys: pytest.CaptureFixture[str]) -> None:
     assert pretrain_here(flags(**{"optimizer": "adam", **SIZE, **DISK, "dry_run": True})) == 0
     assert "of weights, gradients and optimizer; 100% of the optimizer's state is offloaded" in capsys.readouterr().out
+
+
+def test_one_rank_that_keeps_parameters_on_the_host_keeps_masters() -> None:
+    """It divides them with nobody, and half-precision weights are made when a layer runs."""
+    config = read_settings(flags(**{"optimizer": "adam", **SIZE, **BF16, "zero_stage": 3, "remote_device": "cpu"}))
+    kept, plain = state_bytes(config, 1000, 1, on_host=True), state_bytes(config, 1000, 1)
+    assert (kept.parameters, kept.gradients, kept.optimizer) == (4000, 4000, 8000)
+    assert (plain.parameters, plain.gradients, plain.optimizer) == (2000, 4000, 12000)
