@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megatron.checkpoint import classic
 from megatron.checkpoint.architecture import model_config
+from megatron.checkpoint.deferred import Deferred, with_rows
 from megatron.checkpoint.manifest import Slice, TensorRecord
 from megatron.checkpoint.parts import Part, Share
 from megatron.checkpoint.state import TrainState, rank_file, share_file, writes
@@ -28,6 +29,8 @@ saved with the whole buffer."""
 
 def plain_copy(tensor: Tensor) -> Tensor:
     """No copy of what has a storage of its own already: for a save during which nothing changes."""
+    if isinstance(tensor, Deferred):
+        return tensor
     tensor = tensor.detach()
     own = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
     if tensor.device.type == "cpu" and own and tensor.is_contiguous():
@@ -45,9 +48,15 @@ class RankContent:
     """All of them, with what they are."""
 
     def check_finite(self) -> None:
+        """What is deferred is checked when it is read."""
         for name, tensor in self.tensors:
-            if not _finite(tensor):
-                raise NonFiniteError(f"{name} holds NaN or infinite values; no checkpoint is written")
+            if not isinstance(tensor, Deferred):
+                check_finite(name, tensor)
+
+
+def check_finite(name: str, tensor: Tensor) -> None:
+    if not _finite(tensor):
+        raise NonFiniteError(f"{name} holds NaN or infinite values; no checkpoint is written")
 
 
 def _finite(tensor: Tensor) -> bool:
@@ -200,7 +209,7 @@ def _plain_or_tensor(value: Any) -> Any:
 def _pad_rows(tensor: Tensor, rows: int | None) -> Tensor:
     if rows is None or rows <= tensor.shape[0]:
         return tensor
-    return torch.nn.functional.pad(tensor, (0, 0, 0, rows - tensor.shape[0]))
+    return tensor.with_rows(rows) if isinstance(tensor, Deferred) else with_rows(tensor, rows)
 
 
 def _record(spec: ShardSpec, tensor: Tensor, piece: Slice) -> TensorRecord:

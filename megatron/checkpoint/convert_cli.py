@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import argparse
 import re
-import shutil
-from collections.abc import Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron.errors import ConfigError, StorageError
+from megatron.errors import ConfigError
 from megatron.utils.command_line import Parser, run_tool
 from megatron.utils.foreign import hub_hint, is_hugging_face
+from megatron.utils.progress import ByteProgress
 
 if TYPE_CHECKING:
     from megatron.checkpoint.load import FoundStep
@@ -42,8 +42,13 @@ def parser() -> Parser:
     p.add_argument("--save", type=Path, required=True, help="Where to write.")
     p.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="Other than trained (--to hf).")
     p.add_argument("--max-shard-size", help="Largest file of weights, such as 500MB or 2GB (--to hf; default: 5GB).")
+    p.add_argument(
+        "--no-safe-serialization",
+        action="store_true",
+        help="Write pytorch_model.bin in the place of safetensors (--to hf).",
+    )
     p.add_argument("--verify", action="store_true", help="Compare logits, or export nothing (--to hf).")
-    p.add_argument("--overwrite", action="store_true", help="Replace --save if it exists (--to hf).")
+    p.add_argument("--overwrite", action="store_true", help="Replace --save if it exists.")
     return p
 
 
@@ -59,10 +64,13 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.source == arguments.to and arguments.to != "megatron":
         raise ConfigError(f"--to {arguments.to}: --load is in that format already; there is nothing to convert")
     if arguments.true_vocab_size is not None and arguments.source != "megatron":
-        raise ConfigError(
-            f"--true-vocab-size {arguments.true_vocab_size}: applies to --from megatron alone; leave it out"
-        )
+        given = f"--true-vocab-size {arguments.true_vocab_size}"
+        raise ConfigError(f"{given}: applies to --from megatron alone; leave it out")
     _refuse_targets(arguments)
+    if arguments.overwrite:
+        from megatron.checkpoint.conversion import refuse_what_must_stay
+
+        refuse_what_must_stay(arguments.load, arguments.save)
     if arguments.to == "hf":
         to_hugging_face(arguments)
     elif arguments.to == "megatron":
@@ -85,15 +93,18 @@ def _format(directory: Path, step: int | None) -> str:
 
 
 def _refuse_targets(arguments: argparse.Namespace) -> None:
-    """The flags that say how to write for Megatron-LM, where nothing is written for it."""
+    """The flags that say how to write or read another format."""
     for flag in ("target_tensor_parallel_size", "target_pipeline_parallel_size", "megatron_names"):
         value = getattr(arguments, flag)
         if value is not None and arguments.to != "megatron":
             raise ConfigError(f"--{flag.replace('_', '-')} {value}: applies to --to megatron alone; leave it out")
-    if arguments.to != "hf" and arguments.source != "hf":
-        for text in (f"--dtype {arguments.dtype}" * bool(arguments.dtype), "--overwrite" * arguments.overwrite):
-            if text:
-                raise ConfigError(f"{text}: applies to --to hf alone; leave it out")
+    given = {"--dtype": arguments.dtype, "--max-shard-size": arguments.max_shard_size, "--verify": arguments.verify}
+    given |= {"--no-safe-serialization": arguments.no_safe_serialization}
+    for flag, value in given.items():
+        if value and arguments.to != "hf":
+            raise ConfigError(f"{flag}{f' {value}' * (value is not True)}: applies to --to hf alone; leave it out")
+    if arguments.ckpt_step is not None and arguments.source == "hf":
+        raise ConfigError(f"--ckpt-step {arguments.ckpt_step}: does not apply to --from hf; leave it out")
 
 
 def to_megatron(arguments: argparse.Namespace) -> None:
@@ -101,8 +112,9 @@ def to_megatron(arguments: argparse.Namespace) -> None:
 
     if arguments.source == "hf":
         raise ConfigError("--from hf --to megatron: in two steps; --to native first, then --from native --to megatron")
-    if arguments.save.exists() and (not arguments.save.is_dir() or any(arguments.save.iterdir())):
-        raise ConfigError(f"--save {arguments.save}: exists already; give another directory")
+    taken = arguments.save.exists() and (not arguments.save.is_dir() or any(arguments.save.iterdir()))
+    if taken and not arguments.overwrite:
+        raise ConfigError(f"--save {arguments.save}: exists already; give another directory, or --overwrite")
     target = Target(
         1 if arguments.target_tensor_parallel_size is None else arguments.target_tensor_parallel_size,
         1 if arguments.target_pipeline_parallel_size is None else arguments.target_pipeline_parallel_size,
@@ -117,15 +129,15 @@ def to_megatron(arguments: argparse.Namespace) -> None:
 
 def from_megatron(arguments: argparse.Namespace) -> None:
     from megatron.checkpoint.megatron_lm.convert import to_native
-    from megatron.checkpoint.paths import holds_nothing
 
-    if not holds_nothing(arguments.save):
-        raise ConfigError(f"--save {arguments.save}: holds checkpoints already; give another directory")
+    _refuse_occupied(arguments)
     found = _found(arguments)
-    info = to_native(found, arguments.save)
+    with _target(arguments) as directory, _progress("converted") as show:
+        info = to_native(found, directory, arguments.save, show)
     rows = found.saved_settings()["tokenizer"]["vocab_size"]
     ending = "--finetune" if info.step == 0 else "--no-load-rng"
-    print(f"saved {info.path}, vocabulary {rows}; train on with --load and {ending}")
+    path = arguments.save / info.path.name
+    print(f"saved {path}, vocabulary {rows}; train on with --load and {ending}")
 
 
 def _found(arguments: argparse.Namespace) -> FoundStep:
@@ -152,15 +164,23 @@ def to_hugging_face(arguments: argparse.Namespace) -> None:
     found = _found(arguments)
     tokenizer = saved_tokenizer(found)
     ids, shard_bytes = own_token_ids(tokenizer, found.tokenizer), _shard_bytes(arguments.max_shard_size)
-    export = plan_export(found, dtype=arguments.dtype, token_ids=ids, shard_bytes=shard_bytes)
-    print(f"exporting {found.directory} as {export.family.architecture}, vocabulary {export.facts.vocab_size}")
-    write_export(
-        export,
-        arguments.save,
-        tokenizer=found.tokenizer,
-        overwrite=arguments.overwrite,
-        check=lambda folder: check_export(export, folder, print, insist=arguments.verify),
+    export = plan_export(
+        found,
+        dtype=arguments.dtype,
+        token_ids=ids,
+        shard_bytes=shard_bytes,
+        as_bin=arguments.no_safe_serialization,
     )
+    print(f"exporting {found.directory} as {export.family.architecture}, vocabulary {export.facts.vocab_size}")
+    with _progress("exported") as written, _progress("checked") as checked:
+        write_export(
+            export,
+            arguments.save,
+            tokenizer=found.tokenizer,
+            overwrite=arguments.overwrite,
+            check=lambda folder: check_export(export, folder, print, insist=arguments.verify, show=checked),
+            show=written,
+        )
     print(f"saved {arguments.save}")
 
 
@@ -173,38 +193,42 @@ def _shard_bytes(given: str | None) -> int:
 
 
 def from_hugging_face(arguments: argparse.Namespace) -> None:
-    from megatron.checkpoint import RunHistory, TrainState, save_checkpoint
-    from megatron.checkpoint.hf import open_folder, read_tensors
-    from megatron.checkpoint.hf.origin import read_origin
-    from megatron.checkpoint.paths import holds_nothing
-    from megatron.distributed.shard import ShardSpec
-    from megatron.distributed.state import ParallelState
-    from megatron.layout import Layout
+    from megatron.checkpoint.hf import open_folder
+    from megatron.checkpoint.hf.convert import to_native
 
-    shard_size, verify = arguments.max_shard_size, True if arguments.verify else None
-    refused = {"--ckpt-step": arguments.ckpt_step, "--dtype": arguments.dtype, "--max-shard-size": shard_size}
-    for flag, value in {**refused, "--verify": verify}.items():
-        if value is not None:
-            raise ConfigError(f"{flag} {value}: does not apply to --from hf; leave it out")
-    if not holds_nothing(arguments.save):
-        raise ConfigError(f"--save {arguments.save}: holds checkpoints already; give another directory")
+    _refuse_occupied(arguments)
     source = open_folder(arguments.load)
-    params = {name: (ShardSpec(name=name, logical_shape=shape), tensor) for name, shape, tensor in read_tensors(source)}
+    with _target(arguments) as directory, _progress("converted") as show:
+        info = to_native(source, directory, arguments.save, show)
+    path = arguments.save / info.path.name
+    print(f"saved {path} ({source.family.architecture}, {source.dtype}); train on with --load and --finetune")
 
-    def copy_tokenizer(folder: Path) -> None:
-        for path in source.tokenizer_files:
-            try:
-                shutil.copyfile(path, folder / path.name)
-            except OSError as error:
-                raise StorageError(f"{path} could not be copied to {folder} ({error.strerror})") from error
 
-    with closing(RunHistory(f"from-hf-{source.family.model_type}")) as history:
-        info = save_checkpoint(
-            arguments.save,
-            TrainState(params=params, config=source.settings(), origin=read_origin(arguments.load).plain()),
-            parallel=ParallelState.build(Layout(1), 0),
-            save_tokenizer=copy_tokenizer if source.tokenizer_files else None,
-            history=history,
-            release=True,
-        )
-    print(f"saved {info.path} ({source.family.architecture}, {source.dtype}); train on with --load and --finetune")
+def _refuse_occupied(arguments: argparse.Namespace) -> None:
+    from megatron.checkpoint.paths import holds_nothing
+
+    if not arguments.overwrite and not holds_nothing(arguments.save):
+        raise ConfigError(f"--save {arguments.save}: holds checkpoints already; give another directory, or --overwrite")
+
+
+@contextmanager
+def _target(arguments: argparse.Namespace) -> Iterator[Path]:
+    """Where a native checkpoint is written. A step appears in a directory when it is complete; --overwrite replaces
+    the directory."""
+    from megatron.checkpoint.conversion import written_aside
+    from megatron.checkpoint.paths import holds_nothing
+
+    if holds_nothing(arguments.save):
+        yield arguments.save
+        return
+    with written_aside(arguments.save, "converting") as temporary:
+        yield temporary
+
+
+@contextmanager
+def _progress(verb: str) -> Iterator[Callable[[int, int], None]]:
+    progress = ByteProgress(verb)
+    try:
+        yield progress.show
+    finally:
+        progress.close()

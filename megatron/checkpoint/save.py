@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from threading import Event
-from typing import IO, Any, cast
+from typing import Any
 
 import torch
 
@@ -30,7 +30,8 @@ from megatron.checkpoint.lineage import Line
 from megatron.checkpoint.lock import DirectoryLock
 from megatron.checkpoint.manifest import Manifest
 from megatron.checkpoint.state import Retention, RunHistory, SavedInfo, Sharded, TrainState, axis_sizes, writes
-from megatron.checkpoint.storage import FileRecord, HashingFile
+from megatron.checkpoint.storage import FileRecord
+from megatron.checkpoint.torch_file_writer import save_tree
 from megatron.distributed.messages import all_gather_json
 from megatron.distributed.state import ParallelState
 from megatron.errors import ConfigError, StorageError
@@ -52,13 +53,14 @@ def save_checkpoint(
     retain_interval: int | None = None,
     fingerprint: Mapping[str, Any] | None = None,
     release: bool = False,
+    known_as: Path | None = None,
 ) -> SavedInfo:
     """Commits `state` as one step of `directory`. All ranks call it, at a step boundary.
 
     `release` writes only weights, under the name that Megatron uses for a model without training state. `fingerprint`
-    is described in `determinism.py`.
+    is described in `determinism.py`. `known_as` is what `directory` will be renamed to.
     """
-    save = Save(directory, state, parallel, history, save_tokenizer, fingerprint or {}, release)
+    save = Save(directory, state, parallel, history, save_tokenizer, fingerprint or {}, release, known_as=known_as)
     return save_now(save, Retention(retain_last, retain_interval))
 
 
@@ -132,6 +134,7 @@ class Save:
     release: bool = False
     line: Line | None = None
     """Of a non-persistent step: then it is the only one that is kept."""
+    known_as: Path | None = None
 
     @property
     def name(self) -> str:
@@ -228,7 +231,7 @@ class Save:
         """What this rank writes, copied."""
         arguments = classic_arguments(self.state, self.parallel.tp.size)
         if self.save_tokenizer is not None:
-            folder = (self.target / paths.TOKENIZER).resolve()
+            folder = ((self.known_as or self.directory) / self.name / paths.TOKENIZER).resolve()
             arguments |= {"tokenizer_type": "PretrainedFromHF", "tokenizer_name_or_path": str(folder)}
         return rank_content(self.state, self.parallel, arguments, copy)
 
@@ -242,7 +245,7 @@ class Save:
             path = self.temporary / file
             with storage.storage_errors("writing a checkpoint", path):
                 path.parent.mkdir(exist_ok=True)
-                content.part.files[file] = storage.write_durable(path, partial(_save_tree, tree), stop=stop)
+                content.part.files[file] = storage.write_durable(path, partial(save_tree, tree), stop=stop)
                 durable.fsync_directory(path.parent)
         with storage.storage_errors("writing a checkpoint", self.temporary):
             parts.leave(self.temporary, self.parallel.world.rank, content.part)
@@ -319,7 +322,3 @@ class Save:
             model={},
             holds=tuple(name for name, value in holds.items() if value),
         )
-
-
-def _save_tree(tree: Mapping[str, Any], stream: HashingFile) -> None:
-    torch.save(tree, cast(IO[bytes], stream))

@@ -27,7 +27,7 @@ _BEFORE_ZIP = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 """The magic number that begins a file of torch before 1.6, as a pickle."""
 _LARGEST = 2**48  # of a number in a shape
 _LOCAL_HEADER = struct.Struct("<26xHH")
-_STORAGES = {
+STORAGES = {
     **{"FloatStorage": torch.float32, "DoubleStorage": torch.float64, "HalfStorage": torch.float16},
     **{"BFloat16Storage": torch.bfloat16, "LongStorage": torch.int64, "IntStorage": torch.int32},
     **{"ShortStorage": torch.int16, "CharStorage": torch.int8, "ByteStorage": torch.uint8, "BoolStorage": torch.bool},
@@ -207,14 +207,9 @@ def _storage_of(value: Any) -> tuple[str, torch.dtype, int] | None:
     if not isinstance(parts, tuple) or len(parts) < 5 or parts[0] != "storage":
         return None
     kind, key, elements = parts[1], parts[2], parts[4]
-    if (
-        not isinstance(kind, Name)
-        or kind.last not in _STORAGES
-        or not isinstance(key, str)
-        or type(elements) is not int
-    ):
+    if not isinstance(kind, Name) or kind.last not in STORAGES or not isinstance(key, str) or type(elements) is not int:
         return None
-    return key, _STORAGES[kind.last], elements
+    return key, STORAGES[kind.last], elements
 
 
 def _storage_sizes(content: Any) -> dict[str, tuple[torch.dtype, int]]:

@@ -1,13 +1,13 @@
-"""Progress on stderr: of documents, a bar on a terminal and lines elsewhere; of bytes, lines."""
+"""Progress of documents on stderr: a bar on a terminal, lines elsewhere."""
 
 from __future__ import annotations
 
 import sys
 import time
-from typing import Any
+
+from megatron.utils.progress import bar_on_terminal, duration
 
 EVERY = 1000  # documents between lines
-BYTES_PAUSE = 5.0  # seconds between lines about bytes
 
 
 class ProgressDisplay:
@@ -19,14 +19,7 @@ class ProgressDisplay:
         self._started = self._said = time.monotonic()
         self._begun_at = self.position = begun_at
         self.documents = self.tokens = self.read = 0
-        self._bar = self._make_bar() if sys.stderr.isatty() else None
-
-    def _make_bar(self) -> Any:
-        try:
-            from tqdm import tqdm
-        except ImportError:
-            return None
-        return tqdm(total=self._total or None, initial=self._begun_at, unit="B", unit_scale=True, dynamic_ncols=True)
+        self._bar = bar_on_terminal(total, begun_at)
 
     def update(self, *, documents: int, tokens: int, read: int, position: int) -> None:
         """Adds the work since the last call; `position` is where in the input it ended."""
@@ -68,29 +61,3 @@ class ProgressDisplay:
     def __exit__(self, *raised: object) -> None:
         if self._bar is not None:
             self._bar.close()
-
-
-class ByteProgress:
-    """Prints bytes, speed and ETA every few seconds."""
-
-    def __init__(self, verb: str) -> None:
-        self._verb = verb
-        self._started = self._said = time.monotonic()
-
-    def show(self, done: int, total: int) -> None:
-        now = time.monotonic()
-        if now - self._said < BYTES_PAUSE or done >= total:
-            return
-        self._said = now
-        speed = done / (now - self._started)
-        print(
-            f"{self._verb} {done / 1e9:.2f} of {total / 1e9:.2f} GB ({speed / 1e6:.0f} MB/s, "
-            f"{duration((total - done) / speed if speed else 0)} left)",
-            file=sys.stderr,
-            flush=True,
-        )
-
-
-def duration(seconds: float) -> str:
-    hours, rest = divmod(round(seconds), 3600)
-    return f"{hours}:{rest // 60:02d}:{rest % 60:02d}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from pathlib import Path
 
@@ -15,7 +16,8 @@ import torch
 from torch import Tensor
 
 from megatron.checkpoint.build import restore_model
-from megatron.checkpoint.hf.export import Export, our_tensors
+from megatron.checkpoint.conversion import Show, no_progress
+from megatron.checkpoint.hf.export import Export, our_tensor, our_tensors
 from megatron.checkpoint.hf.importer import open_folder, read_tensors
 from megatron.errors import CheckpointError, ConfigError
 
@@ -35,10 +37,17 @@ class Comparison:
         return self.largest_difference / max(self.largest_logit, 1e-30)
 
 
-def check_export(export: Export, folder: Path, log: Callable[[str], object], *, insist: bool = False) -> None:
+def check_export(
+    export: Export,
+    folder: Path,
+    log: Callable[[str], object],
+    *,
+    insist: bool = False,
+    show: Show = no_progress,
+) -> None:
     """Raises unless the folder holds our model: compares logits if transformers is installed and memory allows, else
     weights. `insist`: logits are compared, or nothing is exported."""
-    compare_weights(export, folder)
+    compare_weights(export, folder, show)
     log("check: every weight reads back bit-equal")
     if importlib.util.find_spec("transformers") is None:
         _not_compared("transformers is not installed", log, insist)
@@ -60,17 +69,19 @@ def _not_compared(why: str, log: Callable[[str], object], insist: bool) -> None:
     log(f"check: logits were not compared: {why}")
 
 
-def compare_weights(export: Export, folder: Path) -> None:
+def compare_weights(export: Export, folder: Path, show: Show = no_progress) -> None:
     """Compares what an import would read with our weights and settings."""
-    source = open_folder(folder)
-    ours = dict(our_tensors(export))
+    source, done = open_folder(folder), 0
+    ours = {name: partial(our_tensor, export, name) for name in export.reader.manifest.model}
     exact = not export.config.apply_layernorm_1p  # theirs stores gamma, not gamma - 1
     for name, _, tensor in read_tensors(source):
-        expected = ours.pop(name, None)
-        if expected is None:
+        read = ours.pop(name, None)
+        if read is None:
             raise CheckpointError(f"{folder}: reading it back gives a {name} that was never written")
-        if exact and not torch.equal(expected, tensor):
+        if exact and not torch.equal(read(), tensor):
             raise CheckpointError(f"{folder}: {name} reads back different from what was written")
+        done += tensor.nbytes
+        show(done, export.bytes)
     if ours:
         raise CheckpointError(f"{folder}: the export has lost {', '.join(ours)}")
 

@@ -14,20 +14,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.checkpoint import storage
 from megatron.checkpoint.architecture import model_config, moe_config
+from megatron.checkpoint.conversion import Show, no_progress, written_aside
+from megatron.checkpoint.hf.bin_file import write_bin
 from megatron.checkpoint.hf.exchange import Exchange, gain_less_one
 from megatron.checkpoint.hf.families import choose
 from megatron.checkpoint.hf.family import Facts, Family
 from megatron.checkpoint.hf.origin import GENERATION, origin_of
 from megatron.checkpoint.hf.safetensors_file import Shape, write_safetensors
-from megatron.checkpoint.hf.weights import INDEX, WEIGHTS
+from megatron.checkpoint.hf.weights import BIN, BIN_INDEX, INDEX, WEIGHTS
 from megatron.checkpoint.load import FoundStep
 from megatron.checkpoint.reader import StepReader
 from megatron.config import ModelConfig, MoEConfig
 from megatron.errors import CheckpointError, ConfigError
 from megatron.model.parameters import WORD_TABLE
-from megatron.utils import durable
 
 SHARD_BYTES = 5 * 10**9
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -46,10 +46,16 @@ class Export:
     """What generation_config.json gets; None: there is none."""
     shard_bytes: int = SHARD_BYTES
     """Of weights in one file, at most; a single tensor may be more."""
+    as_bin: bool = False
+    """pytorch_model.bin in the place of safetensors."""
 
     @property
     def dtype(self) -> torch.dtype:
         return DTYPES[self.facts.dtype]
+
+    @property
+    def bytes(self) -> int:
+        return sum(prod(e.parameter.stored_shape) for e in self.exchanges) * self.dtype.itemsize
 
     @property
     def exchanges(self) -> list[Exchange]:
@@ -62,6 +68,7 @@ def plan_export(
     dtype: str | None = None,
     token_ids: Mapping[str, int | None] | None = None,
     shard_bytes: int = SHARD_BYTES,
+    as_bin: bool = False,
 ) -> Export:
     """Chooses the family and checks that the checkpoint holds exactly that model. `token_ids` are the tokenizer's own;
     an imported model keeps those that it came with."""
@@ -84,7 +91,7 @@ def plan_export(
     if origin is not None:
         ids, generation = origin.token_ids, origin.generation
     facts = Facts(words.logical_shape[0], dtype or trained, context, ids)
-    export = Export(found.reader(), config, family, facts, moe, generation, shard_bytes)
+    export = Export(found.reader(), config, family, facts, moe, generation, shard_bytes, as_bin)
     _check_complete(export, found)
     return export
 
@@ -107,82 +114,72 @@ def write_export(
     overwrite: bool = False,
     check: Callable[[Path], object] | None = None,
     log: Callable[[str], object] = print,
+    show: Show = no_progress,
 ) -> None:
     """Writes to a temporary folder, checks it, and renames it: a folder named `out` is always complete and checked."""
     if out.exists() and not overwrite:
         raise ConfigError(f"--save {out}: exists already; give another folder, or --overwrite")
-    temporary = out.with_name(f".tmp-{out.name}")
-    with storage.storage_errors("writing the export", temporary):
-        if temporary.exists():
-            shutil.rmtree(temporary)
-        durable.make_directory(temporary)
-        try:
-            _write_files(export, temporary, tokenizer, log)
-            if check is not None:
-                check(temporary)
-            _publish(temporary, out)
-        except BaseException:
-            shutil.rmtree(temporary, ignore_errors=True)
-            raise
+    with written_aside(out, "writing the export") as temporary:
+        _write_files(export, temporary, tokenizer, log, show)
+        if check is not None:
+            check(temporary)
 
 
-def _write_files(export: Export, folder: Path, tokenizer: Path | None, log: Callable[[str], object]) -> None:
+def _write_files(
+    export: Export, folder: Path, tokenizer: Path | None, log: Callable[[str], object], show: Show
+) -> None:
     if tokenizer is not None:
         for source in sorted(path for path in tokenizer.iterdir() if path.is_file()):
             shutil.copyfile(source, folder / source.name)
     else:
         log("warning: the checkpoint has no tokenizer beside it; the export has none either")
-    _write_weights(export, folder, log)
+    _write_weights(export, folder, log, show)
     _write_json(folder / "config.json", export.family.config_json(export.config, export.moe, export.facts))
     if export.generation is not None:
         _write_json(folder / GENERATION, export.generation)
-
-
-def _publish(temporary: Path, out: Path) -> None:
-    durable.fsync_tree(temporary)
-    if out.exists():
-        old = out.with_name(f".trash-{out.name}")
-        if old.exists():
-            shutil.rmtree(old)
-        durable.rename(out, old)
-        durable.rename(temporary, out)
-        shutil.rmtree(old)
-    else:
-        durable.rename(temporary, out)
 
 
 def _write_json(path: Path, values: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
 
-def _write_weights(export: Export, folder: Path, log: Callable[[str], object]) -> None:
+def _write_weights(export: Export, folder: Path, log: Callable[[str], object], show: Show) -> None:
     """Write one file, or numbered shards; one tensor is in memory at a time."""
     shards = _plan_shards(export)
     zeros = export.family.zero_biases(export.config, export.facts.vocab_size)
-    worst, index, total = _Worst(), dict[str, str](), 0
+    whole, index_file, write = (BIN, BIN_INDEX, write_bin) if export.as_bin else (WEIGHTS, INDEX, write_safetensors)
+    stem, _, suffix = whole.partition(".")
+    so_far, index, total = _SoFar(export.bytes, show), dict[str, str](), 0
     for number, shard in enumerate(shards, 1):
-        name = WEIGHTS if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        name = whole if len(shards) == 1 else f"{stem}-{number:05d}-of-{len(shards):05d}.{suffix}"
         added = zeros if number == len(shards) else {}
         shapes = {theirs: shape for exchange in shard for theirs, shape in _shapes(exchange).items()}
         shapes |= {theirs: tuple(tensor.shape) for theirs, tensor in added.items()}
-        tensors = chain(_converted(export, shard, worst), ((n, t.to(export.dtype)) for n, t in added.items()))
-        write_safetensors(folder / name, shapes, export.dtype, tensors)
+        tensors = chain(_converted(export, shard, so_far), ((n, t.to(export.dtype)) for n, t in added.items()))
+        write(folder / name, shapes, export.dtype, tensors)
         index |= dict.fromkeys(shapes, name)
         total += sum(prod(shape) for shape in shapes.values()) * export.dtype.itemsize
         if len(shards) > 1:
             log(f"wrote {name}")
     if len(shards) > 1:
-        _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(index.items()))})
-    if worst.error > 0:
-        log(f"--dtype {export.facts.dtype}: the largest error of narrowing a weight is {worst.error:.3e}")
+        _write_json(folder / index_file, {"metadata": {"total_size": total}, "weight_map": dict(sorted(index.items()))})
+    if so_far.error > 0:
+        log(f"--dtype {export.facts.dtype}: the largest error of narrowing a weight is {so_far.error:.3e}")
     log(f"wrote {total} bytes of {export.facts.dtype} weights in {len(shards)} file(s)")
 
 
 @dataclass
-class _Worst:
-    """The largest error of narrowing so far."""
-
+class _SoFar:
+    total: int
+    show: Show
+    done: int = 0
     error: float = 0.0
+    """The largest one of narrowing."""
+
+    def add(self, error: float, size: int) -> None:
+        self.error = max(self.error, error)
+        self.done += size
+        self.show(self.done, self.total)
 
 
 def _shapes(exchange: Exchange) -> dict[str, Shape]:
@@ -190,10 +187,10 @@ def _shapes(exchange: Exchange) -> dict[str, Shape]:
     return {name: tuple(tensor.shape) for name, tensor in described.items()}
 
 
-def _converted(export: Export, shard: Sequence[Exchange], worst: _Worst) -> Iterator[tuple[str, Tensor]]:
+def _converted(export: Export, shard: Sequence[Exchange], so_far: _SoFar) -> Iterator[tuple[str, Tensor]]:
     for exchange in shard:
         tensors, error = _convert(export, exchange)
-        worst.error = max(worst.error, error)
+        so_far.add(error, sum(tensor.nbytes for tensor in tensors.values()))
         while tensors:
             name = next(iter(tensors))
             yield name, tensors.pop(name)
@@ -229,10 +226,13 @@ def _convert(export: Export, exchange: Exchange) -> tuple[dict[str, Tensor], flo
 
 def our_tensors(export: Export) -> Iterator[tuple[str, Tensor]]:
     """The weights of our own model, in the dtype of the export."""
-    for name, record in export.reader.manifest.model.items():
-        tensor = export.reader.logical(name, record)
-        if gain_less_one(export.config, name):
-            # The export rounds gamma itself; subtracting 1 from the rounded value is exact in fp32.
-            yield name, (tensor + 1).to(export.dtype).float() - 1
-        else:
-            yield name, tensor.to(export.dtype)
+    for name in export.reader.manifest.model:
+        yield name, our_tensor(export, name)
+
+
+def our_tensor(export: Export, name: str) -> Tensor:
+    tensor = export.reader.logical(name, export.reader.manifest.model[name])
+    if gain_less_one(export.config, name):
+        # The export rounds gamma itself; subtracting 1 from the rounded value is exact in fp32.
+        return (tensor + 1).to(export.dtype).float() - 1
+    return tensor.to(export.dtype)

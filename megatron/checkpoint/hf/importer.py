@@ -149,9 +149,12 @@ def _refuse_more_than_stored(folder: Path, config: ModelConfig, moe: MoEConfig, 
 def read_tensors(source: HuggingFaceFolder) -> Iterator[tuple[str, tuple[int, ...], Tensor]]:
     """(name, logical shape, stored tensor) of each of our parameters."""
     for exchange in source.exchanges():
-        with shapes_of_config(source, exchange):
-            stored = exchange.from_hf(source.tensor)
-        yield exchange.parameter.name, exchange.parameter.shape, stored
+        yield exchange.parameter.name, exchange.parameter.shape, read_tensor(source, exchange)
+
+
+def read_tensor(source: HuggingFaceFolder, exchange: Exchange) -> Tensor:
+    with shapes_of_config(source, exchange):
+        return exchange.from_hf(source.tensor)
 
 
 @contextmanager

@@ -119,6 +119,8 @@ class ClassicTree:
     def record(self, parameter: Parameter, experts: int) -> tuple[TensorRecord, dict[Slice, Place]]:
         """The slices of one parameter, and where each of them is."""
         row, name = parameter.row, parameter.name
+        if row.name in _QKV_NAMES:
+            self._check_order(row.shape[1])
         ep, local = (0, None) if parameter.expert is None else divmod(parameter.expert, max(experts // self.ep, 1))
         pp, chunk, first = self.stage_of(name)
         layer = None if parameter.layer is None else parameter.layer - first
@@ -154,6 +156,14 @@ class ClassicTree:
                 f"{self.directory}: {parameter.name} has {row.shape[row.split_dim]} parts to split over {self.tp} ranks"
             )
         return even_ranges(size, self.tp, tp)
+
+    def _check_order(self, slots: int) -> None:
+        """`slots`: the queries of a group, its key and its value."""
+        if self.version < 2 and slots != 3:
+            raise CheckpointError(
+                f"{self.directory} has checkpoint_version {self.version:g} and grouped queries, which came later: the "
+                "order of its rows is not known; save it with the program that wrote it, as version 3"
+            )
 
     def ours(self, parameter: Parameter, stored: Tensor) -> Tensor:
         """A slice, of the weight or of the optimizer, in our order of rows."""

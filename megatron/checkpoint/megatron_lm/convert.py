@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 
+import torch
+
 from megatron.checkpoint import slices
+from megatron.checkpoint.conversion import Reading, Show
 from megatron.checkpoint.load import FoundStep
+from megatron.checkpoint.manifest import TensorRecord
 from megatron.checkpoint.save import save_checkpoint
 from megatron.checkpoint.state import RunHistory, SavedInfo, Sharded, TrainState
 from megatron.distributed.state import ParallelState
@@ -29,18 +34,24 @@ def with_true_vocabulary(found: FoundStep, rows: int | None) -> FoundStep:
     return cut
 
 
-def to_native(found: FoundStep, save: Path, log: Callable[[str], object] = print) -> SavedInfo:
-    reader, manifest = found.reader(), found.manifest
-    specs = {name: slices.whole_spec(name, record) for name, record in manifest.model.items()}
-    params = {name: (specs[name], tensor) for name, tensor in reader.model_tensors().items()}
+def to_native(
+    found: FoundStep, save: Path, known_as: Path, show: Show, log: Callable[[str], object] = print
+) -> SavedInfo:
+    """One tensor at a time is in memory."""
+    reader, manifest, reading = found.reader(), found.manifest, Reading(show)
+
+    def deferred(name: str, record: TensorRecord, what: str) -> Sharded:
+        shape = slices.whole_stored_shape(manifest.model[name])
+        dtype = getattr(torch, record.dtype.removeprefix("torch."))
+        tensor = reading.tensor(what, shape, dtype, partial(reader.logical, name, record))
+        return slices.whole_spec(name, manifest.model[name]), tensor
+
+    params = {name: deferred(name, record, name) for name, record in manifest.model.items()}
     optimizer: dict[str, dict[str, Sharded]] | None = None
     if manifest.optimizer:
         optimizer = {
-            name: {
-                kind: (specs[name], tensor)
-                for kind, tensor in reader.optimizer_like(name, specs[name], params[name][1].shape).items()
-            }
-            for name in manifest.optimizer
+            name: {kind: deferred(name, record, f"{name} ({kind})") for kind, record in kinds.items()}
+            for name, kinds in manifest.optimizer.items()
         }
     elif found.foreign is not None and found.foreign.optimizer_problem is not None:
         log(f"warning: {found.foreign.optimizer_problem.partition('; give')[0]}; its weights alone are converted")
@@ -64,4 +75,5 @@ def to_native(found: FoundStep, save: Path, log: Callable[[str], object] = print
             save_tokenizer=None,
             history=history,
             release=release,
+            known_as=known_as,
         )

@@ -6,7 +6,6 @@ memory at a time.
 
 from __future__ import annotations
 
-import shutil
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -16,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.checkpoint import classic, paths, storage
+from megatron.checkpoint import classic, paths
 from megatron.checkpoint.architecture import model_config, moe_config
+from megatron.checkpoint.conversion import written_aside
 from megatron.checkpoint.load import FoundStep
 from megatron.checkpoint.manifest import TensorRecord
 from megatron.checkpoint.megatron_lm.names import HEAD_COPY, Generation, their_name
@@ -216,26 +216,13 @@ def to_megatron(found: FoundStep, save: Path, target: Target, log: Callable[[str
     """Writes to a temporary directory and renames it: a directory named `save` is always complete."""
     writer = _plan(found, target, log)
     name = paths.step_name(found.manifest.step) if writer.with_optimizer else paths.RELEASE
-    temporary = save.with_name(f"{paths.TEMPORARY}{save.name}")
-    with storage.storage_errors("writing for Megatron-LM", temporary):
-        if temporary.exists():
-            shutil.rmtree(temporary)
-        durable.make_directory(temporary)
-        try:
-            for tp in range(target.tp):
-                for pp in range(target.pp):
-                    rank = f"mp_rank_{tp:02d}" + (f"_{pp:03d}" if target.pp > 1 else "")
-                    durable.make_directory(temporary / name / rank)
-                    torch.save(writer.content(tp, pp), temporary / name / rank / paths.MODEL_FILE)
-            step = str(found.manifest.step) if writer.with_optimizer else paths.RELEASE
-            paths.write_tracker(temporary, step)
-            durable.fsync_tree(temporary)
-            if save.exists():
-                save.rmdir()  # it is empty
-            durable.rename(temporary, save)
-        except BaseException:
-            shutil.rmtree(temporary, ignore_errors=True)
-            raise
+    with written_aside(save, "writing for Megatron-LM") as temporary:
+        for tp in range(target.tp):
+            for pp in range(target.pp):
+                rank = f"mp_rank_{tp:02d}" + (f"_{pp:03d}" if target.pp > 1 else "")
+                durable.make_directory(temporary / name / rank)
+                torch.save(writer.content(tp, pp), temporary / name / rank / paths.MODEL_FILE)
+        paths.write_tracker(temporary, str(found.manifest.step) if writer.with_optimizer else paths.RELEASE)
     return save / name
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron.errors import ConfigError, DataError, MegatronError
-from megatron.preprocess.progress import ByteProgress
 from megatron.utils.command_line import Parser, fields_from, integer, run_tool
+from megatron.utils.progress import ByteProgress
 
 if TYPE_CHECKING:
     from megatron.data.indexed.dataset import IndexedDataset

@@ -12,8 +12,8 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from megatron.errors import ConfigError
-from megatron.preprocess.progress import ByteProgress
 from megatron.utils.command_line import Parser, run_tool
+from megatron.utils.progress import ByteProgress
 
 if TYPE_CHECKING:
     from megatron.data.merge import MergeResult

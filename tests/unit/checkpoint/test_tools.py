@@ -123,7 +123,10 @@ def test_from_hf_and_back_is_bit_equal(run: Path) -> None:
     "arguments, message",
     [
         (["--to", "megatron", "--save", "x", "--dtype", "float32"], "--dtype float32: applies to --to hf alone"),
-        (["--to", "megatron", "--save", "x", "--overwrite"], "--overwrite: applies to --to hf alone"),
+        (
+            ["--to", "megatron", "--save", "x", "--no-safe-serialization"],
+            "--no-safe-serialization: applies to --to hf alone",
+        ),
         (["--to", "native", "--save", "x"], "--to native: --load is in that format already"),
         (["--to", "hf", "--save", "x", "--ckpt-step", "99"], "--ckpt-step 99"),
         (["--from", "hf", "--to", "native", "--save", "x"], r"config.json does not exist"),

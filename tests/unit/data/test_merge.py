@@ -18,7 +18,6 @@ from megatron.data.indexed.record import make_record, read_record, record_path, 
 from megatron.data.merge import merge
 from megatron.data.parts import find_prefixes, plan_groups
 from megatron.errors import ConfigError, DataError, MegatronError
-from megatron.preprocess import progress
 from megatron.preprocess.commands.merge_datasets import main
 
 Document = list[list[int]]  # its sequences
@@ -287,12 +286,6 @@ def test_tool_says_when_there_is_no_record(tmp_path: Path, capsys: pytest.Captur
     assert main(["--input", one, two, "--output-prefix", str(tmp_path / "m")]) == 0
     assert "m: no record was written: " in (said := capsys.readouterr().err) and "two came without one" in said
     assert not record_path(tmp_path / "m").exists() and IndexedDataset(tmp_path / "m").num_documents == 6
-
-
-def test_progress_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "BYTES_PAUSE", 0.0)
-    progress.ByteProgress("merged").show(10**9, 4 * 10**9)
-    assert "merged 1.00 of 4.00 GB (" in capsys.readouterr().err
 
 
 def test_record_is_plain_json(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ import pytest
 from megatron.errors import ConfigError
 from megatron.preprocess import pool
 from megatron.preprocess.pool import WorkerDiedError, WorkerPool
-from megatron.preprocess.progress import ProgressDisplay, duration
+from megatron.preprocess.progress import ProgressDisplay
 from megatron.preprocess.settings import PreprocessSettings
 from megatron.tokenizer import TokenizerSettings
 
@@ -167,10 +167,6 @@ def test_workers_that_cannot_be_started_are_refused(monkeypatch: pytest.MonkeyPa
 
 
 # ---------------------------------------------------------------- the rest
-
-
-def test_durations_read_as_hours() -> None:
-    assert duration(0) == "0:00:00" and duration(3725.4) == "1:02:05"
 
 
 def test_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,98 @@
+"""What the conversions share: tensors that are read one at a time, with progress, and a directory that appears under
+its name when it is complete."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megatron.checkpoint import paths, storage
+from megatron.checkpoint.content import check_finite
+from megatron.checkpoint.deferred import Deferred
+from megatron.checkpoint.lock import DirectoryLock
+from megatron.errors import ConfigError
+from megatron.utils import durable
+
+Show = Callable[[int, int], object]
+"""(bytes done, bytes of all)"""
+
+
+def no_progress(done: int, total: int) -> None:
+    """Nobody watches."""
+
+
+@dataclass
+class Reading:
+    """Makes the tensors of a conversion; `show` is told whenever one of them was read."""
+
+    show: Show
+    total: int = 0
+    done: int = 0
+
+    def tensor(self, name: str, shape: Iterable[int], dtype: torch.dtype, read: Callable[[], Tensor]) -> Deferred:
+        shape = tuple(shape)
+        self.total += prod(shape) * dtype.itemsize
+
+        def counted() -> Tensor:
+            found = read().view(shape)
+            check_finite(name, found)
+            self.done += found.nbytes
+            self.show(self.done, self.total)
+            return found
+
+        return Deferred.of(shape, dtype, counted)
+
+
+def refuse_what_must_stay(load: Path, save: Path) -> None:
+    """Replacing --save must not delete what --load reads."""
+    source, target = load.resolve(), save.resolve()
+    within = target.parent == source and (paths.step_of(save.name) is not None or save.name == paths.RELEASE)
+    if source == target or target in source.parents or within:
+        raise ConfigError(f"--overwrite: --save {save} holds what --load {load} reads; give another directory")
+    if save.is_symlink() or (save.exists() and not save.is_dir()):
+        raise ConfigError(f"--overwrite: --save {save} is no directory of its own; give another name")
+
+
+@contextmanager
+def written_aside(out: Path, doing: str) -> Iterator[Path]:
+    """A temporary directory that takes the name `out` when it is complete: what had the name stays until then."""
+    temporary = out.with_name(f"{paths.TEMPORARY}{out.name}")
+    in_use = DirectoryLock.acquire(out, "conversion") if (out / paths.LOCK).exists() else None
+    try:
+        with storage.storage_errors(doing, temporary):
+            if temporary.exists():
+                shutil.rmtree(temporary)
+            durable.make_directory(temporary)
+            try:
+                yield temporary
+                durable.fsync_tree(temporary)
+                _take_place(temporary, out)
+            except BaseException:
+                shutil.rmtree(temporary, ignore_errors=True)
+                raise
+    finally:
+        if in_use is not None:
+            in_use.release()
+
+
+def _take_place(temporary: Path, out: Path) -> None:
+    if not out.exists():
+        durable.rename(temporary, out)
+        return
+    old = out.with_name(f"{paths.TRASH}{out.name}")
+    if old.exists():
+        shutil.rmtree(old)
+    durable.rename(out, old)
+    try:
+        durable.rename(temporary, out)
+    except BaseException:
+        old.rename(out)
+        raise
+    shutil.rmtree(old)

@@ -1,0 +1,63 @@
+"""Progress in bytes on stderr: a bar on a terminal, a line every few seconds elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any
+
+BYTES_PAUSE = 5.0  # seconds between lines about bytes
+
+
+def bar_on_terminal(total: int, begun_at: int = 0, verb: str | None = None) -> Any:
+    """None where stderr is no terminal. `total` 0: it is not known."""
+    if not sys.stderr.isatty():
+        return None
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        return None
+    return tqdm(total=total or None, initial=begun_at, desc=verb, unit="B", unit_scale=True, dynamic_ncols=True)
+
+
+class ByteProgress:
+    """Shows bytes, speed and time left."""
+
+    def __init__(self, verb: str) -> None:
+        self._verb = verb
+        self._started = self._said = time.monotonic()
+        self._bar: Any = None
+
+    def show(self, done: int, total: int) -> None:
+        """`done` only grows, up to `total`."""
+        if self._bar is None and done < total:
+            self._bar = bar_on_terminal(total, verb=self._verb)
+        if self._bar is None:
+            self._line(done, total)
+            return
+        self._bar.update(done - self._bar.n)
+        if done >= total:
+            self.close()
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+    def _line(self, done: int, total: int) -> None:
+        now = time.monotonic()
+        if now - self._said < BYTES_PAUSE or done >= total:
+            return
+        self._said = now
+        speed = done / (now - self._started)
+        print(
+            f"{self._verb} {done / 1e9:.2f} of {total / 1e9:.2f} GB ({speed / 1e6:.0f} MB/s, "
+            f"{duration((total - done) / speed if speed else 0)} left)",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def duration(seconds: float) -> str:
+    hours, rest = divmod(round(seconds), 3600)
+    return f"{hours}:{rest // 60:02d}:{rest % 60:02d}"
