@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from megatron.checkpoint.convert_cli import main as convert
+from megatron.data.indexed.builder import IndexedDatasetBuilder
 from megatron.distributed.rng import stream_seed
 from megatron.evaluation import perplexity, scorer
 from megatron.evaluation.cli import main
@@ -165,6 +166,17 @@ def test_every_form_of_a_checkpoint_is_the_same(models: Callable[[str], Saved], 
     ]
     losses = [form["loss"] for form in forms]
     assert losses[1:] == losses[:1] * 2 and len({form["counted_tokens"] for form in forms}) == 1
+
+
+def test_tokens_on_disk_are_those_of_their_text(models: Callable[[str], Saved], data: Path) -> None:
+    saved = models("gpt2")
+    encode = saved.theirs()[1]
+    with IndexedDatasetBuilder(str(data / "tokens"), "uint16") as builder:
+        for text in TEXTS:
+            builder.add_document(encode(text, add_special_tokens=False).input_ids)
+    kept = ("loss", "counted_tokens", "word_perplexity", "bits_per_byte", "documents")
+    of_text, of_tokens = (evaluated(saved.native, "--data", data / name) for name in ("lines.jsonl", "tokens"))
+    assert [of_tokens[name] for name in kept] == [of_text[name] for name in kept]
 
 
 def passages(tokenizer: Any, model: Any) -> list[str]:

@@ -41,6 +41,31 @@ def test_text_as_people_write_it() -> None:
     assert count_words(tokens) == len(tokens.strip().split(" "))
 
 
+def test_the_rules_are_those_of_the_harness() -> None:
+    theirs = pytest.importorskip("lm_eval.tasks.wikitext.preprocess_wikitext")
+    pieces = (
+        " @-@ ",
+        " @,@ ",
+        " ; ",
+        " . ",
+        "( a ) ",
+        ' " b " ',
+        " 's ",
+        " ' c ' ",
+        " = = ",
+        " \n ",
+        " N ",
+        " ° ",
+        "s '",
+        "[ d",
+        "{ }",
+    )
+    random = np.random.default_rng(1)
+    for _ in range(200):
+        text = "".join(random.choice(pieces) + "word" * int(random.integers(2)) for _ in range(8))
+        assert detokenize(text) == theirs.wikitext_detokenizer({"page": text}), repr(text)
+
+
 def test_spaces_between_belong_to_the_target() -> None:
     def words(text: str) -> list[int]:  # a token per word, with the space before it
         return [hash(word) for word in text.replace(" ", "| ").split("|") if word]
