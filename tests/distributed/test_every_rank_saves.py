@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -111,6 +111,25 @@ def test_the_weights_file_is_read_alone(tmp_path: Path) -> None:
     words = main["model"]["language_model"]["embedding"]["word_embeddings"]["weight"]
     assert torch.equal(words, make_state().params["embedding.word_embeddings.weight"][1])
     assert main["checkpoint_version"] == 3.0 and main["args"].hidden_size == 8
+
+
+def test_the_weights_file_is_that_of_a_run_of_one_rank(tmp_path: Path) -> None:
+    """But for the optimizer's state, which no converter reads: what opens the one opens the other."""
+    run_ranks(RANKS, save_dealt, tmp_path / "four")
+    with closing(RunHistory("one")) as history:
+        parallel = ParallelState.build(Layout(1), 0)
+        save_checkpoint(tmp_path / "one", make_state(), parallel=parallel, save_tokenizer=None, history=history)
+    name = "iter_0000010/mp_rank_00/model_optim_rng.pt"
+    one, four = (torch.load(tmp_path / folder / name, weights_only=True) for folder in ("one", "four"))
+    assert one.keys() == four.keys() and vars(one["args"]) == vars(four["args"]) == dict(four["args"])
+    ours, theirs = (dict(flat(content["model"])) for content in (one, four))
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
+    assert all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in theirs.values())
+
+
+def flat(tree: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    for key, value in tree.items():
+        yield from flat(value, f"{path}.{key}") if isinstance(value, dict) else [(f"{path}.{key}", value)]
 
 
 def test_planted_bug_a_rank_saves_the_piece_of_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
