@@ -58,6 +58,13 @@ def test_overwrite_replaces_what_was_there(
     assert str(tmp_path / "out") in capsys.readouterr().out
 
 
+def test_a_converted_table_is_padded_as_a_saved_one(sources: dict[str, Path]) -> None:
+    """For tools that read the file without its manifest."""
+    saved = torch.load(sources["native"] / "release/mp_rank_00/model_optim_rng.pt", weights_only=True)
+    words = saved["model"]["language_model"]["embedding"]["word_embeddings"]["weight"]
+    assert words.shape[0] == saved["args"].padded_vocab_size == 384 and not words[300:].any()
+
+
 def test_a_conversion_that_fails_leaves_what_was_there(
     sources: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
