@@ -257,7 +257,8 @@ def bias_stepped_by_own_counts(parts: Parts) -> None:
 
 def expert_norms_not_added(parts: Parts) -> None:
     counted = parts.trainer.engine.optimizer._by_axes
-    counted._places = {name: replace(place, axes=place.axes[:-1]) for name, place in counted._places.items()}
+    alone = [counted._axes.index(over[:-1]) for over in counted._axes]
+    counted._places = {name: replace(place, group=alone[place.group]) for name, place in counted._places.items()}
 
 
 def queued_gradients_of_an_expert_forgotten(parts: Parts) -> None:
