@@ -192,6 +192,11 @@ class GradBuffers(DividedWeights):
 
     def reduce(self) -> None:
         """Sums the remaining buckets over the ranks and waits for all of them. Once per step."""
+        self.start_reduce()
+        self.finish_reduce()
+
+    def start_reduce(self) -> None:
+        """The first half of it: every rank has now begun the same sums in the same order."""
         assert not self._reduced, "reduce() twice in one step would sum the sums: call zero() first"
         self.wait_for_weights()  # of what this step did not use
         self._reduced = True
@@ -201,6 +206,9 @@ class GradBuffers(DividedWeights):
             self._launch_next()
         if self._buckets:
             self._buckets[-1].start_sum_of_instances()
+
+    def finish_reduce(self) -> None:
+        """The second half: waits for them."""
         for bucket in self._buckets:
             bucket.finish_sum()
 

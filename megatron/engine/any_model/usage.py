@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 import torch
 from torch import nn
@@ -38,16 +38,16 @@ class Usage:
             self._absent = grads.frozen()
             return
         missing = set(grads.missing())
-        grads.reduce()  # before the ranks compare: some may have begun in backward, where others lacked a gradient
-        self._absent = self._missed_by_all(grads.names, missing)
+        grads.start_reduce()  # first: some ranks may have begun in backward, where others lacked a gradient
+        absent = self._start_comparing(grads.names, missing)
+        grads.finish_reduce()
+        self._absent = absent()
 
-    def _missed_by_all(self, names: Collection[str], missing: Collection[str]) -> Collection[str]:
-        if self._dp.size == 1:
-            return missing
-        device = self._grads.device
-        used = torch.tensor([name not in missing for name in names], dtype=torch.int32, device=device)
-        numbers = collectives.all_reduce(used, self._dp).tolist()
-        return {name for name, number in zip(names, numbers, strict=True) if number == 0}
+    def _start_comparing(self, names: Collection[str], missing: Collection[str]) -> Callable[[], Collection[str]]:
+        """While the gradients are summed. The result waits for what no rank has used."""
+        used = torch.tensor([name not in missing for name in names], dtype=torch.int32, device=self._grads.device)
+        users = collectives.start_all_reduce(used, self._dp)
+        return lambda: {name for name, number in zip(names, users.wait().tolist(), strict=True) if number == 0}
 
     def share_buffers(self) -> None:
         """Ranks saw different samples, so buffers such as running means differ; the first rank's are used and saved."""
