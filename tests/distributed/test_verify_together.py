@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from megatron.checkpoint import StepReader, find_checkpoint, load, manifest, storage
+from megatron.checkpoint.manifest import Manifest
 from megatron.checkpoint.storage import FileRecord
 from megatron.checkpoint.verify import identity
 from megatron.distributed.state import ParallelState
@@ -90,6 +91,13 @@ def test_every_rank_hashes_a_quarter(saved: Path) -> None:
     assert blocks > 40
     counts = run_ranks(4, verify, saved, {})
     assert sum(counts) == blocks and max(counts) - min(counts) <= 1, counts
+
+
+def test_planted_a_second_reader_of_every_file(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    share = Manifest.blocks_of
+    monkeypatch.setattr(Manifest, "blocks_of", lambda self, part, parts: share(self, part // 2, parts // 2))
+    with pytest.raises(AssertionError):
+        test_every_rank_hashes_a_quarter(saved)
 
 
 def test_ranks_with_a_copy_of_their_own_hash_it_among_them(saved: Path) -> None:
