@@ -226,8 +226,8 @@ def parameters_of(config: RunConfig) -> int:
 
 
 MOST_OFF, CONSTANT = 0.05, 50_000_000
-"""RSS after a step is the formula's sum within this share and this many bytes: code that a first step loads, threads,
-buffers of gloo and of products, the batch."""
+"""How far RSS after a step may be from the formula's sum: this share of it, and this many bytes for what the formula
+does not count (code that a first step loads, threads, buffers of gloo and of products, the batch)."""
 
 
 def off(measured: Measured, formula: StateBytes) -> float:

@@ -1,4 +1,4 @@
-"""Time and memory that real ranks take until their first step is done, on this machine and over gloo.
+"""Measures how long many real ranks need, and how much memory, until their first step is done: one machine, gloo.
 
     python benchmarks/start_many.py                     # 8, 16, 32 ranks
     python benchmarks/start_many.py --ranks 64          # takes some 200 MB of memory for each

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.checkpoint import paths
+from megatron.errors import CheckpointError
 from megatron.utils import durable
 
 
@@ -24,17 +25,22 @@ class Line:
 
 
 def name_of(save: Path) -> str | None:
-    """Of this directory, at this place; None: it has no name, so nothing belongs to it."""
+    """The name of this directory at this place; None: it has none, so no non-persistent step belongs to it."""
     try:
         with open(save / paths.LINEAGE, "rb") as file:
             token = file.read(64)
-    except OSError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
+    except OSError as error:
+        raise CheckpointError(
+            f"{save / paths.LINEAGE} cannot be read ({error.strerror}), which says which non-persistent checkpoints "
+            "are this run's: make it readable, or leave out --non-persistent-save-interval"
+        ) from error
     return hashlib.sha256(token + b"\0" + str(save.resolve()).encode()).hexdigest()[:16]
 
 
 def named(save: Path) -> str:
-    """The same, of a directory that gets a name, if it has none yet, for the rest of its life."""
+    """As `name_of`, but a directory without a name is given one, which it then keeps."""
     if name_of(save) is None:
         durable.write_once(save / paths.LINEAGE, [secrets.token_hex(16).encode()])
     name = name_of(save)

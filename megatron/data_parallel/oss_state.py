@@ -1,4 +1,4 @@
-"""The state of all owners on every rank, as tensors and JSON."""
+"""Gathers the sharded optimizer's state: every rank receives that of all owners."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def gather_state(
     owner_of: Callable[[Tensor], int],
     axis: Axis,
 ) -> dict[int, dict[str, Any]]:
-    """By the number of the parameter. A collective of the axis; the copies are on the CPU."""
+    """Gathers the whole state on every rank of the axis, by the number of each parameter; tensors come to the CPU."""
     mine: list[tuple[Entry, Tensor | None]] = []
     for number, parameter in enumerate(parameters):
         if owner_of(parameter) != axis.rank:

@@ -164,7 +164,7 @@ def initialise_part(
 
 @torch.no_grad()
 def await_weights(pieces: Iterable[Piece], specs: Mapping[str, ShardSpec]) -> None:
-    """Prepares parameters whose weights will be loaded: NaN, so that one that is forgotten is seen."""
+    """Fills parameters whose weights will be loaded with NaN, so that one that no load has filled is noticed."""
     for piece in pieces:
         held = sum(count for _, count in _runs_of(piece, specs[piece.name]))
         piece.elements[:held].fill_(float("nan"))

@@ -100,5 +100,5 @@ class HostLink:
         return end
 
     def join(self) -> None:
-        """The device's work from here on comes after all copies. The host does not wait."""
+        """Makes whatever the device is given from here on wait for all copies; the host does not wait."""
         torch.accelerator.current_stream(self._device).wait_stream(self._stream)

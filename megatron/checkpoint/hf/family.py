@@ -180,6 +180,19 @@ def other_wirings(config: ModelConfig, *, parallel: bool = False, norms: str = "
     ]
 
 
+def beyond_plain_layers(config: ModelConfig) -> Lacking:
+    """What a family lacks whose layers have LayerNorm, an MLP without a gate, and heads that all have keys of their own
+    and see the whole sequence."""
+    return [
+        (f"--normalization {config.normalization}", config.normalization != "LayerNorm"),
+        ("--swiglu", config.swiglu),
+        (f"--num-query-groups {config.query_groups}", config.query_groups != config.num_attention_heads),
+        (f"--kv-channels {config.head_dim}", config.head_dim * config.num_attention_heads != config.hidden_size),
+        ("--qk-layernorm", config.qk_layernorm),
+        (f"--window-size {config.window}", config.window is not None),
+    ]
+
+
 def positions_flag(config: ModelConfig) -> str:
     kind = {"rope": "rope", "learned": "learned_absolute", "none": "none"}[config.positions]
     return f"--position-embedding-type {kind}"

@@ -80,7 +80,7 @@ def read(directory: Path) -> ShareRecord:
 
 
 def damage(directory: Path, record: ShareRecord) -> str | None:
-    """What its bytes say; None: they are what was written."""
+    """What is wrong with the files of a share, by their checksums; None: nothing."""
     try:
         for name, expected in record.part.files.items():
             if storage.hash_file(paths.member(directory, name), record.header.hash) != expected:

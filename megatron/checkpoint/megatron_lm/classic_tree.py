@@ -220,7 +220,8 @@ def open_tree(directory: Path) -> ClassicTree:
 
 
 def _coordinates(numbers: list[int], args: Mapping[str, Any]) -> Coordinates:
-    """The second of two numbers is the expert-parallel rank where there is no pipeline."""
+    """The ranks that a folder's name says. Of two numbers the second is the pipeline rank, or without a pipeline the
+    expert-parallel rank."""
     if len(numbers) == 2 and args.get("pipeline_model_parallel_size", 2) == 1:
         return Coordinates(numbers[0], 0, numbers[1])
     return Coordinates(*(*numbers, 0, 0)[:3])

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.checkpoint import storage
+from megatron.checkpoint import lineage, paths, storage
 from megatron.checkpoint.local import share
 from megatron.checkpoint.local.copies import Copies
 from megatron.checkpoint.local.share import ShareRecord
@@ -16,7 +16,7 @@ from megatron.checkpoint.parts import Part
 from megatron.checkpoint.storage import FileRecord
 from megatron.checkpoint.verify import DamagedCheckpointError
 from megatron.distributed import streams
-from megatron.errors import ConfigError, StorageError
+from megatron.errors import CheckpointError, ConfigError, StorageError
 
 
 @pytest.mark.parametrize(("jump", "factor", "world"), [(1, 2, 2), (4, 2, 16), (2, 3, 12), (1, 1, 5)])
@@ -89,3 +89,10 @@ def test_a_changed_record_is_not_read(tmp_path: Path) -> None:
         share.decode(raw[:-20], tmp_path)
     with pytest.raises(DamagedCheckpointError, match="is missing"):
         share.read(tmp_path)
+
+
+def test_a_name_that_cannot_be_read_is_no_missing_name(tmp_path: Path) -> None:
+    assert lineage.name_of(tmp_path) is None and lineage.name_of(tmp_path / "not there") is None
+    (tmp_path / paths.LINEAGE).mkdir()
+    with pytest.raises(CheckpointError, match=r"cannot be read \(Is a directory\), which says which non-persistent"):
+        lineage.name_of(tmp_path)

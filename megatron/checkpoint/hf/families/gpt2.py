@@ -10,7 +10,14 @@ from torch import Tensor
 
 from megatron.checkpoint.hf.exchange import TensorLayout, Tensors, heads_apart, heads_of_groups, same
 from megatron.checkpoint.hf.families.gelu import gelu_from_json, gelu_to_json
-from megatron.checkpoint.hf.family import Family, Lacking, other_wirings, positions_flag, refuse_unless
+from megatron.checkpoint.hf.family import (
+    Family,
+    Lacking,
+    beyond_plain_layers,
+    other_wirings,
+    positions_flag,
+    refuse_unless,
+)
 from megatron.config import ModelConfig
 from megatron.model import parameters as names
 from megatron.model.parameters import Row
@@ -64,12 +71,7 @@ class GPT2(Family):
     def lacks(self, c: ModelConfig) -> Lacking:
         return [
             (positions_flag(c), c.positions != "learned"),
-            (f"--normalization {c.normalization}", c.normalization != "LayerNorm"),
-            ("--swiglu", c.swiglu),
-            (f"--num-query-groups {c.query_groups}", c.query_groups != c.num_attention_heads),
-            (f"--kv-channels {c.head_dim}", c.head_dim * c.num_attention_heads != c.hidden_size),
-            ("--qk-layernorm", c.qk_layernorm),
-            (f"--window-size {c.window}", c.window is not None),
+            *beyond_plain_layers(c),
             *other_wirings(c),
         ]
 

@@ -7,7 +7,14 @@ from typing import Any
 
 from megatron.checkpoint.hf.exchange import same
 from megatron.checkpoint.hf.families.gelu import gelu_from_json, gelu_to_json
-from megatron.checkpoint.hf.family import Family, Lacking, other_wirings, positions_flag, refuse_unless
+from megatron.checkpoint.hf.family import (
+    Family,
+    Lacking,
+    beyond_plain_layers,
+    other_wirings,
+    positions_flag,
+    refuse_unless,
+)
 from megatron.checkpoint.hf.rope import rope_from_json, rope_to_json
 from megatron.config import ModelConfig
 from megatron.model import parameters as names
@@ -35,12 +42,7 @@ class GPTNeoX(Family):
     def lacks(self, c: ModelConfig) -> Lacking:
         return [
             (positions_flag(c), c.positions != "rope"),
-            (f"--normalization {c.normalization}", c.normalization != "LayerNorm"),
-            ("--swiglu", c.swiglu),
-            (f"--num-query-groups {c.query_groups}", c.query_groups != c.num_attention_heads),
-            (f"--kv-channels {c.head_dim}", c.head_dim * c.num_attention_heads != c.hidden_size),
-            ("--qk-layernorm", c.qk_layernorm),
-            (f"--window-size {c.window}", c.window is not None),
+            *beyond_plain_layers(c),
             *other_wirings(c, parallel=True),
         ]
 
