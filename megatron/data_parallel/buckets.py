@@ -61,6 +61,9 @@ class Bucket:
 
     slots: list[Slot]
     buffer: Tensor
+    message: Tensor
+    """What is summed: the buffer, and if the bucket counts them, one element more. That is the number of ranks that
+    lacked a gradient of it."""
     axis: Axis
     replicas: Axis
     chunk: Range
@@ -80,12 +83,24 @@ class Bucket:
     def complete(self) -> bool:
         return len(self.arrived) == len(self.slots)
 
-    def start_sum(self) -> None:
+    @property
+    def counts(self) -> bool:
+        return self.message.numel() > self.buffer.numel()
+
+    @property
+    def lacked(self) -> bool:
+        """Once summed: whether some rank lacked a gradient of it. All ranks have the same answer."""
+        return bool(self.message[-1].item())
+
+    def start_sum(self, lacks: bool = False) -> None:
+        """`lacks`: a gradient of it is this rank's zeros."""
         self.launched = True
+        if self.counts:
+            self.message[-1] = float(lacks)
         if self.divided:
-            self.pending = collectives.start_scatter_sum_in_place(self.buffer, self.axis)
+            self.pending = collectives.start_scatter_sum_in_place(self.message, self.axis)
         else:
-            self.pending = collectives.start_all_reduce(self.buffer, self.axis)
+            self.pending = collectives.start_all_reduce(self.message, self.axis)
 
     def start_sum_of_instances(self) -> None:
         """Of what this rank updates, once its own instance has summed it. Waits for that."""
@@ -150,9 +165,10 @@ class Bucket:
         return whole.view(slot.parameter.shape)
 
 
-def make_buckets(slots: Iterable[Slot], size: int, divided: bool) -> list[Bucket]:
+def make_buckets(slots: Iterable[Slot], size: int, divided: bool, counts: bool = False) -> list[Bucket]:
     """Cuts the parameters, as they are given, into buffers of `size` elements or more, each of one kind. Buckets are in
-    the order in which the last of their gradients arrives."""
+    the order in which the last of their gradients arrives. `counts`: those that are not divided count the ranks that
+    lack a gradient."""
     assert size > 0, f"bucket size {size}"
     closed: list[list[Slot]] = []
     open_: dict[tuple[object, ...], list[Slot]] = {}
@@ -168,19 +184,21 @@ def make_buckets(slots: Iterable[Slot], size: int, divided: bool) -> list[Bucket
             closed.append(open_.pop(slot.kind))
     closed += open_.values()
     closed.sort(key=lambda members: order[members[-1].name])
-    return [_make_bucket(number, members, divided) for number, members in enumerate(closed)]
+    return [_make_bucket(number, members, divided, counts) for number, members in enumerate(closed)]
 
 
-def _make_bucket(number: int, members: list[Slot], divided: bool) -> Bucket:
+def _make_bucket(number: int, members: list[Slot], divided: bool, counts: bool) -> Bucket:
     first, sizes = members[0], [slot.parameter.numel() for slot in members]
     total, ranks = sum(sizes), first.axis.size if divided else 1
     share = total if ranks == 1 else -(-total // (ranks * _ALIGNED)) * _ALIGNED
-    buffer = torch.zeros(share * ranks, dtype=first.dtype, device=first.parameter.device)
+    counter = int(counts and ranks == 1)
+    message = torch.zeros(share * ranks + counter, dtype=first.dtype, device=first.parameter.device)
+    buffer = message[: share * ranks]
     for slot, place in zip(members, itertools.pairwise(itertools.accumulate(sizes, initial=0)), strict=True):
         slot.view = buffer[slice(*place)].view(slot.parameter.shape)
         slot.bucket, slot.place = number, place
     chunk = (0, total) if ranks == 1 else (first.axis.rank * share, (first.axis.rank + 1) * share)
-    bucket = Bucket(members, buffer, first.axis, first.replicas, chunk)
+    bucket = Bucket(members, buffer, message, first.axis, first.replicas, chunk)
     for slot in members:
         slot.own = buffer[slice(*bucket.piece(slot))] if bucket.divided else slot.view
     if bucket.divided:

@@ -55,6 +55,7 @@ class GradBuffers(DividedWeights):
         in_own_type: bool = False,
         late_gather: nn.Module | None = None,
         accumulate: Accumulate | None = None,
+        finds_unused: bool = False,
     ) -> None:
         """`axes`: for parameters whose gradients are summed over another axis than `dp`, such as experts. `flat`: every
         gradient is in a buffer, even where `parameter.grad` would do. `divided` (ZeRO-1): each rank gets the sum of its
@@ -63,7 +64,8 @@ class GradBuffers(DividedWeights):
         divided in the same way wherever else they are. `late_gather`: a model whose next forward pass runs while its
         divided weights are gathered. Unless `shown`, `parameter.grad` is None between passes, so that nobody's
         `zero_grad()` drops what has been accumulated. `in_own_type`: gradients are added up in the type of their
-        parameter, in halves too. `accumulate`: multiplies into a buffer."""
+        parameter, in halves too. `accumulate`: multiplies into a buffer. `finds_unused`: ranks that lack a gradient are
+        counted, in the message of their bucket."""
         self.dp = dp
         replicas = replicas or Axis.single("replicate")
         self.overlap = overlap and dp.size * replicas.size > 1
@@ -77,7 +79,9 @@ class GradBuffers(DividedWeights):
             in_grad = shown and dtype == parameter.dtype
             self._collect(Slot(name, parameter, axis, replicas, dtype, in_grad, apart=name in apart))
         in_buffers = (slot for slot in reversed(self._slots.values()) if flat or not slot.fits_its_parameter)
-        self._buckets = make_buckets(in_buffers, bucket_size, divided)
+        assert not (finds_unused and replicas.size > 1), "the counts of other instances are not added"
+        self._buckets = make_buckets(in_buffers, bucket_size, divided, finds_unused)
+        self._lacking: list[str] = []
         self._divided = {slot.name for bucket in self._buckets if bucket.divided for slot in bucket.slots}
         self._armed = False
         self._reduced = False
@@ -112,13 +116,20 @@ class GradBuffers(DividedWeights):
         """All gradients by name."""
         return ((name, self.grad(name)) for name in self._slots)
 
-    def missing(self) -> list[str]:
-        """The parameters that got no gradient in this step; before `reduce`, which gives them one of zero."""
-        return [
-            name
-            for name, slot in self._slots.items()
-            if (slot.parameter.grad is None if slot.view is None else not slot.filled)
-        ]
+    @property
+    def lacking(self) -> list[str]:
+        """The parameters that got no gradient on this rank in this step; `reduce` has given them one of zero."""
+        return self._lacking
+
+    @property
+    def counts_lacking(self) -> bool:
+        """Whether `reduce` tells all ranks if one of them lacked a gradient. (A divided buffer has no room for it.)"""
+        return all(bucket.counts for bucket in self._buckets)
+
+    def some_rank_lacked(self) -> bool:
+        """After `reduce`. The same on all ranks."""
+        assert self.counts_lacking
+        return any(bucket.lacked for bucket in self._buckets)
 
     def flat_buffers(self) -> Iterator[FlatPieces]:
         """Each buffer, with the weights in one too: from here on the model computes with it."""
@@ -136,6 +147,7 @@ class GradBuffers(DividedWeights):
             bucket.arrived.clear()
         self._armed = self._reduced = False
         self._next_bucket = 0
+        self._lacking = []
 
     def reopen(self) -> None:
         """Begins a step that goes on from the gradients that are in `parameter.grad`."""
@@ -200,8 +212,9 @@ class GradBuffers(DividedWeights):
         assert not self._reduced, "reduce() twice in one step would sum the sums: call zero() first"
         self.wait_for_weights()  # of what this step did not use
         self._reduced = True
-        for name in self._slots:
-            self.grad(name)  # zeros where nothing arrived
+        for name, slot in self._slots.items():
+            if slot.view is None:
+                self.grad(name)  # zeros where nothing arrived
         while self._next_bucket < len(self._buckets):
             self._launch_next()
         if self._buckets:
@@ -283,7 +296,11 @@ class GradBuffers(DividedWeights):
         """Reduces buckets in the same order on every rank, whatever the order of backward: collectives must match. The
         bucket before is summed over the instances now: its own sum, which that waits for, has had time to arrive."""
         bucket = self._buckets[self._next_bucket]
-        bucket.start_sum()
+        lacking = [slot for slot in bucket.slots if not slot.filled]
+        for slot in lacking:
+            self._fill_with_zeros(slot)
+            self._lacking.append(slot.name)
+        bucket.start_sum(bool(lacking))
         if self._next_bucket:
             self._buckets[self._next_bucket - 1].start_sum_of_instances()
         self._next_bucket += 1

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron.data_parallel.buckets import Bucket
 from megatron.engine.any_model import initialize
 from megatron.engine.any_model.usage import Usage
 from tests.helpers.any_model import largest_difference
@@ -143,12 +144,52 @@ def test_planted_bug_what_no_rank_has_used_is_not_looked_for(monkeypatch: pytest
         test_parts_that_are_left_out()
 
 
+def comparisons(rank: int) -> list[bool]:
+    """In which steps the ranks compare."""
+    found: list[bool] = []
+    compare = Usage._start_comparing
+
+    def counted(self: Usage, grads: Any) -> Any:
+        found[-1] = True
+        return compare(self, grads)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Usage, "_start_comparing", counted)
+        model, optimizer = made()
+        engine, *_ = initialize(model=model, optimizer=optimizer, config={"train_batch_size": 4})
+        for step, used in enumerate(PLANS["both lack it later"]):
+            found.append(False)
+            x = halves_of(step)[rank]
+            engine.backward(F.mse_loss(engine(x, used[rank]), x.flip(-1)))
+            engine.step()
+    return found
+
+
+def test_ranks_compare_in_steps_in_which_one_lacks_a_gradient() -> None:
+    """A second message in every step would make a small model's step longer than that of torch's DDP."""
+    assert run_ranks(2, comparisons) == [[False, True, True, False]] * 2
+
+
+def test_planted_bug_a_missing_gradient_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    start = Bucket.start_sum
+    monkeypatch.setattr(Bucket, "start_sum", lambda self, lacks=False: start(self))
+    with pytest.raises(AssertionError):
+        test_parts_that_are_left_out()
+
+
+def test_planted_bug_the_count_of_an_earlier_step_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    start = Bucket.start_sum
+    monkeypatch.setattr(Bucket, "start_sum", lambda self, lacks=False: start(self, lacks or self.lacked))
+    with pytest.raises(AssertionError):
+        test_ranks_compare_in_steps_in_which_one_lacks_a_gradient()
+
+
 def test_planted_bug_ranks_compare_before_their_sums(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where one has begun to sum in its backward pass, and the other lacks a gradient."""
 
     def reduce(self: Usage) -> None:
         grads: Any = self._grads
-        absent = self._start_comparing(grads.names, set(grads.missing()))
+        absent = self._start_comparing(grads)
         grads.reduce()
         self._absent = absent()
 

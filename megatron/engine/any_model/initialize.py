@@ -111,7 +111,9 @@ def build_model_engine(
     if divided and settings.zero_stage > 1:
         grads = _divide_weights(model, settings, place, names)
     else:
-        grads = GradBuffers(trained, dp, overlap=settings.overlap, divided=divided, flat=True, shown=False)
+        grads = GradBuffers(
+            trained, dp, overlap=settings.overlap, divided=divided, flat=True, shown=False, finds_unused=True
+        )
     usage = Usage(grads, model, dp)
     core = Optimizer(
         grads,

@@ -15,9 +15,10 @@ from megatron.distributed.state import Axis
 
 class Usage:
     """An optimizer of torch leaves a parameter without a gradient alone: no weight decay, no decaying moments. Over
-    several ranks that is one that no rank has used, for which they compare notes in every step: a parameter may be
-    left out, or frozen, at any time. Where gradients are divided as they come (ZeRO 2 and 3), each has one of zero,
-    and those that are frozen alone are left alone.
+    several ranks that is one that no rank has used; a parameter may be left out, or frozen, at any time. So they compare
+    notes in every step in which the sums of gradients have told that some rank lacked one; in every step where those
+    are divided (ZeRO 1), while they are under way. Where gradients are divided as they come (ZeRO 2 and 3), each has
+    one of zero, and those that are frozen alone are left alone.
     """
 
     def __init__(self, grads: GradBuffers | FullySharded, model: nn.Module, dp: Axis) -> None:
@@ -37,15 +38,18 @@ class Usage:
             grads.reduce()
             self._absent = grads.frozen()
             return
-        missing = set(grads.missing())
         grads.start_reduce()  # first: some ranks may have begun in backward, where others lacked a gradient
-        absent = self._start_comparing(grads.names, missing)
+        compares = not grads.counts_lacking
+        absent: Callable[[], Collection[str]] = self._start_comparing(grads) if compares else tuple
         grads.finish_reduce()
+        if not compares and grads.some_rank_lacked():
+            absent = self._start_comparing(grads)
         self._absent = absent()
 
-    def _start_comparing(self, names: Collection[str], missing: Collection[str]) -> Callable[[], Collection[str]]:
-        """While the gradients are summed. The result waits for what no rank has used."""
-        used = torch.tensor([name not in missing for name in names], dtype=torch.int32, device=self._grads.device)
+    def _start_comparing(self, grads: GradBuffers) -> Callable[[], Collection[str]]:
+        """The result waits for what no rank has used."""
+        names, lacking = grads.names, set(grads.lacking)
+        used = torch.tensor([name not in lacking for name in names], dtype=torch.int32, device=grads.device)
         users = collectives.start_all_reduce(used, self._dp)
         return lambda: {name for name, number in zip(names, users.wait().tolist(), strict=True) if number == 0}
 
