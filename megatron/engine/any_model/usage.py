@@ -15,10 +15,10 @@ from megatron.distributed.state import Axis
 
 class Usage:
     """An optimizer of torch leaves a parameter without a gradient alone: no weight decay, no decaying moments. Over
-    several ranks that is one that no rank has used; a parameter may be left out, or frozen, at any time. So they compare
-    notes in every step in which the sums of gradients have told that some rank lacked one; in every step where those
-    are divided (ZeRO 1), while they are under way. Where gradients are divided as they come (ZeRO 2 and 3), each has
-    one of zero, and those that are frozen alone are left alone.
+    several ranks that is one that no rank has used; a parameter may be left out, or frozen, at any time. So they
+    compare notes in every step in which the sums of gradients have told that some rank lacked one; in every step where
+    those are divided (ZeRO 1), while they are under way. Where gradients are divided as they come (ZeRO 2 and 3), each
+    has one of zero, and those that are frozen alone are left alone.
     """
 
     def __init__(self, grads: GradBuffers | FullySharded, model: nn.Module, dp: Axis) -> None:
