@@ -4,24 +4,13 @@
 set -euo pipefail
 . "$(dirname "$0")/launch.sh"
 
-GPUS_PER_NODE=${GPUS_PER_NODE:-8}    # processes on this machine; on CPUs they are gloo ranks
 MASTER_ADDR=${MASTER_ADDR:-localhost}
 MASTER_PORT=${MASTER_PORT:-6001}
-NNODES=${NNODES:-1}
-NODE_RANK=${NODE_RANK:-0}
 
 CHECKPOINT_PATH=${CHECKPOINT_PATH:-experiments/codeparrot-small}
 VOCAB_FILE=${VOCAB_FILE:-vocab.json}
 MERGE_FILE=${MERGE_FILE:-merges.txt}
 DATA_PATH=${DATA_PATH:-codeparrot_content_document}
-
-DISTRIBUTED_ARGS=(
-    --nproc_per_node "$GPUS_PER_NODE"
-    --nnodes "$NNODES"
-    --node_rank "$NODE_RANK"
-    --master_addr "$MASTER_ADDR"
-    --master_port "$MASTER_PORT"
-)
 
 GPT_ARGS=(
     --tensor-model-parallel-size 1
@@ -59,6 +48,4 @@ OUTPUT_ARGS=(
     --tensorboard-dir experiments/tensorboard
 )
 
-merge_settings "${GPT_ARGS[@]}" "${DATA_ARGS[@]}" "${OUTPUT_ARGS[@]}" -- "$@"
-check_settings $((GPUS_PER_NODE * NNODES))
-"$PYTHON" -m torch.distributed.run "${DISTRIBUTED_ARGS[@]}" pretrain_gpt.py "${SETTINGS[@]}"
+launch "${GPT_ARGS[@]}" "${DATA_ARGS[@]}" "${OUTPUT_ARGS[@]}" -- "$@"

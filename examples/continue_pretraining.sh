@@ -4,6 +4,7 @@
 set -euo pipefail
 . "$(dirname "$0")/launch.sh"
 
+GPUS_PER_NODE=${GPUS_PER_NODE:-1}
 HF_MODEL=${HF_MODEL:-my-model}
 CHECKPOINT_PATH=${CHECKPOINT_PATH:-experiments/continued}
 DATA_PATH=${DATA_PATH:-my-data_text_document}    # made with --tokenizer-type HuggingFaceTokenizer --tokenizer-model $HF_MODEL
@@ -42,6 +43,4 @@ OUTPUT_ARGS=(
     --save "$CHECKPOINT_PATH"
 )
 
-merge_settings "${TRAINING_ARGS[@]}" "${DATA_ARGS[@]}" "${OUTPUT_ARGS[@]}" "${FROM[@]}" -- "$@"
-check_settings 1
-"$PYTHON" -m torch.distributed.run --standalone --nproc_per_node 1 pretrain_gpt.py "${SETTINGS[@]}"
+launch "${TRAINING_ARGS[@]}" "${DATA_ARGS[@]}" "${OUTPUT_ARGS[@]}" "${FROM[@]}" -- "$@"

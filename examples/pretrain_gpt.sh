@@ -4,6 +4,8 @@
 set -euo pipefail
 . "$(dirname "$0")/launch.sh"
 
+GPUS_PER_NODE=1
+
 CHECKPOINT_PATH=${CHECKPOINT_PATH:-experiments/gpt2-345m}
 VOCAB_FILE=${VOCAB_FILE:-gpt2-vocab.json}
 MERGE_FILE=${MERGE_FILE:-gpt2-merges.txt}
@@ -44,6 +46,4 @@ OUTPUT_ARGS=(
     --load "$CHECKPOINT_PATH"
 )
 
-merge_settings "${GPT_ARGS[@]}" "${DATA_ARGS[@]}" "${OUTPUT_ARGS[@]}" -- "$@"
-check_settings 1
-"$PYTHON" -m torch.distributed.run --standalone --nproc_per_node 1 pretrain_gpt.py "${SETTINGS[@]}"
+launch "${GPT_ARGS[@]}" "${DATA_ARGS[@]}" "${OUTPUT_ARGS[@]}" -- "$@"

@@ -4,24 +4,10 @@
 set -euo pipefail
 . "$(dirname "$0")/launch.sh"
 
-GPUS_PER_NODE=${GPUS_PER_NODE:-8}    # processes on this machine; on CPUs they are gloo ranks
-MASTER_ADDR=${MASTER_ADDR:-localhost}
-MASTER_PORT=${MASTER_PORT:-6000}
-NNODES=${NNODES:-1}
-NODE_RANK=${NODE_RANK:-0}
-
 CHECKPOINT_PATH=${CHECKPOINT_PATH:-experiments/gpt2-345m-mp}
 VOCAB_FILE=${VOCAB_FILE:-gpt2-vocab.json}
 MERGE_FILE=${MERGE_FILE:-gpt2-merges.txt}
 DATA_PATH=${DATA_PATH:-my-gpt2_text_document}
-
-DISTRIBUTED_ARGS=(
-    --nproc_per_node "$GPUS_PER_NODE"
-    --nnodes "$NNODES"
-    --node_rank "$NODE_RANK"
-    --master_addr "$MASTER_ADDR"
-    --master_port "$MASTER_PORT"
-)
 
 GPT_ARGS=(
     --tensor-model-parallel-size 2
@@ -61,6 +47,4 @@ OUTPUT_ARGS=(
     --load "$CHECKPOINT_PATH"
 )
 
-merge_settings "${GPT_ARGS[@]}" "${DATA_ARGS[@]}" "${OUTPUT_ARGS[@]}" -- "$@"
-check_settings $((GPUS_PER_NODE * NNODES))
-"$PYTHON" -m torch.distributed.run "${DISTRIBUTED_ARGS[@]}" pretrain_gpt.py "${SETTINGS[@]}"
+launch "${GPT_ARGS[@]}" "${DATA_ARGS[@]}" "${OUTPUT_ARGS[@]}" -- "$@"

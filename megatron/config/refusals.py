@@ -47,6 +47,10 @@ class Refusals:
             if not self._errors:
                 raise
 
+    @property
+    def lines(self) -> tuple[str, ...]:
+        return tuple(self._errors)
+
     def end(self) -> None:
         errors = tuple(self._errors.values())
         if errors:

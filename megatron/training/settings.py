@@ -23,17 +23,23 @@ if TYPE_CHECKING:
     from megatron.checkpoint.load import FoundStep
 
 
-def read_settings(argv: Sequence[str] | None, *, needs_data: bool = True) -> RunConfig:
-    """`needs_data=False`: the script brings its own datasets."""
+def read_settings(argv: Sequence[str] | None, *, needs_data: bool = True, absent: Refusals | None = None) -> RunConfig:
+    """`needs_data=False`: the script brings its own datasets. `absent` gets what is said of files and folders, which is
+    then no refusal: they may come before the launch. (Without the model that --load names, its shape is unknown and the
+    settings go unchecked.)"""
     refusals = Refusals()
+    files = refusals if absent is None else absent
     config = resolve(argv, refusals)
-    _check_load_is_there(config, refusals)
+    _check_load_is_there(config, files)
+    if absent is not None and absent.lines:
+        refusals.end()
+        return config
     theirs = config.checkpoint.load is not None and is_hugging_face(Path(config.checkpoint.load))
     if theirs or config.checkpoint.use_checkpoint_args:
         refusals.end()  # without the model's shape there is little to check
         config = _with_settings_of_folder(config) if theirs else _with_checkpoint_args(config)
     check(config, needs_data=needs_data, refusals=refusals)
-    check_paths(config, refusals)
+    check_paths(config, files)
     project = config.logging.wandb_project
     if project is not None and rank_of_process() == 0 and not _importable("wandb"):
         with refusals.of_checking():
