@@ -6,13 +6,14 @@
 The state is that of Adam for bf16 weights, in one process: weights, fp32 masters, two moments. All contenders end with
 fsync, and take turns; "of raw" is the median over rounds of the raw file's time over theirs in the same round.
 
-    raw file             the same bytes from one buffer; reading: into new memory, and hashed while it is in the cache
+    raw file             the same bytes from one buffer; reading: hashed while they are in the cache
     torch.save           one file
     ours                 save_checkpoint and load_checkpoint: checksums while writing and before loading, the commit
     ours, async          --async-save: how long training waits, and until the step is committed
     DCP, DCP async       torch.distributed.checkpoint, without checksums
 
-Reading is from the page cache, unless the files are larger than the memory.
+Reading is from the page cache, unless the files are larger than the memory, and into memory that is there already, as a
+model and an optimizer are (torch.save's excepted: torch.load makes its own).
 """
 
 from __future__ import annotations
@@ -71,6 +72,15 @@ class State:
         }
         self.size = count * BYTES_PER_ELEMENT * ROWS * COLUMNS
         self.parallel = ParallelState.build(Layout(1), 0)
+        self.memory = torch.ones(self.size, dtype=torch.uint8)
+
+    def target(self) -> dict[str, Tensor]:
+        """As `flat`, in the memory that all contenders load into."""
+        found, place = {}, 0
+        for name, tensor in self.flat().items():
+            found[name] = self.memory[place : place + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            place += tensor.nbytes
+        return found
 
     def flat(self) -> dict[str, Tensor]:
         found = {f"weight/{name}": tensor for name, tensor in self.weights.items()}
@@ -110,18 +120,17 @@ def seconds(work: Callable[[], object]) -> float:
 def raw(state: State, folder: Path) -> Times:
     buffer, path = memoryview(bytearray(os.urandom(2**20)) * (state.size // 2**20)), folder / "raw"
     saved = seconds(lambda: synced(path, lambda file: file.write(buffer)))
-    return {"save": saved, "load": seconds(lambda: read_hashed(path, state.size))}
+    return {"save": saved, "load": seconds(lambda: read_hashed(path, state.memory))}
 
 
-def read_hashed(path: Path, size: int) -> None:
-    """Into new memory, as every contender: the first touch of a page costs more than reading and hashing it."""
-    target, hasher = torch.empty(size, dtype=torch.uint8).numpy().data, storage.FileHasher(storage.HASH)
+def read_hashed(path: Path, memory: Tensor) -> None:
+    target, hasher = memory.numpy().data, storage.FileHasher(storage.HASH)
     with open(path, "rb", buffering=0) as file:
         done = 0
         while read := file.readinto(target[done : done + 2**20]) or 0:
             hasher.update(target[done : done + read])
             done += read
-    assert done == size
+    assert done == memory.nbytes
 
 
 def torch_save(state: State, folder: Path) -> Times:
@@ -133,13 +142,13 @@ def torch_save(state: State, folder: Path) -> Times:
 def load_ours(state: State, folder: Path) -> None:
     found = find_checkpoint(folder, parallel=state.parallel)
     assert found is not None
-    params = state.params({name: torch.empty_like(weight) for name, weight in state.weights.items()})
+    target = state.target()
+    params = state.params({name: target[f"weight/{name}"] for name in state.weights})
     loaded = load_checkpoint(found, parallel=state.parallel, params=params, load_rng=False)
     assert loaded.optimizer is not None
-    masters = {name: torch.empty_like(master) for name, master in state.masters.items()}
     for name, kinds in loaded.optimizer.items():  # as an optimizer copies them: what is mapped is read
-        for tensor in kinds.values():
-            masters[name].copy_(tensor)
+        for place, kind in (("master", "master"), ("m", "exp_avg"), ("v", "exp_avg_sq")):
+            target[f"{place}/{name}"].copy_(kinds[kind])
 
 
 def ours(state: State, folder: Path) -> Times:
@@ -170,8 +179,7 @@ class OursInBackground:
 def dcp_save(state: State, folder: Path) -> Times:
     content = state.flat()
     saved = seconds(lambda: dcp.save(content, checkpoint_id=folder / "dcp"))
-    into = {name: torch.empty_like(tensor) for name, tensor in content.items()}
-    return {"save": saved, "load": seconds(lambda: dcp.load(into, checkpoint_id=folder / "dcp"))}
+    return {"save": saved, "load": seconds(lambda: dcp.load(state.target(), checkpoint_id=folder / "dcp"))}
 
 
 def dcp_async(state: State, folder: Path) -> Times:

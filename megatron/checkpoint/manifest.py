@@ -26,6 +26,7 @@ SCHEMA = 3
 _WITHOUT_DIVISIONS = 2  # the schema before; of its fields all are there still
 _ALWAYS_READ = 4 * 2**20  # bytes; a larger manifest is read if the files that it describes are larger still
 _MOST_DIMENSIONS = 16
+_BEFORE_BODY, _AFTER_BODY = b'{\n "manifest": ', b',\n "sha256": "%s"\n}\n'
 
 
 class MissingManifestError(CheckpointError):
@@ -121,7 +122,8 @@ def encode(manifest: Manifest) -> bytes:
     for records in (body["model"], *body["optimizer"].values()):
         for piece in (piece for record in records.values() for piece in record["slices"] if not piece["share"]):
             del piece["share"], piece["offset"]
-    return storage.canonical_json({"manifest": body, "sha256": _digest(body)})
+    text = storage.canonical_json(body)
+    return _BEFORE_BODY + _indented(text) + _AFTER_BODY % hashlib.sha256(text).hexdigest().encode()
 
 
 def decode(raw: bytes, path: Path) -> Manifest:
@@ -130,7 +132,7 @@ def decode(raw: bytes, path: Path) -> Manifest:
         if b"\\ud" in raw:  # half of a surrogate pair is JSON, and no text
             json.dumps(outer, ensure_ascii=False).encode()
         body = outer["manifest"]
-        if raw != storage.canonical_json(outer) or _digest(body) != outer["sha256"]:
+        if not _is_unchanged(raw, outer["sha256"]):
             raise BrokenManifestError(f"{path} does not match its own checksum: it was damaged or edited")
         if body["schema"] == 1:
             body = _of_schema_1(body)
@@ -180,8 +182,19 @@ def check_numbers(manifest: Manifest) -> None:
                 raise ValueError(f"{name[:100]} has a slice of {elements} elements, more than the bytes of its file")
 
 
-def _digest(body: Mapping[str, Any]) -> str:
-    return hashlib.sha256(storage.canonical_json(body)).hexdigest()
+def _is_unchanged(raw: bytes, digest: str) -> bool:
+    """Whether a file has, byte for byte, what `encode` made. Its JSON is not written anew: of a large model that takes
+    longer than to read it."""
+    after = _AFTER_BODY % str(digest).encode()
+    body = raw.removeprefix(_BEFORE_BODY).removesuffix(after)
+    text = body.replace(b"\n ", b"\n") + b"\n"
+    same = _BEFORE_BODY + _indented(text) + after == raw
+    return same and hashlib.sha256(text).hexdigest() == digest
+
+
+def _indented(text: bytes) -> bytes:
+    """Canonical JSON as a value of an object is written."""
+    return text.removesuffix(b"\n").replace(b"\n", b"\n ")
 
 
 def _of_the_others(directory: Path) -> int:

@@ -154,7 +154,7 @@ def _damage(
             continue
         path, expected = paths.member(directory, name), record.files[name].blocks
         try:
-            found = storage.hash_blocks(path, blocks, record.hash)
+            found = storage.hash_blocks(path, blocks, record.hash, torch.get_num_threads())
         except OSError as error:
             problems.append(_unreadable(path, name, error))
             continue

@@ -68,9 +68,9 @@ def counting(copies: dict[int, str], rank: int) -> Iterator[list[int]]:
     hashed: list[int] = []
     hash_blocks, seen = storage.hash_blocks, load.identity
 
-    def counted(path: Path, blocks: range, algorithm: str) -> tuple[str, ...]:
+    def counted(path: Path, blocks: range, algorithm: str, threads: int) -> tuple[str, ...]:
         hashed.append(len(blocks))
-        return hash_blocks(path, blocks, algorithm)
+        return hash_blocks(path, blocks, algorithm, threads)
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(storage, "BLOCK_BYTES", BLOCK)

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from torch import get_num_threads
+
 from megatron.checkpoint import manifest, paths, storage
 from megatron.checkpoint.manifest import Manifest
 from megatron.checkpoint.parts import Part
@@ -83,7 +85,8 @@ def damage(directory: Path, record: ShareRecord) -> str | None:
     """What is wrong with the files of a share, by their checksums; None: nothing."""
     try:
         for name, expected in record.part.files.items():
-            if storage.hash_file(paths.member(directory, name), record.header.hash) != expected:
+            path, blocks = paths.member(directory, name), range(len(expected.blocks))
+            if storage.hash_blocks(path, blocks, record.header.hash, get_num_threads()) != expected.blocks:
                 return f"{directory / name} differs from what was written"
     except (OSError, CheckpointError) as error:
         return f"{directory} cannot be read ({error})"

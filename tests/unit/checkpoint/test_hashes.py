@@ -96,3 +96,43 @@ def test_every_byte_is_hashed_once_while_it_is_written(tmp_path: Path, monkeypat
     save(tmp_path, make_state())
     files = [path for path in (tmp_path / STEP).rglob("*") if path.is_file()]
     assert sum(hashed) == sum(path.stat().st_size for path in files)
+
+
+def test_threads_hash_what_one_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of any run of blocks, the short one at the end and what a file no longer has included."""
+    monkeypatch.setattr(storage, "BLOCK_BYTES", 1000)
+    monkeypatch.setattr(storage, "_READ_BYTES", 300)
+    path = tmp_path / "file"
+    path.write_bytes(bytes(range(256)) * 41)
+    whole = storage.hash_file(path).blocks
+    assert len(set(whole)) == len(whole) == 11
+    for first in range(11):
+        for last in range(first, 14):
+            for threads in (1, 2, 3, 16):
+                found = storage.hash_blocks(path, range(first, last), storage.HASH, threads)
+                assert found == whole[first:last], (first, last, threads)
+
+
+def test_the_bytes_of_a_manifest_are_those_that_were_signed(tmp_path: Path) -> None:
+    """As JSON with its checksum inside, and refused with any byte added, removed or changed."""
+    save(tmp_path, make_state())
+    path = tmp_path / STEP / "manifest.json"
+    raw = path.read_bytes()
+    outer = json.loads(raw)
+    digest = hashlib.sha256(canonical(outer["manifest"])).hexdigest()
+    assert raw == canonical(outer) and outer["sha256"] == digest
+    assert manifest.encode(manifest.decode(raw, path)) == raw
+    for place in range(0, len(raw), len(raw) // 150):
+        part, rest = raw[:place], raw[place:]
+        for edited in (
+            part + rest[1:],
+            part + b" " + rest,
+            part + b"\n" + rest,
+            part + bytes([rest[0] ^ 1]) + rest[1:],
+        ):
+            with pytest.raises(manifest.BrokenManifestError):
+                manifest.decode(edited, path)
+    for old, new in ((b"\n  ", b"\n "), (b"\n  ", b"\n   "), (b'": ', b'":')):
+        assert old in raw
+        with pytest.raises(manifest.BrokenManifestError, match="does not match its own checksum"):
+            manifest.decode(raw.replace(old, new, 1), path)
