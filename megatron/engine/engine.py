@@ -180,9 +180,9 @@ class Engine(Evaluation):
         if step is not None:
             step.then(self._result(step))
 
-    def evaluate(self, batches: Iterable[Batch]) -> EvaluationResult:
+    def evaluate(self, batches: Iterable[Batch], byte_lengths: Tensor | None = None) -> EvaluationResult:
         self.settle()
-        return super().evaluate(batches)
+        return super().evaluate(batches, byte_lengths)
 
     def _result(self, step: _Step) -> StepResult:
         with self.parallel.comm_log.read_back(f"reading the outcome of step {step.iteration}"):

@@ -21,6 +21,8 @@ from megatron.utils.cuda import CopyStream
 class EvaluationResult:
     lm_loss: float
     counted_tokens: int
+    counted_bytes: int | None = None
+    """Of the text that the counted tokens stand for; None where that is not known."""
 
 
 class Evaluation:
@@ -49,18 +51,25 @@ class Evaluation:
                 yield name, self.divided.whole_weight(name)
 
     @torch.no_grad()
-    def evaluate(self, batches: Iterable[Batch]) -> EvaluationResult:
-        """The mean loss over the counted tokens of all ranks' batches. Leaves training untouched, bit for bit."""
+    def evaluate(self, batches: Iterable[Batch], byte_lengths: Tensor | None = None) -> EvaluationResult:
+        """The mean loss over the counted tokens of all ranks' batches. Leaves training untouched, bit for bit.
+
+        `byte_lengths`: how many bytes of text each id stands for, [vocabulary], on the device.
+        """
         was_training = self.model.training
         self.model.eval()  # no dropout: no random number is drawn
-        totals = torch.zeros(2, dtype=torch.float64, device=self.device)
+        totals = torch.zeros(3, dtype=torch.float64, device=self.device)
         for batch in batches:
-            result = self.passes.forward(self._to_device(batch))
-            totals += self._totals([result] if result is not None else [])
+            mine = self._to_device(batch)
+            result = self.passes.forward(mine)
+            if result is not None:
+                totals[:2] += self._totals([result])
+                if byte_lengths is not None:
+                    totals[2] += counted_bytes(mine, byte_lengths)
         self.model.train(was_training)
-        loss, counted = self._sum_over_ranks(totals).tolist()
+        loss, counted, size = self._sum_over_ranks(totals).tolist()
         check_counted(counted)
-        return EvaluationResult(loss / counted, int(counted))
+        return EvaluationResult(loss / counted, int(counted), None if byte_lengths is None else int(size))
 
     def _totals(self, results: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
         """[summed loss, counted tokens] of this rank's batches."""
@@ -83,6 +92,11 @@ class Evaluation:
             for key, value in batch.items()
         }
         return slice_batch(whole, self.parallel.cp)
+
+
+def counted_bytes(batch: Batch, byte_lengths: Tensor) -> Tensor:
+    """Of the tokens that are predicted and count. [], int64"""
+    return (byte_lengths[batch["labels"]] * (batch["loss_mask"] > 0)).sum()
 
 
 def check_counted(counted: float) -> None:

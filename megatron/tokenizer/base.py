@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron.errors import ConfigError, DataError, MegatronError
+from megatron.tokenizer.byte_lengths import Lengths
 
 Ids = npt.NDArray[np.int32]
 
@@ -82,6 +83,11 @@ class Tokenizer(abc.ABC):
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
         """One array of ids per text; overridden by engines that are faster on many texts."""
         return [np.array(self.tokenize(text), dtype=np.int32) for text in texts]
+
+    def byte_lengths(self) -> Lengths | None:
+        """How many bytes of text each id stands for; 0 for special tokens, which are no text. None where ids stand for
+        no text at all. [vocab_size]"""
+        return None
 
     @abc.abstractmethod
     def files(self) -> dict[str, Path]:

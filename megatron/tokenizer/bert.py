@@ -17,6 +17,7 @@ import numpy as np
 from megatron.errors import ConfigError
 from megatron.tokenizer.base import Ids, Tokenizer, gives_up, library_errors, package, refuse_surrogates
 from megatron.tokenizer.bpe_files import read_text
+from megatron.tokenizer.byte_lengths import Lengths, by_decoding
 from megatron.tokenizer.export import config_text, write_files
 
 SETTING = "--vocab-file"
@@ -66,6 +67,11 @@ class BertWordPieceTokenizer(Tokenizer):
     def detokenize(self, ids: Iterable[int]) -> str:
         with library_errors(gives_up(self.name, "ids")):
             return self._rust.decode(list(ids), skip_special_tokens=False)
+
+    def byte_lengths(self) -> Lengths:
+        """Of the text without what the vocabulary does not keep: capitals, accents, white space."""
+        known = {self._vocab[token]: 0 for token in (*NEEDED[1:], *ADDED)}
+        return by_decoding(self.vocab_size, self.detokenize, self.tokenize("a")[-1], known)
 
     def files(self) -> dict[str, Path]:
         return {"vocab.txt": self._vocab_file}

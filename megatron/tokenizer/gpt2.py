@@ -14,6 +14,7 @@ import numpy as np
 from megatron.errors import ConfigError
 from megatron.tokenizer.base import END_OF_TEXT, Ids, Tokenizer, gives_up, library_errors, refuse_surrogates
 from megatron.tokenizer.bpe_files import BPE, read_bpe
+from megatron.tokenizer.byte_lengths import Lengths, of_alphabet
 from megatron.tokenizer.export import tokenizer_json, write_gpt2_folder
 from megatron.tokenizer.fast.guard import Encoder, build_guarded
 from megatron.tokenizer.fast.words import WORD_OR_LINE_END, split_at_words
@@ -66,6 +67,12 @@ class GPT2BPETokenizer(Tokenizer):
 
     def detokenize(self, ids: Iterable[int]) -> str:
         return self._encoder.decode(ids)
+
+    def byte_lengths(self) -> Lengths:
+        lengths = of_alphabet(self._bpe.vocab, self.vocab_size)
+        if self.eod_id is not None:
+            lengths[self.eod_id] = 0
+        return lengths
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
         if self._fast is not None:

@@ -18,6 +18,7 @@ import numpy as np
 from megatron.errors import ConfigError, DataError
 from megatron.tokenizer.base import END_OF_TEXT, Ids, Tokenizer, library_errors, package, refuse_surrogates
 from megatron.tokenizer.bpe_files import BPE, check_ids, merge_pair, read_text
+from megatron.tokenizer.byte_lengths import Lengths, by_decoding, bytes_of_fallback, of_alphabet
 from megatron.tokenizer.export import config_text, write_files
 from megatron.tokenizer.fast.guard import Encoder, build_guarded
 
@@ -189,6 +190,24 @@ class HuggingFaceTokenizer(Tokenizer):
         with library_errors(self._encoding_failed):
             return self._rust.decode(list(ids), skip_special_tokens=False)
 
+    def byte_lengths(self) -> Lengths | None:
+        vocab = self._rust.get_vocab(with_added_tokens=True)
+        added = self._rust.get_added_tokens_decoder()
+        known = {index: 0 if token.special else len(token.content.encode("utf-8")) for index, token in added.items()}
+        if self.eod_id is not None:
+            known[self.eod_id] = 0
+        if "ByteLevel" in _kinds(self._description.get("decoder")):
+            lengths = of_alphabet(vocab, self.vocab_size)
+            lengths[list(known)] = list(known.values())
+            return lengths
+        letters = (
+            index for token, index in vocab.items() if token.isascii() and token.isalpha() and index not in added
+        )
+        anchor = next(letters, None)
+        if anchor is None:
+            return None
+        return by_decoding(self.vocab_size, self.detokenize, anchor, bytes_of_fallback(vocab.items()) | known)
+
     def files(self) -> dict[str, Path]:
         return {**kept_files(self._json_file.parent), KEPT_FILES[0]: self._json_file}
 
@@ -249,6 +268,13 @@ def load_tokenizers(path: Path) -> Any:
     rust.no_truncation()  # a limit stored in the file would silently truncate documents
     rust.no_padding()
     return rust
+
+
+def _kinds(part: Any) -> set[str]:
+    """The types of a part of tokenizer.json, which may be a sequence of them."""
+    if not isinstance(part, dict):
+        return set()
+    return {str(part.get("type"))}.union(*map(_kinds, part.get("decoders") or ()))
 
 
 def _as_gpt2(description: dict[str, Any], eod_token: str | None) -> BPE | None:

@@ -17,6 +17,7 @@ import numpy as np
 
 from megatron.errors import ConfigError, DataError
 from megatron.tokenizer.base import Ids, Tokenizer, package, refuse_surrogates
+from megatron.tokenizer.byte_lengths import Lengths, by_decoding
 
 ADDED = ("<CLS>", "<SEP>", "<EOD>", "<MASK>")
 
@@ -91,6 +92,16 @@ class GPTSentencePieceTokenizer(Tokenizer):
             else:
                 run.append(index)
         return "".join([*texts, self._pieces.decode(run)])
+
+    def byte_lengths(self) -> Lengths:
+        """A piece that begins with a mark of words counts its space, also at the beginning of a text."""
+        size = self._pieces.get_piece_size()
+        known = {index: 1 for index in range(size) if self._pieces.is_byte(index)}
+        known |= {index: 0 for index in range(size) if self._pieces.is_control(index) or self._pieces.is_unused(index)}
+        known |= dict.fromkeys(self._added.values(), 0)
+        if self.eod_id is not None:
+            known[self.eod_id] = 0
+        return by_decoding(self.vocab_size, self._pieces.decode, int(self._pieces.encode("a")[-1]), known)
 
     def files(self) -> dict[str, Path]:
         return {"tokenizer.model": self._path}

@@ -19,6 +19,7 @@ import numpy as np
 from megatron.errors import ConfigError, DataError
 from megatron.tokenizer.base import Ids, Tokenizer, gives_up, library_errors, package, refuse_surrogates
 from megatron.tokenizer.bpe_files import read_text
+from megatron.tokenizer.byte_lengths import Lengths
 from megatron.tokenizer.fast.kinds import NEMOTRON_SPLIT
 from megatron.tokenizer.fast.words import split_at_words
 
@@ -103,6 +104,9 @@ class TikTokenizer(Tokenizer):
     def detokenize(self, ids: Iterable[int]) -> str:
         with library_errors(gives_up(self.name, "ids")):
             return self._encoding.decode(list(ids), errors="replace")
+
+    def byte_lengths(self) -> Lengths:
+        return np.array([*(0 for _ in self._special), *map(len, self._tokens)], dtype=np.int32)
 
     def files(self) -> dict[str, Path]:
         return {self._path.name: self._path}

@@ -16,7 +16,16 @@ from megatron.engine import Engine, Evaluation, build_engine
 from megatron.model.passes import ForwardStep
 from megatron.optimizer import build_schedule
 from megatron.pipeline_parallel.pipeline import Pipeline
-from megatron.training.batches import BatchMaker, Data, DatasetsProvider, NumSamples, as_datasets, check_evaluation
+from megatron.training.batches import (
+    BatchMaker,
+    Data,
+    DatasetsProvider,
+    NumSamples,
+    as_datasets,
+    check_evaluation,
+    check_validation,
+    validation_plan_of,
+)
 from megatron.training.checkpointing import RunCheckpoints
 from megatron.training.evaluate import SplitEvaluator
 from megatron.training.hooks import Hook, ManualGarbageCollection, PipelineTrace
@@ -144,8 +153,10 @@ def build_data(run: Run, resume_point: ResumePoint, datasets_provider: DatasetsP
             run.log.warn(warning)
     if run.config.evaluation.eval_iters:
         for name, dataset in datasets.validated.items():
-            check_evaluation(run, dataset, "validation" if name == "valid" else name)
-        check_evaluation(run, datasets.test, "test")
+            check_validation(run, len(dataset), name)
+            if validation_plan_of(run) is None:
+                check_evaluation(run, dataset, "validation set")
+        check_evaluation(run, datasets.test, "test set")
     return Data(datasets, {"fingerprint": datasets.fingerprint, "train_samples": wanted[0]})
 
 
@@ -171,4 +182,4 @@ def _samples_wanted(run: Run, resume_point: ResumePoint) -> NumSamples:
         eval_iters=evaluation.eval_iters,
         global_batch_size=plan.evaluation_batch_size,
     )
-    return train, None if evaluation.full_validation and valid else valid, test
+    return train, None if valid and validation_plan_of(run) is not None else valid, test

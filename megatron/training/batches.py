@@ -12,6 +12,8 @@ import torch
 from torch.utils.data import Dataset, default_collate
 
 from megatron.config import RunConfig
+from megatron.config.notices import spelled
+from megatron.config.validation import ONE_SET, ValidationPlan, validation_plan
 from megatron.data.build import Datasets
 from megatron.data.loader import BatchIterator, build_loader, packed
 from megatron.data.masks import ALL_FIELDS, MaskConfig
@@ -45,11 +47,28 @@ def usable_samples(run: Run, dataset: Any) -> int:
     return len(dataset) // batch_size * batch_size
 
 
-def check_evaluation(run: Run, dataset: Any, split: str) -> None:
+def validation_plan_of(run: Run) -> ValidationPlan | None:
+    return validation_plan(run.config, run.batch_plan.evaluation_batch_size)
+
+
+def check_validation(run: Run, found: int, split: str) -> None:
+    """Refuses a validation set of `found` samples if an evaluation is to read more of it each time."""
+    plan, name = validation_plan_of(run), "validation set" if split == ONE_SET else f"set {split}"
+    wanted = None if plan is None else plan.of(split)
+    if wanted is None or wanted <= found:
+        return
+    flag = "eval_iters" if run.config.evaluation.validation_samples is None else "validation_samples"
+    raise DataError(
+        f"the {name} has {found} samples, and {spelled(run.config, flag)} asks for {wanted}; ask for fewer, or read "
+        "all of it with --full-validation"
+    )
+
+
+def check_evaluation(run: Run, dataset: Any, name: str) -> None:
     """Refuses a set without one whole global batch."""
-    if dataset is not None and not usable_samples(run, dataset) and not run.config.evaluation.full_validation:
+    if dataset is not None and not usable_samples(run, dataset):
         raise DataError(
-            f"the {split} set has {len(dataset)} samples, fewer than one global batch of "
+            f"the {name} has {len(dataset)} samples, fewer than one global batch of "
             f"{run.batch_plan.evaluation_batch_size}; give it more, lower --eval-global-batch-size or "
             "--global-batch-size, or evaluate on all of it with --full-validation"
         )
@@ -84,15 +103,16 @@ class BatchMaker:
             yield from islice(self._load(dataset, start, shape=shape), (usable - start) // shape.block)
             start = 0
 
-    def once(self, dataset: Any) -> Iterator[Batch]:
-        """Every sample once; those that do not fill a block go one by one to the ranks in turn."""
-        shape = self._shape_of_evaluation
-        yield from self._load(dataset, 0, shape=shape)
-        whole = len(dataset) // shape.block * shape.block
-        if whole < len(dataset):
+    def once(self, dataset: Any, samples: int | None = None) -> Iterator[Batch]:
+        """Every sample once, or the first `samples`; those that do not fill a block go one by one to the ranks in
+        turn."""
+        shape, samples = self._shape_of_evaluation, len(dataset) if samples is None else samples
+        yield from self._load(dataset, 0, shape=shape, samples=samples)
+        whole = samples // shape.block * shape.block
+        if whole < samples:
             alone = BlockShape(micro_batch_size=1, dp_rank=0, dp_size=1)
-            rest: Iterator[Batch] = self._load(dataset, whole, shape=alone)
-            if self.run.parallel.ep.size > 1:
+            rest: Iterator[Batch] = self._load(dataset, whole, shape=alone, samples=samples)
+            if self.run.parallel.ep.size > 1 or self.run.config.parallel.zero >= 2:
                 rest = self._filled_up(rest)
             yield from islice(rest, self.run.parallel.dp.rank, None, self.run.parallel.dp.size)
 
@@ -110,8 +130,8 @@ class BatchMaker:
                 yield batch
             else:
                 raise DataError(
-                    "--full-validation with --expert-model-parallel-size: the last samples do not fill a batch, and "
-                    "samples without a loss_mask cannot be filled up; leave --full-validation out"
+                    "--full-validation or --validation-samples: the last samples do not fill a batch of all ranks, and "
+                    "samples without a loss_mask cannot be filled up; choose a number of samples that does"
                 )
 
     @property
@@ -132,14 +152,20 @@ class BatchMaker:
         return max(2, min(64, self.run.batch_plan.final_batch_size // self._shape.block))
 
     def _load(
-        self, dataset: Any, consumed: int, *, order: str = "single", shape: BlockShape | None = None
+        self,
+        dataset: Any,
+        consumed: int,
+        *,
+        order: str = "single",
+        shape: BlockShape | None = None,
+        samples: int | None = None,
     ) -> BatchIterator:
         config = self.run.config
         sample_ids = sample_batches(
-            order, len(dataset), consumed, shape or self._shape, data_sharding=config.data.data_sharding
+            order, samples or len(dataset), consumed, shape or self._shape, data_sharding=config.data.data_sharding
         )
         workers, pin_memory = config.data.num_workers, self.run.device.type == "cuda"
-        if _is_token_dataset(dataset):
+        if is_token_dataset(dataset):
             loader = build_loader(
                 dataset,
                 sample_ids,
@@ -173,7 +199,7 @@ def _masks(config: RunConfig, eod_id: int | None) -> MaskConfig:
     )
 
 
-def _is_token_dataset(dataset: Any) -> bool:
+def is_token_dataset(dataset: Any) -> bool:
     """Whether samples are rows of tokens (megatron.data's TokenDataset), of which the loader makes labels and masks."""
     return hasattr(dataset, "seq_length") and hasattr(dataset, "locate")
 

@@ -233,6 +233,10 @@ class RunCheckpoints:
             progress.schedule_samples = self.schedule.load_state(loaded.scheduler)
         if loaded.rng is not None:
             set_rng_state(loaded.rng, self.run.device)
+        if self.optimizer is None:  # nothing goes on
+            of = f", of iteration {loaded.iteration}" if loaded.iteration else ""
+            self.run.log.info(f"loaded {loaded.path}{of}")
+            return
         self.run.log.info(
             f"loaded {loaded.path}: continuing at iteration {loaded.iteration}, "
             f"{loaded.consumed_train_samples} samples consumed"

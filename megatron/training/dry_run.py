@@ -16,10 +16,12 @@ from megatron.config.refusals import Refusals
 from megatron.config.stages import stage_layers
 from megatron.data.build import sources_of
 from megatron.data.splits import sample_counts
+from megatron.data.validation import sizes_of_sets
 from megatron.distributed.state import ParallelState
 from megatron.layout import Layout
 from megatron.optimizer import offloads
 from megatron.planner import state_bytes
+from megatron.training.batches import check_validation
 from megatron.training.initialize import Run
 from megatron.training.model import count_parameters, model_flops
 from megatron.training.resume import ResumePoint
@@ -57,6 +59,9 @@ def _check_data(run: Run) -> None:
     sources.prepare(prefixes)
     for prefix in dict.fromkeys(prefixes):
         sources.open(prefix)
+    if config.evaluation.eval_iters:
+        for split, samples in sizes_of_sets(config.data, sources):
+            check_validation(run, samples, split)
 
 
 def _check_checkpoint(run: Run, directory: Path) -> None:

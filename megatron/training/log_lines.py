@@ -80,12 +80,15 @@ def classic_evaluation(record: EvalRecord, where: str) -> str:
     line = (
         f" validation loss at {where} | lm loss value: {record.lm_loss:.6E} | lm loss PPL: {record.perplexity:.6E} | "
     )
+    if record.bits_per_byte is not None:
+        line += f"bits per byte: {record.bits_per_byte:.6f} | "
     rule = "-" * (len(line) + 1)
     return f"{rule}\n{line}\n{rule}"
 
 
 def compact_evaluation(record: EvalRecord, where: str) -> str:
-    return f"{where} | lm loss {record.lm_loss:.6f} | perplexity {record.perplexity:.6g}"
+    line = f"{where} | lm loss {record.lm_loss:.6f} | perplexity {record.perplexity:.6g}"
+    return line if record.bits_per_byte is None else f"{line} | bits per byte {record.bits_per_byte:.6f}"
 
 
 def _router_losses(record: TrainRecord) -> list[tuple[str, float]]:

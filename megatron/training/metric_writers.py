@@ -112,6 +112,8 @@ class TensorBoard(Hook):
         self._scalar(f"lm loss {name}", record.lm_loss, record)
         if self.config.log_validation_ppl_to_tensorboard:
             self._scalar(f"lm loss {name} ppl", record.perplexity, record)
+        if record.bits_per_byte is not None:
+            self._scalar(f"bits per byte {name}", record.bits_per_byte, record)
         self._writer.flush()
 
     def on_end(self) -> None:
@@ -150,9 +152,10 @@ class WeightsAndBiases(Hook):
 
     def on_evaluate(self, record: EvalRecord) -> None:
         name = "validation" if record.split == "valid" else record.split
-        self._run.log(
-            {f"lm loss {name}": record.lm_loss, f"lm loss {name} ppl": record.perplexity}, step=record.iteration
-        )
+        values = {f"lm loss {name}": record.lm_loss, f"lm loss {name} ppl": record.perplexity}
+        if record.bits_per_byte is not None:
+            values[f"bits per byte {name}"] = record.bits_per_byte
+        self._run.log(values, step=record.iteration)
 
     def on_end(self) -> None:
         self._run.finish()

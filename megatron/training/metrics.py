@@ -45,18 +45,27 @@ class TrainRecord:
 class EvalRecord:
     """One evaluation of the validation or the test split."""
 
-    split: str  # "valid" or "test"
+    split: str  # "valid", "validation-NAME" of one of several sets, or "test"
     iteration: int
     consumed_train_samples: int
     lm_loss: float
     counted_tokens: int
+    counted_bytes: int | None = None  # of their text; None where ids stand for none
+
+    @property
+    def bits_per_byte(self) -> float | None:
+        """The loss of the counted tokens together, over their bytes; None where they have none."""
+        if not self.counted_bytes:
+            return None
+        return self.lm_loss * self.counted_tokens / math.log(2) / self.counted_bytes
 
     @property
     def perplexity(self) -> float:
         return math.exp(min(PPL_CAP, self.lm_loss))
 
     def as_json(self) -> dict[str, Any]:
-        return {**asdict(self), "lm_loss_ppl": self.perplexity}
+        found = {**asdict(self), "lm_loss_ppl": self.perplexity, "bits_per_byte": self.bits_per_byte}
+        return {name: value for name, value in found.items() if value is not None}
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from megatron.config.blend import data_sources, parse_blend
 from megatron.config.notices import given, spelled
 from megatron.config.run import RunConfig
 from megatron.config.split import parse_split
+from megatron.config.validation import asked_samples, set_names
 from megatron.errors import ConfigError
 
 _SHARED = ("data_path", "data_args_path")
@@ -41,9 +42,22 @@ def check_paths_and_split(config: RunConfig) -> None:
 
 
 def check_validation_sets(config: RunConfig) -> None:
+    data, evaluation = config.data, config.evaluation
+    for name in ("full_validation", "validation_samples"):
+        if data.mock_data and given(config, name) and getattr(evaluation, name):
+            raise ConfigError(f"{spelled(config, name)} and --mock-data exclude each other: synthetic data has no end")
+    if data.multiple_validation_sets:
+        _check_sets(config)
+    samples = asked_samples(config)
+    if samples is not None and evaluation.full_validation and len(samples) == len(set_names(config)):
+        raise ConfigError(
+            f"{spelled(config, 'validation_samples')} and --full-validation exclude each other: a part of each set, or "
+            "all of it; keep one"
+        )
+
+
+def _check_sets(config: RunConfig) -> None:
     data = config.data
-    if not data.multiple_validation_sets:
-        return
     sources = data_sources(data)
     blend = None if sources.cut or data.mock_data else sources.blends[1]
     if blend is None:
@@ -51,10 +65,16 @@ def check_validation_sets(config: RunConfig) -> None:
     if blend.weights is not None:
         raise ConfigError(f"--multiple-validation-sets: {blend.flag} has weights, and nothing is mixed; leave them out")
     names = data.validation_set_names
-    if names is not None and (len(names) != len(blend.prefixes) or len(set(names)) != len(names)):
-        raise ConfigError(
-            f"{spelled(config, 'validation_set_names')}: {len(blend.prefixes)} sets need as many names, each another"
-        )
+    if names is None:
+        return
+    flag = spelled(config, "validation_set_names")
+    if len(names) != len(blend.prefixes):
+        raise ConfigError(f"{flag}: {len(names)} names, and {blend.flag} has {len(blend.prefixes)} sets; name each")
+    for number, name in enumerate(names):
+        if name in names[:number]:
+            raise ConfigError(f"{flag}: two sets are called {name}; give each a name of its own")
+        if "=" in name:
+            raise ConfigError(f"{flag}: {name} has an = in it, which --validation-samples could not read; rename it")
 
 
 def check_fill_in_the_middle(config: RunConfig) -> None:

@@ -103,6 +103,13 @@ class EvaluationConfig:
         "Evaluate on the whole validation set each time.",
         needs=(_EVALUATION, _VALIDATION),
     )
+    validation_samples: tuple[str, ...] | None = flag(
+        None,
+        "Evaluate on the first N samples of the validation set each time: N, or NAME=N for each of several sets (under "
+        "--full-validation the others are read whole).",
+        nargs="+",
+        needs=(_EVALUATION, _VALIDATION),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

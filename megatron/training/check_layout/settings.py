@@ -18,6 +18,7 @@ from megatron.config import (
     RunConfig,
     RuntimeConfig,
     ScheduleConfig,
+    TokenizerConfig,
     check,
     check_world,
 )
@@ -111,11 +112,21 @@ def reproducible(config: RunConfig, ranks: int, steps: int, cache: Path) -> RunC
         precision=replace(config.precision, fp16=False, bf16=False, loss_scale=None),
         data=replace(config.data, num_workers=0, data_cache_path=str(cache), data_table_path=None),
         checkpoint=CheckpointConfig(),
+        tokenizer=_without_table_of_load(config),
         logging=LoggingConfig(),
         evaluation=EvaluationConfig(eval_iters=0),
         profile=ProfileConfig(),
         runtime=RuntimeConfig(device="cpu", distributed_backend="gloo"),
     )
+
+
+def _without_table_of_load(config: RunConfig) -> TokenizerConfig:
+    """No checkpoint is loaded, so there are no rows beyond those of the tokenizer, which a vocabulary size says."""
+    tokenizer = config.tokenizer
+    own = tokenizer.vocab_file is not None or tokenizer.tokenizer_model is not None
+    if config.checkpoint.load is None or not own or tokenizer.kind == "TikTokenizer":  # whose size is a setting
+        return tokenizer
+    return replace(tokenizer, vocab_size=None)
 
 
 def alone(config: RunConfig) -> RunConfig:

@@ -14,8 +14,9 @@ from megatron.config import parse_args
 from megatron.data.indexed.builder import IndexedDatasetBuilder
 from megatron.errors import ConfigError, DataError
 from megatron.training.batches import check_evaluation
+from megatron.training.dry_run import check_files
 from tests.helpers.distributed import run_ranks
-from tests.helpers.runs import flags, make_parts
+from tests.helpers.runs import flags, make_parts, make_run
 
 LAYOUTS = [(1, 1), (1, 8), (2, 2), (2, 4), (4, 1)]  # ranks, micro-batch size
 
@@ -69,10 +70,10 @@ def samples_of(parts: Any) -> list[list[int]]:
     seen: list[list[int]] = []
     evaluate = parts.engine.evaluate
 
-    def recording(batches: Any) -> Any:
+    def recording(batches: Any, *rest: Any) -> Any:
         kept = list(batches)
         seen.append([number for batch in kept for number in batch["sample_ids"].tolist()])
-        return evaluate(kept)
+        return evaluate(kept, *rest)
 
     parts.engine.evaluate = recording
     return seen
@@ -111,7 +112,7 @@ def test_a_set_smaller_than_a_global_batch_is_refused_before_training(corpus: st
             return 7
 
     with pytest.raises(DataError, match=r"the validation set has 7 samples.*--full-validation"):
-        check_evaluation(run, Few(), "validation")
+        check_evaluation(run, Few(), "validation set")
 
 
 def test_an_empty_split_is_no_evaluation(corpus: str) -> None:
@@ -173,8 +174,7 @@ def test_each_validation_set_has_a_loss_of_its_own(full: bool | None, tmp_path: 
         _, parts = make_parts(separate(tmp_path, **common, **changes, metrics_jsonl=metrics))
         with parts:
             parts.trainer.fit()
-            consumed = parts.progress.consumed_valid_samples
-        assert consumed == (0 if full else 2 * 2 * 8)
+            assert parts.progress.consumed_valid_samples == 0
         records = [json.loads(line) for line in metrics.read_text().splitlines()]
         splits = {record["split"] for record in records} - {"train"}
         return {split: [record["lm_loss"] for record in records if record["split"] == split] for split in splits}
@@ -182,7 +182,8 @@ def test_each_validation_set_has_a_loss_of_its_own(full: bool | None, tmp_path: 
     both = losses("both", multiple_validation_sets=True, validation_set_names=["wiki", "code"])
     assert both.keys() == {"validation-wiki", "validation-code"}
     for name in ("wiki", "code"):
-        alone = losses(name, valid_data_path=tmp_path / name)["valid"]
+        samples = None if full else 2 * 8
+        alone = losses(name, valid_data_path=tmp_path / name, validation_samples=samples)["valid"]
         assert both[f"validation-{name}"] == alone and len(alone) == 2
     assert both["validation-wiki"] != both["validation-code"]
     assert losses("numbered", multiple_validation_sets=True).keys() == {"validation-0", "validation-1"}
@@ -193,10 +194,74 @@ def test_each_validation_set_has_a_loss_of_its_own(full: bool | None, tmp_path: 
     [
         ({"valid_data_path": [0.3, "a", 0.7, "b"]}, "--multiple-validation-sets: --valid-data-path has weights"),
         ({"valid_data_path": None}, "--multiple-validation-sets: the sets are those of --valid-data-path"),
-        ({"validation_set_names": ["one"]}, "--validation-set-names one: 2 sets need as many names, each another"),
-        ({"validation_set_names": ["a", "a"]}, "--validation-set-names a a: 2 sets need as many names, each another"),
+        ({"validation_set_names": ["one"]}, "--validation-set-names one: 1 names, and --valid-data-path has 2 sets"),
+        ({"validation_set_names": ["a=", "b"]}, "--validation-set-names a= b: a= has an = in it"),
+        ({"validation_samples": ["wiki=3"]}, "--validation-samples wiki=3: no validation set is called 'wiki'"),
+        ({"validation_samples": ["0=3"]}, "--validation-samples 0=3: says nothing of 1; add 1=N, or --full-validation"),
+        ({"validation_samples": ["0=3", "0=4"]}, "--validation-samples 0=3 0=4: names '0' twice"),
+        ({"validation_samples": ["0=3", "4"]}, "--validation-samples 0=3 4: '4' is not NAME=N"),
+        ({"validation_samples": ["0"]}, "--validation-samples 0: '0' is not a number of samples"),
+        ({"validation_samples": ["0=x"]}, "--validation-samples 0=x: 'x' is not a number of samples"),
+        (
+            {"validation_samples": ["3"], "full_validation": True},
+            "--validation-samples 3 and --full-validation exclude each other",
+        ),
+        ({"validation_set_names": ["a", "a"]}, "--validation-set-names a a: two sets are called a; give each"),
     ],
 )
 def test_validation_sets_that_cannot_be_are_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=message):
         parse_args(separate(tmp_path, multiple_validation_sets=True, **changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"mock_data": True, "validation_samples": 3}, "--validation-samples 3 and --mock-data exclude each other"),
+        ({"mock_data": True, "full_validation": True}, "--full-validation and --mock-data exclude each other"),
+        ({"data_path": "a", "mock_data": None, "validation_samples": "a=3"}, "a=3: there is one validation set"),
+    ],
+)
+def test_samples_that_cannot_be_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_args(flags(**{"eval_iters": 2, "tokenizer_type": "NullTokenizer", "vocab_size": 96, **changes}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"validation_samples": ["wiki=70", "code=78"]},
+            "set validation-code has 77 samples, and --validation-samples",
+        ),
+        ({"eval_iters": 10}, "set validation-wiki has 77 samples, and --eval-iters 10 asks for 80; ask for fewer, or"),
+        (
+            {"valid_data_path": ["wiki", "empty"]},
+            r"--valid-data-path empty: the validation set code is empty \(0 tokens",
+        ),
+        (
+            {"valid_data_path": ["wiki", "short"]},
+            r"short: the validation set code is empty \(9 tokens, and one .* 17\)",
+        ),
+        (
+            {"valid_data_path": ["empty"], "multiple_validation_sets": None, "validation_set_names": None},
+            r"--valid-data-path empty: the validation set is empty \(0 tokens",
+        ),
+    ],
+)
+@pytest.mark.parametrize("dry", [False, True])
+def test_sets_without_what_is_asked_of_them_are_refused(
+    dry: bool, changes: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before a step, and by --dry-run as well."""
+    monkeypatch.chdir(tmp_path)
+    named = {"multiple_validation_sets": True, "validation_set_names": ["wiki", "code"]}
+    argv = separate(tmp_path, **{**named, **changes})
+    for name, length in (("empty", 0), ("short", 9)):
+        with IndexedDatasetBuilder(str(tmp_path / name), np.uint16) as builder:
+            builder.add_document(np.arange(length, dtype=np.uint16), None)
+    with pytest.raises(DataError, match=message):
+        if dry:
+            check_files(make_run(parse_args(argv)), needs_data=True)
+        else:
+            make_parts(argv)

@@ -435,6 +435,7 @@ FOLLOWED = {
     "eval_global_batch_size": Case("--eval-global-batch-size 4", "", "--eval-iters 0"),
     "eval_micro_batch_size": Case("--eval-micro-batch-size 2", "", "--eval-iters 0"),
     "eval_iters": Case("--eval-iters 2"),
+    "validation_samples": Case("--validation-samples 3", FILES, "--eval-iters 0"),
     "full_validation": Case("--full-validation", FILES, "--eval-iters 0"),
     "profile": Case("--profile", "--profile-step-end 11 --train-iters 12"),
     "profile_step_start": Case("--profile-step-start 1", TRACE.replace("end 1", "end 2"), ""),

@@ -1,0 +1,82 @@
+"""Which samples each evaluation of the validation data reads, from the flags that say so."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from megatron.config.blend import data_sources
+from megatron.config.run import RunConfig
+from megatron.errors import ConfigError
+
+ONE_SET = "valid"
+"""What the set is called in records where there is one."""
+SET_PREFIX = "validation-"
+"""Before the name of one of several, in records."""
+
+
+@dataclass(frozen=True)
+class ValidationPlan:
+    """`samples`: of each set, the first so many at every evaluation, or all of them (None). No plan at all: every
+    evaluation reads the next --eval-iters global batches, as in Megatron-LM."""
+
+    samples: Mapping[str, int | None]
+
+    def of(self, split: str) -> int | None:
+        """Of the set whose records have this `split`."""
+        return self.samples[split.removeprefix(SET_PREFIX)]
+
+
+def set_names(config: RunConfig) -> tuple[str, ...]:
+    """Of --multiple-validation-sets; one name where there is one set."""
+    blend = data_sources(config.data).blends[1]
+    if not config.data.multiple_validation_sets or blend is None:
+        return (ONE_SET,)
+    return config.data.validation_set_names or tuple(str(number) for number in range(len(blend.prefixes)))
+
+
+def validation_plan(config: RunConfig, batch_size: int) -> ValidationPlan | None:
+    """`batch_size`: of an evaluation, for the sets that --eval-iters bounds."""
+    evaluation, names = config.evaluation, set_names(config)
+    asked = asked_samples(config)
+    if asked is None and not evaluation.full_validation:
+        if not config.data.multiple_validation_sets:
+            return None
+        return ValidationPlan(dict.fromkeys(names, evaluation.eval_iters * batch_size))
+    return ValidationPlan({name: (asked or {}).get(name) for name in names})
+
+
+def asked_samples(config: RunConfig) -> dict[str, int] | None:
+    """--validation-samples by set; a ConfigError for what cannot be meant."""
+    words, names = config.evaluation.validation_samples, set_names(config)
+    if words is None:
+        return None
+    flag = f"--validation-samples {' '.join(words)}"
+    if len(words) == 1 and "=" not in words[0]:
+        return dict.fromkeys(names, _count(flag, words[0]))
+    several = config.data.multiple_validation_sets
+    found: dict[str, int] = {}
+    for word in words:
+        name, equals, count = word.rpartition("=")
+        if not equals:
+            raise ConfigError(f"{flag}: {word!r} is not NAME=N; give one number for all sets, or NAME=N for each")
+        if not several:
+            raise ConfigError(f"{flag}: there is one validation set; give its number of samples alone")
+        if name not in names:
+            raise ConfigError(f"{flag}: no validation set is called {name!r}; there are {', '.join(names)}")
+        if name in found:
+            raise ConfigError(f"{flag}: names {name!r} twice; give it one number")
+        found[name] = _count(flag, count)
+    missing = [name for name in names if name not in found]
+    if missing and not config.evaluation.full_validation:
+        raise ConfigError(
+            f"{flag}: says nothing of {', '.join(missing)}; add {missing[0]}=N, or --full-validation to read the "
+            "others whole"
+        )
+    return found
+
+
+def _count(flag: str, text: str) -> int:
+    if not (text.isascii() and text.isdigit() and int(text[:19]) > 0 and len(text) < 19):
+        raise ConfigError(f"{flag}: {text!r} is not a number of samples; give a whole number of at least 1")
+    return int(text)
