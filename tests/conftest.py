@@ -7,6 +7,8 @@ import platform
 import signal
 import sys
 
+import pytest
+
 # One thread per process: gloo tests start several processes, and threads that fight for cores make tests slow.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # A launcher's variables in the shell would make single-process tests wait for peers that do not exist.
@@ -20,6 +22,10 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 # Nothing is fetched during tests, whatever a library would like to look up.
 os.environ["HF_HUB_OFFLINE"] = "1"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--every-crash", action="store_true", help="tests of crashes try every place, not a few")
 
 
 def pytest_report_header() -> list[str]:

@@ -24,17 +24,15 @@ from megatron.errors import NonFiniteError, StorageError
 from megatron.layout import Layout
 from tests.faults.test_checkpoint import (
     FEW,
-    KILLED,
     NEW,
     OLD,
     crash_everywhere,
-    die_at,
     fail_at,
     one_switch,
     outcome,
     storage_hook,
 )
-from tests.helpers.distributed import RankFailed, run_ranks
+from tests.helpers.distributed import run_ranks
 from tests.unit.checkpoint.support import (
     load,
     loaded_equals,
@@ -171,26 +169,6 @@ def test_an_error_on_one_rank_stops_all_at_the_same_boundary(tmp_path: Path, vic
     first, second = run_ranks(2, failing, tmp_path, victim)
     assert first == second and "Input/output error" in first
     assert outcome(tmp_path) == "old" and not list(tmp_path.glob(".tmp-iter*"))
-
-
-def killed(rank: int, directory: Path, victim: int, count: int) -> str:
-    parallel = ParallelState.build(Layout(2), rank)
-    background, history = Background(parallel, CPU, later=False), RunHistory("two")
-    state = replace(NEW, replicas=dict.fromkeys(FEW, parallel.dp_cp))
-    with storage_hook(die_at(count) if rank == victim else lambda operation, path: None):
-        background.start(save_of(directory, state, history, parallel), Retention())
-        background.finish()
-    return "ended"
-
-
-@pytest.mark.parametrize(("victim", "count"), [(0, 12), (1, 1), (1, 4), (0, 40)])
-def test_a_rank_that_dies_commits_nothing_by_halves(tmp_path: Path, victim: int, count: int) -> None:
-    save(tmp_path, OLD)
-    with pytest.raises(RankFailed, match=str(KILLED)):
-        run_ranks(2, killed, tmp_path, victim, count, timeout=20)
-    found = outcome(tmp_path)
-    assert found == "old" or (victim, count) == (0, 40)
-    assert inspect_step(tmp_path / f"iter_00000{'1' if found == 'old' else '2'}0", deep=True)[1] == []
 
 
 # ---------------------------------------------------------------- what was copied
