@@ -120,7 +120,8 @@ def to_megatron(arguments: argparse.Namespace) -> None:
         1 if arguments.target_pipeline_parallel_size is None else arguments.target_pipeline_parallel_size,
         arguments.megatron_names or "classic",
     )
-    written = to_megatron(_found(arguments), arguments.save, target)
+    with _progress("written") as show:
+        written = to_megatron(_found(arguments), arguments.save, target, show)
     print(
         f"saved {written} for Megatron-LM, TP {target.tp}, PP {target.pp}, {target.names} names; load it there with "
         "--no-load-rng: random states are not carried over"

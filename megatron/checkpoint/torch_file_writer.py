@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import struct
 import zipfile
+from argparse import Namespace
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from typing import IO, Any, Protocol, cast
@@ -21,6 +22,7 @@ _PADDING = 0x4246  # the kind of the field that torch pads a header with
 _KINDS = {dtype: name for name, dtype in STORAGES.items() if name != "UntypedStorage"}
 _REBUILD = b"ctorch._utils\n_rebuild_tensor_v2\n"
 _ORDERED = b"ccollections\nOrderedDict\n)R"
+_NAMESPACE = b"cargparse\nNamespace\n)\x81"
 
 
 class Stream(Protocol):
@@ -84,6 +86,8 @@ def _described(value: Any, tensors: list[Tensor]) -> Iterator[bytes]:
         attributes = getattr(value, "__dict__", None)
         if attributes:
             yield from (*_described(attributes, tensors), b"b")
+    elif isinstance(value, Namespace):  # which Megatron-LM's loaders ask for
+        yield from (_NAMESPACE, *_described(vars(value), tensors), b"b")
     elif isinstance(value, list):
         yield from (b"]", *_filled(b"e", value, tensors))
     elif isinstance(value, tuple):

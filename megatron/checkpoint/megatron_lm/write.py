@@ -1,7 +1,7 @@
 """Writes a step for Megatron-LM's own loaders: its tree, names and order of parameters, for any TP and PP.
 
-The files hold tensors, plain values and one `argparse.Namespace`, which the loaders ask for. One rank's file is in
-memory at a time.
+The files hold tensors, plain values and one `argparse.Namespace`, which the loaders ask for. One tensor at a time is in
+memory.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from torch import Tensor
 
 from megatron.checkpoint import classic, paths
 from megatron.checkpoint.architecture import model_config, moe_config
-from megatron.checkpoint.conversion import written_aside
+from megatron.checkpoint.conversion import Reading, Show, no_progress, written_aside
 from megatron.checkpoint.load import FoundStep
 from megatron.checkpoint.manifest import TensorRecord
 from megatron.checkpoint.megatron_lm.names import HEAD_COPY, Generation, their_name
 from megatron.checkpoint.megatron_lm.settings import their_args
 from megatron.checkpoint.reader import StepReader
+from megatron.checkpoint.torch_file_writer import save_tree
 from megatron.config import ModelConfig, MoEConfig
 from megatron.distributed.shard import Range, ShardSpec, even_ranges
 from megatron.errors import ConfigError
@@ -57,6 +58,7 @@ class _Writer:
     wanted: Mapping[str, Parameter]
     target: Target
     with_optimizer: bool
+    reading: Reading
 
     @property
     def vocab_size(self) -> int:
@@ -100,7 +102,7 @@ class _Writer:
         return parameter.layer, order.index(module) if module in order else len(order) if order else 0
 
     def tensor(self, name: str, record: TensorRecord, tp: int) -> Tensor:
-        """A rank's slice as it is stored there."""
+        """A rank's slice as it is stored there, which is read when it is written."""
         row = self.wanted[name].row
         ranges: tuple[Range, ...] | None = None
         shape = row.stored_shape
@@ -114,9 +116,14 @@ class _Writer:
             at = len(shape) - 1 if whole.splits_columns(shape[0]) else 0
             shape = tuple(size // self.target.tp if dim == at else size for dim, size in enumerate(shape))
         spec = ShardSpec(name, row.shape, row.split_dim or 0, ranges, fold=row.fold)
-        found = torch.zeros(shape, dtype=getattr(torch, record.dtype.removeprefix("torch.")))
-        self.reader.fill(spec, found, record)
-        return found
+        dtype = getattr(torch, record.dtype.removeprefix("torch."))
+
+        def read() -> Tensor:
+            found = torch.zeros(shape, dtype=dtype)
+            self.reader.fill(spec, found, record)
+            return found
+
+        return self.reading.tensor(name, shape, dtype, read)
 
     def content(self, tp: int, pp: int) -> dict[str, Any]:
         manifest, main = self.found.manifest, self.reader.main_file()
@@ -212,21 +219,27 @@ class _Writer:
         }
 
 
-def to_megatron(found: FoundStep, save: Path, target: Target, log: Callable[[str], object] = print) -> Path:
+def to_megatron(
+    found: FoundStep, save: Path, target: Target, show: Show = no_progress, log: Callable[[str], object] = print
+) -> Path:
     """Writes to a temporary directory and renames it: a directory named `save` is always complete."""
-    writer = _plan(found, target, log)
+    writer = _plan(found, target, Reading(show), log)
     name = paths.step_name(found.manifest.step) if writer.with_optimizer else paths.RELEASE
+    contents = {}
+    for tp in range(target.tp):
+        for pp in range(target.pp):
+            rank = f"mp_rank_{tp:02d}" + (f"_{pp:03d}" if target.pp > 1 else "")
+            contents[rank] = writer.content(tp, pp)
     with written_aside(save, "writing for Megatron-LM") as temporary:
-        for tp in range(target.tp):
-            for pp in range(target.pp):
-                rank = f"mp_rank_{tp:02d}" + (f"_{pp:03d}" if target.pp > 1 else "")
-                durable.make_directory(temporary / name / rank)
-                torch.save(writer.content(tp, pp), temporary / name / rank / paths.MODEL_FILE)
+        for rank, content in contents.items():
+            durable.make_directory(temporary / name / rank)
+            with open(temporary / name / rank / paths.MODEL_FILE, "xb") as file:
+                save_tree(content, file)
         paths.write_tracker(temporary, str(found.manifest.step) if writer.with_optimizer else paths.RELEASE)
     return save / name
 
 
-def _plan(found: FoundStep, target: Target, log: Callable[[str], object]) -> _Writer:
+def _plan(found: FoundStep, target: Target, reading: Reading, log: Callable[[str], object]) -> _Writer:
     manifest = found.manifest
     if "model" not in manifest.config or WORD_TABLE not in manifest.model:
         raise ConfigError(f"--to megatron: {found.directory} holds no GPT of ours")
@@ -248,4 +261,4 @@ def _plan(found: FoundStep, target: Target, log: Callable[[str], object]) -> _Wr
     if not adam:
         what = "is not Adam's" if manifest.optimizer else "is not in this checkpoint"
         log(f"note: the optimizer's state {what}: weights alone are written, as a release")
-    return _Writer(found, found.reader(), config, moe, wanted, target, adam and not found.release)
+    return _Writer(found, found.reader(), config, moe, wanted, target, adam and not found.release, reading)

@@ -65,10 +65,10 @@ class Watched:
         command = [sys.executable, "-c", SCRIPT]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
 
-    def most(self, plant: str, load: Path, save: Path) -> int:
+    def most(self, plant: str, load: Path, save: Path, to: str = "native") -> int:
         """Of bytes beyond those that it has before."""
         before = self._now()
-        arguments = ["--load", str(load), "--to", "native", "--save", str(save)]
+        arguments = ["--load", str(load), "--to", to, "--save", str(save)]
         assert self._process.stdin is not None and self._process.stdout is not None
         print(json.dumps([plant, arguments]), file=self._process.stdin, flush=True)
         most = before
@@ -113,6 +113,9 @@ def test_memory_is_that_of_the_largest_tensor(tmp_path: Path) -> None:
         for name, path in small.items():  # what is imported stays
             watched.most("", path, tmp_path / f"small {name}")
         needed = {name: watched.most("", path, tmp_path / f"large {name}") for name, path in large.items()}
+        imported = tmp_path / "large classic"
+        watched.most("", tmp_path / "small classic", tmp_path / "small to megatron", "megatron")
+        needed["to megatron"] = watched.most("", imported, tmp_path / "to megatron", "megatron")
         planted = watched.most("holding", large["hf"], tmp_path / "planted")
     finally:
         watched.end()
