@@ -48,11 +48,13 @@ def make_model(folder: Path, layers: int, hidden: int) -> None:
 
 
 def ours(folder: Path, threads: int) -> Callable[[list[Scored]], np.ndarray]:
-    from megatron.evaluation.model import ModelOptions, open_subject
+    from megatron.evaluation.scorer import scorer_of
+    from megatron.inference.model import ModelOptions, open_subject
 
     subject = open_subject(ModelOptions(load=str(folder), device="cpu", seq_length=WINDOW, batch_size=BATCH))
     torch.set_num_threads(threads)
-    return lambda rows: subject.scorer.score(rows).logprobs
+    scorer = scorer_of(subject)
+    return lambda rows: scorer.score(rows).logprobs
 
 
 def theirs(folder: Path, threads: int) -> Callable[[list[Scored]], np.ndarray]:

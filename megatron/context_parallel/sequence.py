@@ -15,7 +15,9 @@ from torch import Tensor
 from megatron.distributed.state import Axis
 from megatron.errors import ConfigError
 from megatron.layout import CP_FLAG, nearest_multiples
-from megatron.model.attention import KVCache, SequenceView, Window
+from megatron.model.attention import SequenceView
+from megatron.model.attention_mask import Window
+from megatron.model.kv_cache import KVCache
 from megatron.model.passes import Batch, shape_of
 
 
@@ -119,7 +121,7 @@ class SharedSequence(SequenceView):
         return own_positions(tokens, self.cp, device)
 
     def visible(
-        self, tokens: int, past: int, *, window: Window, document_ids: Tensor | None, device: torch.device
+        self, tokens: int, *, window: Window, document_ids: Tensor | None, device: torch.device
     ) -> tuple[Tensor | None, bool]:
         if document_ids is not None:
             whole = tokens * self.cp.size

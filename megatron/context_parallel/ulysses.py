@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from megatron.context_parallel.sequence import by_rank, in_sequence
 from megatron.distributed import collectives
 from megatron.distributed.state import Axis
-from megatron.model.attention import CoreAttention, Window, attention_mask
+from megatron.model.attention import CoreAttention
+from megatron.model.attention_mask import Window, attention_mask
 
 
 class UlyssesAttention(nn.Module):

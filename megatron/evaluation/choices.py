@@ -12,7 +12,7 @@ import numpy as np
 from megatron.errors import DataError
 from megatron.evaluation.scorer import Scores
 from megatron.evaluation.sequences import Scored, continuation
-from megatron.evaluation.texts import read_json_lines, text_of
+from megatron.inference.texts import read_json_lines, text_of
 from megatron.tokenizer import Tokenizer
 
 Fit = Callable[[list[int], list[int], str], tuple[list[int], list[int]]]
@@ -57,7 +57,7 @@ class Choices:
 def plan(data: Path, tokenizer: Tokenizer, fit: Fit) -> Choices:
     """Of objects with `context`, `choices` and `gold`, the number of the right choice counted from 0."""
     items, prefixes = [], []
-    for place, entry in read_json_lines(data):
+    for place, entry in read_json_lines(data, flag="--data"):
         context = text_of(entry, "context", place)
         texts, gold = _choices(entry, place), entry.get("gold")
         if type(gold) is not int or not 0 <= gold < len(texts):

@@ -97,8 +97,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     def body() -> StopReason:
         given = parser().parse_known_flags(argv)
         with loading_torch():
-            from megatron.evaluation.model import ModelOptions
             from megatron.evaluation.run import evaluate
+            from megatron.inference.model import ModelOptions
 
         evaluate(ModelOptions(**_fields(given, ModelOptions)), task_options(given))
         return StopReason("done", f"--task {given.task}")

@@ -7,16 +7,18 @@ are cut into windows and targets into tokens as its own `hf` model does it.
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Sequence
-from contextlib import suppress
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from megatron.errors import ConfigError
-from megatron.evaluation.model import ModelOptions, Subject, open_subject
+from megatron.evaluation.scorer import Scorer, scorer_of
 from megatron.evaluation.sequences import Scored, continuation
-from megatron.inference.generate import generate
+from megatron.inference.answers import Answers, Prompt, Wanted
+from megatron.inference.model import ModelOptions, Subject, open_subject
 from megatron.inference.sampling import Sampling
 
 if TYPE_CHECKING:
@@ -57,6 +59,14 @@ class MegatronLM(TemplateLM):
         model.subject = subject
         return model
 
+    @cached_property
+    def _scorer(self) -> Scorer:
+        return scorer_of(self.subject)
+
+    @cached_property
+    def _answers(self) -> Answers:
+        return Answers(self.subject)
+
     @property
     def eot_token_id(self) -> int:
         return self.subject.tokenizer.eod
@@ -84,7 +94,7 @@ class MegatronLM(TemplateLM):
         **unused: Any,
     ) -> list[tuple[float, bool]]:
         rows = [_row(context, target, self.max_length) for _, context, target in requests]
-        scores = self.subject.scorer.score(rows, greedy=True)
+        scores = self._scorer.score(rows, greedy=True)
         found = [(float(sum_), bool(greedy)) for sum_, greedy in zip(scores.logprobs, scores.greedy, strict=True)]
         for (texts, _, _), answer in zip(requests, found, strict=True):
             self.cache_hook.add_partial("loglikelihood", texts, answer)
@@ -99,52 +109,46 @@ class MegatronLM(TemplateLM):
                 owners.append(number)
         sums = np.zeros(len(requests))
         if rows:
-            np.add.at(sums, owners, self.subject.scorer.score(rows).logprobs)
+            np.add.at(sums, owners, self._scorer.score(rows).logprobs)
         for request, total in zip(requests, sums.tolist(), strict=True):
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
         return sums.tolist()
 
     def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Each with its own settings; a stop text ends it and is not part of it."""
-        if self.subject.run.parallel.pp.size > 1:
-            raise ConfigError(
-                f"--pipeline-model-parallel-size {self.subject.run.parallel.pp.size}: texts are not generated in a "
-                "pipeline; use tensor parallelism for tasks that generate"
-            )
-        return [self._generated(*request.args) for request in requests]
+        """Each with its own settings; a stop text ends it and is not part of it. Equal settings are batched."""
+        texts = [""] * len(requests)
+        for same in _by_settings(requests):
+            contexts, settings = [requests[number].args[0] for number in same], requests[same[0]].args[1]
+            for number, text in zip(same, self._generated(contexts, settings), strict=True):
+                self.cache_hook.add_partial("generate_until", requests[number].args, text)
+                texts[number] = text
+        return texts
 
-    def _generated(self, context: str, settings: dict[str, Any]) -> str:
-        tokenizer, wanted = self.subject.tokenizer, normalize_gen_kwargs(settings, NEW_TOKENS)
+    def _generated(self, contexts: Sequence[str], settings: dict[str, Any]) -> list[str]:
+        wanted = normalize_gen_kwargs(settings, NEW_TOKENS)
         count = int(wanted["max_gen_toks"])
         if count >= self.max_length:
             raise ConfigError(
                 f"max_gen_toks {count}: the model reads {self.max_length} tokens, prompt included; ask for less"
             )
         stops = handle_stop_sequences(wanted.get("until"), eos=None)
-        prompt = self.tok_encode(context)[-(self.max_length - count) :] or [self.prefix_token_id]
-        heard: list[int] = []
-
-        def listen(row: int, token: int) -> None:
-            heard.append(token)
-            if any(stop and stop in tokenizer.detokenize(heard) for stop in stops):
-                raise _Stopped
-
-        with suppress(_Stopped):
-            generate(
-                self.subject.model,
-                [prompt],
-                max_new_tokens=count,
-                sampling=_sampling(wanted),
-                eod_id=self.eot_token_id,
-                on_token=listen,
-            )
-        text = postprocess_generated_text(tokenizer.detokenize(heard), stops, None)
-        self.cache_hook.add_partial("generate_until", (context, settings), text)
-        return text
+        room = self.max_length - count
+        prompts = [Prompt(text, tuple(self.tok_encode(text)[-room:]) or (self.prefix_token_id,)) for text in contexts]
+        answers = self._answers.to(
+            prompts,
+            Wanted(
+                sampling=_sampling(wanted), max_new_tokens=count, stop=tuple(stops), ends=frozenset([self.eot_token_id])
+            ),
+        )
+        return [postprocess_generated_text(answer.text, stops, None) for answer in answers]
 
 
-class _Stopped(Exception):
-    """A stop text has come."""
+def _by_settings(requests: Sequence[Instance]) -> list[list[int]]:
+    """Numbers of requests."""
+    found: dict[str, list[int]] = {}
+    for number, request in enumerate(requests):
+        found.setdefault(json.dumps(request.args[1], sort_keys=True, default=repr), []).append(number)
+    return list(found.values())
 
 
 def model_options(arguments: dict[str, Any]) -> ModelOptions:

@@ -14,7 +14,7 @@ from megatron.evaluation.choices import Fit
 from megatron.evaluation.perplexity import exp
 from megatron.evaluation.scorer import Scores
 from megatron.evaluation.sequences import Scored, continuation
-from megatron.evaluation.texts import read_json_lines, text_of
+from megatron.inference.texts import read_json_lines, text_of
 from megatron.tokenizer import Tokenizer
 
 
@@ -36,7 +36,7 @@ class Lambada:
 def plan(data: Path, tokenizer: Tokenizer, fit: Fit, *, strict: bool, json_key: str) -> Lambada:
     """Not strict: the last token of the passage. Strict: all tokens of its last word."""
     rows = []
-    for place, entry in read_json_lines(data):
+    for place, entry in read_json_lines(data, flag="--data"):
         text = text_of(entry, json_key, place)
         words = text.split()
         if len(words) < 2:

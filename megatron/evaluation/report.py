@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron.errors import ConfigError
-from megatron.utils.durable import write_atomically, writing
+from megatron.utils.outputs import write_output
 
 
 def table(report: Mapping[str, Any]) -> str:
@@ -22,16 +21,6 @@ def _shown(value: Any) -> str:
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
-def check_output(path: Path) -> None:
-    """Before the work: where the results cannot be written, nothing is computed."""
-    if path.is_dir():
-        raise ConfigError(f"--output {path}: is a directory; give a file's name")
-    if not path.parent.is_dir():
-        raise ConfigError(f"--output {path}: there is no directory {path.parent}; make it first")
-
-
 def write_json(path: Path, report: Mapping[str, Any]) -> None:
     """Whole or not at all."""
-    text = json.dumps(report, indent=2, allow_nan=False)
-    with writing(path):
-        write_atomically(path, [f"{text}\n".encode()])
+    write_output(path, [json.dumps(report, indent=2, allow_nan=False)])

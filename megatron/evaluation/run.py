@@ -13,11 +13,12 @@ from megatron.distributed.messages import all_gather_json
 from megatron.errors import DataError
 from megatron.evaluation import choices, lambada, perplexity, report
 from megatron.evaluation.choices import Fit
-from megatron.evaluation.model import ModelOptions, Subject, open_subject
 from megatron.evaluation.progress import TokenProgress
-from megatron.evaluation.scorer import Scores
+from megatron.evaluation.scorer import Scores, scorer_of
 from megatron.evaluation.sequences import Scored
 from megatron.evaluation.texts import read_documents
+from megatron.inference.model import ModelOptions, Subject, open_subject
+from megatron.utils.outputs import check_output
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +48,7 @@ class Task(Protocol):
 def evaluate(options: ModelOptions, task_options: TaskOptions) -> dict[str, Any]:
     """Files are read before any weight, and results are written when all of them are there."""
     if task_options.output is not None:
-        report.check_output(Path(task_options.output))
+        check_output(Path(task_options.output))
     subject = open_subject(options)
     found = measure(subject, task_options)
     if subject.run.log.main:
@@ -64,7 +65,7 @@ def measure(subject: Subject, task_options: TaskOptions) -> dict[str, Any]:
     _check_same(task, subject)
     for note in notes:
         run.log.warn(note)
-    scorer = subject.scorer
+    scorer = scorer_of(subject)
     with TokenProgress(sum(row.length for row in task.rows), main=run.log.main) as progress:
         scores = scorer.score(task.rows, greedy=isinstance(task, lambada.Lambada), on_batch=progress.add)
     return _report(subject, task_options, task.result(scores), progress)

@@ -14,6 +14,7 @@ from megatron.distributed.collectives import all_reduce
 from megatron.distributed.state import ParallelState
 from megatron.errors import NonFiniteError
 from megatron.evaluation.sequences import Scored
+from megatron.inference.model import Subject
 from megatron.model.gpt import GPT, Stage
 from megatron.model.passes import Batch, Passes
 
@@ -77,7 +78,8 @@ class Scorer:
         totals = torch.zeros(2, len(rows), dtype=torch.float64, device=self.device)
         for turn in self._turns(rows):
             mine = turn[self.parallel.dp.rank % len(turn)]
-            found = self.passes.forward(self._batch([rows[number] for number in mine], greedy))
+            batch = self._batch([rows[number] for number in mine], greedy)
+            found = self.passes.forward({**batch, "step": score_step})
             if found is not None and self.parallel.dp.rank < len(turn):
                 totals[:, torch.tensor(mine, device=self.device)] = torch.stack(found).double()
             on_batch(sum(rows[number].length for batch in turn for number in batch))
@@ -123,3 +125,9 @@ class Scorer:
         on_device = {"tokens": tokens[0], "labels": tokens[1], "wanted": wanted}
         batch = {name: tensor.to(self.device) for name, tensor in on_device.items()}
         return slice_batch({**batch, "greedy": greedy}, self.parallel.cp)
+
+
+def scorer_of(subject: Subject) -> Scorer:
+    """Reads the weights. All ranks ask for it together."""
+    run, tokens = subject.run, subject.options.batch_size * subject.window
+    return Scorer(subject.model, subject.passes, run.parallel, run.device, tokens_per_pass=tokens)

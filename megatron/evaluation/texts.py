@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -15,8 +13,8 @@ from megatron.data.indexed.record import check_files, read_record
 from megatron.errors import ConfigError, DataError
 from megatron.evaluation.sequences import Tokens
 from megatron.evaluation.wikitext import count_words, detokenize
+from megatron.inference.texts import read_json_lines, read_text, text_of
 from megatron.tokenizer import Tokenizer
-from megatron.tokenizer.base import refuse_surrogates
 
 NUMBERS = "NullTokenizer"
 """Its ids stand for themselves: what they decode to is no text."""
@@ -44,9 +42,9 @@ def read_documents(data: Path, tokenizer: Tokenizer, *, json_key: str, wikitext:
             raise ConfigError(f"--detokenize wikitext: {data} holds tokens, not text; give the text, or leave it out")
         return list(_indexed(without_ending(str(data)), tokenizer))
     if data.suffix in (".jsonl", ".json"):
-        texts = [text_of(entry, json_key, place) for place, entry in read_json_lines(data)]
+        texts = [text_of(entry, json_key, place) for place, entry in read_json_lines(data, flag="--data")]
     else:
-        texts = [_read(data)]
+        texts = [read_text(data, flag="--data")]
     return [_document(text, tokenizer, wikitext) for text in texts]
 
 
@@ -54,48 +52,6 @@ def _document(text: str, tokenizer: Tokenizer, wikitext: bool) -> Document:
     words = count_words(text) if wikitext else len(text.split())
     tokens = tokenizer.tokenize(detokenize(text) if wikitext else text)
     return Document(np.array(tokens, dtype=np.int64), words, len(text.encode("utf-8")))
-
-
-def _read(path: Path) -> str:
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise ConfigError(f"--data {path}: cannot be read ({error.strerror or error})") from None
-    if not content.strip():
-        raise DataError(f"{path}: is empty; there is nothing to evaluate")
-    try:
-        return content.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise DataError(
-            f"{path}: not UTF-8 (byte 0x{content[error.start]:02x} at {error.start}); convert it (iconv)"
-        ) from None
-
-
-def read_json_lines(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """(place for messages, object) of every line that is not blank."""
-    for number, line in enumerate(_read(path).split("\n"), start=1):
-        if not line.strip():
-            continue
-        place = f"{path} line {number}"
-        try:
-            entry = json.loads(line)
-        except ValueError as error:
-            raise DataError(f"{place}: not JSON ({error}); the file has one object in each line") from None
-        if not isinstance(entry, dict):
-            raise DataError(f'{place}: a {type(entry).__name__}, not an object such as {{"text": "..."}}')
-        yield place, entry
-
-
-def text_of(entry: Mapping[str, Any], key: str, place: str) -> str:
-    text = entry.get(key)
-    if not isinstance(text, str):
-        has = ", ".join(sorted(entry)[:8]) or "nothing"
-        raise DataError(f"{place}: has no text under {key!r} (it has {has}); name the key with --json-key")
-    try:
-        refuse_surrogates(text)
-    except DataError as error:
-        raise DataError(f"{place}: {error}") from None
-    return text
 
 
 def _indexed(prefix: str, tokenizer: Tokenizer) -> Iterator[Document]:

@@ -3,74 +3,108 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megatron.errors import ConfigError
-from megatron.utils.command_line import Parser, run_tool
+from megatron.training.exit import StopReason, run_as_program
+from megatron.utils.command_line import Parser, fields_from, integer
+from megatron.utils.loading import loading_torch
+
+if TYPE_CHECKING:
+    from megatron.inference.sampling import Sampling
 
 
 def parser() -> Parser:
     p = Parser(
-        prog="generate.py", description="Continue text with a trained checkpoint; model and tokenizer come from it."
+        prog="generate.py",
+        description="Continue texts with a trained model. Under torchrun the model is split over the ranks as the "
+        "flags say, and data-parallel ranks share the prompts.",
     )
-    p.add_argument("--load", type=Path, required=True, help="Checkpoint directory of a run (its --save).")
-    p.add_argument("--ckpt-step", type=int, help="This iteration instead of the newest.")
-    p.add_argument("--prompt", action="append", required=True, help="Text to continue; may be given several times.")
-    p.add_argument(
-        "--max-new-tokens", type=int, help="Tokens to add at most (default 64, or what the model has room for)."
+    what = p.add_argument_group("what")
+    what.add_argument("--prompt", action="append", default=[], help="Text to continue; may be given several times.")
+    what.add_argument(
+        "--prompts",
+        metavar="FILE",
+        help="Texts to continue: JSON lines (.jsonl, .json), or one in each line; - is standard input (the default).",
     )
-    p.add_argument("--greedy", action="store_true", help="Always the likeliest token.")
-    p.add_argument("--temperature", type=float, default=1.0, help="Below 1: safer; above 1: wilder (default 1).")
-    p.add_argument("--top-k", type=int, default=0, help="Draw from the K likeliest tokens only (default 0: all).")
-    p.add_argument("--top-p", type=float, default=0.0, help="Draw from the likeliest tokens that hold this share.")
-    p.add_argument("--seed", type=int, default=1234, help="The same seed gives the same text (default 1234).")
-    p.add_argument("--ignore-eod", action="store_true", help="Go on after the end of the document.")
-    p.add_argument("--dtype", help="float32, bfloat16 or float16 (default: as trained).")
-    p.add_argument("--device", default="auto", help="auto, cpu, cuda, ... (default auto).")
-    p.add_argument("--kernels", default="auto", help="As in training (default auto).")
+    what.add_argument("--json-key", default="prompt", help="Where a line of JSON has its text (default prompt).")
+    what.add_argument(
+        "--truncate-prompts", action="store_true", help="Drop the beginning of prompts that the model has no room for."
+    )
+    what.add_argument("--output", metavar="FILE", help="Write JSON lines, whole or not at all, and show nothing.")
+    what.add_argument("--logprobs", action="store_true", help="With --output: the log-probability of every token.")
+    end = p.add_argument_group("end")
+    end.add_argument(
+        "--max-new-tokens",
+        type=integer(1),
+        metavar="N",
+        help="Tokens to add at most (default 64, or what the model has room for).",
+    )
+    end.add_argument("--stop", action="append", default=[], help="Text before which to end; may come several times.")
+    end.add_argument("--ignore-eod", action="store_true", help="Go on after the end of the document.")
+    choice = p.add_argument_group("choice of tokens")
+    choice.add_argument("--greedy", action="store_true", help="Always the likeliest token.")
+    choice.add_argument("--temperature", type=float, default=1.0, help="Below 1: safer; above 1: wilder (default 1).")
+    choice.add_argument("--top-k", type=int, default=0, help="Draw from the K likeliest tokens only (default 0: all).")
+    choice.add_argument("--top-p", type=float, default=0.0, help="Draw from the likeliest tokens that hold this share.")
+    choice.add_argument("--seed", type=int, default=1234, help="The same seed gives the same text (default 1234).")
+    how = p.add_argument_group("model")
+    how.add_argument(
+        "--load",
+        required=True,
+        metavar="DIR",
+        help="A run's --save, a checkpoint of Megatron-LM, a Hugging Face model.",
+    )
+    how.add_argument("--ckpt-step", type=int, metavar="N", help="This iteration instead of the newest.")
+    how.add_argument("--batch-size", type=integer(1), default=8, metavar="N", help="Prompts at a time (default 8).")
+    how.add_argument("--dtype", help="float32, bfloat16 or float16 (default: as trained).")
+    how.add_argument("--device", default="auto", help="auto, cpu, cuda, ... (default auto).")
+    how.add_argument("--kernels", default="auto", help="As in training (default auto).")
+    for axis in ("tensor-model", "pipeline-model", "expert-model"):
+        name = f"--{axis}-parallel-size"
+        how.add_argument(name, type=integer(1), default=1, metavar="N", help="As in training (default 1).")
+    for name in ("--tokenizer-type", "--tokenizer-model", "--vocab-file", "--merge-file"):
+        how.add_argument(name, help="Of a checkpoint without a tokenizer of its own.")
     return p
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return run_tool("error", lambda: run(parser().parse_known_flags(argv)))
+    def body() -> StopReason:
+        given = parser().parse_known_flags(argv)
+        check(given)
+        with loading_torch():
+            from megatron.inference.model import ModelOptions
+            from megatron.inference.run import GenerateOptions, run
+
+        run(
+            GenerateOptions(**fields_from(given, GenerateOptions)),
+            ModelOptions(**fields_from(given, ModelOptions)),
+            sampling(given),
+        )
+        return StopReason("done", "the texts")
+
+    run_as_program(body)
+    return 0
 
 
-def run(arguments: argparse.Namespace) -> None:
+def sampling(given: argparse.Namespace) -> Sampling:
     from megatron.inference.sampling import Sampling
 
-    sampling = Sampling(
-        greedy=arguments.greedy,
-        temperature=arguments.temperature,
-        top_k=arguments.top_k,
-        top_p=arguments.top_p,
-        seed=arguments.seed,
-    )
-    if arguments.greedy and (arguments.top_k or arguments.top_p or arguments.temperature != 1.0):
+    return Sampling(**fields_from(given, Sampling))
+
+
+def check(given: argparse.Namespace) -> None:
+    """What can be said without torch."""
+    if given.greedy and (given.top_k or given.top_p or given.temperature != 1.0):
         raise ConfigError(
             "--greedy: nothing is drawn, so --temperature, --top-k and --top-p do nothing; leave them out"
         )
-
-    from megatron.distributed.device import resolve_device
-    from megatron.inference.generate import generate
-    from megatron.inference.load import load_model
-
-    loaded = load_model(
-        arguments.load,
-        device=resolve_device(arguments.device),
-        step=arguments.ckpt_step,
-        dtype=arguments.dtype,
-        kernels=arguments.kernels,
-        log=lambda text: print(text, file=sys.stderr),
-    )
-    prompts = [loaded.tokenizer.tokenize(text) for text in arguments.prompt]
-    found = generate(
-        loaded.model,
-        prompts,
-        max_new_tokens=arguments.max_new_tokens,
-        sampling=sampling,
-        eod_id=None if arguments.ignore_eod else loaded.tokenizer.eod_id,
-    )
-    for prompt, continuation in zip(prompts, found, strict=True):
-        print(loaded.tokenizer.detokenize([*prompt, *continuation.tokens]), flush=True)
+    if given.prompt and given.prompts is not None:
+        raise ConfigError("--prompt: --prompts is given, too; give one of them")
+    if given.json_key != "prompt" and not str(given.prompts).endswith((".jsonl", ".json")):
+        raise ConfigError("--json-key: --prompts is no file of JSON lines (.jsonl, .json); leave it out")
+    if given.logprobs and given.output is None:
+        raise ConfigError("--logprobs: they are written to --output FILE; give one")
+    if "" in given.stop:
+        raise ConfigError("--stop: an empty text stands before every token; give a text")

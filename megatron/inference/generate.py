@@ -2,94 +2,176 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from megatron.errors import ConfigError
+from megatron.inference.decoder import Decoder
 from megatron.inference.sampling import Sampling
 from megatron.model import GPT
 
 DEFAULT_NEW_TOKENS = 64
 
+OnToken = Callable[[int, int], bool | None]
+"""(row, token), as soon as a token of a continuation is known; True ends the row with that token."""
+
 
 @dataclass(frozen=True)
 class Continuation:
-    """The continuation of one prompt. `ended`: by the end-of-document token, which is not part of it."""
+    """The continuation of one prompt. The token that ends the document is not part of it."""
 
     tokens: tuple[int, ...]
-    ended: bool
+    finish: str
+    """"eos", "stop" (whoever listens has had enough) or "length"."""
+    logprobs: tuple[float, ...] | None = field(default=None, compare=False)
+    """Of each token under the model as it is: before temperature, top-k and top-p. Rounding may depend on the batch."""
+    score: float | None = field(default=None, compare=False)
+    """Of beam search: the sum of log-probabilities over the length to the power of the penalty."""
+
+    @property
+    def ended(self) -> bool:
+        return self.finish == "eos"
 
 
 @torch.inference_mode()
 def generate(
-    model: GPT,
+    model: GPT | Decoder,
     prompts: Sequence[Sequence[int]],
     *,
     max_new_tokens: int | None = None,
     sampling: Sampling | None = None,
-    eod_id: int | None = None,
-    on_token: Callable[[int, int], object] | None = None,
+    seeds: Sequence[int] | None = None,
+    eod_id: int | Collection[int] | None = None,
+    logprobs: bool = False,
+    on_token: OnToken | None = None,
 ) -> list[Continuation]:
-    """One continuation per prompt. `on_token(row, token)` is called as soon as a token of a continuation is known.
+    """One continuation per prompt, of all prompts at once. Rows do not affect each other, and nothing is padded.
 
-    Prompts of different lengths are processed together without padding: a row is fed its prompt's tokens until they
-    end, and rows do not affect each other.
+    `seeds`: of the rows' random numbers (default: those of `sampling` for these prompts).
     """
+    decoder = model if isinstance(model, Decoder) else Decoder(model)
     sampling = sampling or Sampling(greedy=True)
-    count = new_token_count(model, prompts, max_new_tokens)
-    lengths = [len(prompt) for prompt in prompts]
-    ends = [length + count for length in lengths]  # of the rows; an end-of-document token puts one forward
-    tokens = torch.zeros(len(prompts), max(ends), dtype=torch.int64, device=next(model.parameters()).device)
-    for row, prompt in enumerate(prompts):
-        tokens[row, : len(prompt)] = torch.tensor(list(prompt), dtype=torch.int64)
-    cache = model.make_cache(len(prompts), max(ends))
-    generators = sampling.generators(len(prompts))
-    training = model.training
-    model.eval()
+    count = new_token_count(decoder.model, prompts, max_new_tokens)
+    batch = _Batch(prompts, count, sampling.seeds(prompts) if seeds is None else seeds, ids_of(eod_id), on_token)
+    training = decoder.model.training
+    decoder.model.eval()
     try:
-        new = tokens[:, : min(lengths)]  # [batch, first tokens of every prompt]
-        for position in range(min(lengths), max(ends)):
-            logits = model(new, cache=cache)[:, -1]  # [batch, vocabulary]
-            rows = [row for row, length in enumerate(lengths) if length <= position < ends[row]]
-            if rows:
-                chosen = sampling.choose(logits[rows], [generators[row] for row in rows])
-                for row, token in zip(rows, chosen.tolist(), strict=True):
-                    tokens[row, position] = token
-                    if token == eod_id:
-                        ends[row] = position
-                    elif on_token is not None:
-                        on_token(row, token)
-            new = tokens[:, position].unsqueeze(1)  # [batch, 1]
-            if max(ends) <= position + 1:
-                break
+        logits = decoder.read([prompts[row] for row in batch.rows], count)
+        while True:
+            found = decoder.decided(logits, batch.choice(sampling, logprobs), (len(batch.rows), 1 + logprobs))
+            tokens = found[:, 0].long()
+            batch.take_in(tokens.tolist(), found[:, 1].tolist() if logprobs else None)
+            kept = batch.worth_keeping()
+            if not kept:
+                return batch.continuations(logprobs)
+            if len(kept) < len(batch.rows):
+                batch.keep(kept)
+                decoder.take(kept)
+                tokens = tokens[kept]
+            logits = decoder.step(tokens.to(decoder.device))
     finally:
-        model.train(training)
-    return [
-        Continuation(tuple(row[length:end].tolist()), ended=end < length + count)
-        for row, length, end in zip(tokens, lengths, ends, strict=True)
-    ]
+        decoder.model.train(training)
+
+
+class _Batch:
+    """What has become of each prompt so far. `rows` are the prompts whose rows are still computed, by length."""
+
+    def __init__(
+        self,
+        prompts: Sequence[Sequence[int]],
+        count: int,
+        seeds: Sequence[int],
+        ends: Collection[int],
+        on_token: OnToken | None,
+    ) -> None:
+        self.rows = sorted(range(len(prompts)), key=lambda row: -len(prompts[row]))
+        self.count, self.ends, self.on_token = count, ends, on_token
+        self.generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+        self.tokens: list[list[int]] = [[] for _ in prompts]
+        self.logprobs: list[list[float]] = [[] for _ in prompts]
+        self.finish: list[str | None] = [None] * len(prompts)
+
+    def choice(self, sampling: Sampling, logprobs: bool) -> Callable[[Tensor], Tensor]:
+        """logits [rows, vocabulary] -> [rows, 1 or 2]: the next tokens, and their log-probabilities if asked for."""
+        generators = [self.generators[row] for row in self.rows]
+
+        def choose(logits: Tensor) -> Tensor:
+            chosen = sampling.choose(logits, generators).unsqueeze(1)
+            if not logprobs:
+                return chosen
+            return torch.cat([chosen.double(), token_logprobs(logits, chosen).double()], 1)
+
+        return choose
+
+    def take_in(self, tokens: Sequence[int], logprobs: Sequence[float] | None) -> None:
+        for place, (row, token) in enumerate(zip(self.rows, tokens, strict=True)):
+            if self.finish[row] is not None:
+                continue
+            if token in self.ends:
+                self.finish[row] = "eos"
+                continue
+            self.tokens[row].append(token)
+            if logprobs is not None:
+                self.logprobs[row].append(logprobs[place])
+            if self.on_token is not None and self.on_token(row, token):
+                self.finish[row] = "stop"
+            elif len(self.tokens[row]) == self.count:
+                self.finish[row] = "length"
+
+    def worth_keeping(self) -> list[int]:
+        """The places of the rows that go on; all of them, until half have ended, since leaving rows out copies the
+        others' keys and values. Empty: all have ended."""
+        going_on = [place for place, row in enumerate(self.rows) if self.finish[row] is None]
+        return going_on if 2 * len(going_on) <= len(self.rows) else list(range(len(self.rows)))
+
+    def keep(self, places: Sequence[int]) -> None:
+        self.rows = [self.rows[place] for place in places]
+
+    def continuations(self, logprobs: bool) -> list[Continuation]:
+        return [
+            Continuation(tuple(tokens), finish or "length", tuple(found) if logprobs else None)
+            for tokens, finish, found in zip(self.tokens, self.finish, self.logprobs, strict=True)
+        ]
+
+
+def token_logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
+    """logits [rows, vocabulary], tokens [rows, n] -> [rows, n]."""
+    wide = logits if logits.dtype == torch.float64 else logits.float()
+    return wide.gather(1, tokens) - wide.logsumexp(1, keepdim=True)
+
+
+def ids_of(given: int | Collection[int] | None) -> Collection[int]:
+    if given is None:
+        return frozenset()
+    return frozenset([given] if isinstance(given, int) else given)
 
 
 def new_token_count(model: GPT, prompts: Sequence[Sequence[int]], asked: int | None) -> int:
     """The number of tokens to add; a number that the model has no room for is refused."""
     if not prompts or any(not prompt for prompt in prompts):
         raise ConfigError("--prompt: an empty prompt has nothing to continue; give at least one token of text")
+    return room(model.config.max_position_embeddings, max(len(prompt) for prompt in prompts), asked)
+
+
+def room(positions: int | None, longest: int, asked: int | None, *, place: str = "--prompt") -> int:
+    """The number of tokens to add to a prompt of `longest`, by a model of so many positions."""
     if asked is not None and asked < 1:
         raise ConfigError(f"--max-new-tokens {asked}: must be at least 1")
-    longest = max(len(prompt) for prompt in prompts)
     wanted = DEFAULT_NEW_TOKENS if asked is None else asked
-    if model.config.positions != "learned":
+    if positions is None:
         return wanted
-    limit = model.config.max_position_embeddings
-    if longest >= limit:
+    if longest >= positions:
         raise ConfigError(
-            f"--prompt: {longest} tokens, and the model has {limit} positions for prompt and continuation; shorten it"
+            f"{place}: {longest} tokens, and the model has {positions} positions for prompt and continuation; shorten "
+            "it, or let --truncate-prompts drop its beginning"
         )
-    if asked is not None and longest + asked > limit:
+    if asked is not None and longest + asked > positions:
+        beside = "with a prompt" if place == "--prompt" else f"with {place}"
         raise ConfigError(
-            f"--max-new-tokens {asked}: with a prompt of {longest} tokens the model's {limit} positions leave room "
-            f"for {limit - longest}"
+            f"--max-new-tokens {asked}: {beside} of {longest} tokens the model's {positions} positions leave room "
+            f"for {positions - longest}"
         )
-    return min(wanted, limit - longest)
+    return min(wanted, positions - longest)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -30,11 +33,18 @@ class Sampling:
         if not 0 <= self.top_p <= 1:
             raise ConfigError(f"--top-p {self.top_p}: must be between 0 and 1; 0 and 1 keep all tokens")
 
-    def generators(self, count: int) -> list[torch.Generator]:
-        """One generator per prompt, so that a continuation does not depend on the other prompts of the batch."""
-        return [torch.Generator().manual_seed(self.seed + index) for index in range(count)]
+    def seeds(self, prompts: Sequence[Sequence[int]]) -> list[int]:
+        """Of each prompt's random numbers. They follow from the prompt itself, and from how often it came before, so
+        that its continuation does not depend on the other prompts."""
+        seen: Counter[tuple[int, ...]] = Counter()
+        found = []
+        for prompt in map(tuple, prompts):
+            named = f"{self.seed} {seen[prompt]} {prompt}".encode()
+            found.append(int.from_bytes(hashlib.sha256(named).digest()[:8], "big") >> 1)
+            seen[prompt] += 1
+        return found
 
-    def choose(self, logits: Tensor, generators: list[torch.Generator]) -> Tensor:
+    def choose(self, logits: Tensor, generators: Sequence[torch.Generator]) -> Tensor:
         """[batch, vocabulary] -> [batch]. Drawn on the CPU: the same tokens on every device."""
         if self.greedy:
             return logits.argmax(-1)

@@ -1,8 +1,8 @@
 """What is computed: a GPT in plain PyTorch, for the families of GPT-2, GPT-NeoX, Llama/Qwen/Mistral and OLMo-2."""
 
-from megatron.model.attention import KVCache
 from megatron.model.flops import flops_per_token, peak_flops
 from megatron.model.gpt import GPT
 from megatron.model.init import initial_value, initialise
+from megatron.model.kv_cache import KVCache
 
 __all__ = ["GPT", "KVCache", "flops_per_token", "initial_value", "initialise", "peak_flops"]

@@ -1,44 +1,16 @@
-"""Attention without parameters: which keys a query may see, the product over them, and the cache of past ones."""
+"""Attention without parameters: which keys a query may see, and the product over them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from megatron.config import ModelConfig
+from megatron.model.attention_mask import Window, attention_mask
+from megatron.model.kv_cache import KVCache
 from megatron.ops import Kernels
-
-
-class KVCache:
-    """KV cache for generation, preallocated to `max_length` tokens; the model advances `length` after every pass."""
-
-    def __init__(
-        self,
-        layers: Iterable[int],
-        *,
-        batch: int,
-        groups: int,
-        max_length: int,
-        head_dim: int,
-        dtype: torch.dtype,
-        device: torch.device | str = "cpu",
-    ) -> None:
-        shape = (batch, groups, max_length, head_dim)
-        self.max_length = max_length
-        self.length = 0
-        self.keys = {layer: torch.empty(shape, dtype=dtype, device=device) for layer in layers}
-        self.values = {layer: torch.empty(shape, dtype=dtype, device=device) for layer in layers}
-
-    def extend(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Write key and value [batch, groups, new, head_dim] behind the past; return past and new together."""
-        end = self.length + key.shape[2]
-        assert end <= self.max_length, f"KV cache of {self.max_length} tokens asked to hold {end}"
-        self.keys[layer][:, :, self.length : end] = key
-        self.values[layer][:, :, self.length : end] = value
-        return self.keys[layer][:, :, :end], self.values[layer][:, :, :end]
 
 
 @dataclass(frozen=True)
@@ -49,34 +21,6 @@ class AttentionContext:
     causal: bool = True  # the core adds the causal triangle; False where the mask has it or nothing is hidden
     rope: tuple[Tensor, Tensor] | None = None  # cos and sin, [batch or 1, seq, 1, rotated / 2]
     cache: KVCache | None = None
-
-
-Window = tuple[int, int] | None  # how far a query may look back and ahead; -1 is no limit
-
-
-def attention_mask(
-    queries: int,
-    keys: int,
-    *,
-    window: Window,
-    document_ids: Tensor | None,
-    device: torch.device,
-) -> tuple[Tensor | None, bool]:
-    """(mask, causal) for the last `queries` of `keys` positions; document_ids [batch, keys]. The mask is
-    None where plain causal attention is all there is."""
-    left = -1 if window is None else window[0]  # causality hides everything to the right whatever the window says
-    windowed = left >= 0 and left + 1 < keys
-    if document_ids is None and not windowed:
-        return None, queries > 1
-    position = torch.arange(keys, device=device)
-    distance = position[keys - queries :].unsqueeze(1) - position  # [queries, keys]
-    mask = distance >= 0
-    if windowed:
-        mask &= distance <= left
-    mask = mask[None, None]  # [1, 1, queries, keys]
-    if document_ids is not None:
-        mask = mask & (document_ids[:, None, keys - queries :, None] == document_ids[:, None, None, :])
-    return mask, False
 
 
 class SequenceView:
@@ -91,10 +35,10 @@ class SequenceView:
         return torch.arange(past, past + tokens, device=device)
 
     def visible(
-        self, tokens: int, past: int, *, window: Window, document_ids: Tensor | None, device: torch.device
+        self, tokens: int, *, window: Window, document_ids: Tensor | None, device: torch.device
     ) -> tuple[Tensor | None, bool]:
         """The core attention's `mask` and `causal`."""
-        return attention_mask(tokens, past + tokens, window=window, document_ids=document_ids, device=device)
+        return attention_mask(tokens, tokens, window=window, document_ids=document_ids, device=device)
 
 
 class CoreAttention(nn.Module):

@@ -22,6 +22,8 @@ def make_layer(make: ModuleFactory, layer: int) -> Layer:
 class Layer(nn.Module):
     """What all wirings have."""
 
+    self_attention: SelfAttention
+
     def __init__(self, make: ModuleFactory) -> None:
         super().__init__()
         self.dropout, self.hidden_dropout = make.dropout, make.config.hidden_dropout

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from megatron.config import ModelConfig, MoEConfig, RecomputeConfig
-from megatron.model.attention import AttentionContext, KVCache
-from megatron.model.block import make_layer
+from megatron.model.attention import AttentionContext
+from megatron.model.block import Layer, make_layer
 from megatron.model.embedding import Embedding, TiedHead
 from megatron.model.factory import ModuleFactory
 from megatron.model.host_activations import HostActivations, host_link
 from megatron.model.inventory import inventory
+from megatron.model.kv_cache import KVCache
 from megatron.model.parameters import Parameter, parameters
 from megatron.model.recompute import groups, run
 from megatron.model.rope import RotaryEmbedding
@@ -106,7 +107,7 @@ class GPT(nn.Module):
         context = self._context(position_ids, document_ids, seq, cache)
         hidden = self._run_layers(hidden, context, stage)
         if cache is not None:
-            cache.length += seq
+            cache.advance(seq)
         if self.final_layernorm is None or self.head_and_loss is None or (stage is not None and not stage.last):
             return hidden
         weight = self.head_weight if shared is None else shared
@@ -141,19 +142,30 @@ class GPT(nn.Module):
         return KVCache(
             [int(name) for name in self.layers],
             batch=batch,
-            groups=self.config.query_groups,
+            groups=self._groups_here,
             max_length=max_length,
             head_dim=self.config.head_dim,
             dtype=like.dtype,
+            window=self.config.window,
             device=like.device,
         )
+
+    @property
+    def _groups_here(self) -> int:
+        """Of keys and values, in a layer of this rank."""
+        first = next(iter(self.layers.values()))
+        assert isinstance(first, Layer)
+        return first.self_attention.groups
 
     def _context(
         self, position_ids: Tensor, document_ids: Tensor | None, seq: int, cache: KVCache | None
     ) -> AttentionContext:
         assert cache is None or document_ids is None, "generation continues one document: no document ids with a cache"
-        past, window, device = self.sequence.past(cache), self.config.window, position_ids.device
-        mask, causal = self.sequence.visible(seq, past, window=window, document_ids=document_ids, device=device)
+        window, device = self.config.window, position_ids.device
+        if cache is None:
+            mask, causal = self.sequence.visible(seq, window=window, document_ids=document_ids, device=device)
+        else:
+            mask, causal = cache.begin(seq)
         dtype = self.computes_in or next(self.parameters()).dtype
         rope = None if self.rotary is None else self.rotary(position_ids, dtype)
         return AttentionContext(mask, causal, rope, cache)

@@ -184,6 +184,7 @@ def _hidden_step(stage: Callable[..., Tensor], batch: Batch, hidden: Tensor | No
         position_ids=batch.get("position_ids"),
         document_ids=batch.get("document_ids"),
         hidden=hidden,
+        **({"cache": batch["cache"]} if "cache" in batch else {}),  # a model of the user's may take none
     )
 
 

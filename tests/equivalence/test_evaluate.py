@@ -19,10 +19,10 @@ from megatron.data.indexed.builder import IndexedDatasetBuilder
 from megatron.distributed.rng import stream_seed
 from megatron.evaluation import perplexity, scorer
 from megatron.evaluation.cli import main
-from megatron.evaluation.model import ModelOptions, subject_of
 from megatron.evaluation.run import TaskOptions, measure
 from megatron.evaluation.scorer import Scorer
 from megatron.evaluation.sequences import Scored
+from megatron.inference.model import ModelOptions, subject_of
 from tests.equivalence.test_export_from_layouts import MOE
 from tests.equivalence.test_model_parallel import GPT2, LLAMA
 from tests.helpers.distributed import RankFailed, run_ranks

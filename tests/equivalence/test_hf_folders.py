@@ -15,9 +15,8 @@ from safetensors.torch import load_file, save_file
 from megatron.checkpoint.convert_cli import main as convert
 from megatron.checkpoint.hf import open_folder, read_tensors
 from megatron.errors import CheckpointError, ConfigError
-from megatron.inference.cli import main as generate
 from tests.equivalence.test_hf_continue import FAMILIES, command, make_model, transformers, write_data
-from tests.helpers.runs import pretrain_here
+from tests.helpers.runs import generate_here, pretrain_here
 
 GENERATION = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "eos_token_id": [2, 3], "pad_token_id": 5}
 
@@ -141,14 +140,9 @@ def test_a_model_of_theirs_is_named_with_the_command_that_imports_it(
     if form is not None:
         FORMS[form](folder)
     way = f"holds a Hugging Face model: import it with python tools/convert_checkpoint.py --load {folder} --from hf"
-    for start in (
-        lambda: generate(["--load", str(folder), "--prompt", "abc"]),
-        lambda: convert(["--load", str(folder), "--from", "native", "--to", "hf", "--save", str(tmp_path / "x")]),
-    ):
-        capsys.readouterr()
-        assert start() == 2
-        error = capsys.readouterr().err
-        assert error.count(way) == 1
+    capsys.readouterr()
+    assert convert(["--load", str(folder), "--from", "native", "--to", "hf", "--save", str(tmp_path / "x")]) == 2
+    assert capsys.readouterr().err.count(way) == 1
     assert convert(["--load", str(folder), "--to", "hf", "--save", str(tmp_path / "x")]) == 2
     assert "--to hf: --load is in that format already" in capsys.readouterr().err
 
@@ -157,7 +151,7 @@ def test_a_name_of_the_hub_is_named(tmp_path: Path, capsys: pytest.CaptureFixtur
     name = "mistralai/Mistral-7B-v0.3"
     for start in (
         lambda: pretrain_here(command(Path(name))),
-        lambda: generate(["--load", name, "--prompt", "abc"]),
+        lambda: generate_here("--load", name, "--prompt", "abc"),
         lambda: convert(["--load", name, "--to", "native", "--save", str(tmp_path / "x")]),
     ):
         capsys.readouterr()

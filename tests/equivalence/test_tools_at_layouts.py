@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 
 from megatron.checkpoint.verify_cli import main as verify
-from megatron.inference.cli import main as generate
 from tests.equivalence.test_export_from_layouts import MOE, ONE_GROUP, save
 from tests.equivalence.test_model_parallel import GPT2, SP, layout
 from tests.helpers.distributed import run_ranks
-from tests.helpers.runs import flags
+from tests.helpers.runs import flags, generate_here
 from tests.unit.tokenizer.support import write_small_bpe
 
 Capture = pytest.CaptureFixture[str]
@@ -34,7 +33,7 @@ def saved(ranks: int, folder: Path, settings: dict[str, Any]) -> Path:
 
 
 def text_of(run: Path, capsys: Capture) -> str:
-    assert generate(["--load", str(run), "--prompt", "for i in", "--max-new-tokens", "8", "--greedy"]) == 0
+    assert generate_here("--load", run, "--prompt", "for i in", "--max-new-tokens", 8, "--greedy") == 0
     return capsys.readouterr().out
 
 

@@ -7,7 +7,7 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -93,15 +93,30 @@ def train_here(argv: Sequence[str]) -> dict[str, Any]:
 
 def pretrain_here(argv: Sequence[str]) -> int:
     """`pretrain_gpt.py` in this process, from its command line to its exit code."""
-    script, threads, products = pretrain_gpt(), torch.get_num_threads(), torch.backends.mkldnn.matmul.fp32_precision
+    script = pretrain_gpt()
+    return program_here(
+        lambda: megatron.pretrain(script.datasets_provider, script.model_provider, script.forward_step, argv)
+    )
+
+
+def program_here(main: Callable[[], object]) -> int:
+    """A program in this process, which it leaves as it was: its exit code."""
+    threads, products = torch.get_num_threads(), torch.backends.mkldnn.matmul.fp32_precision
     try:
-        megatron.pretrain(script.datasets_provider, script.model_provider, script.forward_step, argv)
+        main()
         return 0
     except SystemExit as error:
         return int(error.code or 0)
     finally:
         torch.set_num_threads(threads)
         torch.backends.mkldnn.matmul.fp32_precision = products
+
+
+def generate_here(*words: Any) -> int:
+    """`tools/generate.py` in this process."""
+    from megatron.inference.cli import main
+
+    return program_here(lambda: main([str(word) for word in words]))
 
 
 class Recorder(Hook):

@@ -23,8 +23,9 @@ LEVELS = {
     ),
     **dict.fromkeys(["parallelize", "optimizer", "checkpoint"], 4),
     **dict.fromkeys(["engine", "planner"], 5),
-    **dict.fromkeys(["training", "inference"], 6),
-    "evaluation": 7,
+    "training": 6,
+    "inference": 7,
+    "evaluation": 8,
 }
 ABOVE_THE_PACKAGE = {"tools", "tests", "benchmarks", "examples", "pretrain_gpt"}
 # What stands above the package, in its own order: each may import what comes before it.

@@ -14,7 +14,7 @@ from megatron.distributed import collectives
 from megatron.distributed.messages import all_gather_json
 from megatron.distributed.state import Axis, ParallelState
 from megatron.errors import ConfigError
-from megatron.model.attention import Window
+from megatron.model.attention_mask import Window
 from megatron.model.block import Layer
 from megatron.model.gpt import GPT
 from megatron.model.passes import Batch
@@ -97,7 +97,6 @@ def _attend_within(parts: Parts, fault: str, group: Callable[[Tensor, int], Tens
     def within(
         self: SharedSequence,
         tokens: int,
-        past: int,
         *,
         window: Window,
         document_ids: Tensor | None,
@@ -106,7 +105,7 @@ def _attend_within(parts: Parts, fault: str, group: Callable[[Tensor, int], Tens
         chunk = torch.arange(tokens * size, device=device) // (tokens // 2)
         groups = group(chunk, 2 * size - 1).long().unsqueeze(0)  # [1, tokens of the whole sequence]
         documents = groups if document_ids is None else document_ids * 2 * size + groups
-        return visible(self, tokens, past, window=window, document_ids=documents, device=device)
+        return visible(self, tokens, window=window, document_ids=documents, device=device)
 
     SharedSequence.visible = within  # type: ignore[method-assign]
 

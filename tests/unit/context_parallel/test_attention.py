@@ -14,7 +14,8 @@ from megatron.context_parallel.sequence import in_sequence, own_part
 from megatron.distributed.state import Axis, ParallelState
 from megatron.errors import ConfigError
 from megatron.layout import Layout
-from megatron.model.attention import CoreAttention, attention_mask
+from megatron.model.attention import CoreAttention
+from megatron.model.attention_mask import attention_mask
 from megatron.model.gpt import GPT
 from megatron.ops import resolve
 from tests.helpers.distributed import run_ranks

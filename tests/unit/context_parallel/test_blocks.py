@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron.context_parallel import blocks
 from megatron.context_parallel.blocks import Finished, Pair, Softmax
-from megatron.model.attention import attention_mask
+from megatron.model.attention_mask import attention_mask
 from megatron.ops.attention import attention
 
 CHUNK, CHUNKS, SCALE = 6, 4, 0.31

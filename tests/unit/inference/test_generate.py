@@ -99,7 +99,7 @@ def test_every_token_is_told_as_soon_as_it_is_known(tmp_path: Path) -> None:
 
     free = generate(ours, rows, max_new_tokens=9, on_token=lambda row, token: told.append((row, token)))
     assert [of_row(0), of_row(1)] == [one.tokens for one in free]
-    assert [row for row, _ in told[:7]] == [0, 0, 0, 0, 1, 0, 1]  # the longer prompt is still read at first
+    assert sorted(row for row, _ in told[:2]) == [0, 1], "both from the first step on"
     told.clear()
     eod = free[1].tokens[3]
     cut = generate(ours, rows, max_new_tokens=9, eod_id=eod, on_token=lambda row, token: told.append((row, token)))

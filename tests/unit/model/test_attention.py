@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.model.attention import KVCache, attention_mask
+from megatron.model.attention_mask import attention_mask
+from megatron.model.kv_cache import KVCache
 from tests.unit.model.helpers import GPT2, LLAMA, VOCAB, build, config, tokens
 
 WINDOWED = LLAMA | {"window_size": (6, 0)}
@@ -87,4 +88,4 @@ def test_cached_generation_equals_the_full_pass(family: dict[str, Any], kernels:
 def test_a_full_cache_is_refused() -> None:
     cache = KVCache([0], batch=1, groups=1, max_length=4, head_dim=2, dtype=torch.float32)
     with pytest.raises(AssertionError, match="KV cache of 4 tokens asked to hold 5"):
-        cache.extend(0, torch.zeros(1, 1, 5, 2), torch.zeros(1, 1, 5, 2))
+        cache.begin(5)

@@ -1,4 +1,4 @@
-"""A model to evaluate: whatever --load takes, in any layout, on the ranks that the launcher started."""
+"""A trained model to use: whatever --load takes, in any layout, on the ranks that the launcher started."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+from torch import Tensor
+
 from megatron.checkpoint import RunHistory, find_checkpoint
 from megatron.checkpoint.build import saved_tokenizer
 from megatron.checkpoint.hf import DTYPES, open_folder
@@ -17,10 +19,10 @@ from megatron.config import RunConfig
 from megatron.distributed.state import ParallelState
 from megatron.engine import Evaluation
 from megatron.errors import CheckpointError, ConfigError
-from megatron.evaluation.scorer import Scorer, score_step
 from megatron.layout import Layout
 from megatron.model.gpt import GPT
 from megatron.model.parameters import WORD_TABLE
+from megatron.model.passes import Batch, Passes
 from megatron.parallelize import Parallel
 from megatron.tokenizer import Tokenizer, TokenizerSettings, build_tokenizer
 from megatron.training.checkpointing import RunCheckpoints
@@ -37,7 +39,7 @@ DEFAULT_BATCH = 8
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
-    """Fields are flags of tools/evaluate.py, and arguments of the harness's model."""
+    """Fields are flags of tools/evaluate.py and tools/generate.py, and arguments of the harness's model."""
 
     load: str
     ckpt_step: int | None = None
@@ -77,7 +79,7 @@ class _Described:
 
 @dataclass(frozen=True)
 class Subject:
-    """What is evaluated: the run of this rank, its tokenizer, and later its weights."""
+    """What is used: the run of this rank, its tokenizer, and later its weights."""
 
     run: Run
     options: ModelOptions
@@ -109,11 +111,21 @@ class Subject:
         token = named.get("content") if isinstance(named, dict) else named
         return self.tokenizer.token_id(token) if isinstance(token, str) else None
 
+    @property
+    def positions(self) -> int | None:
+        """How long a text may be."""
+        return self.run.config.model.max_position_embeddings
+
+    @property
+    def end_ids(self) -> frozenset[int]:
+        """What ends a text: the tokenizer's end of a document."""
+        return frozenset() if self.tokenizer.eod_id is None else frozenset([self.tokenizer.eod_id])
+
     @cached_property
     def built(self) -> Parallel:
         """The model with its weights. All ranks ask for it together."""
         run = self.run
-        built = build_model(run, _model_provider, score_step, loaded_next=True)
+        built = build_model(run, _model_provider, own_step, loaded_next=True)
         engine = Evaluation(built.model, built.passes, run.parallel, device=run.device)
         with closing(RunHistory(run.run_id)) as history:
             RunCheckpoints(run, engine, built.specs, None, {}, history).load(Progress(), ResumePoint(None))
@@ -124,10 +136,10 @@ class Subject:
         assert isinstance(self.built.model, GPT)
         return self.built.model
 
-    @cached_property
-    def scorer(self) -> Scorer:
-        tokens = self.options.batch_size * self.window
-        return Scorer(self.model, self.built.passes, self.run.parallel, self.run.device, tokens_per_pass=tokens)
+    @property
+    def passes(self) -> Passes:
+        """Each batch names the forward step that it is for, under "step"."""
+        return self.built.passes
 
 
 def open_subject(options: ModelOptions) -> Subject:
@@ -228,6 +240,11 @@ def _check_tokenizer(options: ModelOptions, described: _Described, tokenizer: To
             f"--load {options.load}: the tokenizer given ({tokenizer.name}, fingerprint {given[:12]}) is not the "
             f"model's ({described.tokenizer.name}, fingerprint {own[:12]}); leave the tokenizer's flags out"
         )
+
+
+def own_step(model: GPT, batch: Batch) -> tuple[Tensor, Tensor]:
+    """The forward step of a batch that brings its own."""
+    return batch["step"](model, batch)
 
 
 def _model_provider(run: Run) -> GPT:

@@ -1,0 +1,125 @@
+"""Texts that continue prompts: batches of similar length, shared by data-parallel ranks, from tokens to text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from megatron.distributed.messages import all_gather_json
+from megatron.inference.decoder import Decoder
+from megatron.inference.generate import Continuation, OnToken, generate, room
+from megatron.inference.model import Subject
+from megatron.inference.sampling import Sampling
+from megatron.inference.text_stream import TextStream
+
+
+@dataclass(frozen=True)
+class Prompt:
+    text: str
+    tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """How prompts are continued."""
+
+    sampling: Sampling
+    max_new_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    """Texts before which to end; they may span tokens."""
+    ends: Collection[int] = ()
+    """Tokens that end a text."""
+    logprobs: bool = False
+    num_beams: int = 1
+    length_penalty: float = 1.0
+
+
+@dataclass(frozen=True)
+class Answer:
+    """`text` ends before a stop text, `tokens` with the token that completed it."""
+
+    prompt: str
+    text: str
+    tokens: tuple[int, ...]
+    finish: str
+    logprobs: tuple[float, ...] | None = None
+    score: float | None = None
+
+
+class Answers:
+    """All ranks of a model ask for the same answers."""
+
+    def __init__(self, subject: Subject) -> None:
+        self.subject, self.parallel = subject, subject.run.parallel
+        self.decoder = Decoder(subject.model, subject.passes, self.parallel)
+
+    def to(
+        self,
+        prompts: Sequence[Prompt],
+        wanted: Wanted,
+        *,
+        on_text: Callable[[str], object] | None = None,
+        on_answers: Callable[[Mapping[int, Answer]], object] = lambda found: None,
+    ) -> list[Answer]:
+        """In the order of the prompts. `on_text` is told the text of a single prompt as it comes; `on_answers` all
+        answers so far, by number."""
+        assert on_text is None or len(prompts) == 1
+        seeds = wanted.sampling.seeds([prompt.tokens for prompt in prompts])
+        found: dict[int, Answer] = {}
+        for turn in self._turns(prompts):
+            place = self.parallel.dp.rank if len(turn) > 1 else 0
+            mine = [(prompts[number], seeds[number]) for number in turn[place]]
+            answers = self._answers(mine, wanted, on_text)
+            several = all_gather_json(answers, self.parallel.dp, list[Answer]) if len(turn) > 1 else [answers]
+            for batch, of_batch in zip(turn, several, strict=True):
+                found |= dict(zip(batch, of_batch, strict=True))
+            on_answers(found)
+        return [found[number] for number in range(len(prompts))]
+
+    def _turns(self, prompts: Sequence[Prompt]) -> Iterator[list[list[int]]]:
+        """Numbers of prompts of similar length: a batch for each data-parallel rank, or one for all of them, where they
+        share experts and so compute together."""
+        order = sorted(range(len(prompts)), key=lambda number: -len(prompts[number].tokens))
+        size, ranks = self.subject.options.batch_size, self.parallel.dp.size if self.parallel.ep.size == 1 else 1
+        batches = [order[first : first + size] for first in range(0, len(order), size)]
+        for first in range(0, len(batches), ranks):
+            turn = batches[first : first + ranks]
+            yield turn if ranks == 1 else [*turn, *([] for _ in range(ranks - len(turn)))]
+
+    def _answers(
+        self, mine: Sequence[tuple[Prompt, int]], wanted: Wanted, on_text: Callable[[str], object] | None
+    ) -> list[Answer]:
+        if not mine:
+            return []
+        prompts = [prompt for prompt, _ in mine]
+        texts = [TextStream(self.subject.tokenizer, prompt.tokens, wanted.stop) for prompt in prompts]
+        longest = max(len(prompt.tokens) for prompt in prompts)
+        found = generate(
+            self.decoder,
+            [prompt.tokens for prompt in prompts],
+            max_new_tokens=room(self.subject.positions, longest, wanted.max_new_tokens),
+            sampling=wanted.sampling,
+            seeds=[seed for _, seed in mine],
+            eod_id=wanted.ends,
+            logprobs=wanted.logprobs,
+            on_token=_listener(texts, on_text),
+        )
+        answers = [_answer(*each) for each in zip(prompts, texts, found, strict=True)]
+        if on_text is not None:
+            on_text(texts[0].new_text())
+        return answers
+
+
+def _listener(texts: Sequence[TextStream], on_text: Callable[[str], object] | None) -> OnToken:
+    def listen(row: int, token: int) -> bool:
+        stopped = texts[row].add(token)
+        if on_text is not None and (new := texts[row].new_text()):
+            on_text(new)
+        return stopped
+
+    return listen
+
+
+def _answer(prompt: Prompt, text: TextStream, found: Continuation) -> Answer:
+    text.finish()
+    return Answer(prompt.text, text.text, found.tokens, found.finish, found.logprobs, found.score)

@@ -1,0 +1,106 @@
+"""The passes of a generation: one over each prompt, then one per token, on all ranks of a model.
+
+The last pipeline stage has the logits. Its first rank decides what comes of them, and all ranks are told: no rank draws
+for itself, so none can go another way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from megatron.distributed.collectives import broadcast
+from megatron.distributed.state import ParallelState
+from megatron.errors import ConfigError, NonFiniteError
+from megatron.layout import CP_FLAG, Layout
+from megatron.model import GPT
+from megatron.model.gpt import Stage
+from megatron.model.kv_cache import KVCache
+from megatron.model.passes import Batch, Passes
+
+
+def generate_step(model: GPT, batch: Batch) -> tuple[Tensor, Tensor]:
+    """The forward step of a generation: logits [rows, vocabulary] of the last position, and no count."""
+    layers = [int(name) for name in model.layers]
+    body = Stage(range(layers[0], layers[-1] + 1), last=False)
+    hidden = model(batch["tokens"], position_ids=batch["position_ids"], cache=batch["cache"], stage=body)
+    assert model.final_layernorm is not None and model.head_and_loss is not None, "not the last stage"
+    logits = model.head_and_loss(model.final_layernorm(hidden[:, -1:]), model.head_weight, None)
+    return logits[:, 0], logits.new_zeros(())
+
+
+class Decoder:
+    """All ranks of a model make the same calls. Rows are those of one batch of prompts."""
+
+    def __init__(self, model: GPT, passes: Passes | None = None, parallel: ParallelState | None = None) -> None:
+        """Without `passes` and `parallel` the model is whole on this rank."""
+        self.model, self.passes = model, passes
+        self.parallel = parallel or ParallelState.plan(Layout(1), 0)
+        if self.parallel.cp.size > 1:
+            raise ConfigError(
+                f"{CP_FLAG} {self.parallel.cp.size}: texts are generated with whole sequences on every rank; use "
+                f"{CP_FLAG} 1"
+            )
+        self.device = next(model.parameters()).device
+        # Data-parallel ranks that share experts compute together, and so generate the same.
+        self.together = self.parallel.world if self.parallel.ep.size > 1 else self.parallel.model
+        stages = self.parallel.pp.size
+        self._source = self.together.size // stages * (stages - 1)
+        self._cache: KVCache | None = None
+        self._positions = torch.empty(0, 1, dtype=torch.int64)
+
+    @property
+    def decides(self) -> bool:
+        return self.together.size == 1 or self.together.rank == self._source
+
+    @property
+    def cache(self) -> KVCache:
+        assert self._cache is not None, "no prompts were read"
+        return self._cache
+
+    def read(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> Tensor | None:
+        """The logits [rows, vocabulary] behind each prompt, on the last stage. Prompts of one length are side by side;
+        there is room for `new_tokens` more."""
+        lengths = [len(prompt) for prompt in prompts]
+        self._cache = self.model.make_cache(len(prompts), max(lengths) + new_tokens - 1)
+        self._positions = torch.tensor(lengths, device=self.device).unsqueeze(1)  # [rows, 1]: of the next token
+        found = []
+        for rows, cache in self.cache.prompts(lengths):
+            tokens = torch.tensor([list(prompt) for prompt in prompts[rows]], device=self.device)
+            found.append(self._pass(tokens, None, cache))
+        parts = [logits for logits in found if logits is not None]
+        return torch.cat(parts) if parts else None
+
+    def step(self, tokens: Tensor) -> Tensor | None:
+        """The logits [rows, vocabulary] behind one more token [rows] of each row, on the last stage."""
+        logits = self._pass(tokens.unsqueeze(1), self._positions, self.cache)
+        self._positions += 1
+        return logits
+
+    def _pass(self, tokens: Tensor, positions: Tensor | None, cache: KVCache) -> Tensor | None:
+        batch = {"tokens": tokens, "position_ids": positions, "cache": cache, "step": generate_step}
+        result = generate_step(self.model, batch) if self.passes is None else self.passes.forward(batch)
+        return None if result is None else result[0]
+
+    def take(self, rows: Sequence[int]) -> None:
+        """Goes on with these rows; one may be there several times."""
+        order = torch.tensor(rows, device=self.device)
+        self.cache.take(order)
+        self._positions = self._positions[order]
+
+    def decided(self, logits: Tensor | None, decide: Callable[[Tensor], Tensor], shape: tuple[int, ...]) -> Tensor:
+        """What one rank makes of the logits, on every rank: a float64 tensor of this shape, on the host. Logits that
+        are not finite are an error of all ranks."""
+        result = torch.full(shape, torch.nan, dtype=torch.float64)
+        if self.decides:
+            assert logits is not None, "the rank that decides has no logits"
+            if bool(logits.isfinite().all()):
+                result = decide(logits).to("cpu", torch.float64)
+            assert result.shape == shape, f"{tuple(result.shape)}, not {shape}"
+        if self.together.size > 1:
+            result = broadcast(result.to(self.device), self.together, self._source).cpu()
+        if bool(result.isnan().any()):
+            raise NonFiniteError("the model's logits are not finite: its weights, or their precision, are bad")
+        return result

@@ -1,0 +1,97 @@
+"""One run of tools/generate.py: from its settings to the texts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+
+from megatron.checkpoint.all_ranks import run_on_all, run_on_first
+from megatron.inference.answers import Answer, Answers, Prompt, Wanted
+from megatron.inference.model import ModelOptions, Subject, open_subject
+from megatron.inference.prompts import Text, encoded, read_prompts
+from megatron.inference.sampling import Sampling
+from megatron.utils.outputs import check_output, write_output
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateOptions:
+    """What is continued, and how. Fields are flags."""
+
+    prompt: tuple[str, ...] = ()
+    prompts: str | None = None
+    json_key: str = "prompt"
+    truncate_prompts: bool = False
+    max_new_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    ignore_eod: bool = False
+    logprobs: bool = False
+    output: str | None = None
+
+
+def run(options: GenerateOptions, model: ModelOptions, sampling: Sampling) -> list[Answer]:
+    """Prompts are read and measured before any weight is."""
+    if options.output is not None:
+        check_output(Path(options.output))
+    subject = open_subject(model)
+    answers = continued(subject, options, sampling)
+    if options.output is not None and subject.run.log.main:
+        write_output(Path(options.output), map(_line, answers))
+    return answers
+
+
+def continued(subject: Subject, options: GenerateOptions, sampling: Sampling) -> list[Answer]:
+    """On every rank. Without --output the first one shows them."""
+    prompts = _prompts(subject, options)
+    wanted = Wanted(
+        sampling=sampling,
+        max_new_tokens=options.max_new_tokens,
+        stop=options.stop,
+        ends=() if options.ignore_eod else subject.end_ids,
+        logprobs=options.logprobs,
+    )
+    answers = Answers(subject)
+    if options.output is not None or not subject.run.log.main:
+        return answers.to(prompts, wanted)
+    if len(prompts) > 1:
+        return answers.to(prompts, wanted, on_answers=_InOrder().show)
+    show = partial(print, end="", flush=True)
+    show(prompts[0].text)
+    found = answers.to(prompts, wanted, on_text=show)
+    print(flush=True)
+    return found
+
+
+def _prompts(subject: Subject, options: GenerateOptions) -> list[Prompt]:
+    """Read by the first rank, which has the standard input."""
+    world = subject.run.parallel.world
+    texts = run_on_first(lambda: read_prompts(options.prompt, options.prompts, options.json_key), world, list[Text])
+    return run_on_all(
+        lambda: encoded(
+            texts,
+            subject.tokenizer,
+            positions=subject.positions,
+            new_tokens=options.max_new_tokens,
+            truncate=options.truncate_prompts,
+        ),
+        world,
+    )
+
+
+class _InOrder:
+    """Shows every answer as soon as those before it have been shown."""
+
+    def __init__(self) -> None:
+        self.next = 0
+
+    def show(self, found: Mapping[int, Answer]) -> None:
+        while self.next in found:
+            print(f"{found[self.next].prompt}{found[self.next].text}", flush=True)
+            self.next += 1
+
+
+def _line(answer: Answer) -> str:
+    values = {name: value for name, value in asdict(answer).items() if value is not None}
+    return json.dumps(values, ensure_ascii=False, allow_nan=False)

@@ -1,0 +1,66 @@
+"""Tokens to text as they come: whole characters only, and nothing that a stop text may take back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megatron.tokenizer import Tokenizer
+
+_BROKEN = "\N{REPLACEMENT CHARACTER}"
+
+
+class TextStream:
+    """The text that follows a prompt. `stops`: where the first of them begins, the text ends."""
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = (), stops: Sequence[str] = ()) -> None:
+        self.tokenizer, self.stops = tokenizer, [stop for stop in stops if stop]
+        # Tokens that a tokenizer may need to see before the next ones (a space at the beginning of a text is dropped by
+        # some), and how many of them have been decoded.
+        self._tokens: list[int] = list(prompt[-_CONTEXT:])
+        self._decoded = len(self._tokens)
+        self.text = ""
+        self.stopped = False
+        self._given = 0
+
+    def add(self, token: int) -> bool:
+        """True if a stop text is complete: nothing more is wanted."""
+        self._tokens.append(token)
+        self._take_in(complete=False)
+        return self.stopped
+
+    def new_text(self) -> str:
+        """What can be shown since the last call: it will not change."""
+        end = len(self.text) if self.stopped else len(self.text) - self._may_be_a_stop()
+        new, self._given = self.text[self._given : end], max(self._given, end)
+        return new
+
+    def finish(self) -> str:
+        """What is left, a character that never became whole included."""
+        if not self.stopped:
+            self._take_in(complete=True)
+        new, self._given = self.text[self._given :], len(self.text)
+        return new
+
+    def _take_in(self, *, complete: bool) -> None:
+        before = self.tokenizer.detokenize(self._tokens[: self._decoded])
+        whole = self.tokenizer.detokenize(self._tokens)
+        if len(whole) <= len(before) or (whole.endswith(_BROKEN) and not complete):
+            return
+        searched = max(0, len(self.text) - max(map(len, self.stops), default=0))
+        self.text += whole[len(before) :]
+        self._tokens = self._tokens[self._decoded :] if self._decoded else self._tokens
+        self._decoded = len(self._tokens)
+        places = [place for stop in self.stops if (place := self.text.find(stop, searched)) >= 0]
+        if places:
+            self.text, self.stopped = self.text[: min(places)], True
+
+    def _may_be_a_stop(self) -> int:
+        """The length of the longest end of the text that is the beginning of a stop text."""
+        return max((_overlap(self.text, stop) for stop in self.stops), default=0)
+
+
+_CONTEXT = 8
+
+
+def _overlap(text: str, stop: str) -> int:
+    return next((size for size in range(min(len(stop), len(text)), 0, -1) if text.endswith(stop[:size])), 0)

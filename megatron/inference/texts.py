@@ -1,0 +1,57 @@
+"""Reads texts that a model is to read: whatever is wrong with a file is one line that names its place."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron.errors import ConfigError, DataError
+from megatron.tokenizer.base import refuse_surrogates
+
+
+def read_text(path: Path, *, flag: str) -> str:
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{flag} {path}: cannot be read ({error.strerror or error})") from None
+    return decoded(content, str(path))
+
+
+def decoded(content: bytes, name: str) -> str:
+    if not content.strip():
+        raise DataError(f"{name}: is empty; there is nothing to read")
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{name}: not UTF-8 (byte 0x{content[error.start]:02x} at {error.start}); convert it (iconv)"
+        ) from None
+
+
+def read_json_lines(path: Path, *, flag: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """(place for messages, object) of every line that is not blank."""
+    for number, line in enumerate(read_text(path, flag=flag).split("\n"), start=1):
+        if not line.strip():
+            continue
+        place = f"{path} line {number}"
+        try:
+            entry = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"{place}: not JSON ({error}); the file has one object in each line") from None
+        if not isinstance(entry, dict):
+            raise DataError(f'{place}: a {type(entry).__name__}, not an object such as {{"text": "..."}}')
+        yield place, entry
+
+
+def text_of(entry: Mapping[str, Any], key: str, place: str) -> str:
+    text = entry.get(key)
+    if not isinstance(text, str):
+        has = ", ".join(sorted(entry)[:8]) or "nothing"
+        raise DataError(f"{place}: has no text under {key!r} (it has {has}); name the key with --json-key")
+    try:
+        refuse_surrogates(text)
+    except DataError as error:
+        raise DataError(f"{place}: {error}") from None
+    return text

@@ -1,0 +1,156 @@
+"""The keys and values of past tokens, which generation keeps so that a pass computes its new tokens alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from megatron.model.attention_mask import Window, attention_mask
+
+SPARE = 64
+"""Slots beyond the window: what has left it is moved out of the way once in so many tokens."""
+
+
+class KVCache:
+    """Preallocated to `max_length` tokens; of a model with a window, to what the window reaches. All rows end in the
+    same slot, so that a pass writes one slice; a row that is shorter than the others begins in a later slot.
+
+    The model calls `begin`, then every layer `extend`, then `advance`.
+    """
+
+    def __init__(
+        self,
+        layers: Iterable[int],
+        *,
+        batch: int,
+        groups: int,
+        max_length: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        window: Window = None,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        shape = (batch, groups, slots_for(max_length, window), head_dim)
+        self.keys = {layer: torch.empty(shape, dtype=dtype, device=device) for layer in layers}
+        self.values = {layer: torch.empty(shape, dtype=dtype, device=device) for layer in layers}
+        self.slots, self.max_length, self.window = shape[2], max_length, window
+        self.length = 0  # tokens so far
+        self._used = 0  # slots
+        self._own: Tensor | None = None  # [batch, 1, 1, slots]: which are a row's own; None: all
+        self._all_own_from = 0
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for kept in (self.keys, self.values) for tensor in kept.values())
+
+    def begin(self, tokens: int) -> tuple[Tensor | None, bool]:
+        """Makes room for a pass of so many tokens. Returns the core attention's `mask` and `causal`, and they hold for
+        what `extend` returns."""
+        whole = self.length + tokens
+        assert whole <= self.max_length, f"KV cache of {self.max_length} tokens asked to hold {whole}"
+        reach = reach_of(self.window)
+        if reach is not None and self._used + tokens > self.slots and self._used > reach:
+            self._drop(self._used - reach)
+        first, keys = self._first(), self._used + tokens
+        device = next(iter(self.keys.values())).device
+        mask, causal = attention_mask(tokens, keys - first, window=self.window, document_ids=None, device=device)
+        if self._own is None or first >= self._all_own_from:
+            return mask, causal
+        assert mask is None and tokens == 1, "rows of different lengths go on by one token"
+        return self._own[..., first:keys], False
+
+    def extend(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Writes key and value [batch, groups, new, head_dim] behind the past; returns both together."""
+        return self._extend(self.keys[layer], key), self._extend(self.values[layer], value)
+
+    def _extend(self, kept: Tensor, new: Tensor) -> Tensor:
+        end = self._used + new.shape[2]
+        if end <= self.slots:
+            kept[:, :, self._used : end] = new
+            return kept[:, :, self._first() : end]
+        assert self.window is not None, f"KV cache of {self.slots} tokens asked to hold {end}"
+        whole = torch.cat([kept[:, :, self._first() : self._used], new], 2)
+        kept.copy_(whole[:, :, -self.slots :])
+        return whole
+
+    def advance(self, tokens: int) -> None:
+        self.length += tokens
+        self._used = min(self._used + tokens, self.slots)
+
+    def _first(self) -> int:
+        """The first slot that the next token, or the first of several, sees."""
+        reach = reach_of(self.window)
+        return 0 if reach is None else max(0, self._used - reach)
+
+    def _drop(self, slots: int) -> None:
+        """Forgets the first `slots` slots."""
+        for kept in (*self.keys.values(), *self.values.values()):
+            kept[:, :, : self._used - slots] = kept[:, :, slots : self._used].clone()
+        if self._own is not None:
+            self._own[..., : self.slots - slots] = self._own[..., slots:].clone()
+            self._own[..., self.slots - slots :] = True
+        self._all_own_from = max(0, self._all_own_from - slots)
+        self._used -= slots
+
+    # ------------------------------------------------------------ rows of different lengths
+
+    def prompts(self, lengths: Sequence[int]) -> list[tuple[slice, KVCache]]:
+        """For prompts of these lengths, those of one length side by side: caches for the passes that read the rows of
+        each length, and write here. Then this one goes on with the tokens that follow."""
+        some = next(iter(self.keys.values()))
+        assert self.length == 0 and len(lengths) == some.shape[0]
+        longest, stop = max(lengths), min(max(lengths), self.slots)
+        starts = [max(0, stop - length) for length in lengths]
+        self.length, self._used = longest, stop
+        if any(starts):
+            slots = torch.arange(self.slots)
+            self._own = (slots >= torch.tensor(starts).unsqueeze(1))[:, None, None].to(
+                next(iter(self.keys.values())).device
+            )
+            self._all_own_from = max(starts)
+            self._clear_before(starts)
+        parts, first = [], 0
+        for row in range(1, len(lengths) + 1):
+            if row == len(lengths) or lengths[row] != lengths[first]:
+                rows = slice(first, row)
+                parts.append((rows, self._part(rows, slice(starts[first], stop), lengths[first])))
+                first = row
+        return parts
+
+    def _clear_before(self, starts: Sequence[int]) -> None:
+        """A weight of zero times what memory held before may be NaN."""
+        for kept in (*self.keys.values(), *self.values.values()):
+            for row, start in enumerate(starts):
+                kept[row, :, :start].zero_()
+
+    def _part(self, rows: slice, slots: slice, tokens: int) -> KVCache:
+        """These rows and slots of this one, empty."""
+        part = object.__new__(KVCache)
+        part.keys = {layer: kept[rows, :, slots] for layer, kept in self.keys.items()}
+        part.values = {layer: kept[rows, :, slots] for layer, kept in self.values.items()}
+        part.slots, part.max_length, part.window = slots.stop - slots.start, tokens, self.window
+        part.length = part._used = part._all_own_from = 0
+        part._own = None
+        return part
+
+    def take(self, rows: Tensor) -> None:
+        """Row i becomes what row `rows[i]` was; rows may be repeated, and become more or fewer."""
+        for kept in (self.keys, self.values):
+            for layer, tensor in kept.items():
+                taken = tensor.new_empty((len(rows), *tensor.shape[1:]))
+                taken[:, :, : self._used] = tensor[:, :, : self._used][rows]
+                kept[layer] = taken
+        if self._own is not None:
+            self._own = self._own[rows]
+
+
+def reach_of(window: Window) -> int | None:
+    """How many tokens before its own a query sees; None: all."""
+    return None if window is None or window[0] < 0 else window[0]
+
+
+def slots_for(max_length: int, window: Window) -> int:
+    reach = reach_of(window)
+    return max_length if reach is None else min(max_length, reach + SPARE)
