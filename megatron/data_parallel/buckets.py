@@ -5,11 +5,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
 
 from megatron.data_parallel.gradients import FlatPieces
+from megatron.data_parallel.withheld import WithheldGrad
 from megatron.distributed import collectives
 from megatron.distributed.shard import Range, common
 from megatron.distributed.state import Axis
@@ -41,6 +43,8 @@ class Slot:
     bucket: int = -1
     place: Range = (0, 0)
     """In the bucket."""
+    stand_in: WithheldGrad | None = None
+    """What `parameter.grad` is after a pass, unless it is the view."""
     filled: bool = False
     """Whether the view holds a gradient of this step (before that it may hold anything)."""
 
@@ -83,20 +87,22 @@ class Bucket:
     def complete(self) -> bool:
         return len(self.arrived) == len(self.slots)
 
-    @property
-    def counts(self) -> bool:
-        return self.message.numel() > self.buffer.numel()
+    @cached_property
+    def count(self) -> Tensor | None:
+        """Of the ranks that lack a gradient of it: the element of the message that is behind the buffer."""
+        return self.message[-1] if self.message.numel() > self.buffer.numel() else None
 
     @property
     def lacked(self) -> bool:
         """Once summed: whether some rank lacked a gradient of it. All ranks have the same answer."""
-        return bool(self.message[-1].item())
+        assert self.count is not None
+        return self.count.item() != 0
 
     def start_sum(self, lacks: bool = False) -> None:
         """`lacks`: a gradient of it is this rank's zeros."""
         self.launched = True
-        if self.counts:
-            self.message[-1] = float(lacks)
+        if self.count is not None:
+            self.count.fill_(lacks)
         if self.divided:
             self.pending = collectives.start_scatter_sum_in_place(self.message, self.axis)
         else:
@@ -145,13 +151,20 @@ class Bucket:
         """Of the parameter that has the element at `offset`."""
         return next(slot.name for slot in self.slots if slot.place[0] <= offset < slot.place[1])
 
+    @cached_property
+    def held(self) -> Range:
+        """What this rank updates, without the padding."""
+        return self.chunk[0], self.chunk[0] + sum(stop - start for start, stop in map(self.piece, self.slots))
+
+    @cached_property
+    def own(self) -> Tensor:
+        """The gradients of what this rank updates."""
+        return self.buffer[slice(*self.held)]
+
     def flat_pieces(self) -> FlatPieces:
-        """Without the padding."""
-        pieces = [self.piece(slot) for slot in self.slots]
-        sizes = [stop - start for start, stop in pieces]
-        part = slice(self.chunk[0], self.chunk[0] + sum(sizes))
+        sizes = (stop - start for start, stop in map(self.piece, self.slots))
         names, ends = tuple(slot.name for slot in self.slots), tuple(itertools.accumulate(sizes))
-        return FlatPieces(names, ends, self.buffer[part], self.flatten_weights()[part])
+        return FlatPieces(names, ends, self.own, self.flatten_weights()[slice(*self.held)])
 
     def whole_of(self, slot: Slot, piece: Tensor) -> Tensor:
         """The tensor in a parameter's shape of which every rank has its piece."""

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from megatron.data_parallel.gradients import FlatPieces, piece_alone
 from megatron.data_parallel.logged_sharding import log_collectives
 from megatron.data_parallel.shard_grads import InOneBuffer, OnHost, ShardGrads, local
+from megatron.data_parallel.withheld import Withholding
 from megatron.distributed import collectives
 from megatron.distributed.division import Division
 from megatron.distributed.rendezvous import open_group_of_one
@@ -93,11 +94,12 @@ class FullySharded:
         device: torch.device,
         on_host: bool = False,
         replicas: Axis | None = None,
+        withheld: str | None = None,
     ) -> None:
         """Divides the parameters of a model in place. The last unit is the whole model, which computes on `device`. It
         may be on the meta device: then the shards are made, unset. `keep_gathered` (ZeRO 2): weights stay gathered
         until they are updated. `on_host`: shards and their gradients are in host memory. `replicas`: the ranks of other
-        instances that keep the same shards."""
+        instances that keep the same shards. `withheld`: a line for who uses `parameter.grad` after `withhold()`."""
         assert not (keep_gathered and on_host), "weights that stay gathered are on the device"
         self._units, self.device, self._replicas = list(units), device, replicas
         model = units[-1].module
@@ -117,6 +119,7 @@ class FullySharded:
         trained = {name: shard.parameter for name, shard in self._shards.items() if shard.parameter.requires_grad}
         self.flat = not on_host  # there the gradients of every step have places of their own
         self._grads: ShardGrads = OnHost(trained) if on_host else InOneBuffer(trained)
+        self._withholding = None if withheld is None else Withholding(model, withheld)
 
     # weights, of frozen parameters too
 
@@ -188,6 +191,9 @@ class FullySharded:
     def grads(self) -> Iterator[tuple[str, Tensor]]:
         return ((name, self.grad(name)) for name in self.names)
 
+    def runs(self) -> Iterator[tuple[str, Tensor]]:
+        return self.grads()
+
     def flat_buffers(self) -> Iterator[FlatPieces]:
         """Each shard by itself: the gradients lie in one buffer, and the weights where fully_shard has put them."""
         return (piece_alone(self, name) for name in self.names)
@@ -198,11 +204,20 @@ class FullySharded:
     def zero(self) -> None:
         self._grads.zero()
 
+    def expect(self) -> None:
+        if self._withholding is not None:
+            self._withholding.end()
+
+    def withhold(self) -> None:
+        if self._withholding is not None:
+            self._withholding.begin()
+
     def arm(self) -> None:
         """Nothing: every backward pass reduces."""
 
     def reduce(self) -> None:
         """Sums over the instances. Within its own the last backward pass has waited for it."""
+        self.expect()
         if self._replicas is not None:
             self._grads.sum_over(self._replicas)
 

@@ -27,6 +27,7 @@ from megatron.data_parallel.buckets import Slot, make_buckets
 from megatron.data_parallel.divided_weights import DividedWeights
 from megatron.data_parallel.gradients import FlatPieces
 from megatron.data_parallel.late_gather import LateGather
+from megatron.data_parallel.withheld import WithheldGrad
 from megatron.distributed.state import Axis
 from megatron.errors import ConfigError
 from megatron.model.wgrads import AddToParameter
@@ -56,6 +57,7 @@ class GradBuffers(DividedWeights):
         late_gather: nn.Module | None = None,
         accumulate: Accumulate | None = None,
         finds_unused: bool = False,
+        withheld: str | None = None,
     ) -> None:
         """`axes`: for parameters whose gradients are summed over another axis than `dp`, such as experts. `flat`: every
         gradient is in a buffer, even where `parameter.grad` would do. `divided` (ZeRO-1): each rank gets the sum of its
@@ -63,9 +65,9 @@ class GradBuffers(DividedWeights):
         chunk, whose sums are summed too. `apart`: parameters with a buffer of their own, which is
         divided in the same way wherever else they are. `late_gather`: a model whose next forward pass runs while its
         divided weights are gathered. Unless `shown`, `parameter.grad` is None between passes, so that nobody's
-        `zero_grad()` drops what has been accumulated. `in_own_type`: gradients are added up in the type of their
-        parameter, in halves too. `accumulate`: multiplies into a buffer. `finds_unused`: ranks that lack a gradient are
-        counted, in the message of their bucket."""
+        `zero_grad()` drops what has been accumulated; with `withheld`, a line, it refuses to be used. `in_own_type`:
+        gradients are added up in the type of their parameter, in halves too. `accumulate`: multiplies into a buffer.
+        `finds_unused`: ranks that lack a gradient are counted, in the message of their bucket."""
         self.dp = dp
         replicas = replicas or Axis.single("replicate")
         self.overlap = overlap and dp.size * replicas.size > 1
@@ -77,7 +79,9 @@ class GradBuffers(DividedWeights):
         for name, parameter, axis in ((name, p, (axes or {}).get(name, dp)) for name, p in params if p.requires_grad):
             dtype = accumulation_dtype(parameter, in_own_type)
             in_grad = shown and dtype == parameter.dtype
-            self._collect(Slot(name, parameter, axis, replicas, dtype, in_grad, apart=name in apart))
+            slot = Slot(name, parameter, axis, replicas, dtype, in_grad, apart=name in apart)
+            slot.stand_in = None if withheld is None else WithheldGrad(parameter, withheld)
+            self._collect(slot)
         in_buffers = (slot for slot in reversed(self._slots.values()) if flat or not slot.fits_its_parameter)
         assert not (finds_unused and replicas.size > 1), "the counts of other instances are not added"
         self._buckets = make_buckets(in_buffers, bucket_size, divided, finds_unused)
@@ -124,12 +128,16 @@ class GradBuffers(DividedWeights):
     @property
     def counts_lacking(self) -> bool:
         """Whether `reduce` tells all ranks if one of them lacked a gradient. (A divided buffer has no room for it.)"""
-        return all(bucket.counts for bucket in self._buckets)
+        return all(bucket.count is not None for bucket in self._buckets)
 
     def some_rank_lacked(self) -> bool:
         """After `reduce`. The same on all ranks."""
-        assert self.counts_lacking
         return any(bucket.lacked for bucket in self._buckets)
+
+    def runs(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """After `reduce`: all gradients, of the parameters in a buffer in one tensor, with the name of the first."""
+        yield from ((bucket.slots[0].name, bucket.own) for bucket in self._buckets)
+        yield from ((name, self.grad(name)) for name, slot in self._slots.items() if slot.view is None)
 
     def flat_buffers(self) -> Iterator[FlatPieces]:
         """Each buffer, with the weights in one too: from here on the model computes with it."""
@@ -198,6 +206,15 @@ class GradBuffers(DividedWeights):
             parameter.grad = view
         self._arrived(slot)
 
+    def expect(self) -> None:
+        """Before a further backward pass of the step: autograd would add to what stands in `parameter.grad`."""
+        for slot in self._slots.values():
+            if slot.stand_in is not None:
+                slot.parameter.grad = None
+
+    def withhold(self) -> None:
+        """After a backward pass. Nothing: a stand-in takes the place of every gradient that comes."""
+
     def arm(self) -> None:
         """Announces the last backward of the step: from now on a complete bucket may be reduced."""
         self._armed = True
@@ -229,7 +246,7 @@ class GradBuffers(DividedWeights):
     def multiply(self, factor: torch.Tensor | float) -> None:
         """Multiplies every gradient by `factor`, a single number."""
         for bucket in self._buckets:
-            bucket.buffer[slice(*bucket.chunk)].mul_(factor)
+            bucket.own.mul_(factor)
         for slot in self._slots.values():
             if slot.view is None and slot.parameter.grad is not None:
                 slot.parameter.grad.mul_(factor)
@@ -253,6 +270,8 @@ class GradBuffers(DividedWeights):
         """Runs after backward has added to `parameter.grad`: moves it into the buffer."""
         grad, view = parameter.grad, slot.view
         assert view is not None
+        if isinstance(grad, WithheldGrad):
+            grad = grad.take_what_came()
         if grad is None:
             raise ConfigError(
                 f"the gradient of {slot.name} was taken by an engine that the model was given to before; go on with "
@@ -267,7 +286,7 @@ class GradBuffers(DividedWeights):
             parameter.grad = view
         else:
             self._take(slot, view, grad)
-            parameter.grad = None
+            parameter.grad = slot.stand_in
         self._arrived(slot)
 
     def _check_open(self, slot: Slot) -> None:

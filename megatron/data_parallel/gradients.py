@@ -67,6 +67,10 @@ class Gradients(Protocol):
         """All gradients by name."""
         ...
 
+    def runs(self) -> Iterator[tuple[str, Tensor]]:
+        """All gradients in as few tensors as they lie in, each with the name of its first parameter."""
+        ...
+
     def flat_buffers(self) -> Iterator[FlatPieces]:
         """All pieces in flat buffers, which the model computes with from here on."""
         ...

@@ -34,6 +34,8 @@ def square_sum_for(kernels: Kernels | None, asynchronous: bool) -> SquareSum:
 def sum_on_device(square_sum: SquareSum, device: torch.device, tensors: Sequence[Tensor]) -> Tensor:
     """`square_sum` of tensors that are on this device or on the host. The sum is on the device."""
     memories = dict.fromkeys(tensor.device for tensor in tensors)
+    if list(memories) == [device]:
+        return square_sum(tensors)
     sums = [square_sum([tensor for tensor in tensors if tensor.device == memory]) for memory in memories]
     return torch.stack([value.to(device) for value in sums]).sum() if sums else square_sum(tensors)
 
@@ -54,6 +56,8 @@ def row_norms(tensor: Tensor, dtype: torch.dtype | None = None) -> list[Tensor]:
 
 def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
     """By rows, with the rows' norms in the tensors' own type. Reads the result: a host sync."""
+    if len(tensors) == 1 and tensors[0].numel() <= _ROW:  # of a small model, whose time is that of the calls
+        return torch.linalg.vector_norm(tensors[0], dtype=widest(tensors[0].device)).square()
     parts = [part for tensor in tensors for part in row_norms(tensor)]
     if not parts:
         return torch.zeros((), dtype=torch.float64)
@@ -149,13 +153,14 @@ def global_zeros(groups: Mapping[SplitOver, Sequence[Tensor]], device: torch.dev
 
 def add_over_axes(values: Mapping[SplitOver, Tensor], device: torch.device) -> Tensor:
     """The sum of one number per group, each summed over the group's axes first."""
-    total = torch.zeros((), dtype=widest(device), device=device)
+    dtype = widest(device)
+    sums = []
     for axes, value in values.items():
         # A rank without tensors of a group made its zero on the host, and to copy it over would be a host sync.
-        box = (value if value.device == device else torch.zeros_like(total)).to(widest(device)).view(1)
+        box = value.to(dtype) if value.device == device else torch.zeros((), dtype=dtype, device=device)
         if axes:
             box = box.clone()
         for axis in axes:
-            collectives.all_reduce(box, axis)
-        total = total + box[0]
-    return total
+            collectives.all_reduce(box.view(1), axis)
+        sums.append(box)
+    return sum(sums[1:], sums[0]) if sums else torch.zeros((), dtype=dtype, device=device)

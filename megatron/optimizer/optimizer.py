@@ -134,7 +134,7 @@ class Optimizer:
     def client_step(self, grad_scale: float) -> StepInfo:
         """`step` of an optimizer that the user brought: the host reads the norm and makes the update itself."""
         assert self._client is not None
-        norm = self._norm(self._by_axes(list(self.grads.grads()))).item()
+        norm = self._norm(self._by_axes(self.grads.runs())).item()
         decision = decide_on_host(norm, grad_scale, self._clip_grad)
         self._client.step(decision)
         self.grads.publish()

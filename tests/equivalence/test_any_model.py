@@ -101,7 +101,7 @@ def plant_undivided_accumulation(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def plant_decayed_unused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(GradBuffers, "missing", lambda self: [])
+    monkeypatch.setattr(GradBuffers, "lacking", property(lambda self: []))
 
 
 @pytest.mark.parametrize("plant", [plant_summed, plant_undivided_accumulation, plant_decayed_unused])

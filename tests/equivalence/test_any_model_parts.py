@@ -11,9 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron.data_parallel import FullySharded
 from megatron.data_parallel.buckets import Bucket
 from megatron.engine.any_model import initialize
 from megatron.engine.any_model.usage import Usage
+from megatron.errors import ConfigError
 from tests.helpers.any_model import largest_difference
 from tests.helpers.distributed import RankFailed, run_ranks
 
@@ -136,6 +138,32 @@ def replacing(rank: int) -> bool:
 def test_weights_that_are_replaced_in_a_divided_buffer_are_refused() -> None:
     with pytest.raises(RankFailed, match=r"base.weight.data was replaced, .* write into it: base.weight.data.copy_"):
         run_ranks(2, replacing)
+
+
+def clipped_by_hand(rank: int) -> list[str]:
+    said = []
+    for stage in (0, 1, 2, 3):
+        model, optimizer = made()
+        config: dict[str, Any] = {"train_batch_size": 4, "zero_optimization": {"stage": stage}}
+        engine, *_ = initialize(model=model, optimizer=optimizer, config=config)
+        engine.backward(engine(halves_of(0)[rank], BOTH).sum())
+        try:
+            said.append(str(nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
+        except ConfigError as error:
+            said.append(str(error))
+    return said
+
+
+def test_clipping_by_hand_is_refused_at_every_stage() -> None:
+    """At stage 3 it would clip sums over the ranks, elsewhere nothing."""
+    for said in run_ranks(2, clipped_by_hand):
+        assert all('give "gradient_clipping" in the config' in line for line in said), said
+
+
+def test_planted_bug_gradients_of_shards_are_not_withheld(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FullySharded, "withhold", lambda self: None)
+    with pytest.raises(AssertionError):
+        test_clipping_by_hand_is_refused_at_every_stage()
 
 
 def test_planted_bug_what_no_rank_has_used_is_not_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:

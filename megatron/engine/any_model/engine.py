@@ -76,11 +76,15 @@ class ModelEngine(EngineFacts):
         if not self._calls.begun:
             self._grads.zero()
             self._calls.begun = True
+        else:
+            self._grads.expect()
         if self.is_gradient_accumulation_boundary() and not self._calls.adds_up:
             self._grads.arm()
         share = 1.0 / self.gradient_accumulation_steps()
         wide = loss.float() if loss.dtype in HALF else loss  # where a loss scale has room
-        wide.backward(torch.full_like(wide, share * self._core.loss_scale), retain_graph=retain_graph)
+        factor = share * self._core.loss_scale
+        wide.backward(None if factor == 1.0 else torch.full_like(wide, factor), retain_graph=retain_graph)
+        self._grads.withhold()
         self._calls.owed = True
         return loss.detach() if share == 1.0 else loss.detach() * share
 

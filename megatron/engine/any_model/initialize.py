@@ -24,6 +24,10 @@ from megatron.optimizer import ClientUpdate, Optimizer, RuleOptimizer, refuse_wh
 from megatron.parallelize import units_of
 from megatron.utils.log import RankLog
 
+_WITHHELD = (
+    "parameter.grad: the engine keeps the gradients, and sums them over the ranks in engine.step(); instead of torch's "
+    'clip_grad_norm_ give "gradient_clipping" in the config, and read the norm from engine.get_global_grad_norm()'
+)
 Client = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None
 
 
@@ -112,7 +116,14 @@ def build_model_engine(
         grads = _divide_weights(model, settings, place, names)
     else:
         grads = GradBuffers(
-            trained, dp, overlap=settings.overlap, divided=divided, flat=True, shown=False, finds_unused=True
+            trained,
+            dp,
+            overlap=settings.overlap,
+            divided=divided,
+            flat=True,
+            shown=False,
+            finds_unused=True,
+            withheld=_WITHHELD,
         )
     usage = Usage(grads, model, dp)
     core = Optimizer(
@@ -147,7 +158,11 @@ def _divide_weights(model: nn.Module, settings: EngineSettings, place: Place, na
         )
     units = list(units_of(model, place.parallel.dp))
     return FullySharded(
-        units, keep_gathered=settings.zero_stage == 2, device=place.device, on_host=settings.parameters_on_host
+        units,
+        keep_gathered=settings.zero_stage == 2,
+        device=place.device,
+        on_host=settings.parameters_on_host,
+        withheld=_WITHHELD,
     )
 
 

@@ -81,6 +81,58 @@ def test_a_part_that_is_written_leaves_the_last_bits_of_the_others() -> None:
     assert torch.equal(ours.module.weight, untouched.module.weight) and torch.equal(bias, untouched.module.bias)
 
 
+def read(engine: ModelEngine) -> None:
+    engine.module.weight.grad.norm()
+
+
+def read_weights(engine: ModelEngine) -> None:
+    assert all(one.grad.isfinite() for one in engine.parameters())
+
+
+def clip(engine: ModelEngine) -> None:
+    nn.utils.clip_grad_norm_(engine.parameters(), 1.0)
+
+
+def clip_values(engine: ModelEngine) -> None:
+    nn.utils.clip_grad_value_(engine.module.parameters(), 1.0)
+
+
+def scale(engine: ModelEngine) -> None:
+    engine.module.bias.grad += 1
+
+
+@pytest.mark.parametrize("config", [{}, HALVES], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("uses", [read, read_weights, clip, clip_values, scale])
+def test_gradients_that_the_engine_keeps_are_no_none(
+    uses: Callable[[ModelEngine], None], config: dict[str, object]
+) -> None:
+    engine = make(config={"train_batch_size": 8, "train_micro_batch_size_per_gpu": 4, **ADAMW, **config})
+    engine.backward(loss_of(engine))
+    with pytest.raises(ConfigError, match=r'parameter.grad: .* give "gradient_clipping" in the config') as error:
+        uses(engine)
+    assert "\n" not in str(error.value)
+
+
+def test_stand_ins_for_gradients_lose_none() -> None:
+    """Of accumulated micro-batches, of a loss beside the engine's, and where a program zeroes them."""
+    found = []
+    for disturbs in (False, True):
+        engine = make(config={"train_batch_size": 8, "train_micro_batch_size_per_gpu": 4, **ADAMW})
+        for seed in range(2):
+            if disturbs:
+                engine.optimizer.zero_grad(set_to_none=False)
+                engine.module.zero_grad(set_to_none=False)
+            losses = [loss_of(engine, seed), loss_of(engine, seed + 2) / 2]
+            if disturbs:
+                engine.backward(losses[0])
+                losses[1].backward()
+            else:
+                engine.backward(losses[0] + 2 * losses[1])
+            engine.step()
+        found.append(engine.module.weight.clone())
+    torch.testing.assert_close(*found)
+
+
 def thaw(engine: ModelEngine) -> None:
     engine.module.weight.requires_grad_(True)
     take_step(engine)

@@ -1,0 +1,80 @@
+"""What a program finds in `parameter.grad` where gradients are kept elsewhere: something that refuses to be used.
+
+`None` would say that there is no gradient: torch's `clip_grad_norm_` would clip nothing, and return 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron.errors import ConfigError
+
+_aten = torch.ops.aten
+_ZEROS = (_aten.zero_.default, _aten._foreach_zero_.default)
+_ADDITIONS = (_aten.add_.Tensor, _aten.add.Tensor)
+
+
+class WithheldGrad(Tensor):
+    """Without memory. `reason`: the line for who uses it."""
+
+    reason: str
+    came: Tensor | None = None
+    """What a backward pass has added to it."""
+
+    @staticmethod
+    def __new__(cls, parameter: nn.Parameter, reason: str) -> WithheldGrad:
+        made: WithheldGrad = torch.Tensor._make_wrapper_subclass(
+            cls, parameter.shape, dtype=parameter.dtype, device=parameter.device
+        )
+        made.reason = reason
+        return made
+
+    def __init__(self, *_: Any) -> None:
+        """Nothing: `__new__` has made it."""
+
+    def take_what_came(self) -> Tensor | None:
+        came, self.came = self.came, None
+        return came
+
+    def __repr__(self, *_: Any, **__: Any) -> str:  # type: ignore[override]
+        return f"{type(self).__name__}({self.reason})"
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in _ZEROS:  # of a zero_grad(set_to_none=False), which drops nothing
+            return args[0]
+        held = next(one for value in args for one in _tensors(value) if isinstance(one, cls))
+        if func in _ADDITIONS and args[0] is held and torch._C._current_graph_task_id() != -1:
+            held.came = args[1]
+            return held if func is _aten.add_.Tensor else args[1]
+        raise ConfigError(held.reason)
+
+
+class Withholding:
+    """Of the gradients of a model that are in `parameter.grad` for autograd."""
+
+    def __init__(self, model: nn.Module, reason: str) -> None:
+        self._model, self._reason = model, reason
+        self._kept: list[tuple[nn.Parameter, Tensor | None]] = []
+
+    def begin(self) -> None:
+        """After a backward pass. (Its parameters are others from one moment to the next where weights are gathered.)"""
+        self.end()
+        self._kept = [(one, one.grad) for one in self._model.parameters() if one.requires_grad]
+        for parameter, _ in self._kept:
+            parameter.grad = WithheldGrad(parameter, self._reason)
+
+    def end(self) -> None:
+        for parameter, grad in self._kept:
+            parameter.grad = grad
+        self._kept = []
+
+
+def _tensors(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, (list, tuple)) else (value,)
