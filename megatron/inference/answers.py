@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron.distributed.messages import all_gather_json
+from megatron.inference.beams import beam_search
 from megatron.inference.decoder import Decoder
 from megatron.inference.generate import Continuation, OnToken, generate, room
 from megatron.inference.model import Subject
@@ -93,20 +94,33 @@ class Answers:
             return []
         prompts = [prompt for prompt, _ in mine]
         texts = [TextStream(self.subject.tokenizer, prompt.tokens, wanted.stop) for prompt in prompts]
-        longest = max(len(prompt.tokens) for prompt in prompts)
-        found = generate(
-            self.decoder,
-            [prompt.tokens for prompt in prompts],
-            max_new_tokens=room(self.subject.positions, longest, wanted.max_new_tokens),
-            sampling=wanted.sampling,
-            seeds=[seed for _, seed in mine],
-            eod_id=wanted.ends,
-            logprobs=wanted.logprobs,
-            on_token=_listener(texts, on_text),
-        )
+        tokens = [prompt.tokens for prompt in prompts]
+        count = room(self.subject.positions, max(map(len, tokens)), wanted.max_new_tokens)
+        if wanted.num_beams > 1:
+            found = beam_search(
+                self.decoder,
+                tokens,
+                num_beams=wanted.num_beams,
+                length_penalty=wanted.length_penalty,
+                max_new_tokens=count,
+                eod_id=wanted.ends,
+            )
+            for text, one in zip(texts, found, strict=True):
+                text.extend(one.tokens)
+        else:
+            found = generate(
+                self.decoder,
+                tokens,
+                max_new_tokens=count,
+                sampling=wanted.sampling,
+                seeds=[seed for _, seed in mine],
+                eod_id=wanted.ends,
+                logprobs=wanted.logprobs,
+                on_token=_listener(texts, on_text),
+            )
         answers = [_answer(*each) for each in zip(prompts, texts, found, strict=True)]
         if on_text is not None:
-            on_text(texts[0].new_text())
+            on_text(texts[0].new_text())  # what had to wait for the end
         return answers
 
 

@@ -49,6 +49,12 @@ def parser() -> Parser:
     choice.add_argument("--top-k", type=int, default=0, help="Draw from the K likeliest tokens only (default 0: all).")
     choice.add_argument("--top-p", type=float, default=0.0, help="Draw from the likeliest tokens that hold this share.")
     choice.add_argument("--seed", type=int, default=1234, help="The same seed gives the same text (default 1234).")
+    choice.add_argument(
+        "--num-beams", type=integer(1), default=1, metavar="N", help="Search for the likeliest text with N beams."
+    )
+    choice.add_argument(
+        "--length-penalty", type=float, default=1.0, help="Above 0 favours long texts in the search (default 1)."
+    )
     how = p.add_argument_group("model")
     how.add_argument(
         "--load",
@@ -100,6 +106,17 @@ def check(given: argparse.Namespace) -> None:
         raise ConfigError(
             "--greedy: nothing is drawn, so --temperature, --top-k and --top-p do nothing; leave them out"
         )
+    if given.num_beams > 1 and (given.greedy or given.top_k or given.top_p or given.temperature != 1.0):
+        raise ConfigError(
+            f"--num-beams {given.num_beams}: the search draws nothing; leave --greedy, --temperature, --top-k and "
+            "--top-p out"
+        )
+    if given.num_beams > 1 and given.stop:
+        raise ConfigError(f"--num-beams {given.num_beams}: the search knows no --stop; leave one of them out")
+    if given.num_beams == 1 and given.length_penalty != 1.0:
+        raise ConfigError(f"--length-penalty {given.length_penalty}: is for the search; give --num-beams 2 or more")
+    if given.length_penalty != given.length_penalty or abs(given.length_penalty) == float("inf"):
+        raise ConfigError(f"--length-penalty {given.length_penalty}: must be a finite number")
     if given.prompt and given.prompts is not None:
         raise ConfigError("--prompt: --prompts is given, too; give one of them")
     if given.json_key != "prompt" and not str(given.prompts).endswith((".jsonl", ".json")):

@@ -28,6 +28,8 @@ class GenerateOptions:
     stop: tuple[str, ...] = ()
     ignore_eod: bool = False
     logprobs: bool = False
+    num_beams: int = 1
+    length_penalty: float = 1.0
     output: str | None = None
 
 
@@ -51,6 +53,8 @@ def continued(subject: Subject, options: GenerateOptions, sampling: Sampling) ->
         stop=options.stop,
         ends=() if options.ignore_eod else subject.end_ids,
         logprobs=options.logprobs,
+        num_beams=options.num_beams,
+        length_penalty=options.length_penalty,
     )
     answers = Answers(subject)
     if options.output is not None or not subject.run.log.main:

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from megatron.tokenizer import Tokenizer
 
 _BROKEN = "\N{REPLACEMENT CHARACTER}"
+_CONTEXT = 8
+"""Tokens of the prompt."""
 
 
 class TextStream:
@@ -14,12 +16,12 @@ class TextStream:
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = (), stops: Sequence[str] = ()) -> None:
         self.tokenizer, self.stops = tokenizer, [stop for stop in stops if stop]
-        # Tokens that a tokenizer may need to see before the next ones (a space at the beginning of a text is dropped by
-        # some), and how many of them have been decoded.
+        # Some tokenizers drop a space at the beginning of a text, so that the last tokens that were decoded are decoded
+        # again with the next ones; `_decoded` of these are old.
         self._tokens: list[int] = list(prompt[-_CONTEXT:])
         self._decoded = len(self._tokens)
         self.text = ""
-        self.stopped = False
+        self.stopped = self._finished = False
         self._given = 0
 
     def add(self, token: int) -> bool:
@@ -30,16 +32,19 @@ class TextStream:
 
     def new_text(self) -> str:
         """What can be shown since the last call: it will not change."""
-        end = len(self.text) if self.stopped else len(self.text) - self._may_be_a_stop()
+        whole = self.stopped or self._finished
+        end = len(self.text) if whole else len(self.text) - self._may_be_a_stop()
         new, self._given = self.text[self._given : end], max(self._given, end)
         return new
 
-    def finish(self) -> str:
-        """What is left, a character that never became whole included."""
+    def finish(self) -> None:
+        """No token follows: what waited is text, a character that never became whole included."""
         if not self.stopped:
             self._take_in(complete=True)
-        new, self._given = self.text[self._given :], len(self.text)
-        return new
+        self._finished = True
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        self._tokens += tokens
 
     def _take_in(self, *, complete: bool) -> None:
         before = self.tokenizer.detokenize(self._tokens[: self._decoded])
@@ -57,9 +62,6 @@ class TextStream:
     def _may_be_a_stop(self) -> int:
         """The length of the longest end of the text that is the beginning of a stop text."""
         return max((_overlap(self.text, stop) for stop in self.stops), default=0)
-
-
-_CONTEXT = 8
 
 
 def _overlap(text: str, stop: str) -> int:

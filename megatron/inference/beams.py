@@ -1,0 +1,135 @@
+"""Beam search: the continuations whose tokens together are the likeliest, as `transformers` finds them.
+
+Of every prompt some beams are open; each step extends them by all tokens and keeps the best as many. One that ends is a
+result if it was among the best; a result's score is its sum of log-probabilities over length ** length_penalty. A
+prompt is done when its best open beam, at its present length, would not be better than the worst of its results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from megatron.errors import ConfigError
+from megatron.inference.decoder import Decoder
+from megatron.inference.generate import Continuation, ids_of, new_token_count
+from megatron.model import GPT
+
+
+@dataclass(frozen=True)
+class Beam:
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    sum: float
+
+    def with_token(self, token: int, total: float) -> Beam:
+        return Beam((*self.tokens, token), (*self.logprobs, total - self.sum), total)
+
+
+@dataclass(frozen=True)
+class Result:
+    score: float
+    beam: Beam
+    finish: str
+
+
+@dataclass
+class _Search:
+    """Of one prompt."""
+
+    count: int
+    width: int
+    penalty: float
+    ends: Collection[int]
+    open: list[Beam] = field(default_factory=lambda: [Beam((), (), 0.0)])
+    results: list[Result] = field(default_factory=list)
+    done: bool = False
+
+    def take_in(self, candidates: Sequence[tuple[int, int, float]]) -> list[int]:
+        """(beam, token, sum of log-probabilities), the best first. Returns which beam each new open one goes on."""
+        parents: list[int] = []
+        opened: list[Beam] = []
+        for rank, (parent, token, total) in enumerate(candidates):
+            longer = self.open[parent].with_token(token, total)
+            if token in self.ends or len(longer.tokens) == self.count:
+                if rank < self.width and not self.done:
+                    self._keep(longer, "eos" if token in self.ends else "length")
+            elif len(opened) < self.width:
+                parents.append(parent)
+                opened.append(longer)
+        if opened:
+            self.open = opened
+        self.done = self.done or not opened or not self._can_improve()
+        return parents
+
+    def _keep(self, beam: Beam, finish: str) -> None:
+        score = beam.sum / len(beam.tokens) ** self.penalty
+        self.results = sorted([*self.results, Result(score, beam, finish)], key=lambda one: -one.score)[: self.width]
+
+    def _can_improve(self) -> bool:
+        if len(self.results) < self.width:
+            return True
+        best = self.open[0]
+        return best.sum / len(best.tokens) ** self.penalty > self.results[-1].score
+
+    def continuation(self) -> Continuation:
+        best = self.results[0]
+        end = len(best.beam.tokens) - (best.finish == "eos")
+        return Continuation(best.beam.tokens[:end], best.finish, best.beam.logprobs[:end], best.score)
+
+
+@torch.inference_mode()
+def beam_search(
+    model: GPT | Decoder,
+    prompts: Sequence[Sequence[int]],
+    *,
+    num_beams: int,
+    length_penalty: float = 1.0,
+    max_new_tokens: int | None = None,
+    eod_id: int | Collection[int] | None = None,
+) -> list[Continuation]:
+    """The best continuation of each prompt."""
+    decoder = model if isinstance(model, Decoder) else Decoder(model)
+    count, ends = new_token_count(decoder.model, prompts, max_new_tokens), ids_of(eod_id)
+    vocabulary, several = decoder.model.vocab_size, max(2, 1 + len(ends))
+    if not 1 <= num_beams <= vocabulary // several:
+        raise ConfigError(
+            f"--num-beams {num_beams}: must be from 1 to {vocabulary // several}, by the vocabulary's size"
+        )
+    order = sorted(range(len(prompts)), key=lambda row: -len(prompts[row]))
+    searches = [_Search(count, num_beams, length_penalty, ends) for _ in order]
+    training = decoder.model.training
+    decoder.model.eval()
+    try:
+        logits, rows = decoder.read([prompts[row] for row in order], count), 1
+        while True:
+            sums = torch.tensor([[beam.sum for beam in one.open] for one in searches], dtype=torch.float64)
+            shape = (len(searches), several * num_beams, 2)
+            found = decoder.decided(logits, partial(_best, sums=sums, count=shape[1]), shape).tolist()
+            parents = [
+                one.take_in([(int(at) // vocabulary, int(at) % vocabulary, total) for at, total in best])
+                for one, best in zip(searches, found, strict=True)
+            ]
+            if all(one.done for one in searches):
+                break
+            decoder.take([number * rows + place for number, one in enumerate(parents) for place in one])
+            rows = num_beams
+            tokens = [beam.tokens[-1] for one in searches for beam in one.open]
+            logits = decoder.step(torch.tensor(tokens, device=decoder.device))
+    finally:
+        decoder.model.train(training)
+    answers = dict(zip(order, (one.continuation() for one in searches), strict=True))
+    return [answers[row] for row in range(len(prompts))]
+
+
+def _best(logits: Tensor, sums: Tensor, count: int) -> Tensor:
+    """logits [prompts * beams, vocabulary], sums [prompts, beams] -> [prompts, count, 2]: the largest sums with one
+    token more, and before each its place among beams * vocabulary."""
+    wide = logits if logits.dtype == torch.float64 else logits.float()
+    totals = wide.log_softmax(-1).view(*sums.shape, -1) + sums.to(logits.device, wide.dtype).unsqueeze(-1)
+    best = totals.flatten(1).topk(count, dim=1)
+    return torch.stack([best.indices.double(), best.values.double()], 2)

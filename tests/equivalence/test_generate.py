@@ -1,0 +1,269 @@
+"""Generated texts are those of the exported model in `transformers`, token for token, for every family, in batches of
+prompts of different lengths, by beams, and in every layout; every mistake that caches and ranks invite is seen."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.checkpoint.build import restore_model
+from megatron.checkpoint.hf import write_export
+from megatron.inference import decoder as decoders
+from megatron.inference.answers import Answers, Prompt, Wanted
+from megatron.inference.beams import beam_search
+from megatron.inference.decoder import Decoder
+from megatron.inference.generate import generate
+from megatron.inference.model import ModelOptions, subject_of
+from megatron.inference.sampling import Sampling
+from megatron.model import GPT
+from megatron.model.kv_cache import KVCache
+from tests.equivalence.test_evaluate import FAMILIES, Saved, make_model
+from tests.equivalence.test_hf_export import CASES, model, plan, save_random
+from tests.helpers.distributed import RankFailed, run_ranks
+from tests.helpers.runs import generate_here, make_run
+
+transformers = pytest.importorskip("transformers")
+
+EOD = 5
+LENGTHS = (7, 30, 1, 7, 18)  # the longest is more than a window of 20
+COUNT = 40
+"""Past the window, and past what the cache of a window holds before it drops something."""
+
+
+def prompts(*lengths: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randint(6, 61, (length,), generator=generator).tolist() for length in lengths]
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[GPT, Any]]:
+    """Ours and theirs, in fp64, with weights of std 0.2."""
+    made: dict[str, tuple[GPT, Any]] = {}
+
+    def make(case: str) -> tuple[GPT, Any]:
+        if case not in made:
+            place = tmp_path_factory.mktemp("model")
+            save_random(place / "native", model(**CASES[case][1] | {"max_position_embeddings": 128}))
+            export = plan(place / "native")
+            write_export(export, place / "hf", tokenizer=None, log=lambda text: None)
+            load = transformers.AutoModelForCausalLM.from_pretrained
+            ours = restore_model(export.reader, dtype=torch.float64, device=torch.device("cpu"))
+            made[case] = ours, load(place / "hf", dtype=torch.float64)
+        return made[case]
+
+    return make
+
+
+def theirs_of(model: Any, prompt: Sequence[int], **how: Any) -> tuple[list[int], Any]:
+    how = {"max_new_tokens": COUNT, "do_sample": False, "pad_token_id": 0, "eos_token_id": None} | how
+    found = model.generate(torch.tensor([prompt]), return_dict_in_generate=True, output_logits=True, **how)
+    return found.sequences[0, len(prompt) :].tolist(), found
+
+
+CASES_HERE = ("gpt2", "neox", "llama gqa", "llama mqa tied", "mistral", "qwen3", "olmo2 gqa", "gpt2 qk layer scaling")
+
+
+@pytest.mark.parametrize("case", CASES_HERE)
+def test_a_batch_of_different_lengths_is_that_of_transformers(case: str, pair: Any) -> None:
+    ours, theirs = pair(case)
+    asked = prompts(*LENGTHS)
+    found = generate(ours, asked, max_new_tokens=COUNT, logprobs=True)
+    for prompt, one in zip(asked, found, strict=True):
+        tokens, full = theirs_of(theirs, prompt)
+        assert list(one.tokens) == tokens
+        expected = [float(step[0].log_softmax(-1)[token]) for step, token in zip(full.logits, tokens, strict=True)]
+        assert one.logprobs == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("case", "beams", "penalty"), [("gpt2", 2, 1.0), ("gpt2", 4, 0.0), ("mistral", 3, 2.0), ("mistral", 3, -1.0)]
+)
+def test_beams_are_those_of_transformers(case: str, beams: int, penalty: float, pair: Any) -> None:
+    ours, theirs = pair(case)
+    asked = prompts(7, 30, 1)
+    for eod in (None, EOD, [EOD, 9]):
+        found = beam_search(ours, asked, num_beams=beams, length_penalty=penalty, max_new_tokens=25, eod_id=eod)
+        for prompt, one in zip(asked, found, strict=True):
+            how = {"num_beams": beams, "length_penalty": penalty, "max_new_tokens": 25, "eos_token_id": eod}
+            tokens, full = theirs_of(theirs, prompt, output_scores=True, **how)
+            ends = [] if eod is None else [eod] if isinstance(eod, int) else eod
+            cut = next((place for place, token in enumerate(tokens) if token in ends), len(tokens))
+            assert list(one.tokens) == tokens[:cut]
+            assert one.score == pytest.approx(float(full.sequences_scores[0]), rel=1e-5)
+
+
+# ---------------------------------------------------------------- layouts
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Saved]:
+    return {family: make_model(tmp_path_factory.mktemp(family), FAMILIES[family]) for family in FAMILIES}
+
+
+TEXTS = ("for i in range", "x", "The quick", "return total")
+WAYS = {
+    "greedy": Wanted(sampling=Sampling(greedy=True), max_new_tokens=9, logprobs=True),
+    "drawn": Wanted(sampling=Sampling(temperature=1.5, top_k=50, top_p=0.95), max_new_tokens=9, logprobs=True),
+    "beams": Wanted(sampling=Sampling(greedy=True), max_new_tokens=6, num_beams=3),
+}
+LAYOUTS: dict[str, tuple[str, dict[str, int]]] = {
+    "tp2": ("gpt2", {"tensor_model_parallel_size": 2}),
+    "pp2": ("llama", {"pipeline_model_parallel_size": 2}),
+    "tp2 pp2": ("llama", {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}),
+    "ep2 tp2": ("moe", {"expert_model_parallel_size": 2, "tensor_model_parallel_size": 2}),
+}
+
+
+def texts_of(rank: int, ranks: int, saved: dict[str, Saved], names: Sequence[str]) -> dict[str, list[Any]]:
+    torch.set_num_threads(1)
+    found = {}
+    for name in names:
+        family, axes = LAYOUTS[name]
+        options = ModelOptions(
+            load=str(saved[family].native), device="cpu", batch_size=3, **(axes if ranks > 1 else {})
+        )
+        subject = subject_of(options, lambda c: make_run(c, rank=rank, world_size=ranks, dtype=torch.float64))
+        asked = [Prompt(text, tuple(subject.tokenizer.tokenize(text))) for text in TEXTS]
+        answers = Answers(subject)
+        for way, wanted in WAYS.items():
+            found[f"{name} {way}"] = [
+                (one.text, one.tokens, one.finish, one.logprobs or (), one.score) for one in answers.to(asked, wanted)
+            ]
+    return found
+
+
+def assert_same(found: dict[str, list[Any]], alone: dict[str, list[Any]]) -> None:
+    for name, answers in found.items():
+        for one, other in zip(answers, alone[name], strict=True):
+            assert one[:3] == other[:3], name
+            assert one[3] == pytest.approx(other[3], abs=1e-9) and one[4] == pytest.approx(other[4], abs=1e-9), name
+
+
+def test_every_layout_equals_one_process(saved: dict[str, Saved]) -> None:
+    alone = texts_of(0, 1, saved, list(LAYOUTS))
+    for found in run_ranks(4, lambda rank: texts_of(rank, 4, saved, list(LAYOUTS)), timeout=240):
+        assert_same(found, alone)
+
+
+# ---------------------------------------------------------------- the command line
+
+
+def lines_of(capsys: pytest.CaptureFixture[str]) -> list[str]:
+    return capsys.readouterr().out.splitlines()
+
+
+def test_the_command_line_is_transformers_for_every_form(
+    saved: dict[str, Saved], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one = saved["llama"]
+    theirs, tokenizer = one.theirs()
+    file, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
+    file.write_text("".join(json.dumps({"ask": text}) + "\n" for text in TEXTS))
+    words = ["--prompts", file, "--json-key", "ask", "--max-new-tokens", 12, "--greedy", "--batch-size", 3]
+    assert generate_here("--load", one.folder, *words, "--output", out, "--logprobs", "--dtype", "float32") == 0
+    entries = [json.loads(line) for line in out.read_text().splitlines()]
+    for text, entry in zip(TEXTS, entries, strict=True):
+        tokens = tokenizer(text, add_special_tokens=False).input_ids
+        expected, _ = theirs_of(theirs, tokens, max_new_tokens=12, eos_token_id=tokenizer.eos_token_id)
+        assert entry["tokens"] == [token for token in expected if token != tokenizer.eos_token_id]
+        assert entry["prompt"] == text and entry["text"] == tokenizer.decode(entry["tokens"])
+        assert len(entry["logprobs"]) == len(entry["tokens"])
+    vocab, merges = one.tokenizer
+    shown = [f"{entry['prompt']}{entry['text']}".split("\n") for entry in entries]
+    for load in ((one.native,), (one.megatron, "--vocab-file", vocab, "--merge-file", merges)):
+        capsys.readouterr()
+        assert generate_here("--load", *load, *words) == 0
+        assert lines_of(capsys) == [line for text in shown for line in "\n".join(text).splitlines()]
+
+
+def test_a_single_text_is_streamed_and_stops(saved: dict[str, Saved], capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--load", saved["llama"].native, "--prompt", TEXTS[0], "--greedy", "--max-new-tokens", 30, "--ignore-eod"]
+    assert generate_here(*words) == 0
+    whole = capsys.readouterr().out.removesuffix("\n").removeprefix(TEXTS[0])
+    stop = whole[6:10]  # over the border of tokens, wherever it is
+    capsys.readouterr()
+    assert generate_here(*words, "--stop", "never said", "--stop", stop) == 0
+    assert capsys.readouterr().out == f"{TEXTS[0]}{whole[: whole.index(stop)]}\n"
+
+
+# ---------------------------------------------------------------- planted
+
+
+def one_off(cache: KVCache, kept: Tensor, new: Tensor) -> Tensor:
+    """Writes where the last token is."""
+    cache._used -= (shift := int(cache._used > 0))
+    try:
+        return EXTEND(cache, kept, new)
+    finally:
+        cache._used += shift
+
+
+def padding_attended(cache: KVCache, lengths: Sequence[int]) -> Any:
+    parts = PROMPTS(cache, lengths)
+    cache._own = None
+    return parts
+
+
+def positions_of_the_longest(self: Decoder, asked: Sequence[Sequence[int]], count: int) -> Tensor | None:
+    logits = READ(self, asked, count)
+    self._positions.fill_(max(map(len, asked)))
+    return logits
+
+
+def kept_short(cache: KVCache) -> int:
+    """The window begins a token late."""
+    return FIRST(cache) + 1 if FIRST(cache) else 0
+
+
+EXTEND, PROMPTS, READ, FIRST = KVCache._extend, KVCache.prompts, Decoder.read, KVCache._first
+PLANTED: dict[str, tuple[str, type[Any], str, Any]] = {
+    "a cache written one position off": ("llama gqa", KVCache, "_extend", one_off),
+    "padding attended": ("llama gqa", KVCache, "prompts", padding_attended),
+    "positions of the longest prompt": ("gpt2", Decoder, "read", positions_of_the_longest),
+    "a window begun late": ("mistral", KVCache, "_first", kept_short),
+}
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_mistake_of_the_cache_is_seen(name: str, pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    case, owner, attribute, mistake = PLANTED[name]
+    monkeypatch.setattr(owner, attribute, mistake)
+    with pytest.raises((AssertionError, RuntimeError)):
+        test_a_batch_of_different_lengths_is_that_of_transformers(case, pair)
+
+
+def test_memory_that_nobody_wrote_is_never_read(pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A weight of zero times NaN is NaN."""
+    ours, _ = pair("llama gqa")
+    expected = generate(ours, prompts(*LENGTHS), max_new_tokens=5)
+    make = GPT.make_cache
+
+    def poisoned(self: GPT, *how: Any) -> KVCache:
+        cache = make(self, *how)
+        for kept in (*cache.keys.values(), *cache.values.values()):
+            kept.fill_(torch.nan)
+        return cache
+
+    monkeypatch.setattr(GPT, "make_cache", poisoned)
+    assert generate(ours, prompts(*LENGTHS), max_new_tokens=5) == expected
+
+
+def test_a_rank_that_draws_for_itself_is_seen(saved: dict[str, Saved], monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = texts_of(0, 1, saved, ["tp2"])
+    seeds = Sampling.seeds
+
+    def planted(rank: int) -> dict[str, list[Any]]:
+        monkeypatch.setattr(decoders, "broadcast", lambda tensor, axis, source: tensor)
+        monkeypatch.setattr(Decoder, "decides", True)
+        monkeypatch.setattr(Sampling, "seeds", lambda self, asked: [seed + rank for seed in seeds(self, asked)])
+        return texts_of(rank, 2, saved, ["tp2"])
+
+    with pytest.raises((AssertionError, RankFailed)):
+        for found in run_ranks(2, planted):
+            assert_same(found, alone)
