@@ -2,8 +2,8 @@
 
     python tools/make_stdlib_corpus.py --output corpus.json
 
-The text is under `content`, the file's name under `path`. Files stand in an order shuffled by a fixed seed, so that a
-split by position (Megatron's way) does not cut the library by topic.
+The text is under `content` (or --json-key), the file's name under `path`. Files stand in an order shuffled by a fixed
+seed, so that a split by position (Megatron's way) does not cut the library by topic.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def source_files(library: Path) -> list[Path]:
     return sorted(path for path in library.rglob("*.py") if is_wanted(path))
 
 
-def documents(library: Path, seed: int) -> Iterator[dict[str, str]]:
+def documents(library: Path, seed: int, key: str) -> Iterator[dict[str, str]]:
     paths = source_files(library)
     random.Random(seed).shuffle(paths)
     for path in paths:
@@ -41,21 +41,21 @@ def documents(library: Path, seed: int) -> Iterator[dict[str, str]]:
         except (UnicodeDecodeError, OSError):
             continue  # a few files are Latin-1 on purpose; a corpus of the rest is as good
         if text.strip():
-            yield {"path": path.relative_to(library).as_posix(), "content": text}
+            yield {"path": path.relative_to(library).as_posix(), key: text}
 
 
-def write_corpus(library: Path, output: Path, *, max_megabytes: float, seed: int) -> tuple[int, int]:
+def write_corpus(library: Path, output: Path, *, max_megabytes: float, seed: int, key: str) -> tuple[int, int]:
     """Writes beside the target and renames, so that a file with the final name is always whole."""
     temporary = output.with_name(output.name + ".tmp")
     count = size = 0
     output.parent.mkdir(parents=True, exist_ok=True)
     with temporary.open("w", encoding="utf-8") as file:
-        for document in documents(library, seed):
+        for document in documents(library, seed, key):
             if size >= max_megabytes * 1e6:
                 break
             file.write(json.dumps(document) + "\n")
             count += 1
-            size += len(document["content"])
+            size += len(document[key])
     temporary.replace(output)
     return count, size
 
@@ -67,16 +67,21 @@ def main() -> int:
 def make() -> None:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="the JSON-lines file to write")
+    parser.add_argument("--json-key", default="content", metavar="KEY", help="the key of the text (content)")
     parser.add_argument("--max-megabytes", type=float, default=float("inf"), help="stop after this much text")
     parser.add_argument("--seed", type=int, default=1234, help="of the order of the files")
     args = parser.parse_known_flags(sys.argv[1:])
     if not args.max_megabytes > 0:
         raise ConfigError(f"--max-megabytes {args.max_megabytes}: nothing would be written; give a number above 0")
+    if args.json_key in ("", "path"):
+        raise ConfigError(f"--json-key {args.json_key}: the file's name stands there; give another key")
     if args.output.is_dir():
         raise ConfigError(f"--output {args.output}: is a directory; name a file in it")
     library = Path(sysconfig.get_paths()["stdlib"])
     try:
-        count, size = write_corpus(library, args.output, max_megabytes=args.max_megabytes, seed=args.seed)
+        count, size = write_corpus(
+            library, args.output, max_megabytes=args.max_megabytes, seed=args.seed, key=args.json_key
+        )
     except OSError as error:
         raise StorageError(f"--output {args.output}: cannot be written ({error.strerror}); name another file") from None
     if not count:

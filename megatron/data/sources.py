@@ -21,6 +21,7 @@ from megatron.errors import ConfigError
 if TYPE_CHECKING:
     from megatron.config.sections.data import DataConfig
 
+_SHUFFLED = "GPT shuffles sequences, not documents"
 _NAMED = 3  # a note lists at most this many sources; of more it names the first
 _MAPPED_AT_ONCE = 512  # .bin files
 _LOOKED_AT = 64  # documents whose last token is checked
@@ -117,7 +118,7 @@ class Sources:
         notes = _listed(self._unrecorded, "no record of its tokenizer; token ids are checked batch by batch")
         if len(self._in_sequences) <= _NAMED:
             return notes + [
-                f"{data.prefix}: {data.num_documents} documents of {len(data)} sequences, sampled by sequence"
+                f"{data.prefix}: {data.num_documents} documents of {len(data)} sequences: {_SHUFFLED}"
                 for data in self._in_sequences
             ]
         documents = sum(data.num_documents for data in self._in_sequences)
@@ -125,8 +126,7 @@ class Sources:
         first, count = self._in_sequences[0].prefix, len(self._in_sequences)
         return [
             *notes,
-            f"{first} and {count - 1} other sources: {documents} documents of {sequences} sequences, "
-            "sampled by sequence",
+            f"{first} and {count - 1} other sources: {documents} documents of {sequences} sequences: {_SHUFFLED}",
         ]
 
     def contents(self) -> tuple[SourceContent, ...]:

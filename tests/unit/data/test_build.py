@@ -173,8 +173,8 @@ def test_sentences_are_sampled_one_by_one_and_it_is_said(tmp_path: Path) -> None
     ]
     built = build(data_path=str(tmp_path / "d_sentence"), split="1,0,0", num_samples=(9, 0, 0))
     assert tokens_of(built.train) == oracle.gpt_samples(sentences, list(range(20)), 9, 8, 7)
-    assert [note for note in built.notes if "sampled by sequence" in note] == [
-        f"{tmp_path / 'd_sentence'}: 10 documents of 20 sequences, sampled by sequence"
+    assert [note for note in built.notes if "GPT shuffles" in note] == [
+        f"{tmp_path / 'd_sentence'}: 10 documents of 20 sequences: GPT shuffles sequences, not documents"
     ]
 
 

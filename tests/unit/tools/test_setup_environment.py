@@ -108,6 +108,15 @@ def test_requirements_say_what_pyproject_says(setup_module: ModuleType) -> None:
     assert setup_module.requirement_lines(ROOT / "requirements.txt") == expected
 
 
+def test_pip_leaves_a_vendors_torch_where_it_is(setup_module: ModuleType) -> None:
+    """`pip install -r requirements.txt` in a container replaces what does not satisfy the requirement."""
+    from packaging.requirements import Requirement
+
+    (line,) = [line for line in setup_module.requirement_lines(ROOT / "requirements.txt") if line.startswith("torch")]
+    wanted = Requirement(line).specifier
+    assert wanted.contains(VENDOR) and wanted.contains("2.13.0+cpu") and not wanted.contains("2.9.1")
+
+
 class TestLock:
     """constraints.lock and what pip is asked to install from it."""
 

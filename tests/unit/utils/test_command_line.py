@@ -22,6 +22,7 @@ TOOLS = (
     "generate",
     "verify_checkpoint",
     "plot_loss",
+    "results_table",
     "make_stdlib_corpus",
 )
 
@@ -48,7 +49,9 @@ def test_a_missing_dependency_is_one_line_with_the_way_out(capsys: pytest.Captur
         run_tool("error", lambda: needs("megatron.nowhere"))
 
 
-@pytest.mark.parametrize("tool", [tool for tool in TOOLS if tool not in ("plot_loss", "make_stdlib_corpus")])
+@pytest.mark.parametrize(
+    "tool", [tool for tool in TOOLS if tool not in ("plot_loss", "results_table", "make_stdlib_corpus")]
+)
 def test_a_tool_in_a_python_without_torch_and_numpy(tool: str, tmp_path: Path) -> None:
     for name in ("torch", "numpy"):  # as if it were not there
         (tmp_path / f"{name}.py").write_text(f"raise ModuleNotFoundError('No module named {name}', name='{name}')")

@@ -1,0 +1,11 @@
+"""Samples/s and perplexity of runs beside published ones, as a table and a PNG; see `--help`."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs from a checkout that is not installed
+
+if __name__ == "__main__":
+    from megatron.utils.command_line import run_tool_module
+
+    sys.exit(run_tool_module("megatron.training.results.results_table"))
