@@ -35,6 +35,7 @@ def find_candidates(
     """The rule of --load. With `strict` or an explicit step there is only one candidate."""
     same_as_save = save_dir is not None and directory.resolve() == save_dir.resolve()
     refuse_hugging_face(directory)
+    refuse_shares(directory, f"--load {directory}")
     is_file = directory.exists() and not directory.is_dir()
     if step is None and same_as_save and not is_file and paths.holds_nothing(directory):
         return Candidates(())
@@ -65,6 +66,19 @@ def find_candidates(
         raise CheckpointError(f"--load {directory}: {problem}; name a step with --ckpt-step ({_some(steps)})")
     warning = f"{problem}: taking the newest valid checkpoint instead"
     return Candidates(tuple(paths.step_directory(directory, s) for s in steps), warning=warning)
+
+
+def refuse_shares(directory: Path, given: str) -> None:
+    """Of a local step (`local/`), which is whole only with those of all ranks: the folder of one share, of one rank, of
+    one run, or the one that the run was given."""
+    steps = "rank_*/iter_*/"
+    depths = ("", "iter_*/") if paths.list_steps(directory) else ("", "iter_*/", steps, f"*/{steps}")
+    if any(True for depth in depths for _ in directory.glob(depth + paths.SHARE)):
+        raise CheckpointError(
+            f"{given}: holds shares of a local non-persistent checkpoint, which is whole only with those of all ranks. "
+            "Start its run again with the same --save, --load and --non-persistent-local-ckpt-dir: it goes on from "
+            "there, and what it saves is a checkpoint to give here"
+        )
 
 
 def _explicit(directory: Path, step: int) -> Path:

@@ -13,6 +13,7 @@ from megatron.utils.durable import write_atomically
 
 TRACKER = "latest_checkpointed_iteration.txt"
 MANIFEST = "manifest.json"
+SHARE = "share.json"
 LOCK = ".lock"
 LINEAGE = ".lineage"
 NON_PERSISTENT = "non_persistent"

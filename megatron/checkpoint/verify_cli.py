@@ -50,9 +50,11 @@ def verify(arguments: argparse.Namespace) -> int:
         what = "is a file" if directory.exists() else "no such directory"
         raise ConfigError(f"{directory}: {what}; give the directory that a run's --save names, or an iter_* in it")
     from megatron.checkpoint import summary
+    from megatron.checkpoint.find import refuse_shares
     from megatron.checkpoint.megatron_lm import open_foreign
     from megatron.checkpoint.verify import inspect_step
 
+    refuse_shares(directory, str(directory))
     chosen, codes = _steps(directory, everything=arguments.all)
     for step in chosen:
         try:

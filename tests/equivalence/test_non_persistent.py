@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -81,3 +82,71 @@ def test_it_is_taken_by_the_run_that_saved_it_alone(
     rest = losses(flags(**values))
     assert rest == {step: whole[step] for step in range(5, 10)}
     assert "this non-persistent checkpoint is passed over" in capsys.readouterr().out
+
+
+EDGES: dict[str, tuple[dict[str, Any], int]] = {
+    "no optimizer": ({"no_load_optim": True}, 7),
+    "no random states": ({"no_load_rng": True}, 7),
+    "neither": ({"no_load_optim": True, "no_load_rng": True}, 7),
+    "the checkpoint's settings": ({"use_checkpoint_args": True}, 7),
+    "a step": ({"ckpt_step": 4}, 4),
+    "weights": ({"finetune": True}, 0),
+}
+
+
+@pytest.fixture(scope="module", params=["global", "local"])
+def left(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """Of a run that was killed after its seventh iteration."""
+    folder = tmp_path_factory.mktemp(request.param)
+    values = settings(folder / "save", non_persistent_ckpt_type=request.param)
+    values[f"non_persistent_{request.param}_ckpt_dir"] = folder / "between"
+    killed_after(7, values)
+    shutil.copytree(folder, folder.with_suffix(".kept"))
+    return folder, values
+
+
+def restored(left: tuple[Path, dict[str, Any]]) -> tuple[Path, dict[str, Any]]:
+    folder, values = left
+    shutil.rmtree(folder)
+    shutil.copytree(folder.with_suffix(".kept"), folder)
+    return folder, values
+
+
+def tree(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
+
+
+@pytest.mark.parametrize("case", EDGES)
+def test_what_a_restart_leaves_out(case: str, left: tuple[Path, dict[str, Any]], whole: dict[int, str]) -> None:
+    _, values = restored(left)
+    changes, start = EDGES[case]
+    rest = losses(flags(**values, **changes, exit_interval=start + 1))
+    assert list(rest) == [start + 1]
+    weights_alone = start == 7 and "no_load_rng" not in changes
+    assert (rest[start + 1] == whole[start + 1]) == (weights_alone or case == "a step"), "the loss before an update"
+
+
+def test_what_trains_nothing_changes_nothing(
+    left: tuple[Path, dict[str, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, values = restored(left)
+    before = tree(folder)
+    assert pretrain_here(flags(**values, dry_run=True)) == 0
+    assert f"{values['non_persistent_ckpt_type']} non-persistent ones every 1 iterations" in capsys.readouterr().out
+    assert pretrain_here(flags(**values, skip_train=True)) == 0
+    assert "iter_0000007, of iteration 7" in capsys.readouterr().out
+    assert tree(folder) == before
+    assert pretrain_here(flags(**values, ckpt_step=7)) == 12
+    assert "--ckpt-step 7:" in (told := capsys.readouterr().err) and "has no such step; it has 4" in told
+    assert steps(folder / "save") == [4]
+
+
+@pytest.mark.parametrize(
+    ("retention", "kept"), [({"save_retain_last": 2}, [6, 8]), ({"save_retain_interval": 4}, [4, 6, 8])]
+)
+def test_retention_counts_persistent_steps_alone(retention: dict[str, Any], kept: list[int], tmp_path: Path) -> None:
+    """And steps between them are no reason to delete one that they go on from."""
+    values = settings(tmp_path, save_interval=2, **retention)
+    killed_after(9, values | {"train_iters": 10})
+    assert steps(tmp_path) == kept and steps(tmp_path / "non_persistent") == [9]
+    assert list(losses(flags(**values | {"train_iters": 10}))) == [10]

@@ -68,7 +68,7 @@ class LocalSave(Save):
 
     def concluded(self, commit: Callable[[], Committed]) -> Committed:
         own = run_on_all(commit, self.parallel.world)
-        mine = run_on_all(lambda: (self.target / share.RECORD).read_bytes(), self.parallel.world)
+        mine = run_on_all(lambda: (self.target / paths.SHARE).read_bytes(), self.parallel.world)
         for to, source in self.store.copies.exchanges(self.parallel.world.rank):
             self._exchange(mine, to, source)
         messages = self.store.keep_only(self.state.iteration)
@@ -96,7 +96,7 @@ class LocalSave(Save):
 
 
 def _publish(temporary: Path, target: Path, record: bytes) -> None:
-    storage.write_durable(temporary / share.RECORD, lambda file: file.write(record))
+    storage.write_durable(temporary / paths.SHARE, lambda file: file.write(record))
     durable.fsync_directory(temporary)
     if target.exists():  # of another save
         trash = retention.free_name(target.parent, paths.TRASH + target.name)

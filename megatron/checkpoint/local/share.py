@@ -17,7 +17,6 @@ from megatron.checkpoint.verify import DamagedCheckpointError
 from megatron.errors import CheckpointError
 from megatron.utils.typed import plain, typed
 
-RECORD = "share.json"
 _RANK = "rank_"
 
 
@@ -67,7 +66,7 @@ def _digest(body: object) -> str:
 
 def read(directory: Path) -> ShareRecord:
     """Of a share whose files are there, in their sizes; a CheckpointError says what is wrong."""
-    path = directory / RECORD
+    path = directory / paths.SHARE
     if not paths.is_plain_file(path):
         raise DamagedCheckpointError(f"{path} is missing")
     try:

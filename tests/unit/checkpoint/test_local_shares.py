@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.checkpoint import lineage, paths, storage
+from megatron.checkpoint import convert_cli, lineage, paths, storage, verify_cli
 from megatron.checkpoint.local import share
 from megatron.checkpoint.local.copies import Copies
 from megatron.checkpoint.local.share import ShareRecord
@@ -17,6 +17,7 @@ from megatron.checkpoint.storage import FileRecord
 from megatron.checkpoint.verify import DamagedCheckpointError
 from megatron.distributed import streams
 from megatron.errors import CheckpointError, ConfigError, StorageError
+from tests.unit.checkpoint.support import make_state, save
 
 
 @pytest.mark.parametrize(("jump", "factor", "world"), [(1, 2, 2), (4, 2, 16), (2, 3, 12), (1, 1, 5)])
@@ -96,3 +97,25 @@ def test_a_name_that_cannot_be_read_is_no_missing_name(tmp_path: Path) -> None:
     (tmp_path / paths.LINEAGE).mkdir()
     with pytest.raises(CheckpointError, match=r"cannot be read \(Is a directory\), which says which non-persistent"):
         lineage.name_of(tmp_path)
+
+
+@pytest.mark.parametrize("depth", range(4))
+def test_shares_alone_are_refused_by_name_and_a_save_directory_beside_them_is_not(
+    depth: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The folder of a share, of its rank, of its run, and the one that is given."""
+    step = tmp_path / "disk/0123456789abcdef/rank_00003/iter_0000007"
+    step.mkdir(parents=True)
+    (step / paths.SHARE).write_text("{}")
+    given = str([step, *step.parents][depth])
+    to_hf = ["--to", "hf", "--save", str(tmp_path / "out")]
+    for tool, arguments, code in (
+        (verify_cli, [given], 12),
+        (verify_cli, ["--compare", given, given], 12),
+        (convert_cli, ["--load", given, *to_hf], 12),
+    ):
+        assert tool.main(arguments) == code
+        told = capsys.readouterr()
+        assert ": holds shares of a local non-persistent checkpoint" in told.err and str(tmp_path) in told.err
+    save(tmp_path / "disk", make_state())
+    assert verify_cli.main([str(tmp_path / "disk")]) == 0
