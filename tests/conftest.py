@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import platform
 import signal
@@ -37,3 +38,10 @@ def pytest_report_header() -> list[str]:
         f"python {platform.python_version()}, torch {torch.__version__}, numpy {numpy.__version__}, "
         f"{os.cpu_count()} cores, accelerator: {accelerator}"
     ]
+
+
+def pytest_collection_finish() -> None:
+    """Collections of garbage then pass over what thousands of tests are made of, in this process and in forked ranks,
+    which would get a copy of every page that they look at."""
+    gc.collect()
+    gc.freeze()

@@ -220,7 +220,8 @@ def install(venv: Path, extras: Sequence[str], torch: Torch | None) -> None:
     locked = choose(venv, requirements, constraints)
     if locked:
         file = write_lines(venv / "locked.txt", locked)
-        run_pip(venv, ["--no-deps", "--require-hashes", "-r", str(file)])
+        run_pip(venv, ["--no-deps", "--no-compile", "--require-hashes", "-r", str(file)])
+        compile_packages(venv)
     check = "import torch, numpy, tokenizers, transformers, yaml; print(torch.__version__)"
     imported = subprocess.run([str(python), "-c", check], capture_output=True, text=True, check=False)
     if imported.returncode:
@@ -256,6 +257,14 @@ def run_pip(venv: Path, options: Sequence[str]) -> None:
     shown = r"Downloading|Processing|Building|Installing|ERROR"
     if not run_logged([*command, "--only-binary", ":all:", *options], log, shown):
         raise SetupError(f"pip could not install the requirements, see the end of {log}; then run this again")
+
+
+def compile_packages(venv: Path) -> None:
+    """Python's own compilation of what was installed, on all cores: pip takes one. What does not compile (a template,
+    code for another Python) is left as it is, as pip leaves it."""
+    folders = map(str, venv.glob("lib/python3*/site-packages"))
+    command = [str(venv / "bin" / "python"), "-m", "compileall", "-q", "-j", "0", *folders]
+    run_logged(command, venv / "setup.log", r"$^")
 
 
 def write_lines(path: Path, lines: Sequence[str]) -> Path:

@@ -156,3 +156,14 @@ class TestHelper:
     def test_results_come_in_the_order_of_ranks(self) -> None:
         results = run_ranks(3, lambda rank, factor: torch.tensor(rank * factor), 2)
         assert [value.item() for value in results] == [0, 2, 4]
+
+    def test_beside_another_process_of_tests_they_keep_to_its_share_of_the_cores(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        before = os.sched_getaffinity(0)
+        for worker in (0, 1):
+            monkeypatch.setenv("PYTEST_XDIST_WORKER", f"gw{worker}")
+            monkeypatch.setenv("PYTEST_XDIST_WORKER_COUNT", "2")
+            share = sorted(before)[worker::2] or sorted(before)
+            assert run_ranks(1, lambda rank: sorted(os.sched_getaffinity(0))) == [share]
+        assert os.sched_getaffinity(0) == before

@@ -10,8 +10,11 @@ they return any value that can be pickled, but not None.
 from __future__ import annotations
 
 import importlib
+import os
 import pickle
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -29,6 +32,23 @@ def import_for_ranks() -> None:
         importlib.import_module(name)
 
 
+@contextmanager
+def on_own_cores() -> Iterator[None]:
+    """Where two processes share the tests, what one of them forks stays on its half of the cores: the threads of gloo
+    wake each other a thousand times in a step, which costs a third less where none is moved to another core."""
+    worker = re.fullmatch(r"gw(\d+)", os.environ.get("PYTEST_XDIST_WORKER", ""))
+    if worker is None or not hasattr(os, "sched_setaffinity"):
+        yield
+        return
+    allowed = os.sched_getaffinity(0)
+    own = sorted(allowed)[int(worker[1]) :: int(os.environ["PYTEST_XDIST_WORKER_COUNT"])]
+    os.sched_setaffinity(0, own or allowed)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, allowed)
+
+
 class RankFailed(AssertionError):
     """A rank raised, died, returned nothing or did not finish in time."""
 
@@ -44,7 +64,8 @@ def run_ranks(world_size: int, fn: Callable[..., Any], *args: Any, timeout: floa
         return pickle.dumps(result)
 
     try:
-        results = ranks.run_ranks(world_size, body, timedelta(seconds=timeout))
+        with on_own_cores():
+            results = ranks.run_ranks(world_size, body, timedelta(seconds=timeout))
     except RankError as error:
         raise RankFailed(f"rank {error.rank} failed:\n{error.calls}" if error.calls else str(error)) from None
     except PeerLostError as error:

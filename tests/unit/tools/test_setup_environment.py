@@ -204,7 +204,8 @@ def test_a_file_that_is_not_the_locked_one_is_not_installed(
     assert not list((checkout / ".venv").glob("lib/python3*/site-packages/megatron_anywhere_tiny.py"))
     assert wheel(index, "value = 1") == right
     assert set_up(checkout, python_path=vendor).returncode == 0
-    assert list((checkout / ".venv").glob("lib/python3*/site-packages/megatron_anywhere_tiny.py"))
+    (installed,) = (checkout / ".venv").glob("lib/python3*/site-packages/megatron_anywhere_tiny.py")
+    assert list(installed.parent.glob("__pycache__/megatron_anywhere_tiny.*.pyc")), "what is installed is compiled"
 
 
 # ---------------------------------------------------------------- the whole, as quickstart.sh calls it
