@@ -6,14 +6,21 @@ a process its rank. Users need not export anything.
 
 from __future__ import annotations
 
+import gc
+import importlib
 import os
 import re
 import signal
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import torch.distributed as dist
+
+# Its functions take the world's group of the moment they are defined as their default argument, and torch imports it
+# late (with an optimizer, with `fully_shard`). Imported before any group exists, it keeps none (see `shutdown`).
+import torch.distributed.nn.functional  # noqa: F401
 
 from megatron.errors import ConfigError, PeerLostError
 from megatron.utils.process import signal_at_parent_death
@@ -156,7 +163,8 @@ def keep_products_repeatable() -> None:
 
 
 def shutdown(*, barrier: bool = True, timeout: timedelta = timedelta(minutes=10)) -> None:
-    """Leaves the process group. Without it a finished job may end in SIGABRT and count as failed.
+    """Leaves the process group. Without it a finished job may end in SIGABRT and count as failed: a thread of a group
+    that frees a tensor while Python ends is stopped by Python, which C++ answers with an abort.
 
     The ranks wait for each other up to `timeout`, since one may still be uploading logs. After an error on this rank
     pass `barrier=False`, because the others will not reach the barrier.
@@ -175,6 +183,18 @@ def shutdown(*, barrier: bool = True, timeout: timedelta = timedelta(minutes=10)
         ) from error
     finally:
         dist.destroy_process_group()
+        _forget_sharded_models()
+
+
+def _forget_sharded_models() -> None:
+    """A model that `fully_shard` has cut keeps its groups: in cycles, and in torch's cache of how DTensors are cut."""
+    if "torch.distributed.tensor" not in sys.modules:
+        return
+    forget = getattr(importlib.import_module("torch.distributed.tensor.debug"), "_clear_sharding_prop_cache", None)
+    if forget is not None:  # a torch without it has another cache, or none
+        forget()
+    gc.unfreeze()  # what `megatron.utils.loading` has frozen
+    gc.collect()
 
 
 def die_with_parent(info: LaunchInfo) -> bool:
