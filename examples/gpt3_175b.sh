@@ -9,7 +9,7 @@ set -euo pipefail
 . "$(dirname "$0")/launch.sh"
 
 NNODES=${NNODES:-128}
-CHECKPOINT_PATH=${CHECKPOINT_PATH:-experiments/gpt3-175b}
+CHECKPOINT_PATH=${CHECKPOINT_PATH:-experiments/gpt3_175b}
 VOCAB_FILE=${VOCAB_FILE:-gpt2-vocab.json}
 MERGE_FILE=${MERGE_FILE:-gpt2-merges.txt}
 DATA_PATH=${DATA_PATH:-my-gpt2_text_document}

@@ -8,7 +8,7 @@ set -euo pipefail
 . "$(dirname "$0")/launch.sh"
 
 NNODES=${NNODES:-64}
-CHECKPOINT_PATH=${CHECKPOINT_PATH:-experiments/llama3-70b}
+CHECKPOINT_PATH=${CHECKPOINT_PATH:-experiments/llama3_70b}
 TOKENIZER_MODEL=${TOKENIZER_MODEL:-Meta-Llama-3-70B}    # a folder with tokenizer.json; nothing is downloaded
 DATA_PATH=${DATA_PATH:-my-data_text_document}    # made with --tokenizer-type HuggingFaceTokenizer --tokenizer-model $TOKENIZER_MODEL
 

@@ -8,7 +8,7 @@ set -euo pipefail
 . "$(dirname "$0")/launch.sh"
 
 NNODES=${NNODES:-8}
-CHECKPOINT_PATH=${CHECKPOINT_PATH:-experiments/llama3-8b}
+CHECKPOINT_PATH=${CHECKPOINT_PATH:-experiments/llama3_8b}
 TOKENIZER_MODEL=${TOKENIZER_MODEL:-Meta-Llama-3-8B}    # a folder with tokenizer.json; nothing is downloaded
 DATA_PATH=${DATA_PATH:-my-data_text_document}    # made with --tokenizer-type HuggingFaceTokenizer --tokenizer-model $TOKENIZER_MODEL
 

@@ -7,7 +7,7 @@ set -euo pipefail
 . "$(dirname "$0")/launch.sh"
 
 NNODES=${NNODES:-8}
-CHECKPOINT_PATH=${CHECKPOINT_PATH:-experiments/mixtral-8x7b}
+CHECKPOINT_PATH=${CHECKPOINT_PATH:-experiments/mixtral_8x7b}
 TOKENIZER_MODEL=${TOKENIZER_MODEL:-Mixtral-8x7B-v0.1}    # a folder with tokenizer.json; nothing is downloaded
 DATA_PATH=${DATA_PATH:-my-data_text_document}    # made with --tokenizer-type HuggingFaceTokenizer --tokenizer-model $TOKENIZER_MODEL
 

@@ -6,7 +6,7 @@
 set -euo pipefail
 . "$(dirname "$0")/launch.sh"
 
-CHECKPOINT_PATH=${CHECKPOINT_PATH:-experiments/qwen3-0.6b}
+CHECKPOINT_PATH=${CHECKPOINT_PATH:-experiments/qwen3_0.6b}
 TOKENIZER_MODEL=${TOKENIZER_MODEL:-Qwen3-0.6B-Base}    # a folder with tokenizer.json; nothing is downloaded
 DATA_PATH=${DATA_PATH:-my-data_text_document}    # made with --tokenizer-type HuggingFaceTokenizer --tokenizer-model $TOKENIZER_MODEL
 

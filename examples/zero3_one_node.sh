@@ -6,7 +6,7 @@
 set -euo pipefail
 . "$(dirname "$0")/launch.sh"
 
-CHECKPOINT_PATH=${CHECKPOINT_PATH:-experiments/zero3}
+CHECKPOINT_PATH=${CHECKPOINT_PATH:-experiments/zero3_one_node}
 TOKENIZER_MODEL=${TOKENIZER_MODEL:-Llama-2-7b-hf}    # a folder with tokenizer.json; nothing is downloaded
 DATA_PATH=${DATA_PATH:-my-data_text_document}    # made with --tokenizer-type HuggingFaceTokenizer --tokenizer-model $TOKENIZER_MODEL
 

@@ -17,6 +17,7 @@ PAGES = (
     "docs/training.md",
     "docs/any_model.md",
     "docs/parallelism.md",
+    "docs/launchers.md",
     "docs/scale.md",
     "docs/checkpoints.md",
     "docs/huggingface.md",

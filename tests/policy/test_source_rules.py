@@ -219,8 +219,9 @@ def test_every_test_folder_mirrors_a_part() -> None:
 
 
 def test_shell_scripts_stop_at_the_first_failure() -> None:
-    scripts = [*rules.repository_files(".sh"), rules.ROOT / ".ci" / "run"]
-    sourced = {"examples/setup.sh", "examples/launch.sh", "examples/gpt2_8p/test/recipe.sh"}
+    scripts = [*rules.repository_files(".sh"), *rules.repository_files(".sbatch"), rules.ROOT / ".ci" / "run"]
+    sourced = {"examples/setup.sh", "examples/launch.sh", "examples/slurm/train.sh"}
+    sourced |= {"examples/gpt2_8p/test/recipe.sh"}
     for path in scripts:
         name = path.relative_to(rules.ROOT).as_posix()
         if name not in sourced:

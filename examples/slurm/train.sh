@@ -1,0 +1,68 @@
+# Sourced by the batch scripts: train LAUNCHER FLAGS... runs a launcher of examples/ on all tasks of the job, one rank each.
+#
+# Told to stop (SIGUSR1 ahead of the time limit, SIGTERM of a preemption, by whichever way they come), the ranks save after their
+# step and end with code 0, and the job is queued again: the same command goes on from what was saved. A run that is done, or that
+# fails, is not queued again; its exit code is the job's. A run that is interrupted three times without a new checkpoint fails too.
+# Checkpoints are in CHECKPOINT_PATH, by default experiments/ and the launcher's name.
+
+train() {
+    local launcher=${1:?give a launcher, such as examples/qwen3_0.6b.sh} code
+    shift
+    case " $* " in *" --save "* | *" --save="* | *" --load "* | *" --load="*)
+        echo "error: --save and --load: the folder of a Slurm job is CHECKPOINT_PATH=DIR sbatch ..." >&2
+        exit 2 ;;
+    esac
+    export CHECKPOINT_PATH=${CHECKPOINT_PATH:-experiments/$(basename "$launcher" .sh)}
+    RECORD=$CHECKPOINT_PATH/exit_reason.json TOLD="" STEP=""
+    local before
+    before=$(written)
+    trap 'TOLD=yes; tell' USR1 TERM
+    srun --kill-on-bad-exit=1 --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" bash "$launcher" "$@" --exit-signal-handler &
+    STEP=$!
+    [ -z "$TOLD" ] || tell
+    while true; do    # a signal ends a wait, and not the step
+        code=0
+        wait "$STEP" || code=$?
+        [ "$code" -gt 128 ] && kill -0 "$STEP" 2>/dev/null || break
+    done
+    if [ "$(written)" = "$before" ]; then RECORD=/dev/null; fi    # that of an earlier part
+    finish "$code"
+}
+
+# SIGUSR1, which srun hands to every task; a SIGTERM would make it kill them.
+tell() {
+    [ -z "$STEP" ] || kill -USR1 "$STEP" 2>/dev/null || true
+}
+
+written() {
+    stat -c %y "$RECORD" 2>/dev/null || true
+}
+
+# finish CODE   by what the ranks have recorded, where they could: srun's code is the highest of all tasks, and those that lose the
+# one that failed, or are ended after it, have higher ones.
+finish() {
+    local code=$1 recorded
+    if grep -q '"reason": "signal"' "$RECORD"; then queue_again; fi
+    recorded=$(sed -n 's/.*"exit_code": \([0-9]*\).*/\1/p' "$RECORD")
+    if [ "${recorded:-0}" -gt 0 ]; then code=$recorded; fi
+    case $code in
+        17 | 12[89] | 1[3-9][0-9])    # told to stop, they were killed before they could save, or lost each other in it
+            if [ -n "$TOLD" ]; then queue_again; fi ;;
+    esac
+    exit "$code"
+}
+
+# A job that Slurm has cancelled stays so, and one that it requeues by itself needs no help.
+queue_again() {
+    local state
+    state=$(scontrol show job "$SLURM_JOB_ID" | grep -o 'JobState=[A-Z_]*' || true)
+    if [ "$state" != JobState=RUNNING ]; then
+        echo "interrupted; not queued again from here (${state:-Slurm does not know the job})"
+    elif scontrol requeue "$SLURM_JOB_ID"; then
+        echo "interrupted; queued again as job $SLURM_JOB_ID"
+    else
+        echo "error: interrupted, and Slurm does not queue the job again; submit it once more by hand to go on" >&2
+        exit 1
+    fi
+    exit 0
+}
