@@ -1,17 +1,21 @@
 """The public CodeParrot tutorial, as its readers type it, in a fresh copy of the checkout.
 
-The commands are the tutorial's own; only numbers are smaller (vocabulary, model, batch, iterations, processes), and
-`python` is the one that runs the tests.
+The commands are the tutorial's own, word for word. Fewer processes are started, and flags that are typed behind its own
+make the model, the batch and the run smaller; `python` is the one that runs the tests.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
 
 import pytest
 
 from tests.helpers.checkout import Checkout, copy_checkout
+from tests.helpers.fake_hub import fake_hub
+
+MODEL_PARALLEL = "pretrain_gpt_distributed_with_mp"
 
 PREPROCESS = """
 python tools/preprocess_data.py \\
@@ -28,29 +32,36 @@ python tools/preprocess_data.py \\
 """
 
 TRAIN = """
-GPUS_PER_NODE=2
+GPUS_PER_NODE=8
 MASTER_ADDR=localhost
 MASTER_PORT=6001
 NNODES=1
 NODE_RANK=0
-DISTRIBUTED_ARGS="--nproc_per_node $GPUS_PER_NODE --nnodes $NNODES --node_rank $NODE_RANK \\
-    --master_addr $MASTER_ADDR --master_port $MASTER_PORT"
+DISTRIBUTED_ARGS="--nproc_per_node $GPUS_PER_NODE --nnodes $NNODES --node_rank $NODE_RANK --master_addr $MASTER_ADDR --master_port $MASTER_PORT"
 python3 -m torch.distributed.launch $DISTRIBUTED_ARGS \\
         pretrain_gpt.py \\
         --tensor-model-parallel-size 1 \\
         --pipeline-model-parallel-size 1 \\
-        --num-layers 2 --hidden-size 48 --num-attention-heads 4 \\
-        --seq-length 64 --max-position-embeddings 64 \\
-        --micro-batch-size 2 --global-batch-size 8 \\
-        --lr 0.0005 --train-iters 6 --lr-decay-iters 6 --lr-decay-style cosine --lr-warmup-iters 2 \\
+        --num-layers 12 --hidden-size 768 --num-attention-heads 12 \\
+        --seq-length 1024 --max-position-embeddings 1024 \\
+        --micro-batch-size 12 --global-batch-size 192 \\
+        --lr 0.0005 --train-iters 150000 --lr-decay-iters 150000 --lr-decay-style cosine --lr-warmup-iters 2000 \\
         --weight-decay .1 --adam-beta2 .999 \\
         --fp16 \\
-        --log-interval 1 --save-interval 2 --eval-interval 3 --eval-iters 1 \\
+        --log-interval 10 --save-interval 2000 --eval-interval 200 --eval-iters 10 \\
         --vocab-file vocab.json --merge-file merges.txt \\
         --save experiments/codeparrot-small --load experiments/codeparrot-small \\
         --data-path codeparrot_content_document \\
         --tensorboard-dir experiments/tensorboard
-"""
+"""  # noqa: E501
+SMALL = """--num-layers 2 --hidden-size 48 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64
+    --micro-batch-size 2 --global-batch-size 8 --train-iters 6 --lr-decay-iters 6 --lr-warmup-iters 2
+    --log-interval 1 --save-interval 2 --eval-interval 3 --eval-iters 1"""
+
+
+def train(*more: str) -> str:
+    command = TRAIN.replace("GPUS_PER_NODE=8", "GPUS_PER_NODE=2").rstrip()
+    return " ".join([command, *SMALL.split(), *more])
 
 
 @pytest.fixture(scope="module")
@@ -71,13 +82,13 @@ def test_preprocess(checkout: Checkout) -> None:
 
 def test_train_in_two_launches(checkout: Checkout) -> None:
     """As typed, but for `--exit-interval` on the first launch: the second is the same command without it."""
-    first = checkout.must_run(TRAIN.rstrip() + " --exit-interval 2\n")
+    first = checkout.must_run(train("--exit-interval", "2"))
     saved = checkout.root / "experiments" / "codeparrot-small"
     assert "fresh start" in first and "fp16 products: " in first, "how fp16 is multiplied on a CPU is said"
     assert (saved / "iter_0000002" / "mp_rank_00" / "model_optim_rng.pt").is_file()
     assert (saved / "latest_checkpointed_iteration.txt").read_text().strip() == "2"
 
-    second = checkout.must_run(TRAIN)
+    second = checkout.must_run(train())
     assert "continuing at iteration 2" in second
     iterations = [line.split("/")[0].split()[-1] for line in second.splitlines() if line.startswith(" iteration ")]
     assert iterations == ["3", "4", "5", "6"], "each logged once, by one rank, from where the first launch stopped"
@@ -113,24 +124,59 @@ def test_a_typo_in_the_tutorials_command_is_one_line(checkout: Checkout) -> None
     assert "--learning-rte: unknown setting (here it is --lr)" in done.stdout
 
 
-@pytest.mark.parametrize(
-    "launcher", ["pretrain_gpt", "pretrain_gpt_distributed", "pretrain_gpt_distributed_with_mp", "codeparrot_small"]
-)
-def test_launchers(checkout: Checkout, launcher: str) -> None:
-    """Each with its own settings, smaller by what is typed behind its name."""
-    ranks = 4 if launcher.endswith("mp") else 2
-    script = f"""
-        export DATA_PATH=codeparrot_content_document VOCAB_FILE=vocab.json MERGE_FILE=merges.txt
-        export CHECKPOINT_PATH=experiments/{launcher} GPUS_PER_NODE={ranks} MASTER_PORT=6001
-        bash examples/{launcher}.sh --num-layers 2 --hidden-size 32 --num-attention-heads 4 \\
-            --seq-length 32 --max-position-embeddings 32 --micro-batch-size 2 --global-batch-size 8 \\
-            --train-iters 4 --lr-decay-iters 4 --save-interval 4 --log-interval 2 --eval-iters 1
-    """
-    if launcher == "codeparrot_small":
-        script = f"{script.rstrip()} --lr-warmup-iters 2"
-    output = checkout.must_run(script)
+@pytest.fixture(scope="module")
+def launched(checkout: Checkout) -> Callable[[str], str]:
+    """Runs a launcher once: with its own settings, smaller by what is typed behind its name."""
+
+    @cache
+    def run(launcher: str) -> str:
+        ranks = 4 if launcher.endswith("mp") else 2
+        script = f"""
+            export DATA_PATH=codeparrot_content_document VOCAB_FILE=vocab.json MERGE_FILE=merges.txt
+            export CHECKPOINT_PATH=experiments/{launcher} GPUS_PER_NODE={ranks} MASTER_PORT=6001
+            bash examples/{launcher}.sh --num-layers 2 --hidden-size 32 --num-attention-heads 4 \\
+                --seq-length 32 --max-position-embeddings 32 --micro-batch-size 2 --global-batch-size 8 \\
+                --train-iters 4 --lr-decay-iters 4 --save-interval 4 --log-interval 2 --eval-iters 1
+        """
+        warmup = " --lr-warmup-iters 2" if launcher == "codeparrot_small" else ""
+        return checkout.must_run(script.rstrip() + warmup)
+
+    return run
+
+
+@pytest.mark.parametrize("launcher", ["pretrain_gpt", "pretrain_gpt_distributed", MODEL_PARALLEL, "codeparrot_small"])
+def test_launchers(checkout: Checkout, launched: Callable[[str], str], launcher: str) -> None:
+    output = launched(launcher)
     assert output.count(" iteration        4/       4") == 1, output
     assert (checkout.root / "experiments" / launcher / "iter_0000004" / "manifest.json").is_file()
+
+
+SHARE = """
+from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
+model = AutoModelForCausalLM.from_pretrained("parallel", device_map="auto")
+model.push_to_hub("me/codeparrot-small")
+AutoTokenizer.from_pretrained("parallel").push_to_hub("me/codeparrot-small")
+again = AutoModelForCausalLM.from_pretrained("me/codeparrot-small", device_map="auto")
+weights = dict(model.state_dict())
+assert weights and all(weights[name].equal(tensor) for name, tensor in again.state_dict().items())
+generate = pipeline("text-generation", model="me/codeparrot-small")
+print(generate("def hello_world():", max_new_tokens=8)[0]["generated_text"])
+"""
+
+
+def test_a_model_of_tensor_and_pipeline_parallel_ranks_is_shared(
+    checkout: Checkout, launched: Callable[[str], str]
+) -> None:
+    """As the tutorial ends, against a Hub on this machine."""
+    launched(MODEL_PARALLEL)
+    (checkout.root / "share.py").write_text(SHARE)
+    with fake_hub() as hub:
+        known = " ".join(f"{name}={value}" for name, value in hub.environment(checkout.root / "hub-cache").items())
+        said = checkout.must_run(f"""
+            python tools/convert_checkpoint.py --load experiments/{MODEL_PARALLEL} --to hf --save parallel
+            env {known} python share.py
+        """)
+    assert "def hello_world():" in said and "config.json" in hub.repos["me/codeparrot-small"]
 
 
 DATA_OF_THE_LAUNCHERS = "gpt2-vocab.json gpt2-merges.txt my-gpt2_text_document.bin my-gpt2_text_document.idx"
