@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from megatron.data_parallel.gradients import FlatPieces, piece_alone
 from megatron.data_parallel.logged_sharding import log_collectives
-from megatron.data_parallel.shard_grads import InOneBuffer, OnHost, ShardGrads, local
+from megatron.data_parallel.shard_grads import InOneBuffer, OnHost, ShardGrads, as_dtensor, local
 from megatron.data_parallel.withheld import Withholding
 from megatron.distributed import collectives
 from megatron.distributed.division import Division
@@ -117,6 +117,8 @@ class FullySharded:
             start, stop = shard.held
             assert shard.weight.numel() == stop - start, f"{name}: torch divides it in another way"
         trained = {name: shard.parameter for name, shard in self._shards.items() if shard.parameter.requires_grad}
+        self._places = self._storages()
+        model.register_load_state_dict_pre_hook(self._divide_loaded)
         self.flat = not on_host  # there the gradients of every step have places of their own
         self._grads: ShardGrads = OnHost(trained) if on_host else InOneBuffer(trained)
         self._withholding = None if withheld is None else Withholding(model, withheld)
@@ -170,6 +172,21 @@ class FullySharded:
     def take(self, name: str, whole: Tensor) -> None:
         """Sets this rank's piece."""
         self.weight(name).copy_(self.piece_of(name, whole))
+
+    def replaced(self) -> list[str]:
+        """The parameters whose `.data` the program has set since: what they show is not what is gathered."""
+        return [name for name, place in self._storages().items() if place != self._places[name]]
+
+    def _storages(self) -> dict[str, int]:
+        return {name: shard.parameter.untyped_storage()._cdata for name, shard in self._shards.items()}
+
+    def _divide_loaded(self, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        """Whole tensors of a state dict that is being loaded become this rank's rows. (It is torch's own copy.)"""
+        for name, shard in self._shards.items():
+            whole = state.get(prefix + name)
+            if whole is not None and type(whole) in (Tensor, nn.Parameter) and whole.shape == shard.parameter.shape:
+                rows = self.piece_of(name, whole.detach()).to(shard.weight.device, shard.weight.dtype)
+                state[prefix + name] = as_dtensor(rows.view(local(shard.parameter).shape), shard.parameter)
 
     # gradients
 

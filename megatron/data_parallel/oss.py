@@ -191,6 +191,11 @@ def _check_arguments(params: Any, optim: Any, default: Mapping[str, Any]) -> Non
         )
     if not issubclass(optim, torch.optim.Optimizer):
         raise ConfigError(f"OSS: optim is the class {optim.__name__}, which is no torch.optim.Optimizer: {right}")
+    if issubclass(optim, torch.optim.LBFGS):
+        raise ConfigError(
+            f"OSS: optim is {optim.__name__}, which computes the loss anew within its step, over all parameters; give "
+            f"another class: {right}"
+        )
     known = inspect.signature(optim.__init__).parameters
     open_ended = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in known.values())
     unknown = [name for name in default if name not in known and not open_ended]

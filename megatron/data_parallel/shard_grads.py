@@ -60,7 +60,7 @@ class InOneBuffer:
         for name, grad in self._grads.items():
             parameter = self._shards[name]
             if parameter.grad is None:
-                parameter.grad = _as_dtensor(grad, parameter)
+                parameter.grad = as_dtensor(grad, parameter)
 
     @torch.no_grad()
     def sum_over(self, replicas: Axis) -> None:
@@ -121,7 +121,7 @@ def local(parameter: Tensor) -> Tensor:
     return rows
 
 
-def _as_dtensor(piece: Tensor, parameter: Tensor) -> DTensor:
+def as_dtensor(piece: Tensor, parameter: Tensor) -> DTensor:
     """`piece` as this rank's rows of something that is divided as `parameter` is."""
     from torch.distributed.tensor import DTensor
 

@@ -307,6 +307,7 @@ def mistakes(rank: int) -> list[str]:
         lambda: OSS(model.parameters(), optim=torch.optim.AdamW, local_rank=0),
         lambda: OSS(model, optim=torch.optim.AdamW),
         lambda: ShardedDataParallel(model, OSS(nn.Linear(2, 2).parameters(), lr=0.1)),
+        lambda: OSS(model.parameters(), optim=torch.optim.LBFGS, lr=0.1),
     ):
         with pytest.raises(ConfigError) as error:
             call()
@@ -323,6 +324,7 @@ def test_mistakes_have_one_line_each() -> None:
     assert "local_rank: AdamW has no such option" in said[4]
     assert "the first argument is a module (Linear)" in said[5]
     assert "no optimizer has weight, bias" in said[6]
+    assert "optim is LBFGS, which computes the loss anew within its step" in said[7]
     assert not any("\n" in line for line in said)
 
 

@@ -160,6 +160,31 @@ def test_clipping_by_hand_is_refused_at_every_stage() -> None:
         assert all('give "gradient_clipping" in the config' in line for line in said), said
 
 
+def written_where_divided(rank: int) -> list[bool]:
+    found = []
+    for stage in (2, 3):
+        for whole_engine in (True, False):
+            model, optimizer = made()
+            config: dict[str, Any] = {"train_batch_size": 4, "zero_optimization": {"stage": stage}}
+            engine, *_ = initialize(model=model, optimizer=optimizer, config=config)
+            engine.backward(engine(halves_of(0)[rank], BOTH).sum())
+            engine.step()
+            wanted = {name: one + 3 for name, one in engine.whole_state_dict().items()}
+            names = "module." if whole_engine else ""
+            into = engine if whole_engine else model
+            into.load_state_dict({names + name: one for name, one in wanted.items()})
+            found.append(largest_difference(dict(engine.whole_state_dict()), wanted) == 0)
+        model.base.weight.data = torch.zeros(6, 6, dtype=torch.float64)
+        engine.backward(engine(halves_of(1)[rank], BOTH).sum())
+        with pytest.raises(ConfigError, match=r"base.weight.data was replaced, .* use engine.load_state_dict"):
+            engine.step()
+    return found
+
+
+def test_weights_that_are_written_at_stages_2_and_3_are_taken_or_refused() -> None:
+    assert run_ranks(2, written_where_divided) == [[True] * 4] * 2
+
+
 def test_planted_bug_gradients_of_shards_are_not_withheld(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FullySharded, "withhold", lambda self: None)
     with pytest.raises(AssertionError):

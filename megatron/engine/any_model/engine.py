@@ -12,13 +12,15 @@ clip, skip), the loss scaler and the checkpoints that train our GPT.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import os
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from megatron.data_parallel import FullySharded, GradBuffers
 from megatron.data_parallel.moving import moved
@@ -57,6 +59,8 @@ class ModelEngine(EngineFacts):
         self._calls = Calls()
         self._grads, self._core, self._usage = grads, core, usage
         self.log = log or RankLog(place.parallel.rank)
+        self._dtypes = {one.dtype for one in model.parameters()}
+        self._dtypes.add(getattr(torch, settings.precision.params_dtype))
         self._frozen = [(name, one) for name, one in model.named_parameters() if not one.requires_grad]
         self._checkpoints = EngineCheckpoints(self, core, grads if isinstance(grads, FullySharded) else None)
         optimizer.register_step_pre_hook(self._refuse_direct_step)
@@ -68,11 +72,30 @@ class ModelEngine(EngineFacts):
         cast to its type."""
         half = getattr(torch, self.settings.precision.params_dtype)
         half = None if half == torch.float32 else half
-        return self.module(*moved(inputs, self.device, half), **moved(named, self.device, half))
+        inputs, named = moved(inputs, self.device, half), moved(named, self.device, half)
+        try:
+            return self.module(*inputs, **named)
+        except RuntimeError as error:
+            self._explain_types(error, [inputs, named])
+            raise
 
     def backward(self, loss: Tensor, retain_graph: bool = False) -> Tensor:
         """Adds the gradients of this micro-batch's mean loss; returns the loss divided by the accumulation."""
         self._check_loss(loss)
+        share = 1.0 / self.gradient_accumulation_steps()
+        wide = loss.float() if loss.dtype in HALF else loss  # where a loss scale has room
+        factor = share * self._core.loss_scale
+        try:
+            self._expect_gradients()
+            wide.backward(None if factor == 1.0 else torch.full_like(wide, factor), retain_graph=retain_graph)
+            self._grads.withhold()
+        except RuntimeError as error:
+            self._explain_types(error, [])
+            raise
+        self._calls.owed = True
+        return loss.detach() if share == 1.0 else loss.detach() * share
+
+    def _expect_gradients(self) -> None:
         if not self._calls.begun:
             self._grads.zero()
             self._calls.begun = True
@@ -80,13 +103,6 @@ class ModelEngine(EngineFacts):
             self._grads.expect()
         if self.is_gradient_accumulation_boundary() and not self._calls.adds_up:
             self._grads.arm()
-        share = 1.0 / self.gradient_accumulation_steps()
-        wide = loss.float() if loss.dtype in HALF else loss  # where a loss scale has room
-        factor = share * self._core.loss_scale
-        wide.backward(None if factor == 1.0 else torch.full_like(wide, factor), retain_graph=retain_graph)
-        self._grads.withhold()
-        self._calls.owed = True
-        return loss.detach() if share == 1.0 else loss.detach() * share
 
     def step(self) -> None:
         """Counts a micro-batch. With the last of an accumulation: reduces, clips, updates, steps the scheduler."""
@@ -175,7 +191,9 @@ class ModelEngine(EngineFacts):
     ) -> None:
         """Commits the whole state as SAVE_DIR/TAG (global_stepN), and names it in SAVE_DIR/latest. All ranks call
         it."""
-        self._checkpoints.save(Path(save_dir), None if tag is None else str(tag), client_state or {})
+        self._checkpoints.save(
+            _directory("save_checkpoint: save_dir", save_dir), None if tag is None else str(tag), client_state or {}
+        )
 
     def load_checkpoint(
         self,
@@ -189,7 +207,7 @@ class ModelEngine(EngineFacts):
         """Takes up the state of LOAD_DIR/TAG, or of the tag that LOAD_DIR/latest names; returns its path and the
         `client_state`. All ranks call it."""
         path, client_state = self._checkpoints.load(
-            Path(load_dir),
+            _directory("load_checkpoint: load_dir", load_dir),
             None if tag is None else str(tag),
             optimizer=load_optimizer_states,
             scheduler=load_lr_scheduler_states,
@@ -238,6 +256,23 @@ class ModelEngine(EngineFacts):
                 "pass (it updates once the accumulation is complete), or add up losses before one backward pass"
             )
 
+    def _explain_types(self, error: RuntimeError, inputs: Any) -> None:
+        """What torch says of types that do not fit names neither the model nor the way out."""
+        if "type" not in str(error):
+            return
+        here = {one.dtype for one in self.module.parameters()}
+        if not here <= self._dtypes:
+            raise ConfigError(
+                f"engine(x): the model was cast to {_listed(here - self._dtypes)} after megatron.initialize(), which "
+                "buffers and masters do not follow; leave the call out, and choose precision in the config (fp16, bf16)"
+            ) from error
+        others = {one.dtype for one in tree_leaves(inputs) if isinstance(one, Tensor) and one.is_floating_point()}
+        if others - here:
+            raise ConfigError(
+                f"engine(x): an input is {_listed(others - here)} and the model {_listed(here)} ({error}); cast it, as "
+                "in x.float(), or the model before megatron.initialize()"
+            ) from error
+
     def _refuse_direct_step(self, *_: Any) -> None:
         if not self._calls.updating:
             raise ConfigError(
@@ -263,3 +298,13 @@ class ModelEngine(EngineFacts):
             if name == "module" or "module" not in self._modules:
                 raise
             return getattr(self._modules["module"], name)
+
+
+def _directory(what: str, value: Any) -> Path:
+    if isinstance(value, (str, os.PathLike)):
+        return Path(value)
+    raise ConfigError(f"{what} is {value!r}, no path; give a directory")
+
+
+def _listed(dtypes: Iterable[torch.dtype]) -> str:
+    return ", ".join(sorted(str(one).removeprefix("torch.") for one in dtypes))

@@ -108,5 +108,6 @@ class EngineConfig:
                 lines.append(f"{key}: no effect in megatron.initialize(model=...); it is for pretrain_gpt.py")
         for setting, need in without_effect(self.run):
             if setting.name in _USED:
-                lines.append(f"{self._read.keys[setting.name]}: has no effect without {need.text}")
+                needed = need.text.replace("--zero-stage", "zero_optimization.stage")
+                lines.append(f"{self._read.keys[setting.name]}: has no effect without {needed}")
         return lines

@@ -11,6 +11,7 @@ from megatron.data_parallel import FullySharded, GradBuffers
 from megatron.data_parallel.broadcast import share_buffers
 from megatron.distributed import collectives
 from megatron.distributed.state import Axis
+from megatron.errors import ConfigError
 
 
 class Usage:
@@ -35,6 +36,11 @@ class Usage:
         """Sums the gradients over the ranks, and finds what none of them has used. All ranks call it."""
         grads = self._grads
         if isinstance(grads, FullySharded):
+            if replaced := grads.replaced():
+                raise ConfigError(
+                    f"{replaced[0]}.data was replaced, and weights that the ranks divide (ZeRO) have their place in a "
+                    f"buffer; use engine.load_state_dict({{...}}, strict=False), with the whole tensor"
+                )
             grads.reduce()
             self._absent = grads.frozen()
             return

@@ -84,6 +84,12 @@ def test_settings_of_another_program_have_a_line(capsys: pytest.CaptureFixture[s
     assert "no effect in megatron.initialize(model=...); it is for pretrain_gpt.py" in capsys.readouterr().out
 
 
+def test_a_key_without_effect_names_the_key_that_it_needs(capsys: pytest.CaptureFixture[str]) -> None:
+    make(config={**BATCH, **ADAMW, "zero_optimization": {"stage": 2, "overlap_comm": True}})
+    line = "overlap_comm true: has no effect without stage 0 or 1 of ZeRO (zero_optimization.stage)"
+    assert line in capsys.readouterr().out
+
+
 def test_what_it_says_of_itself() -> None:
     config = {"train_batch_size": 12, "train_micro_batch_size_per_gpu": 4, **ADAMW, "zero_optimization": {"stage": 0}}
     data = torch.utils.data.TensorDataset(torch.randn(10, 10))

@@ -133,6 +133,45 @@ def test_stand_ins_for_gradients_lose_none() -> None:
     torch.testing.assert_close(*found)
 
 
+def save_nowhere(engine: ModelEngine) -> None:
+    engine.save_checkpoint(None)  # type: ignore[arg-type]
+
+
+def load_nowhere(engine: ModelEngine) -> None:
+    engine.load_checkpoint(3)  # type: ignore[arg-type]
+
+
+def double_inputs(engine: ModelEngine) -> None:
+    engine(torch.randn(4, 10).double())
+
+
+def halve(engine: ModelEngine) -> None:
+    engine.module.half()
+    take_step(engine)
+
+
+def halve_both(engine: ModelEngine) -> None:
+    take_step(engine)
+    engine.module.half()
+    engine.backward(engine(torch.randn(4, 10).half()).mean())
+
+
+SLIPS: dict[Callable[[ModelEngine], None], str] = {
+    save_nowhere: "save_checkpoint: save_dir is None, no path; give a directory",
+    load_nowhere: "load_checkpoint: load_dir is 3, no path; give a directory",
+    double_inputs: r"engine\(x\): an input is float64 and the model float32 .*; cast it, as in x.float\(\)",
+    halve: "the model was cast to float16 after megatron.initialize.* choose precision in the config",
+    halve_both: "the model was cast to float16 after megatron.initialize",
+}
+
+
+@pytest.mark.parametrize("slips", SLIPS, ids=lambda slip: slip.__name__)
+def test_what_torch_would_explain_in_other_words_is_one_line(slips: Callable[[ModelEngine], None]) -> None:
+    with pytest.raises(ConfigError, match=SLIPS[slips]) as error:
+        slips(make())
+    assert "\n" not in str(error.value)
+
+
 def thaw(engine: ModelEngine) -> None:
     engine.module.weight.requires_grad_(True)
     take_step(engine)
