@@ -61,10 +61,8 @@ def plan(
             rows += cut
             used.append(document)
     if not rows:
-        raise DataError(
-            f"{data}: no document has a token to predict: the first token of each has no context (--score-first-token "
-            "predicts it from the end of a document)"
-        )
+        why = ": the first token of each has no context (--score-first-token predicts it from the end of a document)"
+        raise DataError(f"{data}: no document has a token to predict{'; give it text' if prefix is not None else why}")
     words = [document.words for document in used if document.words is not None]
     size = [document.bytes for document in used if document.bytes is not None]
     less = 1 if prefix is None else 0

@@ -16,7 +16,7 @@ from megatron.evaluation.choices import Fit
 from megatron.evaluation.progress import TokenProgress
 from megatron.evaluation.scorer import Scores, scorer_of
 from megatron.evaluation.sequences import Scored
-from megatron.evaluation.texts import read_documents
+from megatron.evaluation.texts import read_documents, refuse_tokens
 from megatron.inference.model import ModelOptions, Subject, open_subject
 from megatron.utils.outputs import check_output
 
@@ -73,6 +73,8 @@ def measure(subject: Subject, task_options: TaskOptions) -> dict[str, Any]:
 
 def _task(subject: Subject, options: TaskOptions) -> tuple[Task, Sequence[str]]:
     data, tokenizer, window = Path(options.data), subject.tokenizer, subject.window
+    if options.task != "perplexity":
+        refuse_tokens(data, options.task)
     if options.task == "lambada":
         fit = fit_to(window, truncate=options.truncate_prompts)
         return lambada.plan(data, tokenizer, fit, strict=options.strict_lambada, json_key=options.json_key), ()

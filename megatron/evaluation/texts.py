@@ -35,6 +35,14 @@ def is_indexed(data: Path) -> bool:
     )
 
 
+def refuse_tokens(data: Path, task: str) -> None:
+    """For tasks that are made of texts."""
+    if is_indexed(data):
+        raise ConfigError(
+            f"--task {task}: {data} holds tokens, which only --task perplexity reads; give JSON lines of texts"
+        )
+
+
 def read_documents(data: Path, tokenizer: Tokenizer, *, json_key: str, wikitext: bool) -> list[Document]:
     """A text file is one document; of JSON lines each line, and of .bin/.idx each document is one."""
     if is_indexed(data):

@@ -10,6 +10,9 @@ from typing import Any
 from megatron.errors import ConfigError, DataError
 from megatron.tokenizer.base import refuse_surrogates
 
+BYTE_ORDER_MARK = "\ufeff"
+"""What some editors put before a text: no part of it."""
+
 
 def read_text(path: Path, *, flag: str) -> str:
     try:
@@ -23,7 +26,7 @@ def decoded(content: bytes, name: str) -> str:
     if not content.strip():
         raise DataError(f"{name}: is empty; there is nothing to read")
     try:
-        return content.decode("utf-8")
+        return content.decode("utf-8").removeprefix(BYTE_ORDER_MARK)
     except UnicodeDecodeError as error:
         raise DataError(
             f"{name}: not UTF-8 (byte 0x{content[error.start]:02x} at {error.start}); convert it (iconv)"
@@ -45,13 +48,18 @@ def read_json_lines(path: Path, *, flag: str) -> Iterator[tuple[str, Mapping[str
         yield place, entry
 
 
-def text_of(entry: Mapping[str, Any], key: str, place: str) -> str:
+def text_of(entry: Mapping[str, Any], key: str, place: str, way_out: str = "name the key with --json-key") -> str:
     text = entry.get(key)
     if not isinstance(text, str):
         has = ", ".join(sorted(entry)[:8]) or "nothing"
-        raise DataError(f"{place}: has no text under {key!r} (it has {has}); name the key with --json-key")
+        found = f"(it has {has})" if key not in entry else f"but {text!r:.40}"
+        raise DataError(f"{place}: has no text under {key!r} {found}; {way_out}")
+    check_text(text, place)
+    return text
+
+
+def check_text(text: str, place: str) -> None:
     try:
         refuse_surrogates(text)
     except DataError as error:
         raise DataError(f"{place}: {error}") from None
-    return text

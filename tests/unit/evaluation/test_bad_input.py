@@ -92,6 +92,19 @@ BAD: dict[str, tuple[Any, tuple[str, ...], str]] = {
     "a choice twice": ([item(choices=["x", "x"])], ("--task", "choices"), "choice 1 is the same as choice 0"),
     "gold beyond the choices": ([item(gold=2)], ("--task", "choices"), "gold is 2, .*from 0 to 1"),
     "gold as a text": ([item(gold="range")], ("--task", "choices"), "gold is 'range'"),
+    "nothing after the end of a document": (
+        ['{"text": ""}'],
+        ("--score-first-token",),
+        "a.jsonl: no document has a token to predict; give it text",
+    ),
+    "a number as text": (['{"text": NaN}'], (), "line 1: has no text under 'text' but nan; "),
+    "JSON too deep": (["[" * 100_000], (), "line 1: not JSON"),
+    "no context": ([{"choices": ["a", "b"], "gold": 0}], ("--task", "choices"), "under 'context' .* it may be empty"),
+    "half a character in a choice": (
+        ['{"context": "a", "choices": ["a", "\\ud800"], "gold": 0}'],
+        ("--task", "choices"),
+        "line 1: .*lone surrogate",
+    ),
     "no such type": (TEXT.encode(), ("--dtype", "float8"), "--dtype float8: not one of"),
 }
 
@@ -138,6 +151,9 @@ def test_tokens_of_another_tokenizer_are_refused(evaluate: Evaluate, tmp_path: P
     )
     code, told, _ = evaluate("--data", write_indexed(tmp_path / "big", [1, 2, 60000]))
     assert code == 11 and "holds ids from 1 to 60000" in told[0]
+    for task in ("lambada", "choices"):
+        code, told, _ = evaluate("--data", tmp_path / "big", "--task", task)
+        assert code == 2 and len(told) == 1 and "big holds tokens, which only --task perplexity reads" in told[0]
     code, told, _ = evaluate("--data", tmp_path / "big.bin", "--detokenize", "wikitext")
     assert code == 2 and "holds tokens, not text" in told[0]
 
@@ -147,6 +163,17 @@ def test_texts_shorter_than_a_window_are_said(evaluate: Evaluate, tmp_path: Path
     assert code == 0 and json.loads(output.read_text())["documents"] == 1
     assert len(told) == 2
     assert "skipped 1 documents" in told[0] and "shorter than the window of 16 tokens" in told[1]
+
+
+def test_a_byte_order_mark_is_no_text(evaluate: Evaluate, tmp_path: Path) -> None:
+    for name, content in (("a.txt", TEXT), ("a.jsonl", json.dumps({"text": TEXT}))):
+        counted = []
+        for mark in ("", "\ufeff"):
+            (tmp_path / name).write_text(f"{mark}{content}", encoding="utf-8")
+            code, _, output = evaluate("--data", tmp_path / name)
+            found = json.loads(output.read_text())
+            counted.append((code, found["counted_tokens"], found["bytes"], found["loss"]))
+        assert counted[0] == counted[1] and counted[0][0] == 0
 
 
 def test_a_choice_that_begins_another_is_said(evaluate: Evaluate, tmp_path: Path) -> None:
