@@ -75,6 +75,8 @@ class _Described:
     tokenizer_folder: Path | None
     """Of its own copy, if it has one."""
     tokenizer: Tokenizer | None
+    rows: int | None = None
+    """Of the word table, with padding where the checkpoint does not say how much there is."""
 
 
 @dataclass(frozen=True)
@@ -150,8 +152,11 @@ def open_subject(options: ModelOptions) -> Subject:
 def subject_of(options: ModelOptions, connect: Callable[[RunConfig], Run]) -> Subject:
     """`connect`: starts the run of the settings on this rank."""
     described = _describe(options)
+    doubt = _doubt_of_size(options, described)
     run = connect(read_settings(_command_line(options, described), needs_data=False))
     _check_tokenizer(options, described, run.tokenizer)
+    if doubt is not None:
+        run.log.warn(doubt)
     return Subject(run, options, described.place, options.dtype or described.dtype, described.tokenizer_folder)
 
 
@@ -160,7 +165,15 @@ def _describe(options: ModelOptions) -> _Described:
     if is_hugging_face(load):
         folder = open_folder(load)
         own = load if (load / "tokenizer.json").is_file() else None
-        return _Described(str(load), folder.dtype, folder.config.max_position_embeddings, None, own, _tokenizer_in(own))
+        return _Described(
+            str(load),
+            folder.dtype,
+            folder.config.max_position_embeddings,
+            None,
+            own,
+            _tokenizer_in(own),
+            folder.vocab_size,
+        )
     found = find_checkpoint(
         load,
         parallel=ParallelState.plan(Layout(1), 0),
@@ -181,6 +194,7 @@ def _describe(options: ModelOptions) -> _Described:
         saved.get("data", {}).get("seq_length"),
         own,
         saved_tokenizer(found),
+        found.manifest.model[WORD_TABLE].logical_shape[0],
     )
 
 
@@ -216,6 +230,8 @@ def _command_line(options: ModelOptions, described: _Described) -> list[str]:
     return words
 
 
+_SIZED_BY_SETTINGS = ("NullTokenizer", "TikTokenizer")
+_OF_TOKENIZERS = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file")
 _PASSED_ON = (
     "ckpt_step",
     "device",
@@ -224,10 +240,7 @@ _PASSED_ON = (
     "pipeline_model_parallel_size",
     "context_parallel_size",
     "expert_model_parallel_size",
-    "tokenizer_type",
-    "tokenizer_model",
-    "vocab_file",
-    "merge_file",
+    *_OF_TOKENIZERS,
 )
 
 
@@ -245,6 +258,25 @@ def _check_tokenizer(options: ModelOptions, described: _Described, tokenizer: To
 def own_step(model: GPT, batch: Batch) -> tuple[Tensor, Tensor]:
     """The forward step of a batch that brings its own."""
     return batch["step"](model, batch)
+
+
+def _doubt_of_size(options: ModelOptions, described: _Described) -> str | None:
+    """The line about a tokenizer that can hardly be that of a checkpoint which holds none: its size is another, and
+    padding does not explain it."""
+    settings = TokenizerSettings(**{name: getattr(options, name) for name in _OF_TOKENIZERS})
+    own_size = settings.tokenizer_type not in _SIZED_BY_SETTINGS
+    if described.rows is None or described.tokenizer is not None or settings == TokenizerSettings() or not own_size:
+        return None
+    tokenizer = build_tokenizer(settings, announce=False)
+    sizes = (
+        f"--load {options.load}: its table has {described.rows} rows, and the tokenizer given ({tokenizer.name}, "
+        f"fingerprint {tokenizer.fingerprint[:12]}) {tokenizer.vocab_size} entries"
+    )
+    if tokenizer.vocab_size > described.rows:
+        raise ConfigError(f"{sizes}: it is another than the model's; give that one")
+    if described.rows > 1.1 * tokenizer.vocab_size + 128:
+        return f"{sizes}; if it is not the model's, the results mean nothing"
+    return None
 
 
 def _model_provider(run: Run) -> GPT:

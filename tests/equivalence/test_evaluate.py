@@ -4,6 +4,7 @@ and the number of tokens counted, whatever --load takes, in every layout."""
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, partial
@@ -23,6 +24,8 @@ from megatron.evaluation.run import TaskOptions, measure
 from megatron.evaluation.scorer import Scorer
 from megatron.evaluation.sequences import Scored
 from megatron.inference.model import ModelOptions, subject_of
+from megatron.tokenizer.export import bpe_file_texts, write_files
+from megatron.tokenizer.train import train_bpe
 from tests.equivalence.test_export_from_layouts import MOE
 from tests.equivalence.test_model_parallel import GPT2, LLAMA
 from tests.helpers.distributed import RankFailed, run_ranks
@@ -166,6 +169,33 @@ def test_every_form_of_a_checkpoint_is_the_same(models: Callable[[str], Saved], 
     ]
     losses = [form["loss"] for form in forms]
     assert losses[1:] == losses[:1] * 2 and len({form["counted_tokens"] for form in forms}) == 1
+
+
+def test_a_tokenizer_of_another_size_is_named(
+    models: Callable[[str], Saved], data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a checkpoint without a tokenizer of its own: refused where it has more entries than the table has rows, and
+    doubted where padding does not explain what it lacks."""
+    for size, said in ((700, "700 entries: it is another than the model's"), (260, "260 entries; if it is not")):
+        write_files(tmp_path, bpe_file_texts(train_bpe([Path(__file__).read_text()], size)))
+        files = ["--vocab-file", str(tmp_path / "vocab.json"), "--merge-file", str(tmp_path / "merges.txt")]
+        load = models("gpt2").megatron
+        ended = main_code(["--load", str(load), "--data", str(data / "text.txt"), *files])
+        lines = capsys.readouterr().err
+        (told,) = [line for line in lines.splitlines() if str(load) in line and "rows" in line]
+        assert "continuing at iteration" not in lines, "nothing goes on"
+        assert ended == (2 if size == 700 else 0)
+        assert re.search(rf"its table has 486 rows, and .*fingerprint [0-9a-f]{{12}}\) {said}", told), told
+
+
+def main_code(argv: list[str]) -> int:
+    threads = torch.get_num_threads()
+    try:
+        return main(argv)
+    except SystemExit as error:
+        return int(error.code or 0)
+    finally:
+        torch.set_num_threads(threads)
 
 
 def test_tokens_on_disk_are_those_of_their_text(models: Callable[[str], Saved], data: Path) -> None:

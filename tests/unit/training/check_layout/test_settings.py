@@ -9,7 +9,9 @@ import pytest
 from megatron.config import RunConfig, check, check_world, parse_args
 from megatron.errors import ConfigError
 from megatron.training.check_layout.settings import changes, is_large, ranks_of, reproducible, shrink
+from megatron.training.initialize import tokenizer_of
 from tests.helpers.runs import flags
+from tests.unit.tokenizer.support import write_small_bpe
 
 LARGE = {
     "llama3-8b, tp 8 with sequence, pp 4 with virtual stages": (
@@ -130,3 +132,16 @@ def test_a_world_that_fits_the_batch(settings: dict[str, object], ranks: int) ->
 def test_a_world_is_checked_as_a_training_checks_it(asked: int | None, settings: dict[str, object], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         ranks_of(parse_args(flags(**{"num_layers": 4, "micro_batch_size": 1, **settings})), asked)
+
+
+def test_rows_beyond_those_of_the_tokenizer_go_with_the_load(tmp_path: Path) -> None:
+    """A folder's table may have more rows than its tokenizer entries, which is for --load alone."""
+    vocab, merges = write_small_bpe(tmp_path)
+    files = {"mock_data": None, "data_path": "corpus", "vocab_file": vocab, "merge_file": merges, "vocab_size": 1000}
+    config = parse_args(flags(**files, load=tmp_path, finetune=True))
+    tokenizer = tokenizer_of(config)
+    assert tokenizer is not None and tokenizer.vocab_size < 1000
+    compared = reproducible(config, 2, 3, tmp_path)
+    assert compared.checkpoint.load is None and tokenizer_of(compared) is not None
+    synthetic = parse_args(flags(vocab_size=1000, load=tmp_path, finetune=True))
+    assert reproducible(synthetic, 2, 3, tmp_path).tokenizer.vocab_size == 1000
