@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 
@@ -28,10 +29,12 @@ class BuildIfPossible(build_ext):
     """One line about what was not built, instead of a failed installation."""
 
     def run(self) -> None:
-        super().run()
         builder = kernel_builder()
+        with ThreadPoolExecutor(1) as beside:  # the helpers take one core
+            kernels = beside.submit(builder.build, self._folder() / KERNELS)
+            super().run()
         try:
-            print(builder.summary(builder.build(self._folder() / KERNELS)))
+            print(builder.summary(kernels.result()))
         except (builder.BuildError, OSError) as error:  # a full disk is no reason either to have no package
             print(f"kernels: not built ({error}); PyTorch's own operations are used, which are slower")
 

@@ -328,8 +328,10 @@ def compile_all(chosen: Recipe, cache: Path) -> list[Path]:
     if missing:
         print(f"kernels: compiling {missing} of {len(units)} objects, {workers} at once", flush=True)
     with concurrent.futures.ThreadPoolExecutor(workers) as pool:
-        jobs = [pool.submit(compile_unit, unit, cache, chosen.compilers) for unit in units]
-        pending = set(jobs)
+        # Those of CUDA take longest: begun last, one of them would keep one core busy at the end.
+        longest_first = sorted(units, key=lambda unit: unit.failure is not CudaError)
+        jobs = {unit: pool.submit(compile_unit, unit, cache, chosen.compilers) for unit in longest_first}
+        pending = set(jobs.values())
         try:
             while pending:
                 done, pending = concurrent.futures.wait(pending, SAY_SECONDS, concurrent.futures.FIRST_EXCEPTION)
@@ -340,7 +342,7 @@ def compile_all(chosen: Recipe, cache: Path) -> list[Path]:
         except BuildError:
             pool.shutdown(cancel_futures=True)
             raise
-    return [job.result() for job in jobs]
+    return [jobs[unit].result() for unit in units]
 
 
 def compile_and_link(cxx: tuple[str, ...], cuda: Cuda | None, output: Path, cache: Path, *, emulated: bool) -> None:
