@@ -1,20 +1,21 @@
-# Sourced by the batch scripts: train LAUNCHER FLAGS... runs a launcher of examples/ on all tasks of the job, one rank each.
+# Sourced by the batch scripts: train DEFAULT [LAUNCHER] FLAGS... runs a launcher of examples/ on all tasks of the job, one rank each.
 #
 # Told to stop (SIGUSR1 ahead of the time limit, SIGTERM of a preemption, by whichever way they come), the ranks save after their
 # step and end with code 0, and the job is queued again: the same command goes on from what was saved. A run that is done, or that
 # fails, is not queued again; its exit code is the job's. A run that is interrupted three times without a new checkpoint fails too.
-# Checkpoints are in CHECKPOINT_PATH, by default experiments/ and the launcher's name.
+# Checkpoints are in --save or CHECKPOINT_PATH, by default experiments/ and the launcher's name.
 
 train() {
-    local launcher=${1:?give a launcher, such as examples/qwen3_0.6b.sh} code
+    local launcher=$1 before code
     shift
-    case " $* " in *" --save "* | *" --save="* | *" --load "* | *" --load="*)
-        echo "error: --save and --load: the folder of a Slurm job is CHECKPOINT_PATH=DIR sbatch ..." >&2
-        exit 2 ;;
-    esac
+    case ${1:---} in --*) ;; *) launcher=$1; shift ;; esac
     export CHECKPOINT_PATH=${CHECKPOINT_PATH:-experiments/$(basename "$launcher" .sh)}
+    CHECKPOINT_PATH=$(value_of --save "$CHECKPOINT_PATH" "$@")
+    if [ "$(value_of --load "$CHECKPOINT_PATH" "$@")" != "$CHECKPOINT_PATH" ]; then
+        echo "error: --load: a job that is queued again goes on from $CHECKPOINT_PATH, where it saves; leave the flag out" >&2
+        exit 2
+    fi
     RECORD=$CHECKPOINT_PATH/exit_reason.json TOLD="" STEP=""
-    local before
     before=$(written)
     trap 'TOLD=yes; tell' USR1 TERM
     srun --kill-on-bad-exit=1 --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" bash "$launcher" "$@" --exit-signal-handler &
@@ -27,6 +28,18 @@ train() {
     done
     if [ "$(written)" = "$before" ]; then RECORD=/dev/null; fi    # that of an earlier part
     finish "$code"
+}
+
+# value_of FLAG DEFAULT WORDS...   what the words say of a flag.
+value_of() {
+    local flag=$1 value=$2 word previous=""
+    shift 2
+    for word in "$@"; do
+        case $word in "$flag="*) value=${word#*=} ;; esac
+        if [ "$previous" = "$flag" ]; then value=$word; fi
+        previous=$word
+    done
+    echo "$value"
 }
 
 # SIGUSR1, which srun hands to every task; a SIGTERM would make it kill them.
@@ -55,9 +68,9 @@ finish() {
 # A job that Slurm has cancelled stays so, and one that it requeues by itself needs no help.
 queue_again() {
     local state
-    state=$(scontrol show job "$SLURM_JOB_ID" | grep -o 'JobState=[A-Z_]*' || true)
-    if [ "$state" != JobState=RUNNING ]; then
-        echo "interrupted; not queued again from here (${state:-Slurm does not know the job})"
+    state=$(scontrol show job "$SLURM_JOB_ID" | grep -o 'JobState=[A-Z_]\+' || true)
+    if [ "${state:-JobState=RUNNING}" != JobState=RUNNING ]; then
+        echo "interrupted; not queued again from here ($state)"
     elif scontrol requeue "$SLURM_JOB_ID"; then
         echo "interrupted; queued again as job $SLURM_JOB_ID"
     else

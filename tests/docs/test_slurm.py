@@ -114,6 +114,7 @@ def task(folder: Path) -> str:
         ("waits", 0, DONE, signal.SIGUSR1, "RUNNING", 0),
         ("waits", 0, SIGNAL, signal.SIGTERM, "RUNNING", "again"),
         ("waits", 0, SIGNAL, signal.SIGTERM, "CANCELLED", 0),
+        ("waits", 0, SIGNAL, signal.SIGTERM, "", "again"),
         ("starts", 0, "", signal.SIGUSR1, "RUNNING", "again"),
         ("waits", 17, LOST, signal.SIGUSR1, "RUNNING", "again"),
         ("waits", 17, FAILED, signal.SIGUSR1, "RUNNING", 14),
@@ -123,8 +124,9 @@ def task(folder: Path) -> str:
         ("is killed", 0, "", None, "RUNNING", 137),
         ("ends", 2, "", None, "RUNNING", 2),
     ],
-    ids=["done", "tasks alone told", "told at the end", "told", "cancelled", "told before they listen",
-         "lost in saving", "failed when told", "no progress", "failed", "lost", "killed", "usage"],
+    ids=["done", "tasks alone told", "told at the end", "told", "cancelled", "unknown to Slurm",
+         "told before they listen", "lost in saving", "failed when told", "no progress", "failed", "lost", "killed",
+         "usage"],
 )  # fmt: skip
 def test_what_is_queued_again(
     how: str, code: int, said: str, told: signal.Signals | None, state: str, ends: int | str,
@@ -145,10 +147,20 @@ def test_what_is_queued_again(
     assert slurm.requeued == ([JOB] if ends == "again" else []), slurm.log
 
 
-@pytest.mark.parametrize("words", [["--save", "elsewhere"], ["--load=elsewhere"]])
-def test_the_folder_of_a_job_is_not_a_flag(words: list[str], slurm: FakeSlurm) -> None:
-    slurm.start(SCRIPTS / "many_nodes.sbatch", ["examples/qwen3_0.6b.sh", *words], clean_environment())
-    assert slurm.end() == 2 and slurm.log.startswith("error: --save and --load: ") and slurm.log.count("\n") == 1
+@pytest.mark.parametrize("words", [["--save", "a", "--load", "b"], ["--load=elsewhere"]])
+def test_a_job_goes_on_from_where_it_saves(words: list[str], slurm: FakeSlurm) -> None:
+    slurm.start(SCRIPTS / "many_nodes.sbatch", words, clean_environment())
+    where = "a" if "--save" in words else "experiments/llama3_8b"
+    assert slurm.end() == 2 and slurm.log.count("\n") == 1
+    assert slurm.log.startswith(f"error: --load: a job that is queued again goes on from {where},")
+
+
+@pytest.mark.parametrize("flags", [["--save", "{}"], ["--lr", "1", "--save={}", "--load={}"]])
+def test_the_record_is_looked_for_where_the_run_saves(flags: list[str], slurm: FakeSlurm, tmp_path: Path) -> None:
+    environment = clean_environment(CODE=0, SAID=SIGNAL, HOW="ends")
+    words = [task(tmp_path), *(flag.format(tmp_path) for flag in flags)]
+    slurm.start(SCRIPTS / "one_node.sbatch", words, environment, ntasks_per_node=1)
+    assert slurm.end() == 0 and slurm.requeued == [JOB], slurm.log
 
 
 def test_a_requeue_that_slurm_refuses_is_told(slurm: FakeSlurm, tmp_path: Path) -> None:
