@@ -52,9 +52,9 @@ def test_preprocessing_splits_sentences_offline(recipe: Checkout) -> None:
 
 @pytest.fixture(scope="module")
 def runs(recipe: Checkout) -> tuple[str, str, str]:
-    """On four CPU ranks half of the way; then as the page has it."""
+    """On four CPU ranks half of the way; then as the page has it, at last with the python3 that pip3 installs for."""
     first = recipe.must_run(f"{FULL} --devices=4 --exit-interval 10")
-    return first, recipe.must_run(FULL), recipe.must_run(PERFORMANCE)
+    return first, recipe.must_run(FULL), recipe.must_run(f"unset PYTHON; {PERFORMANCE}")
 
 
 def test_the_layout_is_the_recipes_or_says_what_fits(runs: tuple[str, str, str]) -> None:
@@ -103,7 +103,6 @@ MISTAKES = {
     "--train_iters=1e5": "--train_iters=1e5: a whole number",
     "--data_path=": "--data_path=: has no value",
     "--data_path=./nowhere": "/nowhere: gpt2-vocab.json is not there",
-    "--devices=3": "the batch of 16 does not divide over them; type --devices=2",
     "--train_itres=7": "--train_itres: unknown setting",
     "345M": "345M: not an option; train_full_8p.sh has --data_path=...",
 }
@@ -141,8 +140,16 @@ def test_mistakes_of_preprocessing(recipe: Checkout, options: str, named: str) -
     assert not (recipe.root / "empty").exists()
 
 
+LAUNCHED = """
+. ./test/recipe.sh
+choose_devices() { DEVICE=KIND; }
+plan() { echo "${SETTINGS[@]} "; exit; }
+launched() { dry_run=1 train_iters=500000 data_path=none LOG_INTERVAL=100 PASSED_ON=(--dry-run); train full; }
+"""  # what would be launched, without asking for the devices of this machine
+
+
 def test_the_five_sizes_have_the_recipes_shapes_and_layouts(recipe: Checkout) -> None:
-    """What each would launch on eight devices; the detection of devices and the launch are left out."""
+    """On eight accelerators."""
     shapes = {
         "345M": "1 2 24 1024 16 1024 1024 4 16",
         "1.3B": "2 2 24 2048 16 1024 1024 8 32",
@@ -150,13 +157,8 @@ def test_the_five_sizes_have_the_recipes_shapes_and_layouts(recipe: Checkout) ->
         "3.7B": "2 2 32 3072 32 2048 2048 4 16",
         "345M_without_mp": "1 1 24 1024 16 1024 1024 2 16",
     }
-    printed = recipe.must_run(f"""
-        . ./test/recipe.sh
-        choose_devices() {{ DEVICE=cpu; }}
-        plan() {{ echo "${{SETTINGS[@]}} "; exit; }}
-        for model_size in {" ".join(shapes)}; do
-            (devices=8 dry_run=1 train_iters=500000 data_path=none LOG_INTERVAL=100 PASSED_ON=(--dry-run); train full)
-        done""")
+    script = f"for model_size in {' '.join(shapes)}; do (devices=8; launched); done"
+    printed = recipe.must_run(LAUNCHED.replace("KIND", "npu") + script)
     commands = [line for line in printed.splitlines() if line.startswith("--")]
     flags = "tensor-model-parallel-size pipeline-model-parallel-size num-layers hidden-size num-attention-heads"
     flags += " seq-length max-position-embeddings micro-batch-size global-batch-size"
@@ -164,8 +166,34 @@ def test_the_five_sizes_have_the_recipes_shapes_and_layouts(recipe: Checkout) ->
         for flag, value in zip(flags.split(), shape.split(), strict=True):
             assert f"--{flag} {value} " in command
         assert " --train-iters 500000 " in command and " --split 949,50,1 " in command
-        assert " --hidden-dropout 0 " in command and "--zero" not in command
+        assert " --hidden-dropout 0 " in command and " --fp16 " in command and "--zero" not in command
     assert "does not fit" not in printed
+
+
+LAYOUTS = {  # size and devices: tensor and pipeline parallel, micro batch
+    ("345M", 1): (1, 1, 4), ("345M", 2): (1, 2, 4), ("345M", 4): (1, 2, 4), ("345M", 16): (1, 2, 2),
+    ("345M", 32): (1, 2, 1), ("1.3B", 1): (1, 1, 8), ("1.3B", 2): (2, 1, 8), ("1.3B", 4): (2, 2, 8),
+    ("1.3B", 64): (2, 2, 2), ("345M_without_mp", 1): (1, 1, 2), ("345M_without_mp", 16): (1, 1, 1),
+    ("3.7B", 2): (2, 1, 4),
+}  # fmt: skip
+FEWER = {("345M", 3): 2, ("345M", 6): 4, ("345M", 5): 4, ("1.3B", 6): 4, ("1.3B", 9): 8, ("345M_without_mp", 17): 16}
+
+
+def test_a_layout_fits_its_devices_or_another_number_is_named(recipe: Checkout) -> None:
+    both = [*LAYOUTS, *FEWER]
+    script = "".join(f"(model_size={size} devices={devices}; launched) || true\n" for size, devices in both)
+    lines = recipe.must_run(LAUNCHED.replace("KIND", "cpu") + script).splitlines()
+    said = [line for line in lines if not line.startswith("--")]
+    expected = [
+        f"{size} on {devices} x cpu: tensor parallel {fit[0]}, pipeline parallel {fit[1]}, micro batch {fit[2]}"
+        for (size, devices), fit in LAYOUTS.items()
+    ]
+    assert [line.partition(" (")[0] for line in said[: len(LAYOUTS)]] == expected
+    assert all(f"--devices={devices}: " in line for (_, devices), line in zip(FEWER, said[len(LAYOUTS) :], strict=True))
+    assert [line.rpartition("; type ")[2] for line in said[len(LAYOUTS) :]] == [
+        f"--devices={n}" for n in FEWER.values()
+    ]
+    assert not any("--fp16" in line for line in lines)
 
 
 def test_dry_runs_print_the_commands(recipe: Checkout) -> None:
