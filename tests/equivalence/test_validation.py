@@ -129,7 +129,7 @@ WAYS: tuple[dict[str, Any], ...] = (
 
 def cases(ranks: int, corpus: Path, *, split: bool) -> list[list[str]]:
     ways = [(family, axes if split else {}, way) for family, axes in LAYOUTS[ranks] for way in WAYS]
-    return [command(corpus, **{**family, **axes, **way}) for family, axes, way in ways]
+    return [command(corpus, **{**family, "num_layers": 2, **axes, **way}) for family, axes, way in ways]
 
 
 @pytest.mark.parametrize("ranks", LAYOUTS)
@@ -214,7 +214,7 @@ def with_and_without(rank: int, plain: list[str], argv: list[str]) -> list[str]:
 def test_training_is_bit_equal_with_and_without(corpus: Path) -> None:
     """Dropout, experts whose router has a bias that steps move, TP 2 x PP 2. Each mistake planted in the validation is
     seen: a random number that it draws, dropout that it leaves on, a batch that it takes from training."""
-    run = {**MIXTURE, **layout(tp=2, pp=2), "eval_interval": 1, "train_iters": 3}
+    run = {**MIXTURE, **layout(tp=2, pp=2), "eval_interval": 1, "train_iters": 2, "num_layers": 2}
     argv = command(corpus, **{**run, "full_validation": True})
     plain = command(corpus, **{**run, **NONE})
     for rank, (without, validated, *planted) in enumerate(run_ranks(4, with_and_without, plain, argv, timeout=120)):
