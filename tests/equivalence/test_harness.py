@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import types
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -121,3 +122,52 @@ def test_the_command_line_runs_a_local_task(saved: Saved, tmp_path: Path, monkey
         found = json.loads(file.read_text())["results"]["tiny"]
         results.append({key: value for key, value in found.items() if key.startswith("acc")})
     assert results[0] == results[1] and results[0]
+
+
+# ---------------------------------------------------------------- without the package
+
+
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What our model needs of the package to score pairs: a base class and a registry."""
+
+    class TemplateLM:
+        def __init__(self) -> None:
+            self.cache_hook = types.SimpleNamespace(add_partial=lambda *given: None)
+
+    class Refusing(types.ModuleType):
+        def __getattr__(self, name: str) -> Any:
+            if name.startswith("__"):
+                raise AttributeError(name)
+            return TemplateLM if name == "TemplateLM" else lambda *given: lambda one: one
+
+    monkeypatch.delitem(sys.modules, "megatron.evaluation.harness", raising=False)
+    for name in ("", ".__main__", ".api", ".api.model", ".api.registry", ".models", ".models.utils", ".utils"):
+        monkeypatch.setitem(sys.modules, f"lm_eval{name}", Refusing(f"lm_eval{name}"))
+
+
+def test_sums_and_likeliest_tokens_are_those_of_transformers(saved: Saved, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the harness's tasks are made of, where the package is not installed too: of pairs that are longer than the
+    window the last tokens count."""
+    stand_in(monkeypatch)
+    from megatron.evaluation.harness import MegatronLM
+
+    threads, window = torch.get_num_threads(), 32
+    ours = MegatronLM(load=str(saved.native), max_length=window, batch_size=4, device="cpu")
+    torch.set_num_threads(threads)
+    model, tokenizer = saved.theirs()
+    pairs = [
+        (tokenizer.encode(a), tokenizer.encode(b))
+        for a in (*SAMPLES[:4], "x")
+        for b in (" range", "values[i]", TEXTS[-1])
+    ]
+    assert any(len(a) + len(b) > window + 1 for a, b in pairs) and any(len(b) > window for _, b in pairs)
+    requests = [(("", ""), a, b) for a, b in pairs]
+    for (context, target), (total, greedy) in zip(pairs, ours._loglikelihood_tokens(requests), strict=True):
+        tokens = [*context, *target][-(window + 1) :]
+        count = min(len(target), len(tokens) - 1)
+        with torch.no_grad():
+            found = model(torch.tensor([tokens[:-1]])).logits[0, -count:].log_softmax(-1)
+        right = torch.tensor(tokens[-count:])
+        assert total == pytest.approx(found.gather(1, right[:, None]).sum().item(), rel=1e-4)
+        assert greedy == bool((found.argmax(-1) == right).all())
+    monkeypatch.delitem(sys.modules, "megatron.evaluation.harness")
