@@ -4,7 +4,6 @@
 set -euo pipefail
 . "$(dirname "$0")/launch.sh"
 
-MASTER_ADDR=${MASTER_ADDR:-localhost}
 MASTER_PORT=${MASTER_PORT:-6001}
 
 CHECKPOINT_PATH=${CHECKPOINT_PATH:-experiments/codeparrot-small}
