@@ -10,6 +10,7 @@ from megatron.inference.beams import beam_search
 from megatron.inference.decoder import Decoder
 from megatron.inference.generate import Continuation, OnToken, generate, room
 from megatron.inference.model import Subject
+from megatron.inference.packed import packed_weights
 from megatron.inference.sampling import Sampling
 from megatron.inference.text_stream import TextStream
 
@@ -65,6 +66,16 @@ class Answers:
         """In the order of the prompts. `on_text` is told the text of a single prompt as it comes; `on_answers` all
         answers so far, by number."""
         assert on_text is None or len(prompts) == 1
+        with packed_weights(self.subject.model, self.subject.run.log.info):
+            return self._to(prompts, wanted, on_text, on_answers)
+
+    def _to(
+        self,
+        prompts: Sequence[Prompt],
+        wanted: Wanted,
+        on_text: Callable[[str], object] | None,
+        on_answers: Callable[[Mapping[int, Answer]], object],
+    ) -> list[Answer]:
         seeds = wanted.sampling.seeds([prompt.tokens for prompt in prompts])
         found: dict[int, Answer] = {}
         for turn in self._turns(prompts):

@@ -19,6 +19,7 @@ from megatron.model import GPT
 from megatron.model.gpt import Stage
 from megatron.model.kv_cache import KVCache
 from megatron.model.passes import Batch, Passes
+from megatron.utils.cpu import available_memory
 
 
 def generate_step(model: GPT, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -64,6 +65,7 @@ class Decoder:
         """The logits [rows, vocabulary] behind each prompt, on the last stage. Prompts of one length are side by side;
         there is room for `new_tokens` more."""
         lengths = [len(prompt) for prompt in prompts]
+        self._check_memory(len(prompts), max(lengths) + new_tokens - 1)
         self._cache = self.model.make_cache(len(prompts), max(lengths) + new_tokens - 1)
         self._positions = torch.tensor(lengths, device=self.device).unsqueeze(1)  # [rows, 1]: of the next token
         found = []
@@ -72,6 +74,15 @@ class Decoder:
             found.append(self._pass(tokens, None, cache))
         parts = [logits for logits in found if logits is not None]
         return torch.cat(parts) if parts else None
+
+    def _check_memory(self, rows: int, length: int) -> None:
+        """Before the system has to end the process: memory that is not written to yet looks free."""
+        size, free = self.model.cache_bytes(rows, length), available_memory()
+        if self.device.type == "cpu" and free is not None and size > free:
+            raise ConfigError(
+                f"--batch-size {rows}: keys and values of {rows} x {length} tokens take {size >> 20} MiB, and "
+                f"{free >> 20} MiB are free; lower it, or --max-new-tokens"
+            )
 
     def step(self, tokens: Tensor) -> Tensor | None:
         """The logits [rows, vocabulary] behind one more token [rows] of each row, on the last stage."""

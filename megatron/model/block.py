@@ -29,7 +29,7 @@ class Layer(nn.Module):
         self.dropout, self.hidden_dropout = make.dropout, make.config.hidden_dropout
 
     def _drop(self, x: Tensor) -> Tensor:
-        return self.dropout(x, self.hidden_dropout, self.training)
+        return self.dropout(x, self.hidden_dropout, True) if self.training else x
 
 
 class Block(Layer):

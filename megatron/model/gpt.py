@@ -15,7 +15,7 @@ from megatron.model.embedding import Embedding, TiedHead
 from megatron.model.factory import ModuleFactory
 from megatron.model.host_activations import HostActivations, host_link
 from megatron.model.inventory import inventory
-from megatron.model.kv_cache import KVCache
+from megatron.model.kv_cache import KVCache, slots_for
 from megatron.model.parameters import Parameter, parameters
 from megatron.model.recompute import groups, run
 from megatron.model.rope import RotaryEmbedding
@@ -149,6 +149,11 @@ class GPT(nn.Module):
             window=self.config.window,
             device=like.device,
         )
+
+    def cache_bytes(self, batch: int, max_length: int) -> int:
+        """The memory of `make_cache`."""
+        tokens, width = slots_for(max_length, self.config.window), self._groups_here * self.config.head_dim
+        return 2 * len(self.layers) * batch * tokens * width * next(self.parameters()).element_size()
 
     @property
     def _groups_here(self) -> int:

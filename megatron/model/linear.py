@@ -14,6 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron.model.wgrads import WgradRoute
 from megatron.ops.linear import linear
+from megatron.ops.packed import PackedWeight
 
 Put = Callable[[Tensor, Tensor], None]
 
@@ -25,8 +26,12 @@ class Linear(nn.Module):
         self.weight = nn.Parameter(torch.empty(out_features, in_features))
         self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
         self.wgrads = wgrads
+        self.packed: PackedWeight | None = None
+        """For passes without gradients, the weight as it is now in another layout (`megatron/inference/packed.py`)."""
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.packed is not None and not torch.is_grad_enabled():
+            return self.packed(x, self.bias)
         if self.wgrads is not None and self.wgrads.takes(x, self.weight):
             return _LinearHandingOver.apply(x, self.weight.detach(), self.bias, partial(self.wgrads.put, self.weight))
         return F.linear(x, self.weight, self.bias)  # [..., in_features] -> [..., out_features]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.ops import Kernels
 from megatron.ops.linear_cross_entropy import Workspace
+from megatron.ops.packed import PackedWeight
 
 
 class HeadAndLoss(nn.Module):
@@ -17,12 +19,16 @@ class HeadAndLoss(nn.Module):
         self.vocab_size = vocab_size
         self.kernels = kernels
         self.workspace = Workspace()
+        self.packed: PackedWeight | None = None
+        """For logits without gradients, the weight as it is now in another layout (`megatron/inference/packed.py`)."""
 
     def forward(self, hidden: Tensor, weight: Tensor, labels: Tensor | None) -> Tensor:
         """hidden [batch, seq, hidden], weight [padded vocabulary, hidden], labels [batch, seq] or None.
 
         Returns logits [batch, seq, vocabulary], or the loss [batch, seq] in fp32. Padded rows have no part in either.
         """
+        if labels is None and self.packed is not None and not torch.is_grad_enabled():
+            return self.packed(hidden, None)
         if labels is None:
             return F.linear(hidden, weight[: self.vocab_size])
         flat = hidden.reshape(-1, hidden.shape[-1])  # [batch * seq, hidden]

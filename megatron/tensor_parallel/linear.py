@@ -11,6 +11,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any, Literal
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
@@ -76,6 +77,8 @@ class ColumnParallelLinear(_ParallelLinear):
     splits = "output"
 
     def product(self, x: Tensor) -> Tensor:
+        if self.packed is not None and not self.sequence_parallel and not torch.is_grad_enabled():
+            return self.packed(x, self.bias)
         return _linear(x, self.weight, self.bias, self.axis, self.sequence_parallel, self.wgrads)
 
 
@@ -87,6 +90,8 @@ class RowParallelLinear(_ParallelLinear):
     def product(self, x: Tensor) -> Tensor:
         if self.sends_products:
             parts = _linear(x, self.weight, None, Axis.single("tp"), False, self.wgrads)
+        elif self.packed is not None and not torch.is_grad_enabled():
+            parts = self.packed(x, None)
         else:
             parts = F.linear(x, self.weight)  # [batch, seq, out_features], to be summed
         y = (mappings.scattered if self.sequence_parallel else mappings.summed)(parts, self.axis)

@@ -13,6 +13,7 @@ from megatron.distributed.state import Axis
 from megatron.model.table import Table
 from megatron.ops import Kernels
 from megatron.ops.linear_cross_entropy import VocabularyPart, Workspace
+from megatron.ops.packed import PackedWeight
 from megatron.tensor_parallel import mappings
 from megatron.tensor_parallel.linear import flat
 from megatron.tensor_parallel.mappings import SEQUENCE
@@ -60,6 +61,8 @@ class VocabParallelHead(nn.Module):
         self.vocab_size, self.axis, self.sequence_parallel = vocab_size, axis, sequence_parallel
         self.kernels = kernels
         self.workspace = Workspace()
+        self.packed: PackedWeight | None = None
+        """As in `HeadAndLoss`."""
 
     def forward(self, hidden: Tensor, weight: Tensor, labels: Tensor | None) -> Tensor:
         """hidden [batch, seq (or a piece), hidden], weight [rows of this rank, hidden], labels [batch, seq] or None.
@@ -70,7 +73,8 @@ class VocabParallelHead(nn.Module):
         hidden = enter(hidden, self.axis)
         if labels is None:
             assert not torch.is_grad_enabled(), "logits of a split vocabulary have no gradient: ask for the loss"
-            return collectives.gather_along(F.linear(hidden, weight), self.axis, 2)[..., : self.vocab_size]
+            logits = F.linear(hidden, weight) if self.packed is None else self.packed(hidden, None)
+            return collectives.gather_along(logits, self.axis, 2)[..., : self.vocab_size]
         part = VocabularyPart(self.axis.rank * weight.shape[0], self._reduce)
         loss = self.kernels.linear_cross_entropy(
             flat(hidden), weight, labels.reshape(-1), self.vocab_size, self.workspace, part

@@ -22,6 +22,7 @@ PAGES = (
     "docs/checkpoints.md",
     "docs/huggingface.md",
     "docs/evaluation.md",
+    "docs/generation.md",
     "docs/model_families.md",
     "docs/numerics.md",
     "docs/performance.md",

@@ -3,6 +3,7 @@ prompts of different lengths, by beams, and in every layout; every mistake that 
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,7 +15,9 @@ from torch import Tensor
 
 from megatron.checkpoint.build import restore_model
 from megatron.checkpoint.hf import write_export
+from megatron.errors import ConfigError
 from megatron.inference import decoder as decoders
+from megatron.inference import packed
 from megatron.inference.answers import Answers, Prompt, Wanted
 from megatron.inference.beams import beam_search
 from megatron.inference.decoder import Decoder
@@ -22,7 +25,8 @@ from megatron.inference.generate import generate
 from megatron.inference.model import ModelOptions, subject_of
 from megatron.inference.sampling import Sampling
 from megatron.model import GPT
-from megatron.model.kv_cache import KVCache
+from megatron.model.kv_cache import SPARE, KVCache
+from megatron.model.linear import Linear
 from tests.equivalence.test_evaluate import FAMILIES, Saved, make_model
 from tests.equivalence.test_hf_export import CASES, model, plan, save_random
 from tests.helpers.distributed import RankFailed, run_ranks
@@ -254,6 +258,16 @@ def test_memory_that_nobody_wrote_is_never_read(pair: Any, monkeypatch: pytest.M
     assert generate(ours, prompts(*LENGTHS), max_new_tokens=5) == expected
 
 
+def test_a_cache_has_the_size_that_was_said_and_must_fit(pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for case, slots in (("llama gqa", 1000), ("mistral", 19 + SPARE)):
+        ours, _ = pair(case)
+        cache = ours.make_cache(3, 1000)
+        assert cache.nbytes == ours.cache_bytes(3, 1000) == 2 * 2 * 3 * slots * 2 * 8 * 8
+    monkeypatch.setattr(decoders, "available_memory", lambda: 10_000)
+    with pytest.raises(ConfigError, match=r"--batch-size 1: keys and values of 1 x 100 tokens take 0 MiB"):
+        generate(ours, [[1] * 91], max_new_tokens=10)
+
+
 def test_a_rank_that_draws_for_itself_is_seen(saved: dict[str, Saved], monkeypatch: pytest.MonkeyPatch) -> None:
     alone = texts_of(0, 1, saved, ["tp2"])
     seeds = Sampling.seeds
@@ -267,3 +281,28 @@ def test_a_rank_that_draws_for_itself_is_seen(saved: dict[str, Saved], monkeypat
     with pytest.raises((AssertionError, RankFailed)):
         for found in run_ranks(2, planted):
             assert_same(found, alone)
+
+
+# ---------------------------------------------------------------- packed weights
+
+
+def test_packed_weights_compute_the_same(pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, _ = pair("llama gqa")
+    single, asked = copy.deepcopy(ours).float(), prompts(*LENGTHS)
+    monkeypatch.setattr(packed, "_LARGE", 0)
+    with torch.no_grad(), packed.packed_weights(single):
+        assert all(module.packed is not None for module in single.modules() if isinstance(module, Linear))
+        tokens = torch.tensor(asked[:1])
+        torch.testing.assert_close(single(tokens), ours(tokens).float(), rtol=1e-4, atol=1e-4)
+        beside = generate(single, asked, max_new_tokens=8)
+    assert not any(module.packed is not None for module in single.modules() if isinstance(module, Linear))
+    assert beside == generate(single, asked, max_new_tokens=8)
+
+
+def test_packed_copies_that_do_not_fit_are_left_out(pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(packed, "available_memory", lambda: 1000)
+    single = copy.deepcopy(pair("gpt2")[0]).float()
+    with packed.packed_weights(single, said.append):
+        assert single.head_and_loss.packed is None
+    assert len(said) == 1 and "too few for packed copies" in said[0]

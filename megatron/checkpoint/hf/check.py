@@ -20,6 +20,7 @@ from megatron.checkpoint.conversion import Show, no_progress
 from megatron.checkpoint.hf.export import Export, our_tensor, our_tensors
 from megatron.checkpoint.hf.importer import open_folder, read_tensors
 from megatron.errors import CheckpointError, ConfigError
+from megatron.utils.cpu import available_memory
 
 TOLERANCE = 1e-4  # of the largest logit
 _POSITIONS = 96
@@ -124,12 +125,3 @@ def their_logits(folder: Path, tokens: Tensor) -> Tensor:
     )
     logits: Tensor = model.eval()(tokens).logits.float()
     return logits
-
-
-def available_memory() -> int | None:
-    """Bytes available without swapping; None where the system does not tell."""
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration, ValueError):
-        return None

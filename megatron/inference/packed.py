@@ -1,0 +1,66 @@
+"""While texts are generated on a CPU, the weights in the layout that products of a few rows read fastest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from megatron.model import GPT
+from megatron.model.linear import Linear
+from megatron.model.loss import HeadAndLoss
+from megatron.ops.packed import PackedWeight, packs
+from megatron.tensor_parallel import VocabParallelHead
+from megatron.utils.cpu import available_memory, fp32_products_unmarked
+
+_LARGE = 1 << 16
+"""Elements of a weight from which on its products gain more than their calls cost."""
+
+
+class _Packs(Protocol):
+    packed: PackedWeight | None
+
+
+@contextmanager
+def packed_weights(model: GPT, log: Callable[[str], object] = lambda text: None) -> Iterator[None]:
+    """In it, the model's weights must not change: passes without gradients read copies of them."""
+    weights = list(_weights(model)) if _can_be_packed(model) else []
+    size, free = sum(weight.nbytes for _, weight in weights), available_memory()
+    if free is not None and 2 * size > free:
+        log(f"generation: {free >> 20} MiB are free, too few for packed copies of the weights ({size >> 20} MiB)")
+        weights = []
+    try:
+        for module, weight in weights:
+            module.packed = PackedWeight(weight)
+        with fp32_products_unmarked() if weights else nullcontext():
+            yield
+    finally:
+        for module, _ in weights:
+            module.packed = None
+
+
+def _can_be_packed(model: GPT) -> bool:
+    some = next(model.parameters())
+    return some.device.type == "cpu" and some.dtype in (torch.float32, torch.bfloat16) and packs(some.dtype)
+
+
+def _weights(model: GPT) -> Iterator[tuple[_Packs, Tensor]]:
+    """Of dense layers and the head; experts are multiplied in groups."""
+    experts = {id(inner) for layer in model.layers.values() for inner in _experts(layer)}
+    for module in model.modules():
+        if isinstance(module, Linear) and id(module) not in experts and module.weight.numel() >= _LARGE:
+            yield module, module.weight
+    head = model.head_and_loss
+    if isinstance(head, HeadAndLoss):
+        yield head, model.head_weight[: head.vocab_size]
+    elif isinstance(head, VocabParallelHead):
+        yield head, model.head_weight
+
+
+def _experts(layer: nn.Module) -> Iterator[nn.Module]:
+    for name, module in layer.named_modules():
+        if name.endswith("experts"):
+            yield from module.modules()
