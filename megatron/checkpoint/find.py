@@ -112,6 +112,11 @@ def _way_out(directory: Path) -> str:
     step = paths.step_of(directory.name)
     if step is not None:
         return f"it is one step of a run; give --load {directory.parent} --ckpt-step {step}"
+    if (directory / "config.json").is_file() or any(True for _ in directory.glob("*.gguf")):
+        return (
+            "if it is a Hugging Face model, it has no weights in safetensors or .bin: run its download again (other "
+            "formats, such as GGUF, are not read)"
+        )
     return "give the directory that a run's --save names"
 
 

@@ -41,6 +41,14 @@ def state_bytes(
     return StateBytes((2 if half else 4) * whole, gradients * whole, (moments + masters) * own * (1.0 - offloaded))
 
 
+def copy_bytes(config: RunConfig, elements: int, ranks: int) -> float:
+    """What --async-save keeps in host memory on the rank that has most of it: of `elements` parameters the weights,
+    which one of `ranks` data-parallel ranks writes, and a share of the optimizer's state, with whole masters."""
+    half = config.precision.params_dtype != "float32"
+    shared = (4 if half else 0) + moment_bytes(config.optimizer) if config.checkpoint.save_optim else 0
+    return (2 if half else 4) * elements + shared * elements / ranks
+
+
 def moment_bytes(optimizer: OptimizerConfig) -> float:
     """Of one parameter. Of Muon those of the parameters that are no matrices, which have the most; of Adafactor those
     of matrices, without a number for each row and column."""

@@ -20,7 +20,7 @@ from megatron.data.validation import sizes_of_sets
 from megatron.distributed.state import ParallelState
 from megatron.layout import Layout
 from megatron.optimizer import offloads
-from megatron.planner import state_bytes
+from megatron.planner import copy_bytes, state_bytes
 from megatron.training.batches import check_validation
 from megatron.training.initialize import Run
 from megatron.training.model import count_parameters, model_flops
@@ -110,7 +110,8 @@ def render_plan(run: Run, model_provider: Callable[[Run], nn.Module]) -> str:
     away = (
         config.optimizer.optimizer_offload_fraction if not on_host and offloads(config.optimizer, run.device) else 0.0
     )
-    kept = state_bytes(config, held, layout.expert_dp // layout.instances, offloaded=away, on_host=on_host)
+    dp = layout.expert_dp
+    kept = state_bytes(config, held, dp // layout.instances, offloaded=away, on_host=on_host)
     rows = [
         ("ranks", f"{run.launch.world_size} (data parallel {plan.dp})"),
         *_groups(layout),
@@ -139,6 +140,11 @@ def render_plan(run: Run, model_provider: Callable[[Run], nn.Module]) -> str:
             f"{human_bytes(round(kept.total))} of weights, gradients and optimizer"
             + (", in host memory; a layer is on the device when it runs" if on_host else "")
             + (f"; {away:.0%} of the optimizer's state is offloaded" if away else ""),
+        ),
+        *(
+            [("copy to save", f"{human_bytes(round(copy_bytes(config, held, dp)))} of host memory (--async-save)")]
+            if config.checkpoint.async_save
+            else []
         ),
     ]
     width = max(len(name) for name, _ in rows)

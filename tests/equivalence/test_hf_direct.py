@@ -256,6 +256,17 @@ def an_adapter(folder: Path) -> None:
     save_file({"x": torch.zeros(1)}, folder / "adapter_model.safetensors")
 
 
+def an_adapter_with_a_configuration(folder: Path) -> None:
+    config = (folder / "config.json").read_text()
+    an_adapter(folder)
+    (folder / "config.json").write_text(config)
+
+
+def lose_the_index(folder: Path) -> None:
+    FORMS["safetensors in shards"](folder)
+    (folder / "model.safetensors.index.json").unlink()
+
+
 def one_tensor_of_integers(folder: Path) -> None:
     held = load_file(folder / "model.safetensors")
     name = "model.layers.1.mlp.down_proj.weight"
@@ -268,6 +279,16 @@ def a_pointer(folder: Path) -> None:
 
 BAD = {
     "an adapter": (an_adapter, "holds an adapter of a/base, not a model; merge the two first"),
+    "an adapter with a configuration": (an_adapter_with_a_configuration, "holds an adapter of a/base, not a model"),
+    "shards without an index": (lose_the_index, r"of-00002\.safetensors and no model\.safetensors\.index\.json"),
+    "a download that has begun": (
+        lambda folder: (folder / "model.safetensors").rename(folder / "model.safetensors.incomplete"),
+        "it has no weights in safetensors or .bin: run its download again",
+    ),
+    "a family with images": (
+        lambda folder: edit_config(folder, model_type="qwen2_vl"),
+        "nearest is qwen2, which would lose images",
+    ),
     "quantised": (
         lambda folder: edit_config(folder, quantization_config={"quant_method": "gptq"}),
         r"the weights are quantised \(gptq\)",
@@ -300,7 +321,7 @@ def test_a_bad_folder_is_one_line(what: str, tmp_path: Path, capsys: pytest.Capt
     spoil(folder)
     capsys.readouterr()
     shape = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "max_position_embeddings": 64}
-    given = {**shape, "vocab_size": ROWS} if what == "no model" else {}
+    given = {**shape, "vocab_size": ROWS} if what in ("no model", "a download that has begun") else {}
     assert pretrain_here(command(folder, **{**PLAIN, **given})) in (2, 12)
     error = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
     assert len(error) == 1

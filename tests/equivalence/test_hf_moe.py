@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from contextlib import closing
 from dataclasses import asdict
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,13 @@ from megatron.checkpoint import RunHistory, TrainState, find_checkpoint, save_ch
 from megatron.checkpoint.hf import check_export, open_folder, plan_export, read_tensors, write_export
 from megatron.checkpoint.hf.check import compare_logits
 from megatron.checkpoint.hf.export import Export
+from megatron.checkpoint.hf.families import by_model_type
 from megatron.config import ModelConfig, MoEConfig
 from megatron.distributed.shard import ShardSpec
 from megatron.distributed.state import ParallelState
 from megatron.errors import CheckpointError, ConfigError
 from megatron.layout import Layout
+from megatron.model.moe_losses import balance_loss
 from megatron.model.parameters import parameters
 
 pytest.importorskip("transformers")
@@ -114,6 +117,25 @@ def test_logits_equal_and_import_gives_the_same_bits_back(tmp_path: Path, case: 
     assert back.moe.expert_layers(3) == moe.expert_layers(3)
     assert (back.moe.num_experts, back.moe.moe_router_topk) == (moe.num_experts, moe.moe_router_topk)
     assert back.moe.moe_router_pre_softmax == moe.moe_router_pre_softmax
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("layers", [1, 3])
+def test_the_load_balance_loss_weighs_what_it_did(family: str, layers: int) -> None:
+    """Of routers that all see the same, in the formula of `transformers` with the coefficient that is exported."""
+    modeling = import_module(f"transformers.models.{family}.modeling_{family}")
+    config = ModelConfig(**{**(SHAPE if family == "mixtral" else QWEN), "num_layers": layers})
+    moe = MoEConfig(num_experts=4, moe_router_topk=2, moe_aux_loss_coeff=0.03)
+    logits = torch.randn(1, 16, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    shares = logits.softmax(-1)
+    counts = torch.zeros(1, 4, dtype=torch.float64).scatter_add_(
+        1, shares.topk(2).indices.view(1, -1), torch.ones(1, 32, dtype=torch.float64)
+    )
+    ours = moe.moe_aux_loss_coeff * layers * balance_loss(shares, counts, 2, 1, "sequence")
+    theirs = modeling.load_balancing_loss_func((logits[0].float(),) * layers, 4, 2)
+    exported = by_model_type(family).experts_to_json(config, moe)["router_aux_loss_coef"]
+    assert float(exported * theirs) == pytest.approx(float(ours), rel=1e-5)
+    assert float(ours) > 0.03
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from megatron.checkpoint.hf.exchange import Exchange
 from megatron.checkpoint.hf.export import DTYPES
 from megatron.checkpoint.hf.families import by_model_type
 from megatron.checkpoint.hf.family import Family
-from megatron.checkpoint.hf.weights import WeightsFile, read_json, weights_files
+from megatron.checkpoint.hf.weights import BIN, BIN_INDEX, INDEX, WEIGHTS, WeightsFile, read_json, weights_files
 from megatron.config import ModelConfig, MoEConfig
 from megatron.errors import CheckpointError, ConfigError
 from megatron.model.parameters import HEAD_TABLE, WORD_TABLE
@@ -113,7 +113,7 @@ def open_folder(folder: Path) -> HuggingFaceFolder:
 
 def _refuse_adapter(folder: Path) -> None:
     described = folder / ADAPTER
-    if described.is_file() and not (folder / "config.json").is_file():
+    if described.is_file() and not any((folder / name).is_file() for name in (WEIGHTS, INDEX, BIN, BIN_INDEX)):
         base = str(read_json(described).get("base_model_name_or_path") or "its base model")
         raise ConfigError(
             f"--load {folder}: holds an adapter of {base:.200}, not a model; merge the two first (peft's "

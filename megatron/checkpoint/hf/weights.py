@@ -93,6 +93,12 @@ def weights_files(folder: Path) -> list[WeightsFile]:
             return [kind(path) for path in _all_there(folder / index)]
         if (folder / whole).is_file():
             return [kind(_member(folder, whole))]
+    for pattern, index in (("model-*-of-*.safetensors", INDEX), ("pytorch_model-*-of-*.bin", BIN_INDEX)):
+        if part := next(folder.glob(pattern), None):
+            raise CheckpointError(
+                f"--load {folder}: has {part.name} and no {index}, which says what belongs together; the download is "
+                "not complete: run it again"
+            )
     raise ConfigError(
         f"--load {folder}: no {WEIGHTS} and no {BIN}; weights in other formats are not read, save them as safetensors "
         "first"

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import gc
 import tempfile
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from megatron.planner import state_bytes
+from megatron.checkpoint.host_memory import HostMemory
+from megatron.planner import copy_bytes, state_bytes
 from megatron.training.settings import read_settings
+from megatron.utils.device import human_bytes
 from tests.helpers.runs import flags, make_parts, pretrain_here
 
 SIZE = {"hidden_size": 256, "vocab_size": 2048, "make_vocab_size_divisible_by": 1, "num_layers": 2, "train_iters": 1}
@@ -69,6 +72,28 @@ def test_the_formula_is_what_a_run_keeps(settings: dict[str, Any]) -> None:
         sizes = [size for size in sizes if size != SCRATCH]
     kept, expected = sum(sizes) / elements, state_bytes(run.config, elements, 1).total / elements
     assert 0.99 * expected < kept < 1.01 * expected + 0.2, (kept, expected)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, BF16, {**BF16, "store_param_remainders": True}, {**BF16, "no_save_optim": True}, {"optimizer": "sgd"}],
+)
+def test_a_save_in_the_background_copies_what_is_told(
+    settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copied: list[int] = []
+    copy = HostMemory.copy
+    monkeypatch.setattr(HostMemory, "copy", lambda self, tensor: (copied.append(tensor.nbytes), copy(self, tensor))[1])
+    given = {"optimizer": "adam", **SIZE, **settings, "save": tmp_path, "async_save": True}
+    run, parts = make_parts(flags(**given))
+    with parts:
+        parts.trainer.fit()
+        elements = sum(parameter.numel() for parameter in parts.engine.model.parameters())
+    expected = copy_bytes(run.config, elements, 1)
+    assert expected <= sum(copied) < 1.01 * expected, (sum(copied) / elements, expected / elements)
+    assert copy_bytes(run.config, elements, 2) < expected or "no_save_optim" in settings
+    assert pretrain_here(flags(**given, dry_run=True)) == 0
+    assert f"{human_bytes(round(expected))} of host memory (--async-save)" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("share", [0.0, 0.25, 1.0])

@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron.checkpoint.hf.families.llama import LAYER
 from megatron.checkpoint.hf.families.mistral import Mistral
-from megatron.checkpoint.hf.families.routed import experts, softmax_routing_lacks
+from megatron.checkpoint.hf.families.routed import balance_coefficient, experts, softmax_routing_lacks
 from megatron.checkpoint.hf.family import Lacking, refuse_unless
 from megatron.config import ModelConfig, MoEConfig
 
@@ -31,7 +31,7 @@ class Mixtral(Mistral):
     def experts_to_json(self, config: ModelConfig, moe: MoEConfig) -> dict[str, Any]:
         return {
             "num_experts_per_tok": moe.moe_router_topk,
-            "router_aux_loss_coef": moe.moe_aux_loss_coeff,
+            "router_aux_loss_coef": balance_coefficient(config, moe),
             "num_local_experts": moe.num_experts,
             "intermediate_size": moe.moe_ffn_hidden_size or config.ffn_size,
         }

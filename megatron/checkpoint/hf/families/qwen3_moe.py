@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron.checkpoint.hf.families.llama import LAYER
 from megatron.checkpoint.hf.families.qwen3 import Qwen3
-from megatron.checkpoint.hf.families.routed import experts, softmax_routing_lacks
+from megatron.checkpoint.hf.families.routed import balance_coefficient, experts, softmax_routing_lacks
 from megatron.checkpoint.hf.family import Lacking
 from megatron.config import ModelConfig, MoEConfig
 
@@ -28,7 +28,7 @@ class Qwen3MoE(Qwen3):
         with_experts = moe.expert_layers(config.num_layers)
         return {
             "num_experts_per_tok": moe.moe_router_topk,
-            "router_aux_loss_coef": moe.moe_aux_loss_coeff,
+            "router_aux_loss_coef": balance_coefficient(config, moe),
             "num_experts": moe.num_experts,
             "moe_intermediate_size": moe.moe_ffn_hidden_size or config.ffn_size,
             "norm_topk_prob": not moe.moe_router_pre_softmax,

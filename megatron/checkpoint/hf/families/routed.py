@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megatron.checkpoint.hf.exchange import TensorLayout, same, separate_gate_and_up
 from megatron.checkpoint.hf.family import Lacking
-from megatron.config import MoEConfig
+from megatron.config import ModelConfig, MoEConfig
 from megatron.model import parameters as names
 
 
@@ -27,3 +27,10 @@ def softmax_routing_lacks(moe: MoEConfig) -> Lacking:
         (f"--moe-expert-capacity-factor {moe.moe_expert_capacity_factor}", moe.moe_expert_capacity_factor is not None),
         ("--moe-shared-expert-intermediate-size", moe.moe_shared_expert_intermediate_size is not None),
     ]
+
+
+def balance_coefficient(config: ModelConfig, moe: MoEConfig) -> float:
+    """The weight of the load-balance loss as `transformers` counts it: there evenly used experts lose as much as a
+    token uses of them, in the mean over layers; here 1, summed over layers."""
+    coefficient: float = moe.moe_aux_loss_coeff
+    return coefficient * len(moe.expert_layers(config.num_layers)) / moe.moe_router_topk

@@ -18,6 +18,7 @@ _NEAREST: dict[str, tuple[str, str]] = {
     "gpt_oss": ("qwen3_moe", "attention sinks, clamped gates and biases of experts"),
     "gptj": ("gpt_neox", "interleaved rotation, and one norm for attention and MLP"),
     "granite": ("llama", "multipliers of embeddings, residuals, attention and logits"),
+    "llava": ("llama", "images"),
     "mpt": ("gpt2", "ALiBi positions"),
     "olmo": ("llama", "norms without weights, and clipped queries, keys and values"),
     "olmo3": ("olmo2", "windows in some layers"),
@@ -25,7 +26,10 @@ _NEAREST: dict[str, tuple[str, str]] = {
     "opt": ("gpt2", "ReLU, and positions that begin at 2"),
     "phi": ("gpt_neox", "one norm for attention and MLP, and the bias of the head"),
     "phi3": ("llama", "fused queries, keys, values and gates, and its scaling of positions"),
+    "qwen2_5_vl": ("qwen2", "images"),
     "qwen2_moe": ("qwen3_moe", "the gate of the shared expert"),
+    "qwen2_vl": ("qwen2", "images"),
+    "qwen3_vl": ("qwen3", "images"),
     "stablelm": ("llama", "LayerNorm and partial rotation with a gated MLP"),
     "starcoder2": ("llama", "LayerNorm, GELU and biases"),
 }
