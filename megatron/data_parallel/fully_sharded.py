@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from megatron.data_parallel.gradients import FlatPieces, piece_alone
 from megatron.data_parallel.logged_sharding import log_collectives
+from megatron.data_parallel.same_use import SameUse
 from megatron.data_parallel.shard_grads import InOneBuffer, OnHost, ShardGrads, as_dtensor, local
 from megatron.data_parallel.withheld import Withholding
 from megatron.distributed import collectives
@@ -95,16 +96,21 @@ class FullySharded:
         on_host: bool = False,
         replicas: Axis | None = None,
         withheld: str | None = None,
+        compared_over: Axis | None = None,
     ) -> None:
         """Divides the parameters of a model in place. The last unit is the whole model, which computes on `device`. It
         may be on the meta device: then the shards are made, unset. `keep_gathered` (ZeRO 2): weights stay gathered
         until they are updated. `on_host`: shards and their gradients are in host memory. `replicas`: the ranks of other
-        instances that keep the same shards. `withheld`: a line for who uses `parameter.grad` after `withhold()`."""
+        instances that keep the same shards. `withheld`: a line for who uses `parameter.grad` after `withhold()`.
+        `compared_over`: ranks that check in every step that they use the same parts."""
         assert not (keep_gathered and on_host), "weights that stay gathered are on the device"
         self._units, self.device, self._replicas = list(units), device, replicas
         model = units[-1].module
         self.dtype = _only_dtype(model)
         described = {name: _described(parameter) for name, parameter in model.named_parameters()}
+        self._same_use: SameUse | None = None
+        if compared_over is not None:
+            self._same_use = SameUse(model, [unit.module for unit in units], compared_over, device)
         _divide(self._units, keep_gathered, self.dtype, device, on_host)
         if any(parameter.is_meta for parameter in model.parameters()):
             _make_memory(model, device, on_host)
@@ -220,6 +226,8 @@ class FullySharded:
 
     def zero(self) -> None:
         self._grads.zero()
+        if self._same_use is not None:
+            self._same_use.begin()
 
     def expect(self) -> None:
         if self._withholding is not None:
@@ -228,6 +236,8 @@ class FullySharded:
     def withhold(self) -> None:
         if self._withholding is not None:
             self._withholding.begin()
+        if self._same_use is not None:
+            self._same_use.end_pass()
 
     def arm(self) -> None:
         """Nothing: every backward pass reduces."""
@@ -235,6 +245,8 @@ class FullySharded:
     def reduce(self) -> None:
         """Sums over the instances. Within its own the last backward pass has waited for it."""
         self.expect()
+        if self._same_use is not None:
+            self._same_use.check()
         if self._replicas is not None:
             self._grads.sum_over(self._replicas)
 

@@ -163,6 +163,7 @@ def _divide_weights(model: nn.Module, settings: EngineSettings, place: Place, na
         device=place.device,
         on_host=settings.parameters_on_host,
         withheld=_WITHHELD,
+        compared_over=place.parallel.dp,
     )
 
 

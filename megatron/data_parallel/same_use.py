@@ -1,0 +1,73 @@
+"""Whether all ranks use the same parts of a model whose layers are gathered on all of them at once (ZeRO 2 and 3).
+
+Where one rank gathers a layer and another one a second layer of the same size, each gets halves of both, and sums of
+gradients that belong to neither: nothing fails by itself. Each parameter's number says in which passes it was used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatron.distributed import collectives
+from megatron.distributed.state import Axis
+from megatron.errors import ConfigError
+
+_PASSES = 16
+"""That a number tells apart."""
+
+
+class SameUse:
+    def __init__(self, model: nn.Module, units: Iterable[nn.Module], axis: Axis, device: torch.device) -> None:
+        """Before `fully_shard`, whose parameters are others within a pass."""
+        self._axis, self._device = axis, device
+        self._name_of = {
+            (id(module), own): f"{path}.{own}" if path else own
+            for path, module in model.named_modules()
+            for own, _ in module.named_parameters(recurse=False)
+        }
+        self._numbers = dict.fromkeys(self._name_of.values(), 0)
+        self._passes = 0
+        self._heard: set[str] = set()
+        for unit in units:
+            unit.register_forward_hook(self._listen)
+
+    def begin(self) -> None:
+        self._numbers = dict.fromkeys(self._numbers, 0)
+        self._passes = 0
+
+    def end_pass(self) -> None:
+        self._passes += 1
+
+    def check(self) -> None:
+        """Once per step; all ranks come to the same result."""
+        numbers = list(self._numbers.values())
+        both = torch.tensor([numbers, [one * one for one in numbers]], dtype=torch.int64, device=self._device)
+        sums, squares = collectives.all_reduce(both, self._axis).tolist()
+        ranks = self._axis.size
+        for name, total, square in zip(self._numbers, sums, squares, strict=True):
+            if ranks * square != total * total:  # as of numbers that are not all the same
+                raise ConfigError(
+                    f"{name}: was used by some ranks and not by others in this step, and at stages 2 and 3 of ZeRO all "
+                    "ranks gather a layer at once; use the same layers on all ranks, or zero_optimization.stage 1"
+                )
+
+    def _listen(self, unit: nn.Module, *_: Any) -> None:
+        """While its parameters are whole: autograd gives those their gradients."""
+        for module in unit.modules():
+            for own, parameter in module.named_parameters(recurse=False):
+                name = self._name_of.get((id(module), own))
+                if name is not None and name not in self._heard and _gets_gradients(parameter):
+                    self._heard.add(name)
+                    parameter.register_post_accumulate_grad_hook(partial(self._came, name))
+
+    def _came(self, name: str, *_: Any) -> None:
+        self._numbers[name] |= 1 << self._passes % _PASSES
+
+
+def _gets_gradients(parameter: nn.Parameter) -> bool:
+    return parameter.requires_grad and not hasattr(parameter, "device_mesh")  # a DTensor, which is divided now
