@@ -181,7 +181,7 @@ def weights_not_gathered(parts: Parts) -> None:
 def another_rank_s_chunk_is_summed(parts: Parts) -> None:
     """The sums are right where nobody looks."""
 
-    def start(self: Bucket) -> None:
+    def start(self: Bucket, lacks: bool = False) -> None:
         self.launched = True
         self.pending = collectives.start_scatter_sum_in_place(self.buffer.roll(self.buffer.numel() // 2), self.axis)
 
