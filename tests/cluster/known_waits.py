@@ -84,7 +84,7 @@ class Square:
     most: int
 
 
-_MASK = "megatron/model/attention.py:attention_mask"
+_MASK = "megatron/model/attention_mask.py:attention_mask"
 _SDPA = "megatron/ops/sdpa.py:sdpa"
 _TRIANGLE = "megatron/ops/softmax.py:causal_mask"
 _VISIBLE = "megatron/context_parallel/gathered.py:visible"
