@@ -29,7 +29,7 @@ from megatron.model.kv_cache import SPARE, KVCache
 from megatron.model.linear import Linear
 from tests.equivalence.test_evaluate import FAMILIES, Saved, make_model
 from tests.equivalence.test_hf_export import CASES, model, plan, save_random
-from tests.helpers.distributed import RankFailed, run_ranks
+from tests.helpers.distributed import run_ranks
 from tests.helpers.runs import generate_here, make_run
 
 transformers = pytest.importorskip("transformers")
@@ -278,8 +278,9 @@ def test_a_rank_that_draws_for_itself_is_seen(saved: dict[str, Saved], monkeypat
         monkeypatch.setattr(Sampling, "seeds", lambda self, asked: [seed + rank for seed in seeds(self, asked)])
         return texts_of(rank, 2, saved, ["tp2"])
 
-    with pytest.raises((AssertionError, RankFailed)):
-        for found in run_ranks(2, planted):
+    results = run_ranks(2, planted)
+    with pytest.raises(AssertionError):
+        for found in results:
             assert_same(found, alone)
 
 
