@@ -18,7 +18,7 @@ class TextStream:
         self.tokenizer, self.stops = tokenizer, [stop for stop in stops if stop]
         # Some tokenizers drop a space at the beginning of a text, so that the last tokens that were decoded are decoded
         # again with the next ones; `_decoded` of these are old.
-        self._tokens: list[int] = list(prompt[-_CONTEXT:])
+        self._tokens: list[int] = _end_of(prompt, tokenizer)
         self._decoded = len(self._tokens)
         self.text = ""
         self.stopped = self._finished = False
@@ -62,6 +62,15 @@ class TextStream:
     def _may_be_a_stop(self) -> int:
         """The length of the longest end of the text that is the beginning of a stop text."""
         return max((_overlap(self.text, stop) for stop in self.stops), default=0)
+
+
+def _end_of(prompt: Sequence[int], tokenizer: Tokenizer) -> list[int]:
+    """The last tokens, from the beginning of a character on: where single bytes are tokens, a part of a character makes
+    whole ones behind it unreadable."""
+    first = max(0, len(prompt) - _CONTEXT)
+    while first > 0 and tokenizer.detokenize(prompt[first:]).startswith(_BROKEN):
+        first -= 1
+    return list(prompt[first:])
 
 
 def _overlap(text: str, stop: str) -> int:

@@ -136,6 +136,24 @@ def test_whole_characters_come_and_all_of_them(tokenizer: Tokenizer) -> None:
     assert sum(map(bool, pieces)) > 4, "as they come"
 
 
+def test_a_prompt_of_single_bytes_is_not_cut_within_a_character(tmp_path: Path) -> None:
+    """As Chinese in a vocabulary of Llama 2: `tokenizers` shows no character of a run of bytes that begins in one."""
+    from megatron.tokenizer import TokenizerSettings, build_tokenizer
+
+    vocab = {"<unk>": 0, "</s>": 1, **{f"<0x{byte:02X}>": 2 + byte for byte in range(256)}}
+    decoder = {"type": "Sequence", "decoders": [{"type": "ByteFallback"}, {"type": "Fuse"}]}
+    bpe = {"type": "BPE", "unk_token": "<unk>", "byte_fallback": True, "vocab": vocab, "merges": []}
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"version": "1.0", "decoder": decoder, "model": bpe}))
+    settings = TokenizerSettings(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(tmp_path))
+    tokenizer = build_tokenizer(settings, announce=False)
+    for prompt in ("é", "東京都", "aé東京都", "é" * 9, "🙂東😀"):
+        stream = TextStream(tokenizer, tokenizer.tokenize(prompt), ("首",))
+        for token in tokenizer.tokenize("は日本の首都"):
+            if stream.add(token):
+                break
+        assert stream.stopped and stream.text == "は日本の", prompt
+
+
 def test_a_character_that_never_becomes_whole_is_told_at_the_end(tokenizer: Tokenizer) -> None:
     stream = TextStream(tokenizer)
     stream.add(tokenizer.tokenize("😀")[0])
