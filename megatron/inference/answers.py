@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from megatron.distributed.messages import all_gather_json
 from megatron.inference.beams import beam_search
 from megatron.inference.decoder import Decoder
-from megatron.inference.generate import Continuation, OnToken, generate, room
+from megatron.inference.generate import Continuation, OnToken, generate
 from megatron.inference.model import Subject
 from megatron.inference.packed import packed_weights
 from megatron.inference.sampling import Sampling
@@ -106,14 +106,13 @@ class Answers:
         prompts = [prompt for prompt, _ in mine]
         texts = [TextStream(self.subject.tokenizer, prompt.tokens, wanted.stop) for prompt in prompts]
         tokens = [prompt.tokens for prompt in prompts]
-        count = room(self.subject.positions, max(map(len, tokens)), wanted.max_new_tokens)
         if wanted.num_beams > 1:
             found = beam_search(
                 self.decoder,
                 tokens,
                 num_beams=wanted.num_beams,
                 length_penalty=wanted.length_penalty,
-                max_new_tokens=count,
+                max_new_tokens=wanted.max_new_tokens,
                 eod_id=wanted.ends,
             )
             for text, one in zip(texts, found, strict=True):
@@ -122,14 +121,14 @@ class Answers:
             found = generate(
                 self.decoder,
                 tokens,
-                max_new_tokens=count,
+                max_new_tokens=wanted.max_new_tokens,
                 sampling=wanted.sampling,
                 seeds=[seed for _, seed in mine],
                 eod_id=wanted.ends,
                 logprobs=wanted.logprobs,
                 on_token=_listener(texts, on_text),
             )
-        answers = [_answer(*each) for each in zip(prompts, texts, found, strict=True)]
+        answers = [_answer(*each, wanted.logprobs) for each in zip(prompts, texts, found, strict=True)]
         if on_text is not None:
             on_text(texts[0].new_text())  # what had to wait for the end
         return answers
@@ -145,6 +144,7 @@ def _listener(texts: Sequence[TextStream], on_text: Callable[[str], object] | No
     return listen
 
 
-def _answer(prompt: Prompt, text: TextStream, found: Continuation) -> Answer:
+def _answer(prompt: Prompt, text: TextStream, found: Continuation, logprobs: bool) -> Answer:
     text.finish()
-    return Answer(prompt.text, text.text, found.tokens, found.finish, found.logprobs, found.score)
+    shown = found.logprobs if logprobs else None
+    return Answer(prompt.text, text.text, found.tokens, found.finish, shown, found.score)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron.errors import ConfigError
 from megatron.inference.decoder import Decoder
-from megatron.inference.generate import Continuation, ids_of, new_token_count
+from megatron.inference.generate import Continuation, ids_of, new_token_counts
 from megatron.model import GPT
 
 
@@ -56,14 +56,14 @@ class _Search:
         for rank, (parent, token, total) in enumerate(candidates):
             longer = self.open[parent].with_token(token, total)
             if token in self.ends or len(longer.tokens) == self.count:
-                if rank < self.width and not self.done:
+                if rank < self.width:
                     self._keep(longer, "eos" if token in self.ends else "length")
             elif len(opened) < self.width:
                 parents.append(parent)
                 opened.append(longer)
         if opened:
             self.open = opened
-        self.done = self.done or not opened or not self._can_improve()
+        self.done = not opened or not self._can_improve()
         return parents
 
     def _keep(self, beam: Beam, finish: str) -> None:
@@ -94,31 +94,33 @@ def beam_search(
 ) -> list[Continuation]:
     """The best continuation of each prompt."""
     decoder = model if isinstance(model, Decoder) else Decoder(model)
-    count, ends = new_token_count(decoder.model, prompts, max_new_tokens), ids_of(eod_id)
+    counts, ends = new_token_counts(decoder.model, prompts, max_new_tokens), ids_of(eod_id)
     vocabulary, several = decoder.model.vocab_size, max(2, 1 + len(ends))
     if not 1 <= num_beams <= vocabulary // several:
         raise ConfigError(
             f"--num-beams {num_beams}: must be from 1 to {vocabulary // several}, by the vocabulary's size"
         )
     order = sorted(range(len(prompts)), key=lambda row: -len(prompts[row]))
-    searches = [_Search(count, num_beams, length_penalty, ends) for _ in order]
+    searches = [_Search(counts[row], num_beams, length_penalty, ends) for row in order]
     training = decoder.model.training
     decoder.model.eval()
     try:
-        logits, rows = decoder.read([prompts[row] for row in order], count), 1
+        logits, rows = decoder.read([prompts[row] for row in order], max(counts)), 1
+        going_on = searches
         while True:
-            sums = torch.tensor([[beam.sum for beam in one.open] for one in searches], dtype=torch.float64)
-            shape = (len(searches), several * num_beams, 2)
+            sums = torch.tensor([[beam.sum for beam in one.open] for one in going_on], dtype=torch.float64)
+            shape = (len(going_on), several * num_beams, 2)
             found = decoder.decided(logits, partial(_best, sums=sums, count=shape[1]), shape).tolist()
-            parents = [
-                one.take_in([(int(at) // vocabulary, int(at) % vocabulary, total) for at, total in best])
-                for one, best in zip(searches, found, strict=True)
-            ]
-            if all(one.done for one in searches):
+            kept = []  # rows: of a search that is done none, for the model may have no position left for it
+            for number, (one, best) in enumerate(zip(going_on, found, strict=True)):
+                parents = one.take_in([(int(at) // vocabulary, int(at) % vocabulary, total) for at, total in best])
+                kept += [] if one.done else [number * rows + place for place in parents]
+            going_on = [one for one in going_on if not one.done]
+            if not going_on:
                 break
-            decoder.take([number * rows + place for number, one in enumerate(parents) for place in one])
+            decoder.take(kept)
             rows = num_beams
-            tokens = [beam.tokens[-1] for one in searches for beam in one.open]
+            tokens = [beam.tokens[-1] for one in going_on for beam in one.open]
             logits = decoder.step(torch.tensor(tokens, device=decoder.device))
     finally:
         decoder.model.train(training)

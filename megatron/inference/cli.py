@@ -115,8 +115,8 @@ def check(given: argparse.Namespace) -> None:
         raise ConfigError(f"--num-beams {given.num_beams}: the search knows no --stop; leave one of them out")
     if given.num_beams == 1 and given.length_penalty != 1.0:
         raise ConfigError(f"--length-penalty {given.length_penalty}: is for the search; give --num-beams 2 or more")
-    if given.length_penalty != given.length_penalty or abs(given.length_penalty) == float("inf"):
-        raise ConfigError(f"--length-penalty {given.length_penalty}: must be a finite number")
+    if not -10 <= given.length_penalty <= 10:
+        raise ConfigError(f"--length-penalty {given.length_penalty}: must be from -10 to 10")
     if given.prompt and given.prompts is not None:
         raise ConfigError("--prompt: --prompts is given, too; give one of them")
     if given.json_key != "prompt" and not str(given.prompts).endswith((".jsonl", ".json")):

@@ -54,12 +54,12 @@ def generate(
     """
     decoder = model if isinstance(model, Decoder) else Decoder(model)
     sampling = sampling or Sampling(greedy=True)
-    count = new_token_count(decoder.model, prompts, max_new_tokens)
-    batch = _Batch(prompts, count, sampling.seeds(prompts) if seeds is None else seeds, ids_of(eod_id), on_token)
+    counts = new_token_counts(decoder.model, prompts, max_new_tokens)
+    batch = _Batch(prompts, counts, sampling.seeds(prompts) if seeds is None else seeds, ids_of(eod_id), on_token)
     training = decoder.model.training
     decoder.model.eval()
     try:
-        logits = decoder.read([prompts[row] for row in batch.rows], count)
+        logits = decoder.read([prompts[row] for row in batch.rows], max(counts))
         while True:
             found = decoder.decided(logits, batch.choice(sampling, logprobs), (len(batch.rows), 1 + logprobs))
             tokens = found[:, 0].long()
@@ -82,13 +82,13 @@ class _Batch:
     def __init__(
         self,
         prompts: Sequence[Sequence[int]],
-        count: int,
+        counts: Sequence[int],
         seeds: Sequence[int],
         ends: Collection[int],
         on_token: OnToken | None,
     ) -> None:
         self.rows = sorted(range(len(prompts)), key=lambda row: -len(prompts[row]))
-        self.count, self.ends, self.on_token = count, ends, on_token
+        self.counts, self.ends, self.on_token = counts, ends, on_token
         self.generators = [torch.Generator().manual_seed(seed) for seed in seeds]
         self.tokens: list[list[int]] = [[] for _ in prompts]
         self.logprobs: list[list[float]] = [[] for _ in prompts]
@@ -118,13 +118,15 @@ class _Batch:
                 self.logprobs[row].append(logprobs[place])
             if self.on_token is not None and self.on_token(row, token):
                 self.finish[row] = "stop"
-            elif len(self.tokens[row]) == self.count:
+            elif len(self.tokens[row]) == self.counts[row]:
                 self.finish[row] = "length"
 
     def worth_keeping(self) -> list[int]:
         """The places of the rows that go on; all of them, until half have ended, since leaving rows out copies the
         others' keys and values. Empty: all have ended."""
         going_on = [place for place, row in enumerate(self.rows) if self.finish[row] is None]
+        if any(self.finish[row] == "length" for row in self.rows):  # the model may have no position left for it
+            return going_on
         return going_on if 2 * len(going_on) <= len(self.rows) else list(range(len(self.rows)))
 
     def keep(self, places: Sequence[int]) -> None:
@@ -149,29 +151,29 @@ def ids_of(given: int | Collection[int] | None) -> Collection[int]:
     return frozenset([given] if isinstance(given, int) else given)
 
 
-def new_token_count(model: GPT, prompts: Sequence[Sequence[int]], asked: int | None) -> int:
-    """The number of tokens to add; a number that the model has no room for is refused."""
+def new_token_counts(model: GPT, prompts: Sequence[Sequence[int]], asked: int | None) -> list[int]:
+    """The number of tokens to add to each; a number that the model has no room for is refused."""
     if not prompts or any(not prompt for prompt in prompts):
         raise ConfigError("--prompt: an empty prompt has nothing to continue; give at least one token of text")
-    return room(model.config.max_position_embeddings, max(len(prompt) for prompt in prompts), asked)
+    return [room(model.config.max_position_embeddings, len(prompt), asked) for prompt in prompts]
 
 
-def room(positions: int | None, longest: int, asked: int | None, *, place: str = "--prompt") -> int:
-    """The number of tokens to add to a prompt of `longest`, by a model of so many positions."""
+def room(positions: int | None, length: int, asked: int | None, *, place: str = "--prompt") -> int:
+    """The number of tokens to add to a prompt of `length`, by a model of so many positions."""
     if asked is not None and asked < 1:
         raise ConfigError(f"--max-new-tokens {asked}: must be at least 1")
     wanted = DEFAULT_NEW_TOKENS if asked is None else asked
     if positions is None:
         return wanted
-    if longest >= positions:
+    if length >= positions:
         raise ConfigError(
-            f"{place}: {longest} tokens, and the model has {positions} positions for prompt and continuation; shorten "
+            f"{place}: {length} tokens, and the model has {positions} positions for prompt and continuation; shorten "
             "it, or let --truncate-prompts drop its beginning"
         )
-    if asked is not None and longest + asked > positions:
+    if asked is not None and length + asked > positions:
         beside = "with a prompt" if place == "--prompt" else f"with {place}"
         raise ConfigError(
-            f"--max-new-tokens {asked}: {beside} of {longest} tokens the model's {positions} positions leave room "
-            f"for {positions - longest}"
+            f"--max-new-tokens {asked}: {beside} of {length} tokens the model's {positions} positions leave room "
+            f"for {positions - length}"
         )
-    return min(wanted, positions - longest)
+    return min(wanted, positions - length)

@@ -120,8 +120,19 @@ class Subject:
 
     @property
     def end_ids(self) -> frozenset[int]:
-        """What ends a text: the tokenizer's end of a document."""
-        return frozenset() if self.tokenizer.eod_id is None else frozenset([self.tokenizer.eod_id])
+        """What ends a text: the tokenizer's end of a document, and of a Hugging Face model what its files name."""
+        own = frozenset() if self.tokenizer.eod_id is None else frozenset([self.tokenizer.eod_id])
+        return own | named_ends(Path(self.options.load)) if self._is_hugging_face else own
+
+    @property
+    def beginning(self) -> tuple[int, ...]:
+        """What stands before a prompt: of a Hugging Face model what `transformers` puts there. Documents of our own
+        training begin with their text."""
+        return self.tokenizer.beginning() if self._is_hugging_face else ()
+
+    @property
+    def _is_hugging_face(self) -> bool:
+        return is_hugging_face(Path(self.options.load))
 
     @cached_property
     def built(self) -> Parallel:
@@ -158,6 +169,15 @@ def subject_of(options: ModelOptions, connect: Callable[[RunConfig], Run]) -> Su
     if doubt is not None:
         run.log.warn(doubt)
     return Subject(run, options, described.place, options.dtype or described.dtype, described.tokenizer_folder)
+
+
+def named_ends(folder: Path) -> frozenset[int]:
+    """The `eos_token_id`, one or several, of generation_config.json; where that names none, of config.json."""
+    for name in ("generation_config.json", "config.json"):
+        ids = read_json(folder / name).get("eos_token_id") if (folder / name).is_file() else None
+        if ids is not None:
+            return frozenset(one for one in (ids if isinstance(ids, list) else [ids]) if isinstance(one, int))
+    return frozenset()
 
 
 def _describe(options: ModelOptions) -> _Described:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from megatron.errors import ConfigError, DataError
 from megatron.inference.answers import Prompt
-from megatron.inference.generate import room
+from megatron.inference.generate import DEFAULT_NEW_TOKENS, room
 from megatron.inference.texts import decoded, read_json_lines, read_text, text_of
 from megatron.tokenizer import Tokenizer
 from megatron.tokenizer.base import refuse_surrogates
@@ -55,16 +55,24 @@ def _checked(prompt: Text) -> Text:
 
 
 def encoded(
-    texts: Sequence[Text], tokenizer: Tokenizer, *, positions: int | None, new_tokens: int | None, truncate: bool
+    texts: Sequence[Text],
+    tokenizer: Tokenizer,
+    *,
+    beginning: Sequence[int] = (),
+    positions: int | None,
+    new_tokens: int | None,
+    truncate: bool,
 ) -> list[Prompt]:
-    """Their tokens, as far as the model has positions for them and for the continuation."""
+    """Their tokens behind those of `beginning`, as far as the model has positions for them and for the continuation."""
     found = []
+    left = None
+    if truncate and positions is not None:
+        left = max(1, positions - len(beginning) - (new_tokens or min(DEFAULT_NEW_TOKENS, positions // 2)))
     for one in texts:
         tokens = tokenizer.tokenize(one.text)
         if not tokens:
             raise DataError(f"{one.place}: an empty prompt has nothing to continue; give at least one token of text")
-        if truncate and positions is not None:
-            tokens = tokens[-max(1, positions - (new_tokens or 1)) :]
+        tokens = [*beginning, *(tokens if left is None else tokens[-left:])]
         room(positions, len(tokens), new_tokens, place=one.place)
         found.append(Prompt(one.text, tuple(tokens)))
     return found

@@ -76,6 +76,7 @@ def _prompts(subject: Subject, options: GenerateOptions) -> list[Prompt]:
         lambda: encoded(
             texts,
             subject.tokenizer,
+            beginning=subject.beginning,
             positions=subject.positions,
             new_tokens=options.max_new_tokens,
             truncate=options.truncate_prompts,

@@ -12,6 +12,9 @@ from torch import Tensor
 
 from megatron.errors import ConfigError
 
+_COLDEST = 0.0001
+"""Logits that are divided by less may become infinite."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
@@ -24,9 +27,9 @@ class Sampling:
     seed: int = 1234
 
     def __post_init__(self) -> None:
-        if not 0 < self.temperature < float("inf"):
+        if not _COLDEST <= self.temperature < float("inf"):
             raise ConfigError(
-                f"--temperature {self.temperature}: must be above 0; for the likeliest token use --greedy"
+                f"--temperature {self.temperature}: must be at least {_COLDEST}; for the likeliest token use --greedy"
             )
         if self.top_k < 0:
             raise ConfigError(f"--top-k {self.top_k}: must not be negative; 0 keeps all tokens")

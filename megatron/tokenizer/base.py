@@ -66,6 +66,10 @@ class Tokenizer(abc.ABC):
         """The id of a token, special ones included; None if the vocabulary lacks it."""
         return None
 
+    def beginning(self) -> tuple[int, ...]:
+        """What the tokenizer's own program puts before a prompt."""
+        return ()
+
     def _why_no_eod(self) -> str:
         return "this vocabulary has no end-of-document token"
 

@@ -88,6 +88,13 @@ class HuggingFaceTokenizer(Tokenizer):
     def token_id(self, token: str) -> int | None:
         return self._rust.token_to_id(token)
 
+    def beginning(self) -> tuple[int, ...]:
+        """Of `transformers`, which leaves that to the post-processor of tokenizer.json."""
+        text = self._rust.encode("a", add_special_tokens=False).ids
+        whole = self._rust.encode("a", add_special_tokens=True).ids
+        before = next((n for n in range(len(whole)) if whole[n : n + len(text)] == text), 0)
+        return tuple(whole[:before])
+
     def _why_no_eod(self) -> str:
         if self._eod_token is None:
             return (

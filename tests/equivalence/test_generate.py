@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import json
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -184,6 +185,36 @@ def test_the_command_line_is_transformers_for_every_form(
         capsys.readouterr()
         assert generate_here("--load", *load, *words) == 0
         assert lines_of(capsys) == [line for text in shown for line in "\n".join(text).splitlines()]
+
+
+def test_a_hugging_face_model_begins_and_ends_as_in_transformers(saved: dict[str, Saved], tmp_path: Path) -> None:
+    """With what its tokenizer puts before a text, and at any of the ends that its files name."""
+    folder, out = tmp_path / "model", tmp_path / "out.jsonl"
+    shutil.copytree(saved["llama"].folder, folder)
+    begin = json.loads((folder / "tokenizer.json").read_text())
+    tokens = {"B": {"id": "B", "ids": [7], "tokens": ["B"]}}
+    single = [{"SpecialToken": {"id": "B", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+    begin["post_processor"] = {"type": "TemplateProcessing", "single": single, "pair": single, "special_tokens": tokens}
+    (folder / "tokenizer.json").write_text(json.dumps(begin))
+    words = ["--load", folder, "--prompt", TEXTS[0], "--max-new-tokens", 20, "--greedy", "--output", out]
+
+    def ours() -> list[int]:
+        assert generate_here(*words, "--dtype", "float32") == 0
+        return list(json.loads(out.read_text())["tokens"])
+
+    def theirs() -> list[int]:
+        tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
+        ids = tokenizer(TEXTS[0], return_tensors="pt").input_ids
+        assert ids[0, 0] == 7
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        return list(model.generate(ids, max_new_tokens=20, do_sample=False, pad_token_id=0)[0, ids.shape[1] :].tolist())
+
+    free = theirs()
+    assert ours() == free and len(set(free)) > 5
+    ends = [free[9], free[14]]
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    cut = theirs()
+    assert cut[-1] in ends and len(cut) < 20 and ours() == cut[:-1]
 
 
 def test_a_single_text_is_streamed_and_stops(saved: dict[str, Saved], capsys: pytest.CaptureFixture[str]) -> None:

@@ -33,7 +33,7 @@ FILES: dict[str, tuple[bytes | None, tuple[str, ...], str]] = {
 WORDS: dict[str, tuple[tuple[str, ...], str]] = {
     "a negative number": (("--prompt", "x", "--max-new-tokens", "-3"), "--max-new-tokens: -3 is less than 1"),
     "no batch": (("--prompt", "x", "--batch-size", "0"), "--batch-size: 0 is less than 1"),
-    "a negative temperature": (("--prompt", "x", "--temperature", "-1"), "--temperature -1.0: must be above 0"),
+    "a negative temperature": (("--prompt", "x", "--temperature", "-1"), "--temperature -1.0: must be at least 0.0001"),
     "two sources": (("--prompt", "x", "--prompts", "y"), "--prompt: --prompts is given, too"),
     "a key without a file": (("--prompt", "x", "--json-key", "y"), "--json-key: --prompts is no file of JSON"),
     "an empty stop text": (("--prompt", "x", "--stop", ""), "--stop: an empty text"),
@@ -42,8 +42,13 @@ WORDS: dict[str, tuple[tuple[str, ...], str]] = {
     "a penalty alone": (("--prompt", "x", "--length-penalty", "2"), "--length-penalty 2.0: is for the search"),
     "a penalty of nothing": (
         ("--prompt", "x", "--num-beams", "2", "--length-penalty", "nan"),
-        "--length-penalty nan: must be a finite number",
+        "--length-penalty nan: must be from -10 to 10",
     ),
+    "a penalty of all": (
+        ("--prompt", "x", "--num-beams", "2", "--length-penalty", "-200"),
+        "--length-penalty -200.0: must be from -10 to 10",
+    ),
+    "next to no temperature": (("--prompt", "x", "--temperature", "1e-45"), "--temperature 1e-45: must be at least"),
     "a directory that is not there": (("--prompt", "x", "--output", "/nowhere/x"), "there is no directory /nowhere"),
     "the root": (("--prompt", "x", "--output", "/"), "--output /: is a directory"),
 }

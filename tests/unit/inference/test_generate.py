@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 
 from megatron.checkpoint.hf import plan_export, write_export
 from megatron.errors import ConfigError
+from megatron.inference.beams import beam_search
 from megatron.inference.generate import generate
 from megatron.inference.sampling import Sampling, keep_top_k, keep_top_p
 from megatron.model import GPT
@@ -119,13 +121,20 @@ def test_generation_leaves_the_model_in_its_mode(tmp_path: Path) -> None:
     assert ours.training and first == generate(ours, prompts(4), max_new_tokens=5)
 
 
+def test_a_prompt_has_its_own_room_beside_a_longer_one(tmp_path: Path) -> None:
+    ours, rows = our_model(tmp_path, "gpt2"), prompts(3, 90, 50)
+    for continued in (generate, partial(beam_search, num_beams=2)):
+        alone = [continued(ours, [row])[0].tokens for row in rows]
+        assert [len(tokens) for tokens in alone] == [64, 6, 46]
+        assert [one.tokens for one in continued(ours, rows)] == alone
+
+
 def test_too_long_is_refused_and_the_default_fits(tmp_path: Path) -> None:
     ours = our_model(tmp_path, "gpt2")
     with pytest.raises(ConfigError, match=r"--prompt: 96 tokens, and the model has 96 positions"):
         generate(ours, prompts(96))
     with pytest.raises(ConfigError, match=r"--max-new-tokens 20: .* leave room for 6"):
         generate(ours, prompts(90), max_new_tokens=20)
-    assert len(generate(ours, prompts(90))[0].tokens) == 6
     with pytest.raises(ConfigError, match="--max-new-tokens 0"):
         generate(ours, prompts(4), max_new_tokens=0)
     with pytest.raises(ConfigError, match="empty prompt"):
