@@ -1,4 +1,4 @@
-"""The command line of tools/convert_checkpoint.py: native checkpoints to Hugging Face, and back."""
+"""The command line of tools/convert_checkpoint.py: between our checkpoints, Hugging Face's and Megatron-LM's."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from megatron.errors import ConfigError
@@ -110,8 +111,6 @@ def _refuse_targets(arguments: argparse.Namespace) -> None:
 def to_megatron(arguments: argparse.Namespace) -> None:
     from megatron.checkpoint.megatron_lm.write import Target, to_megatron
 
-    if arguments.source == "hf":
-        raise ConfigError("--from hf --to megatron: in two steps; --to native first, then --from native --to megatron")
     taken = arguments.save.exists() and (not arguments.save.is_dir() or any(arguments.save.iterdir()))
     if taken and not arguments.overwrite:
         raise ConfigError(f"--save {arguments.save}: exists already; give another directory, or --overwrite")
@@ -120,8 +119,8 @@ def to_megatron(arguments: argparse.Namespace) -> None:
         1 if arguments.target_pipeline_parallel_size is None else arguments.target_pipeline_parallel_size,
         arguments.megatron_names or "classic",
     )
-    with _progress("written") as show:
-        written = to_megatron(_found(arguments), arguments.save, target, show)
+    with _ours(arguments) as found, _progress("written") as show:
+        written = to_megatron(found, arguments.save, target, show)
     print(
         f"saved {written} for Megatron-LM, TP {target.tp}, PP {target.pp}, {target.names} names; load it there with "
         "--no-load-rng: random states are not carried over"
@@ -141,15 +140,38 @@ def from_megatron(arguments: argparse.Namespace) -> None:
     print(f"saved {path}, vocabulary {rows}; train on with --load and {ending}")
 
 
-def _found(arguments: argparse.Namespace) -> FoundStep:
+@contextmanager
+def _ours(arguments: argparse.Namespace) -> Iterator[FoundStep]:
+    """A Hugging Face model becomes a checkpoint of ours first, beside --save, which is removed again."""
+    if arguments.source != "hf":
+        yield _found(arguments)
+        return
+    from megatron.checkpoint.hf import open_folder
+    from megatron.checkpoint.hf.convert import to_native
+
+    source = open_folder(arguments.load)
+    arguments.save.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(prefix=f".tmp-{arguments.save.name}-", dir=arguments.save.parent) as between:
+        with _progress("read") as show:
+            to_native(source, Path(between), Path(between), show)
+        yield _step_in(Path(between), None)
+
+
+def _step_in(directory: Path, step: int | None) -> FoundStep:
     from megatron.checkpoint import find_checkpoint
-    from megatron.checkpoint.megatron_lm.convert import with_true_vocabulary
     from megatron.distributed.state import ParallelState
     from megatron.layout import Layout
 
     alone = ParallelState.build(Layout(1), 0)
-    found = find_checkpoint(arguments.load, parallel=alone, step=arguments.ckpt_step, strict=True)
+    found = find_checkpoint(directory, parallel=alone, step=step, strict=True)
     assert found is not None, "without a save directory there is no fresh start"
+    return found
+
+
+def _found(arguments: argparse.Namespace) -> FoundStep:
+    from megatron.checkpoint.megatron_lm.convert import with_true_vocabulary
+
+    found = _step_in(arguments.load, arguments.ckpt_step)
     if (found.foreign is not None) != (arguments.source == "megatron"):
         raise ConfigError(f"--from {arguments.source}: {found.directory} is in another format; leave --from out")
     return with_true_vocabulary(found, arguments.true_vocab_size)

@@ -93,6 +93,20 @@ def test_the_optimizer_comes_back(tmp_path: Path, optimizer: str, names: str) ->
             assert torch.equal(tensor, model.moments[name][kind]), (name, kind)
 
 
+def test_a_hugging_face_model_goes_there_directly(tmp_path: Path) -> None:
+    convert(to_native(make(LLAMA), tmp_path), tmp_path / "hf", "hf")
+    convert(tmp_path / "hf", tmp_path / "between", "native")
+    flags = ["--target-tensor-parallel-size=2", "--megatron-names=core"]
+    convert(tmp_path / "between", tmp_path / "expected", "megatron", *flags)
+    before = set(tmp_path.iterdir())
+    convert(tmp_path / "hf", tmp_path / "out", "megatron", *flags)
+    assert set(tmp_path.iterdir()) - before == {tmp_path / "out"}
+    expected, found = (flat(written(tmp_path / name / "release")) for name in ("expected", "out"))
+    assert list(found) == list(expected) and sum(isinstance(value, Tensor) for value in found.values()) > 20
+    for name, value in expected.items():
+        assert torch.equal(found[name], value) if isinstance(value, Tensor) else found[name] == value, name
+
+
 def test_core_makes_the_output_projection_first(tmp_path: Path) -> None:
     """The order of parameters numbers the entries of the optimizer."""
     convert(to_native(make(GPT2), tmp_path), tmp_path / "out", "megatron", "--megatron-names=te")
