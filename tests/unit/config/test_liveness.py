@@ -19,6 +19,7 @@ ACTS_IN_CONFIG = {
     "deepspeed": "says that the file of --deepspeed_config is meant (deepspeed/source.py)",
     "deepspeed_config": "names the file that fills the other fields (deepspeed/source.py)",
     "ckpt_format": "torch, its only value, is what is written (checks on the choices)",
+    "full_validation": "makes the plan of what each evaluation reads (validation.py)",
     "group_query_attention": "needs --num-query-groups, which is what acts (checks/model.py)",
     "recompute_modules": "core_attn, its only value yet, is what selective recomputation does (checks/model.py)",
 }
