@@ -24,7 +24,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs from a checkout that is not installed
 
-from benchmarks.parts.turns import Contenders, Turn, rotated, speed_over
+from benchmarks.parts import turns
+from benchmarks.parts.turns import Turn, speed_over
 from megatron.evaluation.sequences import Scored, windows
 
 WINDOW, BATCH, VOCABULARY = 512, 8, 50257
@@ -98,24 +99,10 @@ def prepare(name: str, folder: Path, threads: int, rows: list[Scored]) -> Turn:
 def race(work: str, args: argparse.Namespace, folder: Path) -> float:
     """The ratio of our speed to theirs."""
     rows = rows_of(work, args.rows)
-    tokens, contenders = sum(row.length for row in rows), Contenders()
-    times: dict[str, list[float]] = {name: [] for name in CONTENDERS}
-    sums: dict[str, float] = {}
-    try:
-        for name in CONTENDERS:
-            contenders.start(name, partial(prepare, name, folder, args.threads, rows))
-            if contenders.answer(name) is None:
-                raise SystemExit(f"{name}: {contenders.left_out[name]}")
-        for number in range(-1, args.rounds):
-            for name in rotated(list(CONTENDERS), number):
-                measured = contenders.turn(name, 1)
-                if measured is None:
-                    raise SystemExit(f"{name}: {contenders.left_out[name]}")
-                sums[name] = measured["sum"]
-                if number >= 0:
-                    times[name].append(measured["seconds"])
-    finally:
-        contenders.close()
+    tokens = sum(row.length for row in rows)
+    contenders = {name: partial(prepare, name, folder, args.threads, rows) for name in CONTENDERS}
+    times, last = turns.race(contenders, args.rounds)
+    sums = {name: measured["sum"] for name, measured in last.items()}
     if abs(sums["ours"] / sums["transformers"] - 1) > 1e-4:
         raise SystemExit(f"{work}: the sums differ: {sums}")
     ratio = statistics.median(speed_over(times, "transformers"))

@@ -24,7 +24,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs from a checkout that is not installed
 
-from benchmarks.parts.turns import Contenders, Turn, rotated, speed_over
+from benchmarks.parts import turns
+from benchmarks.parts.turns import Turn, speed_over
 
 Prompts = list[list[int]]
 Generate = Callable[[Prompts, int], list[list[int]]]
@@ -129,23 +130,9 @@ def prepare(name: str, folder: Path, args: argparse.Namespace, batch: int) -> Tu
 
 
 def race(family: str, batch: int, folder: Path, args: argparse.Namespace) -> None:
-    contenders, tokens = Contenders(), {}
-    times: dict[str, list[float]] = {name: [] for name in CONTENDERS}
-    try:
-        for name in CONTENDERS:
-            contenders.start(name, partial(prepare, name, folder, args, batch))
-            if contenders.answer(name) is None:
-                raise SystemExit(f"{name}: {contenders.left_out[name]}")
-        for number in range(-1, args.rounds):
-            for name in rotated(list(CONTENDERS), number):
-                measured = contenders.turn(name, 1)
-                if measured is None:
-                    raise SystemExit(f"{name}: {contenders.left_out[name]}")
-                tokens[name] = measured["tokens"]
-                if number >= 0:
-                    times[name].append(measured["seconds"])
-    finally:
-        contenders.close()
+    contenders = {name: partial(prepare, name, folder, args, batch) for name in CONTENDERS}
+    times, last = turns.race(contenders, args.rounds)
+    tokens = {name: measured["tokens"] for name, measured in last.items()}
     rows = zip(tokens["ours"], tokens["transformers"], strict=True)
     same = statistics.mean(a == b for ours, theirs in rows for a, b in zip(ours, theirs, strict=True))
     for name, samples in times.items():

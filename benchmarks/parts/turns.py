@@ -100,6 +100,30 @@ class Contenders:
         self._links.clear()
 
 
+def race(prepare: Mapping[str, Callable[[], Turn]], rounds: int) -> tuple[dict[str, list[float]], dict[str, Any]]:
+    """The "seconds" of every contender in every round, behind one that is not counted, and what each measured last.
+    All must finish."""
+    contenders = Contenders()
+    times: dict[str, list[float]] = {name: [] for name in prepare}
+    last: dict[str, Any] = {}
+    try:
+        for name, make in prepare.items():
+            contenders.start(name, make)
+            if contenders.answer(name) is None:
+                raise SystemExit(f"{name}: {contenders.left_out[name]}")
+        for number in range(-1, rounds):
+            for name in rotated(list(prepare), number):
+                measured = contenders.turn(name, 1)
+                if measured is None:
+                    raise SystemExit(f"{name}: {contenders.left_out[name]}")
+                last[name] = measured
+                if number >= 0:
+                    times[name].append(measured["seconds"])
+    finally:
+        contenders.close()
+    return times, last
+
+
 def rotated(names: Sequence[str], number: int) -> list[str]:
     """The order of a round, so that nobody always follows the same."""
     first = number % len(names) if names else 0

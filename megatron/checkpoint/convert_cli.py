@@ -148,10 +148,11 @@ def _ours(arguments: argparse.Namespace) -> Iterator[FoundStep]:
         return
     from megatron.checkpoint.hf import open_folder
     from megatron.checkpoint.hf.convert import to_native
+    from megatron.checkpoint.paths import TEMPORARY
 
     source = open_folder(arguments.load)
     arguments.save.parent.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(prefix=f".tmp-{arguments.save.name}-", dir=arguments.save.parent) as between:
+    with TemporaryDirectory(prefix=f"{TEMPORARY}{arguments.save.name}-", dir=arguments.save.parent) as between:
         with _progress("read") as show:
             to_native(source, Path(between), Path(between), show)
         yield _step_in(Path(between), None)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from megatron.config.blend import data_sources
+from megatron.config.blend import Blend, data_sources
 from megatron.config.run import RunConfig
+from megatron.config.sections.data import DataConfig
 from megatron.errors import ConfigError
 
 ONE_SET = "valid"
@@ -32,7 +33,13 @@ def set_names(config: RunConfig) -> tuple[str, ...]:
     blend = data_sources(config.data).blends[1]
     if not config.data.multiple_validation_sets or blend is None:
         return (ONE_SET,)
-    return config.data.validation_set_names or tuple(str(number) for number in range(len(blend.prefixes)))
+    return tuple(name for name, _ in named_sets(config.data, blend))
+
+
+def named_sets(config: DataConfig, blend: Blend) -> list[tuple[str, str]]:
+    """(name, prefix) of each of --multiple-validation-sets; those without a name are numbered."""
+    names = config.validation_set_names or [str(number) for number in range(len(blend.prefixes))]
+    return list(zip(names, blend.prefixes, strict=True))
 
 
 def validation_plan(config: RunConfig, batch_size: int) -> ValidationPlan | None:

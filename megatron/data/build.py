@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from megatron.config.blend import SPLITS, Blend, data_sources
-from megatron.config.validation import SET_PREFIX
+from megatron.config.validation import SET_PREFIX, named_sets
 from megatron.data.blended import BlendedDataset, TokenDataset, part_samples, shares_of
 from megatron.data.cache import CachePlace, IndexCache, remove_leftovers
 from megatron.data.fim import FillInTheMiddle, FIMDataset, TextTokenizer
@@ -28,7 +28,7 @@ from megatron.data.sft.sources import ConversationSources
 from megatron.data.sources import SourceContent, Sources, check_border_flag
 from megatron.data.splits import split_bounds
 from megatron.data.table import MixtureRow, abbreviated, refuse_repeated, render, warn_repeated
-from megatron.data.validation import named_sources, refuse_empty
+from megatron.data.validation import empty_set
 from megatron.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -252,7 +252,7 @@ class _Builder:
         parts = [self._part(prefix, split, weight) for prefix, weight in zip(blend.prefixes, weights)]
         used = [part for part in parts if part.tokens]
         if not used and name == "valid" and not self.asked.cut:
-            raise refuse_empty(blend.flag, blend.prefixes[0], "validation set", 0, self.config.seq_length)
+            raise empty_set(blend.flag, blend.prefixes[0], "validation set", 0, self.config.seq_length)
         if not used:
             self._empty(name, f"{sum(len(part.data) for part in parts)} sequences, of which it gets none", wanted)
             return None
@@ -268,12 +268,12 @@ class _Builder:
         blend = self.asked.blends[1]
         if blend is None or wanted == 0:
             return
-        for name, prefix in named_sources(self.config, blend):
+        for name, prefix in named_sets(self.config, blend):
             part = self._part(prefix, 1, None)
             dataset = self._single(f"valid {name}", part, wanted) if part.tokens else None
             if dataset is None:
                 length = self.config.seq_length
-                raise refuse_empty(blend.flag, prefix, f"validation set {name}", part.tokens, length)
+                raise empty_set(blend.flag, prefix, f"validation set {name}", part.tokens, length)
             yield name, dataset
 
     def _direct(self, blend: Blend) -> bool:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megatron.config.blend import Blend, data_sources
-from megatron.config.validation import ONE_SET, SET_PREFIX
+from megatron.config.blend import data_sources
+from megatron.config.validation import ONE_SET, SET_PREFIX, named_sets
 from megatron.data.index_builders import samples_in
 from megatron.data.sources import Sources
 from megatron.errors import DataError
@@ -17,13 +17,7 @@ if TYPE_CHECKING:
     from megatron.config.sections.data import DataConfig
 
 
-def named_sources(config: DataConfig, blend: Blend) -> Iterator[tuple[str, str]]:
-    """(name, prefix) of each of --multiple-validation-sets."""
-    names = config.validation_set_names or [str(number) for number in range(len(blend.prefixes))]
-    yield from zip(names, blend.prefixes, strict=True)
-
-
-def refuse_empty(flag: str, prefix: str, what: str, tokens: int, seq_length: int) -> DataError:
+def empty_set(flag: str, prefix: str, what: str, tokens: int, seq_length: int) -> DataError:
     return DataError(
         f"{flag} {prefix}: the {what} is empty ({tokens} tokens, and one sample takes {seq_length + 1}); leave it out, "
         "or give it more text"
@@ -39,14 +33,12 @@ def sizes_of_sets(config: DataConfig, sources: Sources) -> Iterator[tuple[str, i
         return
     sets: list[tuple[str, str, tuple[str, ...]]]
     if config.multiple_validation_sets:
-        sets = [
-            (f"{SET_PREFIX}{name}", f"validation set {name}", (each,)) for name, each in named_sources(config, blend)
-        ]
+        sets = [(f"{SET_PREFIX}{name}", f"validation set {name}", (each,)) for name, each in named_sets(config, blend)]
     else:
         sets = [(ONE_SET, "validation set", blend.prefixes)]
     for split, what, prefixes in sets:
         tokens = [int(sources.open(prefix).data.sequence_lengths.sum(dtype=np.int64)) for prefix in prefixes]
         samples = sum(samples_in(each, config.seq_length) for each in tokens)
         if not samples:
-            raise refuse_empty(blend.flag, prefixes[0], what, sum(tokens), config.seq_length)
+            raise empty_set(blend.flag, prefixes[0], what, sum(tokens), config.seq_length)
         yield split, samples

@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megatron.errors import ConfigError
+from megatron.inference.model_flags import add_model_flags
 from megatron.training.exit import StopReason, run_as_program
-from megatron.utils.command_line import Parser, integer
+from megatron.utils.command_line import Parser, fields_from, integer
 from megatron.utils.loading import loading_torch
 
 if TYPE_CHECKING:
@@ -51,26 +52,9 @@ def parser() -> Parser:
         "--truncate-prompts", action="store_true", help="Drop the beginning of prompts that are longer than the window."
     )
     what.add_argument("--output", metavar="FILE", help="Write the results as JSON.")
-    how = p.add_argument_group("model")
-    how.add_argument(
-        "--load",
-        required=True,
-        metavar="DIR",
-        help="A run's --save, a checkpoint of Megatron-LM, a Hugging Face model.",
-    )
-    how.add_argument("--ckpt-step", type=int, metavar="N", help="This iteration instead of the newest.")
+    axes = ("tensor-model", "pipeline-model", "context", "expert-model")
+    how = add_model_flags(p, batch="Whole windows per pass", axes=axes)
     how.add_argument("--seq-length", type=integer(1), metavar="N", help="The window (default: as trained).")
-    how.add_argument(
-        "--batch-size", type=integer(1), default=8, metavar="N", help="Whole windows per pass (default 8)."
-    )
-    how.add_argument("--dtype", help="float32, bfloat16 or float16 (default: as trained).")
-    how.add_argument("--device", default="auto", help="auto, cpu, cuda, ... (default auto).")
-    how.add_argument("--kernels", default="auto", help="As in training (default auto).")
-    for axis in ("tensor-model", "pipeline-model", "context", "expert-model"):
-        name = f"--{axis}-parallel-size"
-        how.add_argument(name, type=integer(1), default=1, metavar="N", help="As in training (default 1).")
-    for name in ("--tokenizer-type", "--tokenizer-model", "--vocab-file", "--merge-file"):
-        how.add_argument(name, help="Of a checkpoint without a tokenizer of its own.")
     return p
 
 
@@ -86,11 +70,7 @@ def task_options(given: argparse.Namespace) -> TaskOptions:
     for name in set().union(*used.values()) - set(used[given.task]):
         if getattr(given, name) != defaults[name]:
             raise ConfigError(f"--{name.replace('_', '-')}: has no effect on --task {given.task}; leave it out")
-    return TaskOptions(**_fields(given, TaskOptions))
-
-
-def _fields(given: argparse.Namespace, kind: type[Any]) -> dict[str, Any]:
-    return {field.name: getattr(given, field.name) for field in dataclasses.fields(kind)}
+    return TaskOptions(**fields_from(given, TaskOptions))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -100,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             from megatron.evaluation.run import evaluate
             from megatron.inference.model import ModelOptions
 
-        evaluate(ModelOptions(**_fields(given, ModelOptions)), task_options(given))
+        evaluate(ModelOptions(**fields_from(given, ModelOptions)), task_options(given))
         return StopReason("done", f"--task {given.task}")
 
     run_as_program(body)

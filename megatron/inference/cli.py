@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from megatron.errors import ConfigError
+from megatron.inference.model_flags import add_model_flags
 from megatron.training.exit import StopReason, run_as_program
 from megatron.utils.command_line import Parser, fields_from, integer
 from megatron.utils.loading import loading_torch
@@ -55,23 +56,7 @@ def parser() -> Parser:
     choice.add_argument(
         "--length-penalty", type=float, default=1.0, help="Above 0 favours long texts in the search (default 1)."
     )
-    how = p.add_argument_group("model")
-    how.add_argument(
-        "--load",
-        required=True,
-        metavar="DIR",
-        help="A run's --save, a checkpoint of Megatron-LM, a Hugging Face model.",
-    )
-    how.add_argument("--ckpt-step", type=int, metavar="N", help="This iteration instead of the newest.")
-    how.add_argument("--batch-size", type=integer(1), default=8, metavar="N", help="Prompts at a time (default 8).")
-    how.add_argument("--dtype", help="float32, bfloat16 or float16 (default: as trained).")
-    how.add_argument("--device", default="auto", help="auto, cpu, cuda, ... (default auto).")
-    how.add_argument("--kernels", default="auto", help="As in training (default auto).")
-    for axis in ("tensor-model", "pipeline-model", "expert-model"):
-        name = f"--{axis}-parallel-size"
-        how.add_argument(name, type=integer(1), default=1, metavar="N", help="As in training (default 1).")
-    for name in ("--tokenizer-type", "--tokenizer-model", "--vocab-file", "--merge-file"):
-        how.add_argument(name, help="Of a checkpoint without a tokenizer of its own.")
+    add_model_flags(p, batch="Prompts at a time", axes=("tensor-model", "pipeline-model", "expert-model"))
     return p
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron.errors import ConfigError
 from megatron.training.curves.read import Run
+from megatron.utils import picture
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -20,17 +19,7 @@ _STYLES: dict[str, dict[str, Any]] = {
 
 
 def write_picture(runs: Sequence[Run], value: str, output: Path) -> None:
-    try:
-        figure = build_figure(runs, value)
-    except ImportError:
-        raise ConfigError(
-            f"--output {output}: drawing needs matplotlib, which is not installed for {sys.executable}; "
-            f"{sys.executable} -m pip install matplotlib (the extra 'plot')"
-        ) from None
-    try:
-        figure.savefig(output, format="png", dpi=150)
-    except OSError as error:
-        raise ConfigError(f"--output {output}: cannot be written ({error.strerror}); name another file") from None
+    picture.write_picture(lambda: build_figure(runs, value), output)
 
 
 def build_figure(runs: Sequence[Run], value: str) -> Figure:

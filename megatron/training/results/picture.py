@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron.errors import ConfigError
 from megatron.training.results.rows import Row
+from megatron.utils import picture
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -17,17 +16,7 @@ _OURS, _PUBLISHED = "C0", "0.65"
 
 
 def write_picture(rows: Sequence[Row], source: str, output: Path) -> None:
-    try:
-        figure = build_figure(rows, source)
-    except ImportError:
-        raise ConfigError(
-            f"--output {output}: drawing needs matplotlib, which is not installed for {sys.executable}; "
-            f"{sys.executable} -m pip install matplotlib (the extra 'plot')"
-        ) from None
-    try:
-        figure.savefig(output, format="png", dpi=150)
-    except OSError as error:
-        raise ConfigError(f"--output {output}: cannot be written ({error.strerror}); name another file") from None
+    picture.write_picture(lambda: build_figure(rows, source), output)
 
 
 def build_figure(rows: Sequence[Row], source: str) -> Figure:
