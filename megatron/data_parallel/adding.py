@@ -24,7 +24,7 @@ class Adder:
         self._scratch: Tensor | None = None
 
     def add(self, into: Tensor, grad: Tensor) -> None:
-        if into.device.type != "cpu" or grad.dtype == into.dtype or not grad.is_contiguous():
+        if into.device.type != "cpu" or grad.dtype == into.dtype or not (into.is_contiguous() and grad.is_contiguous()):
             into.add_(grad)
             return
         if self._scratch is None or self._scratch.dtype != into.dtype:

@@ -135,7 +135,8 @@ class Bucket:
             device, dtype = self.buffer.device, self.slots[0].parameter.dtype
             self.weights = torch.zeros(self.buffer.numel(), dtype=dtype, device=device)
             for slot in self.slots:
-                part = self.weights[slice(*slot.place)].view(slot.parameter.shape)
+                assert slot.view is not None
+                part = self.weights[slice(*slot.place)].as_strided(slot.view.shape, slot.view.stride())
                 slot.parameter.data = part.copy_(slot.parameter.detach())
         return self.weights
 
@@ -208,7 +209,8 @@ def _make_bucket(number: int, members: list[Slot], divided: bool, counts: bool) 
     message = torch.zeros(share * ranks + counter, dtype=first.dtype, device=first.parameter.device)
     buffer = message[: share * ranks]
     for slot, place in zip(members, itertools.pairwise(itertools.accumulate(sizes, initial=0)), strict=True):
-        slot.view = buffer[slice(*place)].view(slot.parameter.shape)
+        part, strides = buffer[slice(*place)], _strides_of_gradient(slot.parameter)
+        slot.view = part.view(slot.parameter.shape) if ranks > 1 else part.as_strided(slot.parameter.shape, strides)
         slot.bucket, slot.place = number, place
     chunk = (0, total) if ranks == 1 else (first.axis.rank * share, (first.axis.rank + 1) * share)
     bucket = Bucket(members, buffer, message, first.axis, first.replicas, chunk)
@@ -217,3 +219,9 @@ def _make_bucket(number: int, members: list[Slot], divided: bool, counts: bool) 
     if bucket.divided:
         bucket.flatten_weights()
     return bucket
+
+
+def _strides_of_gradient(parameter: nn.Parameter) -> tuple[int, ...]:
+    """As autograd makes gradients: the parameter's, such as those of channels_last, where they leave no gaps. Fused
+    optimizers read both by their place in memory."""
+    return torch.empty_like(parameter, device="meta").stride()

@@ -204,6 +204,10 @@ class FullySharded:
         """Those of `names` that were frozen since."""
         return [name for name in self.names if not self._shards[name].parameter.requires_grad]
 
+    def unused(self) -> list[str]:
+        """Those of `names` that no rank has used in this step, if that is compared. They have a gradient of zero."""
+        return [] if self._same_use is None else self._same_use.unused(self.names)
+
     def grad_dtype(self, name: str) -> torch.dtype:
         return self._shards[name].parameter.dtype
 

@@ -56,6 +56,10 @@ class SameUse:
                     "ranks gather a layer at once; use the same layers on all ranks, or zero_optimization.stage 1"
                 )
 
+    def unused(self, names: Iterable[str]) -> list[str]:
+        """Those that got no gradient in this step: on all ranks, once that is checked."""
+        return [name for name in names if not self._numbers[name]]
+
     def _listen(self, unit: nn.Module, *_: Any) -> None:
         """While its parameters are whole: autograd gives those their gradients."""
         for module in unit.modules():

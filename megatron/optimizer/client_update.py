@@ -77,6 +77,11 @@ class ClientUpdate:
             self._grads.multiply(decision.factor)
         absent = self._absent()
         for name, tensor in self._tensors.items():
+            if not tensor.is_contiguous():
+                raise ConfigError(
+                    f"{name} was given another memory format after megatron.initialize(), where it is made contiguous; "
+                    "leave that out, and give the inputs the format that you want"
+                )
             tensor.grad = None if name in absent else self._grads.grad(name).to(tensor.device)
         self.optimizer.step()
         for name in self._copies:
@@ -173,7 +178,7 @@ class ClientUpdate:
         own = self.optimizer.state.pop(parameter, {})
         if own:
             self.optimizer.state[tensor] = {
-                kind: self._grads.piece_of(name, value).to(tensor.device, tensor.dtype, copy=True)
+                kind: self._grads.piece_of(name, value.contiguous()).to(tensor.device, tensor.dtype, copy=True)
                 if _elementwise(kind, value, parameter)
                 else value
                 for kind, value in own.items()

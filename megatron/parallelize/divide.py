@@ -48,9 +48,26 @@ def _units_of_gpt(model: GPT, state: ParallelState) -> Iterator[Unit]:
 
 
 def units_of(model: nn.Module, axis: Axis) -> Iterator[Unit]:
-    """Of a model that is not ours: the members of its outermost lists of layers, and the rest."""
-    yield from (Unit(member, axis) for member in _members_of_lists(model))
+    """Of a model that is not ours: the members of its outermost lists of layers, and the rest, to which what a member
+    shares with others belongs."""
+    taken: set[int] = set()
+    for member in _members_of_lists(model):
+        own = {id(parameter) for parameter in member.parameters()}
+        if id(member) not in taken and own.isdisjoint(_parameters_without(model, member)):
+            taken.update(map(id, member.modules()))
+            yield Unit(member, axis)
     yield Unit(model, axis, stays_gathered=True)
+
+
+def _parameters_without(model: nn.Module, left_out: nn.Module) -> Iterator[int]:
+    """The ids of those that are reached on ways that do not lead through a module."""
+    heard, coming = {id(left_out)}, [model]
+    while coming:
+        module = coming.pop()
+        if id(module) not in heard:
+            heard.add(id(module))
+            yield from map(id, module.parameters(recurse=False))
+            coming += module.children()
 
 
 def _members_of_lists(module: nn.Module) -> Iterator[nn.Module]:

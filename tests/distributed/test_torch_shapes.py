@@ -27,7 +27,7 @@ def without_unused(norm: bool = True) -> Tiny:
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)  # which reads gradients by places in memory
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, ranks: int, accumulation: int = 1) -> None:

@@ -51,7 +51,7 @@ def train(engine: ModelEngine, steps: int, first: int = 0) -> None:
 
 
 def engine_weights(rank: int, ranks: int, kind: str, accumulation: int, stage: int, clip: float) -> dict[str, Tensor]:
-    model = make_model(uses_all=stage > 1)
+    model = make_model(no_scalar=stage > 1)
     engine, *_ = initialize(
         model=model,
         optimizer=OPTIMIZERS[kind](model),
@@ -80,7 +80,7 @@ CASES = [
 
 @pytest.mark.parametrize(("ranks", "kind", "accumulation", "stage", "clip"), CASES)
 def test_equals_a_plain_torch_loop(ranks: int, kind: str, accumulation: int, stage: int, clip: float) -> None:
-    wanted = plain_loop(OPTIMIZERS[kind], STEPS, ranks * accumulation * MICRO, clip, uses_all=stage > 1)
+    wanted = plain_loop(OPTIMIZERS[kind], STEPS, ranks * accumulation * MICRO, clip, no_scalar=stage > 1)
     results = run_ranks(ranks, engine_weights, ranks, kind, accumulation, stage, clip)
     for found in results:
         assert largest_difference(found, wanted) < GATE

@@ -80,12 +80,16 @@ def expected(plan: Plan, freezes: bool = False) -> dict[str, Tensor]:
     return dict(model.state_dict())
 
 
+PLANS_OF_STAGES = [(plan, stage) for plan in PLANS.values() for stage in (0, 1)]
+PLANS_OF_STAGES += [(PLANS["both lack it later"], 2), (PLANS["both lack it later"], 3)]  # which want all ranks alike
+
+
 def each_plan(rank: int) -> list[dict[str, Tensor]]:
-    return [trained(rank, stage, plan) for plan in PLANS.values() for stage in (0, 1)]
+    return [trained(rank, stage, plan) for plan, stage in PLANS_OF_STAGES]
 
 
 def test_parts_that_are_left_out() -> None:
-    wanted = [expected(plan) for plan in PLANS.values() for _ in (0, 1)]
+    wanted = [expected(plan) for plan, _ in PLANS_OF_STAGES]
     for found in run_ranks(2, each_plan):
         assert max(map(largest_difference, found, wanted)) < 1e-12
 
@@ -194,6 +198,50 @@ class Layers(nn.Module):
     def forward(self, x: Tensor, which: int) -> Tensor:
         layer: Tensor = self.layers[which](x)
         return layer
+
+
+class Sharing(nn.Module):
+    """Layers of a list that share a weight, a layer with a second name, and one that others hold too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        one, two, held = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)
+        two.weight = one.weight
+        self.layers = nn.ModuleList([one, nn.Sequential(nn.Linear(6, 6), nn.Tanh(), held), two])
+        self.again, self.others = self.layers[1], nn.Sequential(held, nn.Tanh(), nn.Linear(6, 6), held)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in (*self.layers, self.again, self.others):
+            x = x + torch.tanh(layer(x))
+        return x
+
+
+def shared_layers(rank: int) -> list[dict[str, Tensor]]:
+    found = []
+    for stage in (None, 2, 3):
+        model = Sharing().double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if stage is not None:
+            config: dict[str, Any] = {"train_batch_size": 4, "zero_optimization": {"stage": stage}}
+            engine, *_ = initialize(model=model, optimizer=optimizer, config=config)
+        for step in range(3):
+            halves = halves_of(step)
+            if stage is None:
+                optimizer.zero_grad()
+                F.mse_loss(model(torch.cat(halves)), torch.cat(halves).flip(-1)).backward()
+                optimizer.step()
+            else:
+                engine.backward(F.mse_loss(engine(halves[rank]), halves[rank].flip(-1)))
+                engine.step()
+        weights = model.state_dict() if stage is None else engine.whole_state_dict()
+        found.append({name: one.clone() for name, one in weights.items()})
+    return found
+
+
+def test_layers_that_share_weights_or_have_two_names_are_divided() -> None:
+    for plain, second, third in run_ranks(2, shared_layers):
+        assert max(largest_difference(second, plain), largest_difference(third, plain)) < 1e-12
 
 
 def other_layers(rank: int, accumulation: int) -> bool:

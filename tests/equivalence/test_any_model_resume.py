@@ -19,7 +19,7 @@ SAMPLES = 4
 
 
 def make_engine(ranks: int, *, fp16: bool = False, accumulation: int = 1, stage: int = 0) -> ModelEngine:
-    model = make_model(torch.float32, norm=True, uses_all=True)
+    model = make_model(torch.float32, norm=True, no_scalar=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     config: dict[str, Any] = {
         "train_batch_size": SAMPLES,

@@ -13,7 +13,8 @@ CLASSES = 5
 
 
 class Tiny(nn.Module):
-    """Convolution, a tied pair, a frozen layer, a parameter that is never used, a scalar, and a buffer."""
+    """Convolution, a tied pair, a frozen layer, a parameter that is never used, a scalar, a buffer, and a matrix
+    that is stored by columns, as models in channels_last are."""
 
     def __init__(self, norm: bool = False) -> None:
         super().__init__()
@@ -26,6 +27,7 @@ class Tiny(nn.Module):
         self.scale = nn.Parameter(torch.tensor(1.0))
         self.register_buffer("offset", torch.linspace(-1, 1, 64))
         self.out = nn.Linear(64, CLASSES)
+        self.out.weight = nn.Parameter(self.out.weight.detach().t().contiguous().t())
 
     def forward(self, images: Tensor) -> Tensor:
         hidden = F.max_pool2d(torch.tanh(self.norm(self.conv(images))), 2).flatten(1)
@@ -33,12 +35,11 @@ class Tiny(nn.Module):
         return self.out(self.scale * self.two(hidden))
 
 
-def make_model(dtype: torch.dtype = torch.float64, norm: bool = False, uses_all: bool = False) -> Tiny:
-    """`uses_all`: every parameter gets a gradient, and none is a scalar, as ZeRO 2 and 3 want it."""
+def make_model(dtype: torch.dtype = torch.float64, norm: bool = False, no_scalar: bool = False) -> Tiny:
+    """`no_scalar`: no parameter is one, as ZeRO 2 and 3 want it."""
     torch.manual_seed(0)
     model = Tiny(norm).to(dtype)
-    if uses_all:
-        model.unused.requires_grad_(False)
+    if no_scalar:
         model.scale = nn.Parameter(torch.ones(1, dtype=dtype))
     return model
 
@@ -55,10 +56,10 @@ def plain_loop(
     steps: int,
     samples: int,
     clip: float = 0.0,
-    uses_all: bool = False,
+    no_scalar: bool = False,
 ) -> dict[str, Tensor]:
     """One process, the whole batch at once."""
-    model = make_model(uses_all=uses_all)
+    model = make_model(no_scalar=no_scalar)
     optimizer = make_optimizer(model)
     for step in range(steps):
         images, labels = batch_of(step, samples)

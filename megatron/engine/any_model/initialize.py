@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parameter import UninitializedParameter
 
 from megatron.config.sections.optimizer import OptimizerConfig
 from megatron.data_parallel import FullySharded, GradBuffers, broadcast_parameters
 from megatron.engine.any_model.engine import ModelEngine
+from megatron.engine.any_model.fit import checked_model
 from megatron.engine.any_model.from_deepspeed import EngineConfig
 from megatron.engine.any_model.loader import EpochLoader
 from megatron.engine.any_model.ranks import Place, find_place
@@ -59,7 +59,7 @@ def initialize(
                 f"megatron.initialize(): {name} is not supported: every rank has the whole model; leave it out, or use "
                 "pretrain_gpt.py for tensor and pipeline parallelism"
             )
-    model = _checked_model(model)
+    model = checked_model(model)
     read = EngineConfig(_one_config(args, config, config_params))
     place = find_place(model)
     log = RankLog(place.parallel.rank)
@@ -167,36 +167,6 @@ def _divide_weights(model: nn.Module, settings: EngineSettings, place: Place, na
     )
 
 
-def _checked_model(model: Any) -> nn.Module:
-    if model is None:
-        raise ConfigError(
-            "megatron.initialize(): no model; give model=, an nn.Module (settings of a run: megatron.setup)"
-        )
-    if isinstance(model, type) or not isinstance(model, nn.Module):
-        what = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
-        raise ConfigError(f"megatron.initialize(): model is {what}; give an instance of nn.Module")
-    if isinstance(model, ModelEngine):
-        raise ConfigError("megatron.initialize(): model is an engine already; go on with that engine")
-    if any(hasattr(one, "device_mesh") for one in model.parameters()):  # a DTensor, whose import takes long
-        raise ConfigError(
-            "megatron.initialize(): the model's parameters are divided already, by an engine that it was given to "
-            "before or by fully_shard; give a model whose parameters are whole"
-        )
-    lazy = [name for name, one in model.named_parameters() if isinstance(one, UninitializedParameter) or one.is_meta]
-    if lazy:
-        raise ConfigError(
-            f"megatron.initialize(): {lazy[0]} has no values yet; call a lazy module once with a batch, and "
-            "model.to_empty(device=...) and its initialisation for one on the meta device"
-        )
-    complexes = [name for name, one in model.named_parameters() if one.is_complex() and one.requires_grad]
-    if complexes:
-        raise ConfigError(
-            f"megatron.initialize(): {complexes[0]} is complex, and gradients here are real; make it a real "
-            "parameter with a last dimension of 2, and torch.view_as_complex in the forward pass"
-        )
-    return model
-
-
 def _one_config(args: Any, config: Any, config_params: Any) -> Mapping[str, Any] | str | Path:
     given = {
         "config": config,
@@ -221,6 +191,8 @@ def _prepare_model(model: nn.Module, settings: EngineSettings, place: Place) -> 
     dtype = getattr(torch, settings.precision.params_dtype)
     device = torch.device("cpu") if settings.parameters_on_host else place.device  # which has not room for all of it
     model.to(device) if dtype == torch.float32 else model.to(device, dtype)
+    for one in model.parameters():
+        one.data = one.data.contiguous()  # as gradients and state are: what is fused goes by places in memory
     for group in (model.named_parameters(), model.named_buffers()):
         broadcast_parameters(group, place.parallel.dp, through=place.device)
 

@@ -18,8 +18,8 @@ class Usage:
     """An optimizer of torch leaves a parameter without a gradient alone: no weight decay, no decaying moments. Over
     several ranks that is one that no rank has used; a parameter may be left out, or frozen, at any time. So they
     compare notes in every step in which the sums of gradients have told that some rank lacked one; in every step where
-    those are divided (ZeRO 1), while they are under way. Where gradients are divided as they come (ZeRO 2 and 3), each
-    has one of zero, and those that are frozen alone are left alone.
+    those are divided (ZeRO 1), while they are under way. Where gradients are divided as they come (ZeRO 2 and 3),
+    all use the same parts, which is checked there.
     """
 
     def __init__(self, grads: GradBuffers | FullySharded, model: nn.Module, dp: Axis) -> None:
@@ -42,7 +42,7 @@ class Usage:
                     f"buffer; use engine.load_state_dict({{...}}, strict=False), with the whole tensor"
                 )
             grads.reduce()
-            self._absent = grads.frozen()
+            self._absent = {*grads.frozen(), *grads.unused()}
             return
         grads.start_reduce()  # first: some ranks may have begun in backward, where others lacked a gradient
         compares = not grads.counts_lacking

@@ -186,9 +186,15 @@ def another_engine(engine: ModelEngine) -> None:
     take_step(make(model=engine.module))
 
 
+def by_columns(engine: ModelEngine) -> None:
+    engine.module.weight.data = engine.module.weight.data.t().contiguous().t()
+    take_step(engine)
+
+
 @pytest.mark.parametrize(
     ("does", "said"),
     [
+        (by_columns, "weight was given another memory format after megatron.initialize.*; leave that out"),
         (thaw, "weight was frozen when megatron.initialize.* call initialize.. before requires_grad_.False."),
         (another_group, r"add_param_group\(\): the engine has no place .* give the optimizer all of them before"),
         (another_engine, "bias was taken by an engine that the model was given to before; go on with that engine"),
@@ -207,10 +213,20 @@ def complex_weights() -> nn.Module:
     return model
 
 
+def transposed_pair() -> nn.Module:
+    model = nn.Sequential(nn.Linear(10, 4), nn.Linear(4, 10))
+    model[1].weight.data = model[0].weight.data.t()
+    return model
+
+
 UNFIT: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "lazy": (lambda: nn.LazyLinear(10), "weight has no values yet; call a lazy module once with a batch"),
     "meta": (lambda: nn.Linear(10, 10, device="meta"), "weight has no values yet"),
     "complex": (complex_weights, "phases is complex, .* make it a real parameter with a last dimension of 2"),
+    "shared memory": (
+        transposed_pair,
+        "0.weight and 1.weight are two parameters in the same memory, .* use one of them",
+    ),
     "an engine": (make, "model is an engine already; go on with that"),
 }
 
