@@ -30,7 +30,10 @@ class ReadAhead(Iterator[T], Generic[T]):
     def __init__(self, source: Iterator[T], *, depth: int) -> None:
         self._items: queue.SimpleQueue[T | _End] = queue.SimpleQueue()
         self.ready, signal = Pipe(duplex=False)
-        self._room = threading.Semaphore(depth)
+        # Not a semaphore: __del__ may run wherever garbage is collected, in the thread too, while it holds a lock.
+        self._room: queue.SimpleQueue[None] = queue.SimpleQueue()
+        for _ in range(depth):
+            self._room.put(None)
         self._stopped = threading.Event()
         self._ended: _End | None = None
         # A daemon, so that a source that hangs does not keep the process alive. The thread holds no reference to self:
@@ -44,31 +47,37 @@ class ReadAhead(Iterator[T], Generic[T]):
             self.ready.recv_bytes()
             item = self._items.get()
             if not isinstance(item, _End):
-                self._room.release()
+                self._room.put(None)
                 return item
             self._ended = item
         raise self._ended.error
 
     def stop(self, seconds: float) -> None:
         """Ends the thread. Waits for it no longer than `seconds`, because the source may be producing an item."""
-        self._stopped.set()
-        self._room.release()
+        self._end()
         self._thread.join(seconds)
+
+    def _end(self) -> None:
+        self._stopped.set()
+        self._room.put(None)
 
     def __del__(self) -> None:
         if hasattr(self, "_thread"):
-            self.stop(0.0)
+            self._end()
 
 
 def _read(
     source: Iterator[T],
     items: queue.SimpleQueue[T | _End],
     signal: Connection,
-    room: threading.Semaphore,
+    room: queue.SimpleQueue[None],
     stopped: threading.Event,
 ) -> None:
     ended = False
-    while not ended and room.acquire() and not stopped.is_set():
+    while not ended:
+        room.get()
+        if stopped.is_set():
+            return
         item: T | _End
         try:
             item = next(source)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 import threading
 from collections.abc import Iterator
 
@@ -65,6 +66,26 @@ def test_the_thread_ends(how: str) -> None:
         gc.collect()
     thread.join(10)
     assert not thread.is_alive()
+
+
+def test_the_thread_itself_may_be_who_forgets_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Garbage is collected in whatever thread makes an object."""
+    unraisable: list[object] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda found: unraisable.append(found.exc_value))
+    only_here: list[ReadAhead[int]] = []
+    handed_over = threading.Event()
+
+    def source() -> Iterator[int]:
+        handed_over.wait(10)
+        only_here.clear()
+        while True:
+            yield 1
+
+    only_here.append(ReadAhead(source(), depth=2))
+    thread = only_here[0]._thread
+    handed_over.set()
+    thread.join(10)
+    assert not thread.is_alive() and not only_here and unraisable == []
 
 
 def test_a_source_that_hangs_is_not_waited_for() -> None:
