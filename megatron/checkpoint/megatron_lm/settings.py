@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -30,6 +31,7 @@ _NOT_BUILT: Mapping[str, tuple[Any, ...]] = {
     "geglu": (False, None),
     "add_binary_head": (False, None),
     "no_rope_freq": (None,),
+    "yarn_correction_range_round_to_int": (True, None),
     "normalization": ("LayerNorm", "RMSNorm", "layernorm", "rmsnorm", None),
 }
 _WHILE_TRAINING = (  # settings of the loss, of the devices and of rounding, which the run itself gives
@@ -50,6 +52,8 @@ def read_settings(args: Mapping[str, Any], where: Path) -> dict[str, dict[str, A
     for name, off in _NOT_BUILT.items():
         if name in args and args[name] not in off:
             raise CheckpointError(f"{where}: its args have {name} = {str(args[name])[:60]}, which is not supported")
+    if args.get("position_embedding_type") == "yarn" and args.get("yarn_rotary_scaling_factor") is None:
+        raise CheckpointError(f"{where}: its args have positions of YaRN and no yarn_rotary_scaling_factor")
     model = asdict(model_config(_section(args, ModelConfig) | _attention(args) | _positions(args) | _activation(args)))
     moe = asdict(moe_config({"moe": _experts(args)}))
     precision = {"bf16": bool(args.get("bf16")), "fp16": bool(args.get("fp16"))}
@@ -83,6 +87,8 @@ def _positions(args: Mapping[str, Any]) -> dict[str, Any]:
     if not args.get("add_position_embedding", True) and kind == "learned_absolute":
         kind = "none"
     found: dict[str, Any] = {"position_embedding_type": kind, "use_rotary_position_embeddings": False}
+    if kind == "yarn":
+        found |= _yarn(args)
     if kind != "rope":
         found |= {"use_rope_scaling": False, "rotary_seq_len_interpolation_factor": None}
     factor = args.get("rotary_seq_len_interpolation_factor")
@@ -93,6 +99,35 @@ def _positions(args: Mapping[str, Any]) -> dict[str, Any]:
     if "layernorm_epsilon" in args:
         found["norm_epsilon"] = float(args["layernorm_epsilon"])
     return found
+
+
+def _yarn(args: Mapping[str, Any]) -> dict[str, Any]:
+    """The attention factor is the quotient of two, which have the same form."""
+    factor, attention = float(args["yarn_rotary_scaling_factor"]), args.get("yarn_attention_factor")
+    by_default = _attention_factor(factor, 1.0)
+    whole, part = args.get("yarn_mscale"), args.get("yarn_mscale_all_dim")
+    if attention is None and whole is not None and part is not None:
+        quotient = _attention_factor(factor, float(whole)) / _attention_factor(factor, float(part))
+        attention = None if quotient == by_default else quotient
+    return {"yarn_factor": factor, "yarn_attention_factor": attention}
+
+
+def _attention_factor(factor: float, mscale: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+
+def _their_yarn(config: ModelConfig) -> dict[str, Any]:
+    if config.rope_scaling != "yarn":
+        return {}
+    mscale = 1.0
+    if config.yarn_attention_factor is not None and config.yarn_factor > 1:
+        mscale = (config.yarn_attention_factor - 1.0) / (0.1 * math.log(config.yarn_factor))
+    return {
+        "yarn_rotary_scaling_factor": config.yarn_factor,
+        "yarn_correction_range_round_to_int": True,
+        "yarn_mscale": mscale,
+        "yarn_mscale_all_dim": 0.0,
+    }
 
 
 def _activation(args: Mapping[str, Any]) -> dict[str, Any]:
@@ -137,6 +172,7 @@ def their_args(
         if name not in ("model", "norm_epsilon")
     }
     values = model | classic.model_arguments(config, vocab_size, tp)
+    rotary = config.positions == "rope" and config.rope_scaling != "yarn"
     values |= {
         "layernorm_epsilon": config.norm_epsilon,
         "norm_epsilon": config.norm_epsilon,
@@ -147,8 +183,9 @@ def their_args(
         "bias_gelu_fusion": config.bias_gelu_fusion,
         "openai_gelu": config.openai_gelu,
         "add_position_embedding": config.positions == "learned",
-        "use_rotary_position_embeddings": config.positions == "rope",
-        "position_embedding_type": "rope" if config.positions == "rope" else config.position_embedding_type,
+        "use_rotary_position_embeddings": rotary,
+        "position_embedding_type": "rope" if rotary else config.position_embedding_type,
+        **_their_yarn(config),
         "tensor_model_parallel_size": tp,
         "pipeline_model_parallel_size": pp,
         "expert_model_parallel_size": 1,

@@ -37,6 +37,16 @@ _NOT_AT_23_06 = {
     "grouped-query attention": lambda config, moe: config.query_groups != config.num_attention_heads,
     "norms of queries and keys": lambda config, moe: config.qk_layernorm,
     "experts": lambda config, moe: moe.is_on,
+    "YaRN": lambda config, moe: config.rope_scaling == "yarn",
+}
+_NOWHERE_THERE = {
+    "norms after attention and MLP": lambda config: config.norm_placement != "before",
+    "norm over all heads of queries": lambda config: config.qk_layernorm and config.qk_layernorm_scope != "head",
+    "scaling of Llama 3 with other numbers than 1, 4 and 8192": lambda config: (
+        config.rope_scaling == "llama3"
+        and (config.rope_low_freq_factor, config.rope_high_freq_factor, config.rope_original_max_position)
+        != (1.0, 4.0, 8192)
+    ),
 }
 _OF_LAYER_IN_CORE = ("input_layernorm", "self_attention.dense", "self_attention.query_key_value")
 _OF_LAYER_IN_TE = ("self_attention.dense", "input_layernorm", "self_attention.query_key_value")
@@ -256,6 +266,9 @@ def _plan(found: FoundStep, target: Target, reading: Reading, log: Callable[[str
     lacking = [what for what, has in _NOT_AT_23_06.items() if target.names == "classic" and has(config, moe)]
     if lacking:
         log(f"note: Megatron-LM 23.06 has no {', '.join(lacking)}; for its later models give --megatron-names core")
+    nowhere = [what for what, has in _NOWHERE_THERE.items() if has(config)]
+    if nowhere:
+        log(f"note: Megatron-LM has no {', no '.join(nowhere)}: it would compute another function of these weights")
     trained = [name for name, parameter in wanted.items() if parameter.row.trained]
     adam = all(set(_MOMENTS) <= set(manifest.optimizer.get(name, {})) for name in trained)
     if not adam:

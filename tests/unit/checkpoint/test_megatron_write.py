@@ -3,6 +3,7 @@ bit."""
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,12 @@ import torch
 from torch import Tensor
 
 from megatron.checkpoint import convert_cli, safe_load
+from megatron.checkpoint.architecture import model_config
 from megatron.checkpoint.megatron_lm import names as mapped
+from megatron.checkpoint.megatron_lm.settings import read_settings, their_args
+from megatron.config import ModelConfig, MoEConfig
+from megatron.errors import CheckpointError
+from megatron.model import rope
 from tests.helpers.megatron_lm import Layout, Model, rank_content, with_moments, write
 from tests.unit.checkpoint.test_megatron_lm import GPT2, LLAMA, MIXTRAL, MOE, check_weights, load, make, params_of
 
@@ -105,6 +111,66 @@ def test_a_hugging_face_model_goes_there_directly(tmp_path: Path) -> None:
     assert list(found) == list(expected) and sum(isinstance(value, Tensor) for value in found.values()) > 20
     for name, value in expected.items():
         assert torch.equal(found[name], value) if isinstance(value, Tensor) else found[name] == value, name
+
+
+YARN = {"position_embedding_type": "yarn", "yarn_factor": 4.0, "yarn_beta_fast": 16.0, "yarn_beta_slow": 2.0}
+YARN |= {"yarn_original_max_position_embeddings": 8}
+LLAMA3 = {"position_embedding_type": "rope", "use_rope_scaling": True, "rope_scaling_factor": 32.0}
+POSITIONS: list[dict[str, Any]] = [
+    YARN,
+    {**YARN, "yarn_attention_factor": 1.3},
+    LLAMA3,
+    {**LLAMA3, "rope_low_freq_factor": 2.0, "rope_original_max_position": 64},
+    {"position_embedding_type": "rope", "rotary_seq_len_interpolation_factor": 2.0, "rotary_base": 500},
+    {"position_embedding_type": "rope", "rotary_percent": 0.5},
+    {"position_embedding_type": "none"},
+    {},
+]
+
+
+@pytest.mark.parametrize("settings", POSITIONS)
+def test_positions_come_back(settings: dict[str, Any]) -> None:
+    """By all of our names, and of YaRN by what Megatron-LM reads alone."""
+    config = ModelConfig(num_layers=2, hidden_size=48, num_attention_heads=4, **settings)
+    args = their_args(config, MoEConfig(), 300, tp=1, pp=1, others={})
+    for names in (args, {name: value for name, value in args.items() if name not in ("yarn_factor", OURS_ALONE)}):
+        back = model_config(read_settings(names, Path("args"))["model"])
+        assert back.positions == config.positions and back.rope_scaling == config.rope_scaling
+        assert rope.attention_factor(back) == pytest.approx(rope.attention_factor(config), abs=1e-14)
+        assert torch.equal(rope.inverse_frequencies(back), rope.inverse_frequencies(config))
+    assert args["use_rotary_position_embeddings"] == (args["position_embedding_type"] == "rope")
+
+
+OURS_ALONE = "yarn_attention_factor"
+GPT_OSS = {"num_layers": 2, "hidden_size": 48, "num_attention_heads": 4, "position_embedding_type": "yarn"}
+GPT_OSS |= {"yarn_rotary_scaling_factor": 32.0, "yarn_mscale": 2.0, "yarn_mscale_all_dim": 1.0}
+
+
+def test_yarn_of_theirs_is_read() -> None:
+    config = model_config(read_settings(GPT_OSS, Path("args"))["model"])
+    assert config.yarn_factor == 32.0
+    assert rope.attention_factor(config) == pytest.approx((0.2 * math.log(32) + 1) / (0.1 * math.log(32) + 1))
+
+
+@pytest.mark.parametrize(
+    "changed, said",
+    [
+        ({"yarn_rotary_scaling_factor": None}, "have positions of YaRN and no yarn_rotary_scaling_factor"),
+        (
+            {"yarn_correction_range_round_to_int": False},
+            "yarn_correction_range_round_to_int = False, which is not",
+        ),
+    ],
+)
+def test_yarn_that_is_not_built_is_refused(changed: dict[str, Any], said: str) -> None:
+    with pytest.raises(CheckpointError, match=said):
+        read_settings(GPT_OSS | changed, Path("args"))
+
+
+def test_what_megatron_computes_otherwise_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    native = to_native(make({**LLAMA, "use_rope_scaling": True, "rope_original_max_position": 64}), tmp_path)
+    convert(native, tmp_path / "out", "megatron", "--megatron-names=core")
+    assert "no scaling of Llama 3 with other numbers than 1, 4 and 8192: it would compute" in capsys.readouterr().out
 
 
 def test_core_makes_the_output_projection_first(tmp_path: Path) -> None:
