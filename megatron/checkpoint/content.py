@@ -108,9 +108,9 @@ def _main_content(
     base = min((layer for name in state.params if (layer := layer_of(name)) is not None), default=0)
     tensors: dict[tuple[str, ...], Tensor] = {}
     for name, (spec, tensor) in state.params.items():
+        if name in VOCABULARY_TABLES:  # before it is copied: the copy may still be on its way from the device
+            tensor = _pad_rows(tensor, padded_rows)
         stored = kept(name, tensor)
-        if name in VOCABULARY_TABLES:
-            stored = _pad_rows(stored, padded_rows)
         key = ("model", *classic_path(name, base))
         tensors[key[1:]] = stored
         part.model[name] = _record(spec, stored, Slice(rank_file(parallel), key, spec.ranges, tuple(stored.shape)))

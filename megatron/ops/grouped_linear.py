@@ -75,8 +75,10 @@ def by_grouped_mm(x: Tensor, counts: Sequence[int], weights: Sequence[nn.Paramet
 
 
 def _fits(x: Tensor, weights: Sequence[Tensor]) -> bool:
-    """The kernel takes bf16 rows whose size is a multiple of 16 bytes."""
-    return x.is_cuda and x.dtype == torch.bfloat16 and all(size % 8 == 0 for size in weights[0].shape)
+    """The kernel takes bf16 rows whose size is a multiple of 16 bytes; of no rows at all, which a rank gets whose
+    experts nobody chose, torch refuses products (pytorch #192497)."""
+    rows = x.shape[0] > 0 and x.is_cuda and x.dtype == torch.bfloat16
+    return rows and all(size % 8 == 0 for size in weights[0].shape)
 
 
 def _grouped_linear(

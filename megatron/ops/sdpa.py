@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron.ops.softmax import causal_mask
+from megatron.utils.dtype import HALF
 
 # By published measurements on H100, head width 128, forward only: cuDNN near 600 TFLOP/s, flash 370. What one cannot
 # do (a mask, dropout, grouped keys, a width) falls to the next.
@@ -69,6 +70,9 @@ def sdpa(
     if causal and (mask is not None or query.shape[-2] != key.shape[-2]):
         triangle = causal_mask(query.shape[-2], key.shape[-2], query.device)
         mask, causal = triangle if mask is None else mask & triangle, False
+    repeat = query.shape[1] // key.shape[1]
+    if repeat > 1 and query.device.type == "cuda" and not _takes_groups(query, mask):
+        key, value = key.repeat_interleave(repeat, dim=1), value.repeat_interleave(repeat, dim=1)
     with preferred(backends):
         return F.scaled_dot_product_attention(
             query,
@@ -80,3 +84,9 @@ def sdpa(
             scale=scale,
             enable_gqa=query.shape[1] != key.shape[1],
         )
+
+
+def _takes_groups(query: Tensor, mask: Tensor | None) -> bool:
+    """Whether a fused kernel of CUDA certainly takes keys that several heads share: flash, in halves and unmasked. The
+    memory-efficient one does not, and PyTorch would compute all scores [batch, heads, queries, keys] instead."""
+    return mask is None and query.dtype in HALF

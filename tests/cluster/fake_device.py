@@ -151,11 +151,9 @@ def _attention(
 ) -> Tensor:
     """flash attention, or with a mask the memory-efficient one, which takes it as numbers added to the scores."""
     aten = torch.ops.aten
-    if enable_gqa and (attn_mask is not None or query.dtype not in (torch.bfloat16, torch.float16)):
-        repeat = query.shape[1] // key.shape[1]
-        key, value = key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1)
     if attn_mask is None and query.dtype in (torch.bfloat16, torch.float16):
         return aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]
+    assert query.shape[1] == key.shape[1], "shared keys: that kernel takes none, and all scores would be computed"
     bias = None
     if attn_mask is not None:
         bias = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(~attn_mask, -torch.inf)

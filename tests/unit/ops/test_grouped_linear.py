@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from megatron.model.wgrads import WgradQueue
 from megatron.ops import grouped_linear, resolve
 from megatron.ops.grouped_linear import Grouped, Loop, by_grouped_mm, by_loop
+from tests.cluster.fake_device import fake_cuda
 
 IN, OUT = 16, 24
 SHARES = {
@@ -82,6 +83,18 @@ def test_the_grouped_product_is_the_same(counts: list[int], dtype: torch.dtype, 
 
 def test_what_the_kernel_does_not_take_goes_through_the_loop() -> None:
     assert difference(computed(by_grouped_mm, [3, 2], torch.float64), expert_by_expert([3, 2], torch.float64)) < 1e-13
+
+
+@pytest.mark.parametrize(("rows", "how"), [(5, Grouped), (0, Loop)])
+def test_a_rank_whose_experts_nobody_chose_asks_for_no_grouped_product(rows: int, how: type) -> None:
+    with fake_cuda() as device:
+        x = torch.empty(rows, IN, dtype=torch.bfloat16, device=device)
+        weights = [nn.Parameter(torch.empty(OUT, IN, dtype=torch.bfloat16, device=device)) for _ in range(2)]
+        with pytest.MonkeyPatch.context() as patch:
+            asked: list[type] = []
+            patch.setattr(grouped_linear, "_grouped_linear", lambda how, x, *_: asked.append(how) or x)
+            by_grouped_mm(x, [rows, 0], weights)
+    assert asked == [how]
 
 
 def test_gradients_that_wait_in_a_queue() -> None:

@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends  # type: ignore[attr-defined]
 
 from megatron.ops import resolve, wgrad
 from megatron.ops import sdpa as module
+from tests.cluster.fake_device import fake_cuda
 
 HOPPER, BLACKWELL = (9, 0), (10, 0)
 
@@ -116,3 +118,28 @@ def test_elsewhere_nothing_is_touched() -> None:
         assert order() == before
     named = resolve("auto", "cpu", attention="flash").attention
     assert named is module.sdpa, "on a CPU PyTorch has an order of its own"
+
+
+KEYS_OF = {
+    "halves without a mask": (torch.bfloat16, False, 2),
+    "a mask": (torch.bfloat16, True, 8),
+    "fp32": (torch.float32, False, 8),
+}
+
+
+@pytest.mark.parametrize(("dtype", "masked", "heads"), KEYS_OF.values(), ids=KEYS_OF)
+def test_shared_keys_go_only_to_kernels_that_take_them(dtype: torch.dtype, masked: bool, heads: int) -> None:
+    """Flash does. Where it cannot run, the next would be the plain formula, with all scores in memory."""
+    with fake_cuda() as device, pytest.MonkeyPatch.context() as patch:
+        query = torch.empty(2, 8, 32, 16, dtype=dtype, device=device)
+        key = torch.empty(2, 2, 32, 16, dtype=dtype, device=device)
+        mask = torch.ones(32, 32, dtype=torch.bool, device=device) if masked else None
+        asked: list[tuple[int, int, bool]] = []
+
+        def noted(query: Tensor, key: Tensor, value: Tensor, **named: Any) -> Tensor:
+            asked.append((key.shape[1], value.shape[1], named["enable_gqa"]))
+            return query
+
+        patch.setattr(F, "scaled_dot_product_attention", noted)
+        module.sdpa(query, key, key, mask=mask, causal=True, scale=0.25)
+    assert asked == [(heads, heads, heads != 8)]
