@@ -127,7 +127,7 @@ def cuda_sources() -> list[Path]:
     return [path for path in sources() if path.suffix == ".cu"]
 
 
-def cuda_rooms() -> list[str]:
+def cuda_folders() -> list[str]:
     """The folders whose operations have CUDA kernels."""
     return sorted({source.parent.name for source in CSRC.glob("*/cuda*.cu")})
 
@@ -360,14 +360,14 @@ def needs_of_cuda(cuda: Cuda) -> dict[str, list[int]]:
 
 def write_record(output: Path, without_cuda: str | None, needs: dict[str, list[int]] | None) -> dict[str, object]:
     shared = [path for path in sources() if path.parent.name == "common" and path.suffix != ".h"]
-    rooms = {room: (*(CSRC / room).glob("cuda*.cu"), CSRC / room / "torch.cpp", *shared) for room in cuda_rooms()}
+    folders = {name: (*(CSRC / name).glob("cuda*.cu"), CSRC / name / "torch.cpp", *shared) for name in cuda_folders()}
     record: dict[str, object] = {
         "sha256": hashlib.sha256(output.read_bytes()).hexdigest(),
         "machine": platform.machine(),
         "without_cuda": without_cuda,
         "needs_of_cuda": needs,
         "sources": {str(path.relative_to(CSRC)): hashlib.sha256(path.read_bytes()).hexdigest() for path in sources()},
-        "cuda_sources": {room: source_hash(*files) for room, files in rooms.items()},
+        "cuda_sources": {name: source_hash(*files) for name, files in folders.items()},
     }
     beside = output.with_suffix(".json")
     temporary = beside.with_suffix(f".{os.getpid()}.tmp")

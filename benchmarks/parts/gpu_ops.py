@@ -99,8 +99,8 @@ def judge_all(
 
 
 def judged(args: argparse.Namespace, seconds: float) -> list[Verdict]:
-    rooms, verdicts = sorted({proof.room for proof in PROOFS.values()}), []
-    for verdict in judge_apart(rooms, args.device, seed=args.seed, seconds=seconds):
+    folders, verdicts = sorted({proof.folder for proof in PROOFS.values()}), []
+    for verdict in judge_apart(folders, args.device, seed=args.seed, seconds=seconds):
         verdicts.append(verdict)
         print(verdict.line(), flush=True)
     return verdicts
@@ -177,8 +177,8 @@ def verified_sources(verdicts: Sequence[Verdict], built: dict[str, str], sanitiz
     record names it, and why."""
     if any(said != "clean" and (said == YET_TO_RUN or not said.startswith("not run")) for said in sanitized.values()):
         return {}
-    judged = {verdict.room for verdict in verdicts if verdict.tensors}
-    failed = {verdict.room for verdict in verdicts if verdict.wrong}
+    judged = {verdict.folder for verdict in verdicts if verdict.tensors}
+    failed = {verdict.folder for verdict in verdicts if verdict.wrong}
     return {source: digest for source, digest in sorted(built.items()) if source in judged - failed}
 
 

@@ -39,14 +39,14 @@ class BrokenManifestError(CheckpointError):
 
 @dataclass(frozen=True)
 class Slice:
-    """One stored slice of a logical tensor. A divided one lies in several files, in each of them its elements of one
-    share, as a tensor of one dimension."""
+    """One stored slice of a logical tensor. A divided slice lies in several files, each of which has the elements of
+    one share as a one-dimensional tensor."""
 
-    file: str  # or, of a divided one, the name of the files in `Manifest.divisions`
+    file: str  # of a divided slice, the name of its files in `Manifest.divisions`
     key: tuple[str, ...]  # path through the nested dict of that file
     ranges: tuple[tuple[int, int], ...] | None  # index ranges of the logical tensor's split dimension; None: all
     shape: tuple[int, ...]  # as stored, with any padding rows of a vocabulary
-    share: int = 0  # elements of a row that each file has (division.py); 0: the slice is whole, in one file
+    share: int = 0  # elements of the row in each file (division.py); 0: the slice is whole, in one file
     offset: int = 0  # where the slice begins in that row
 
     @property
@@ -86,7 +86,7 @@ class Manifest:
     schema: int = SCHEMA
 
     def bytes_listed(self) -> tuple[dict[str, int], dict[str, int]]:
-        """The bytes of each file, and those of the files of each division, if all of them are listed."""
+        """The bytes of each file, and for each division the total of its files, if all of them are listed."""
         sizes = {name: file.size for name, file in self.files.items()}
         complete = {name: files for name, files in self.divisions.items() if all(file in sizes for file in files)}
         return sizes, {name: sum(sizes[file] for file in files) for name, files in complete.items()}
@@ -116,7 +116,7 @@ class Manifest:
 
 def encode(manifest: Manifest) -> bytes:
     body = asdict(manifest)
-    for optional in ("origin", "divisions", "line"):  # a manifest says no more than it has to
+    for optional in ("origin", "divisions", "line"):  # defaults are left out
         if not body[optional]:
             del body[optional]
     for records in (body["model"], *body["optimizer"].values()):

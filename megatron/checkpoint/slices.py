@@ -107,8 +107,8 @@ def _copy_same(spec: ShardSpec, target: Tensor, record: TensorRecord, read: Read
 def read_elements(
     spec: ShardSpec, shape: Sequence[int], dtype: torch.dtype, held: Range, record: TensorRecord, read: ReadElements
 ) -> Tensor:
-    """Of the tensor that a rank stores in `shape`, the elements `held`, in one dimension. No more of a slice is read
-    than lies between the first and the last element that are wanted of it."""
+    """The elements `held` of the tensor that a rank stores in `shape`, in one dimension. Of each saved slice only the
+    span from the first to the last wanted element is read."""
     check_compatible(spec, dtype, record, cast=False)
     for piece in record.slices:
         if piece.ranges == spec.ranges and piece.shape == tuple(shape):
@@ -133,8 +133,8 @@ def read_elements(
 
 
 def _window(three: ShardSpec, held: Range) -> tuple[ShardSpec, Range, int]:
-    """The part of a tensor (`in_three`) that has the elements `held`: indices of its split dimension if its first
-    dimension is 1, else rows of the first one; these rows, and the number of elements before the part."""
+    """The smallest part of a tensor (`in_three`) with the elements `held`: a range of its split dimension if its first
+    dimension is 1, else of its rows. Returns the part, its rows, and the number of elements before it."""
     outer, length, inner = three.local_shape
     if outer == 1:
         start, stop = held[0] // inner, -(-held[1] // inner)
@@ -144,7 +144,8 @@ def _window(three: ShardSpec, held: Range) -> tuple[ShardSpec, Range, int]:
 
 
 def _needed(source: ShardSpec, wanted: ShardSpec, rows: Range) -> tuple[ShardSpec | None, Range]:
-    """What a stored slice (`in_three`) has of `wanted`, and between which of its elements that lies."""
+    """The part of a saved slice (`in_three`) that overlaps `wanted`, and the range of the slice's elements in which it
+    lies."""
     outer, length, inner = source.local_shape
     part = _rows(source, rows)
     here = [indices for indices, _ in pieces(part, wanted)]

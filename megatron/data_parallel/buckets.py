@@ -31,7 +31,7 @@ class Slot:
     replicas: Axis
     """The axis that the sum is summed over in turn: the ranks that have the same share, one in each instance."""
     dtype: torch.dtype
-    """In which its gradients are added up."""
+    """The type in which its gradients are added up."""
     shown: bool
     """Whether `parameter.grad` is the view between passes."""
     apart: bool = False
@@ -42,7 +42,7 @@ class Slot:
     """What this rank updates of it: all, or a piece of a divided bucket. Made once, not in every step."""
     bucket: int = -1
     place: Range = (0, 0)
-    """In the bucket."""
+    """The elements of the bucket's buffer that belong to it."""
     stand_in: WithheldGrad | None = None
     """What `parameter.grad` is after a pass, unless it is the view."""
     filled: bool = False
@@ -61,13 +61,14 @@ class Slot:
 
 @dataclass(eq=False)
 class Bucket:
-    """Its parameters are in reverse order, which is the order of backward."""
+    """A flat buffer with the gradients of several parameters, in reverse order of the model: backward fills it from the
+    front."""
 
     slots: list[Slot]
     buffer: Tensor
     message: Tensor
-    """What is summed: the buffer, and if the bucket counts them, one element more. That is the number of ranks that
-    lacked a gradient of it."""
+    """The tensor that is summed: the buffer and, if the bucket counts them, one more element: the number of ranks that
+    lack one of its gradients."""
     axis: Axis
     replicas: Axis
     chunk: Range
@@ -89,17 +90,19 @@ class Bucket:
 
     @cached_property
     def count(self) -> Tensor | None:
-        """Of the ranks that lack a gradient of it: the element of the message that is behind the buffer."""
+        """The number of ranks that lack one of its gradients: the last element of the message. None if that is not
+        counted."""
         return self.message[-1] if self.message.numel() > self.buffer.numel() else None
 
     @property
     def lacked(self) -> bool:
-        """Once summed: whether some rank lacked a gradient of it. All ranks have the same answer."""
+        """After the sum: whether any rank lacked one of its gradients. The same on all ranks."""
         assert self.count is not None
         return self.count.item() != 0
 
     def start_sum(self, lacks: bool = False) -> None:
-        """`lacks`: a gradient of it is this rank's zeros."""
+        """Starts the sum over the ranks. `lacks`: one of the gradients did not arrive on this rank, and zeros stand for
+        it."""
         self.launched = True
         if self.count is not None:
             self.count.fill_(lacks)
@@ -109,7 +112,8 @@ class Bucket:
             self.pending = collectives.start_all_reduce(self.message, self.axis)
 
     def start_sum_of_instances(self) -> None:
-        """Of what this rank updates, once its own instance has summed it. Waits for that."""
+        """Waits for the sum within this rank's instance of the optimizer, then starts summing this rank's chunk over
+        the instances."""
         if self.replicas.size > 1:
             self.finish_sum()
             self.pending = collectives.start_all_reduce(self.buffer[slice(*self.chunk)], self.replicas)
@@ -120,7 +124,7 @@ class Bucket:
             self.pending = None
 
     def start_gather(self) -> None:
-        """Of the weights, after every rank has updated its chunk."""
+        """Starts the all-gather of the weights, after every rank has updated its chunk."""
         assert self.divided and self.weights is not None
         self.gathering = collectives.start_gather_in_place(self.weights, self.axis)
 
@@ -130,7 +134,7 @@ class Bucket:
             self.gathering = None
 
     def flatten_weights(self) -> Tensor:
-        """From here on the parameters are views of one tensor, if they were not before."""
+        """Makes the parameters views of one flat tensor, if they are not yet, and returns it."""
         if self.weights is None:
             device, dtype = self.buffer.device, self.slots[0].parameter.dtype
             self.weights = torch.zeros(self.buffer.numel(), dtype=dtype, device=device)
@@ -141,15 +145,15 @@ class Bucket:
         return self.weights
 
     def piece(self, slot: Slot, rank: int | None = None) -> Range:
-        """What a rank updates of a parameter, by default this one; empty at the end of a parameter that it has none
-        of."""
+        """The part of a parameter that a rank (default: this one) updates, as a range of the buffer. An empty range is
+        at the end of the parameter."""
         share = self.chunk[1] - self.chunk[0]
         first = self.chunk[0] if rank is None else rank * share
         start, stop = common(slot.place, (first, first + share))
         return (start, stop) if start < stop else (slot.place[1], slot.place[1])
 
     def name_at(self, offset: int) -> str:
-        """Of the parameter that has the element at `offset`."""
+        """The name of the parameter that the element at `offset` belongs to."""
         return next(slot.name for slot in self.slots if slot.place[0] <= offset < slot.place[1])
 
     @cached_property
@@ -168,7 +172,7 @@ class Bucket:
         return FlatPieces(names, ends, self.own, self.flatten_weights()[slice(*self.held)])
 
     def whole_of(self, slot: Slot, piece: Tensor) -> Tensor:
-        """The tensor in a parameter's shape of which every rank has its piece."""
+        """Assembles a tensor in the parameter's shape from the pieces of all ranks. A collective."""
         whole = piece.new_empty(slot.parameter.numel())
         for rank in range(self.axis.size):
             start, stop = (end - slot.place[0] for end in self.piece(slot, rank))
@@ -180,8 +184,8 @@ class Bucket:
 
 
 def make_buckets(slots: Iterable[Slot], size: int, divided: bool, counts: bool = False) -> list[Bucket]:
-    """Cuts the parameters, as they are given, into buffers of `size` elements or more, each of one kind. Buckets are in
-    the order in which the last of their gradients arrives. `counts`: those that are not divided count the ranks that
+    """Groups the parameters, in the given order, into buckets of one kind and at least `size` elements. Buckets are in
+    the order in which the last of their gradients arrives. `counts`: buckets that are not divided count the ranks that
     lack a gradient."""
     assert size > 0, f"bucket size {size}"
     closed: list[list[Slot]] = []

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Unit:
-    """A module whose parameters are gathered together: all that are not of a unit inside it."""
+    """A module whose parameters are gathered together, without those of units inside it."""
 
     module: nn.Module
     axis: Axis
@@ -74,7 +74,7 @@ class _Shard:
 
     @property
     def rows(self) -> int:
-        """Of every rank but the last ones, which have fewer or none."""
+        """The number of rows on every rank but the last ones, which have fewer or none."""
         return -(-self.parameter.shape[0] // self.axis.size)
 
     @property
@@ -136,7 +136,7 @@ class FullySharded:
         return tuple(self._shards)
 
     def parameter(self, name: str) -> nn.Parameter:
-        """Without memory."""
+        """The whole parameter as a description on the meta device."""
         return self._shards[name].described
 
     def weight(self, name: str) -> Tensor:
@@ -180,7 +180,7 @@ class FullySharded:
         self.weight(name).copy_(self.piece_of(name, whole))
 
     def replaced(self) -> list[str]:
-        """The parameters whose `.data` the program has set since: what they show is not what is gathered."""
+        """The parameters whose `.data` the program has replaced: `fully_shard` does not gather the new values."""
         return [name for name, place in self._storages().items() if place != self._places[name]]
 
     def _storages(self) -> dict[str, int]:
@@ -201,7 +201,7 @@ class FullySharded:
         return tuple(name for name, shard in self._shards.items() if shard.described.requires_grad)
 
     def frozen(self) -> list[str]:
-        """Those of `names` that were frozen since."""
+        """The parameters that were trainable at construction and have been frozen since."""
         return [name for name in self.names if not self._shards[name].parameter.requires_grad]
 
     def unused(self) -> list[str]:
@@ -244,10 +244,11 @@ class FullySharded:
             self._same_use.end_pass()
 
     def arm(self) -> None:
-        """Nothing: every backward pass reduces."""
+        """A no-op: every backward pass reduces."""
 
     def reduce(self) -> None:
-        """Sums over the instances. Within its own the last backward pass has waited for it."""
+        """Sums over the instances of the optimizer. The sum within this rank's instance ended with the last backward
+        pass."""
         self.expect()
         if self._same_use is not None:
             self._same_use.check()
@@ -255,15 +256,15 @@ class FullySharded:
             self._grads.sum_over(self._replicas)
 
     def publish(self) -> None:
-        """What is gathered is out of date."""
+        """Marks the gathered weights as stale."""
         for unit in self._units:
             _sharded(unit.module).reshard()
 
     def wait_for_weights(self) -> None:
-        """Nothing: a pass waits for those that it gathers."""
+        """A no-op: each pass waits for the weights that it gathers."""
 
     def close(self) -> None:
-        """Nothing: the model stays divided."""
+        """A no-op: the model stays divided."""
 
 
 def _divide(

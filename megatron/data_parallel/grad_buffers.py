@@ -127,20 +127,22 @@ class GradBuffers(DividedWeights):
 
     @property
     def counts_lacking(self) -> bool:
-        """Whether `reduce` tells all ranks if one of them lacked a gradient. (A divided buffer has no room for it.)"""
+        """Whether `reduce` tells all ranks if one of them lacked a gradient. (The message of a divided buffer has no
+        element for the count.)"""
         return all(bucket.count is not None for bucket in self._buckets)
 
     def some_rank_lacked(self) -> bool:
-        """After `reduce`. The same on all ranks."""
+        """After `reduce`: whether any rank lacked a gradient. The same on all ranks."""
         return any(bucket.lacked for bucket in self._buckets)
 
     def runs(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """After `reduce`: all gradients, of the parameters in a buffer in one tensor, with the name of the first."""
+        """After `reduce`: all gradients, those of one buffer as one tensor, each tensor with the name of its first
+        parameter."""
         yield from ((bucket.slots[0].name, bucket.own) for bucket in self._buckets)
         yield from ((name, self.grad(name)) for name, slot in self._slots.items() if slot.view is None)
 
     def flat_buffers(self) -> Iterator[FlatPieces]:
-        """Each buffer, with the weights in one too: from here on the model computes with it."""
+        """Each gradient buffer with its weights, which become views of a flat tensor."""
         assert self.flat, "the gradients of some parameters are not in buffers"
         return (bucket.flat_pieces() for bucket in self._buckets)
 
@@ -207,13 +209,14 @@ class GradBuffers(DividedWeights):
         self._arrived(slot)
 
     def expect(self) -> None:
-        """Before a further backward pass of the step: autograd would add to what stands in `parameter.grad`."""
+        """Called before another backward pass of the step: removes the stand-ins from `parameter.grad`, to which
+        autograd would add."""
         for slot in self._slots.values():
             if slot.stand_in is not None:
                 slot.parameter.grad = None
 
     def withhold(self) -> None:
-        """After a backward pass. Nothing: a stand-in takes the place of every gradient that comes."""
+        """Called after a backward pass. A no-op: a stand-in replaces every gradient as it arrives."""
 
     def arm(self) -> None:
         """Announces the last backward of the step: from now on a complete bucket may be reduced."""
@@ -225,7 +228,7 @@ class GradBuffers(DividedWeights):
         self.finish_reduce()
 
     def start_reduce(self) -> None:
-        """The first half of it: every rank has now begun the same sums in the same order."""
+        """The first half of `reduce`: starts the remaining sums, in the same order on every rank."""
         assert not self._reduced, "reduce() twice in one step would sum the sums: call zero() first"
         self.wait_for_weights()  # of what this step did not use
         self._reduced = True
@@ -238,7 +241,7 @@ class GradBuffers(DividedWeights):
             self._buckets[-1].start_sum_of_instances()
 
     def finish_reduce(self) -> None:
-        """The second half: waits for them."""
+        """The second half of `reduce`: waits for the sums."""
         for bucket in self._buckets:
             bucket.finish_sum()
 
@@ -313,7 +316,8 @@ class GradBuffers(DividedWeights):
 
     def _launch_next(self) -> None:
         """Reduces buckets in the same order on every rank, whatever the order of backward: collectives must match. The
-        bucket before is summed over the instances now: its own sum, which that waits for, has had time to arrive."""
+        previous bucket is now summed over the instances of the optimizer: that needs its sum within the instance, which
+        has had time to complete."""
         bucket = self._buckets[self._next_bucket]
         lacking = [slot for slot in bucket.slots if not slot.filled]
         for slot in lacking:

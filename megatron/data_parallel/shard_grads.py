@@ -29,12 +29,12 @@ class ShardGrads(Protocol):
     def zero(self) -> None: ...
 
     def sum_over(self, replicas: Axis) -> None:
-        """Adds those of the ranks that keep the same shards."""
+        """Sums the gradients over the ranks that keep the same shards."""
         ...
 
 
 class InOneBuffer:
-    """Views of one buffer of each type, which are there from the first step on: nothing is allocated in a step, and
+    """Keeps the gradients as views of one buffer per dtype, made in the first step: later steps allocate nothing, and
     scaling is one operation."""
 
     def __init__(self, shards: Mapping[str, nn.Parameter]) -> None:
@@ -83,8 +83,8 @@ class InOneBuffer:
 
 
 class OnHost:
-    """In pinned memory of the host. The first gradient of a step arrives there beside the rest of the backward pass:
-    `fully_shard` waits for one only where it has to add it to another."""
+    """Keeps the gradients in pinned host memory. The first gradient of a step is copied while the backward pass goes
+    on: `fully_shard` waits for a copy only where it has to add it to an earlier gradient."""
 
     def __init__(self, shards: Mapping[str, nn.Parameter]) -> None:
         """`shards`: DTensors."""
@@ -113,7 +113,7 @@ class OnHost:
 
 @torch.no_grad()
 def local(parameter: Tensor) -> Tensor:
-    """This rank's rows."""
+    """This rank's rows of a DTensor."""
     from torch.distributed.tensor import DTensor
 
     assert isinstance(parameter, DTensor)

@@ -19,11 +19,11 @@ _ADDITIONS = (_aten.add_.Tensor, _aten.add.Tensor)
 
 
 class WithheldGrad(Tensor):
-    """Without memory. `reason`: the line for who uses it."""
+    """A tensor without memory that raises a ConfigError with the line `reason` when it is used."""
 
     reason: str
     came: Tensor | None = None
-    """What a backward pass has added to it."""
+    """The gradient that a backward pass has added to it."""
 
     @staticmethod
     def __new__(cls, parameter: nn.Parameter, reason: str) -> WithheldGrad:
@@ -34,7 +34,7 @@ class WithheldGrad(Tensor):
         return made
 
     def __init__(self, *_: Any) -> None:
-        """Nothing: `__new__` has made it."""
+        """A no-op: `__new__` has made the tensor."""
 
     def take_what_came(self) -> Tensor | None:
         came, self.came = self.came, None
@@ -47,7 +47,7 @@ class WithheldGrad(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func in _ZEROS:  # of a zero_grad(set_to_none=False), which drops nothing
+        if func in _ZEROS:  # zero_grad(set_to_none=False) has nothing to clear here
             return args[0]
         held = next(one for value in args for one in _tensors(value) if isinstance(one, cls))
         if func in _ADDITIONS and args[0] is held and torch._C._current_graph_task_id() != -1:
@@ -57,14 +57,15 @@ class WithheldGrad(Tensor):
 
 
 class Withholding:
-    """Of the gradients of a model that are in `parameter.grad` for autograd."""
+    """Puts a `WithheldGrad` in the place of every `parameter.grad` between passes, for models whose gradients autograd
+    accumulates there."""
 
     def __init__(self, model: nn.Module, reason: str) -> None:
         self._model, self._reason = model, reason
         self._kept: list[tuple[nn.Parameter, Tensor | None]] = []
 
     def begin(self) -> None:
-        """After a backward pass. (Its parameters are others from one moment to the next where weights are gathered.)"""
+        """Called after a backward pass. (Under ZeRO 2 and 3 the parameter objects change when weights are gathered.)"""
         self.end()
         self._kept = [(one, one.grad) for one in self._model.parameters() if one.requires_grad]
         for parameter, _ in self._kept:

@@ -78,7 +78,8 @@ def start_broadcast(tensor: torch.Tensor, axis: Axis, source: int) -> Pending:
 
 
 def start_reduce(tensor: torch.Tensor, axis: Axis, target: int) -> Pending:
-    """Starts summing `tensor` into the one of axis rank `target`; what the others hold afterwards means nothing."""
+    """Starts summing `tensor` into the one of axis rank `target`; the tensors of the others are undefined
+    afterwards."""
     if axis.size == 1:
         return Pending(lambda: tensor)
     operation = axis.begin("reduce", tuple(tensor.shape))
@@ -142,8 +143,8 @@ def start_scatter_sum(tensor: torch.Tensor, axis: Axis, dim: int) -> Pending:
 
 
 def start_scatter_sum_in_place(flat: torch.Tensor, axis: Axis) -> Pending:
-    """Reduce-scatter of a flat tensor: this member's chunk of it becomes that of the sum over all members. The others
-    may hold anything until the next use."""
+    """In-place reduce-scatter of a flat tensor: this member's chunk becomes the sum over all members; the other chunks
+    are undefined afterwards."""
     if axis.size == 1:
         return Pending(lambda: flat)
     own, *others = _chunks(flat, axis)
@@ -169,7 +170,7 @@ def start_scatter_sum_in_place(flat: torch.Tensor, axis: Axis) -> Pending:
 
 
 def start_gather_in_place(flat: torch.Tensor, axis: Axis) -> Pending:
-    """All-gather of a flat tensor of which this member has its own chunk."""
+    """In-place all-gather of a flat tensor, in which this member has set its own chunk."""
     if axis.size == 1:
         return Pending(lambda: flat)
     own, *others = _chunks(flat, axis)
@@ -183,7 +184,7 @@ def start_gather_in_place(flat: torch.Tensor, axis: Axis) -> Pending:
 
 
 def gather_into(output: torch.Tensor, tensor: torch.Tensor, axis: Axis, *, async_op: bool) -> dist.Work | None:
-    """All-gather of flat tensors into memory that is there."""
+    """All-gather of flat tensors into `output`."""
     if async_op:
         axis.begin("all_gather", tuple(tensor.shape))
         return _gather_flat(output, tensor, axis.group, async_op=True)
@@ -194,7 +195,7 @@ def gather_into(output: torch.Tensor, tensor: torch.Tensor, axis: Axis, *, async
 def scatter_into(
     output: torch.Tensor, tensor: torch.Tensor, axis: Axis, op: Any, *, async_op: bool
 ) -> dist.Work | None:
-    """Reduce-scatter of a flat tensor into memory that is there; `op` is torch's."""
+    """Reduce-scatter of a flat tensor into `output`; `op` is torch's."""
     if async_op:
         axis.begin("reduce_scatter", tuple(tensor.shape))
         return _scatter_flat(output, tensor, op, axis.group, async_op=True)
@@ -203,15 +204,15 @@ def scatter_into(
 
 
 def _chunks(flat: torch.Tensor, axis: Axis) -> list[torch.Tensor]:
-    """This member's, then those of the others in the order of the axis."""
+    """The chunks of a flat tensor: this member's first, then the others' in the order of the axis."""
     assert flat.dim() == 1 and flat.numel() % axis.size == 0, f"{tuple(flat.shape)} over {axis.size} ranks"
     chunks = list(flat.chunk(axis.size))
     return [chunks.pop(axis.rank), *chunks]
 
 
 def _peer_to_peer(axis: Axis) -> bool:
-    """gloo gathers and scatters through copies of everything, and a reduce-scatter of it is a whole all-reduce: there
-    members send each other what they need."""
+    """Whether to use point-to-point messages: gloo's all-gather copies the whole tensor, and its reduce-scatter is a
+    full all-reduce."""
     return dist.get_backend(axis.group) == "gloo"
 
 
@@ -219,7 +220,7 @@ def _exchange(
     send: Sequence[torch.Tensor], receive: Sequence[torch.Tensor], axis: Axis
 ) -> tuple[list[dist.Work], list[list[dist.Work]]]:
     """Starts sending one flat tensor to each other member, in the order of the axis, and receiving one from each, part
-    by part. Returns what is sent, and for each member what arrives."""
+    by part. Returns the sends, and for each member the receives."""
     peers = [rank for place, rank in enumerate(axis.ranks) if place != axis.rank]
     arrivals = [
         [_started(dist.irecv(part, peer, axis.group)) for part in whole.split(_PART)]

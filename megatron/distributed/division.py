@@ -1,6 +1,6 @@
-"""Division: which elements of a tensor each rank of an axis has. A rule, where a list would grow with the ranks.
+"""Division: which elements of a tensor each rank of an axis has, as a rule: a list would grow with the number of ranks.
 
-Tensors lie one after the other in a row, which is cut into equal shares, one for each rank of the axis.
+Tensors are concatenated to one row of elements, which is cut into equal shares, one for each rank of the axis.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from megatron.distributed.state import Axis
 
 
 def piece_of(elements: int, offset: int, share: int, number: int) -> Range:
-    """The elements that share `number` has of a tensor that begins at `offset` of the row; empty at one of its ends if
-    the share has none."""
+    """The elements of a tensor, which begins at `offset` of the row, that lie in share `number`. An empty range is at
+    the beginning or the end of the tensor."""
     start, stop = common((offset, offset + elements), (number * share, (number + 1) * share))
     if start < stop:
         return start - offset, stop - offset
@@ -22,7 +22,8 @@ def piece_of(elements: int, offset: int, share: int, number: int) -> Range:
 
 
 def pieces_between(start: int, stop: int, offset: int, share: int) -> Iterator[tuple[int, Range]]:
-    """(share, elements of it) for the elements from `start` to `stop` of a tensor that begins at `offset`."""
+    """Splits the elements `start` to `stop` of a tensor, which begins at `offset`, by share: (number of the share,
+    range)."""
     position = start
     while position < stop:
         number = (offset + position) // share
@@ -43,11 +44,11 @@ class Division:
 
     @property
     def name(self) -> str:
-        """The same on all ranks of the axis, and on no others."""
+        """A name of this group of ranks: equal on its members, different on all others."""
         return f"{self.axis.name} of rank {self.axis.ranks[0]}"
 
     def held(self, elements: int, rank: int | None = None) -> Range:
-        """Of a tensor of so many elements, those of a rank of the axis, by default of this one."""
+        """The range that a rank of the axis (default: this one) holds of a tensor with so many elements."""
         return piece_of(elements, self.offset, self.share, self.axis.rank if rank is None else rank)
 
 

@@ -175,7 +175,7 @@ class Heartbeat:
 
     def _run(self) -> None:
         while not self._closed.wait(self._interval):
-            with self._store_lock, suppress(RuntimeError):  # no answer: another thread measures for how long
+            with self._store_lock, suppress(RuntimeError):  # `_watch_store` handles a silent store
                 if self._closed.is_set():
                     return
                 self.beat()
@@ -187,8 +187,9 @@ class Heartbeat:
     # ---- the other ranks
 
     def look(self) -> None:
-        """Reads what was announced and two other ranks, whatever the number of ranks: the next one, so that each is
-        checked by one other, and the one in charge. A rank that waits for long asks that one for a look at all."""
+        """Reads the announcement and the statuses of two other ranks, whatever the number of ranks: the next rank, so
+        that each is checked by one other, and the rank in charge. A rank that waits for long asks the rank in charge to
+        read all statuses."""
         self._read_announcement()
         for status in self._board.read(sorted({self._next, self._in_charge} - {self._info.rank})):
             if status.rank == self._next and status.state == "left":
@@ -202,11 +203,12 @@ class Heartbeat:
             self._board.ask()
 
     def _is_out(self, status: RankStatus) -> bool:
-        """Whether somebody else must be in charge."""
+        """Whether the rank in charge must be replaced by the next one."""
         return status.state != "alive" or self._board.silent(status.rank) > self._patience
 
     def _answer(self) -> None:
-        """A thread of its own with a connection of its own: reading thousands of ranks must not delay the beats."""
+        """Runs in a thread of its own, with its own connection to the store: reading thousands of statuses must not
+        delay the heartbeats."""
         board: StatusBoard | None = None
         while not self._closed.wait(self._interval):
             if self._in_charge == self._info.rank:
@@ -215,7 +217,7 @@ class Heartbeat:
                     self.answer(board)
 
     def answer(self, board: StatusBoard) -> None:
-        """The look at all ranks, if it was asked for since the last one."""
+        """Reads all ranks and looks for a hang, if a rank has asked for it since the last time."""
         asked = board.times_asked()
         if asked == self._answered:
             return
@@ -228,7 +230,7 @@ class Heartbeat:
         on_device = any(status.waiting is not None and status.waiting.on_device for status in statuses)
         if hang is not None or on_device or any(status.explains for status in statuses):
             statuses = board.with_recent(statuses)
-            hang = mismatched_collectives(statuses) or hang  # the first says more
+            hang = mismatched_collectives(statuses) or hang  # a mismatch says more than a deadlock
             hang = hang or deadlock(statuses, self._info.world_size, self._patience)
         if hang is not None:
             self._announce(f"hang {hang}")

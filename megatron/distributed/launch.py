@@ -182,18 +182,19 @@ def shutdown(*, barrier: bool = True, timeout: timedelta = timedelta(minutes=10)
             f"{str(error).splitlines()[0]}"
         ) from error
     finally:
-        has_threads = dist.get_backend() != "fake"  # which only records what a rank would do
+        has_threads = dist.get_backend() != "fake"  # a fake group communicates with nobody
         dist.destroy_process_group()
         if has_threads:
             _forget_sharded_models()
 
 
 def _forget_sharded_models() -> None:
-    """A model that `fully_shard` has cut keeps its groups: in cycles, and in torch's cache of how DTensors are cut."""
+    """Frees the process groups that models under `fully_shard` keep alive, in reference cycles and in torch's cache of
+    DTensor shardings."""
     if "torch.distributed.tensor" not in sys.modules:
         return
     forget = getattr(importlib.import_module("torch.distributed.tensor.debug"), "_clear_sharding_prop_cache", None)
-    if forget is not None:  # a torch without it has another cache, or none
+    if forget is not None:  # private to torch: other versions may lack it
         forget()
     gc.unfreeze()  # what `megatron.utils.loading` has frozen
     gc.collect()

@@ -1,4 +1,5 @@
-"""What the system allows a rank to open, beside what the connections to the others take."""
+"""The system's limit on open files, and how many a rank needs: its own, and a socket for each connection to another
+rank."""
 
 from __future__ import annotations
 
@@ -12,15 +13,16 @@ OWN_FILES = 1024
 
 
 def gloo_sockets(layout: Layout, backend: str) -> int:
-    """At most: gloo connects every two members of a group, and listens once. With another backend it serves the world
-    alone."""
+    """The largest number of sockets that gloo opens: one for each other member of every group, and one to listen. With
+    another backend only the world has a gloo group."""
     return sum(layout.size(name) for name in AXES) if backend == "gloo" else layout.world_size
 
 
 def allow_open_files(layout: Layout, backend: str) -> str | None:
-    """Raises this process's limit of open files to what it may need, and returns what is to be said of it.
+    """Raises this process's limit on open files to what it may need; returns a line for the log, if there is something
+    to say.
 
-    Where the system does not allow that, gloo would fail in the middle of connecting: it is refused.
+    Refuses to start where the system does not allow that, because gloo would fail in the middle of connecting.
     """
     needed = gloo_sockets(layout, backend) + OWN_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

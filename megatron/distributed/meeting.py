@@ -1,5 +1,5 @@
-"""Where no rank goes on before all have come. They wait at the store, in no collective, for however long one of them
-needs, and not in silence: every half a minute one rank says who is missing."""
+"""A barrier at the store: no rank goes on before all have arrived. Ranks wait in no collective, so the wait may last as
+long as the slowest rank needs; every half a minute one rank prints who is missing."""
 
 from __future__ import annotations
 

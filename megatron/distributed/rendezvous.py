@@ -25,16 +25,16 @@ from megatron.distributed.launch import LaunchInfo
 from megatron.distributed.meeting import TOLD_EVERY, Patience, never_met, say, wait_for_all
 from megatron.errors import ConfigError, PeerLostError
 
-_CLIENT_GIVES_UP_WITHIN = 10.0  # of the timeout that it was given; it does not where a program is silent
+_CLIENT_GIVES_UP_WITHIN = 10.0  # seconds after its timeout, or never if a program accepts and says nothing
 
 
 @dataclass(frozen=True)
 class Connection:
-    """Of this rank to the others."""
+    """This rank's connection to the others."""
 
     store: dist.Store
     network: str | None
-    """A line about it, if there is something to say."""
+    """A line for the log about the network interface, if there is something to say."""
 
 
 def init_process_group(
@@ -51,7 +51,7 @@ def init_process_group(
     if info.world_size == 1:
         return None
     network = _choose_gloo_interface(info) if sys.platform == "linux" else None
-    if backend != "gloo":  # whose waits are the host's own, and logged
+    if backend != "gloo":  # with gloo the host itself waits, and the wait is logged
         flight_recorder.switch_on()
     try:
         store = meet(info, timeout, started_with=started_with)
@@ -131,7 +131,7 @@ def _connected(info: LaunchInfo, patience: Patience) -> dist.Store:
         try:
             found = made.get(timeout=seconds)
         except Empty:
-            if info.local_rank == 0 or info.rank == 1:  # one rank of every machine, as there is nothing to agree over
+            if info.local_rank == 0 or info.rank == 1:  # one rank of each machine: they cannot agree
                 say(info, patience, missing)
             continue
         if isinstance(found, dist.DistError) and patience.waited >= patience.timeout.total_seconds():

@@ -83,7 +83,7 @@ class ShardSpec:
 
     @property
     def in_three(self) -> ShardSpec:
-        """The same with three dimensions, of which the second is split: memory's order is the same."""
+        """The same part with the logical view reshaped to three dimensions, of which the second is split."""
         shape = self.split_shape
         return replace(
             self,
@@ -118,7 +118,7 @@ class ShardSpec:
 
     def counted(self, tensor: torch.Tensor, piece: Range | None = None) -> list[torch.Tensor]:
         """The parts of the stored tensor that no earlier rank holds: over all ranks, every element is counted once.
-        Padding rows are left out. `piece`: `tensor` is not all that is stored here but these elements of it."""
+        Padding rows are left out. `piece`: the elements of the stored tensor that `tensor` has (default: all)."""
         if not self.copies and piece is None:
             return [self.view(tensor)]
         if not self.copies and piece is not None and piece[1] <= prod(self.local_shape):  # nothing to leave out
@@ -126,13 +126,14 @@ class ShardSpec:
         return self._parts(tensor, piece, lambda held: without(held, self.copies))
 
     def copied(self, tensor: torch.Tensor, piece: Range | None = None) -> list[torch.Tensor]:
-        """The rest of `counted`: the parts that an earlier rank holds too."""
+        """The parts that `counted` leaves out, because an earlier rank holds them too."""
         if not self.copies:
             return []
         return self._parts(tensor, piece, lambda held: without(held, tuple(without(held, self.copies))))
 
     def held_in(self, tensor: torch.Tensor, piece: Range) -> Iterator[tuple[Range, torch.Tensor]]:
-        """Each index range that is held here, with those of its elements that are in a piece of the stored tensor."""
+        """For each index range held here: the range, and its elements in `tensor`, which is a piece of the stored
+        tensor."""
         for offset, held in _with_offsets(self.held):
             runs = self._elements([(offset, offset + held[1] - held[0])])
             yield held, torch.cat([_in_piece(tensor, piece, run) for run in runs])

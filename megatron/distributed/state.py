@@ -146,8 +146,8 @@ def _axes(partitions: Partitions, rank: int) -> list[Axis]:
 
 
 def _make_groups(partitions: Partitions, rank: int, make: GroupMaker) -> dict[str, dist.ProcessGroup]:
-    """The groups of this rank, by axis. Every rank makes the same number of calls, each for the group that it is in
-    itself, were it alone there: one call of all ranks makes all groups of an axis.
+    """The groups of this rank, by axis. All ranks make the same number of calls, each for its own group (even a group
+    of one): one call on every rank makes all groups of an axis.
 
     Axes of the same groups share a communicator, which runs one operation after the other; those of OWN have their own.
     """
@@ -165,7 +165,7 @@ def _make_groups(partitions: Partitions, rank: int, make: GroupMaker) -> dict[st
 
 
 def _build_links(layout: Layout, rank: int, make: GroupMaker) -> dict[LinkEnd, Axis]:
-    """The keys are in the order of their making."""
+    """The links of this rank between pipeline stages, in the order in which all ranks make them."""
     links: dict[LinkEnd, Axis] = {}
     for what, receiver_of in layout.pipeline_links():
         sender = next((sender for sender, receiver in receiver_of.items() if rank in (sender, receiver)), None)

@@ -16,7 +16,7 @@ from megatron.inference.texts import check_text, read_json_lines, text_of
 from megatron.tokenizer import Tokenizer
 
 Fit = Callable[[list[int], list[int], str], tuple[list[int], list[int]]]
-"""(context, target, place) -> what of them the model has room for, or an error that names the place."""
+"""(context, target, place) -> both, shortened to what the model can read, or an error that names the place."""
 
 
 @dataclass(frozen=True)

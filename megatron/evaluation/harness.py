@@ -144,7 +144,7 @@ class MegatronLM(TemplateLM):
 
 
 def _by_settings(requests: Sequence[Instance]) -> list[list[int]]:
-    """Numbers of requests."""
+    """The numbers of the requests, grouped by equal generation settings."""
     found: dict[str, list[int]] = {}
     for number, request in enumerate(requests):
         found.setdefault(json.dumps(request.args[1], sort_keys=True, default=repr), []).append(number)
@@ -152,7 +152,7 @@ def _by_settings(requests: Sequence[Instance]) -> list[list[int]]:
 
 
 def model_options(arguments: dict[str, Any]) -> ModelOptions:
-    """From what the harness hands over."""
+    """The options in the harness's `--model_args`."""
     names = {field.name for field in dataclasses.fields(ModelOptions)}
     given = {"seq_length" if name == "max_length" else name: value for name, value in arguments.items()}
     given = {name: value for name, value in given.items() if name not in _OF_THE_HARNESS}
@@ -171,7 +171,7 @@ def model_options(arguments: dict[str, Any]) -> ModelOptions:
 
 
 def _row(context: Sequence[int], target: Sequence[int], window: int) -> Scored:
-    """Of both, the last tokens that there is room for."""
+    """A row to score, cut from the left to the window."""
     tokens = [*context, *target][-(window + 1) :]
     count = min(len(target), len(tokens) - 1)
     return continuation(tokens[:-count], tokens[-count:])

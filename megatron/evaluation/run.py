@@ -88,7 +88,8 @@ def _task(subject: Subject, options: TaskOptions) -> tuple[Task, Sequence[str]]:
 
 
 def fit_to(window: int, *, truncate: bool) -> Fit:
-    """The rule for prompts: a target is read whole, less its last token; of a context as much as there is room for."""
+    """The rule for prompts: a target is always read whole; with `truncate` a context loses its beginning if both exceed
+    the window, else that is refused."""
 
     def fit(context: list[int], target: list[int], place: str) -> tuple[list[int], list[int]]:
         over = len(context) + len(target) - 1 - window

@@ -24,7 +24,7 @@ _ROWS_AT_ONCE = 256
 
 @dataclass(frozen=True)
 class Scores:
-    """Of each row that was scored."""
+    """The scores of each row."""
 
     logprobs: np.ndarray
     """The sum of the log-probabilities of its scored tokens, in nats; float64."""
@@ -93,14 +93,14 @@ class Scorer:
         return Scores(logprobs, hits == np.array([row.count for row in rows]))
 
     def _turns(self, rows: Sequence[Scored]) -> Iterator[list[list[int]]]:
-        """Batches, as many at a time as there are data-parallel ranks: the last ones may be fewer, and then ranks
-        compute one again, since ranks that share experts must compute equally often."""
+        """Groups of batches, one for each data-parallel rank. If the last group has too few, some ranks repeat a batch,
+        because ranks that share experts must compute equally often."""
         batches, size = list(self._batches(rows)), self.parallel.dp.size
         for first in range(0, len(batches), size):
             yield batches[first : first + size]
 
     def _batches(self, rows: Sequence[Scored]) -> Iterator[list[int]]:
-        """The numbers of rows, from long to short: what needs most memory comes first, and padding is small."""
+        """Batches of row numbers, longest rows first: running out of memory shows at once, and padding is small."""
         batch: list[int] = []
         for number in sorted(range(len(rows)), key=lambda number: -rows[number].length):
             longest = rows[batch[0]].length if batch else 0

@@ -23,7 +23,7 @@ class Prompt:
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """How prompts are continued."""
+    """The settings of a generation: how prompts are continued."""
 
     sampling: Sampling
     max_new_tokens: int | None = None
@@ -63,8 +63,8 @@ class Answers:
         on_text: Callable[[str], object] | None = None,
         on_answers: Callable[[Mapping[int, Answer]], object] = lambda found: None,
     ) -> list[Answer]:
-        """In the order of the prompts. `on_text` is told the text of a single prompt as it comes; `on_answers` all
-        answers so far, by number."""
+        """Answers in the order of the prompts. `on_text` is told the text of a single prompt as it comes; `on_answers`
+        all answers so far, by number."""
         assert on_text is None or len(prompts) == 1
         with packed_weights(self.subject.model, self.subject.run.log.info):
             return self._to(prompts, wanted, on_text, on_answers)
@@ -89,8 +89,8 @@ class Answers:
         return [found[number] for number in range(len(prompts))]
 
     def _turns(self, prompts: Sequence[Prompt]) -> Iterator[list[list[int]]]:
-        """Numbers of prompts of similar length: a batch for each data-parallel rank, or one for all of them, where they
-        share experts and so compute together."""
+        """Batches of prompts of similar length, by number: one for each data-parallel rank at a time, or one for all of
+        them where they share experts and so must compute together."""
         order = sorted(range(len(prompts)), key=lambda number: -len(prompts[number].tokens))
         size, ranks = self.subject.options.batch_size, self.parallel.dp.size if self.parallel.ep.size == 1 else 1
         batches = [order[first : first + size] for first in range(0, len(order), size)]

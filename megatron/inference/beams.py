@@ -39,7 +39,7 @@ class Result:
 
 @dataclass
 class _Search:
-    """Of one prompt."""
+    """The beam search of one prompt."""
 
     count: int
     width: int
@@ -50,7 +50,8 @@ class _Search:
     done: bool = False
 
     def take_in(self, candidates: Sequence[tuple[int, int, float]]) -> list[int]:
-        """(beam, token, sum of log-probabilities), the best first. Returns which beam each new open one goes on."""
+        """Takes the candidates (beam, token, sum of log-probabilities), best first. Returns for each new open beam the
+        one that it extends."""
         parents: list[int] = []
         opened: list[Beam] = []
         for rank, (parent, token, total) in enumerate(candidates):

@@ -62,8 +62,8 @@ class Decoder:
         return self._cache
 
     def read(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> Tensor | None:
-        """The logits [rows, vocabulary] behind each prompt, on the last stage. Prompts of one length are side by side;
-        there is room for `new_tokens` more."""
+        """The logits [rows, vocabulary] behind each prompt, on the last stage. Prompts of equal length must be
+        adjacent. The KV cache is allocated for `new_tokens` more tokens."""
         lengths = [len(prompt) for prompt in prompts]
         self._check_memory(len(prompts), max(lengths) + new_tokens - 1)
         self._cache = self.model.make_cache(len(prompts), max(lengths) + new_tokens - 1)
@@ -76,7 +76,8 @@ class Decoder:
         return torch.cat(parts) if parts else None
 
     def _check_memory(self, rows: int, length: int) -> None:
-        """Before the system has to end the process: memory that is not written to yet looks free."""
+        """Refuses a KV cache that does not fit: memory is only taken when it is written to, and then the system would
+        kill the process."""
         size, free = self.model.cache_bytes(rows, length), available_memory()
         if self.device.type == "cpu" and free is not None and size > free:
             raise ConfigError(
@@ -96,14 +97,14 @@ class Decoder:
         return None if result is None else result[0]
 
     def take(self, rows: Sequence[int]) -> None:
-        """Goes on with these rows; one may be there several times."""
+        """Replaces the rows by these; a row may occur several times."""
         order = torch.tensor(rows, device=self.device)
         self.cache.take(order)
         self._positions = self._positions[order]
 
     def decided(self, logits: Tensor | None, decide: Callable[[Tensor], Tensor], shape: tuple[int, ...]) -> Tensor:
-        """What one rank makes of the logits, on every rank: a float64 tensor of this shape, on the host. Logits that
-        are not finite are an error of all ranks."""
+        """Runs `decide` on the one rank that has the logits and broadcasts its result: a float64 tensor of this shape
+        on the host of every rank. Raises on all ranks if a logit is not finite."""
         result = torch.full(shape, torch.nan, dtype=torch.float64)
         if self.decides:
             assert logits is not None, "the rank that decides has no logits"

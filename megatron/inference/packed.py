@@ -1,4 +1,4 @@
-"""While texts are generated on a CPU, the weights in the layout that products of a few rows read fastest."""
+"""Packs weights for generation on a CPU into the layout that products of a few rows read fastest."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ class _Packs(Protocol):
 
 @contextmanager
 def packed_weights(model: GPT, log: Callable[[str], object] = lambda text: None) -> Iterator[None]:
-    """In it, the model's weights must not change: passes without gradients read copies of them."""
+    """Within the context, passes without gradients read packed copies of the weights, so the weights must not
+    change."""
     weights = list(_weights(model)) if _can_be_packed(model) else []
     size, free = sum(weight.nbytes for _, weight in weights), available_memory()
     if free is not None and 2 * size > free:
@@ -48,7 +49,7 @@ def _can_be_packed(model: GPT) -> bool:
 
 
 def _weights(model: GPT) -> Iterator[tuple[_Packs, Tensor]]:
-    """Of dense layers and the head; experts are multiplied in groups."""
+    """The weights of dense layers and of the head (experts are multiplied in groups, which take no packed weights)."""
     experts = {id(inner) for layer in model.layers.values() for inner in _experts(layer)}
     for module in model.modules():
         if isinstance(module, Linear) and id(module) not in experts and module.weight.numel() >= _LARGE:

@@ -63,7 +63,7 @@ def encoded(
     new_tokens: int | None,
     truncate: bool,
 ) -> list[Prompt]:
-    """Their tokens behind those of `beginning`, as far as the model has positions for them and for the continuation."""
+    """The prompts as tokens, after those of `beginning`, within the model's positions for prompt and continuation."""
     found = []
     left = None
     if truncate and positions is not None:

@@ -60,7 +60,7 @@ class TextStream:
             self.text, self.stopped = self.text[: min(places)], True
 
     def _may_be_a_stop(self) -> int:
-        """The length of the longest end of the text that is the beginning of a stop text."""
+        """The length of the longest suffix of the text that is a prefix of a stop text."""
         return max((_overlap(self.text, stop) for stop in self.stops), default=0)
 
 

@@ -44,7 +44,7 @@ class _Layer:
 
 
 class HostActivations:
-    """Of one forward pass through several layers."""
+    """The activations of one forward pass through several layers."""
 
     def __init__(self, link: HostLink, least_bytes: int = LEAST_BYTES) -> None:
         self._link, self._least_bytes = link, least_bytes
@@ -53,7 +53,7 @@ class HostActivations:
 
     @contextmanager
     def layer(self, module: nn.Module) -> Iterator[None]:
-        """What is saved within goes to the host, but for the weights of `module`."""
+        """Copies to the host what is saved for backward within the context, except the weights of `module`."""
         layer = _Layer(self._last())
         self._last = weakref.ref(layer)
         # The originals live until the layer is done, so that no other tensor can have the place of one of them.

@@ -14,8 +14,9 @@ SPARE = 64
 
 
 class KVCache:
-    """Preallocated to `max_length` tokens; of a model with a window, to what the window reaches. All rows end in the
-    same slot, so that a pass writes one slice; a row that is shorter than the others begins in a later slot.
+    """Preallocated for `max_length` tokens, or for a model with an attention window, for the tokens that the window
+    reaches. All rows of the batch end in the same slot, so that a pass writes one slice; a shorter row begins in a
+    later slot.
 
     The model calls `begin`, then every layer `extend`, then `advance`.
     """
@@ -38,7 +39,7 @@ class KVCache:
         self.slots, self.max_length, self.window = shape[2], max_length, window
         self.length = 0  # tokens so far
         self._used = 0  # slots
-        self._own: Tensor | None = None  # [batch, 1, 1, slots]: which are a row's own; None: all
+        self._own: Tensor | None = None  # [batch, 1, 1, slots]: slots that hold a row's tokens; None: all
         self._all_own_from = 0
 
     @property
@@ -46,8 +47,8 @@ class KVCache:
         return sum(tensor.nbytes for kept in (self.keys, self.values) for tensor in kept.values())
 
     def begin(self, tokens: int) -> tuple[Tensor | None, bool]:
-        """Makes room for a pass of so many tokens. Returns the core attention's `mask` and `causal`, and they hold for
-        what `extend` returns."""
+        """Begins a pass of so many new tokens, dropping tokens outside the window if the cache is full. Returns the
+        core attention's `mask` and `causal` for the keys that `extend` returns."""
         whole = self.length + tokens
         assert whole <= self.max_length, f"KV cache of {self.max_length} tokens asked to hold {whole}"
         reach = reach_of(self.window)
@@ -62,7 +63,7 @@ class KVCache:
         return self._own[..., first:keys], False
 
     def extend(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Writes key and value [batch, groups, new, head_dim] behind the past; returns both together."""
+        """Appends key and value [batch, groups, new, head_dim]; returns the past and new ones together."""
         return self._extend(self.keys[layer], key), self._extend(self.values[layer], value)
 
     def _extend(self, kept: Tensor, new: Tensor) -> Tensor:
@@ -80,7 +81,7 @@ class KVCache:
         self._used = min(self._used + tokens, self.slots)
 
     def _first(self) -> int:
-        """The first slot that the next token, or the first of several, sees."""
+        """The first slot that the next token sees."""
         reach = reach_of(self.window)
         return 0 if reach is None else max(0, self._used - reach)
 
@@ -97,8 +98,9 @@ class KVCache:
     # ------------------------------------------------------------ rows of different lengths
 
     def prompts(self, lengths: Sequence[int]) -> list[tuple[slice, KVCache]]:
-        """For prompts of these lengths, those of one length side by side: caches for the passes that read the rows of
-        each length, and write here. Then this one goes on with the tokens that follow."""
+        """Prepares the cache for prompts of these lengths, equal lengths in adjacent rows. Returns for each length its
+        rows and a cache for the pass that reads them, which writes into this one's memory. Generation then continues
+        with this cache."""
         some = next(iter(self.keys.values()))
         assert self.length == 0 and len(lengths) == some.shape[0]
         longest, stop = max(lengths), min(max(lengths), self.slots)
@@ -120,13 +122,14 @@ class KVCache:
         return parts
 
     def _clear_before(self, starts: Sequence[int]) -> None:
-        """A weight of zero times what memory held before may be NaN."""
+        """Zeros the slots before each row: attention gives them weight 0, but 0 times uninitialised memory may be
+        NaN."""
         for kept in (*self.keys.values(), *self.values.values()):
             for row, start in enumerate(starts):
                 kept[row, :, :start].zero_()
 
     def _part(self, rows: slice, slots: slice, tokens: int) -> KVCache:
-        """These rows and slots of this one, empty."""
+        """An empty cache whose memory is these rows and slots of this one."""
         part = object.__new__(KVCache)
         part.keys = {layer: kept[rows, :, slots] for layer, kept in self.keys.items()}
         part.values = {layer: kept[rows, :, slots] for layer, kept in self.values.items()}
@@ -136,7 +139,7 @@ class KVCache:
         return part
 
     def take(self, rows: Tensor) -> None:
-        """Row i becomes what row `rows[i]` was; rows may be repeated, and become more or fewer."""
+        """Replaces row i by row `rows[i]`; rows may be repeated or dropped, and their number may change."""
         for kept in (self.keys, self.values):
             for layer, tensor in kept.items():
                 taken = tensor.new_empty((len(rows), *tensor.shape[1:]))
@@ -147,7 +150,7 @@ class KVCache:
 
 
 def reach_of(window: Window) -> int | None:
-    """How many tokens before its own a query sees; None: all."""
+    """The number of tokens before its own that a query sees; None: all."""
     return None if window is None or window[0] < 0 else window[0]
 
 

@@ -81,7 +81,7 @@ def register(namespace: str) -> None:
         ctx.save_for_backward(*tensors, *output, mask, seed)
 
     def backward(ctx: Any, grad: Tensor, of_log_sum_exp: Tensor) -> tuple[Tensor | None, ...]:
-        """Nothing is made of the log-sum-exp but these gradients."""
+        """The gradient of the log-sum-exp is ignored: that output is used by this backward pass alone."""
         query, key, value, out, log_sum_exp, mask, seed = ctx.saved_tensors
         thirds = whole((query, key, value)) is not None
         grad = grad if grad.stride(-1) == 1 else grad.contiguous()
@@ -94,8 +94,8 @@ def register(namespace: str) -> None:
 
 
 def _apart(grads: Tensor, query: Tensor, key: Tensor, thirds: bool) -> Triple:
-    """The gradients of query, key and value in what the backward pass returns: thirds of each head's numbers, or one
-    behind the other."""
+    """Views of the gradients of query, key and value in the kernel's result: interleaved per head (`thirds`), or
+    concatenated."""
     if thirds:
         of_query, of_key, of_value = grads.view(*query.shape[:3], 3, query.shape[3]).unbind(3)
         return of_query, of_key, of_value

@@ -115,7 +115,7 @@ def load(path: Path, sources: Path = SOURCES) -> Library:
         return Library(f"{reason}; build again: {BUILD}")
     register(NAMESPACE)
     verified = _verified_sources()
-    unknown = [room for room, digest in record.cuda_sources.items() if verified.get(room) != digest]
+    unknown = [folder for folder, digest in record.cuda_sources.items() if verified.get(folder) != digest]
     return Library(None, record.without_cuda, dict.fromkeys(unknown, UNVERIFIED), record.needs, record.cuda_sources)
 
 

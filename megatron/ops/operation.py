@@ -43,7 +43,7 @@ Portable = Callable[[Target], Implementation]
 class Native:
     """The kernels of csrc/ for an operation."""
 
-    room: str  # the folder of csrc/
+    folder: str  # the folder of csrc/
     function: Function  # (torch.ops.<namespace>, the formula's arguments)
     # The arguments of a call -> why the kernels cannot take them, and what they can take; None if they can.
     unsupported: Callable[..., str | None]

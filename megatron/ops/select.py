@@ -143,7 +143,7 @@ def _choose(
     portable = op.without_native(target)
     if op.native is None or (op.native.cpu_only and target.device_type == "cuda"):
         return portable
-    doubt = native.unverified.get(op.native.room) if target.device_type == "cuda" else None
+    doubt = native.unverified.get(op.native.folder) if target.device_type == "cuda" else None
     if why_not is None and mode == "auto":
         why_not = doubt
     if why_not is None:

@@ -51,17 +51,17 @@ def user_cache() -> Path | None:
         return None
 
 
-def judged_apart(rooms: Sequence[str], device: torch.device) -> dict[str, Outcome]:
+def judged_apart(folders: Sequence[str], device: torch.device) -> dict[str, Outcome]:
     from megatron.ops.proof import SMALL  # not loaded where nothing is verified
     from megatron.ops.proof.apart import judge_apart
 
-    verdicts = list(judge_apart(rooms, str(device), seed=1, seconds=SECONDS, largest=SMALL))
+    verdicts = list(judge_apart(folders, str(device), seed=1, seconds=SECONDS, largest=SMALL))
     outcomes = {}
-    for room in rooms:
-        own = [verdict for verdict in verdicts if verdict.room == room]
+    for folder in folders:
+        own = [verdict for verdict in verdicts if verdict.folder == folder]
         wrong = [f"{verdict.op} {verdict.dtype}: {text}" for verdict in own for text in verdict.wrong]
         judged = bool(own) and all(verdict.tensors for verdict in own)
-        outcomes[room] = Outcome(wrong[0][:_SAID] if wrong else None if judged else "nothing judges it", judged)
+        outcomes[folder] = Outcome(wrong[0][:_SAID] if wrong else None if judged else "nothing judges it", judged)
     return outcomes
 
 
@@ -69,20 +69,22 @@ def verified(
     native: Library, device: torch.device, say: Say, *, cache: Path | None, judge: Judge = judged_apart
 ) -> Library:
     """The library with as many of its CUDA kernels taken for verified as are right on this device."""
-    keys = {room: _key(native, room, device) for room in native.unverified}
+    keys = {folder: _key(native, folder, device) for folder in native.unverified}
     with _alone(cache, say):
-        known = {room: kept for room, key in keys.items() if (kept := _kept(cache, key)) is not None}
-        for room in (room for room, outcome in known.items() if outcome.wrong is not None):
-            say(f"kernels: {room} was found wrong on this GPU and is not used; {_file(cache, keys[room])} says how")
+        known = {folder: kept for folder, key in keys.items() if (kept := _kept(cache, key)) is not None}
+        for folder in (folder for folder, outcome in known.items() if outcome.wrong is not None):
+            say(f"kernels: {folder} was found wrong on this GPU and is not used; {_file(cache, keys[folder])} says how")
         left = sorted(keys.keys() - known.keys())
         if left:
             begin = time.monotonic()
             found = judge(left, device)
-            where = _keep(cache, {room: (keys[room], found[room]) for room in left if found[room].judged})
+            where = _keep(cache, {folder: (keys[folder], found[folder]) for folder in left if found[folder].judged})
             say(_line(found, device, time.monotonic() - begin, where))
             known |= found
-    wrong = {room: outcome for room, outcome in known.items() if outcome.wrong is not None}
-    return replace(native, unverified={room: f"{_doubt(one)} on this GPU ({one.wrong})" for room, one in wrong.items()})
+    wrong = {folder: outcome for folder, outcome in known.items() if outcome.wrong is not None}
+    return replace(
+        native, unverified={folder: f"{_doubt(one)} on this GPU ({one.wrong})" for folder, one in wrong.items()}
+    )
 
 
 def _doubt(outcome: Outcome) -> str:
@@ -91,13 +93,17 @@ def _doubt(outcome: Outcome) -> str:
 
 def agreed(native: Library, of_every_rank: Sequence[Mapping[str, str]]) -> Library:
     """The library with what is unverified on any rank."""
-    theirs = {room: f"{why}, rank {rank}" for rank, doubts in enumerate(of_every_rank) for room, why in doubts.items()}
+    theirs = {
+        folder: f"{why}, rank {rank}" for rank, doubts in enumerate(of_every_rank) for folder, why in doubts.items()
+    }
     return replace(native, unverified=theirs | dict(native.unverified))
 
 
 def _line(found: Mapping[str, Outcome], device: torch.device, seconds: float, where: str) -> str:
-    right = sorted(room for room, outcome in found.items() if outcome.wrong is None)
-    wrong = [f"{room} is {_doubt(one)} and not used ({one.wrong})" for room, one in sorted(found.items()) if one.wrong]
+    right = sorted(folder for folder, outcome in found.items() if outcome.wrong is None)
+    wrong = [
+        f"{folder} is {_doubt(one)} and not used ({one.wrong})" for folder, one in sorted(found.items()) if one.wrong
+    ]
     results = [f"{', '.join(right)} verified" if right else "none verified", *wrong]
     return f"kernels: {'; '.join(results)}, on {device_name(device)} in {seconds:.0f} s; {where}"
 
@@ -105,12 +111,12 @@ def _line(found: Mapping[str, Outcome], device: torch.device, seconds: float, wh
 # ---------------------------------------------------------------- what is kept
 
 
-def _key(native: Library, room: str, device: torch.device) -> dict[str, str]:
+def _key(native: Library, folder: str, device: torch.device) -> dict[str, str]:
     """All that an outcome depends on."""
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else ()
     return {
-        "room": room,
-        "sources": native.cuda_sources[room],
+        "folder": folder,
+        "sources": native.cuda_sources[folder],
         "compiled": "" if native.needs is None else str(native.needs.cuda),
         # Of this package: gradients are put together in it, and proofs have their inputs and tolerances here.
         "proof": hash_of_files(HERE, (*HERE.glob("*.py"), *HERE.glob("proof/*.py"))),
@@ -123,7 +129,7 @@ def _key(native: Library, room: str, device: torch.device) -> dict[str, str]:
 def _file(cache: Path | None, key: Mapping[str, str]) -> Path:
     assert cache is not None
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
-    return cache / f"{key['room']}-{digest[:24]}.json"
+    return cache / f"{key['folder']}-{digest[:24]}.json"
 
 
 def _kept(cache: Path | None, key: Mapping[str, str]) -> Outcome | None:

@@ -14,18 +14,19 @@ from megatron.optimizer.norms import SplitOver
 
 @dataclass(frozen=True)
 class _Place:
-    """Of one parameter's piece on this rank."""
+    """Where one parameter's piece on this rank is counted."""
 
     spec: ShardSpec | None
-    """Unset: every rank holds the same, and counts all of it."""
+    """None: every rank holds the same and counts all of it."""
     group: int
-    """Of the parameters that are split and divided over the same axes."""
+    """The number of the group of parameters that are split and divided over the same axes."""
     piece: Range | None
-    """The elements that ZeRO leaves this rank; unset: all."""
+    """The elements that this rank has under ZeRO; None: all."""
 
 
 class CountedParts:
-    """Groups tensors, one of each parameter named, by the axes that they are split and divided over."""
+    """Groups tensors, given with the names of their parameters, by the axes that the parameters are split and divided
+    over."""
 
     def __init__(
         self,
@@ -34,7 +35,7 @@ class CountedParts:
         specs: Mapping[str, ShardSpec],
         axes: Sequence[SplitOver],
     ) -> None:
-        """`axes`: groups that are there even if they are empty."""
+        """`axes`: groups that are returned even if they are empty."""
         numbers = {over: number for number, over in enumerate(dict.fromkeys(axes))}
         self._places: dict[str, _Place] = {}
         for name in grads.names:  # here, not in every step: a small step has as many parameters as a large one
@@ -45,7 +46,7 @@ class CountedParts:
         self._axes = tuple(numbers)
 
     def __call__(self, tensors: Iterable[tuple[str, Tensor]], counted: bool = True) -> dict[SplitOver, list[Tensor]]:
-        """The elements that this rank counts, or those of another."""
+        """The elements that this rank counts or, unless `counted`, those that another rank counts."""
         groups: list[list[Tensor]] = [[] for _ in self._axes]
         for name, tensor in tensors:
             place = self._places[name]

@@ -13,7 +13,7 @@ _CLIP_EPSILON = 1e-6  # as in torch and Megatron: the clipped norm is a hair bel
 
 @dataclass(frozen=True)
 class Decision:
-    """Zero-dimensional tensors, of double precision where the device has it."""
+    """The decision as zero-dimensional tensors, in double precision where the device has it."""
 
     norm: Tensor
     """Global L2 norm of the true gradient, before clipping."""
@@ -24,7 +24,7 @@ class Decision:
     """The factor on the gradients in the buffers: unscaling and clipping in one."""
 
     def on_host(self) -> Decision:
-        """Waits for it."""
+        """The decision on the host. A host sync."""
         return Decision(*torch.stack([self.norm, self.applied, self.clipped, self.factor]).cpu().unbind())
 
     def report(self) -> Tensor:

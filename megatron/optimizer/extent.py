@@ -54,16 +54,16 @@ def rectangles(held: Range, columns: int) -> Iterator[Rectangle]:
 
 @dataclass(frozen=True)
 class Extent:
-    """Of one parameter on one rank."""
+    """The part of one parameter that one rank updates."""
 
     rows: ShardSpec
     columns: ShardSpec
     """Which rows and columns of the whole matrix are here; of what is no matrix each element is a row."""
     is_matrix: bool
     held: Range
-    """Of the elements of what is stored here, without rows that pad a vocabulary."""
+    """The range of the stored elements that this rank updates, without rows that pad a vocabulary."""
     axes: Axes
-    """Over which sums are made: the ranks that hold other parts."""
+    """The axes to sum over: their ranks hold the other parts."""
     counted: Tensor | None
     """[rows here]: 1, or 0 where another of these ranks holds the same row and counts it. None is 1 in all."""
 
@@ -86,7 +86,7 @@ class Extent:
 
     @property
     def elements(self) -> int:
-        """Of the whole parameter."""
+        """The number of elements of the whole parameter."""
         return prod(self.rows.logical_shape) * prod(self.columns.logical_shape)
 
     def rectangles(self) -> Iterator[Rectangle]:
@@ -99,7 +99,7 @@ class Extent:
         return squares * self.counted[rows].to(squares.dtype).view(-1, *[1] * (squares.dim() - 1))
 
     def row_and_column_sums(self, piece: Tensor) -> tuple[Tensor, Tensor]:
-        """Of the squares of a matrix: what this rank adds to the sums over each whole row and column."""
+        """This rank's contribution to the sums of squares of each whole row and column of the matrix."""
         local = [piece.new_zeros(spec.local_shape).view(-1) for spec in (self.rows, self.columns)]
         for part in self.rectangles():
             squares = self.weighted(part.of(piece).square(), part.rows)
@@ -111,7 +111,7 @@ class Extent:
         return whole[0].view(-1), whole[1].view(-1)
 
     def square_sum(self, piece: Tensor) -> Tensor:
-        """What this rank adds to the sum over all squares, in double precision."""
+        """This rank's contribution to the sum of all squares, in double precision."""
         if self.counted is None:
             return sum_of_wide_squares([piece]).to(piece.device)
         parts = (self.weighted(part.of(piece).square(), part.rows).double().sum() for part in self.rectangles())
@@ -119,7 +119,8 @@ class Extent:
 
 
 def rows_and_columns(spec: ShardSpec, rows: int) -> tuple[ShardSpec, ShardSpec]:
-    """The logical view of a parameter that is stored as so many rows (whole, not here), as the two of its sides."""
+    """Splits the logical view of a parameter into a view of its rows and one of its columns. `rows`: the number of rows
+    of the whole stored matrix."""
     shape, dims = spec.logical_shape, 0
     while prod(shape[:dims]) < rows:
         dims += 1

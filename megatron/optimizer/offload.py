@@ -35,12 +35,12 @@ class States(Protocol):
     """One flat tensor for each buffer."""
 
     def sweep(self, *, changes: bool = True) -> Iterator[tuple[int, Tensor]]:
-        """Each in turn. What is done to it is kept, unless `changes` is False."""
+        """Yields each tensor with its number. Changes made to it are kept, unless `changes` is False."""
         ...
 
 
 class HostTensors:
-    """In memory."""
+    """Tensors in host memory."""
 
     def __init__(self, lengths: Sequence[int], dtype: torch.dtype) -> None:
         self._tensors = [torch.zeros(length, dtype=dtype) for length in lengths]
@@ -52,7 +52,7 @@ class HostTensors:
 
 @dataclass(frozen=True)
 class _Buffer:
-    """Pieces that lie one after the other on the device, and what of them is on the host."""
+    """Pieces that are adjacent on the device, and their copies on the host."""
 
     places: Places
     on_device: FlatPieces
@@ -69,7 +69,7 @@ class _Buffer:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """What is kept of it as state."""
+        """The kinds of optimizer state that are kept for it."""
         return ("exp_avg", "exp_avg_sq", "master") if self.has_masters else ("exp_avg", "exp_avg_sq")
 
     def parts(self, state: Tensor) -> dict[str, Tensor]:
@@ -90,8 +90,8 @@ class OffloadedAdam:
         directory: Path | None = None,
         link: HostLink | None = None,
     ) -> None:
-        """`kernel` updates tensors on the host. `directory`: the state is in a file there. `link`: to the device, if
-        that is not the host."""
+        """`kernel` updates tensors on the host. `directory`: where the state's file is; None: the state is in memory.
+        `link`: to the device, if that is not the host."""
         self._betas, self._eps, self._kernel, self._link = betas, eps, kernel, link
         self._buffers = [_buffer(grads, flat, rules, link) for flat in buffers]
         self._dtype = torch.float64 if any(flat.grads.dtype == torch.float64 for flat in buffers) else torch.float32

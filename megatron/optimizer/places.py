@@ -26,7 +26,7 @@ class Places:
 
     @staticmethod
     def of(grads: Gradients, flat: FlatPieces, rules: Mapping[str, GroupRule], device: torch.device) -> Places:
-        """The numbers are on `device`, where the update reads them."""
+        """Makes the places of these pieces, with their numbers on `device`, where the update reads them."""
         groups = [rules[name] for name in flat.names]
         places = (slice(*ends) for ends in pairwise((0, *flat.ends)))
         return Places(
@@ -37,12 +37,12 @@ class Places:
         )
 
     def views(self, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Each piece's part of a flat tensor, in its shape."""
+        """Views of a flat tensor: each piece's part of it, in the piece's shape."""
         return ((name, flat[place].view(shape)) for name, (place, shape) in self.pieces.items())
 
     def factors_at(self, rates: Rates) -> Tensor:
-        """Each piece's factors on the rates of `step_control`. Where there are two learning rates, these are factors on
-        1: each has the bits that it has alone."""
+        """Each piece's factors on the rates of `step_control`. With two learning rates the rates themselves are in the
+        factors, which multiply 1: rounding is then as with one rate."""
         if rates.decoupled_lr is None:
             return self.factors
         lr = torch.where(self.decoupled, rates.decoupled_lr, rates.lr).to(self.factors.dtype)

@@ -35,14 +35,15 @@ def as_datasets(provided: Provided) -> Datasets:
 
 @dataclass(frozen=True)
 class Data:
-    """The three sets, and what a checkpoint remembers of them."""
+    """The training, validation and test sets, and the state that a checkpoint saves about them."""
 
     datasets: Datasets
     remembered: Mapping[str, Any]
 
 
 def usable_samples(run: Run, dataset: Any) -> int:
-    """Of an evaluation, which takes whole global batches, so that every layout gives the same loss."""
+    """The number of samples that an evaluation reads: whole global batches only, so that every layout gives the same
+    loss."""
     batch_size = run.batch_plan.evaluation_batch_size
     return len(dataset) // batch_size * batch_size
 
@@ -104,8 +105,8 @@ class BatchMaker:
             start = 0
 
     def once(self, dataset: Any, samples: int | None = None) -> Iterator[Batch]:
-        """Every sample once, or the first `samples`; those that do not fill a block go one by one to the ranks in
-        turn."""
+        """Every sample once, or the first `samples`. The samples of an incomplete last block go to the ranks one at a
+        time."""
         shape, samples = self._shape_of_evaluation, len(dataset) if samples is None else samples
         yield from self._load(dataset, 0, shape=shape, samples=samples)
         whole = samples // shape.block * shape.block

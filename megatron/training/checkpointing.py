@@ -104,7 +104,7 @@ class RunCheckpoints:
         self._start(save, Retention(settings.save_retain_last, settings.save_retain_interval))
 
     def save_non_persistent(self, progress: Progress) -> None:
-        """The same, for a restart before the next save."""
+        """Saves a non-persistent checkpoint, for a restart before the next regular save."""
         assert self.non_persistent is not None
         self.finish()
         save = self.non_persistent.save(self._state(progress), self.history, self._fingerprint)
@@ -132,7 +132,7 @@ class RunCheckpoints:
         self._tell(self.background.poll())
 
     def finish(self) -> None:
-        """Waits for a save in the background. What was to be saved is on disk then, or an error says why it is not."""
+        """Waits for a save in the background. Afterwards the checkpoint is on disk; otherwise an error is raised."""
         self._tell(self.background.finish())
 
     def end(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -162,8 +162,8 @@ class RunCheckpoints:
         )
 
     def warn_before_training(self) -> None:
-        """Says, before a long training, that nothing of it will be kept, or what its first save will do to the steps of
-        another run."""
+        """Warns before a long training if nothing of it will be saved, or if its first save will set aside or delete
+        steps of another run."""
         save = self.run.config.checkpoint.save
         if save is None:
             self.run.log.info("no --save: the weights are lost when this run ends; --save DIR keeps them")
@@ -243,8 +243,8 @@ class RunCheckpoints:
         )
 
     def _move(self, progress: Progress, iteration: int, loaded: LoadedState) -> None:
-        """Puts what was loaded at another iteration: its training data and learning rate follow, its weights, moments
-        and random states stay."""
+        """Renumbers the loaded state to another iteration: the position in the data and in the learning-rate schedule
+        follow; weights, moments and random states stay."""
         plan = self.run.batch_plan
         progress.iteration, progress.consumed_train_samples = iteration, plan.samples_after(iteration)
         progress.schedule_samples = plan.schedule_samples_after(iteration)
@@ -290,7 +290,7 @@ class RunCheckpoints:
         return self._with_specs(parameters | persistent_buffers(model))
 
     def _whole_params(self) -> dict[str, tuple[ShardSpec, Tensor]]:
-        """`_params` with the values of what the ranks divide, on those that write it."""
+        """`_params` with whole tensors where ranks divide them, on the ranks that write them."""
         keep, divided = writes(self.run.parallel), self.engine.divided
         if divided is None:
             return self._params()

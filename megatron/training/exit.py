@@ -37,7 +37,7 @@ class StopReason:
     kind: str  # "done", "planned", "exit_interval", "exit_duration", "signal", "paused", or an error's class
     text: str
     exit_code: int = 0
-    warning: str = ""  # what a planned end must not hide
+    warning: str = ""  # reasons that a planned end must not overwrite
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class ExitRecord:
         try:
             self._write(StopReason(type(error).__name__, str(error), code), rank=self.rank)
         except StorageError:
-            return  # the error itself is about to be printed, and matters more
+            return  # the error is printed anyway
 
     def _write(self, reason: StopReason, **details: int) -> None:
         if self.directory is None:

@@ -30,7 +30,7 @@ class TrainRecord:
     skipped_iterations: int
     nan_iterations: int
     seconds_per_iteration: float
-    data_wait_seconds: float  # of these, for the next batch: about 0 with enough --num-workers
+    data_wait_seconds: float  # seconds of these spent waiting for data: about 0 with enough --num-workers
     tokens_per_second: float
     samples_per_second: float
     tflops_per_device: float | None
@@ -80,8 +80,8 @@ class Rates:
 class Throughput:
     seq_length: int
     world_size: int
-    flops_per_token: float | None  # None for a model that is not ours: we do not guess
-    peak_flops: float | None  # of one device; None where it is not known, and then there is no MFU
+    flops_per_token: float | None  # None for a model that is not our GPT
+    peak_flops: float | None  # peak of one device; None if unknown, and then no MFU is reported
 
     def rates(self, samples: int, seconds: float) -> Rates:
         tokens_per_second = samples * self.seq_length / seconds

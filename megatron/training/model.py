@@ -37,7 +37,7 @@ def build_model(
     divides = run.config.parallel.zero >= 2 and (run.parallel.shard.size > 1 or on_host)
     place = torch.device("cpu") if on_host else run.device
     built = _whole_part(run, model_provider, forward_step, place, without_weights=divides)
-    if not isinstance(built.model, GPT):  # its provider has set its weights, on every rank others
+    if not isinstance(built.model, GPT):  # its provider has set its weights, which may differ between ranks
         for tensors in (built.model.named_parameters(), built.model.named_buffers()):
             broadcast_parameters(tensors, run.parallel.dp, through=run.device)
     if divides:
@@ -53,13 +53,14 @@ def build_model(
 
 
 def count_parameters(run: Run, model_provider: ModelProvider, rank: int) -> int:
-    """How many `rank` will hold, padding included. Nothing is allocated, and no other rank is asked."""
+    """The number of parameters that `rank` will hold, padding included. Allocates nothing and communicates with
+    nobody."""
     state = ParallelState.plan(run.config.parallel.layout(run.launch.world_size), rank)
     return held_parameters(_provided(run, model_provider, torch.device("meta")), run.config.parallel, state)
 
 
 def model_flops(run: Run, model: nn.Module) -> float | None:
-    """Of training on one token; None for a model that is not our GPT: we do not guess."""
+    """The FLOPs of training on one token; None for a model that is not our GPT."""
     if not isinstance(model, GPT):
         return None
     return flops_per_token(

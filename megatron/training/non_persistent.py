@@ -1,4 +1,4 @@
-"""Where a run keeps non-persistent checkpoints, as its settings say."""
+"""Builds the store of non-persistent checkpoints that the settings ask for."""
 
 from __future__ import annotations
 

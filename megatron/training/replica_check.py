@@ -43,7 +43,7 @@ class ReplicaCheck(Hook):
 
     def after_iteration(self, iteration: int) -> None:
         if iteration % self._every == 0:
-            self._engine.settle()  # a step that went bad is the first thing to be said
+            self._engine.settle()  # reports a bad step first
             self.check(iteration)
 
     @torch.no_grad()

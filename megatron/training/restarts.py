@@ -24,7 +24,7 @@ AT_MOST = 3
 
 @dataclass(frozen=True)
 class Starts:
-    """In a row, of one launch, without a new step."""
+    """How many starts of one launch in a row have found no new step."""
 
     run_id: str
     newest_step: int
@@ -51,7 +51,7 @@ def _message(directory: Path, newest: int) -> str:
     found = _json(directory / EXIT_REASON)
     cause = f"{found.get('reason')}: {found.get('text')}" if found else "ended without a word"
     if found.get("reason") == NoProgressError.__name__:
-        return str(found.get("text"))  # of the start before, which was refused as well
+        return str(found.get("text"))  # the previous start was refused as well
     after = f"after iteration {newest}" if newest >= 0 else "at all"
     return (
         f"--save {directory}: {AT_MOST} starts of this launch in a row have made no checkpoint {after}, so no further "

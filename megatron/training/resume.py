@@ -71,7 +71,8 @@ class ResumePoint:
         return self.found.manifest.data if self.found is not None else {}
 
     def train_samples(self, plan: BatchPlan) -> int:
-        """How many to ask of the training set: as before if those are enough, so that their order is the same."""
+        """The number of samples to build the training set for: as in the earlier run if that is enough, so that the
+        order stays the same."""
         if self.found is None or not self.resumed:
             return plan.train_samples
         saved = self.found.manifest

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 
 def read_settings(argv: Sequence[str] | None, *, needs_data: bool = True, absent: Refusals | None = None) -> RunConfig:
-    """`needs_data=False`: the script brings its own datasets. `absent` gets what is said of files and folders, which is
-    then no refusal: they may come before the launch. (Without the model that --load names, its shape is unknown and the
-    settings go unchecked.)"""
+    """`needs_data=False`: the script brings its own datasets. If `absent` is given, missing files and folders are
+    listed there instead of being refused: they may be made before the launch. (Without the model that --load names, its
+    shape is unknown and the settings go unchecked.)"""
     refusals = Refusals()
     files = refusals if absent is None else absent
     config = resolve(argv, refusals)

@@ -12,7 +12,7 @@ SEARCH = 50
 
 
 class SkippedSteps:
-    """Those of this launch; the data that --iterations-to-skip passes over has no steps."""
+    """Counts within this launch. Iterations passed over by --iterations-to-skip are not counted."""
 
     def __init__(self) -> None:
         self._steps = self._skipped = 0

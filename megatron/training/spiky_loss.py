@@ -10,7 +10,7 @@ WINDOW = 100
 
 
 class SpikyLoss:
-    """Those of this launch: the first step after a resume has nothing to be compared with."""
+    """Compares losses within this launch: the first step after a resume has nothing to be compared with."""
 
     def __init__(self, factor: float) -> None:
         """`factor`: a loss is a spike if it is greater than the largest of the window times this."""

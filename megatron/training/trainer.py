@@ -99,7 +99,7 @@ class Trainer:
         return replace(reason, warning=self.reports.skipped.of_the_run())
 
     def iterate(self, count: int = 1) -> StepResult | None:
-        """So many iterations, and what the last step did; for those who look on step by step."""
+        """Runs so many iterations and returns what the last step did, for callers that train step by step."""
         self._last_result = None
         self.fit(count)
         return self._last_result

@@ -27,7 +27,7 @@ from megatron.utils.timers import render_times
 
 @dataclass(frozen=True)
 class Iteration:
-    """One that was started."""
+    """An iteration that was started."""
 
     number: int
     consumed_train_samples: int
@@ -44,7 +44,7 @@ class TrainingLog:
         done, consumed = progress.iteration, progress.consumed_train_samples
         self.total_iterations = done + self._batch_plan.iterations_left(done, consumed)
         self._last_told = time.perf_counter()
-        self._since_logged: list[tuple[float, int, float, float]] = []  # loss, samples, seconds, of these for data
+        self._since_logged: list[tuple[float, int, float, float]] = []  # loss, samples, seconds, waits for data
         self._skipped = self._not_finite = 0
         self.skipped = SkippedSteps()
         training = run.config.training
@@ -89,14 +89,14 @@ class TrainingLog:
             self._skipped = self._not_finite = 0
 
     def _log_times(self, mine: Mapping[str, float]) -> None:
-        """An iteration's phases over all ranks; a collective, so only when asked for."""
+        """Logs the times of an iteration's phases over all ranks. A collective, so only when asked for."""
         config = self._config
         if config.timing_log_level > 0:
             times = all_gather_json(dict(mine), self._engine.parallel.world, dict[str, float])
             self._log.info(render_times(times, config.timing_log_option))
 
     def _log_memory(self, iteration: int) -> None:
-        """Of the fullest rank; a collective, so only when asked for."""
+        """Logs the memory of the rank that uses most. A collective, so only when asked for."""
         config = self._config
         if config.log_memory_interval is None or iteration % config.log_memory_interval:
             return

@@ -91,7 +91,8 @@ def fraction(text: str) -> float:
 def run_tool(name: str, job: Callable[[], int | None]) -> int:
     """Runs a tool and returns its exit code. A MegatronError or a missing dependency becomes one line.
 
-    Whose reader has gone (`| head`) ends without a word, with the code of a program that SIGPIPE ended.
+    If the reader of stdout has gone (`| head`), the tool ends silently, with the exit code of a program killed by
+    SIGPIPE.
     """
     try:
         try:

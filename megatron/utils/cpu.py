@@ -175,8 +175,8 @@ def _onednn_products() -> Iterator[None]:
 
 @contextmanager
 def fp32_products_unmarked() -> Iterator[None]:
-    """Without the permission by which oneDNN is reached for large products: with it, those of a few rows take up to
-    twice as long."""
+    """Suspends the oneDNN setting of `set_fp32_products`: it speeds up large products, but those of a few rows take up
+    to twice as long with it."""
     before = _mkldnn_products().fp32_precision
     _mkldnn_products().fp32_precision = "ieee"
     try:

@@ -69,29 +69,32 @@ class ToHost:
 
 
 class HostLink:
-    """Copies between a device and the host that run beside the device's other work."""
+    """Asynchronous copies between a device and the host, on a stream of their own."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.Stream(device)
 
     def empty(self, length: int, dtype: torch.dtype) -> Tensor:
-        """Host memory that the device can copy from and to while the host goes on."""
+        """Pinned host memory, which asynchronous copies need."""
         return torch.empty(length, dtype=dtype, pin_memory=True)
 
     def to_host(self, source: Tensor, into: Tensor) -> Callable[[], None]:
-        """Starts a copy of what `source` will be after the device's present work. What it returns waits for it."""
+        """Starts a copy of `source`, ordered after the work already launched on the device. Returns a function that
+        waits for the copy on the host."""
         source.record_stream(self._stream)  # its memory is not reused before it is copied
         return self._copied(source, into).synchronize
 
     def to_device(self, source: Tensor, into: Tensor) -> Callable[[], None]:
-        """Starts a copy. What it returns makes the device's later work wait for it, and not the host."""
-        into.record_stream(self._stream)  # nor is its memory, should nobody wait for the copy
+        """Starts a copy. Returns a function that makes later work on the device wait for the copy; the host does not
+        wait."""
+        into.record_stream(self._stream)  # not reused early, even if nobody waits for the copy
         arrived = self._copied(source, into)
         return lambda: arrived.wait(torch.accelerator.current_stream(self._device))
 
     def _copied(self, source: Tensor, into: Tensor) -> torch.Event:
-        """The end of the copy, which comes after the device's present work: that may use either memory."""
+        """Launches the copy after the work already on the device, which may use either memory. Returns the event of its
+        end."""
         self._stream.wait_stream(torch.accelerator.current_stream(self._device))
         with self._stream:
             into.copy_(source, non_blocking=True)
@@ -100,5 +103,5 @@ class HostLink:
         return end
 
     def join(self) -> None:
-        """Makes whatever the device is given from here on wait for all copies; the host does not wait."""
+        """Makes all later work on the device wait for the copies; the host does not wait."""
         torch.accelerator.current_stream(self._device).wait_stream(self._stream)

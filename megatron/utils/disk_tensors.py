@@ -37,7 +37,7 @@ class DiskTensors:
         ends = torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0).mul(dtype.itemsize).tolist()
         self._starts, self.size = ends[:-1], ends[-1]
         self._file = self._reserved(directory)
-        self._closed = weakref.finalize(self, os.close, self._file)  # its room is free when nobody has the tensors
+        self._closed = weakref.finalize(self, os.close, self._file)  # frees the disk space with the object
         longest = max(lengths, default=0)
         self._buffers = [torch.empty(longest, dtype=dtype) for _ in range(min(_IN_MEMORY, len(lengths)))]
         self._reader, self._writer = (ThreadPoolExecutor(1, f"optimizer-{name}") for name in ("read", "write"))
@@ -45,7 +45,7 @@ class DiskTensors:
 
     def sweep(self, *, changes: bool = True) -> Iterator[tuple[int, Tensor]]:
         """Every tensor in turn. What the caller does to it is kept, unless the sweep only looks: `changes` is False."""
-        self._finish_writes()  # of a sweep that was left before its end
+        self._finish_writes()  # left over if the previous sweep was not finished
         coming = self._start_read(0) if self._lengths else None
         for index in range(len(self._lengths)):
             assert coming is not None
@@ -100,7 +100,7 @@ class DiskTensors:
             ) from None
 
     def _reserved(self, directory: Path) -> int:
-        """A file with all its room: a disk that is too small is found before training."""
+        """Creates the file with all its disk space allocated: a disk that is too small is found before training."""
         try:
             directory.mkdir(parents=True, exist_ok=True)
             file = _nameless(directory)
@@ -122,8 +122,8 @@ class DiskTensors:
 
 
 def _nameless(directory: Path) -> int:
-    """An open file without a name: it is gone when the process is."""
-    with suppress(OSError):  # a file system that has no such files
+    """Opens a file without a name, which disappears with the process."""
+    with suppress(OSError):  # a file system without O_TMPFILE
         return os.open(directory, os.O_TMPFILE | os.O_RDWR, 0o600)
     file, name = tempfile.mkstemp(prefix=".optimizer-", dir=directory)
     Path(name).unlink()

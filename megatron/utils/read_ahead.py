@@ -84,8 +84,8 @@ def _read(
         except BaseException as error:
             item, ended = _End(error), True
         items.put(item)
-        del item  # one that was taken is no longer held here
+        del item  # or this thread would keep an item alive after it was taken
         try:
             signal.send_bytes(b".")
         except OSError:
-            return  # nobody reads any more
+            return  # the reader has closed its end

@@ -80,7 +80,7 @@ class SleepingTeam:
 
 
 class SpinSwitch:
-    """Decides, from what the threads of this process had to wait for a core, whether they may spin."""
+    """Decides whether threads may spin, from how long they had to wait for a core."""
 
     def __init__(self, sleep: Callable[[], None], spin: Callable[[], None]) -> None:
         self._sleep, self._spin = sleep, spin
@@ -88,7 +88,8 @@ class SpinSwitch:
         self._quiet_for = _QUIET
 
     def look(self, waited: float, now: float) -> None:
-        """`waited` is the largest share of its time since the last look that a thread waited for a core."""
+        """Takes one measurement. `waited`: of the thread that waited longest for a core, the share of the time since
+        the last measurement."""
         if waited >= _BUSY:
             if self._quiet_since is None:
                 self._sleep()
@@ -100,7 +101,8 @@ class SpinSwitch:
 
 @contextmanager
 def spinning_while_idle(threads: int) -> Iterator[None]:
-    """Watches the machine during a run of so many threads, if the way to wait was left to us."""
+    """Lets `threads` OpenMP threads spin while the machine is idle. Does nothing if the user has chosen how they
+    wait."""
     libraries = loaded_gomps() if threads > 1 and _may_spin() else []
     if not libraries:
         yield

@@ -48,8 +48,8 @@ class Mistake:
     def must_be_seen(self, folder: Path) -> None:
         """By the comparison that the real kernels pass."""
         root = planted_checkout(folder, self.file, self.old, self.new)
-        room = all_proofs()[self.op].room
-        kernels = planted_library(root, Path(self.file), room, emulated=self.emulated)
+        sources = all_proofs()[self.op].folder
+        kernels = planted_library(root, Path(self.file), sources, emulated=self.emulated)
         said = what_the_comparison_says(kernels, self.op, self.emulated)
         assert said and self.seen in said, said or "nothing is found"
 
@@ -81,16 +81,16 @@ def as_built(emulated: bool) -> tuple[Any, tuple[Path, ...]]:
         return recipe, tuple(build.compile_all(recipe, build.CACHE))
 
 
-def kernel_sources(room: str, *, emulated: bool) -> list[Path]:
-    return sorted((ROOT / "csrc").glob(f"{room}/cuda*.cu" if emulated else f"{room}/cpu*.cpp"))
+def kernel_sources(folder: str, *, emulated: bool) -> list[Path]:
+    return sorted((ROOT / "csrc").glob(f"{folder}/cuda*.cu" if emulated else f"{folder}/cpu*.cpp"))
 
 
-def planted_library(root: Path, file: Path, room: str, *, emulated: bool) -> Path:
-    """The kernels with the planted `file`: that source is compiled anew, or for a header all kernels of `room`. Of the
+def planted_library(root: Path, file: Path, folder: str, *, emulated: bool) -> Path:
+    """The kernels with the planted `file`: that source is recompiled, or for a header all kernels of `folder`. Of the
     sanitizers the planted bugs need one: each makes the compiler slower."""
-    sources = kernel_sources(room, emulated=emulated)
+    sources = kernel_sources(folder, emulated=emulated)
     if file.suffix != ".h":
-        assert ROOT / "csrc" / file in sources, f"{file} is no source of {room}"
+        assert ROOT / "csrc" / file in sources, f"{file} is no source of {folder}"
         sources = [ROOT / "csrc" / file]
     sanitizers = ("-fno-sanitize=all", "-fsanitize=alignment") if emulated else ()
     return made_anew(root, root, sources, emulated=emulated, flags=("-O0", "-g0", *sanitizers))

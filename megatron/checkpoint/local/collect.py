@@ -21,7 +21,7 @@ from megatron.distributed.state import Axis
 
 @dataclass(frozen=True)
 class Transfer:
-    """Of one file, from one rank's disk to another's."""
+    """The transfer of one file from one rank's disk to another's."""
 
     file: str
     source: int
@@ -35,13 +35,13 @@ def _finish(arrived: list[Arrivals]) -> None:
 
 @dataclass(frozen=True)
 class LocalStep:
-    """A step all of whose shares are somewhere."""
+    """A complete step: every share of it is on some machine."""
 
     store: Store
     world: Axis
     manifest: Manifest
     holders: Mapping[int, tuple[str, ...]]
-    """Of each share: the places that have it unharmed."""
+    """By share: the places that have an undamaged copy of it."""
     share_of: Mapping[str, int]
     """By file: the rank that wrote it."""
 

@@ -32,7 +32,7 @@ class Seen:
 
 @dataclass(frozen=True)
 class Verdict:
-    """On a share at a place."""
+    """Whether one copy of a share, at one place, is damaged."""
 
     rank: int
     place: str
@@ -45,7 +45,7 @@ def newest_first(saves: Iterable[tuple[int, str, int]]) -> list[tuple[int, str, 
 
 @dataclass(frozen=True)
 class Search:
-    """Of one rank; all ranks call the same."""
+    """The search of one rank. All ranks make the same calls."""
 
     store: Store
     world: Axis
@@ -53,7 +53,7 @@ class Search:
     check_hashes: bool
 
     def newest(self) -> tuple[LocalStep | None, list[str]]:
-        """And what is to be said of those that are passed over."""
+        """The newest complete step, and lines for the log about newer ones that were passed over."""
         mine = run_on_all(self._mine, self.world)
         seen = all_gather_json(list(mine), self.world, list[Seen])
         said: list[str] = []
@@ -86,7 +86,7 @@ class Search:
         return {each: what for each, what in found.items() if each.step > base}
 
     def _places(self, seen: list[list[Seen]], save: str) -> dict[int, tuple[str, ...]]:
-        """By share: the places that have it."""
+        """By share: the places that have a copy of it."""
         found: dict[int, dict[str, None]] = {}
         for rank, shares in enumerate(seen):
             for each in shares:
@@ -101,7 +101,7 @@ class Search:
         save: str,
         said: list[str],
     ) -> dict[int, tuple[str, ...]]:
-        """Each rank hashes its part of what is at its place."""
+        """By share: the places with an undamaged copy. Each rank hashes its part of the copies at its own place."""
         verdicts = [
             Verdict(each.rank, self._place, share.damage(directory, record))
             for each, (directory, record) in mine.items()
@@ -117,7 +117,7 @@ class Search:
         return self.store.places[self.store.rank]
 
     def _is_mine(self, number: int) -> bool:
-        """Of the ranks at a place, one hashes a share, and tells of it."""
+        """Whether this rank is the one of its place that hashes and reports this share."""
         mates = self.store.mates
         return mates[number % len(mates)] == self.store.rank
 

@@ -16,7 +16,7 @@ _PLACE = ".place"
 
 
 def place_of(directory: Path) -> str:
-    """The same for all ranks that see this directory, and for no others."""
+    """An id of this directory: equal on all ranks that see it, different on all others."""
     with storage.storage_errors("preparing --non-persistent-local-ckpt-dir", directory):
         directory.mkdir(parents=True, exist_ok=True)
         if not (directory / _PLACE).exists():
@@ -26,12 +26,12 @@ def place_of(directory: Path) -> str:
 
 @dataclass(frozen=True)
 class Store:
-    """As rank `rank` sees it."""
+    """The local steps of a run, as rank `rank` sees them."""
 
     root: Path
     rank: int
     places: tuple[str, ...]
-    """Of each rank: what `place_of` says."""
+    """By rank: its `place_of`."""
     copies: Copies
 
     @property
@@ -49,8 +49,8 @@ class Store:
         return tuple(sorted({rank for mate in self.mates for rank in self.copies.group(mate)}))
 
     def keep_only(self, step: int | None) -> list[str]:
-        """Removes other steps: every rank those that it has written, and the first one of a place those of ranks of an
-        earlier layout. A step more costs room alone, so a failure is a warning."""
+        """Removes all other steps: each rank those that it has written, and the first rank of a place those of ranks
+        that only an earlier layout had. A step too many only costs disk space, so a failure is a warning."""
         try:
             self._remove_all_but(step)
         except OSError as error:
@@ -67,7 +67,7 @@ class Store:
             retention.keep_only(share.rank_directory(self.root, rank), step)
 
     def shares(self) -> list[tuple[int, Path]]:
-        """(step, directory) of all that are here, the newest first."""
+        """(step, directory) of every share at this place, the newest first."""
         found = [
             (step, paths.step_directory(directory, step))
             for _, directory in share.rank_directories(self.root)

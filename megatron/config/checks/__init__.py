@@ -30,8 +30,8 @@ def check(
         missing = [flag for flag in model.missing(config) if not found.doubts(flag)]
         if missing:
             found.refuse(model.required(missing))
-    rooms = (model, training, data, checkpoint, parallel, moe, kernels, zero)
-    checks = [check_one for room in rooms for check_one in room.CHECKS]
+    modules = (model, training, data, checkpoint, parallel, moe, kernels, zero)
+    checks = [check_one for module in modules for check_one in module.CHECKS]
     if needs_data:
         checks += [data.check_sources, *([data.check_tokenizer] if complete else [])]
     with found.of_checking():

@@ -109,7 +109,7 @@ class Reading:
         return f"{path} {_brief(self.given[path])}"
 
     def set(self, field: str, value: Any, spelled: str) -> None:
-        """`spelled`: the key and its value."""
+        """Sets a field. `spelled`: the key and its value, for messages."""
         setting = settings_by_name()[field]
         if value is not None:
             try:
@@ -120,7 +120,7 @@ class Reading:
                 if not named.startswith((spelled.split()[0], setting.spelling)):
                     reason = text
                 elif spelled.partition(" ")[2].startswith("["):
-                    reason = f"{named.split()[-1]}: {reason}"  # of several values, the wrong one
+                    reason = f"{named.split()[-1]}: {reason}"  # of a list, the wrong value alone
                 raise ConfigError(f"{spelled}: {reason}") from None
         self.assignments.set(setting, value, spelled)
 

@@ -48,7 +48,7 @@ _IN_A_RUN_OF_FLAGS = {
 
 
 class Saved(Protocol):
-    """What a checkpoint asks of the engine."""
+    """What a checkpoint needs of the engine."""
 
     module: nn.Module
     lr_scheduler: Any
@@ -190,7 +190,7 @@ class EngineCheckpoints:
         )
 
     def _whole_params(self) -> dict[str, tuple[ShardSpec, Tensor]]:
-        """`_params` with the values of what the ranks divide, on those that write it. A collective."""
+        """`_params` with whole tensors where ranks divide them, on the ranks that write them. A collective."""
         if self.divided is None:
             return self._params
         whole = dict(self._params)

@@ -19,7 +19,7 @@ from megatron.utils.durable import write_atomically
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m megatron.ops.proof", description=__doc__)
     parser.add_argument("--device", required=True, help="cpu, or a GPU such as cuda:1")
-    parser.add_argument("--room", required=True, help="the folder of csrc/")
+    parser.add_argument("--folder", required=True, help="the folder of csrc/")
     parser.add_argument("--seed", type=int, default=1, help="of the inputs")
     parser.add_argument("--largest", type=int, help="leave larger calls out: how many numbers one may have")
     parser.add_argument("--out", type=Path, required=True, help="file for the verdicts")
@@ -31,7 +31,7 @@ def main() -> int:
     where, twin = (library().ops, str(device)), library().ops if device.type == "cuda" else None
     verdicts: list[Verdict] = []
     for proof in PROOFS.values():
-        for dtype in proof.dtypes if proof.room == args.room else ():
+        for dtype in proof.dtypes if proof.folder == args.folder else ():
             verdicts.append(judge(proof, dtype, args.seed, where, twin, args.largest))
             write_atomically(args.out, [json.dumps([asdict(verdict) for verdict in verdicts]).encode()], sync=False)
     return 0

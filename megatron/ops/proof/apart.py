@@ -19,7 +19,7 @@ JUDGE = (sys.executable, "-m", "megatron.ops.proof")
 
 
 def judge_apart(
-    rooms: Sequence[str],
+    folders: Sequence[str],
     device: str,
     *,
     seed: int,
@@ -27,18 +27,18 @@ def judge_apart(
     largest: int | None = None,
     judge: Sequence[str] = JUDGE,
 ) -> Iterator[Verdict]:
-    """All folders at once. One whose process ends early or late has a verdict without tensors that says so."""
+    """Judges all folders at once. If a process crashes or runs out of time, its folder gets a verdict that says so."""
     command = [*judge, "--device", device, "--seed", str(seed)]
     command += [] if largest is None else ["--largest", str(largest)]
     until = time.monotonic() + seconds
-    with tempfile.TemporaryDirectory() as folder:
-        started = {room: _started([*command, "--room", room], Path(folder) / room) for room in rooms}
+    with tempfile.TemporaryDirectory() as outputs:
+        started = {folder: _started([*command, "--folder", folder], Path(outputs) / folder) for folder in folders}
         try:
-            for room, process in started.items():
+            for folder, process in started.items():
                 ended = _ended(process, until, seconds)
-                yield from _verdicts(_results(Path(folder) / room))
+                yield from _verdicts(_results(Path(outputs) / folder))
                 if ended:
-                    yield Verdict(room, room, "", 0, 0.0, 0.0, (f"{ended}{_last_words(Path(folder) / room)}",))
+                    yield Verdict(folder, folder, "", 0, 0.0, 0.0, (f"{ended}{_last_words(Path(outputs) / folder)}",))
         finally:
             for process in started.values():
                 process.kill()

@@ -61,7 +61,7 @@ class Proof:
     """
 
     name: str
-    room: str  # the folder of csrc/
+    folder: str  # the folder of csrc/
     kernel: Callable[[Any], Callable[..., Any]]
     oracle: Callable[..., Any]
     calls: Callable[[Draw], Iterator[Call]]
@@ -75,7 +75,7 @@ def proof_of(name: str, calls: Callable[[Draw], Iterator[Call]], **given: Any) -
     operation = OPERATIONS[name]
     assert operation.native is not None
     usual: dict[str, Any] = {
-        "room": operation.native.room,
+        "folder": operation.native.folder,
         "kernel": operation.native.bound,
         "oracle": operation.formula,
     }

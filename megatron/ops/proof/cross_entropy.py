@@ -103,7 +103,7 @@ def linear_calls(draw: Draw) -> Iterator[Call]:
 
 
 def proof_by(name: str, kernel: Callable[[Any], Any], oracle: Callable[..., Any], calls: Any, **limits: Any) -> Proof:
-    return Proof(name=name, room="cross_entropy", kernel=kernel, oracle=oracle, calls=calls, **limits)
+    return Proof(name=name, folder="cross_entropy", kernel=kernel, oracle=oracle, calls=calls, **limits)
 
 
 PROOFS = (

@@ -18,7 +18,7 @@ class Verdict:
     """The result for one operation in one dtype: the largest error, that of its CPU twin, and what was wrong."""
 
     op: str
-    room: str
+    folder: str
     dtype: str
     tensors: int
     error: float
@@ -54,4 +54,4 @@ def judge(
         if twin is not None:
             twin_errors += [finding.error for finding in check(proof, call, twin, "cpu")]
     name = str(dtype).removeprefix("torch.")
-    return Verdict(proof.name, proof.room, name, len(errors) - 1, max(errors), max(twin_errors), tuple(wrong))
+    return Verdict(proof.name, proof.folder, name, len(errors) - 1, max(errors), max(twin_errors), tuple(wrong))

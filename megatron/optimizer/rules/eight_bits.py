@@ -48,11 +48,12 @@ class Blocks:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Of one number for each block: [rows, count] along the columns, [count, columns] along the rows."""
+        """The shape of a tensor with one number per block: [rows, count] if blocks run along the columns, else [count,
+        columns]."""
         return (self.rows, self.count) if self.dim else (self.count, self.columns)
 
     def largest(self, values: Tensor) -> Tensor:
-        """Of each block."""
+        """The largest magnitude of each block."""
         if self.rows == 0:
             return values.new_zeros(self.shape)
         parts = [part.abs().amax(self.dim) for part in values.view(self.rows, self.columns).split(BLOCK, self.dim)]
@@ -66,7 +67,8 @@ class Blocks:
 
 @dataclass(frozen=True)
 class Section:
-    """The rows of a matrix around a piece of it: all blocks that the piece has a part of, where it is 0 outside."""
+    """The rows of a matrix that contain a piece of it: all blocks that the piece is part of, with zeros outside the
+    piece."""
 
     whole: Blocks
     held: Range
@@ -86,7 +88,7 @@ class Section:
         return Blocks(last - first, self.whole.columns, self.whole.dim)
 
     def around(self, piece: Tensor) -> Tensor:
-        """[rows, columns], with the piece in its place."""
+        """The section [rows, columns] with the piece in its place and zeros elsewhere."""
         blocks = self.blocks
         if piece.numel() == blocks.rows * blocks.columns:
             return piece.reshape(blocks.rows, blocks.columns)
@@ -99,7 +101,7 @@ class Section:
         return self._piece(matrix.view(-1)).view(shape)
 
     def place(self, scales: Tensor) -> Tensor:
-        """Of the scales of the whole matrix those of this section, which are `blocks.shape`."""
+        """The scales of this section, in `blocks.shape`, out of those of the whole matrix."""
         first, _ = self.rows
         return scales.narrow(0, first if self.whole.dim else first // BLOCK, self.blocks.shape[0])
 

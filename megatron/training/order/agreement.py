@@ -27,7 +27,7 @@ def disagreements(recordings: Mapping[int, Recording], *, peers_are_real: bool =
 
 
 def _of_groups(recordings: Mapping[int, Recording]) -> Iterator[str]:
-    """All ranks make their n-th groups in one call."""
+    """Checks that the n-th group that a rank makes is also the n-th group of every other member."""
     made = {rank: [*recording.groups.values()] for rank, recording in recordings.items()}
     for rank, groups in made.items():
         for number, group in enumerate(groups):
@@ -81,7 +81,8 @@ def _content(op: Op) -> tuple[object, ...]:
 
 
 def _of_messages(recordings: Mapping[int, Recording]) -> Iterator[str]:
-    """nccl has no tags: messages of a pair are matched by order, and their tags show whether rightly so."""
+    """Checks the messages of each pair of ranks in order, because nccl matches them by order alone; our tags show
+    whether sender and receiver mean the same message."""
     sides: dict[tuple[str, int, int], dict[str, list[Message]]] = defaultdict(lambda: {"send": [], "recv": []})
     groups: dict[str, Communicator] = {}
     for rank, recording in recordings.items():

@@ -1,4 +1,4 @@
-"""What is otherwise decided by the size of a model and by its device, for a small one that is recorded on a CPU."""
+"""Makes a small model that is recorded on a CPU communicate like a large one on accelerators."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _collect = parts.collect
 
 @contextmanager
 def as_large_on_accelerators() -> Iterator[None]:
-    """Steps are asynchronous, gradients travel in several buckets, and the ranks that are not there fill no disk
-    and write nothing."""
+    """Within the context steps are asynchronous and gradients travel in several buckets. The ranks that exist only in
+    the recording need no disk space and write no files."""
     with (
         patch.object(Engine, "asynchronous", True),
         patch.object(build, "GradBuffers", partial(GradBuffers, bucket_size=_BUCKET)),
@@ -33,5 +33,5 @@ def as_large_on_accelerators() -> Iterator[None]:
 
 
 def _of_the_first(folder: Path, ranks: object) -> list[parts.Part]:
-    """Of what all ranks have written; the others divide nothing with it here."""
+    """What the first rank has written, without shares: the other ranks have written nothing here."""
     return [replace(part, shares={}) for part in _collect(folder, [0])]

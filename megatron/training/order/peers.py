@@ -57,7 +57,7 @@ MakePeers = Callable[[Any, tuple[int, ...]], Peers]
 
 @dataclass
 class Script:
-    """What is known of the ranks recorded so far: what they broadcast. Those recorded stand for others like them."""
+    """What the ranks recorded so far have broadcast. Each recorded rank stands for all ranks of its class."""
 
     stands_for: Callable[[int], int] = int
     broadcasts: dict[tuple[tuple[int, ...], int, int], list[Tensor]] = field(default_factory=dict)
@@ -68,7 +68,8 @@ class Script:
 
 
 class Scripted(Peers):
-    """Peers that hold what this rank holds. A sum is one more, so that no count stays zero and no divisor is."""
+    """Peers that hold the same values as this rank. One is added to every sum, so that no count, and no divisor, is
+    zero."""
 
     def __init__(self, script: Script, options: Any, ranks: tuple[int, ...]) -> None:
         self.rank, self.size = options.group_rank, options.group_size

@@ -92,7 +92,7 @@ class _World:
         return Outcome(max(ends, default=0.0), _ring(self))
 
     def meet(self, entry: _Entry, key: Key, sides: int) -> None:
-        """`entry` has started its side of what `key` names."""
+        """Notes that `entry` has started its side of the operation `key`, and ends it when all sides have started."""
         there = self.met[key]
         there.append(entry)
         if len(there) < sides:
@@ -228,7 +228,8 @@ class _Rank:
     # the diagnosis
 
     def _who_holds(self, entry: _Entry) -> list[int]:
-        """The ranks whose side of `entry`, or of what holds it up on this rank, has not started."""
+        """The ranks that `entry` waits for: they have not started their side of it, or of what blocks it on this
+        rank."""
         seen: set[int] = set()
         while entry.start is None and id(entry) not in seen:
             seen.add(id(entry))
@@ -247,7 +248,7 @@ class _Rank:
         return []
 
     def blocked(self) -> tuple[str, list[int]]:
-        """(what this rank waits in, for whom)."""
+        """The operation that this rank waits in, and the ranks it waits for."""
         if self.place < len(self.events):
             return self.waits_in, self.waiting_for()
         entry = next(each for each in self.entries if each.end is None)
@@ -255,7 +256,8 @@ class _Rank:
 
 
 def _sides(rank: int, op: Op, group: Communicator) -> list[tuple[Key, tuple[int, ...]]]:
-    """For every meeting of the operation its key without its number, and the ranks that meet."""
+    """The parts of an operation that ranks must start together (a collective, or each of its messages): key and
+    ranks."""
     if op.is_collective:
         return [((op.group, "all"), group.ranks)]
     return [((op.group, "message", *_way(rank, each)), _way(rank, each)) for each in op.messages]
@@ -267,7 +269,8 @@ def _way(rank: int, message: Message) -> tuple[int, int]:
 
 
 def _ring(world: _World) -> list[str]:
-    """Each line: a rank, what it waits in, for whom. Those of a ring, or all up to a rank that has ended."""
+    """The ring of ranks that wait for each other, or the chain of waiting ranks up to one that has ended: a line per
+    rank."""
     rank = next((rank for rank in world.ranks.values() if not rank.ended), None)
     lines: dict[int, str] = {}
     while rank is not None and rank.number not in lines and not rank.ended:
@@ -282,5 +285,5 @@ def _ring(world: _World) -> list[str]:
 
 
 def play(recordings: Mapping[int, Recording], rules: Rules = STRICTEST, transfer: float = 0.0) -> Outcome:
-    """`recordings` by rank; of a communicator with more members, those recorded stand for all."""
+    """Plays `recordings`, given by rank. Where a communicator has more members, the recorded ones stand for all."""
     return _World(recordings, rules, transfer).run()

@@ -110,7 +110,7 @@ def other_layouts(draw: Draw) -> Iterator[Call]:
 CPU_PROOFS = {
     "attention": Proof(
         name="attention",
-        room="attention",
+        folder="attention",
         kernel=proof_kernel,
         oracle=proof_oracle,
         calls=proof_calls,

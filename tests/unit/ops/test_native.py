@@ -133,7 +133,7 @@ def refuses_a_derivative(op: Any, args: tuple[Any, ...], named: dict[str, Any]) 
     return False
 
 
-@pytest.mark.parametrize("op", [op for op, proof in PROOFS.items() if op in OPERATIONS and proof.room != "optim"])
+@pytest.mark.parametrize("op", [op for op, proof in PROOFS.items() if op in OPERATIONS and proof.folder != "optim"])
 def test_a_second_derivative_is_right_or_refused(op: str) -> None:
     """PyTorch would take it for zero and only warn."""
 
@@ -171,7 +171,7 @@ REFUSED = declared("REFUSED")
 def test_every_operation_refuses_something() -> None:
     """But the optimizer's, which are given nothing but its own flat buffers."""
     assert set(REFUSED) == {
-        name for name, row in OPERATIONS.items() if row.native is not None and row.native.room != "optim"
+        name for name, row in OPERATIONS.items() if row.native is not None and row.native.folder != "optim"
     }
 
 

@@ -103,9 +103,9 @@ LOWER = {
 @pytest.mark.parametrize("name", LOWER)
 def test_lower_instruction_sets_are_right_too(tmp_path: Path, name: str) -> None:
     """A machine with AVX-512 never runs what most others do."""
-    at_least, room, flags = LOWER[name]
+    at_least, folder, flags = LOWER[name]
     if best_tier() < TIERS.index(at_least):
         pytest.skip("this machine runs the lower instruction set itself")
-    sources = kernel_sources(room, emulated=False)
+    sources = kernel_sources(folder, emulated=False)
     done = comparison(made_anew(tmp_path, ROOT, sources, emulated=False, flags=flags), "cpu")
     assert done.stdout == "right\n", done.stderr[-3000:]

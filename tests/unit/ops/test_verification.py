@@ -29,8 +29,8 @@ from tests.helpers.kernels import backend
 from tests.helpers.planted import planted_checkout, planted_library
 
 CPU = torch.device("cpu")
-ROOMS = {"activation": "hash of activation", "rope": "hash of rope"}
-NATIVE = Library(unverified=dict.fromkeys(ROOMS, UNVERIFIED), cuda_sources=ROOMS)
+FOLDERS = {"activation": "hash of activation", "rope": "hash of rope"}
+NATIVE = Library(unverified=dict.fromkeys(FOLDERS, UNVERIFIED), cuda_sources=FOLDERS)
 
 
 @dataclass
@@ -41,10 +41,10 @@ class StandIn:
     seconds: float = 0.0
     asked: list[list[str]] = field(default_factory=list)
 
-    def __call__(self, rooms: Sequence[str], device: torch.device) -> dict[str, Outcome]:
-        self.asked.append(list(rooms))
+    def __call__(self, folders: Sequence[str], device: torch.device) -> dict[str, Outcome]:
+        self.asked.append(list(folders))
         time.sleep(self.seconds)
-        return {room: self.outcomes.get(room, Outcome()) for room in rooms}
+        return {folder: self.outcomes.get(folder, Outcome()) for folder in folders}
 
 
 def check(cache: Path | None, judge: StandIn, native: Library = NATIVE) -> tuple[Library, list[str]]:
@@ -92,7 +92,7 @@ def test_an_outcome_holds_for_what_was_verified_only(
     check(tmp_path, StandIn())
     native, expected = NATIVE, ["activation", "rope"]
     if changed == "a source":
-        native, expected = replace(NATIVE, cuda_sources=ROOMS | {"rope": "another"}), ["rope"]
+        native, expected = replace(NATIVE, cuda_sources=FOLDERS | {"rope": "another"}), ["rope"]
     elif changed == "the CUDA version":
         native = replace(NATIVE, needs=Gpu((8, 0), (13, 0)))
     elif changed == "the GPU":

@@ -22,7 +22,7 @@ from tests.helpers.kernels import backend
 from tests.helpers.scripts import load_script
 from tests.policy.rules import ROOT
 
-CUDA_ROOMS = {source.parent.name for source in (ROOT / "csrc").glob("*/cuda*.cu")}
+CUDA_FOLDERS = {source.parent.name for source in (ROOT / "csrc").glob("*/cuda*.cu")}
 
 
 @pytest.fixture(scope="module")
@@ -130,18 +130,18 @@ def test_a_source_whose_process_dies_does_not_take_the_others_along(tmp_path: Pa
     fake = tmp_path / "check.py"
     fake.write_text(
         "import json, os, sys, time\n"
-        "source, out = (sys.argv[sys.argv.index(flag) + 1] for flag in ('--room', '--out'))\n"
-        "right = dict(op=source, room=source, dtype='float32', tensors=1, error=0.0, error_of_twin=0.0, wrong=[])\n"
+        "source, out = (sys.argv[sys.argv.index(flag) + 1] for flag in ('--folder', '--out'))\n"
+        "right = dict(op=source, folder=source, dtype='float32', tensors=1, error=0.0, error_of_twin=0.0, wrong=[])\n"
         "open(out, 'w').write(json.dumps([right]))\n"
         "if source == 'norm': print('CUDA error 700', flush=True); os.abort()\n"
         "if source == 'rope': time.sleep(60)\n"
     )
     judge = (sys.executable, str(fake))
-    verdicts = list(gpu_ops.judge_apart(sorted(CUDA_ROOMS), "cpu", seed=1, seconds=3, judge=judge))
-    wrong = {verdict.room: verdict.wrong for verdict in verdicts if verdict.wrong}
+    verdicts = list(gpu_ops.judge_apart(sorted(CUDA_FOLDERS), "cpu", seed=1, seconds=3, judge=judge))
+    wrong = {verdict.folder: verdict.wrong for verdict in verdicts if verdict.wrong}
     died = "its process ended with exit code -6: CUDA error 700"
     assert wrong == {"norm": (died,), "rope": ("not judged within 3 s",)}
-    built = dict.fromkeys(CUDA_ROOMS, "hash")
+    built = dict.fromkeys(CUDA_FOLDERS, "hash")
     assert set(gpu_ops.verified_sources(verdicts, built, {})) == set(built) - {"norm", "rope"}
 
 
@@ -217,12 +217,12 @@ def test_the_whole_command_on_a_cpu(tool: ModuleType, tmp_path: Path, capsys: py
     assert tool.main(["--device", "cpu", "--out", str(record), "--rounds", "0", "--seed", "3"]) == 0
     written = json.loads(record.read_text())
     assert written["device_type"] == "cpu" and written["seed"] == 3 and written["environment"]["torch"]
-    assert set(written["sources"]) == CUDA_ROOMS
+    assert set(written["sources"]) == CUDA_FOLDERS
     assert "verified; not: none" in capsys.readouterr().out
 
 
 def test_every_cuda_source_has_something_that_checks_it() -> None:
-    assert {proof.room for proof in PROOFS.values()} == CUDA_ROOMS
+    assert {proof.folder for proof in PROOFS.values()} == CUDA_FOLDERS
 
 
 def test_the_record_is_the_one_that_is_read(tool: ModuleType) -> None:
