@@ -25,7 +25,7 @@ ROWS, COLUMNS, RANKS = 4096, 4096, 8
 
 
 def slices(split: str) -> list[Run]:
-    """Of the first of eight ranks."""
+    """The slices of the first of eight ranks."""
     if split == "rows":
         return [(0, ROWS // RANKS * COLUMNS)]
     return [(row * COLUMNS, COLUMNS // RANKS) for row in range(ROWS)]

@@ -72,8 +72,8 @@ class Case:
 
 
 def case_of(op: str, shape: str, inputs: Any, moved: Callable[[tuple[Any, ...]], int], **options: Any) -> Case:
-    """Of an operation of a model: beside PyTorch's own function, or the formula where there is none. `arguments` are
-    given to all."""
+    """The case of a model's operation, beside PyTorch's own function, or the formula where there is none. `arguments`
+    are given to all."""
     operation, arguments = OPERATIONS[op], options.pop("arguments", {})
     eager = options.pop("eager", operation.without_native(Target("cpu")).function)
     formula = options.pop("formula", operation.formula)

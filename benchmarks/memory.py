@@ -114,7 +114,7 @@ def storage(tensor: Tensor) -> int:
 
 
 def storage_bytes(tensors: Iterable[Tensor | None]) -> int:
-    """Of the storages of these tensors, each once."""
+    """The bytes of the storages of these tensors, each counted once."""
     local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors if tensor is not None]
     return sum({storage(tensor): tensor.untyped_storage().nbytes() for tensor in local}.values())
 
@@ -199,7 +199,7 @@ Measure = Callable[[RunConfig, int, int], Measured]
 
 
 def measure(ranks: int, config: RunConfig, how: Measure) -> Measured:
-    """Of the rank that keeps most."""
+    """Measures the rank that keeps most."""
 
     def body(rank: int) -> bytes:
         set_allocator("system")

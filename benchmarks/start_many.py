@@ -39,7 +39,7 @@ TRAINING = [
 
 @dataclass(frozen=True)
 class Usage:
-    """Of one rank when its first step is done."""
+    """What one rank has used when its first step is done."""
 
     shared: float
     """MB, of which pages that several processes have count in parts."""

@@ -26,7 +26,7 @@ BATCH = 16
 
 
 def open_process_group() -> None:
-    """Of the ranks that torchrun has started, or of this process alone."""
+    """Opens the process group of the ranks that torchrun has started, or of this process alone."""
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     if dist.is_torchelastic_launched():
         dist.init_process_group(backend)

@@ -39,7 +39,7 @@ def serve(prepare: Callable[[], Turn], link: Connection) -> None:
 
 
 class Contenders:
-    """Those that are still in the race; `left_out` says why the others are not."""
+    """The contenders that are still in the race; `left_out` says why the others are not."""
 
     def __init__(self) -> None:
         self.left_out: dict[str, str] = {}

@@ -54,16 +54,16 @@ class FoundStep:
     foreign: ForeignStep | None = None
     """If Megatron-LM wrote it: then the manifest is made from its files."""
     save: Path | None = None
-    """Of a non-persistent step: the save directory of its run."""
+    """For a non-persistent step: the save directory of its run."""
     at_hand: AtHand | None = None
-    """Of a local step, whose files are on several machines."""
+    """For a local step, whose files are on several machines."""
 
     def reader(self, directory: Path | None = None) -> StepReader:
         """`directory`: with the files, if they have been brought together there."""
         return StepReader(directory or self.directory, self.manifest) if self.foreign is None else self.foreign.reader
 
     def in_save_directory(self) -> dict[Path, int]:
-        """Its step that a run goes on from."""
+        """The step of the save directory that a run resumes from."""
         line = self.manifest.line
         step = self.manifest.step if line is None else line.base
         return {} if step is None else {self.saved_by.resolve(): step}
@@ -74,7 +74,7 @@ class FoundStep:
         return self.directory.parent if self.save is None else self.save
 
     def with_vocabulary(self, rows: int) -> FoundStep:
-        """Of Megatron-LM's tables, which are saved with their padding, the first `rows` rows."""
+        """The step with its vocabulary tables cut to `rows` rows: Megatron-LM saves them with their padding."""
         if self.foreign is None:
             return self
         foreign = self.foreign.with_vocabulary(rows)
@@ -86,7 +86,7 @@ class FoundStep:
         return folder if folder.is_dir() else None
 
     def saved_settings(self) -> dict[str, dict[str, Any]]:
-        """Its configuration, with the vocabulary that its table has: a tokenizer may have fewer entries."""
+        """The saved configuration, with the vocabulary size of the saved table: a tokenizer may have fewer entries."""
         settings = {section: dict(values) for section, values in self.manifest.config.items()}
         words, tokenizer = self.manifest.model.get(WORD_TABLE), settings.setdefault("tokenizer", {})
         if words is not None and tokenizer.get("vocab_size") is None:
@@ -294,7 +294,7 @@ class _Load:
             )
 
     def files_needed(self) -> set[str]:
-        """Those that `read` opens, as itself says."""
+        """The files that `read` would open, found by a dry run of it."""
         reader, quiet = PlannedReader(self.found.directory, self.found.manifest), replace(self, say=_say_nothing)
         with torch.device("meta"):
             replace(quiet, take=lambda name, tensor: None).read(reader)

@@ -45,14 +45,14 @@ _FLAG = "--non-persistent-global-ckpt-dir"
 
 @dataclass(frozen=True)
 class NonPersistent:
-    """Those of the run that saves into `save_directory`."""
+    """The non-persistent checkpoints of the run that saves into `save_directory`."""
 
     directory: Path
     save_directory: Path
     parallel: ParallelState
 
     def line(self, history: RunHistory, iteration: int) -> Line:
-        """Of what is saved now."""
+        """The line of runs that a step saved now belongs to."""
 
         def name() -> str:
             held_lock(f"--save {self.save_directory}", self.save_directory, history, iteration)
@@ -84,7 +84,7 @@ class NonPersistent:
                     )
 
     def steps_here(self) -> list[int]:
-        """Those that this rank sees."""
+        """The steps that this rank sees."""
         return paths.list_steps(self.directory)
 
     def clear(self) -> list[str]:

@@ -77,7 +77,7 @@ def retain(directory: Path, history: RunHistory, wanted: Retention, *, tracker_s
 
 
 def keep_only(directory: Path, step: int | None) -> None:
-    """Of non-persistent steps, of which the newest alone is of use."""
+    """Removes all non-persistent steps but this one: only the newest is of use."""
     for other in paths.list_steps(directory):
         if other != step:
             delete(directory, other)

@@ -53,7 +53,7 @@ def check_container(path: Path) -> None:
 
 
 def check_members(path: Path, members: Sequence[zipfile.ZipInfo], size: int) -> None:
-    """Those of torch's files fit into their `size` and have a name each; there are none to decompress."""
+    """Checks the members of a zip file: torch's are uncompressed, have unique names and together fit into `size`."""
     if len(members) > _MAX_MEMBERS:
         raise UnsafeFileError(f"{path} has {len(members)} members")
     if any(m.compress_type != zipfile.ZIP_STORED or m.file_size != m.compress_size for m in members):

@@ -51,7 +51,7 @@ def set_aside(directory: Path) -> Iterator[str]:
 
 
 def meaning(name: str) -> str | None:
-    """Of a folder's name; None: it is a step, or nothing of ours."""
+    """What a folder's name means; None if it is a step, or not ours."""
     if name.startswith(paths.TEMPORARY):
         return (
             "a save that was not completed, because its run was killed or the disk was full; it is never read, the "

@@ -138,7 +138,7 @@ class TorchFile:
         return _description(value) is not None
 
     def shape(self, value: Any) -> tuple[int, ...]:
-        """Of what stands for a tensor; nothing is read."""
+        """The shape of a value that stands for a tensor; nothing is read."""
         return self._described(value).shape
 
     def dtype(self, value: Any) -> torch.dtype:

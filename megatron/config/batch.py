@@ -48,7 +48,7 @@ class BatchPlan:
 
     @property
     def batch_sizes(self) -> tuple[int, ...]:
-        """Those that a step can have. A ramp-up is given by its first one and its increment."""
+        """The batch sizes that steps of the run have. A ramp-up is described by its first size and its increment."""
         ramp = self.config.training.rampup_batch_size or ()
         return (self.final_batch_size, *ramp[:2], *(size for _, size in self._scheduled))
 
@@ -98,18 +98,18 @@ class BatchPlan:
         return start + steps * increment
 
     def micro_batches(self, batch_size: int) -> int:
-        """Of one rank in a step."""
+        """The number of micro-batches of one rank in a step."""
         return batch_size // (self.micro_batch_size * self.dp)
 
     @property
     def evaluation_micro_batches(self) -> int:
-        """Of one rank in one global batch of an evaluation."""
+        """The number of micro-batches of one rank in one global batch of an evaluation."""
         return self.evaluation_batch_size // (self.evaluation_micro_batch_size * self.dp)
 
     @property
     def total_iterations(self) -> int:
-        """Of a run from its beginning. A resumed run asks `iterations_left`: its earlier steps may have had another
-        batch size."""
+        """The number of iterations of a run from its beginning. A resumed run uses `iterations_left`, because its
+        earlier steps may have had another batch size."""
         return self.iterations_left(0, 0)
 
     @property

@@ -24,12 +24,12 @@ class ValidationPlan:
     samples: Mapping[str, int | None]
 
     def of(self, split: str) -> int | None:
-        """Of the set whose records have this `split`."""
+        """The number of samples to read of the set whose records have this `split`."""
         return self.samples[split.removeprefix(SET_PREFIX)]
 
 
 def set_names(config: RunConfig) -> tuple[str, ...]:
-    """Of --multiple-validation-sets; one name where there is one set."""
+    """The names of the validation sets; one name unless there is --multiple-validation-sets."""
     blend = data_sources(config.data).blends[1]
     if not config.data.multiple_validation_sets or blend is None:
         return (ONE_SET,)

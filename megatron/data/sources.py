@@ -130,7 +130,7 @@ class Sources:
         ]
 
     def contents(self) -> tuple[SourceContent, ...]:
-        """Of each source. The more there are, the fewer blocks are read of each."""
+        """The content of each source. The more sources there are, the fewer blocks are sampled of each."""
         blocks = max(_FEWEST_BLOCKS, min(_MOST_BLOCKS, _ALL_BLOCKS // max(1, len(self._opened))))
         found = []
         for prefix, source in self._opened.items():

@@ -34,7 +34,7 @@ class Arrivals:
 
     @property
     def awaited(self) -> list[nn.Parameter]:
-        """Of a pass that has begun and not finished: the parameters that are still without a gradient."""
+        """The parameters whose gradients are still missing, if a pass has begun and not finished."""
         if self._expected is None or not self._came:
             return []
         return [one for one in self._parameters if id(one) in self._expected and id(one) not in self._came]

@@ -303,7 +303,8 @@ def _divide(
 
 
 def _make_memory(model: nn.Module, device: torch.device, on_host: bool) -> None:
-    """Of a model on the meta device. Its buffers, such as running means, are where it computes."""
+    """Allocates the shards of a model on the meta device, and its buffers, such as running means, on the device it
+    computes on."""
     if not on_host:
         model.to_empty(device=device)
         return
@@ -314,7 +315,8 @@ def _make_memory(model: nn.Module, device: torch.device, on_host: bool) -> None:
 
 
 def _group(axis: Axis, device: torch.device) -> dist.ProcessGroup:
-    """Of a rank whose weights no other has, a group of its own: nothing is sent."""
+    """The process group of an axis. A rank that shares its weights with no other gets a group of one, and sends
+    nothing."""
     if axis.size > 1:
         return axis.group
     if not dist.is_initialized():

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def log_collectives(module: FSDPModule, axis: Axis) -> None:
-    """Of this unit of fully_shard's, which is divided over `axis`."""
+    """Logs the collectives of this unit, which `fully_shard` divides over `axis`."""
     if axis.size > 1:
         module.set_custom_all_gather(_Gather(axis))  # type: ignore[arg-type]
         module.set_custom_reduce_scatter(_ReduceScatter(axis))  # type: ignore[arg-type]

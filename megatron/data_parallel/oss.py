@@ -53,7 +53,7 @@ class OSS(torch.optim.Optimizer):
         return self._inner
 
     def owner_of(self, parameter: Tensor) -> int:
-        """Its rank in the group."""
+        """The rank, in the group, of the parameter's owner."""
         return self._owners[id(parameter)]
 
     @property
@@ -167,7 +167,7 @@ class OSS(torch.optim.Optimizer):
 
 
 def by_type(tensors: Iterable[Any]) -> list[list[Any]]:
-    """Those that go into one message together."""
+    """Groups tensors by the message that they share: one per type."""
     found: dict[tuple[torch.dtype, torch.device], list[Any]] = {}
     for tensor in tensors:
         found.setdefault((tensor.dtype, tensor.device), []).append(tensor)

@@ -42,7 +42,7 @@ class RankStatus:
     recent: Mapping[str, Sequence[CommOp]] = field(default_factory=dict)
 
     def encode(self) -> str:
-        """Without `recent`, which is much and seldom needed."""
+        """The status as JSON, without `recent`, which is large and seldom needed."""
         values = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "recent"}
         for name in _OPERATIONS:
             values[name] = None if values[name] is None else _plain(values[name])

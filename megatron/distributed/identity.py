@@ -44,7 +44,7 @@ DATA = Subject(
 
 @dataclass(frozen=True)
 class Identity:
-    """Of a rank: its number, and values by name (settings as on a command line, hashes of code)."""
+    """The values of one rank that are compared, by name: settings as on a command line, hashes of code."""
 
     rank: int
     values: Mapping[str, str]

@@ -104,7 +104,7 @@ def _missing(store: dist.Store, info: LaunchInfo, did: str) -> str:
 
 
 def spans(ranks: Sequence[int]) -> str:
-    """Such as "0, 8-15": whole machines are missing, as a rule."""
+    """Numbers as text such as "0, 8-15": usually all ranks of some machines are missing."""
     among = set(ranks)
     starts = [rank for rank in ranks if rank - 1 not in among]
     ends = [rank for rank in ranks if rank + 1 not in among]

@@ -239,7 +239,7 @@ def common(a: Range, b: Range) -> Range:
 
 
 def _in_piece(tensor: torch.Tensor, piece: Range, run: Range) -> torch.Tensor:
-    """Of a run of elements, those that `tensor` has, which holds the elements of `piece`."""
+    """The part of a run of elements that is in `tensor`, which holds the elements of `piece`."""
     start, stop = common(run, piece)
     return tensor[start - piece[0] : max(stop, start) - piece[0]]
 

@@ -140,7 +140,7 @@ class ParallelState:
 
 
 def _axes(partitions: Partitions, rank: int) -> list[Axis]:
-    """Without process groups."""
+    """The axes of a rank, without process groups."""
     members = {name: _own(partition, rank) for name, partition in partitions.items()}
     return [Axis(name, ranks.index(rank), len(ranks), ranks) for name, ranks in members.items()]
 

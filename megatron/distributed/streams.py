@@ -45,5 +45,5 @@ def stream(
 
 
 def block_sizes(size: int) -> list[int]:
-    """Of a file, which is sent in blocks."""
+    """The sizes of the blocks in which a file is sent."""
     return [min(BLOCK_BYTES, size - start) for start in range(0, size, BLOCK_BYTES)]

@@ -59,7 +59,7 @@ def build_engine(
 def _buffers(
     config: RunConfig, built: Parallel, parallel: ParallelState, kernels: Kernels, device: torch.device
 ) -> GradBuffers:
-    """Of a model that every data-parallel rank holds whole."""
+    """The gradient buffers of a model that every data-parallel rank holds whole."""
     divided = config.parallel.zero > 0
     grads = GradBuffers(
         built.model.named_parameters(),

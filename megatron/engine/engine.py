@@ -109,7 +109,7 @@ class Engine(Evaluation):
 
     @property
     def optimizer(self) -> Optimizer:
-        """Its counters and its loss scale are those after every step that was started."""
+        """The optimizer, with the counters and the loss scale after every step that was started."""
         self.settle()
         return self._optimizer
 

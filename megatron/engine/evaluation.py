@@ -22,7 +22,7 @@ class EvaluationResult:
     lm_loss: float
     counted_tokens: int
     counted_bytes: int | None = None
-    """Of the text that the counted tokens stand for; None where that is not known."""
+    """The bytes of the text that the counted tokens stand for; None where that is not known."""
 
 
 class Evaluation:
@@ -95,7 +95,7 @@ class Evaluation:
 
 
 def counted_bytes(batch: Batch, byte_lengths: Tensor) -> Tensor:
-    """Of the tokens that are predicted and count. [], int64"""
+    """The bytes of text of the predicted tokens that count. [], int64"""
     return (byte_lengths[batch["labels"]] * (batch["loss_mask"] > 0)).sum()
 
 

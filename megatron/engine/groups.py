@@ -18,7 +18,7 @@ from megatron.parallelize import Parallel
 
 
 def check_marked(config: OptimizerConfig, built: Parallel) -> None:
-    """With Muon a model that is not ours marks its matrices, or nothing would be orthogonalised."""
+    """Refuses Muon for a foreign model that marks no matrices: nothing would be orthogonalised."""
     if not config.uses_muon or built.rows:
         return
     marked = {name: p for name, p in built.model.named_parameters() if getattr(p, "use_muon", False)}
@@ -58,7 +58,8 @@ class Groups:
         return row.is_linear_map if self.config.uses_muon else self.config.optimizer == "adafactor"
 
     def _marked(self, name: str, parameter: nn.Parameter) -> Matrix | None:
-        """Of a model that is not ours only its author knows which tensors are linear maps, and nothing is split."""
+        """The matrix of a foreign model's parameter. Only the model's author knows which tensors are linear maps, so
+        Muon needs them marked. Nothing is split."""
         if self.config.optimizer != "adafactor" and not (
             self.config.uses_muon and getattr(parameter, "use_muon", False)
         ):

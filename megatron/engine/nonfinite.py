@@ -14,7 +14,7 @@ _FORGIVEN_OVERFLOWS = 2
 
 
 def overflows_at_the_bottom(optimizer: Optimizer, loss_scale: float, in_a_row: int) -> str | None:
-    """Of a skipped update with a dynamic loss scale: what is wrong, unless the scale can still come down."""
+    """What is wrong if an update was skipped although a dynamic loss scale cannot go lower; None while it still can."""
     scaler = optimizer.scaler
     assert isinstance(scaler, DynamicLossScaler), "without a dynamic loss scale every such gradient is an error"
     if loss_scale > scaler.min_scale or in_a_row <= _FORGIVEN_OVERFLOWS:

@@ -55,7 +55,8 @@ class Choices:
 
 
 def plan(data: Path, tokenizer: Tokenizer, fit: Fit) -> Choices:
-    """Of objects with `context`, `choices` and `gold`, the number of the right choice counted from 0."""
+    """Plans the evaluation of objects with `context`, `choices` and `gold`, the number of the right choice counted from
+    0."""
     items, prefixes = [], []
     for place, entry in read_json_lines(data, flag="--data"):
         context = text_of(entry, "context", place, "it may be empty, but has to be there")

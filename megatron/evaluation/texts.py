@@ -17,7 +17,7 @@ from megatron.inference.texts import read_json_lines, read_text, text_of
 from megatron.tokenizer import Tokenizer
 
 NUMBERS = "NullTokenizer"
-"""Its ids stand for themselves: what they decode to is no text."""
+"""The tokenizer whose ids decode to digits, which are not text."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Document:
     tokens: Tokens
     words: int | None
     bytes: int | None
-    """Of its text; None where ids stand for no text."""
+    """The bytes of its text; None where ids do not stand for text."""
 
 
 def is_indexed(data: Path) -> bool:

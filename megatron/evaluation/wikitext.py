@@ -39,5 +39,6 @@ def _closed_up(opening: str, closing: str, found: re.Match[str]) -> str:
 
 
 def count_words(text: str) -> int:
-    """Of the text as the file has it: an end of line is a word."""
+    """The number of words as the published perplexities count them: in the text of the file, where each end of line is
+    a word."""
     return len(text.strip().split(" "))

@@ -36,7 +36,7 @@ class Decoder:
     """All ranks of a model make the same calls. Rows are those of one batch of prompts."""
 
     def __init__(self, model: GPT, passes: Passes | None = None, parallel: ParallelState | None = None) -> None:
-        """Without `passes` and `parallel` the model is whole on this rank."""
+        """`passes` and `parallel`: of a model that is split over ranks; without them it is whole on this rank."""
         self.model, self.passes = model, passes
         self.parallel = parallel or ParallelState.plan(Layout(1), 0)
         if self.parallel.cp.size > 1:

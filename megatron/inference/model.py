@@ -33,7 +33,7 @@ from megatron.training.settings import read_settings
 from megatron.utils.foreign import is_hugging_face
 
 LONGEST_WINDOW = 4096
-"""Of a model that does not say how long the samples of its training were."""
+"""The window of a model that does not say how long its training samples were."""
 DEFAULT_BATCH = 8
 
 
@@ -73,10 +73,10 @@ class _Described:
     positions: int | None
     trained_length: int | None
     tokenizer_folder: Path | None
-    """Of its own copy, if it has one."""
+    """The folder of the tokenizer files that the checkpoint holds, if it does."""
     tokenizer: Tokenizer | None
     rows: int | None = None
-    """Of the word table, with padding where the checkpoint does not say how much there is."""
+    """The rows of the word table, including padding if the checkpoint does not say how many rows are padding."""
 
 
 @dataclass(frozen=True)

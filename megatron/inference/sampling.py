@@ -37,8 +37,8 @@ class Sampling:
             raise ConfigError(f"--top-p {self.top_p}: must be between 0 and 1; 0 and 1 keep all tokens")
 
     def seeds(self, prompts: Sequence[Sequence[int]]) -> list[int]:
-        """Of each prompt's random numbers. They follow from the prompt itself, and from how often it came before, so
-        that its continuation does not depend on the other prompts."""
+        """The seed of each prompt's random numbers. It depends on the prompt and on how often it occurred before, so
+        that a continuation does not depend on other prompts."""
         seen: Counter[tuple[int, ...]] = Counter()
         found = []
         for prompt in map(tuple, prompts):

@@ -65,7 +65,7 @@ class ModuleFactory:
         return Norm(width, self.config, self.kernels)
 
     def head_norm(self, name: str, heads: int) -> Norm:
-        """Of queries or keys: over each head, or over all `heads` of the whole model together."""
+        """The norm of queries or keys: over each head, or over all `heads` of the whole model together."""
         together = self.config.qk_layernorm_scope == "all"
         return self.norm(self.config.head_dim * (heads if together else 1))
 

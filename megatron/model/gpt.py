@@ -157,7 +157,7 @@ class GPT(nn.Module):
 
     @property
     def _groups_here(self) -> int:
-        """Of keys and values, in a layer of this rank."""
+        """The number of key/value heads in a layer of this rank."""
         first = next(iter(self.layers.values()))
         assert isinstance(first, Layer)
         return first.self_attention.groups

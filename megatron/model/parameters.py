@@ -63,9 +63,9 @@ class Uniform:
 @dataclass(frozen=True)
 class Row:
     name: str
-    """With `{layer}` and `{expert}` for their numbers in the whole model."""
+    """The parameter's name, with `{layer}` and `{expert}` in the place of their numbers in the whole model."""
     shape: Shape
-    """Of the logical view of the whole parameter."""
+    """The shape of the logical view of the whole parameter."""
     row_dims: int = 1
     """How many leading dimensions of the view are the rows of the stored matrix; the others are its columns."""
     kind: Kind = "copied"
@@ -126,7 +126,7 @@ class Parameter:
 
     @property
     def shape(self) -> Shape:
-        """Of the logical view."""
+        """The shape of the logical view."""
         return self.row.shape
 
     @property
@@ -239,7 +239,8 @@ def _norm_rows(config: ModelConfig, name: str, width: int) -> list[Row]:
 
 
 def _drawn(config: ModelConfig, row: Row, *, into_residual: bool = False) -> Row:
-    """With its initial distribution. What is added to the residual stream, 2 x layers times, starts smaller."""
+    """Adds the initial distribution to a row. Matrices that add to the residual stream, two in each layer, start
+    smaller."""
     if config.init_method_xavier_uniform:
         fan_out, fan_in = row.stored_shape
         return replace(row, start=Uniform(math.sqrt(6.0 / (fan_in + fan_out))))

@@ -29,7 +29,7 @@ def or_apex(fused: Function, apex: Function) -> Portable:
 
 
 def takes(x: Tensor, *parameters: Tensor | None) -> bool:
-    """Its norms have all their parameters, in the type of their input."""
+    """Whether apex's norms can take these: all parameters are there, in the type of the input."""
     return all(parameter is not None and parameter.dtype == x.dtype for parameter in parameters)
 
 
@@ -42,7 +42,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def multi_tensor_adam(*arguments: Any) -> None:
-    """Of tensors in fp32. A flag on the device leaves the update out, and rate and step are on the device too."""
+    """apex's Adam over lists of fp32 tensors. Learning rate, step and the flag that skips the update are on the
+    device."""
     import_module("amp_C").multi_tensor_adam_capturable(*arguments)
 
 

@@ -112,7 +112,7 @@ def _held(weight: Tensor, vocab_size: int, part: VocabularyPart | None) -> tuple
 def _loss_only(
     hidden: Tensor, weight: Tensor, labels: Tensor, vocab_size: int, part: VocabularyPart | None, math: LogitsMath
 ) -> Tensor:
-    """Without gradients: only the logits of a few hundred tokens exist at a time."""
+    """The loss without gradients: only the logits of a few hundred tokens exist at a time."""
     first, held = _held(weight, vocab_size, part)
     rows = max(256, block_rows(held, hidden.device))
     statistics = [

@@ -158,7 +158,7 @@ def _choose(
 
 
 def left_to_compiler(kernels: Kernels) -> list[str]:
-    """Of the operations with native kernels, those that a compiled layer computes by their formulas."""
+    """The operations that have native kernels, but are computed by their formulas in a compiled layer."""
     native = (OPERATIONS[choice.op] for choice in kernels.choices if choice.backend == "native")
     return [op.name for op in native if op.native is not None and op.native.left_to_compiler]
 

@@ -34,7 +34,8 @@ WAIT = 2 * SECONDS
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of one folder of csrc/: `wrong` is None or says what is wrong. What could not be judged is not kept."""
+    """The outcome of verifying one folder of csrc/: `wrong` is None or says what is wrong. It is kept in the cache only
+    if the kernels could be judged."""
 
     wrong: str | None = None
     judged: bool = True

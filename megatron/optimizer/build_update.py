@@ -52,7 +52,7 @@ def _on_host(
     specs: Mapping[str, ShardSpec],
     kernel: Callable[..., None] | None,
 ) -> Update:
-    """Of weights that are in host memory, with their gradients: so is the optimizer's state."""
+    """The update of weights that are in host memory, as are their gradients and the optimizer's state."""
     host = torch.device("cpu")
     if config.is_plain_adamw:
         return build_offloaded(grads, config, rules, kernel, host)

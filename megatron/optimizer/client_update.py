@@ -58,7 +58,7 @@ class ClientUpdate:
 
     @torch.no_grad()
     def step(self, decision: HostDecision) -> None:
-        """With the rates of the optimizer's groups."""
+        """Makes one update with the rates of the optimizer's groups."""
         if _number_of_tensors(self.optimizer) != self._number:
             raise ConfigError(
                 "optimizer.add_param_group(): the engine has no place for the gradients of parameters that come later; "

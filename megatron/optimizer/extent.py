@@ -138,7 +138,7 @@ def extents(grads: Gradients, matrices: Mapping[str, Matrix]) -> dict[str, Exten
 
 
 def sums_over(axes: Sequence[Axes], parts: Iterable[Tensor]) -> list[Tensor]:
-    """Of each part over its axes, in double precision, with one message for all that have the same. A collective.
+    """Sums each part over its axes, in double precision; parts with the same axes share a message. A collective.
 
     What is kept on two pipeline stages must be summed there in the same order: its message holds nothing else."""
     wide = [part.to(widest(part.device)) for part in parts]

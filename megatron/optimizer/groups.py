@@ -22,7 +22,7 @@ class GroupRule:
 
 
 class Rates(NamedTuple):
-    """Of one step."""
+    """Learning rates and weight decay of one step."""
 
     lr: float
     weight_decay: float

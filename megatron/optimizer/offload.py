@@ -189,7 +189,7 @@ def _buffer(grads: Gradients, flat: FlatPieces, rules: Mapping[str, GroupRule], 
 
 
 def _grads_of(grads: Gradients, flat: FlatPieces) -> Tensor:
-    """Of shards that are on the host, others in each step."""
+    """The gradients of these pieces. Read anew in each step, in which shards on the host have new gradient tensors."""
     return flat.grads if grads.flat else grads.grad(flat.names[0]).view(-1)
 
 

@@ -49,7 +49,7 @@ class Parallel:
     fields: Set[str] | None = None
     """The fields of a batch that this rank uses, of those that there are; None: all."""
     divided: FullySharded | None = None
-    """Its weights, where data-parallel ranks divide them (ZeRO 2 and 3)."""
+    """The divided weights under ZeRO 2 and 3; None if each data-parallel rank holds whole weights."""
 
     def pieces(self) -> Iterator[Piece]:
         """Every parameter, as far as this rank keeps it."""

@@ -48,8 +48,8 @@ def _units_of_gpt(model: GPT, state: ParallelState) -> Iterator[Unit]:
 
 
 def units_of(model: nn.Module, axis: Axis) -> Iterator[Unit]:
-    """Of a model that is not ours: the members of its outermost lists of layers, and the rest, to which what a member
-    shares with others belongs."""
+    """The units of a model that is not our GPT: the members of its outermost lists of layers, and the rest, to which
+    members belong that share parameters with others."""
     taken: set[int] = set()
     for member in _members_of_lists(model):
         own = {id(parameter) for parameter in member.parameters()}

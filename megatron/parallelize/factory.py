@@ -46,12 +46,12 @@ class Place:
 
     state: ParallelState
     experts: range
-    """Those on this rank."""
+    """The experts on this rank."""
     sequence_parallel: bool
     cp_attention: str
     device: torch.device
     stored_shapes: Mapping[str, Shape]
-    """Of this rank's shard of each parameter."""
+    """The shape in memory of this rank's shard of each parameter."""
 
 
 class ParallelFactory(ModuleFactory):

@@ -84,7 +84,8 @@ class Cut:
         return replace(spec, ranges=(own, shared), replica_axes=("tp",), copies=(shared,) if place else ())
 
     def _shared_head(self, spec: ShardSpec) -> ShardSpec:
-        """With fewer heads of keys than ranks, the ranks that share one each hold its part."""
+        """With fewer key/value heads than ranks, each rank holds the slice of one head, and the ranks that share the
+        head are replicas."""
         head, place = divmod(self.tp.rank, self.tp.size // spec.size)
         own = ((head, head + 1),)
         return replace(spec, ranges=own, replica_axes=("tp",), copies=own if place else ())

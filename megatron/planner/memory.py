@@ -27,9 +27,10 @@ class StateBytes:
 def state_bytes(
     config: RunConfig, elements: int, ranks: int, *, offloaded: float = 0.0, on_host: bool = False
 ) -> StateBytes:
-    """Of `elements` parameters, which `ranks` data-parallel ranks have a copy of each, or divide with ZeRO: then those
-    of one instance of the optimizer. `offloaded`: the share of the optimizer's state that is elsewhere. `on_host`:
-    parameters are in host memory, where one rank alone keeps them as several do, as masters."""
+    """The bytes for `elements` parameters, which each of `ranks` data-parallel ranks holds whole, or which they divide
+    under ZeRO (then `ranks` are those of one instance of the optimizer). `offloaded`: the share of the optimizer's
+    state that is elsewhere. `on_host`: parameters are in host memory, where one rank alone keeps them as several do, as
+    masters."""
     half = config.precision.params_dtype != "float32"
     moments = moment_bytes(config.optimizer)
     masters = (2 if config.optimizer.store_param_remainders else 4) if half else 0
@@ -50,8 +51,8 @@ def copy_bytes(config: RunConfig, elements: int, ranks: int) -> float:
 
 
 def moment_bytes(optimizer: OptimizerConfig) -> float:
-    """Of one parameter. Of Muon those of the parameters that are no matrices, which have the most; of Adafactor those
-    of matrices, without a number for each row and column."""
+    """The bytes of the moments of one parameter. For Muon those of parameters that are not matrices, which have the
+    most; for Adafactor those of matrices, without the factored row and column means."""
     if optimizer.optimizer == "sgd":
         return 4 if optimizer.sgd_momentum else 0
     if optimizer.optimizer == "lion":

@@ -69,7 +69,8 @@ class BertWordPieceTokenizer(Tokenizer):
             return self._rust.decode(list(ids), skip_special_tokens=False)
 
     def byte_lengths(self) -> Lengths:
-        """Of the text without what the vocabulary does not keep: capitals, accents, white space."""
+        """The lengths of the normalised text: without capitals, accents and white space where the vocabulary drops
+        them."""
         known = {self._vocab[token]: 0 for token in (*NEEDED[1:], *ADDED)}
         return by_decoding(self.vocab_size, self.detokenize, self.tokenize("a")[-1], known)
 

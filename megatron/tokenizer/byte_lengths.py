@@ -13,7 +13,7 @@ Lengths = npt.NDArray[np.int32]
 
 
 def of_alphabet(vocab: Mapping[str, int], size: int) -> Lengths:
-    """Of a vocabulary in GPT-2's byte alphabet. [size]"""
+    """The byte lengths of a vocabulary in GPT-2's byte alphabet. [size]"""
     lengths = np.zeros(size, dtype=np.int32)
     for token, index in vocab.items():
         lengths[index] = len(token_bytes(token))

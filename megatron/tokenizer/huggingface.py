@@ -89,7 +89,7 @@ class HuggingFaceTokenizer(Tokenizer):
         return self._rust.token_to_id(token)
 
     def beginning(self) -> tuple[int, ...]:
-        """Of `transformers`, which leaves that to the post-processor of tokenizer.json."""
+        """As in `transformers`: the tokens that the post-processor of tokenizer.json adds."""
         text = self._rust.encode("a", add_special_tokens=False).ids
         whole = self._rust.encode("a", add_special_tokens=True).ids
         before = next((n for n in range(len(whole)) if whole[n : n + len(text)] == text), 0)

@@ -82,7 +82,7 @@ class RunCheckpoints:
     data: Mapping[str, Any]
     history: RunHistory
     origin: Mapping[str, Any] = field(default_factory=dict)
-    """Of the imported model that this run goes on with: an export gives it back."""
+    """The origin of the imported model that this run continues, which an export restores."""
 
     @property
     def optimizer(self) -> Optimizer | None:

@@ -79,7 +79,7 @@ def _check_load(config: RunConfig) -> None:
 
 
 def copies_of(config: RunConfig, launch: LaunchInfo) -> Copies:
-    """Of the shares of local checkpoints."""
+    """The replication of shares of local checkpoints."""
     settings = config.checkpoint
     if not settings.replication or settings.non_persistent_ckpt_type != "local":
         return Copies()

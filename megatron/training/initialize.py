@@ -68,13 +68,13 @@ class Run:
 
     @property
     def vocab_size(self) -> int:
-        """Of the model: the tokenizer's, or that of a checkpoint whose table has more rows. Without padding, which
-        exists in memory only."""
+        """The vocabulary size of the model: the tokenizer's, or a checkpoint's whose table has more rows. Padding rows,
+        which exist only in memory, are not counted."""
         return max(self.data_vocab_size, self.config.tokenizer.vocab_size or 0)
 
     @property
     def data_vocab_size(self) -> int:
-        """Of the data: the ids of the tokenizer are below this."""
+        """The vocabulary size of the data: all ids of the tokenizer are below it."""
         if self.tokenizer is not None:
             return self.tokenizer.vocab_size
         if self.config.tokenizer.vocab_size is None:
@@ -91,7 +91,7 @@ class Run:
 
     @property
     def chat(self) -> ChatEncoder | None:
-        """Of --sft: turns conversations into ids."""
+        """The encoder of conversations, for --sft."""
         return build_chat_encoder(self.config.tokenizer, self.eod_id) if self.config.data.sft else None
 
     @property
@@ -282,7 +282,7 @@ def _check_same_kernels(spec: str, kernels: Kernels, parallel: ParallelState) ->
 
 
 def _for_dry_run(config: RunConfig, launch: LaunchInfo) -> LaunchInfo:
-    """With --dry-run or --print-config, one process stands for a run of many ranks."""
+    """The launch to describe under --dry-run or --print-config, where one process stands for a run of many ranks."""
     runtime, alone = config.runtime, launch.launcher == "python"
     if runtime.dry_run_ranks is not None and not (runtime.plans and alone):
         raise ConfigError(

@@ -131,7 +131,8 @@ class TensorBoard(Hook):
 
 
 class WeightsAndBiases(Hook):
-    """Asked for by --wandb-project; needs the package, which we never install by ourselves."""
+    """Metrics in Weights & Biases, for --wandb-project. Needs the `wandb` package, which is never installed
+    automatically."""
 
     def __init__(self, config: LoggingConfig, whole_config: dict[str, Any]) -> None:
         try:
@@ -162,7 +163,7 @@ class WeightsAndBiases(Hook):
 
 
 def build_metric_writers(config: RunConfig, *, world_size: int, device: torch.device) -> list[Hook]:
-    """Those that the flags ask for."""
+    """The metric writers that the flags ask for."""
     logging = config.logging
     writers: list[Hook] = []
     if logging.metrics_jsonl:

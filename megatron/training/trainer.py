@@ -111,7 +111,7 @@ class Trainer:
         return Rates(schedule.lr(samples), schedule.weight_decay(samples), schedule.decoupled_lr(samples))
 
     def _settled(self, iteration: Iteration, result: StepResult) -> None:
-        """Told by the engine, as soon as the outcome of the iteration's step is known."""
+        """Called by the engine as soon as the outcome of the iteration's step is known."""
         if not result.skipped:
             self._progress.schedule_samples += result.batch_size
         self._last_result = result

@@ -208,6 +208,6 @@ class BlockHasher:
                 self._block = self._new()
 
     def blocks(self) -> tuple[str, ...]:
-        """Of everything so far; the last block may be short."""
+        """The hashes of all blocks so far; the last block may be short."""
         partial = self.size % self.block_bytes != 0
         return (*self._blocks, self._block.hexdigest()) if partial else tuple(self._blocks)

@@ -67,7 +67,7 @@ class HuggingFaceFolder:
         return stored.file.tensor(stored.name)
 
     def exchanges(self) -> list[Exchange]:
-        """Of all parameters. Refused are a tensor that is missing, and one that would not be used."""
+        """The exchanges of all parameters. Refuses a folder that lacks a tensor or has one that would not be used."""
         wanted = list(self.family.exchanges(self.config, self.vocab_size, self.moe))
         zeros = self.family.zero_biases(self.config, self.vocab_size)
         _check_names(self, {name for exchange in wanted for name in exchange.theirs} | zeros.keys())

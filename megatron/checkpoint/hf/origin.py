@@ -44,7 +44,7 @@ def read_origin(folder: Path) -> Origin:
 
 
 def origin_of(saved: Mapping[str, Any], where: Path) -> Origin | None:
-    """Of a checkpoint; None for a run that was started here."""
+    """The origin that a checkpoint records; None for a model that was not imported."""
     if not saved:
         return None
     try:
@@ -65,7 +65,8 @@ def _checked(origin: Origin, where: str) -> Origin:
 
 
 def own_token_ids(tokenizer: Tokenizer | None, folder: Path | None) -> dict[str, int | None]:
-    """Of a run started here: what its tokenizer names, else its end of document."""
+    """The special token ids of a model that was not imported: those that its tokenizer names, else its end-of-document
+    id."""
     end = None if tokenizer is None else tokenizer.eod_id
     named = {} if tokenizer is None or folder is None else _named_tokens(tokenizer, folder)
     ids = {"bos_token_id": named.get("bos_token", end), "eos_token_id": end}

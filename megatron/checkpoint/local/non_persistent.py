@@ -40,7 +40,7 @@ class LocalNonPersistent(NonPersistent):
         return Store(self.directory / name, self.parallel.world.rank, self._places, self.copies)
 
     def _name(self) -> str:
-        """Of the run; empty: it has none, and so no steps."""
+        """The name of the run; empty if it has none, and then it has no steps."""
         return run_on_first(lambda: name_of(self.save_directory) or "", self.parallel.world, str)
 
     def hold(self, history: RunHistory) -> None:

@@ -65,7 +65,8 @@ def _digest(body: object) -> str:
 
 
 def read(directory: Path) -> ShareRecord:
-    """Of a share whose files are there, in their sizes; a CheckpointError says what is wrong."""
+    """Reads the record of a share and checks that its files exist with their sizes; a CheckpointError says what is
+    wrong."""
     path = directory / paths.SHARE
     if not paths.is_plain_file(path):
         raise DamagedCheckpointError(f"{path} is missing")

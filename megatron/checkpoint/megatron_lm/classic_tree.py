@@ -81,7 +81,7 @@ class ClassicTree:
 
     @property
     def version(self) -> float:
-        """Of the order of the rows of QKV."""
+        """The checkpoint version, which decides the order of the rows of QKV."""
         found = self.first.content.get("checkpoint_version", 0)
         if type(found) not in (int, float) or not 0 <= found < 4:
             raise CheckpointError(f"{self.directory} has checkpoint_version {str(found)[:40]}; 0 to 3 are known here")
@@ -89,7 +89,7 @@ class ClassicTree:
 
     @cached_property
     def chunks(self) -> Mapping[Coordinates, tuple[Chunk, ...]]:
-        """Of every rank, its virtual stages in order."""
+        """The chunks of every rank: its virtual stages in order."""
         return {at: tuple(_chunks(at, file)) for at, file in self.files.items()}
 
     @cached_property

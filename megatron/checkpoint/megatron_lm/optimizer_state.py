@@ -53,7 +53,7 @@ class UnknownOptimizerError(CheckpointError):
 
 
 def of_rank(tree: ClassicTree, at: Coordinates) -> Entries:
-    """Of one rank's file; empty if it was saved without."""
+    """The optimizer's tensors in one rank's file; none if it was saved without."""
     file = tree.files[at]
     state = file.content.get("optimizer")
     if state is None:

@@ -74,7 +74,7 @@ def _section(args: Mapping[str, Any], section: type[ModelConfig | MoEConfig]) ->
 
 
 def _attention(args: Mapping[str, Any]) -> dict[str, Any]:
-    """Its number of groups is 1 where there are none."""
+    """The attention settings. Megatron-LM's number of query groups is 1 where grouping is off."""
     if not args.get("group_query_attention"):
         return {}
     return {"group_query_attention": True, "num_query_groups": args.get("num_query_groups")}

@@ -203,7 +203,7 @@ class _Writer:
         }
 
     def _group(self, decays: bool, step: int) -> dict[str, Any]:
-        """With all that loading one replaces: torch takes the whole group from the file."""
+        """A parameter group with all its options, because torch's load replaces the whole group by the file's."""
         settings = self.found.manifest.config.get("optimizer", {})
         curves = self.reader.main_file()["opt_param_scheduler"]
         rate = float(curves.get("max_lr", 0.0))

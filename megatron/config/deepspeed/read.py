@@ -135,7 +135,8 @@ class Reading:
                 self._read(path, name, value)
 
     def _without_idle(self, path: str, block: Mapping[Any, Any]) -> Mapping[Any, Any]:
-        """Of a block that is off, `enabled` and what is unknown."""
+        """The keys to read of a block that is switched off: `enabled`, and unknown keys, which are refused all the
+        same."""
         idle = [name for name in block if name != "enabled" and name in children(path) and not is_default(block[name])]
         if idle:
             named = ", ".join(f"{path}.{name}" for name in idle)

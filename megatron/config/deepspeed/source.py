@@ -30,7 +30,7 @@ def deepspeed_assignments(others: Sequence[Assignments], refusals: Refusals) -> 
 
 
 def _value(sources: Sequence[Assignments], name: str) -> Any:
-    """Of the strongest source, which is the last."""
+    """The value from the source with the highest precedence, which is the last."""
     return next((source.values[name] for source in reversed(sources) if name in source.values), None)
 
 

@@ -16,7 +16,8 @@ def _is(*names: str) -> tuple[Need, ...]:
 
 
 def _updates_with(*names: str) -> tuple[Need, ...]:
-    """With Muon, another rule updates what is no matrix."""
+    """The need for one of these update rules. With Muon, --muon-scalar-optimizer updates parameters that are not
+    matrices."""
     return (
         Need(
             f"--optimizer {' or '.join(names)}",

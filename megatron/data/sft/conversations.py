@@ -24,7 +24,7 @@ class ChatEncoder(Protocol):
 
     @property
     def fingerprint(self) -> str:
-        """Of everything that decides the ids and which of them count."""
+        """A hash of everything that decides the ids and which of them count."""
 
     @property
     def refuses(self) -> type[Exception]:

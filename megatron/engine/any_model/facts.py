@@ -92,7 +92,7 @@ class EngineFacts(nn.Module):
         return [float(group["lr"]) for group in self.optimizer.param_groups]
 
     def get_global_grad_norm(self) -> float | None:
-        """Of the last update, before clipping; None before the first."""
+        """The gradient norm of the last update, before clipping; None before the first."""
         return self._calls.norm
 
     def was_step_applied(self) -> bool:

@@ -71,7 +71,7 @@ class EngineConfig:
         )
 
     def rule(self, device: torch.device) -> UpdateRule:
-        """Of the optimizer that it names."""
+        """The update rule of the optimizer that the configuration names."""
         try:
             return build_rule(self.run.optimizer, device)
         except ConfigError as error:

@@ -31,7 +31,7 @@ def with_bias(draw: Draw) -> Iterator[Call]:
 
 
 def both_forms(calls: Iterator[Call]) -> Iterator[Call]:
-    """Of GELU: by tanh and by erf."""
+    """Both forms of GELU: by tanh and by erf."""
     for call in calls:
         for tanh in (True, False):
             yield Call(f"{call.name}, {'tanh' if tanh else 'erf'}", (*call.args, tanh))

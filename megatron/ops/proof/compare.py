@@ -71,7 +71,7 @@ class Proof:
 
 
 def proof_of(name: str, calls: Callable[[Draw], Iterator[Call]], **given: Any) -> Proof:
-    """Of an operation's kernel by its formula, or what is `given` in their place."""
+    """The proof of an operation's kernel against its formula; `given` replaces either."""
     operation = OPERATIONS[name]
     assert operation.native is not None
     usual: dict[str, Any] = {

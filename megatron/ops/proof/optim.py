@@ -79,7 +79,7 @@ def _tensors(draw: Draw, sizes: list[int], grad: Tensor) -> tuple[Tensor, ...]:
 
 
 def _not_finite(draw: Draw, count: int) -> Tensor:
-    """Without the largest numbers, whose squares fp64 alone has."""
+    """Special values without the largest numbers, whose squares overflow in all dtypes but fp64."""
     grad = draw(count)
     grad[3:40:9] = torch.tensor([math.inf, -math.inf, math.nan, 0.0, -0.0])
     return grad

@@ -121,7 +121,7 @@ class Adafactor(LiveState):
             slot.tensor.sub_(move.mul_(gated.open))
 
     def _second_moments(self, jobs: Sequence[_Job]) -> tuple[list[Tensor], list[list[Tensor]]]:
-        """Of each job the sum of the weight's squares, and what `mix` returns."""
+        """For each job the sum of the weight's squares, and what `mix` returns."""
         axes, parts, ends = [], [], [0]
         for job in jobs:
             own = [job.extent.square_sum(job.slot.tensor), *job.sums]
@@ -134,8 +134,8 @@ class Adafactor(LiveState):
         return sizes, [job.mix(own[1:], self.settings.eps1) for job, own in zip(jobs, own_totals, strict=True)]
 
     def _lengths(self, jobs: Sequence[_Job], moments: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-        """Of each job the sum of its direction's squares. The directions are computed again when they are used: to keep
-        them would take as much memory as the gradients."""
+        """For each job the sum of its direction's squares. Directions are recomputed when they are used: keeping them
+        would take as much memory as the gradients."""
         axes = [job.extent.axes for job in jobs]
         parts = (job.extent.square_sum(job.direction(own)) for job, own in zip(jobs, moments, strict=True))
         return sums_over(axes, parts)

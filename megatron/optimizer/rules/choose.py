@@ -76,7 +76,7 @@ def build_rule(config: OptimizerConfig, device: torch.device) -> UpdateRule:
 
 
 def elementwise_rule(name: str, config: OptimizerConfig, device: torch.device) -> UpdateRule:
-    """Of torch's, the fused one if this torch has the kernel for the device."""
+    """torch's rule: the fused one if this torch has the kernel for the device."""
     if name == "lion":
         return Lion(config.lion_beta1, config.lion_beta2)
     betas = config.adam_beta1, config.adam_beta2

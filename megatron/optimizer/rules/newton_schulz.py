@@ -54,7 +54,7 @@ def steps_of(kind: str, number: int) -> list[Coefficients]:
 
 
 def orthogonalised(matrix: Tensor, steps: list[Coefficients], dtype: torch.dtype) -> Tensor:
-    """Of the same shape, computed and returned in `dtype`. The operations are torch.optim.Muon's."""
+    """The orthogonalised matrix, computed and returned in `dtype`, by the same operations as torch.optim.Muon."""
     tall = matrix.shape[0] > matrix.shape[1]
     x = matrix.to(dtype, copy=True)
     if tall:

@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 
 
 def build_chat_encoder(config: TokenizerConfig, eod_id: int | None) -> ChatEncoder:
-    """Of --sft. The format is Megatron-LM's where its type of tokenizer is named, else the tokenizer's own template."""
+    """The encoder for --sft. The format is Megatron-LM's where its type of tokenizer is named, else the tokenizer's own
+    template."""
     if config.kind not in HUGGING_FACE or config.tokenizer_model is None:
         raise ConfigError(
             f"--sft: {config.kind} has no chat template; give --tokenizer-type HuggingFaceTokenizer --tokenizer-model "

@@ -84,7 +84,7 @@ class ChatEncoder:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Of everything that decides the ids and which of them count."""
+        """A hash of everything that decides the ids and which of them count."""
         identity = {
             "version": _VERSION,
             "tokenizer": {name: value for name, value in self._description.items() if name != "version"},

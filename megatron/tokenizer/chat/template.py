@@ -96,7 +96,8 @@ class ChatTemplate:
         return found
 
     def _end_of_turn(self, text: str, start: int, end: int) -> int:
-        """Without the white space that a template puts after the token that ends a turn: nobody generates it."""
+        """The end of an answer, without the white space that a template puts after the end-of-turn token: the model
+        does not generate that."""
         stripped = start + len(text[start:end].rstrip())
         return stripped if text[start:stripped].endswith(self._ends) else end
 

@@ -69,7 +69,8 @@ def _fits(config: RunConfig, ranks: int) -> bool:
 
 
 def _check_world(config: RunConfig, ranks: int) -> None:
-    """Without --profile-ranks, which are those of the user's own world."""
+    """Checks the settings for this number of ranks, without --profile-ranks, which number the ranks of the user's own
+    launch."""
     check_world(replace(config, profile=ProfileConfig()), ranks)
 
 

@@ -128,7 +128,7 @@ def _introduction(given: RunConfig, config: RunConfig, world_size: int) -> list[
 
 
 class _Progress:
-    """Told of each rank that was recorded."""
+    """Shows progress; called for each rank that was recorded."""
 
     def __init__(self, config: RunConfig, world_size: int) -> None:
         classes = representatives(config.parallel.layout(world_size))

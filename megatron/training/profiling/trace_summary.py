@@ -195,7 +195,8 @@ def _moments(events: Iterable[Event]) -> Iterator[tuple[float, float, list[Event
 
 
 def _category(stack: Sequence[Event]) -> str:
-    """Of the innermost operation; those that enclose it decide first, as a product in attention is attention."""
+    """The category of a moment, given the open operations. Enclosing operations decide before the innermost: a product
+    in attention counts as attention."""
     names = [event.name for event in stack]
     operations = [event.name for event in stack if event.kind == "cpu_op"]
     if any(_COMMUNICATION.search(name) for name in operations):
