@@ -39,9 +39,6 @@ class Part:
     shares: dict[str, Share] = field(default_factory=dict)
     """By the names of the divisions."""
 
-    def all_optimizer_records(self) -> Iterable[tuple[str, TensorRecord]]:
-        return ((name, record) for kinds in self.optimizer.values() for name, record in kinds.items())
-
 
 def _path(folder: Path, rank: int) -> Path:
     return folder / f"written_by_rank_{rank}.json"

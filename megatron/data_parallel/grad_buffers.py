@@ -59,15 +59,21 @@ class GradBuffers(DividedWeights):
         finds_unused: bool = False,
         withheld: str | None = None,
     ) -> None:
-        """`axes`: for parameters whose gradients are summed over another axis than `dp`, such as experts. `flat`: every
-        gradient is in a buffer, even where `parameter.grad` would do. `divided` (ZeRO-1): each rank gets the sum of its
-        own chunk of every buffer alone, and updates that. `replicas`: the ranks of other such groups that have the same
-        chunk, whose sums are summed too. `apart`: parameters with a buffer of their own, which is
-        divided in the same way wherever else they are. `late_gather`: a model whose next forward pass runs while its
-        divided weights are gathered. Unless `shown`, `parameter.grad` is None between passes, so that nobody's
-        `zero_grad()` drops what has been accumulated; with `withheld`, a line, it refuses to be used. `in_own_type`:
-        gradients are added up in the type of their parameter, in halves too. `accumulate`: multiplies into a buffer.
-        `finds_unused`: ranks that lack a gradient are counted, in the message of their bucket."""
+        """`params` are summed over `dp`, in few large messages.
+
+        - `axes`: the axis to sum over, for parameters (such as experts) that have another than `dp`.
+        - `replicas`: with `divided`, the ranks of other instances that update the same chunk, to sum over as well.
+        - `apart`: parameters that get a bucket of their own, so that it is divided equally wherever else they are held.
+        - `flat`: every gradient is in a buffer, even where `parameter.grad` would do.
+        - `divided` (ZeRO-1): each rank gets the sum of its own chunk of every buffer alone, and updates that.
+        - `in_own_type`: gradients are accumulated in the type of their parameter, half precision included.
+        - `accumulate`: a matrix product that adds its result to a buffer.
+        - `finds_unused`: the message of each bucket also counts the ranks that lack one of its gradients.
+        - `late_gather`: a model whose next forward pass runs while its divided weights are being gathered.
+        - `shown`: if False, `parameter.grad` is None between passes, so that a `zero_grad()` of the user's program does
+          not drop what has been accumulated.
+        - `withheld`: then `parameter.grad` is not None, but raises an error with this line when it is used.
+        """
         self.dp = dp
         replicas = replicas or Axis.single("replicate")
         self.overlap = overlap and dp.size * replicas.size > 1

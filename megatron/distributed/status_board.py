@@ -28,7 +28,6 @@ class StatusBoard:
         """The last status that was read of each rank."""
         self._recent_of = -math.inf  # the moment of the last operations that were published
         self._news: dict[int, float] = {}  # rank -> when its last heartbeat that differed from the one before was read
-        self._announced = False
 
     def publish(self, status: RankStatus) -> None:
         self._store.set(_key(status.rank), status.encode())

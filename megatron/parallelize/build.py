@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import partial
 from inspect import Parameter, signature
@@ -27,7 +27,7 @@ from megatron.parallelize.factory import ParallelFactory, Place
 from megatron.parallelize.specs import Cut, Held, Piece, foreign_specs, held_specs, in_order_of, whole_pieces
 from megatron.pipeline_parallel.links import Links
 from megatron.pipeline_parallel.pass_recorder import PassRecorder
-from megatron.pipeline_parallel.pipeline import BoundStage, Pipeline
+from megatron.pipeline_parallel.pipeline import BoundStage, HiddenLike, Pipeline
 from megatron.pipeline_parallel.schedules import SCHEDULES
 from megatron.utils.dtype import default_dtype
 
@@ -95,16 +95,7 @@ def parallelize(
     queued = state.pp.size > 1 and config.schedule == "zero-bubble"
     wgrads = WgradQueue() if queued else WgradRoute()
     with default_dtype(dtype), made_on or device:
-        part = type(model)(
-            model.config,
-            vocab_size=model.vocab_size,
-            padded_vocab_size=model.padded_vocab_size,
-            kernels=model.make.kernels,
-            layers=held.layers,
-            first=held.first,
-            last=held.last,
-            make=ParallelFactory(model.make, table, place, wgrads),
-        )
+        part = _part_of(model, held, ParallelFactory(model.make, table, place, wgrads))
     specs, described = in_order_of(part, specs), dict(model.named_parameters())
     for name, parameter in part.named_parameters():
         assert parameter.shape == place.stored_shapes[name], f"{name}: {parameter.shape}, {place.stored_shapes[name]}"
@@ -113,20 +104,48 @@ def parallelize(
             specs[name] = replace(specs[name], replica_axes=())
     if state.pp.size == 1:
         return Parallel(part, specs, SinglePass(part, forward_step), wgrads, rows)
-    links = Links(state.pp, state.pp_links)
-    links.connect(device)
-    pipeline = Pipeline(
-        _stages(part, layers, state),
-        state.pp,
+    hidden_like = partial(_hidden_like, part, place, dtype)
+    pipeline = _connected_pipeline(_stages(part, layers, state), config, place, forward_step, hidden_like, wgrads)
+    return Parallel(part, specs, pipeline, wgrads, rows, stage_fields(part, state.pp))
+
+
+def _part_of(model: GPT, held: Held, make: ParallelFactory) -> GPT:
+    """A GPT with the layers that this rank holds of the described one, in the modules that `make` gives."""
+    return type(model)(
+        model.config,
+        vocab_size=model.vocab_size,
+        padded_vocab_size=model.padded_vocab_size,
+        kernels=model.make.kernels,
+        layers=held.layers,
+        first=held.first,
+        last=held.last,
+        make=make,
+    )
+
+
+def _connected_pipeline(
+    stages: Sequence[Callable[..., Tensor]],
+    config: ParallelConfig,
+    place: Place,
+    forward_step: ForwardStep,
+    hidden_like: HiddenLike,
+    wgrads: WgradRoute,
+) -> Pipeline:
+    """The pipeline over these stages, its links to the neighbouring ranks connected. A collective of the pipeline."""
+    pp = place.state.pp
+    links = Links(pp, place.state.pp_links)
+    links.connect(place.device)
+    return Pipeline(
+        stages,
+        pp,
         SCHEDULES[config.schedule],
         loss_step=forward_step,
         hidden_step=_hidden_step,
-        hidden_like=partial(_hidden_like, part, place, dtype),
+        hidden_like=hidden_like,
         wgrad_queue=wgrads if isinstance(wgrads, WgradQueue) else None,
         links=links,
         recorder=None if config.pipeline_trace is None else PassRecorder(),
     )
-    return Parallel(part, specs, pipeline, wgrads, rows, stage_fields(part, state.pp))
 
 
 def stage_fields(part: GPT, pp: Axis) -> Set[str] | None:

@@ -29,7 +29,7 @@ LONGEST_WORD = 200
 class BertWordPieceTokenizer(Tokenizer):
     def __init__(self, vocab_file: str | Path, *, lower_case: bool) -> None:
         self.name = "BertWordPieceLowerCase" if lower_case else "BertWordPieceCase"
-        self._vocab_file, self._lower_case = Path(vocab_file), lower_case
+        self._vocab_file = Path(vocab_file)
         self._vocab = _read_vocab(self._vocab_file)
         self._rust = _build(self._vocab, lower_case, self.name)
 

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.model import GPT
-from megatron.training.assemble import Parts
 from tests.equivalence.test_model_parallel import GPT2, LLAMA
 from tests.helpers.runs import flags, make_parts, pretrain_gpt
 
@@ -29,10 +28,6 @@ class Operations(TorchDispatchMode):
         shapes = [tuple(a.shape) for a in args if isinstance(a, torch.Tensor)]
         self.seen.append(f"{op} {shapes}")
         return op(*args, **(kwargs or {}))
-
-
-def assembled(argv: list[str]) -> Parts:
-    return make_parts(argv)[1]
 
 
 def operations(model: torch.nn.Module, passes: Any, batch: Any) -> list[str]:

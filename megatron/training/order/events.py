@@ -44,11 +44,6 @@ class Op:
     def is_collective(self) -> bool:
         return not self.messages
 
-    @property
-    def blocks_host(self) -> bool:
-        """Waiting for it stops the host, not only the stream of the computation."""
-        return self.kind == "barrier"
-
     def __str__(self) -> str:
         if self.messages:
             return " and ".join(map(str, self.messages))
