@@ -38,6 +38,14 @@ def test_the_readme_lists_its_sections() -> None:
     assert {anchor(title) for title in sections(text)} == {target for _, target in LINK.findall(text.split("\n## ")[0])}
 
 
+def test_the_index_of_design_notes_lists_each_by_its_title() -> None:
+    design = ROOT / "docs" / "design"
+    titles = {note.name: note.read_text(encoding="utf-8").splitlines()[0] for note in design.glob("0*.md")}
+    index = (design / "README.md").read_text(encoding="utf-8")
+    listed = {name: f"# {title}" for title, name in re.findall(r"^- \d{3} \[(.+)\]\((.+)\)$", index, re.M)}
+    assert listed == titles
+
+
 def test_a_page_without_them_is_seen() -> None:
     good = "# T\n\nAfter this page you can a.\n\n[One two](#one-two)\n\n## One two\n"
     assert missing(good) == []
