@@ -12,7 +12,7 @@ from megatron import pretrain
 if TYPE_CHECKING:  # `--help` loads no torch
     from torch import Tensor, nn
 
-    from megatron.data.build import Datasets
+    from megatron.data.datasets import Datasets
     from megatron.engine import Batch
     from megatron.training.initialize import Run
 

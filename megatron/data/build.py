@@ -7,25 +7,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from megatron.config.blend import SPLITS, Blend, data_sources
-from megatron.config.validation import SET_PREFIX, named_sets
+from megatron.config.validation import named_sets
 from megatron.data.blended import BlendedDataset, TokenDataset, part_samples, shares_of
-from megatron.data.cache import CachePlace, IndexCache, remove_leftovers
+from megatron.data.datasets import Datasets
 from megatron.data.fim import FillInTheMiddle, FIMDataset, TextTokenizer
-from megatron.data.gpt_dataset import GPTDataset
-from megatron.data.index_builders import Builders, epochs_needed
-from megatron.data.indexed.dataset import IndexedDataset
-from megatron.data.mock import MockDataset
-from megatron.data.sft.conversations import ChatEncoder, Conversations
-from megatron.data.sft.dataset import ConversationDataset
+from megatron.data.index_builders import Builders
+from megatron.data.mock import mock_datasets
+from megatron.data.sft.conversations import ChatEncoder
 from megatron.data.sft.sources import ConversationSources
-from megatron.data.sources import SourceContent, Sources, check_border_flag
+from megatron.data.source_datasets import OwnDataset, SourceDatasets, SourceSlice
+from megatron.data.sources import Sources, check_border_flag
 from megatron.data.splits import split_bounds
 from megatron.data.table import MixtureRow, abbreviated, refuse_repeated, render, warn_repeated
 from megatron.data.validation import empty_set
@@ -33,48 +30,6 @@ from megatron.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from megatron.config.sections.data import DataConfig
-
-_CACHED_FROM = 1 << 16  # sequences of all epochs; a smaller index is faster to build than to load
-_SAID_EVERY = 10.0  # seconds
-_FEW = 32  # sources; with thousands, a cache file for each small index costs more than it saves
-
-
-@dataclass(frozen=True)
-class Datasets:
-    """The datasets of a run; None where a split is empty or unused. `table`, `notes`, `warnings` are to be printed."""
-
-    train: TokenDataset | None
-    valid: TokenDataset | None
-    test: TokenDataset | None
-    table: str
-    notes: tuple[str, ...] = ()
-    fingerprint: str = ""  # of the data's content, for the checkpoint
-    sources: Sequence[SourceContent] = ()  # what the ranks of a run compare
-    warnings: tuple[str, ...] = ()
-    full_table: str = ""  # every source, where `table` is abbreviated
-    validation_sets: tuple[tuple[str, TokenDataset], ...] = ()  # by name, under --multiple-validation-sets
-
-    @property
-    def validated(self) -> dict[str, TokenDataset]:
-        """Each set that an evaluation reports a loss of, by the name of its records."""
-        if self.validation_sets:
-            return {f"{SET_PREFIX}{name}": dataset for name, dataset in self.validation_sets}
-        return {} if self.valid is None else {"valid": self.valid}
-
-
-OwnDataset = GPTDataset | ConversationDataset
-
-
-@dataclass(frozen=True)
-class SourceSlice:
-    """Sequences first <= i < last of one source, with its weight in the blend (None: proportional to size)."""
-
-    data: IndexedDataset | Conversations
-    fingerprint: str
-    first: int
-    last: int
-    weight: float | None
-    tokens: int
 
 
 def build_train_valid_test(
@@ -98,7 +53,7 @@ def build_train_valid_test(
     check_border_flag(config, eod_id)
     fim = FillInTheMiddle.of(config, tokenizer) if config.fim_data else None
     if config.mock_data:
-        built = _mock(config, num_samples, seed, vocab_size, eod_id)
+        built = mock_datasets(config, num_samples, seed, vocab_size, eod_id)
     else:
         sources = sources_of(
             config,
@@ -136,53 +91,14 @@ def sources_of(
     return ConversationSources(config, chat, say)
 
 
-def _mock(
-    config: DataConfig, num_samples: Sequence[int | None], seed: int, vocab_size: int | None, eod_id: int | None
-) -> Datasets:
-    sources = data_sources(config)
-    if any(sources.blends):
-        raise ConfigError("--mock-data and a data path are both given; choose one")
-
-    def dataset(split: int) -> MockDataset | None:
-        wanted = num_samples[split]
-        if not wanted or not sources.shares[split]:
-            return None
-        return MockDataset(
-            size=wanted, seq_length=config.seq_length, vocab_size=vocab_size, seed=seed, split=split, eod_id=eod_id
-        )
-
-    train, valid, test = (dataset(split) for split in range(3))
-    rows = [
-        MixtureRow(name, "mock data", None, 0, 0, len(built), 0.0)
-        for name, built in zip(SPLITS, (train, valid, test))
-        if built is not None
-    ]
-    table = render(rows)
-    notes = ("mock data: synthetic tokens, no files",)
-    return Datasets(train, valid, test, table, notes, "mock", full_table=table)
-
-
-class _Progress:
-    """Reports long work, one line every few seconds."""
-
-    def __init__(self, say: Callable[[str], None] | None) -> None:
-        self._say, self._last = say, time.perf_counter()
-
-    def say(self, text: str) -> None:
-        now = time.perf_counter()
-        if self._say is not None and now - self._last >= _SAID_EVERY:
-            self._last = now
-            self._say(f"data: {text} ...")
-
-
 class _Builder:
+    """Divides the sources over the splits and blends them."""
+
     def __init__(self, config: DataConfig, sources: Sources, seed: int, builders: Builders, *, pad_id: int) -> None:
-        self.pad_id = pad_id
-        self.config, self.sources, self.seed, self.builders = config, sources, seed, builders
+        self.config, self.sources, self.builders = config, sources, builders
+        self.made = SourceDatasets(config, sources, seed, builders, pad_id=pad_id)
+        self.notes, self.progress = self.made.notes, self.made.progress
         self.rows: list[MixtureRow] = []
-        self.notes: list[str] = []
-        self.tidied: set[Path] = set()  # directories of indices
-        self.progress = _Progress(builders.say)
         self.asked = data_sources(config)
         shared = config.data_path or config.data_args_path
         separate = config.train_data_path or config.valid_data_path or config.test_data_path
@@ -302,61 +218,8 @@ class _Builder:
         tokens = int(data.sequence_lengths[bounds[0] : bounds[1]].sum(dtype=np.int64))
         return SourceSlice(data, source.index_fingerprint, *bounds, weight, tokens)
 
-    def _datasets(self, name: str, parts: Sequence[SourceSlice], samples: Sequence[int | None]) -> list[OwnDataset]:
-        built: list[OwnDataset] = []
-        for part, wanted in zip(parts, samples):
-            self.progress.say(f"{name}: indices of {len(built)} of {len(parts)} sources ready")
-            built.append(self._dataset(name, part, wanted))
-        return built
-
-    def _dataset(self, name: str, part: SourceSlice, samples: int | None) -> OwnDataset:
-        if isinstance(part.data, Conversations):
-            return self._of_conversations(name, part, part.data, samples)
-        epochs = 1 if samples is None else epochs_needed(part.tokens, self.config.seq_length, samples)
-        small = epochs * (part.last - part.first) < _CACHED_FROM and epochs * part.tokens < _CACHED_FROM * 16
-        worth_it = not small or (self.config.data_cache_path is not None and len(self.sources) <= _FEW)
-        cache = self._cache(part.data) if worth_it else None
-        dataset = GPTDataset(
-            part.data,
-            first=part.first,
-            last=part.last,
-            num_samples=samples,
-            seq_length=self.config.seq_length,
-            seed=self.seed,
-            builders=self.builders,
-            cache=cache,
-            fingerprint=part.fingerprint,
-        )
-        self.notes += [] if cache is None else cache.notes
-        return dataset
-
-    def _of_conversations(
-        self, name: str, part: SourceSlice, data: Conversations, samples: int | None
-    ) -> ConversationDataset:
-        cache = self._cache(data)
-        dataset = ConversationDataset(
-            data,
-            first=part.first,
-            last=part.last,
-            num_samples=samples,
-            seq_length=self.config.seq_length,
-            seed=self.seed,
-            pad_id=self.pad_id,
-            cache=cache,
-        )
-        self.notes += [*cache.notes, *dataset.notes(name)]
-        return dataset
-
-    def _cache(self, data: IndexedDataset | Conversations) -> IndexCache:
-        files = (data.prefix,) if isinstance(data, Conversations) else None
-        place = CachePlace.of(self.config.data_cache_path, data.prefix, files)
-        if place.directory not in self.tidied:
-            self.tidied.add(place.directory)
-            remove_leftovers(place.directory)
-        return IndexCache(place, self.builders.say)
-
     def _single(self, name: str, part: SourceSlice, wanted: int | None) -> TokenDataset | None:
-        dataset = self._dataset(name, part, wanted)
+        dataset = self.made.of_slice(name, part, wanted)
         if not len(dataset):
             self._empty(name, f"{part.tokens} tokens, and one sample takes {self.config.seq_length + 1}", wanted)
             return None
@@ -371,7 +234,7 @@ class _Builder:
         rule = self.config.split_rule
         shares = shares_of([part.weight or 0.0 for part in parts], rule)
         built_for = [part_samples(wanted, share, rule) for share in shares]
-        datasets = self._datasets(name, parts, built_for)
+        datasets = self.made.of_slices(name, parts, built_for)
         size = sum(built_for)
         if rule == "main":
             size = sum(part_samples(wanted, share, rule, surplus=False) for share in shares)
@@ -379,7 +242,7 @@ class _Builder:
 
     def _exhaustive(self, name: str, flag: str, parts: list[SourceSlice], wanted: int | None) -> TokenDataset | None:
         """Prefixes without weights: every sample of every source at most once, sources proportional to their size."""
-        datasets = self._datasets(name, parts, [None] * len(parts))
+        datasets = self.made.of_slices(name, parts, [None] * len(parts))
         kept = [(part, dataset) for part, dataset in zip(parts, datasets) if len(dataset)]
         if not kept:
             self._empty(name, f"no source has the {self.config.seq_length + 1} tokens of one sample", wanted)
@@ -408,7 +271,7 @@ class _Builder:
         *,
         exhaustive: bool,
     ) -> TokenDataset:
-        cache = self._cache(parts[0].data)
+        cache = self.made.cache(parts[0].data)
         blend = BlendedDataset(
             datasets, weights, size, needed=needed, exhaustive=exhaustive, builders=self.builders, cache=cache
         )

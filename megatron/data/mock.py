@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
 import numpy as np
 
+from megatron.config.blend import SPLITS, data_sources
+from megatron.data.datasets import Datasets
+from megatron.data.table import MixtureRow, render
 from megatron.errors import ConfigError
+
+if TYPE_CHECKING:
+    from megatron.config.sections.data import DataConfig
 
 
 class MockDataset:
@@ -32,3 +41,30 @@ class MockDataset:
 
     def locate(self, index: int, token: int) -> str:
         return f"mock data, sample {index}, token {token}"
+
+
+def mock_datasets(
+    config: DataConfig, num_samples: Sequence[int | None], seed: int, vocab_size: int | None, eod_id: int | None
+) -> Datasets:
+    """The splits that --mock-data asks for."""
+    sources = data_sources(config)
+    if any(sources.blends):
+        raise ConfigError("--mock-data and a data path are both given; choose one")
+
+    def dataset(split: int) -> MockDataset | None:
+        wanted = num_samples[split]
+        if not wanted or not sources.shares[split]:
+            return None
+        return MockDataset(
+            size=wanted, seq_length=config.seq_length, vocab_size=vocab_size, seed=seed, split=split, eod_id=eod_id
+        )
+
+    train, valid, test = (dataset(split) for split in range(3))
+    rows = [
+        MixtureRow(name, "mock data", None, 0, 0, len(built), 0.0)
+        for name, built in zip(SPLITS, (train, valid, test))
+        if built is not None
+    ]
+    table = render(rows)
+    notes = ("mock data: synthetic tokens, no files",)
+    return Datasets(train, valid, test, table, notes, "mock", full_table=table)

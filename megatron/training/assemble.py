@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from megatron.checkpoint import RunHistory
-from megatron.data.build import Datasets
+from megatron.data.datasets import Datasets
 from megatron.data.splits import sample_counts
 from megatron.distributed.shard import ShardSpec
 from megatron.engine import Engine, Evaluation, build_engine

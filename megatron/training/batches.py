@@ -14,7 +14,7 @@ from torch.utils.data import Dataset, default_collate
 from megatron.config import RunConfig
 from megatron.config.notices import spelled
 from megatron.config.validation import ONE_SET, ValidationPlan, validation_plan
-from megatron.data.build import Datasets
+from megatron.data.datasets import Datasets
 from megatron.data.loader import BatchIterator, build_loader, packed
 from megatron.data.masks import ALL_FIELDS, MaskConfig
 from megatron.data.sampler import BlockShape, sample_batches

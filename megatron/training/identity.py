@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from megatron.config import RunConfig
 from megatron.config.run import all_settings
-from megatron.data.build import Datasets
+from megatron.data.datasets import Datasets
 from megatron.distributed.identity import DATA, Identity
 from megatron.distributed.launch import LaunchInfo
 from megatron.distributed.meeting import TOLD_EVERY, Patience, wait_for_all

@@ -13,7 +13,8 @@ import pytest
 
 from megatron.config.sections.data import DataConfig
 from megatron.data.blended import TokenDataset, part_samples
-from megatron.data.build import Datasets, build_train_valid_test
+from megatron.data.build import build_train_valid_test
+from megatron.data.datasets import Datasets
 from megatron.data.indexed.builder import IndexedDatasetBuilder
 from megatron.data.indexed.files import allow_open_files
 from megatron.data.indexed.record import make_record, write_record

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from megatron.config import DataConfig
-from megatron.data.build import Datasets, build_train_valid_test
+from megatron.data.build import build_train_valid_test
+from megatron.data.datasets import Datasets
 from megatron.data.index_builders import Builders
 from megatron.data.indexed.builder import IndexedDatasetBuilder
 from megatron.data.indexed.record import make_record, write_record
@@ -145,7 +146,7 @@ def test_the_fingerprint_is_of_the_split_of_a_source_too(tmp_path: Path) -> None
 
 
 def test_long_work_says_how_far_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron.data.build._SAID_EVERY", 0.0)
+    monkeypatch.setattr("megatron.data.source_datasets._SAID_EVERY", 0.0)
     words = [word for name in "ab" for word in ("1", write_dataset(tmp_path / name, [[1, 2, 3]] * 50))]
     said: list[str] = []
     config = DataConfig(seq_length=8, data_path=tuple(words), split="1,0,0")

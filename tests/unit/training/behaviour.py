@@ -207,7 +207,7 @@ def observed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The working folder of the runs: what they write is recorded, and nothing is sent over a network."""
     import torch.utils.tensorboard
 
-    from megatron.data import build, sources
+    from megatron.data import source_datasets, sources
 
     map_tokens = sources.map_tokens
 
@@ -219,7 +219,7 @@ def observed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.setattr(torch.utils.tensorboard, "SummaryWriter", Writer)
-        patch.setattr(build, "_CACHED_FROM", 0)
+        patch.setattr(source_datasets, "_CACHED_FROM", 0)
         patch.setattr(sources, "map_tokens", noted)
         patch.setitem(sys.modules, "wandb", wandb_module())
         torch.set_num_threads(1)

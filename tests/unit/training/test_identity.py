@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from megatron.config.run import all_settings
-from megatron.data.build import Datasets
+from megatron.data.datasets import Datasets
 from megatron.data.sources import SourceContent
 from megatron.distributed.launch import LaunchInfo
 from megatron.errors import DataError
