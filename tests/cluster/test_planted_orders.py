@@ -42,10 +42,10 @@ def test_planted_weights_gathered_in_another_order_on_one_rank(monkeypatch: pyte
 
 
 def test_planted_weights_of_zero_3_that_one_rank_keeps_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
-    divide = fully_sharded._divide
+    divide = fully_sharded.divide
     monkeypatch.setattr(
         fully_sharded,
-        "_divide",
+        "divide",
         lambda units, keep_gathered, *rest: divide(units, keep_gathered or dist.get_rank() == 1, *rest),
     )
     found = recorded(2, num_layers=2, eval_iters=0, zero_stage=3).findings()

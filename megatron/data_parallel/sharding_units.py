@@ -1,0 +1,106 @@
+"""Applies torch's `fully_shard` to the units of a model: sums in fp32, in the log of their axis, on its process group.
+
+torch's modules for it are imported by the functions that need them: they take a third of a second, which a run of
+another stage does not have to wait for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megatron.data_parallel.logged_sharding import log_collectives
+from megatron.distributed.rendezvous import open_group_of_one
+from megatron.distributed.state import Axis
+from megatron.utils.dtype import HALF
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A module whose parameters are gathered together, without those of units inside it."""
+
+    module: nn.Module
+    axis: Axis
+    """The ranks that divide them."""
+    stays_gathered: bool = False
+    """From its forward to its backward pass."""
+    backward_needs_weights: bool = True
+
+
+def divide(units: Sequence[Unit], keep_gathered: bool, dtype: torch.dtype, device: torch.device, on_host: bool) -> None:
+    """Divides the parameters of all units in place; a unit comes after those inside it."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+    axes = {unit.axis.name: unit.axis for unit in units}
+    meshes = {name: DeviceMesh.from_group(_group(axis, device), device.type) for name, axis in axes.items()}
+    policy = MixedPrecisionPolicy(cast_forward_inputs=False)
+    if dtype in HALF:
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    # Memory can be pinned where there is a device to copy from it.
+    offload = CPUOffloadPolicy(pin_memory=device.type != "cpu") if on_host else OffloadPolicy()
+    for unit in units:
+        for parameter in unit.module.parameters():
+            if parameter.dtype in HALF:
+                parameter.data = parameter.data.float()
+        unit.module.register_forward_hook(_own_storage)
+        fully_shard(
+            unit.module,
+            mesh=meshes[unit.axis.name],
+            mp_policy=policy,
+            reshard_after_forward=not (keep_gathered or unit.stays_gathered),
+            offload_policy=offload,
+        )
+    for unit in units:
+        module = sharded(unit.module)
+        module.set_reshard_after_backward(not keep_gathered, recurse=False)
+        module.set_unshard_in_backward(unit.backward_needs_weights)
+        # The loss decides what a sum is divided by; averaging collectives are nccl's alone.
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+        log_collectives(module, unit.axis)
+
+
+def make_memory(model: nn.Module, device: torch.device, on_host: bool) -> None:
+    """Allocates the shards of a model on the meta device, and its buffers, such as running means, on the device it
+    computes on."""
+    if not on_host:
+        model.to_empty(device=device)
+        return
+    model.to_empty(device="cpu")
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(device))  # some modules have set theirs again
+
+
+def _group(axis: Axis, device: torch.device) -> dist.ProcessGroup:
+    """The process group of an axis. A rank that shares its weights with no other gets a group of one, and sends
+    nothing."""
+    if axis.size > 1:
+        return axis.group
+    if not dist.is_initialized():
+        open_group_of_one(device)
+    alone = dist.new_group(list(axis.ranks), use_local_synchronization=True, group_desc=axis.name)
+    assert isinstance(alone, dist.ProcessGroup)
+    return alone
+
+
+def _own_storage(module: nn.Module, arguments: Any, output: Any) -> Any:
+    """fully_shard hooks into the gradient of a unit's output, which must not be a view: an operation in place on the
+    tensor behind it would lose the hook."""
+    return output.clone() if isinstance(output, Tensor) and output.requires_grad and output._is_view() else output
+
+
+def sharded(module: nn.Module) -> FSDPModule:
+    from torch.distributed.fsdp import FSDPModule
+
+    assert isinstance(module, FSDPModule)
+    return module
