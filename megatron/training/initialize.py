@@ -18,20 +18,20 @@ from megatron.config.refusals import Refusals
 from megatron.distributed.device import resolve_backend, resolve_device
 from megatron.distributed.launch import LaunchInfo, die_with_parent
 from megatron.distributed.limits import allow_open_files
-from megatron.distributed.messages import all_gather_json, broadcast_json
+from megatron.distributed.messages import broadcast_json
 from megatron.distributed.rendezvous import init_process_group
 from megatron.distributed.rng import seed_rank
 from megatron.distributed.state import ParallelState
 from megatron.errors import ConfigError
 from megatron.layout import padded_vocab_size
-from megatron.ops.library import Library, library
-from megatron.ops.select import Kernels, left_to_compiler, resolve, usable_library
-from megatron.ops.verification import agreed
+from megatron.ops.library import library
+from megatron.ops.select import Kernels, left_to_compiler, usable_library
 from megatron.tokenizer import Tokenizer, build_tokenizer
 from megatron.tokenizer.chat import build_chat_encoder
 from megatron.training.checks import check_parts
 from megatron.training.devices import prepare_accelerator, prepare_cpu, warn_of_slow_precision
 from megatron.training.identity import started_with
+from megatron.training.kernels import check_same_kernels, resolve_kernels, verified_by_all
 from megatron.training.log_lines import LOG_FORMS
 from megatron.training.settings import read_settings
 from megatron.utils.log import RankLog
@@ -212,7 +212,7 @@ def build_run(
     native = library() if config.runtime.plans else usable_library(config.kernels.spec, device, log.info)
     kernels, tokenizer, has_tokenizer = None, None, False
     with found.of_checking():
-        kernels = _resolve(config, device, native, log)
+        kernels = resolve_kernels(config.kernels, device, native, log)
     with found.of_checking():
         tokenizer, has_tokenizer = tokenizer_of(config, required=needs_data), True
     warn_of_slow_precision(config, device, log)
@@ -234,10 +234,9 @@ def build_run(
         timeout = timedelta(minutes=config.runtime.distributed_timeout_minutes)
         store = connect(timeout, tokenizer)
         parallel = ParallelState.build(layout, launch.rank, timeout)
-        if device.type == "cuda":  # every machine has verified its own
-            native = agreed(native, all_gather_json(dict(native.unverified), parallel.world, dict[str, str]))
-            kernels = _resolve(config, device, native, log)
-        _check_same_kernels(config.kernels.spec, kernels, parallel)
+        if device.type == "cuda":
+            kernels = resolve_kernels(config.kernels, device, verified_by_all(native, parallel), log)
+        check_same_kernels(config.kernels.spec, kernels, parallel)
         run_id = broadcast_json(uuid.uuid4().hex[:12], parallel.world, str)
     seed_rank(config.training.seed, layout.coordinates(launch.rank))
     return Run(
@@ -253,32 +252,6 @@ def build_run(
         store=store,
         started=time.monotonic() if started is None else started,
     )
-
-
-def _resolve(config: RunConfig, device: torch.device, native: Library, log: RankLog) -> Kernels:
-    settings = config.kernels
-    return resolve(settings.spec, device.type, attention=settings.attention, native=native, warn=log.warn)
-
-
-@dataclass(frozen=True)
-class RankKernels:
-    """Which implementation of each operation a rank runs, and why no native one, if that has one reason."""
-
-    backends: Mapping[str, str]
-    note: str | None
-
-
-def _check_same_kernels(spec: str, kernels: Kernels, parallel: ParallelState) -> None:
-    """Refuses ranks with different kernels, which round differently: replicas of a parameter would drift apart."""
-    mine = RankKernels({choice.op: choice.backend for choice in kernels.choices}, kernels.note)
-    first, *others = all_gather_json(mine, parallel.world, RankKernels)
-    for rank, other in enumerate(others, start=1):
-        for op in (op for op, backend in first.backends.items() if other.backends.get(op) != backend):
-            because = f" ({other.note or first.note})" if other.note or first.note else ""
-            raise ConfigError(
-                f"--kernels {spec}: {op} would be {other.backends.get(op)} on rank {rank} and {first.backends[op]} on "
-                f"rank 0{because}; build the kernels on every machine, or give --kernels ref"
-            )
 
 
 def _for_dry_run(config: RunConfig, launch: LaunchInfo) -> LaunchInfo:

@@ -1,0 +1,47 @@
+"""The kernels of a run: resolved from its settings, and the same on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from megatron.config import KernelsConfig
+from megatron.distributed.messages import all_gather_json
+from megatron.distributed.state import ParallelState
+from megatron.errors import ConfigError
+from megatron.ops.library import Library
+from megatron.ops.select import Kernels, resolve
+from megatron.ops.verification import agreed
+from megatron.utils.log import RankLog
+
+
+def resolve_kernels(settings: KernelsConfig, device: torch.device, native: Library, log: RankLog) -> Kernels:
+    return resolve(settings.spec, device.type, attention=settings.attention, native=native, warn=log.warn)
+
+
+def verified_by_all(native: Library, parallel: ParallelState) -> Library:
+    """The library without CUDA kernels that are unverified on any machine: each has verified its own."""
+    return agreed(native, all_gather_json(dict(native.unverified), parallel.world, dict[str, str]))
+
+
+@dataclass(frozen=True)
+class RankKernels:
+    """Which implementation of each operation a rank runs, and why no native one, if that has one reason."""
+
+    backends: Mapping[str, str]
+    note: str | None
+
+
+def check_same_kernels(spec: str, kernels: Kernels, parallel: ParallelState) -> None:
+    """Refuses ranks with different kernels, which round differently: replicas of a parameter would drift apart."""
+    mine = RankKernels({choice.op: choice.backend for choice in kernels.choices}, kernels.note)
+    first, *others = all_gather_json(mine, parallel.world, RankKernels)
+    for rank, other in enumerate(others, start=1):
+        for op in (op for op, backend in first.backends.items() if other.backends.get(op) != backend):
+            because = f" ({other.note or first.note})" if other.note or first.note else ""
+            raise ConfigError(
+                f"--kernels {spec}: {op} would be {other.backends.get(op)} on rank {rank} and {first.backends[op]} on "
+                f"rank 0{because}; build the kernels on every machine, or give --kernels ref"
+            )
