@@ -179,7 +179,8 @@ def _optimizer(
 
 
 def _dealt(state: TrainState) -> dict[str, Division]:
-    """Who saves what of the state that all replicas have. The first one writes the weights, and gets so much less."""
+    """Which replica saves which part of the optimizer state that all of them have. The first, which also writes the
+    weights, gets a smaller part."""
     by_axis: dict[str, tuple[Axis, list[str]]] = {}
     for name, kinds in (state.optimizer or {}).items():
         axis = state.replicas.get(name)

@@ -69,8 +69,8 @@ def find_candidates(
 
 
 def refuse_shares(directory: Path, given: str) -> None:
-    """Of a local step (`local/`), which is whole only with those of all ranks: the folder of one share, of one rank, of
-    one run, or the one that the run was given."""
+    """Refuses the shares of a local step (`local/`), which is complete only with those of all ranks. Recognises the
+    folder of one share, of one rank, of one run, and the run's --non-persistent-local-ckpt-dir."""
     steps = "rank_*/iter_*/"
     depths = ("", "iter_*/") if paths.list_steps(directory) else ("", "iter_*/", steps, f"*/{steps}")
     if any(True for depth in depths for _ in directory.glob(depth + paths.SHARE)):

@@ -84,7 +84,7 @@ def keep_only(directory: Path, step: int | None) -> None:
 
 
 def delete(directory: Path, step: int) -> None:
-    """First under another name, so that a step is whole or not there."""
+    """Deletes a step. It is renamed first, so that a crash never leaves half of it under its name."""
     trash = free_name(directory, paths.TRASH + paths.step_name(step))
     durable.rename(paths.step_directory(directory, step), trash)
     shutil.rmtree(trash)

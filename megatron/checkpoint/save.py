@@ -155,7 +155,7 @@ class Save:
         return f"{flag} {self.directory}"
 
     def without_tensors(self) -> Save:
-        """What is needed of it once its content was copied."""
+        """The save without its tensors: what is needed after the content was copied."""
         nothing = torch.empty(0)
         params = {name: (spec, nothing) for name, (spec, _) in self.state.params.items()}
         held = self.state.optimizer
@@ -172,7 +172,7 @@ class Save:
         return SavedInfo(self.target, self.state.iteration, 0, 0.0, already_there=True)
 
     def finished(self, done: Committed, started: float, blocked: float | None = None) -> SavedInfo:
-        """On all ranks, after the commit."""
+        """Notes the committed step and describes the save. Called on all ranks, after the commit."""
         self.history.committed_steps(self.directory).add(self.state.iteration)
         seconds = time.monotonic() - started
         step = self.state.iteration
@@ -180,15 +180,15 @@ class Save:
 
     @property
     def commits(self) -> bool:
-        """Whether this rank does: the first one, for all."""
+        """Whether this rank commits: the first rank does, for all."""
         return self.parallel.world.rank == 0
 
     def concluded(self, commit: Callable[[], Committed]) -> Committed:
-        """The result of `commit`, of which those that do not commit have none. All ranks call it."""
+        """Runs `commit` on the first rank and returns its result on all. All ranks call it."""
         return run_on_first(commit, self.parallel.world, Committed)
 
     def give_up(self) -> None:
-        """All ranks call it."""
+        """Discards what was written. All ranks call it."""
         do_on_first(self.discard, self.parallel.world)
 
     def begin(self) -> None:
@@ -197,7 +197,7 @@ class Save:
         do_on_first(lambda: self.prepare(need), self.parallel.world)
 
     def _bytes_to_write(self) -> int:
-        """About: weights once, and this rank's part of the optimizer's state."""
+        """An estimate: weights once, and this rank's part of the optimizer's state."""
         tensors = [tensor for _, tensor in self.state.params.values()] if writes(self.parallel) else []
         size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         for name, kinds in (self.state.optimizer or {}).items():

@@ -63,7 +63,7 @@ class Bytes:
         return Bytes(self.path, self.whole, self.start + start, length)
 
     def read(self) -> bytes:
-        """A copy: for small parts."""
+        """The bytes of a small part, copied."""
         return self.whole[self.start : self.start + self.length].numpy().tobytes()
 
     def tensor(self, dtype: torch.dtype) -> Tensor:

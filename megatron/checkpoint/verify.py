@@ -60,7 +60,8 @@ def verify_share(directory: Path, record: Manifest, part: int, parts: int) -> No
 
 
 def identity(directory: Path, record: Manifest) -> str:
-    """The same on all machines that see the same files, as on a shared file system; another one for a copy."""
+    """An id of the files: equal on all machines that see the same ones, as on a shared file system, and different for a
+    copy."""
     found = [paths.member(directory, name).stat() for name in sorted(record.files)]
     seen = [(each.st_ino, each.st_size, each.st_mtime_ns) for each in found]
     return hashlib.sha256(repr((record.run_id, seen)).encode()).hexdigest()

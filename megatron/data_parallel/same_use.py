@@ -18,12 +18,12 @@ from megatron.distributed.state import Axis
 from megatron.errors import ConfigError
 
 _PASSES = 16
-"""That a number tells apart."""
+"""The number of passes of a step that a number distinguishes."""
 
 
 class SameUse:
     def __init__(self, model: nn.Module, units: Iterable[nn.Module], axis: Axis, device: torch.device) -> None:
-        """Before `fully_shard`, whose parameters are others within a pass."""
+        """Must be made before `fully_shard` is applied, which replaces the parameter objects during a pass."""
         self._axis, self._device = axis, device
         self._name_of = {
             (id(module), own): f"{path}.{own}" if path else own
@@ -50,7 +50,7 @@ class SameUse:
         sums, squares = collectives.all_reduce(both, self._axis).tolist()
         ranks = self._axis.size
         for name, total, square in zip(self._numbers, sums, squares, strict=True):
-            if ranks * square != total * total:  # as of numbers that are not all the same
+            if ranks * square != total * total:  # then the numbers are not all equal
                 raise ConfigError(
                     f"{name}: was used by some ranks and not by others in this step, and at stages 2 and 3 of ZeRO all "
                     "ranks gather a layer at once; use the same layers on all ranks, or zero_optimization.stage 1"
@@ -61,7 +61,8 @@ class SameUse:
         return [name for name in names if not self._numbers[name]]
 
     def _listen(self, unit: nn.Module, *_: Any) -> None:
-        """While its parameters are whole: autograd gives those their gradients."""
+        """Registers hooks on the parameters of a unit while they are gathered: autograd gives the gathered ones their
+        gradients."""
         for module in unit.modules():
             for own, parameter in module.named_parameters(recurse=False):
                 name = self._name_of.get((id(module), own))
@@ -74,4 +75,4 @@ class SameUse:
 
 
 def _gets_gradients(parameter: nn.Parameter) -> bool:
-    return parameter.requires_grad and not hasattr(parameter, "device_mesh")  # a DTensor, which is divided now
+    return parameter.requires_grad and not hasattr(parameter, "device_mesh")  # a DTensor, which is not gathered now

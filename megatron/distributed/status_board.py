@@ -34,7 +34,7 @@ class StatusBoard:
         self.answered = self._now()
 
     def publish_recent(self, rank: int, comm_log: CommLog) -> None:
-        """The rank's last operations, where it has made others since."""
+        """Publishes the rank's latest operations, if there are new ones."""
         if comm_log.moved != self._recent_of:
             self._recent_of = comm_log.moved
             recent = {axis: list(some) for axis, some in comm_log.recent.items()}
@@ -49,7 +49,7 @@ class StatusBoard:
         return [replace(status, recent=recent.get(_recent_key(status.rank), {})) for status in statuses]
 
     def read(self, ranks: Sequence[int]) -> list[RankStatus]:
-        """The statuses of those who have published one."""
+        """The statuses of these ranks, as far as they have published one."""
         unknown = [rank for rank in ranks if rank not in self.seen]
         there = set(ranks)
         if unknown and not self._store.check([_key(rank) for rank in unknown]):
@@ -66,11 +66,12 @@ class StatusBoard:
         return found
 
     def silent(self, rank: int) -> float:
-        """Seconds for which nothing new has been read of a rank."""
+        """Seconds since a new status of this rank was last read."""
         return self._now() - self._news[rank]
 
     def announce(self, text: str) -> str:
-        """Ends the run for all ranks; the announcement that came first."""
+        """Announces the end of the run to all ranks. Returns the announcement that came first, which may be another
+        rank's."""
         return self._store.compare_set(_ANNOUNCED, "", text).decode()
 
     def announcement(self) -> str | None:
@@ -79,14 +80,14 @@ class StatusBoard:
         return found
 
     def ask(self) -> None:
-        """Asks the rank in charge for a look at all ranks."""
+        """Asks the rank in charge to look at all ranks."""
         self._store.add(_ASKED, 1)
 
     def times_asked(self) -> int:
         return int(self._store.add(_ASKED, 0))
 
     def tell_failure(self) -> None:
-        """A rank has an error of its own, which it prints."""
+        """Notes that a rank has failed with an error of its own, which it prints."""
         self._store.set(_FAILED, "")
 
     def someone_failed(self) -> bool:

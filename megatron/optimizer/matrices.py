@@ -117,7 +117,8 @@ class WholeMatrices:
         return whole
 
     def _back(self, name: str, result: Tensor | None, piece: Tensor) -> Tensor:
-        """First to the ranks that split the matrix beside its owner, then each part to those that hold the same."""
+        """Sends a result back: first from the owner to the ranks that split the matrix with it, then from each of these
+        to the replicas of its part."""
         matrix, (copy, part) = self._matrices[name], self._owners[name]
         shape = self._grads.parameter(name).shape
         if matrix.tp.size > 1 and matrix.copies.rank == copy:

@@ -63,7 +63,8 @@ def _fill(source: HuggingFaceFolder, params: Mapping[str, Sharded], take: Take |
 
 
 def _fill_one(source: HuggingFaceFolder, exchange: Exchange, spec: ShardSpec, target: Tensor) -> None:
-    """As a step of ours is read whose slices are just those that this rank needs."""
+    """Fills one parameter: the folder is described as a step of ours whose slices are exactly those that this rank
+    needs."""
     shape = exchange.parameter.shape
     each = prod(shape[spec.dim + 1 : spec.dim + spec.fold])  # indices that `ranges` count in one of dimension `dim`
     spans = {(start * each, stop * each): (start, stop) for start, stop in needed(spec)}
@@ -80,8 +81,8 @@ def _fill_one(source: HuggingFaceFolder, exchange: Exchange, spec: ShardSpec, ta
 
 
 def needed(spec: ShardSpec) -> list[Range]:
-    """The ranges of dimension `dim` alone that hold what `spec` has: several ranges may share one index of it, as the
-    queries of a group and its key do."""
+    """The ranges of dimension `dim` (unfolded) that contain what `spec` holds. Several ranges of `spec` may share one
+    index, as the queries of a group and its key do."""
     each = prod(spec.logical_shape[spec.dim + 1 : spec.dim + spec.fold])
     spans: list[Range] = []
     for start, stop in sorted((start // each, -(-stop // each)) for start, stop in spec.held):

@@ -36,7 +36,7 @@ class Copies:
         return [(group[(place + step) % size], group[(place - step) % size]) for step in range(1, size)]
 
     def check_apart(self, places: Sequence[str], directory: object) -> None:
-        """A copy beside what it is a copy of is lost with it."""
+        """Refuses a copy in the same directory as its original: both would be lost together."""
         for rank in range(len(places)):
             for other in self.group(rank):
                 if rank < other and places[rank] == places[other]:

@@ -19,10 +19,11 @@ class Slot:
     """One tensor that is updated, and its optimizer state."""
 
     name: str
-    """Of the parameter."""
+    """The name of the parameter."""
     tensor: Tensor
     state: dict[str, Tensor]
-    """In a checkpoint under the same names, unless the rule stores it in another form there."""
+    """Kind of state -> tensor. A checkpoint has the same kinds, unless the rule stores its state there in another
+    form."""
     step: Tensor
     """The number of updates, on the device where the rule needs it there."""
 
@@ -54,7 +55,7 @@ class UpdateRule(Protocol):
 
 @dataclass(frozen=True)
 class LiveState:
-    """For rules whose state is in a checkpoint as it is in memory."""
+    """`saved` and `restore` of rules whose state has the same form in a checkpoint as in memory."""
 
     def saved(self, slot: Slot) -> dict[str, Tensor]:
         """The live tensors, not copies."""

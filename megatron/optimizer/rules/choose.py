@@ -66,7 +66,7 @@ def choose_rules(
 
 
 def build_rule(config: OptimizerConfig, device: torch.device) -> UpdateRule:
-    """For tensors of which nothing else is known."""
+    """The rule for tensors of which nothing is known but their values, as in a foreign model."""
     if config.uses_muon or config.optimizer in ("adafactor", "adam8bit"):
         raise ConfigError(
             "not supported for a model of your own, which does not say what its hidden matrices are; use AdamW, SGD or "
@@ -76,7 +76,8 @@ def build_rule(config: OptimizerConfig, device: torch.device) -> UpdateRule:
 
 
 def elementwise_rule(name: str, config: OptimizerConfig, device: torch.device) -> UpdateRule:
-    """torch's rule: the fused one if this torch has the kernel for the device."""
+    """The rule of an optimizer that updates each element by itself; for Adam and SGD torch's fused kernel if there is
+    one for the device."""
     if name == "lion":
         return Lion(config.lion_beta1, config.lion_beta2)
     betas = config.adam_beta1, config.adam_beta2

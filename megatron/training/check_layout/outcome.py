@@ -40,7 +40,7 @@ class RankOutcome:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The same of all ranks, with whole tensors."""
+    """The outcome of all ranks, with whole tensors."""
 
     numbers: Numbers
     samples: list[list[int]]

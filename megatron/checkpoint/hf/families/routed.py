@@ -30,7 +30,7 @@ def softmax_routing_lacks(moe: MoEConfig) -> Lacking:
 
 
 def balance_coefficient(config: ModelConfig, moe: MoEConfig) -> float:
-    """The weight of the load-balance loss as `transformers` counts it: there evenly used experts lose as much as a
-    token uses of them, in the mean over layers; here 1, summed over layers."""
+    """The weight of the load-balance loss on the scale of `transformers`. With evenly used experts their loss is top-k,
+    averaged over layers; ours is 1, summed over layers."""
     coefficient: float = moe.moe_aux_loss_coeff
     return coefficient * len(moe.expert_layers(config.num_layers)) / moe.moe_router_topk
