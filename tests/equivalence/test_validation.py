@@ -26,7 +26,7 @@ from megatron.training.hooks import Hook
 from megatron.training.metrics import EvalRecord, TrainRecord
 from tests.equivalence.test_model_parallel import GPT2, LLAMA, SP, layout
 from tests.helpers.distributed import run_ranks
-from tests.helpers.runs import flags, make_parts
+from tests.helpers.runs import flags, make_parts, samples_of_evaluations
 from tests.unit.tokenizer.support import SAMPLES, write_small_bpe
 
 LENGTH = 16
@@ -225,24 +225,10 @@ def test_training_is_bit_equal_with_and_without(corpus: Path) -> None:
 # ---------------------------------------------------------------- the same samples every time
 
 
-def samples_of(parts: Any) -> list[list[int]]:
-    """The ids of each evaluation from here on."""
-    seen: list[list[int]] = []
-    evaluate = parts.engine.evaluate
-
-    def recording(batches: Any, *rest: Any) -> Any:
-        kept = list(batches)
-        seen.append([number for batch in kept for number in batch["sample_ids"].tolist()])
-        return evaluate(kept, *rest)
-
-    parts.engine.evaluate = recording
-    return seen
-
-
 def run_through(argv: list[str]) -> tuple[list[list[int]], list[tuple[Any, ...]]]:
     watch = Watch()
     _, parts = make_parts(argv, [watch])
-    seen = samples_of(parts)
+    seen = samples_of_evaluations(parts)
     with parts:
         parts.trainer.fit()
     return seen, watch.evaluations

@@ -159,3 +159,17 @@ def same_numbers(record: dict[str, Any]) -> dict[str, Any]:
     """The part of a record that must be equal in two equal runs: all digits of everything but clocks."""
     clocks = re.compile(r"second|tflops|utilisation|eta")
     return {key: repr(value) for key, value in record.items() if not clocks.search(key)}
+
+
+def samples_of_evaluations(parts: Parts) -> list[list[int]]:
+    """A list to which each evaluation from here on adds the ids of the samples that it reads."""
+    seen: list[list[int]] = []
+    evaluate = parts.engine.evaluate
+
+    def recording(batches: Any, *rest: Any) -> Any:
+        kept = list(batches)
+        seen.append([number for batch in kept for number in batch["sample_ids"].tolist()])
+        return evaluate(kept, *rest)
+
+    parts.engine.evaluate = recording  # type: ignore[method-assign]
+    return seen

@@ -16,7 +16,7 @@ from megatron.errors import ConfigError, DataError
 from megatron.training.batches import check_evaluation
 from megatron.training.dry_run import check_files
 from tests.helpers.distributed import run_ranks
-from tests.helpers.runs import flags, make_parts, make_run
+from tests.helpers.runs import flags, make_parts, make_run, samples_of_evaluations
 
 LAYOUTS = [(1, 1), (1, 8), (2, 2), (2, 4), (4, 1)]  # ranks, micro-batch size
 
@@ -65,28 +65,14 @@ def test_it_moves_neither_with_the_micro_batch_nor_with_the_ranks(corpus: str, f
             assert found == pytest.approx(expected, rel=1e-12)
 
 
-def samples_of(parts: Any) -> list[list[int]]:
-    """The sample ids of each evaluation from here on."""
-    seen: list[list[int]] = []
-    evaluate = parts.engine.evaluate
-
-    def recording(batches: Any, *rest: Any) -> Any:
-        kept = list(batches)
-        seen.append([number for batch in kept for number in batch["sample_ids"].tolist()])
-        return evaluate(kept, *rest)
-
-    parts.engine.evaluate = recording
-    return seen
-
-
 def test_a_resumed_run_evaluates_on_what_is_next(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"eval_iters": 2, "eval_interval": 2, "save": tmp_path, "save_interval": 100}
     _, parts = make_parts(flags(**settings, exit_interval=2))
-    before = samples_of(parts)
+    before = samples_of_evaluations(parts)
     with parts:
         parts.trainer.fit()
     _, parts = make_parts(flags(**settings, load=tmp_path))
-    after = samples_of(parts)
+    after = samples_of_evaluations(parts)
     with parts:
         parts.trainer.fit()
     assert [*before, *after] == [list(range(16)), list(range(16, 32)), list(range(32, 48))]
@@ -96,7 +82,7 @@ def test_a_set_that_is_used_up_begins_again() -> None:
     """As after a resume with another --eval-interval."""
     _, parts = make_parts(flags(eval_iters=2, eval_interval=6))
     assert len(parts.evaluator._validated["valid"]) == 32
-    seen = samples_of(parts)
+    seen = samples_of_evaluations(parts)
     for _ in range(3):
         parts.evaluator.valid(parts.progress, "here")
     assert seen == [list(range(16)), list(range(16, 32)), list(range(16))]
