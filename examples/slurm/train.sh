@@ -26,7 +26,8 @@ train() {
         wait "$STEP" || code=$?
         [ "$code" -gt 128 ] && kill -0 "$STEP" 2>/dev/null || break
     done
-    if [ "$(written)" = "$before" ]; then RECORD=/dev/null; fi    # that of an earlier part
+    # That of an earlier part counts for nothing, and a run that was killed has removed it.
+    if [ "$(written)" = "$before" ] || [ ! -e "$RECORD" ]; then RECORD=/dev/null; fi
     finish "$code"
 }
 

@@ -92,6 +92,8 @@ if how == "is killed":
 if how == "waits":
     signal.signal(signal.SIGUSR1, end)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if how == "begins" and os.environ["SLURM_PROCID"] == "0":
+    os.remove(os.environ["CHECKPOINT_PATH"] + "/exit_reason.json")
 print("ready", flush=True)
 while how != "ends":
     time.sleep(1)
@@ -116,6 +118,7 @@ def task(folder: Path) -> str:
         ("waits", 0, SIGNAL, signal.SIGTERM, "CANCELLED", 0),
         ("waits", 0, SIGNAL, signal.SIGTERM, "", "again"),
         ("starts", 0, "", signal.SIGUSR1, "RUNNING", "again"),
+        ("begins", 0, "", signal.SIGUSR1, "RUNNING", "again"),
         ("waits", 17, LOST, signal.SIGUSR1, "RUNNING", "again"),
         ("waits", 17, FAILED, signal.SIGUSR1, "RUNNING", 14),
         ("waits", 19, "", signal.SIGUSR1, "RUNNING", 19),
@@ -125,7 +128,8 @@ def task(folder: Path) -> str:
         ("ends", 2, "", None, "RUNNING", 2),
     ],
     ids=["done", "tasks alone told", "told at the end", "told", "cancelled", "unknown to Slurm",
-         "told before they listen", "lost in saving", "failed when told", "no progress", "failed", "lost", "killed",
+         "told before they listen", "killed before they record",
+         "lost in saving", "failed when told", "no progress", "failed", "lost", "killed",
          "usage"],
 )  # fmt: skip
 def test_what_is_queued_again(

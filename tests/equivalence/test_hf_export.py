@@ -81,6 +81,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", LLAMA),
     "llama gqa": ("LlamaForCausalLM", LLAMA | {"num_query_groups": 2}),
     "llama mqa tied": ("LlamaForCausalLM", LLAMA | TIED | {"num_query_groups": 1}),
+    "as mistral: heads that do not divide the hidden size": (
+        "MistralForCausalLM",
+        LLAMA | {"num_attention_heads": 3, "kv_channels": 8},
+    ),
     "llama biases": ("LlamaForCausalLM", LLAMA | {"add_bias_linear": True, "num_query_groups": 2}),
     "llama base 5e5": ("LlamaForCausalLM", LLAMA | {"rotary_base": 500000.0}),
     "llama llama3 scaling": ("LlamaForCausalLM", LLAMA | LLAMA3 | {"num_query_groups": 2}),
@@ -100,7 +104,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def model(**settings: Any) -> ModelConfig:
-    return ModelConfig(num_layers=2, hidden_size=32, num_attention_heads=4, **settings)
+    return ModelConfig(**{"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4} | settings)
 
 
 def save_random(

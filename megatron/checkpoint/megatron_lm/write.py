@@ -40,7 +40,6 @@ _NOT_AT_23_06 = {
     "YaRN": lambda config, moe: config.rope_scaling == "yarn",
 }
 _NOWHERE_THERE = {
-    "norms after attention and MLP": lambda config: config.norm_placement != "before",
     "norm over all heads of queries": lambda config: config.qk_layernorm and config.qk_layernorm_scope != "head",
     "scaling of Llama 3 with other numbers than 1, 4 and 8192": lambda config: (
         config.rope_scaling == "llama3"
@@ -95,11 +94,14 @@ class _Writer:
 
     def _their_name(self, parameter: Parameter, layer: int) -> str:
         with_experts = parameter.layer in self.moe.expert_layers(self.config.num_layers)
-        their = their_name(parameter.name, self.target.names, layer, parameter.expert, with_experts=with_experts)
+        their, in_core = (
+            their_name(parameter.name, names, layer, parameter.expert, with_experts=with_experts)
+            for names in (self.target.names, "core")
+        )
         if their is None:
             raise ConfigError(
                 f"--to megatron: {parameter.name} has no place in Megatron-LM's {self.target.names} names; "
-                "give --megatron-names core, or --to hf"
+                f"give {'--to hf' if in_core is None else '--megatron-names core, or --to hf'}"
             )
         return their
 

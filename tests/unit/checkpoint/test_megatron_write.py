@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,8 +16,9 @@ from megatron.checkpoint import convert_cli, safe_load
 from megatron.checkpoint.architecture import model_config
 from megatron.checkpoint.megatron_lm import names as mapped
 from megatron.checkpoint.megatron_lm.settings import read_settings, their_args
+from megatron.checkpoint.megatron_lm.write import Target, _Writer
 from megatron.config import ModelConfig, MoEConfig
-from megatron.errors import CheckpointError
+from megatron.errors import CheckpointError, ConfigError
 from megatron.model import rope
 from tests.helpers.megatron_lm import Layout, Model, rank_content, with_moments, write
 from tests.unit.checkpoint.test_megatron_lm import GPT2, LLAMA, MIXTRAL, MOE, check_weights, load, make, params_of
@@ -171,6 +173,20 @@ def test_what_megatron_computes_otherwise_is_told(tmp_path: Path, capsys: pytest
     native = to_native(make({**LLAMA, "use_rope_scaling": True, "rope_original_max_position": 64}), tmp_path)
     convert(native, tmp_path / "out", "megatron", "--megatron-names=core")
     assert "no scaling of Llama 3 with other numbers than 1, 4 and 8192: it would compute" in capsys.readouterr().out
+
+
+def test_a_model_without_a_place_there_is_refused(tmp_path: Path) -> None:
+    after = {"norm_placement": "after", "qk_layernorm": True, "qk_layernorm_scope": "all"}
+    for settings, moe, way_out in ((LLAMA | after, None, "give --to hf"), (MIXTRAL, MOE, "give --megatron-names core")):
+        model = make(settings, moe)
+        parameter = next(one for one in model.weights if ".attention_output_layernorm" in one or ".router." in one)
+        assert mapped.their_name(parameter, "classic", 0, None, with_experts=moe is not None) is None
+        writer = SimpleNamespace(
+            target=Target(), config=SimpleNamespace(num_layers=4), moe=SimpleNamespace(expert_layers=lambda count: [0])
+        )
+        row = SimpleNamespace(name=parameter, layer=0, expert=None)
+        with pytest.raises(ConfigError, match=f"has no place in Megatron-LM's classic names; {way_out}"):
+            _Writer._their_name(writer, row, 0)  # type: ignore[arg-type]
 
 
 def test_core_makes_the_output_projection_first(tmp_path: Path) -> None:

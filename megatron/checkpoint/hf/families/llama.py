@@ -137,5 +137,12 @@ class Llama(LlamaLike):
     may_have_window = False
     bias_keys = ("attention_bias", "mlp_bias")
 
+    def lacks(self, c: ModelConfig) -> Lacking:
+        uneven = c.hidden_size % c.num_attention_heads != 0  # which transformers refuses of Llama alone
+        return [
+            *super().lacks(c),
+            (f"--hidden-size {c.hidden_size} with --num-attention-heads {c.num_attention_heads}", uneven),
+        ]
+
     def model_from_json(self, values: Mapping[str, Any]) -> dict[str, Any]:
         return super().model_from_json({"num_key_value_heads": None, **values})
