@@ -25,6 +25,9 @@ import torch.distributed.nn.functional  # noqa: F401
 from megatron.errors import ConfigError, PeerLostError
 from megatron.utils.process import signal_at_parent_death
 
+_WITHOUT_THREADS = ("fake", "recorded")
+"""Backends that do nothing, and record at most what a rank would do: torch's, and that of `megatron.training.order`."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchInfo:
@@ -182,13 +185,12 @@ def shutdown(*, barrier: bool = True, timeout: timedelta = timedelta(minutes=10)
             f"{str(error).splitlines()[0]}"
         ) from error
     finally:
-        has_threads = dist.get_backend() != "fake"  # a fake group communicates with nobody
+        has_threads = dist.get_backend() not in _WITHOUT_THREADS
         dist.destroy_process_group()
-        if has_threads:
-            _forget_sharded_models()
+        _forget_sharded_models(in_cycles=has_threads)
 
 
-def _forget_sharded_models() -> None:
+def _forget_sharded_models(in_cycles: bool) -> None:
     """Frees the process groups that models under `fully_shard` keep alive, in reference cycles and in torch's cache of
     DTensor shardings."""
     if "torch.distributed.tensor" not in sys.modules:
@@ -196,8 +198,9 @@ def _forget_sharded_models() -> None:
     forget = getattr(importlib.import_module("torch.distributed.tensor.debug"), "_clear_sharding_prop_cache", None)
     if forget is not None:  # private to torch: other versions may lack it
         forget()
-    gc.unfreeze()  # what `megatron.utils.loading` has frozen
-    gc.collect()
+    if in_cycles:
+        gc.unfreeze()  # what `megatron.utils.loading` has frozen
+        gc.collect()
 
 
 def die_with_parent(info: LaunchInfo) -> bool:

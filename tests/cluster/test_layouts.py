@@ -4,7 +4,6 @@ on from a checkpoint."""
 
 from __future__ import annotations
 
-from math import prod
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
@@ -28,6 +27,7 @@ from tests.equivalence import (
     test_zero,
     test_zero_stages,
 )
+from tests.helpers.layouts import two_rounds
 from tests.helpers.runs import TINY, flags, pretrain_gpt
 
 Case = tuple[int, dict[str, Any], dict[str, Any]]
@@ -60,12 +60,11 @@ def cases(suite: Any) -> list[Case]:
 
 
 def few_batches(ranks: int, settings: dict[str, Any]) -> dict[str, Any]:
-    """Without a pipeline two micro-batches show all that more of them would."""
-    names = ("tensor_model_parallel_size", "context_parallel_size")
-    replicas = ranks // prod(settings.get(name, 1) for name in names)
-    if settings.get("pipeline_model_parallel_size", 1) > 1:
-        return settings
-    return {**settings, "global_batch_size": 2 * replicas * settings.get("micro_batch_size", TINY["micro_batch_size"])}
+    """Two rounds of the pipeline, or the few that there are; without a pipeline two micro-batches."""
+    whole = {**TINY, **settings}
+    enough = two_rounds(ranks, whole)
+    piped = whole.get("pipeline_model_parallel_size", 1) > 1
+    return {**settings, "global_batch_size": min(enough, whole["global_batch_size"]) if piped else enough}
 
 
 def recorded(ranks: int, **settings: Any) -> ClusterRecording:

@@ -20,7 +20,7 @@ from megatron.distributed.state import Axis
 from megatron.engine import evaluation as evaluation_module
 from megatron.training.assemble import Parts
 from tests.helpers.distributed import RankFailed, run_ranks
-from tests.helpers.layouts import at_layout, expected, unequal, uneven_weights, worst
+from tests.helpers.layouts import at_layout, expected, few_batches, unequal, uneven_weights, worst
 from tests.helpers.runs import LLAMA_SHAPE, flags, make_parts
 
 EQUAL = 1e-10
@@ -243,6 +243,7 @@ def own_gradients_only(parts: Parts) -> None:
     ids=lambda value: getattr(value, "__name__", None),
 )
 def test_a_planted_bug_is_seen(plant: Callable[[Parts], None], family: dict[str, Any], axes: dict[str, Any]) -> None:
+    family = few_batches(4, family, axes)
     try:
         outcome = at_layout(4, flags(**family, **axes), plant)
     except AssertionError as disagreement:

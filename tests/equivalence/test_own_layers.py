@@ -6,13 +6,15 @@ import re
 
 import pytest
 
-from tests.helpers.runs import REPOSITORY, launch
+from tests.helpers.forked import launch_forked
+from tests.helpers.runs import REPOSITORY
 
 SCRIPT = REPOSITORY / "examples" / "own_layers.py"
 
 
 def losses(ranks: int, tp: int, pp: int) -> list[float]:
-    done = launch(["--tensor-parallel", str(tp), "--pipeline-parallel", str(pp)], ranks=ranks, script=SCRIPT)
+    argv = ["--tensor-parallel", str(tp), "--pipeline-parallel", str(pp)]
+    done = launch_forked(argv, ranks=ranks, script=SCRIPT)
     assert done.returncode == 0, done.stderr
     return [float(loss) for loss in re.findall(r"loss ([\d.]+)", done.stdout)]
 

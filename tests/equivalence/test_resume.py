@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from megatron.data.indexed.builder import IndexedDatasetBuilder
-from tests.helpers.runs import flags, launch, read_metrics, same_numbers, train_here
+from tests.helpers.forked import launch_forked
+from tests.helpers.runs import flags, read_metrics, same_numbers, train_here
 
 PRECISIONS: dict[str, dict[str, Any]] = {
     "fp32": {},
@@ -77,14 +78,14 @@ def test_resume_in_the_middle_of_a_batch_size_ramp(tmp_path: Path) -> None:
 
 
 def test_two_ranks_resume(tmp_path: Path) -> None:
-    """Through torchrun: each rank's own random stream is in the checkpoint."""
+    """Each rank's own random stream is in the checkpoint."""
     save, whole, pieces = str(tmp_path / "ckpt"), tmp_path / "whole.jsonl", tmp_path / "pieces.jsonl"
     for metrics, extra in (
         (whole, {}),
         (pieces, {"save": save, "load": save, "save_interval": 100, "exit_interval": 4}),
         (pieces, {"save": save, "load": save, "save_interval": 100}),
     ):
-        done = launch(flags(metrics_jsonl=metrics, **extra), ranks=2)
+        done = launch_forked(flags(metrics_jsonl=metrics, **extra), ranks=2)
         assert done.returncode == 0, done.stderr
     expected = [same_numbers(record) for record in read_metrics(whole)]
     assert len(expected) == 6

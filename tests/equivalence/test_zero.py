@@ -19,7 +19,7 @@ from megatron.training.assemble import Parts
 from tests.equivalence import test_context_parallel, test_moe
 from tests.equivalence.test_model_parallel import GPT2, LLAMA, NEOX, OLMO, ONE_GROUP, RECOMPUTED, SP, layout
 from tests.helpers.distributed import RankFailed, run_ranks
-from tests.helpers.layouts import at_layout, at_layouts, expected, unequal, whole_state, worst
+from tests.helpers.layouts import at_layout, at_layouts, expected, few_batches, unequal, whole_state, worst
 from tests.helpers.runs import Recorder, flags, make_parts
 
 EQUAL, SEEN, STEPS = 1e-10, 1e-6, 20
@@ -231,7 +231,7 @@ BUGS: list[tuple[Callable[[Parts], None], int, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("bug", "ranks", "axes"), BUGS, ids=lambda value: getattr(value, "__name__", ""))
 def test_planted_bugs_are_seen(bug: Callable[[Parts], None], ranks: int, axes: dict[str, Any]) -> None:
-    family = {**GPT2, "optimizer": "adam"}
+    family = few_batches(ranks, {**GPT2, "optimizer": "adam"}, axes)
     try:
         outcome = at_layout(ranks, flags(**family, **axes, **ONE), bug)
     except AssertionError as disagreement:  # of the ranks among each other

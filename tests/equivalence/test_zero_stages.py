@@ -17,7 +17,7 @@ from megatron.data_parallel import FullySharded
 from megatron.training.assemble import Parts
 from megatron.training.check_layout.outcome import Outcome, RankOutcome, join, train_outcome
 from tests.helpers.distributed import run_ranks
-from tests.helpers.layouts import whole_state, worst
+from tests.helpers.layouts import few_batches, whole_state, worst
 from tests.helpers.runs import LLAMA_SHAPE, flags, make_parts
 
 STEPS = 20
@@ -59,10 +59,11 @@ def plain(argv: tuple[str, ...], dtype: torch.dtype = torch.float64) -> Outcome:
 
 def errors(world: int, cases: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> list[float]:
     """Of each case (settings of the model, of the layout): the worst relative difference to one process."""
-    argvs = [flags(**SHAPE, **model, **layout) for model, layout in cases]
+    models = [few_batches(world, {**SHAPE, **model}, layout) for model, layout in cases]
+    argvs = [flags(**model, **layout) for model, (_, layout) in zip(models, cases)]
     results = run_ranks(world, train, world, argvs, torch.float64, timeout=60.0 * len(cases))
     outcomes = [join([rank[number] for rank in results]) for number in range(len(cases))]
-    return [worst(got, plain(tuple(flags(**SHAPE, **model)))) for got, (model, _) in zip(outcomes, cases, strict=True)]
+    return [worst(got, plain(tuple(flags(**model)))) for got, model in zip(outcomes, models, strict=True)]
 
 
 CASES: dict[int, list[tuple[dict[str, Any], dict[str, Any]]]] = {

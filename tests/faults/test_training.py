@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from megatron.checkpoint import DirectoryLock, manifest
+from tests.helpers.forked import launch_forked
 from tests.helpers.runs import REPOSITORY, flags, launch, launch_command, pretrain_here, read_metrics, same_numbers
 
 BOUND = 60.0  # seconds on a loaded machine; what these tests guard against is a wait of minutes, or for ever
@@ -141,9 +142,9 @@ def test_a_signal_stops_all_ranks_at_one_step_and_the_run_goes_on(
     assert (record["reason"], record["text"]) == ("signal", number.name) and 3 <= record["iteration"] < 400
     assert [path.name for path in save.glob("iter_*")] == [f"iter_{record['iteration']:07d}"]
     again = flags(**settings, exit_interval=record["iteration"] + 3)
-    assert launch([*again, "--metrics-jsonl", str(whole)], ranks=ranks).returncode == 0
-    resumed = [*again, "--load", str(save), "--metrics-jsonl", str(pieces)]
-    assert launch(resumed, ranks=ranks).returncode == 0
+    for more in (["--metrics-jsonl", str(whole)], ["--load", str(save), "--metrics-jsonl", str(pieces)]):
+        done = launch_forked([*again, *more], ranks=ranks)
+        assert done.returncode == 0, done.stderr
     assert [same_numbers(r) for r in read_metrics(pieces)] == [same_numbers(r) for r in read_metrics(whole)]
 
 

@@ -18,7 +18,9 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
+from megatron.config.sources import canonical_spellings
 from megatron.errors import PeerLostError
+from megatron.ops.library import library
 from megatron.training.check_layout import ranks
 from megatron.training.check_layout.ranks import RankError
 
@@ -28,8 +30,11 @@ IMPORTED_LATE = ("torch._dynamo", "torch.profiler", "numpy.random")
 
 
 def import_for_ranks() -> None:
+    """What a rank would spend a second on before its first step: modules, the kernels, the tables of all flags."""
     for name in IMPORTED_LATE:
         importlib.import_module(name)
+    library()
+    canonical_spellings()
 
 
 @contextmanager

@@ -30,15 +30,17 @@ from megatron.training.check_layout.outcome import (
     whole_tensors,
 )
 from tests.helpers.distributed import run_ranks
-from tests.helpers.runs import flags, make_parts
+from tests.helpers.runs import TINY, flags, make_parts
 
 __all__ = [
     "Outcome",
     "at_layout",
     "at_layouts",
     "expected",
+    "few_batches",
     "largest",
     "reference",
+    "two_rounds",
     "unequal",
     "uneven_weights",
     "whole_state",
@@ -95,12 +97,27 @@ def unequal(
     steps: int = STEPS,
 ) -> dict[str, float]:
     """Of the cases (settings of the model, settings of the layout), those that do not train what one process trains."""
-    outcomes = at_layouts(ranks, [flags(**family, **axes) for family, axes in cases], steps)
+    families = [few_batches(ranks, family, axes) for family, axes in cases]
+    alone = [expected(tuple(flags(**family)), steps) for family in families]  # first: ranks fork what it has loaded
+    outcomes = at_layouts(ranks, [flags(**family, **axes) for family, (_, axes) in zip(families, cases)], steps)
     found = {
-        f"{number}: {axes}": worst(outcome, expected(tuple(flags(**family)), steps))
-        for number, ((family, axes), outcome) in enumerate(zip(cases, outcomes, strict=True))
+        f"{number}: {axes}": worst(outcome, wanted)
+        for number, ((_, axes), outcome, wanted) in enumerate(zip(cases, outcomes, alone, strict=True))
     }
     return {layout: difference for layout, difference in found.items() if not difference <= tolerance}
+
+
+def few_batches(ranks: int, family: Mapping[str, Any], axes: Mapping[str, Any]) -> dict[str, Any]:
+    """`family` with no more samples in a step than `two_rounds`."""
+    settings = {**TINY, **family, **axes}
+    return {**family, "global_batch_size": min(settings["global_batch_size"], two_rounds(ranks, settings))}
+
+
+def two_rounds(ranks: int, settings: Mapping[str, Any]) -> int:
+    """Samples of a step that shows all that one with more of them would: two micro-batches for each stage of the
+    pipeline, which fill it, alternate and empty it."""
+    tp, cp, pp = (settings.get(f"{name}_parallel_size", 1) for name in ("tensor_model", "context", "pipeline_model"))
+    return 2 * pp * settings["micro_batch_size"] * (ranks // (tp * cp * pp))
 
 
 @cache
