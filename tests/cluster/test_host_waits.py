@@ -54,8 +54,8 @@ class Found:
     host_bytes: int
 
 
-def settings(family: dict[str, Any], axes: dict[str, Any], ranks: int) -> dict[str, Any]:
-    """Few micro-batches and layers; everything else is the suite's."""
+def settings(family: dict[str, Any], axes: dict[str, Any], ranks: int, micro_batches: int = 2) -> dict[str, Any]:
+    """Few micro-batches (of a pipeline as many as it has stages) and layers; everything else is the suite's."""
     pp = axes.get("pipeline_model_parallel_size", 1)
     model_parallel = pp * axes.get("tensor_model_parallel_size", 1) * axes.get("context_parallel_size", 1)
     ring = axes.get("context_parallel_size", 1) > 1 and axes.get("cp_comm_type", "p2p") == "p2p"
@@ -73,20 +73,22 @@ def settings(family: dict[str, Any], axes: dict[str, Any], ranks: int) -> dict[s
         "seq_length": seq,
         "max_position_embeddings": seq,
         "micro_batch_size": 1,
-        "global_batch_size": ranks // model_parallel * max(1 if ring or "num_experts" in family else 2, pp),
+        "global_batch_size": ranks // model_parallel * max(1 if ring or "num_experts" in family else micro_batches, pp),
     }
 
 
 @cache
 def cases() -> tuple[Case, ...]:
-    """Every layout of every suite once with each kind of model; of a pipeline its first and its last stage."""
+    """Every layout of every suite once with each kind of model; of a pipeline its first and its last stage. What adds
+    a second micro-batch to the first is the same in all of them, and in the data-parallel suite and the variants."""
     kinds: dict[tuple[Any, ...], Case] = {}
     for suite in SUITES:
+        micro_batches = 2 if suite is test_data_parallel else 1
         for ranks, pairs in suite.CASES.items():
             for family, axes in pairs:
                 pp = axes.get("pipeline_model_parallel_size", 1)
                 for rank in {0, ranks - 1} if pp > 1 else {ranks - 1}:
-                    argv = tuple(flags(**settings(family, axes, ranks)))
+                    argv = tuple(flags(**settings(family, axes, ranks, micro_batches)))
                     kinds.setdefault((ranks, rank, str(axes), *(family.get(k) for k in KINDS)), Case(ranks, rank, argv))
     return tuple(kinds.values())
 

@@ -14,12 +14,18 @@ from tests.helpers.runs import LLAMA_SHAPE, REPOSITORY, flags
 
 Capture = pytest.CaptureFixture[str]
 
-SMALL: dict[str, Any] = {"num_layers": 4, "micro_batch_size": 1, "lr_warmup_iters": 3, "num_workers": 1}
+SMALL: dict[str, Any] = {
+    "num_layers": 4,
+    "micro_batch_size": 1,
+    "global_batch_size": 4,
+    "lr_warmup_iters": 3,
+    "num_workers": 1,
+}
 LLAMA: dict[str, Any] = {
     **LLAMA_SHAPE,
     "num_query_groups": 1,
 }
-MIXTURE = {**LLAMA, "num_experts": 4, "moe_ffn_hidden_size": 16, "global_batch_size": 16}
+MIXTURE = {**LLAMA, "num_experts": 4, "moe_ffn_hidden_size": 16, "global_batch_size": 8}
 
 
 def check_layout(*options: str, **changed: Any) -> int:
@@ -30,6 +36,7 @@ EQUAL: dict[str, dict[str, Any]] = {
     "tensor 2 x data 2 on 4 ranks": {"tensor_model_parallel_size": 2, "sequence_parallel": True, "bf16": True},
     "tensor 2 x pipeline 2 x data 2 on 8 ranks": {
         **LLAMA,
+        "global_batch_size": 8,
         "tensor_model_parallel_size": 2,
         "pipeline_model_parallel_size": 2,
         "num_layers_per_virtual_pipeline_stage": 1,

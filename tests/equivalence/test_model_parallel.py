@@ -61,7 +61,7 @@ def layout(tp: int = 1, pp: int = 1, **more: Any) -> dict[str, Any]:
 
 SP = {"sequence_parallel": True}
 COUNTED = {"account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True}
-CASES: dict[int, list[tuple[dict[str, Any], dict[str, Any]]]] = {
+FOUR_LAYERS: dict[int, list[tuple[dict[str, Any], dict[str, Any]]]] = {
     2: [
         (GPT2, layout(tp=2)),
         (ONE_GROUP, layout(tp=2, **SP)),
@@ -105,6 +105,14 @@ CASES: dict[int, list[tuple[dict[str, Any], dict[str, Any]]]] = {
         (ONE_GROUP, layout(tp=2, pp=2, num_layers_per_virtual_pipeline_stage=1, overlap_grad_reduce=True)),
     ],
 }
+
+
+def no_deeper(family: dict[str, Any], axes: dict[str, Any]) -> dict[str, Any]:
+    """Without a pipeline two layers show all that four would."""
+    return {**family, "num_layers": 2} if axes["pipeline_model_parallel_size"] == 1 and family is not ODD else family
+
+
+CASES = {ranks: [(no_deeper(family, axes), axes) for family, axes in some] for ranks, some in FOUR_LAYERS.items()}
 
 
 @pytest.mark.parametrize("ranks", CASES)

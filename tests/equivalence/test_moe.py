@@ -69,7 +69,7 @@ FIRST_STAGE_DENSE = {**MIXTRAL, "moe_layer_freq": "[0,0,1,1]"}
 DROPPING = {**MIXTRAL, "moe_expert_capacity_factor": 0.8}
 LATE_DROPPED = {**DROPPING, "moe_token_drop_policy": "position"}
 
-CASES: dict[int, list[tuple[dict[str, Any], dict[str, Any]]]] = {
+FOUR_LAYERS: dict[int, list[tuple[dict[str, Any], dict[str, Any]]]] = {
     2: [
         (MIXTRAL, {EP: 2}),
         (MANY, {EP: 2}),
@@ -107,6 +107,17 @@ CASES: dict[int, list[tuple[dict[str, Any], dict[str, Any]]]] = {
         (DEEPSEEK, {EP: 4, TP: 2, CP: 2}),
     ],
 }
+
+
+def no_deeper(family: dict[str, Any], axes: dict[str, Any]) -> dict[str, Any]:
+    """Without a pipeline two layers show all that four would: one of them without experts where the first is."""
+    if PP in axes or family is ODD:
+        return family
+    kinds = {"moe_layer_freq": "[0,1]"} if "moe_layer_freq" in family else {}
+    return {**family, **kinds, "num_layers": 2}
+
+
+CASES = {ranks: [(no_deeper(family, axes), axes) for family, axes in some] for ranks, some in FOUR_LAYERS.items()}
 
 
 @pytest.mark.parametrize("ranks", CASES)

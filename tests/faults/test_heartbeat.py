@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 import time
@@ -17,6 +16,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.checkout import free_port
+from tests.helpers.forked import start_forked
 from tests.helpers.runs import REPOSITORY, flags, launch
 
 BOUND = 60.0  # seconds for ranks that end within 30 on a quiet machine: 20 until it is noticed, and a few to tell
@@ -64,26 +65,14 @@ pretrain(pretrain_gpt.datasets_provider, model_provider, forward_step)
 
 
 class Ranks:
-    """Processes that a launcher without an agent started."""
+    """Processes that a launcher without an agent started. `fresh`: interpreters of their own, else forks of this."""
 
-    def __init__(self, folder: Path, count: int, how: str, whom: int, argv: list[str]) -> None:
+    def __init__(self, folder: Path, count: int, how: str, whom: int, argv: list[str], *, fresh: bool = False) -> None:
         script = folder / "pretrain_faulty.py"
         script.write_text(SCRIPT)
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        self.errors = [folder / f"stderr_{rank}" for rank in range(count)]
-        self.processes = []
-        for rank in range(count):
-            place = {"RANK": rank, "WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-            self.processes.append(
-                subprocess.Popen(
-                    [sys.executable, str(script), how, str(whom), *argv],
-                    env={**os.environ, **{key: str(value) for key, value in place.items()}},
-                    stdout=subprocess.DEVNULL,
-                    stderr=self.errors[rank].open("w"),
-                )
-            )
+        places = [folder / f"rank_{rank}" for rank in range(count)]
+        self.errors = [place.with_suffix(".err") for place in places]
+        self.processes = (start_fresh if fresh else start_forked)([how, str(whom), *argv], script, places)
 
     def codes(self, besides: int | None = None) -> list[int]:
         deadline = time.monotonic() + 2 * BOUND
@@ -107,6 +96,21 @@ class Ranks:
             process.wait()
 
 
+def start_fresh(argv: list[str], script: Path, places: list[Path]) -> list[subprocess.Popen[bytes]]:
+    port, processes = free_port(), []
+    for rank, place in enumerate(places):
+        where = {"RANK": rank, "WORLD_SIZE": len(places), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        processes.append(
+            subprocess.Popen(
+                [sys.executable, str(script), *argv],
+                env={**os.environ, **{key: str(value) for key, value in where.items()}},
+                stdout=subprocess.DEVNULL,
+                stderr=place.with_suffix(".err").open("w"),
+            )
+        )
+    return processes
+
+
 @pytest.fixture
 def started(tmp_path: Path) -> Iterator[list[Ranks]]:
     running: list[Ranks] = []
@@ -126,8 +130,9 @@ def arguments(tmp_path: Path, patience: int = 5, **more: object) -> list[str]:
     ("how", "words"), [("kill", "ended without a word"), ("stop", "is stopped (SIGSTOP, or a debugger)")]
 )
 def test_a_lost_rank_is_named(how: str, words: str, whom: int, tmp_path: Path, started: list[Ranks]) -> None:
-    """Rank 0 keeps the store through which the ranks talk."""
-    ranks = Ranks(tmp_path, 3, how, whom, arguments(tmp_path, global_batch_size=12))
+    """Rank 0 keeps the store through which the ranks talk. What torch's C++ says is decided where it is loaded, so
+    these load it themselves."""
+    ranks = Ranks(tmp_path, 3, how, whom, arguments(tmp_path, global_batch_size=12), fresh=True)
     started.append(ranks)
     assert ranks.codes(besides=whom) == [17, 17]
     said = ranks.said()

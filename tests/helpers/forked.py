@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -22,39 +23,62 @@ from tests.helpers.distributed import import_for_ranks, on_own_cores
 from tests.helpers.runs import REPOSITORY
 
 
+@dataclass(frozen=True)
+class Forked:
+    """A rank, with what tests ask of a `subprocess.Popen`."""
+
+    process: BaseProcess
+
+    @property
+    def pid(self) -> int:
+        assert self.process.pid is not None
+        return self.process.pid
+
+    def wait(self, timeout: float | None = None) -> int:
+        self.process.join(timeout)
+        assert self.process.exitcode is not None, f"process {self.pid} did not end in time"
+        return self.process.exitcode
+
+    def kill(self) -> None:
+        self.process.kill()
+
+
 def launch_forked(
     argv: Sequence[str], *, ranks: int = 1, script: Path = REPOSITORY / "pretrain_gpt.py", timeout: float = 120.0
 ) -> subprocess.CompletedProcess[str]:
     """The code is that of the first rank that failed, the output that of all, one rank after the other."""
-    import_for_ranks()
-    port, context = free_port(), multiprocessing.get_context("fork")
-    with TemporaryDirectory() as folder, on_own_cores():
+    deadline = time.monotonic() + timeout
+    with TemporaryDirectory() as folder:
         places = [Path(folder) / str(rank) for rank in range(ranks)]
-        processes: list[BaseProcess] = [
-            context.Process(target=_run, args=(rank, ranks, port, script, argv, place))
-            for rank, place in enumerate(places)
-        ]
-        for process in processes:
-            process.start()
-        codes = _codes(processes, timeout)
+        processes = start_forked(argv, script, places)
+        try:
+            codes = [process.wait(max(0.0, deadline - time.monotonic())) for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
         out, err = ("".join(place.with_suffix(kind).read_text() for place in places) for kind in (".out", ".err"))
     return subprocess.CompletedProcess([str(script), *argv], next(filter(None, codes), 0), out, err)
 
 
-def _codes(processes: Sequence[BaseProcess], timeout: float) -> list[int]:
-    deadline = time.monotonic() + timeout
-    for process in processes:
-        process.join(max(0.0, deadline - time.monotonic()))
-    late = [rank for rank, process in enumerate(processes) if process.is_alive()]
-    for process in processes:
-        process.kill()
-        process.join()
-    assert not late, f"ranks {late} did not end within {timeout:.0f} s"
-    return [process.exitcode or 0 for process in processes]
+def start_forked(argv: Sequence[str], script: Path, places: Sequence[Path]) -> list[Forked]:
+    """A rank for each place, which writes PLACE.out and PLACE.err."""
+    import_for_ranks()
+    port, context = free_port(), multiprocessing.get_context("fork")
+    processes = [
+        context.Process(target=_run, args=(rank, len(places), port, script, argv, place))
+        for rank, place in enumerate(places)
+    ]
+    with on_own_cores():
+        for process in processes:
+            process.start()
+    return [Forked(process) for process in processes]
 
 
 def _run(rank: int, ranks: int, port: int, script: Path, argv: Sequence[str], place: Path) -> None:
     sys.stdout, sys.stderr = place.with_suffix(".out").open("w"), place.with_suffix(".err").open("w")
+    os.dup2(sys.stdout.fileno(), 1)  # where C++ writes
+    os.dup2(sys.stderr.fileno(), 2)
     torch.set_num_threads(1)  # a forked child must not enter the parent's OpenMP team: it would wait for ever
     if ranks > 1:
         where = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
