@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.checkout import free_port
-from tests.helpers.forked import start_forked
+from tests.helpers.forked import launch_forked, start_forked
 from tests.helpers.runs import REPOSITORY, flags, launch
 
 BOUND = 60.0  # seconds for ranks that end within 30 on a quiet machine: 20 until it is noticed, and a few to tell
@@ -200,7 +200,7 @@ def test_an_error_of_a_ranks_own_stays_the_cause(whom: int, tmp_path: Path, star
 
 @pytest.mark.parametrize("patience", [0, 20])
 def test_a_finished_run_is_not_missed(patience: int) -> None:
-    done = launch(flags(train_iters=2, heartbeat_timeout_seconds=patience), ranks=2)
+    done = launch_forked(flags(train_iters=2, heartbeat_timeout_seconds=patience), ranks=2)
     assert done.returncode == 0 and "error" not in done.stderr, done.stderr
 
 

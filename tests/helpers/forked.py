@@ -4,6 +4,7 @@ torchrun. For tests that are not about launchers."""
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
 import runpy
@@ -76,6 +77,7 @@ def start_forked(argv: Sequence[str], script: Path, places: Sequence[Path]) -> l
 
 
 def _run(rank: int, ranks: int, port: int, script: Path, argv: Sequence[str], place: Path) -> None:
+    faulthandler.disable()  # pytest's, which would write into the log of the tests
     sys.stdout, sys.stderr = place.with_suffix(".out").open("w"), place.with_suffix(".err").open("w")
     os.dup2(sys.stdout.fileno(), 1)  # where C++ writes
     os.dup2(sys.stderr.fileno(), 2)
