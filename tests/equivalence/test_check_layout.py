@@ -251,7 +251,7 @@ def test_what_is_shrunk_still_shows_every_fault(plant: str, capsys: Capture) -> 
 @pytest.mark.parametrize(("asked", "taken"), [("native", "auto"), ("native,-rope", "auto,-rope"), ("auto", None)])
 def test_in_fp64_there_are_no_native_kernels_and_that_is_said(asked: str, taken: str | None, capfd: Capture) -> None:
     backend("cpu")
-    assert check_layout("--steps", "1", kernels=asked, micro_batch_size=4) == 0
+    assert check_layout("--steps", "1", kernels=asked, micro_batch_size=2) == 0
     said = capfd.readouterr()
     assert (f"--kernels {asked} is taken as {taken}: the native kernels know no fp64" in said.out) == (
         taken is not None
@@ -260,7 +260,7 @@ def test_in_fp64_there_are_no_native_kernels_and_that_is_said(asked: str, taken:
 
 
 def test_plain_formulas_have_nothing_to_say_of_kernels(capsys: Capture) -> None:
-    assert check_layout("--steps", "1", kernels="ref", micro_batch_size=4) == 0
+    assert check_layout("--steps", "1", kernels="ref", micro_batch_size=2) == 0
     assert "kernels" not in capsys.readouterr().out
 
 
