@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpoint import FoundStep, RunHistory, check_architecture, find_checkpoint
+from megatron.checkpoint import FoundStep, NonPersistent, RunHistory, check_architecture, find_checkpoint
 from megatron.config import BatchPlan, RunConfig, to_dict
 from megatron.config.split import parse_split
 from megatron.errors import ConfigError, DataError
@@ -163,18 +163,28 @@ def _moved_to(run: Run, found: FoundStep | None) -> int | None:
             "--save to begin there once more"
         )
         return None
+    if wanted < found.manifest.step and _steps_between(run) is not None:
+        raise ConfigError(
+            f"{given}: lies before the loaded step {found.manifest.step}, and a restart would pass over the "
+            "non-persistent checkpoints between the two; leave out --non-persistent-save-interval, or give another "
+            "--save"
+        )
     return wanted
+
+
+def _steps_between(run: Run) -> NonPersistent | None:
+    """Those that --load takes too. None: it starts from a step that was asked for, and not as a restart."""
+    config = run.config.checkpoint
+    if config.load is None or config.save is None or config.ckpt_step is not None or config.finetune:
+        return None
+    return non_persistent_of(run) if Path(config.load).resolve() == Path(config.save).resolve() else None
 
 
 def find_step(run: Run, history: RunHistory) -> FoundStep | None:
     """The step that --load takes; None is a fresh start, which has been logged."""
     config = run.config.checkpoint
     assert config.load is not None
-    goes_on = config.ckpt_step is None and not config.finetune and config.save is not None
-    if goes_on and Path(config.load).resolve() == Path(str(config.save)).resolve():
-        non_persistent = non_persistent_of(run)
-    else:
-        non_persistent = None  # it starts from a step that was asked for, and not as a restart
+    non_persistent = _steps_between(run)
     return find_checkpoint(
         Path(config.load),
         parallel=run.parallel,

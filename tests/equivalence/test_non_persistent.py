@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from megatron.errors import ConfigError
 from megatron.training.hooks import Hook
 from tests.helpers.runs import flags, make_parts, pretrain_here, train_here
 
@@ -150,3 +151,15 @@ def test_retention_counts_persistent_steps_alone(retention: dict[str, Any], kept
     killed_after(9, values | {"train_iters": 10})
     assert steps(tmp_path) == kept and steps(tmp_path / "non_persistent") == [9]
     assert list(losses(flags(**values | {"train_iters": 10}))) == [10]
+
+
+def test_a_step_put_back_among_them_is_refused(tmp_path: Path) -> None:
+    """A restart takes those after the loaded step alone: what was trained before it would be lost each time."""
+    train_here(flags(**{**SETTINGS, "save": tmp_path, "exit_interval": 3}))
+    with pytest.raises(ConfigError, match="--override-ckpt-iteration 2: lies before the loaded step 3"):
+        train_here(flags(**settings(tmp_path, override_ckpt_iteration=2)))
+    train_here(flags(**settings(tmp_path, save=tmp_path / "other", override_ckpt_iteration=2, exit_interval=4)))
+    moved = settings(tmp_path, override_ckpt_iteration=4, save_interval=100)
+    killed_after(6, moved)
+    assert steps(tmp_path / "non_persistent") == [6]
+    assert min(losses(flags(**moved))) == 7
