@@ -52,6 +52,9 @@ class LaunchInfo:
     blocking_launches: bool = False
     """CUDA_LAUNCH_BLOCKING: the host waits for each operation that it hands to the device."""
 
+    allocator: str = ""
+    """PYTORCH_ALLOC_CONF, by its older name too: what the user has set of torch's allocator."""
+
     local_is_said: bool = True
     """The launcher has said how many ranks this machine has; `local_world_size` is all of them otherwise."""
 
@@ -82,7 +85,9 @@ class LaunchInfo:
         else:
             info = LaunchInfo(local_rank=local_rank or 0, parent=os.getppid())
         _check(info)
-        return replace(info, blocking_launches=env.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0"))
+        allocator = env.get("PYTORCH_CUDA_ALLOC_CONF") or env.get("PYTORCH_ALLOC_CONF") or ""
+        blocks = env.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0")
+        return replace(info, blocking_launches=blocks, allocator=allocator)
 
 
 def _from_torch(env: Mapping[str, str], local_rank: int | None) -> LaunchInfo:

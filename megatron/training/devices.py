@@ -34,8 +34,9 @@ def prepare_cpu(config: RunConfig, launch: LaunchInfo, device: torch.device, log
     return set_threads(launch, cpu.cpu_threads)
 
 
-def prepare_accelerator(config: RunConfig, device: torch.device, log: RankLog) -> None:
-    """Selects and configures the device, before anything is allocated there: choosing kernels tries them out."""
+def prepare_accelerator(config: RunConfig, device: torch.device, log: RankLog, allocator: str = "") -> None:
+    """Selects and configures the device, before anything is allocated there: choosing kernels tries them out.
+    `allocator`: what the user has set of torch's."""
     rounds = config.precision.allow_tf32
     if rounds and device.type != "cuda":
         log.info(f"--allow-tf32: has no effect, the device {device.type} has no such products")
@@ -57,7 +58,7 @@ def prepare_accelerator(config: RunConfig, device: torch.device, log: RankLog) -
     round_products(rounds)
     if config.training.deterministic_mode:
         keep_products_repeatable()
-    if not grow_segments():
+    if not grow_segments(allocator):
         log.info("this torch or driver has no expandable segments: more memory may be lost between tensors")
 
 

@@ -151,7 +151,7 @@ def start(config: RunConfig, *, needs_data: bool = True, stream: TextIO | None =
     with refusals.of_checking():
         backend = resolve_backend(config.runtime.distributed_backend, device)
     threads = prepare_cpu(config, launch, device, log)
-    prepare_accelerator(config, device, log)
+    prepare_accelerator(config, device, log, launch.allocator)
 
     def connect(timeout: timedelta, tokenizer: Tokenizer | None) -> dist.Store | None:
         die_with_parent(launch)

@@ -60,10 +60,13 @@ class CopyStream:
         return value.to(self._device, non_blocking=True) if isinstance(value, Tensor) else value
 
 
-def grow_segments() -> bool:
+def grow_segments(given: str = "") -> bool:
     """Lets the allocator extend its segments, which reduces fragmentation with tensors of changing sizes. Call before
-    the first allocation. False where this torch has no such setting."""
-    settings = "expandable_segments:True"
+    the first allocation. False where this torch has no such setting. `given`: the user's settings, which stay: torch
+    forgets some of them when others are set."""
+    if "expandable_segments" in given or "backend:" in given:
+        return True
+    settings = f"{given},expandable_segments:True" if given else "expandable_segments:True"
     newer = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
     older = getattr(torch.cuda.memory, "_set_allocator_settings", None)
     change = newer or older

@@ -185,3 +185,17 @@ def test_foreign_callers_are_seen() -> None:
         model(torch.ones(2, 4)).sum().backward()
         kinds = [(op.kind, tape.recording.groups[op.group].what) for op in tape.recording.ops]
     assert ("all_gather", "dp") in kinds and ("reduce_scatter", "dp") in kinds, kinds
+
+
+def test_planted_tensors_that_nccl_does_not_take() -> None:
+    """gloo takes the first, and sends the numbers of the second in the order that they have in memory."""
+    with recorder.recorded(1, 4):
+        dp = state.ParallelState.build(Layout(4), 1).dp
+        with pytest.raises(AssertionError, match=r"all_reduce over world: nccl does not take .* of torch\.int16"):
+            collectives.all_reduce(torch.ones(4, dtype=torch.int16), dp)
+        with pytest.raises(
+            AssertionError, match=r"\[2, 3\] of torch\.float32 that is not contiguous \(strides \[1, 2\]"
+        ):
+            collectives.broadcast(torch.ones(3, 2).t(), dp)
+        with pytest.raises(AssertionError, match=r"send over world: .* not contiguous"):
+            dist.send(torch.ones(3, 2).t(), 2, dp.group)

@@ -163,7 +163,10 @@ class _RecordedGroup(_TorchGroup):
         return BACKEND
 
     def _collective(self, kind: str, answer: Any, *given: Any, size: int | None = None, detail: str = "") -> dist.Work:
-        tensor = next((each for each in _flat(given) if isinstance(each, Tensor)), None)
+        tensors = [each for each in _flat(given) if isinstance(each, Tensor)]
+        for each in tensors:
+            _check_sendable(each, kind, self.axis)
+        tensor = tensors[0] if tensors else None
         elements = 0 if tensor is None else tensor.numel()
         size = elements if size is None else size
         if tensor is not None and self.tape.length_was_sent(self.communicator, kind, tensor):
@@ -225,6 +228,7 @@ class _RecordedGroup(_TorchGroup):
 
     def _message(self, side: Any, answer: Any, tensors: Any, peer: int, tag: int) -> dist.Work:
         (tensor,) = tensors
+        _check_sendable(tensor, side, self.axis)
         dtype = str(tensor.dtype).removeprefix("torch.")
         message = Message(side, self.ranks[peer], tensor.numel(), dtype, tag)
         number = self.tape.message(self.communicator, message)
@@ -234,6 +238,17 @@ class _RecordedGroup(_TorchGroup):
     _allgather_base = all_gather_single
     _reduce_scatter_base = reduce_scatter_single
     alltoall_base = all_to_all_single
+
+
+_SENDABLE = (torch.uint8, torch.int8, torch.int32, torch.int64, torch.bool)
+
+
+def _check_sendable(tensor: Tensor, kind: str, axis: str) -> None:
+    """What nccl refuses and gloo may take: types that it lacks, and tensors with gaps or of another order in memory (of
+    a message, where sender and receiver need not have the same, it would send the wrong numbers with a warning)."""
+    what = f"{kind} over {axis}: nccl does not take a tensor {list(tensor.shape)} of {tensor.dtype}"
+    assert tensor.is_contiguous(), f"{what} that is not contiguous (strides {list(tensor.stride())})"
+    assert tensor.is_floating_point() or tensor.dtype in _SENDABLE, what
 
 
 def _flat(values: Any) -> Iterator[Any]:

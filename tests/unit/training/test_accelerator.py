@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from megatron.distributed.launch import LaunchInfo
 from megatron.training import devices as module
 from megatron.training.settings import read_settings
 from megatron.utils import cuda
@@ -24,7 +25,7 @@ def prepared(
     """What was said, and what was called in which order."""
     calls: list[object] = []
     monkeypatch.setattr(module, "activate", calls.append)
-    monkeypatch.setattr(module, "grow_segments", lambda: calls.append("grow") or grows)
+    monkeypatch.setattr(module, "grow_segments", lambda given: calls.append("grow") or grows)
     config, stream = read_settings(flags()), io.StringIO()
     config = replace(
         config,
@@ -84,3 +85,23 @@ def test_a_torch_without_growing_segments(monkeypatch: pytest.MonkeyPatch, refus
         monkeypatch.delattr(torch._C, "_accelerator_setAllocatorSettings")
         monkeypatch.delattr(torch.cuda.memory, "_set_allocator_settings")
     assert not cuda.grow_segments()
+
+
+@pytest.mark.parametrize(
+    ("variable", "given", "asked"),
+    [
+        ("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:128", ["max_split_size_mb:128,expandable_segments:True"]),
+        ("PYTORCH_ALLOC_CONF", "expandable_segments:False", []),
+        ("PYTORCH_CUDA_ALLOC_CONF", "backend:cudaMallocAsync", []),
+    ],
+)
+def test_what_the_user_has_set_of_the_allocator_stays(
+    monkeypatch: pytest.MonkeyPatch, variable: str, given: str, asked: list[str]
+) -> None:
+    """torch takes each call's settings for all that there are, and forgets some of those before."""
+    found: list[str] = []
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", found.append, raising=False)
+    monkeypatch.setattr(module, "activate", lambda device: None)
+    launch = LaunchInfo.detect(env={variable: given})
+    module.prepare_accelerator(read_settings(flags()), CUDA, RankLog(0), launch.allocator)
+    assert found == asked
