@@ -15,7 +15,7 @@ from megatron.errors import CheckpointError
 from megatron.parallelize import persistent_buffers
 from tests.equivalence.test_moe import CP, DEEPSEEK, EP, MIXTRAL, PP, SP, TP
 from tests.helpers.distributed import run_ranks
-from tests.helpers.layouts import whole_tensors
+from tests.helpers.layouts import few_batches, whole_tensors
 from tests.helpers.runs import Recorder, flags, make_parts
 
 WITH_DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1, "optimizer": "adam", "train_iters": 6}
@@ -54,7 +54,7 @@ def numbers(record: dict[str, Any]) -> tuple[Any, ...]:
     ids=["one", "ep2-dp2", "ep2-tp2", "ep4-cp2", "ep2-pp2-bf16"],
 )
 def test_resume_and_reading(ranks: int, family: dict[str, Any], axes: dict[str, Any], tmp_path: Path) -> None:
-    settings = {**family, **WITH_DROPOUT}
+    settings = few_batches(ranks, {**family, **WITH_DROPOUT}, axes)
     whole = run_ranks(ranks, train, ranks, flags(**settings, **axes, save=tmp_path, save_interval=3))
     resumed = run_ranks(ranks, train, ranks, flags(**settings, **axes, load=tmp_path, ckpt_step=3))
     for (records, state), (last_records, last_state) in zip(whole, resumed, strict=True):

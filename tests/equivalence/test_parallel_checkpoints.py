@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron.distributed.shard import ShardSpec
 from tests.equivalence.test_model_parallel import COUNTED, GPT2, LLAMA, ODD, ONE_GROUP, SP, layout
 from tests.helpers.distributed import run_ranks
-from tests.helpers.layouts import whole_tensors
+from tests.helpers.layouts import few_batches, whole_tensors
 from tests.helpers.runs import Recorder, flags, make_parts
 
 WITH_DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1, "optimizer": "adam", "train_iters": 6}
@@ -49,7 +49,7 @@ def read_by_one_process(settings: dict[str, Any], folder: Path) -> dict[str, Ten
     ids=["tp2-pp2", "tp4-one-group", "interleaved", "stages-without-layers", "uneven-zero-bubble-dp2"],
 )
 def test_resume_and_reading(ranks: int, family: dict[str, Any], axes: dict[str, Any], tmp_path: Path) -> None:
-    settings = {**family, **WITH_DROPOUT}
+    settings = few_batches(ranks, {**family, **WITH_DROPOUT}, axes)
     whole = run_ranks(ranks, train, ranks, flags(**settings, **axes, save=tmp_path, save_interval=3))
     resumed = run_ranks(ranks, train, ranks, flags(**settings, **axes, load=tmp_path, ckpt_step=3))
     for (losses, weights), (last_losses, last_weights) in zip(whole, resumed, strict=True):
