@@ -51,7 +51,7 @@ class _Search:
 
     def take_in(self, candidates: Sequence[tuple[int, int, float]]) -> list[int]:
         """Takes the candidates (beam, token, sum of log-probabilities), best first. Returns for each new open beam the
-        one that it extends."""
+        one that it extends; none for a search that is done, for the model may have no position left for it."""
         parents: list[int] = []
         opened: list[Beam] = []
         for rank, (parent, token, total) in enumerate(candidates):
@@ -62,10 +62,9 @@ class _Search:
             elif len(opened) < self.width:
                 parents.append(parent)
                 opened.append(longer)
-        if opened:
-            self.open = opened
+        self.open = opened
         self.done = not opened or not self._can_improve()
-        return parents
+        return [] if self.done else parents
 
     def _keep(self, beam: Beam, finish: str) -> None:
         score = beam.sum / len(beam.tokens) ** self.penalty
@@ -112,10 +111,10 @@ def beam_search(
             sums = torch.tensor([[beam.sum for beam in one.open] for one in going_on], dtype=torch.float64)
             shape = (len(going_on), several * num_beams, 2)
             found = decoder.decided(logits, partial(_best, sums=sums, count=shape[1]), shape).tolist()
-            kept = []  # rows: of a search that is done none, for the model may have no position left for it
+            kept = []  # rows
             for number, (one, best) in enumerate(zip(going_on, found, strict=True)):
                 parents = one.take_in([(int(at) // vocabulary, int(at) % vocabulary, total) for at, total in best])
-                kept += [] if one.done else [number * rows + place for place in parents]
+                kept += [number * rows + place for place in parents]
             going_on = [one for one in going_on if not one.done]
             if not going_on:
                 break

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron.distributed.collectives import broadcast
 from megatron.distributed.state import ParallelState
-from megatron.errors import ConfigError, NonFiniteError
+from megatron.errors import ConfigError, MegatronError, NonFiniteError
 from megatron.layout import CP_FLAG, Layout
 from megatron.model import GPT
 from megatron.model.gpt import Stage
@@ -104,15 +104,29 @@ class Decoder:
 
     def decided(self, logits: Tensor | None, decide: Callable[[Tensor], Tensor], shape: tuple[int, ...]) -> Tensor:
         """Runs `decide` on the one rank that has the logits and broadcasts its result: a float64 tensor of this shape
-        on the host of every rank. Raises on all ranks if a logit is not finite."""
-        result = torch.full(shape, torch.nan, dtype=torch.float64)
+        on the host of every rank. Raises on all ranks if a logit is not finite, or if `decide` raises."""
+        result, error = torch.full(shape, torch.inf, dtype=torch.float64), None
         if self.decides:
-            assert logits is not None, "the rank that decides has no logits"
-            if bool(logits.isfinite().all()):
-                result = decide(logits).to("cpu", torch.float64)
-            assert result.shape == shape, f"{tuple(result.shape)}, not {shape}"
+            try:
+                result = _decision(logits, decide, shape)
+            except Exception as caught:  # told first: the other ranks wait
+                error = caught
         if self.together.size > 1:
             result = broadcast(result.to(self.device), self.together, self._source).cpu()
+        if error is not None:
+            raise error
+        if bool(result.isinf().any()):
+            raise MegatronError(f"rank {self.together.ranks[self._source]} chooses the tokens, and says what is wrong")
         if bool(result.isnan().any()):
             raise NonFiniteError("the model's logits are not finite: its weights, or their precision, are bad")
         return result
+
+
+def _decision(logits: Tensor | None, decide: Callable[[Tensor], Tensor], shape: tuple[int, ...]) -> Tensor:
+    """NaN where the logits are not finite."""
+    assert logits is not None, "the rank that decides has no logits"
+    if not bool(logits.isfinite().all()):
+        return torch.full(shape, torch.nan, dtype=torch.float64)
+    result = decide(logits).to("cpu", torch.float64)
+    assert result.shape == shape, f"{tuple(result.shape)}, not {shape}"
+    return result

@@ -55,7 +55,11 @@ def generate(
     decoder = model if isinstance(model, Decoder) else Decoder(model)
     sampling = sampling or Sampling(greedy=True)
     counts = new_token_counts(decoder.model, prompts, max_new_tokens)
-    batch = _Batch(prompts, counts, sampling.seeds(prompts) if seeds is None else seeds, ids_of(eod_id), on_token)
+    if sampling.greedy:
+        seeds = ()
+    elif seeds is None:
+        seeds = sampling.seeds(prompts)
+    batch = _Batch(prompts, counts, seeds, ids_of(eod_id), on_token)
     training = decoder.model.training
     decoder.model.eval()
     try:
@@ -87,6 +91,7 @@ class _Batch:
         ends: Collection[int],
         on_token: OnToken | None,
     ) -> None:
+        """`seeds`: none where nothing is drawn."""
         self.rows = sorted(range(len(prompts)), key=lambda row: -len(prompts[row]))
         self.counts, self.ends, self.on_token = counts, ends, on_token
         self.generators = [torch.Generator().manual_seed(seed) for seed in seeds]
@@ -96,7 +101,7 @@ class _Batch:
 
     def choice(self, sampling: Sampling, logprobs: bool) -> Callable[[Tensor], Tensor]:
         """logits [rows, vocabulary] -> [rows, 1 or 2]: the next tokens, and their log-probabilities if asked for."""
-        generators = [self.generators[row] for row in self.rows]
+        generators = [self.generators[row] for row in self.rows] if self.generators else ()
 
         def choose(logits: Tensor) -> Tensor:
             chosen = sampling.choose(logits, generators).unsqueeze(1)

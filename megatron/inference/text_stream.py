@@ -18,16 +18,17 @@ class TextStream:
         self.tokenizer, self.stops = tokenizer, [stop for stop in stops if stop]
         # Some tokenizers drop a space at the beginning of a text, so that the last tokens that were decoded are decoded
         # again with the next ones; `_decoded` of these are old.
-        self._tokens: list[int] = _end_of(prompt, tokenizer)
-        self._decoded = len(self._tokens)
+        self._context = _end_of(prompt, tokenizer)
+        self._tokens, self._decoded = self._context, len(self._context)
+        self._all: list[int] = []
         self.text = ""
         self.stopped = self._finished = False
         self._given = 0
 
     def add(self, token: int) -> bool:
         """True if a stop text is complete: nothing more is wanted."""
-        self._tokens.append(token)
-        self._take_in(complete=False)
+        self.extend([token])
+        self._take_in()
         return self.stopped
 
     def new_text(self) -> str:
@@ -38,23 +39,33 @@ class TextStream:
         return new
 
     def finish(self) -> None:
-        """No token follows: what waited is text, a character that never became whole included."""
+        """No token follows: what waited is text, a character that never became whole included. The text is now that of
+        all tokens together: some tokenizers show no character of a run of bytes in which one is wrong."""
         if not self.stopped:
-            self._take_in(complete=True)
+            before, whole = map(self.tokenizer.detokenize, (self._context, self._context + self._all))
+            same = whole.startswith(before)
+            self.text = whole[len(before) :] if same else self.tokenizer.detokenize(self._all)
+            self._end_at_stop(searched=0)
         self._finished = True
 
     def extend(self, tokens: Sequence[int]) -> None:
-        self._tokens += tokens
+        self._tokens = [*self._tokens, *tokens]
+        self._all += tokens
 
-    def _take_in(self, *, complete: bool) -> None:
+    def _take_in(self) -> None:
         before = self.tokenizer.detokenize(self._tokens[: self._decoded])
         whole = self.tokenizer.detokenize(self._tokens)
-        if len(whole) <= len(before) or (whole.endswith(_BROKEN) and not complete):
+        if len(whole) <= len(before) or whole.endswith(_BROKEN):
             return
         searched = max(0, len(self.text) - max(map(len, self.stops), default=0))
         self.text += whole[len(before) :]
-        self._tokens = self._tokens[self._decoded :] if self._decoded else self._tokens
+        last = self._tokens[self._decoded :]
+        if self._decoded and self.tokenizer.detokenize(last).strip():  # behind spaces alone more of them are dropped
+            self._tokens = last
         self._decoded = len(self._tokens)
+        self._end_at_stop(searched)
+
+    def _end_at_stop(self, searched: int) -> None:
         places = [place for stop in self.stops if (place := self.text.find(stop, searched)) >= 0]
         if places:
             self.text, self.stopped = self.text[: min(places)], True

@@ -69,8 +69,9 @@ class KVCache:
     def _extend(self, kept: Tensor, new: Tensor) -> Tensor:
         end = self._used + new.shape[2]
         if end <= self.slots:
-            kept[:, :, self._used : end] = new
-            return kept[:, :, self._first() : end]
+            kept.narrow(2, self._used, new.shape[2]).copy_(new)
+            first = self._first()
+            return kept.narrow(2, first, end - first)
         assert self.window is not None, f"KV cache of {self.slots} tokens asked to hold {end}"
         whole = torch.cat([kept[:, :, self._first() : self._used], new], 2)
         kept.copy_(whole[:, :, -self.slots :])

@@ -42,8 +42,8 @@ class SelfAttention(nn.Module):
         return self.dense(core.transpose(1, 2).flatten(2))  # [batch, seq, hidden]
 
     def _query_key_value(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        qkv = self.query_key_value(x).unflatten(2, (self.groups, -1, self.head_dim))
-        query, key, value = split_qkv(qkv)
+        qkv = self.query_key_value(x)
+        query, key, value = split_qkv(qkv.view(*qkv.shape[:2], self.groups, -1, self.head_dim))
         if self.q_layernorm is not None and self.k_layernorm is not None:
             query, key = self._normed(query, self.q_layernorm), self._normed(key, self.k_layernorm)
         return query, key, value

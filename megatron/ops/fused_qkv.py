@@ -17,6 +17,8 @@ Triple = tuple[Tensor, Tensor, Tensor]  # of query, key and value
 
 def split_qkv(qkv: Tensor) -> Triple:
     """[batch, seq, groups, query heads of a group + 2, d] -> [batch, seq, heads, d], twice [batch, seq, groups, d]."""
+    if qkv.shape[3] == 3 and not torch.is_grad_enabled():
+        return _thirds(qkv)
     if qkv.shape[3] == 3 and not torch.compiler.is_compiling():
         return _Thirds.apply(qkv)
     query, key, value = qkv.split((qkv.shape[3] - 2, 1, 1), dim=3)
@@ -41,11 +43,15 @@ def whole(thirds: Triple) -> Tensor | None:
     return first.as_strided(shape, strides)
 
 
+def _thirds(qkv: Tensor) -> Triple:
+    query, key, value = qkv.unbind(3)
+    return query, key, value
+
+
 class _Thirds(Function):
     @staticmethod
     def forward(ctx: Any, qkv: Tensor) -> Triple:
-        query, key, value = qkv.unbind(3)
-        return query, key, value
+        return _thirds(qkv)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:

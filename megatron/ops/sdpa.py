@@ -73,6 +73,11 @@ def sdpa(
     repeat = query.shape[1] // key.shape[1]
     if repeat > 1 and query.device.type == "cuda" and not _takes_groups(query, mask):
         key, value = key.repeat_interleave(repeat, dim=1), value.repeat_interleave(repeat, dim=1)
+    if repeat > 1 and query.device.type == "cpu" and not causal and _is_step(query, mask):
+        # The heads that share a key become queries of one head: PyTorch's CPU kernels would repeat the keys.
+        rows = query.reshape(query.shape[0], key.shape[1], -1, query.shape[3])  # [batch, groups, heads of a group, d]
+        found = sdpa(rows, key, value, mask=mask, causal=False, scale=scale, dropout_p=dropout_p, backends=backends)
+        return found.reshape(query.shape)
     with preferred(backends):
         return F.scaled_dot_product_attention(
             query,
@@ -90,3 +95,8 @@ def _takes_groups(query: Tensor, mask: Tensor | None) -> bool:
     """Whether a fused kernel of CUDA certainly takes keys that several heads share: flash, in halves and unmasked. The
     memory-efficient one does not, and PyTorch would compute all scores [batch, heads, queries, keys] instead."""
     return mask is None and query.dtype in HALF
+
+
+def _is_step(query: Tensor, mask: Tensor | None) -> bool:
+    """One query in each head, and what it sees is the same for all heads: a step of generation."""
+    return query.shape[2] == 1 and (mask is None or (mask.dim() == 4 and mask.shape[1] == 1))

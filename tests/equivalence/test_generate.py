@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron.checkpoint.build import restore_model
 from megatron.checkpoint.hf import write_export
-from megatron.errors import ConfigError
+from megatron.errors import ConfigError, MegatronError
 from megatron.inference import decoder as decoders
 from megatron.inference import packed
 from megatron.inference.answers import Answers, Prompt, Wanted
@@ -191,6 +191,7 @@ def test_a_hugging_face_model_begins_and_ends_as_in_transformers(saved: dict[str
     """With what its tokenizer puts before a text, and at any of the ends that its files name."""
     folder, out = tmp_path / "model", tmp_path / "out.jsonl"
     shutil.copytree(saved["llama"].folder, folder)
+    redraw(folder, std=0.2)
     begin = json.loads((folder / "tokenizer.json").read_text())
     tokens = {"B": {"id": "B", "ids": [7], "tokens": ["B"]}}
     single = [{"SpecialToken": {"id": "B", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
@@ -202,19 +203,31 @@ def test_a_hugging_face_model_begins_and_ends_as_in_transformers(saved: dict[str
         assert generate_here(*words, "--dtype", "float32") == 0
         return list(json.loads(out.read_text())["tokens"])
 
-    def theirs() -> list[int]:
+    def theirs(special: bool = True) -> list[int]:
         tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
-        ids = tokenizer(TEXTS[0], return_tensors="pt").input_ids
-        assert ids[0, 0] == 7
+        ids = tokenizer(TEXTS[0], return_tensors="pt", add_special_tokens=special).input_ids
+        assert (ids[0, 0] == 7) == special
         model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         return list(model.generate(ids, max_new_tokens=20, do_sample=False, pad_token_id=0)[0, ids.shape[1] :].tolist())
 
     free = theirs()
-    assert ours() == free and len(set(free)) > 5
-    ends = [free[9], free[14]]
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
-    cut = theirs()
-    assert cut[-1] in ends and len(cut) < 20 and ours() == cut[:-1]
+    assert ours() == free != theirs(special=False), "the beginning shows in what follows"
+    early = free[6]
+    late = next(token for token in free[7:] if token not in free[:7])
+    for ends in ([early, late], [late, early]):  # either alone would end it elsewhere
+        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+        cut = theirs()
+        assert cut[-1] == early and len(cut) < 20 and ours() == cut[:-1]
+
+
+def redraw(folder: Path, *, std: float) -> None:
+    """Other weights, in which every token of a prompt counts: those of `saved` follow the last one or two."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.copy_(torch.randn(weight.shape, generator=generator) * std + (weight.dim() == 1))
+    model.save_pretrained(folder)
 
 
 def test_a_single_text_is_streamed_and_stops(saved: dict[str, Saved], capsys: pytest.CaptureFixture[str]) -> None:
@@ -315,6 +328,25 @@ def test_a_rank_that_draws_for_itself_is_seen(saved: dict[str, Saved], monkeypat
             assert_same(found, alone)
 
 
+def test_an_error_of_the_rank_that_decides_is_one_of_all_ranks(saved: dict[str, Saved]) -> None:
+    """None waits for tokens that never come."""
+
+    def planted(rank: int) -> str:
+        torch.set_num_threads(1)
+        options = ModelOptions(load=str(saved["gpt2"].native), device="cpu", tensor_model_parallel_size=2)
+        subject = subject_of(options, lambda c: make_run(c, rank=rank, world_size=2))
+        decoder = Decoder(subject.model, subject.passes, subject.run.parallel)
+
+        def decide(logits: Tensor) -> Tensor:
+            raise RuntimeError("a bug")
+
+        with torch.inference_mode(), pytest.raises((RuntimeError, MegatronError)) as raised:
+            decoder.decided(decoder.read([[7, 8]], 1), decide, (1, 1))
+        return str(raised.value)
+
+    assert run_ranks(2, planted) == ["a bug", "rank 0 chooses the tokens, and says what is wrong"]
+
+
 # ---------------------------------------------------------------- packed weights
 
 
@@ -336,5 +368,6 @@ def test_packed_copies_that_do_not_fit_are_left_out(pair: Any, monkeypatch: pyte
     monkeypatch.setattr(packed, "available_memory", lambda: 1000)
     single = copy.deepcopy(pair("gpt2")[0]).float()
     with packed.packed_weights(single, said.append):
-        assert single.head_and_loss.packed is None
+        held = single.head_and_loss.packed
+        assert held is None or held._copy is None, "the kernel for a few rows needs none"
     assert len(said) == 1 and "too few for packed copies" in said[0]

@@ -12,9 +12,9 @@ from megatron.errors import ConfigError
 
 Points = dict[int, float]  # iteration -> value; a resumed run repeats iterations, and the later one counts
 
-SPLITS = ("train", "valid")  # the one number of the test split is no curve
+_SPLIT = re.compile(r"train|valid|validation-.+")  # the one number of the test split is no curve
 _TRAIN = re.compile(r"(?:^|[ \]])iteration +(\d+)/ *\d+ \|")
-_EVALUATION = re.compile(r"(?:^|[ \]])iteration +(\d+)(?P<where>(?: on \w+ set)?) \|")
+_EVALUATION = re.compile(r"(?:^|[ \]])iteration +(\d+)(?: on validation set(?: \((?P<name>validation-[^|]+)\))?)? \|")
 _NAMES_IN_LOGS = {"learning_rate": "learning rate|lr", "mean_lm_loss": "lm loss"}  # the others: a space for each _
 _NUMBER = r"([-+]?(?:[\d.]+(?:[eE][-+]?\d+)?|nan|inf))"
 
@@ -42,7 +42,7 @@ def read_metrics(path: Path, value: str) -> Run:
         if not isinstance(row, dict):
             raise _unusable("--metrics-jsonl", path, f"line {number} is not a JSON object")
         split, iteration, y = str(row.get("split")), row.get("iteration"), row.get(value)
-        if split in SPLITS and isinstance(iteration, int) and isinstance(y, int | float):
+        if _SPLIT.fullmatch(split) and isinstance(iteration, int) and isinstance(y, int | float):
             run.add(split, iteration, float(y))
     return _with_points("--metrics-jsonl", path, value, run)
 
@@ -55,8 +55,8 @@ def read_log(path: Path, value: str) -> Run:
     for line in _lines("--log", path):
         if found := _TRAIN.search(line):
             split = "train"
-        elif (found := _EVALUATION.search(line)) and found["where"] in ("", " on validation set"):
-            split = "valid"
+        elif found := _EVALUATION.search(line):
+            split = found["name"] or "valid"
         else:
             continue
         if y := number.search(line):

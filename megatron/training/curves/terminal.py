@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from itertools import cycle
+
 from megatron.training.curves.read import Run
 
-MARKS = {"train": ("•", "*"), "valid": ("◆", "v")}  # the second where the terminal has no Unicode
+TRAIN, VALIDATION = ("•", "*"), (("◆", "v"), ("▲", "a"), ("■", "b"), ("○", "o"))
+"""The second where the terminal has no Unicode; one for each validation set, from the first on again."""
 
 
 def draw(run: Run, *, width: int, height: int, plain: bool, title: str) -> str:
     """Iterations to the right, the value upwards, both axes labelled."""
-    marks = {split: pair[plain] for split, pair in MARKS.items()}
+    sets = [split for split in run.curves if split != "train"]
+    marks = {"train": TRAIN[plain]} | {name: pair[plain] for name, pair in zip(sets, cycle(VALIDATION), strict=False)}
     points = [(i, y) for curve in run.curves.values() for i, y in curve.items()]
     first, last = min(i for i, _ in points), max(i for i, _ in points)
     low, high = min(y for _, y in points), max(y for _, y in points)

@@ -143,20 +143,58 @@ def test_whole_characters_come_and_all_of_them(tokenizer: Tokenizer) -> None:
 
 def test_a_prompt_of_single_bytes_is_not_cut_within_a_character(tmp_path: Path) -> None:
     """As Chinese in a vocabulary of Llama 2: `tokenizers` shows no character of a run of bytes that begins in one."""
-    from megatron.tokenizer import TokenizerSettings, build_tokenizer
-
-    vocab = {"<unk>": 0, "</s>": 1, **{f"<0x{byte:02X}>": 2 + byte for byte in range(256)}}
-    decoder = {"type": "Sequence", "decoders": [{"type": "ByteFallback"}, {"type": "Fuse"}]}
-    bpe = {"type": "BPE", "unk_token": "<unk>", "byte_fallback": True, "vocab": vocab, "merges": []}
-    (tmp_path / "tokenizer.json").write_text(json.dumps({"version": "1.0", "decoder": decoder, "model": bpe}))
-    settings = TokenizerSettings(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(tmp_path))
-    tokenizer = build_tokenizer(settings, announce=False)
+    tokenizer = bytes_alone(tmp_path)
     for prompt in ("é", "東京都", "aé東京都", "é" * 9, "🙂東😀"):
         stream = TextStream(tokenizer, tokenizer.tokenize(prompt), ("首",))
         for token in tokenizer.tokenize("は日本の首都"):
             if stream.add(token):
                 break
         assert stream.stopped and stream.text == "は日本の", prompt
+
+
+def bytes_alone(folder: Path) -> Tokenizer:
+    """Every byte is a token; `tokenizers` shows no character of a run of bytes in which one is wrong."""
+    from megatron.tokenizer import TokenizerSettings, build_tokenizer
+
+    vocab = {"<unk>": 0, "</s>": 1, **{f"<0x{byte:02X}>": 2 + byte for byte in range(256)}}
+    decoder = {"type": "Sequence", "decoders": [{"type": "ByteFallback"}, {"type": "Fuse"}]}
+    bpe = {"type": "BPE", "unk_token": "<unk>", "byte_fallback": True, "vocab": vocab, "merges": []}
+    (folder / "tokenizer.json").write_text(json.dumps({"version": "1.0", "decoder": decoder, "model": bpe}))
+    settings = TokenizerSettings(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(folder))
+    return build_tokenizer(settings, announce=False)
+
+
+@pytest.mark.parametrize("content", [b"a\xc3\xa9\xff", b"\xc3\xa9\xff\xc3\xa9", b"ok\xe6\x9d", b"\xffplain"])
+def test_the_text_of_wrong_bytes_is_that_of_all_tokens_together(content: bytes, tmp_path: Path) -> None:
+    tokenizer = bytes_alone(tmp_path)
+    tokens = [2 + byte for byte in content]
+    stream = TextStream(tokenizer)
+    for token in tokens:
+        stream.add(token)
+    stream.finish()
+    assert stream.text == tokenizer.detokenize(tokens)
+
+
+def test_no_space_is_lost_behind_spaces(tmp_path: Path) -> None:
+    """SentencePiece, as it normalizes by default, drops all spaces at the beginning of what it decodes."""
+    pytest.importorskip("sentencepiece")
+    from megatron.tokenizer import TokenizerSettings, build_tokenizer
+    from tests.unit.tokenizer.support import train_pieces
+
+    named = {
+        "tokenizer_type": "GPTSentencePieceTokenizer",
+        "tokenizer_model": str(train_pieces(tmp_path / "pieces.model")),
+    }
+    tokenizer = build_tokenizer(TokenizerSettings(**named), announce=False)
+    mark, word = tokenizer.token_id("\u2581"), tokenizer.tokenize("the")
+    assert mark is not None
+    tokens = [*word, mark, mark, *word, mark, *word]
+    stream, shown = TextStream(tokenizer), ""
+    for token in tokens:
+        stream.add(token)
+        shown += stream.new_text()
+    stream.finish()
+    assert shown + stream.new_text() == stream.text == tokenizer.detokenize(tokens)
 
 
 def test_a_character_that_never_becomes_whole_is_told_at_the_end(tokenizer: Tokenizer) -> None:

@@ -129,6 +129,16 @@ def test_a_prompt_has_its_own_room_beside_a_longer_one(tmp_path: Path) -> None:
         assert [one.tokens for one in continued(ours, rows)] == alone
 
 
+def test_a_search_that_is_done_leaves_no_row_behind(tmp_path: Path) -> None:
+    """Of one beam, where a row too many is a shape that broadcasts."""
+    ours, rows = our_model(tmp_path, "llama"), prompts(9, 3, 14)
+    ends = {generate(ours, [row], max_new_tokens=9)[0].tokens[at] for row, at in zip(rows, (2, 6, 8), strict=True)}
+    searched = partial(beam_search, ours, num_beams=1, max_new_tokens=12, eod_id=ends)
+    alone = [searched([row])[0] for row in rows]
+    assert len({len(one.tokens) for one in alone}) > 1, "some go on while others are done"
+    assert searched(rows) == alone
+
+
 def test_too_long_is_refused_and_the_default_fits(tmp_path: Path) -> None:
     ours = our_model(tmp_path, "gpt2")
     with pytest.raises(ConfigError, match=r"--prompt: 96 tokens, and the model has 96 positions"):

@@ -49,6 +49,22 @@ def test_a_falling_curve_falls(tmp_path: Path) -> None:
     assert "99" not in done.stdout, "the one test loss is no curve"
 
 
+def test_named_validation_sets_have_curves_of_their_own(tmp_path: Path) -> None:
+    named = ["validation-web", "validation-code"]
+    rows = [{"iteration": i, "split": split, "lm_loss": i + 2.0 * j} for i in (1, 5) for j, split in enumerate(named)]
+    path = metrics(tmp_path / "m", [*falling(5), *rows])
+    log = tmp_path / "log"
+    line = " validation loss at iteration {iteration} on validation set ({split}) | lm loss: {lm_loss} |\n"
+    log.write_text("".join(line.format(**row) for row in rows))
+    expected = {"validation-web": {1: 1.0, 5: 5.0}, "validation-code": {1: 3.0, 5: 7.0}}
+    run = read_metrics(Path(path), "lm_loss")
+    assert {name: run.curves[name] for name in named} == read_log(log, "lm_loss").curves == expected
+    shown = plot("--metrics-jsonl", path, "--width", "21", "--height", "8").stdout
+    assert "◆ validation-web   ▲ validation-code" in shown and shown.count("▲") == 3
+    _, web, code = build_figure([run], "lm_loss").axes[0].lines
+    assert [line.get_label() for line in (web, code)] == named and web.get_marker() != code.get_marker()
+
+
 def test_later_lines_of_a_resumed_run_count(tmp_path: Path) -> None:
     rows = [*falling(3), {"iteration": 3, "split": "train", "lm_loss": 9.0}]
     assert "9.000" in plot("--metrics-jsonl", metrics(tmp_path / "m", rows)).stdout
