@@ -24,6 +24,7 @@ from megatron.training.pretrain import train_and_evaluate
 from megatron.utils.log import RankLog
 from tests.equivalence.test_moe import DEEPSEEK, EP, PP, SP, TP
 from tests.helpers.distributed import run_ranks
+from tests.helpers.layouts import few_batches
 from tests.helpers.runs import flags, pretrain_gpt
 
 RANKS = 4
@@ -55,7 +56,7 @@ def run_all(rank: int, folder: Path) -> dict[str, tuple[Recording, Recording]]:
 def train(rank: int, folder: Path, iterations: int, axes: dict[str, Any]) -> Recording:
     """From the start, or from the checkpoint that is there."""
     save = {"save": str(folder / "steps"), "load": str(folder / "steps") if iterations > 2 else None}
-    config = parse_args(flags(**{**COMMON, **axes, **save, "train_iters": iterations}))
+    config = parse_args(flags(**{**COMMON, **few_batches(RANKS, axes, {}), **save, "train_iters": iterations}))
     folder.mkdir(exist_ok=True)
     store, script = dist.FileStore(str(folder / f"store{iterations}"), RANKS), pretrain_gpt()
     with recorded(rank, RANKS, peers=GlooPeers, store=store) as tape:
