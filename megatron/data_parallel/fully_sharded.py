@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megatron.data_parallel.gathered_writes import GatheredWrites
 from megatron.data_parallel.gradients import FlatPieces, piece_alone
 from megatron.data_parallel.same_use import SameUse
 from megatron.data_parallel.shard_grads import InOneBuffer, OnHost, ShardGrads, as_dtensor, local
@@ -87,10 +88,12 @@ class FullySharded:
         model = units[-1].module
         self.dtype = _only_dtype(model)
         described = {name: _described(parameter) for name, parameter in model.named_parameters()}
-        self._same_use: SameUse | None = None
-        if compared_over is not None:
-            self._same_use = SameUse(model, [unit.module for unit in units], compared_over, device)
+        modules = [unit.module for unit in units]
+        self._same_use = None if compared_over is None else SameUse(model, modules, compared_over, device)
+        self._writes = None if withheld is None else GatheredWrites(model, modules)
         divide(self._units, keep_gathered, self.dtype, device, on_host)
+        if self._same_use is not None:
+            self._same_use.compare_gathers()
         if any(parameter.is_meta for parameter in model.parameters()):
             make_memory(model, device, on_host)
         axes = {id(parameter): unit.axis for unit in reversed(self._units) for parameter in unit.module.parameters()}
@@ -161,6 +164,10 @@ class FullySharded:
     def replaced(self) -> list[str]:
         """The parameters whose `.data` the program has replaced: `fully_shard` does not gather the new values."""
         return [name for name, place in self._storages().items() if place != self._places[name]]
+
+    def lost_writes(self) -> list[str]:
+        """The parameters that the program has written while they were gathered."""
+        return [] if self._writes is None else self._writes.found()
 
     def _storages(self) -> dict[str, int]:
         return {name: shard.parameter.untyped_storage()._cdata for name, shard in self._shards.items()}

@@ -16,7 +16,7 @@ A parameter that got no gradient counts as having a gradient of zero, on every r
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from functools import partial
 
 import torch
@@ -24,9 +24,8 @@ from torch import nn
 
 from megatron.data_parallel.adding import Adder, accumulation_dtype
 from megatron.data_parallel.buckets import Slot, make_buckets
-from megatron.data_parallel.divided_weights import DividedWeights
-from megatron.data_parallel.gradients import FlatPieces
 from megatron.data_parallel.late_gather import LateGather
+from megatron.data_parallel.summed_grads import SummedGrads
 from megatron.data_parallel.withheld import WithheldGrad
 from megatron.distributed.state import Axis
 from megatron.errors import ConfigError
@@ -37,7 +36,7 @@ DEFAULT_BUCKET_SIZE = 40_000_000
 """Elements of a bucket: few messages without overlap, and small enough that the first starts early with it."""
 
 
-class GradBuffers(DividedWeights):
+class GradBuffers(SummedGrads):
     """The gradients of `params`, summed over the data-parallel axis by `reduce()`."""
 
     def __init__(
@@ -105,52 +104,6 @@ class GradBuffers(DividedWeights):
         self._gathers_late = late_gather is not None
         if late_gather is not None:
             self._hooks += LateGather(late_gather, [bucket for bucket in self._buckets if bucket.divided]).hooks
-
-    def grad_dtype(self, name: str) -> torch.dtype:
-        """The type in which the gradient is added up."""
-        return self._slot(name).dtype
-
-    def grad(self, name: str) -> torch.Tensor:
-        """The gradient in its accumulation type: a view of the buffer, so writing to it changes the gradient."""
-        slot = self._slot(name)
-        if slot.view is None:
-            if slot.parameter.grad is None:
-                slot.parameter.grad = torch.zeros_like(slot.parameter)
-            return slot.parameter.grad
-        if not slot.filled:
-            self._fill_with_zeros(slot)
-        assert slot.own is not None
-        return slot.own
-
-    def grads(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """All gradients by name."""
-        return ((name, self.grad(name)) for name in self._slots)
-
-    @property
-    def lacking(self) -> list[str]:
-        """The parameters that got no gradient on this rank in this step; `reduce` has given them one of zero."""
-        return self._lacking
-
-    @property
-    def counts_lacking(self) -> bool:
-        """Whether `reduce` tells all ranks if one of them lacked a gradient. (The message of a divided buffer has no
-        element for the count.)"""
-        return all(bucket.count is not None for bucket in self._buckets)
-
-    def some_rank_lacked(self) -> bool:
-        """After `reduce`: whether any rank lacked a gradient. The same on all ranks."""
-        return any(bucket.lacked for bucket in self._buckets)
-
-    def runs(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """After `reduce`: all gradients, those of one buffer as one tensor, each tensor with the name of its first
-        parameter."""
-        yield from ((bucket.slots[0].name, bucket.own) for bucket in self._buckets)
-        yield from ((name, self.grad(name)) for name, slot in self._slots.items() if slot.view is None)
-
-    def flat_buffers(self) -> Iterator[FlatPieces]:
-        """Each gradient buffer with its weights, which become views of a flat tensor."""
-        assert self.flat, "the gradients of some parameters are not in buffers"
-        return (bucket.flat_pieces() for bucket in self._buckets)
 
     def zero(self) -> None:
         """Begins a step. No memory is touched: the first gradient overwrites what is in the buffer."""
@@ -251,15 +204,6 @@ class GradBuffers(DividedWeights):
         for bucket in self._buckets:
             bucket.finish_sum()
 
-    @torch.no_grad()
-    def multiply(self, factor: torch.Tensor | float) -> None:
-        """Multiplies every gradient by `factor`, a single number."""
-        for bucket in self._buckets:
-            bucket.own.mul_(factor)
-        for slot in self._slots.values():
-            if slot.view is None and slot.parameter.grad is not None:
-                slot.parameter.grad.mul_(factor)
-
     def close(self) -> None:
         """Removes the hooks from the parameters."""
         for hook in self._hooks:
@@ -274,7 +218,6 @@ class GradBuffers(DividedWeights):
         assert slot.name not in self._slots, f"two parameters are called {slot.name}"
         self._slots[slot.name] = slot
 
-    @torch.no_grad()
     def _on_gradient(self, slot: Slot, parameter: nn.Parameter) -> None:
         """Runs after backward has added to `parameter.grad`: moves it into the buffer."""
         grad, view = parameter.grad, slot.view
@@ -287,6 +230,8 @@ class GradBuffers(DividedWeights):
                 "that engine, or make the model anew"
             )
         self._check_open(slot)
+        if grad.requires_grad:  # of a backward pass with create_graph
+            grad = grad.detach()
         if grad.is_sparse:
             grad = grad.to_dense()
         if slot.shown:
@@ -333,10 +278,3 @@ class GradBuffers(DividedWeights):
         if self._next_bucket:
             self._buckets[self._next_bucket - 1].start_sum_of_instances()
         self._next_bucket += 1
-
-    def _fill_with_zeros(self, slot: Slot) -> None:
-        assert slot.view is not None
-        slot.view.zero_()
-        slot.filled = True
-        if slot.shown:
-            slot.parameter.grad = slot.view

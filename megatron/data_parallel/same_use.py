@@ -2,6 +2,9 @@
 
 Where one rank gathers a layer and another one a second layer of the same size, each gets halves of both, and sums of
 gradients that belong to neither: nothing fails by itself. Each parameter's number says in which passes it was used.
+
+Where the layers have different sizes, gloo ends the process when the message arrives. So in the first step, where ranks
+that divide a model's layers among them part, they compare before every gather. Later that would cost a message each.
 """
 
 from __future__ import annotations
@@ -19,6 +22,10 @@ from megatron.errors import ConfigError
 
 _PASSES = 16
 """The number of passes of a step that a number distinguishes."""
+_WAY_OUT = (
+    "at stages 2 and 3 of ZeRO all ranks gather a layer at once; use the same layers on all ranks, or "
+    "zero_optimization.stage 1"
+)
 
 
 class SameUse:
@@ -33,8 +40,18 @@ class SameUse:
         self._numbers = dict.fromkeys(self._name_of.values(), 0)
         self._passes = 0
         self._heard: set[str] = set()
-        for unit in units:
+        self._first_step = True
+        self._gathers = False
+        paths = {id(module): path for path, module in model.named_modules()}
+        self._units = [(unit, paths[id(unit)]) for unit in units]
+        for unit, _ in self._units:
             unit.register_forward_hook(self._listen)
+
+    def compare_gathers(self) -> None:
+        """After `fully_shard`, whose own hooks gather: these run before them, and at the end of the whole model."""
+        for number, (unit, _) in enumerate(self._units):
+            unit.register_forward_pre_hook(partial(self._before, number), prepend=True)
+        self._units[-1][0].register_forward_hook(self._after)
 
     def begin(self) -> None:
         self._numbers = dict.fromkeys(self._numbers, 0)
@@ -51,10 +68,29 @@ class SameUse:
         ranks = self._axis.size
         for name, total, square in zip(self._numbers, sums, squares, strict=True):
             if ranks * square != total * total:  # then the numbers are not all equal
-                raise ConfigError(
-                    f"{name}: was used by some ranks and not by others in this step, and at stages 2 and 3 of ZeRO all "
-                    "ranks gather a layer at once; use the same layers on all ranks, or zero_optimization.stage 1"
-                )
+                raise ConfigError(f"{name}: was used by some ranks and not by others in this step, and {_WAY_OUT}")
+        self._first_step = False
+
+    def _before(self, number: int, unit: nn.Module, *_: Any) -> None:
+        """What is gathered already is not gathered again, and a rank may use it alone."""
+        if self._first_step and any(_divided_now(parameter) for parameter in unit.parameters()):
+            self._gathers = True
+            if unit is not self._units[-1][0]:
+                self._compare(number)
+
+    def _after(self, *_: Any) -> None:
+        if self._first_step and self._gathers:
+            self._gathers = False
+            self._compare(len(self._units) - 1)
+
+    def _compare(self, number: int) -> None:
+        """Of the unit that this rank comes to next, the last for the end of the pass; all ranks come to the same
+        result."""
+        mine = torch.tensor([number], device=self._device)
+        first, *others = sorted({int(one) for one in collectives.all_gather(mine, self._axis)})
+        if others:
+            path = self._units[first][1]
+            raise ConfigError(f"{path}: is used by some ranks while others use another layer or none, and {_WAY_OUT}")
 
     def unused(self, names: Iterable[str]) -> list[str]:
         """Those that got no gradient in this step: on all ranks, once that is checked."""
@@ -75,4 +111,8 @@ class SameUse:
 
 
 def _gets_gradients(parameter: nn.Parameter) -> bool:
-    return parameter.requires_grad and not hasattr(parameter, "device_mesh")  # a DTensor, which is not gathered now
+    return parameter.requires_grad and not _divided_now(parameter)
+
+
+def _divided_now(parameter: nn.Parameter) -> bool:
+    return hasattr(parameter, "device_mesh")  # a DTensor, which is not gathered now

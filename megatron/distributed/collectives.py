@@ -23,6 +23,7 @@ _scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scat
 
 _PART = 1 << 20
 """Elements in a message between two members of gloo: one part is added while the next arrives."""
+_SUM = dist.AllreduceOptions()  # a sum, asynchronous
 _REDUCE = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
@@ -57,7 +58,9 @@ def start_all_reduce(tensor: torch.Tensor, axis: Axis) -> Pending:
     if axis.size == 1:
         return Pending(lambda: tensor)
     operation = axis.begin("all_reduce", tuple(tensor.shape))
-    work = dist.all_reduce(tensor, dist.ReduceOp.SUM, axis.group, async_op=True)
+    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    # The group's own method: what `dist.all_reduce` looks up first is a tenth of a small message's time.
+    work = axis.group.allreduce([real], _SUM)
     return Pending(lambda: tensor, [work], partial(axis.wait, operation))
 
 

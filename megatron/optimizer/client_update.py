@@ -56,9 +56,8 @@ class ClientUpdate:
         choose_fused(optimizer)
         self._given = [_options(group) for group in optimizer.param_groups]
 
-    @torch.no_grad()
     def step(self, decision: HostDecision) -> None:
-        """Makes one update with the rates of the optimizer's groups."""
+        """Makes one update with the rates of the optimizer's groups. Called with autograd off."""
         if _number_of_tensors(self.optimizer) != self._number:
             raise ConfigError(
                 "optimizer.add_param_group(): the engine has no place for the gradients of parameters that come later; "
@@ -72,7 +71,8 @@ class ClientUpdate:
             )
         if not decision.applied:
             return
-        self._take_up_writes()
+        if self._copies:
+            self._take_up_writes()
         if decision.factor != 1.0:
             self._grads.multiply(decision.factor)
         absent = self._absent()
@@ -82,7 +82,8 @@ class ClientUpdate:
                     f"{name} was given another memory format after megatron.initialize(), where it is made contiguous; "
                     "leave that out, and give the inputs the format that you want"
                 )
-            tensor.grad = None if name in absent else self._grads.grad(name).to(tensor.device)
+            grad = None if name in absent else self._grads.grad(name)
+            tensor.grad = grad.to(tensor.device) if self._on_host and grad is not None else grad
         self.optimizer.step()
         for name in self._copies:
             self._tensors[name].grad = None

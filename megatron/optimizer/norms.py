@@ -56,8 +56,8 @@ def row_norms(tensor: Tensor, dtype: torch.dtype | None = None) -> list[Tensor]:
 
 def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
     """By rows, with the rows' norms in the tensors' own type. Reads the result: a host sync."""
-    if len(tensors) == 1 and tensors[0].numel() <= _ROW:  # of a small model, whose time is that of the calls
-        return torch.linalg.vector_norm(tensors[0], dtype=widest(tensors[0].device)).square()
+    if _alone_and_small(tensors):
+        return _small_norm(tensors[0]).square()
     parts = [part for tensor in tensors for part in row_norms(tensor)]
     if not parts:
         return torch.zeros((), dtype=torch.float64)
@@ -65,6 +65,15 @@ def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
     if not torch.isfinite(total) and all(torch.isfinite(tensor).all() for tensor in tensors):
         return torch.stack([tensor.cpu().double().square().sum() for tensor in tensors]).sum()  # fp32 rows overflowed
     return total
+
+
+def _alone_and_small(tensors: Sequence[Tensor]) -> bool:
+    """As of a small model, whose time is that of the calls."""
+    return len(tensors) == 1 and tensors[0].numel() <= _ROW
+
+
+def _small_norm(tensor: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(tensor, dtype=widest(tensor.device))
 
 
 def sum_of_wide_squares(tensors: Sequence[Tensor]) -> Tensor:
@@ -142,6 +151,14 @@ def global_norm(
         if tensors:
             squares[axes] = squares[axes] + 0.0 * square_sum(tensors)
     return add_over_axes(squares, device or _device_in(groups)).sqrt()
+
+
+def norm_on_host(
+    groups: Mapping[SplitOver, Sequence[Tensor]], norm: Callable[[Mapping[SplitOver, Sequence[Tensor]]], Tensor]
+) -> float:
+    """`norm(groups)`, as a number."""
+    whole = groups.get((), ()) if len(groups) == 1 else ()
+    return (_small_norm(whole[0]) if _alone_and_small(whole) else norm(groups)).item()
 
 
 def global_zeros(groups: Mapping[SplitOver, Sequence[Tensor]], device: torch.device | None = None) -> Tensor:

@@ -34,7 +34,15 @@ from megatron.optimizer.counted import CountedParts
 from megatron.optimizer.decision import decide, decide_on_host
 from megatron.optimizer.groups import GroupRule, Rates
 from megatron.optimizer.loss_scaler import DynamicLossScaler, LossScaler, ScaleOnDevice, build_loss_scaler
-from megatron.optimizer.norms import SplitOver, SquareSum, global_norm, global_zeros, square_sum_for, sum_on_device
+from megatron.optimizer.norms import (
+    SplitOver,
+    SquareSum,
+    global_norm,
+    global_zeros,
+    norm_on_host,
+    square_sum_for,
+    sum_on_device,
+)
 from megatron.optimizer.rules.base import WHOLE_KINDS
 from megatron.optimizer.update_rules import OptimizerState, Update
 
@@ -134,7 +142,7 @@ class Optimizer:
     def client_step(self, grad_scale: float) -> StepInfo:
         """`step` of an optimizer that the user brought: the host reads the norm and makes the update itself."""
         assert self._client is not None
-        norm = self._norm(self._by_axes(self.grads.runs())).item()
+        norm = norm_on_host(self._by_axes(self.grads.runs()), self._norm)
         decision = decide_on_host(norm, grad_scale, self._clip_grad)
         self._client.step(decision)
         self.grads.publish()

@@ -1,7 +1,7 @@
 """Builds the model of one rank from the plain model, the table of parameters and the layout."""
 
 from megatron.parallelize.build import Parallel, held_parameters, is_plain, parallelize
-from megatron.parallelize.divide import divide_weights, units_of
+from megatron.parallelize.divide import divide_weights, is_called, units_of
 from megatron.parallelize.replicas import ReplicaSums
 from megatron.parallelize.specs import await_weights, initialise_part, persistent_buffers, whole_pieces
 
@@ -12,6 +12,7 @@ __all__ = [
     "divide_weights",
     "held_parameters",
     "initialise_part",
+    "is_called",
     "is_plain",
     "parallelize",
     "persistent_buffers",

@@ -72,8 +72,13 @@ def _parameters_without(model: nn.Module, left_out: nn.Module) -> Iterator[int]:
 
 def _members_of_lists(module: nn.Module) -> Iterator[nn.Module]:
     for child in module.children():
-        is_layer = isinstance(module, nn.ModuleList | nn.Sequential) and not isinstance(child, nn.ModuleList)
+        is_layer = isinstance(module, nn.ModuleList | nn.Sequential) and is_called(child)
         if not is_layer:
             yield from _members_of_lists(child)
         elif any(True for _ in child.parameters()):
             yield child
+
+
+def is_called(module: nn.Module) -> bool:
+    """Whether it has a forward pass, before which its weights are gathered; a list or a dict of modules has none."""
+    return not isinstance(module, nn.ModuleList | nn.ModuleDict) or type(module).forward is not nn.Module.forward

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from megatron.data_parallel import FullySharded
 from megatron.data_parallel.buckets import Bucket
-from megatron.data_parallel.same_use import SameUse
 from megatron.engine.any_model import initialize
 from megatron.engine.any_model.usage import Usage
 from megatron.errors import ConfigError
@@ -190,16 +189,6 @@ def test_weights_that_are_written_at_stages_2_and_3_are_taken_or_refused() -> No
     assert run_ranks(2, written_where_divided) == [[True] * 4] * 2
 
 
-class Layers(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
-
-    def forward(self, x: Tensor, which: int) -> Tensor:
-        layer: Tensor = self.layers[which](x)
-        return layer
-
-
 class Sharing(nn.Module):
     """Layers of a list that share a weight, a layer with a second name, and one that others hold too."""
 
@@ -242,35 +231,6 @@ def shared_layers(rank: int) -> list[dict[str, Tensor]]:
 def test_layers_that_share_weights_or_have_two_names_are_divided() -> None:
     for plain, second, third in run_ranks(2, shared_layers):
         assert max(largest_difference(second, plain), largest_difference(third, plain)) < 1e-12
-
-
-def other_layers(rank: int, accumulation: int) -> bool:
-    """Of the same size: messages that do not belong together would be taken for each other."""
-    for stage in (2, 3):
-        model = Layers()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        config = {
-            "train_batch_size": 4 * accumulation,
-            "train_micro_batch_size_per_gpu": 2,
-            "zero_optimization": {"stage": stage},
-        }
-        engine, *_ = initialize(model=model, optimizer=optimizer, config=config)
-        with pytest.raises(ConfigError, match=r"layers.0.weight: was used by some ranks and not by others"):
-            for number in range(accumulation):
-                engine.backward(engine(torch.ones(2, 6), (rank + number) % 2).sum())
-                engine.step()
-    return True
-
-
-@pytest.mark.parametrize("accumulation", [1, 2])
-def test_ranks_that_use_other_layers_at_stages_2_and_3_are_told(accumulation: int) -> None:
-    assert run_ranks(2, other_layers, accumulation) == [True, True]
-
-
-def test_planted_bug_uses_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SameUse, "_came", lambda *_: None)
-    with pytest.raises(RankFailed, match="DID NOT RAISE"):
-        test_ranks_that_use_other_layers_at_stages_2_and_3_are_told(1)
 
 
 def test_planted_bug_gradients_of_shards_are_not_withheld(monkeypatch: pytest.MonkeyPatch) -> None:

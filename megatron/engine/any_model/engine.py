@@ -13,14 +13,13 @@ clip, skip), the loss scaler and the checkpoints that train our GPT.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from megatron.data_parallel import FullySharded, GradBuffers
 from megatron.data_parallel.moving import moved
@@ -28,6 +27,7 @@ from megatron.engine.any_model.checkpoints import EngineCheckpoints
 from megatron.engine.any_model.facts import Calls, EngineFacts
 from megatron.engine.any_model.ranks import Place
 from megatron.engine.any_model.settings import EngineSettings
+from megatron.engine.any_model.types_that_fit import TypesThatFit
 from megatron.engine.any_model.usage import Usage
 from megatron.engine.nonfinite import first_nonfinite, overflows_at_the_bottom
 from megatron.errors import ConfigError, NonFiniteError
@@ -59,8 +59,7 @@ class ModelEngine(EngineFacts):
         self._calls = Calls()
         self._grads, self._core, self._usage = grads, core, usage
         self.log = log or RankLog(place.parallel.rank)
-        self._dtypes = {one.dtype for one in model.parameters()}
-        self._dtypes.add(getattr(torch, settings.precision.params_dtype))
+        self._types = TypesThatFit(model, getattr(torch, settings.precision.params_dtype))
         self._frozen = [(name, one) for name, one in model.named_parameters() if not one.requires_grad]
         self._checkpoints = EngineCheckpoints(self, core, grads if isinstance(grads, FullySharded) else None)
         optimizer.register_step_pre_hook(self._refuse_direct_step)
@@ -76,7 +75,7 @@ class ModelEngine(EngineFacts):
         try:
             return self.module(*inputs, **named)
         except RuntimeError as error:
-            self._explain_types(error, [inputs, named])
+            self._types.explain(error, [inputs, named])
             raise
 
     def backward(self, loss: Tensor, retain_graph: bool = False) -> Tensor:
@@ -90,7 +89,7 @@ class ModelEngine(EngineFacts):
             wide.backward(None if factor == 1.0 else torch.full_like(wide, factor), retain_graph=retain_graph)
             self._grads.withhold()
         except RuntimeError as error:
-            self._explain_types(error, [])
+            self._types.explain(error, [])
             raise
         self._calls.owed = True
         return loss.detach() if share == 1.0 else loss.detach() * share
@@ -256,23 +255,6 @@ class ModelEngine(EngineFacts):
                 "pass (it updates once the accumulation is complete), or add up losses before one backward pass"
             )
 
-    def _explain_types(self, error: RuntimeError, inputs: Any) -> None:
-        """What torch says of types that do not fit names neither the model nor the way out."""
-        if "type" not in str(error):
-            return
-        here = {one.dtype for one in self.module.parameters()}
-        if not here <= self._dtypes:
-            raise ConfigError(
-                f"engine(x): the model was cast to {_listed(here - self._dtypes)} after megatron.initialize(), which "
-                "buffers and masters do not follow; leave the call out, and choose precision in the config (fp16, bf16)"
-            ) from error
-        others = {one.dtype for one in tree_leaves(inputs) if isinstance(one, Tensor) and one.is_floating_point()}
-        if others - here:
-            raise ConfigError(
-                f"engine(x): an input is {_listed(others - here)} and the model {_listed(here)} ({error}); cast it, as "
-                "in x.float(), or the model before megatron.initialize()"
-            ) from error
-
     def _refuse_direct_step(self, *_: Any) -> None:
         if not self._calls.updating:
             raise ConfigError(
@@ -292,6 +274,9 @@ class ModelEngine(EngineFacts):
 
     def __getattr__(self, name: str) -> Any:
         """Attributes of the model, as DeepSpeed's engine has them."""
+        modules = self.__dict__.get("_modules", {})
+        if name in modules:  # before torch looks among parameters and buffers, too: every step asks for the model
+            return modules[name]
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -304,7 +289,3 @@ def _directory(what: str, value: Any) -> Path:
     if isinstance(value, (str, os.PathLike)):
         return Path(value)
     raise ConfigError(f"{what} is {value!r}, no path; give a directory")
-
-
-def _listed(dtypes: Iterable[torch.dtype]) -> str:
-    return ", ".join(sorted(str(one).removeprefix("torch.") for one in dtypes))

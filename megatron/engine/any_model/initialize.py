@@ -21,7 +21,7 @@ from megatron.engine.any_model.settings import EngineSettings
 from megatron.engine.any_model.usage import Usage
 from megatron.errors import ConfigError
 from megatron.optimizer import ClientUpdate, Optimizer, RuleOptimizer, refuse_whole_matrices
-from megatron.parallelize import units_of
+from megatron.parallelize import is_called, units_of
 from megatron.utils.log import RankLog
 
 _WITHHELD = (
@@ -149,6 +149,12 @@ def _divide_weights(model: nn.Module, settings: EngineSettings, place: Place, na
         raise ConfigError(
             f"zero_optimization.stage {settings.zero_stage}: the optimizer lacks {', '.join(apart[:4])}; give it all "
             "parameters that are trained, freeze the others with requires_grad_(False), or use stage 1"
+        )
+    if not is_called(model):
+        raise ConfigError(
+            f"zero_optimization.stage {settings.zero_stage}: the model is a {type(model).__name__} without a forward() "
+            "of its own, before which weights are gathered; put it into a module whose forward() calls its parts, or "
+            "use stage 1"
         )
     scalars = [name for name, one in model.named_parameters() if one.dim() == 0]
     if scalars:

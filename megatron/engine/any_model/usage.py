@@ -41,6 +41,12 @@ class Usage:
                     f"{replaced[0]}.data was replaced, and weights that the ranks divide (ZeRO) have their place in a "
                     f"buffer; use engine.load_state_dict({{...}}, strict=False), with the whole tensor"
                 )
+            if written := grads.lost_writes():
+                raise ConfigError(
+                    f"{written[0]} was written between a forward pass and engine.step(), while it was gathered from "
+                    "the ranks that divide it (ZeRO), and would not be kept; write after engine.step(), before the "
+                    "next forward pass"
+                )
             grads.reduce()
             self._absent = {*grads.frozen(), *grads.unused()}
             return

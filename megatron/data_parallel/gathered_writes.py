@@ -1,0 +1,34 @@
+"""What a program writes into weights while they are gathered (ZeRO 2 and 3) is dropped with what was gathered."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+
+class GatheredWrites:
+    """torch counts the writes to a tensor, and `fully_shard`, which gathers into the same ones again and again, leaves
+    the count as it is."""
+
+    def __init__(self, model: nn.Module, units: Iterable[nn.Module]) -> None:
+        """Before `fully_shard`, whose hooks come later: these see a unit while it is gathered."""
+        self._path_of = {id(module): path for path, module in model.named_modules()}
+        self._counts: dict[str, tuple[nn.Parameter, int]] = {}
+        self._hooks: dict[int, RemovableHandle] = {id(unit): unit.register_forward_hook(self._count) for unit in units}
+
+    def found(self) -> list[str]:
+        """The parameters that were written while they were gathered."""
+        return [name for name, (parameter, count) in self._counts.items() if parameter._version != count]
+
+    def _count(self, unit: nn.Module, *_: object) -> None:
+        """In the first pass that trains: the tensors stay the same."""
+        for module in unit.modules():
+            path = self._path_of.get(id(module))
+            for own, parameter in module.named_parameters(recurse=False):
+                if parameter.is_inference():  # has no count, and no gradient
+                    return
+                if path is not None and not hasattr(parameter, "device_mesh"):  # a DTensor, which is divided now
+                    self._counts.setdefault(f"{path}.{own}" if path else own, (parameter, parameter._version))
+        self._hooks.pop(id(unit)).remove()

@@ -1,0 +1,40 @@
+"""What torch says of types that do not fit names neither the model nor the way out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from megatron.errors import ConfigError
+
+
+class TypesThatFit:
+    def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
+        """`dtype`: that of the settings."""
+        self._model = model
+        self._at_first = {dtype, *(one.dtype for one in model.parameters())}
+
+    def explain(self, error: RuntimeError, inputs: Any) -> None:
+        """Raises the error that names them, if that is what torch's is about."""
+        if "type" not in str(error):
+            return
+        here = {one.dtype for one in self._model.parameters()}
+        if not here <= self._at_first:
+            raise ConfigError(
+                f"engine(x): the model was cast to {_listed(here - self._at_first)} after megatron.initialize(), which "
+                "buffers and masters do not follow; leave the call out, and choose precision in the config (fp16, bf16)"
+            ) from error
+        others = {one.dtype for one in tree_leaves(inputs) if isinstance(one, Tensor) and one.is_floating_point()}
+        if others - here:
+            raise ConfigError(
+                f"engine(x): an input is {_listed(others - here)} and the model {_listed(here)} ({error}); cast it, as "
+                "in x.float(), or the model before megatron.initialize()"
+            ) from error
+
+
+def _listed(dtypes: Iterable[torch.dtype]) -> str:
+    return ", ".join(sorted(str(one).removeprefix("torch.") for one in dtypes))
