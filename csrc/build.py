@@ -64,7 +64,7 @@ OTHER_EXTENSION, SUFFIXES = "data", (".h", ".cpp", ".cu")
 UNUSED_DAYS = 14  # after which an object is deleted
 LOCK_SECONDS = 900.0
 SAY_SECONDS = 10.0  # between two lines about a build that goes on
-SANITIZERS = ("-fsanitize=undefined", "-fno-sanitize-recover=all", "-g", "-O1")
+SANITIZERS = ("-fsanitize=undefined", "-fno-sanitize-recover=all", "-g1", "-O1")
 
 
 class BuildError(Exception):
