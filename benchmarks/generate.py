@@ -91,8 +91,11 @@ def limit(folder: Path, args: argparse.Namespace) -> Generate:
     """The products of the matrices alone."""
     from transformers import AutoModelForCausalLM
 
+    from megatron.ops import resolve
     from megatron.ops.packed import PackedWeight
 
+    kernels = resolve("auto", "cpu")
+    few_rows = kernels.few_rows if kernels.backend("few_rows") == "native" else None
     torch.set_num_threads(args.threads)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[args.dtype])
     rows = {name: weight for name, weight in model.named_parameters() if weight.dim() == 2 and "wpe" not in name}
@@ -100,7 +103,7 @@ def limit(folder: Path, args: argparse.Namespace) -> Generate:
         del rows["model.embed_tokens.weight"]
     conv = {name for name, module in model.named_modules() if type(module).__name__ == "Conv1D"}
     weights = [w.t().contiguous() if name.removesuffix(".weight") in conv else w for name, w in rows.items()]
-    packed = [(PackedWeight(weight), weight.shape[1]) for weight in weights]
+    packed = [(PackedWeight(weight, few_rows), weight.shape[1]) for weight in weights]
 
     @torch.inference_mode()
     def run(prompts: Prompts, new: int) -> list[list[int]]:

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from megatron.model import GPT
 from megatron.model.linear import Linear
 from megatron.model.loss import HeadAndLoss
+from megatron.ops.few_rows import FewRows
+from megatron.ops.operation import DTYPES
 from megatron.ops.packed import PackedWeight, packs
 from megatron.tensor_parallel import VocabParallelHead
 from megatron.utils.cpu import available_memory, fp32_products_unmarked
@@ -28,19 +30,26 @@ class _Packs(Protocol):
 def packed_weights(model: GPT, log: Callable[[str], object] = lambda text: None) -> Iterator[None]:
     """Within the context, passes without gradients read packed copies of the weights, so the weights must not
     change."""
-    weights = list(_weights(model)) if _can_be_packed(model) else []
+    weights, few_rows, copied = list(_weights(model)), _few_rows(model), _can_be_packed(model)
     size, free = sum(weight.nbytes for _, weight in weights), available_memory()
-    if free is not None and 2 * size > free:
+    if copied and free is not None and 2 * size > free:
         log(f"generation: {free >> 20} MiB are free, too few for packed copies of the weights ({size >> 20} MiB)")
-        weights = []
+        copied = False
     try:
-        for module, weight in weights:
-            module.packed = PackedWeight(weight)
-        with fp32_products_unmarked() if weights else nullcontext():
+        for module, weight in weights if copied or few_rows is not None else ():
+            module.packed = PackedWeight(weight, few_rows, copied=copied)
+        with fp32_products_unmarked() if copied else nullcontext():
             yield
     finally:
         for module, _ in weights:
             module.packed = None
+
+
+def _few_rows(model: GPT) -> FewRows | None:
+    """The kernel for products of a few rows, if it takes this model's."""
+    some, kernels = next(model.parameters()), model.make.kernels
+    takes = some.device.type == "cpu" and some.dtype in DTYPES and kernels.backend("few_rows") == "native"
+    return kernels.few_rows if takes else None
 
 
 def _can_be_packed(model: GPT) -> bool:

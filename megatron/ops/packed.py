@@ -12,8 +12,10 @@ from collections.abc import Callable
 from functools import cache
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from megatron.ops.few_rows import FewRows
 from megatron.ops.operation import Target
 from megatron.utils.cpu import memory_is_kept
 
@@ -80,18 +82,26 @@ def transposed(weight: Tensor) -> Tensor:
 
 
 class PackedWeight:
-    """x @ weight.t() + bias for a few rows, without a derivative: what a step of generation computes. The weight is
-    read at the speed of memory from one row to some sixteen; torch's own product of eight rows reads it at half."""
+    """x @ weight.t() + bias without a derivative, as a step of generation computes it: of one row by the kernel for a
+    few rows, if there is one; of more by oneDNN, which reads its own copy at the speed of memory up to some sixteen
+    rows, where torch's product of eight reads at half of it."""
 
-    def __init__(self, weight: Tensor) -> None:
-        self._weight = laid_out(weight.detach(), _FEW_ROWS)
+    def __init__(self, weight: Tensor, few_rows: FewRows | None = None, *, copied: bool = True) -> None:
+        self._weight, self._few_rows = weight.detach(), few_rows
+        self._copy = laid_out(self._weight, _TYPICAL_ROWS) if copied else None
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """x [..., in] -> [..., out]."""
-        return torch.ops.mkldnn._linear_pointwise(x, self._weight, bias, "none", [], "")
+        if self._few_rows is not None and x.numel() <= _KERNELS_ROWS * x.shape[-1]:
+            return self._few_rows(x, self._weight, bias)
+        if self._copy is None:
+            return F.linear(x, self._weight, bias)
+        return torch.ops.mkldnn._linear_pointwise.default(x, self._copy, bias, "none", [], "")
 
 
-_FEW_ROWS = 8
+_KERNELS_ROWS = 1
+"""For more the kernel, which is then bound by its arithmetic, was measured to be slower."""
+_TYPICAL_ROWS = 8
 
 
 @cache
