@@ -17,6 +17,7 @@ from megatron.utils.progress import ByteProgress
 
 if TYPE_CHECKING:
     from megatron.checkpoint.load import FoundStep
+    from megatron.checkpoint.megatron_lm.write import Target
 
 
 def parser() -> Parser:
@@ -119,7 +120,7 @@ def to_megatron(arguments: argparse.Namespace) -> None:
         1 if arguments.target_pipeline_parallel_size is None else arguments.target_pipeline_parallel_size,
         arguments.megatron_names or "classic",
     )
-    with _ours(arguments) as found, _progress("written") as show:
+    with _ours(arguments, target) as found, _progress("written") as show:
         written = to_megatron(found, arguments.save, target, show)
     print(
         f"saved {written} for Megatron-LM, TP {target.tp}, PP {target.pp}, {target.names} names; load it there with "
@@ -141,8 +142,9 @@ def from_megatron(arguments: argparse.Namespace) -> None:
 
 
 @contextmanager
-def _ours(arguments: argparse.Namespace) -> Iterator[FoundStep]:
-    """A Hugging Face model becomes a checkpoint of ours first, beside --save, which is removed again."""
+def _ours(arguments: argparse.Namespace, target: Target) -> Iterator[FoundStep]:
+    """A Hugging Face model becomes a checkpoint of ours first, beside --save, which is removed again. What `target`
+    cannot be is refused before that."""
     if arguments.source != "hf":
         yield _found(arguments)
         return
@@ -151,6 +153,7 @@ def _ours(arguments: argparse.Namespace) -> Iterator[FoundStep]:
     from megatron.checkpoint.paths import TEMPORARY
 
     source = open_folder(arguments.load)
+    target.check(source.config, source.moe, source.vocab_size)
     arguments.save.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(prefix=f"{TEMPORARY}{arguments.save.name}-", dir=arguments.save.parent) as between:
         with _progress("read") as show:

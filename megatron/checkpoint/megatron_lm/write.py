@@ -57,6 +57,34 @@ class Target:
     pp: int = 1
     names: Generation = "classic"
 
+    def name_of(self, parameter: Parameter, layer: int, config: ModelConfig, moe: MoEConfig) -> str:
+        """Of a parameter of a layer, which a stage there numbers `layer`."""
+        with_experts = parameter.layer in moe.expert_layers(config.num_layers)
+        their, in_core = (
+            their_name(parameter.name, names, layer, parameter.expert, with_experts=with_experts)
+            for names in (self.names, "core")
+        )
+        if their is None:
+            raise ConfigError(
+                f"--to megatron: {parameter.name} has no place in Megatron-LM's {self.names} names; "
+                f"give {'--to hf' if in_core is None else '--megatron-names core, or --to hf'}"
+            )
+        return their
+
+    def check(self, config: ModelConfig, moe: MoEConfig, vocab_size: int) -> None:
+        """Refuses what this model cannot be written as."""
+        for flag, size, parts, of in (
+            ("--target-pipeline-parallel-size", self.pp, config.num_layers, "layers"),
+            ("--target-tensor-parallel-size", self.tp, config.query_groups, "groups of heads"),
+            ("--target-tensor-parallel-size", self.tp, config.ffn_size, "columns of the MLP"),
+            ("--target-tensor-parallel-size", self.tp, moe.moe_ffn_hidden_size or 0, "columns of an expert"),
+        ):
+            if size < 1 or parts % size:
+                raise ConfigError(f"{flag} {size}: does not divide the model's {parts} {of}")
+        for parameter in parameters(config, vocab_size, moe).values():
+            if parameter.layer is not None:
+                self.name_of(parameter, parameter.layer, config, moe)
+
 
 @dataclass(frozen=True)
 class _Writer:
@@ -86,24 +114,11 @@ class _Writer:
         for parameter in ordered:
             name, layer = parameter.name, parameter.layer
             if layer is not None and layer in here:
-                yield name, self._their_name(parameter, layer - here.start)
+                yield name, self.target.name_of(parameter, layer - here.start, self.config, self.moe)
             elif layer is None and (first if name.startswith("embedding.") else last):
                 yield name, name
         if last and self.config.tied and self.target.pp > 1:
             yield WORD_TABLE, HEAD_COPY if self.target.names == "classic" else HEAD_TABLE
-
-    def _their_name(self, parameter: Parameter, layer: int) -> str:
-        with_experts = parameter.layer in self.moe.expert_layers(self.config.num_layers)
-        their, in_core = (
-            their_name(parameter.name, names, layer, parameter.expert, with_experts=with_experts)
-            for names in (self.target.names, "core")
-        )
-        if their is None:
-            raise ConfigError(
-                f"--to megatron: {parameter.name} has no place in Megatron-LM's {self.target.names} names; "
-                f"give {'--to hf' if in_core is None else '--megatron-names core, or --to hf'}"
-            )
-        return their
 
     def _position(self, parameter: Parameter) -> tuple[int, int]:
         """The later models make the projection of the output before that of the input."""
@@ -256,15 +271,9 @@ def _plan(found: FoundStep, target: Target, reading: Reading, log: Callable[[str
     if "model" not in manifest.config or WORD_TABLE not in manifest.model:
         raise ConfigError(f"--to megatron: {found.directory} holds no GPT of ours")
     config, moe = model_config(manifest.config["model"]), moe_config(manifest.config)
-    wanted = parameters(config, manifest.model[WORD_TABLE].logical_shape[0], moe)
-    for flag, size, parts, of in (
-        ("--target-pipeline-parallel-size", target.pp, config.num_layers, "layers"),
-        ("--target-tensor-parallel-size", target.tp, config.query_groups, "groups of heads"),
-        ("--target-tensor-parallel-size", target.tp, config.ffn_size, "columns of the MLP"),
-        ("--target-tensor-parallel-size", target.tp, moe.moe_ffn_hidden_size or 0, "columns of an expert"),
-    ):
-        if size < 1 or parts % size:
-            raise ConfigError(f"{flag} {size}: does not divide the model's {parts} {of}")
+    vocab_size = manifest.model[WORD_TABLE].logical_shape[0]
+    target.check(config, moe, vocab_size)
+    wanted = parameters(config, vocab_size, moe)
     lacking = [what for what, has in _NOT_AT_23_06.items() if target.names == "classic" and has(config, moe)]
     if lacking:
         log(f"note: Megatron-LM 23.06 has no {', '.join(lacking)}; for its later models give --megatron-names core")

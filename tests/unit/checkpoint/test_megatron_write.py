@@ -14,9 +14,10 @@ from torch import Tensor
 
 from megatron.checkpoint import convert_cli, safe_load
 from megatron.checkpoint.architecture import model_config
+from megatron.checkpoint.hf import convert as hf_convert
 from megatron.checkpoint.megatron_lm import names as mapped
 from megatron.checkpoint.megatron_lm.settings import read_settings, their_args
-from megatron.checkpoint.megatron_lm.write import Target, _Writer
+from megatron.checkpoint.megatron_lm.write import Target
 from megatron.config import ModelConfig, MoEConfig
 from megatron.errors import CheckpointError, ConfigError
 from megatron.model import rope
@@ -181,12 +182,10 @@ def test_a_model_without_a_place_there_is_refused(tmp_path: Path) -> None:
         model = make(settings, moe)
         parameter = next(one for one in model.weights if ".attention_output_layernorm" in one or ".router." in one)
         assert mapped.their_name(parameter, "classic", 0, None, with_experts=moe is not None) is None
-        writer = SimpleNamespace(
-            target=Target(), config=SimpleNamespace(num_layers=4), moe=SimpleNamespace(expert_layers=lambda count: [0])
-        )
+        config, experts = SimpleNamespace(num_layers=4), SimpleNamespace(expert_layers=lambda count: [0])
         row = SimpleNamespace(name=parameter, layer=0, expert=None)
         with pytest.raises(ConfigError, match=f"has no place in Megatron-LM's classic names; {way_out}"):
-            _Writer._their_name(writer, row, 0)  # type: ignore[arg-type]
+            Target().name_of(row, 0, config, experts)  # type: ignore[arg-type]
 
 
 def test_core_makes_the_output_projection_first(tmp_path: Path) -> None:
@@ -244,3 +243,26 @@ def test_what_cannot_be_written_is_refused(
     assert convert_cli.main(["--load", str(native), "--save", str(tmp_path / "out"), *flags]) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "flag, message",
+    [
+        ("--target-tensor-parallel-size=3", "3: does not divide the model's"),
+        ("--target-pipeline-parallel-size=3", "3: does not divide the model's 4 layers"),
+        ("--megatron-names=classic", "has no place in Megatron-LM's classic names"),
+    ],
+)
+def test_a_hugging_face_model_is_refused_before_it_is_converted(
+    tmp_path: Path, flag: str, message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    experts = {"num_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 16}
+    model = make(LLAMA, experts if "names" in flag else None)
+    convert(to_native(model, tmp_path), tmp_path / "hf", "hf")
+    converted: list[object] = []
+    monkeypatch.setattr(hf_convert, "to_native", lambda *given: converted.append(given))
+    before = set(tmp_path.iterdir())
+    code = convert_cli.main(["--load", str(tmp_path / "hf"), "--save", str(tmp_path / "out"), "--to", "megatron", flag])
+    assert not converted, "what is refused was converted first"
+    assert code == 2 and message in capsys.readouterr().err
+    assert set(tmp_path.iterdir()) == before
