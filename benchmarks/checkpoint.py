@@ -8,7 +8,7 @@ fsync, and take turns; "of raw" is the median over rounds of the raw file's time
 
     raw file             the same bytes from one buffer; reading: hashed while they are in the cache
     torch.save           one file
-    ours                 save_checkpoint and load_checkpoint: checksums while writing and before loading, the commit
+    ours                 save_checkpoint and load_checkpoint: checksums while writing and while loading, the commit
     ours, async          --async-save: how long training waits, and until the step is committed
     DCP, DCP async       torch.distributed.checkpoint, without checksums
 
@@ -140,15 +140,18 @@ def torch_save(state: State, folder: Path) -> Times:
 
 
 def load_ours(state: State, folder: Path) -> None:
-    found = find_checkpoint(folder, parallel=state.parallel)
+    found = find_checkpoint(folder, parallel=state.parallel, hash_later=True)
     assert found is not None
     target = state.target()
     params = state.params({name: target[f"weight/{name}"] for name in state.weights})
-    loaded = load_checkpoint(found, parallel=state.parallel, params=params, load_rng=False)
+    places = (("master", "master"), ("m", "exp_avg"), ("v", "exp_avg_sq"))
+    own = {name: {kind: target[f"{place}/{name}"] for place, kind in places} for name in state.weights}
+    loaded = load_checkpoint(found, parallel=state.parallel, params=params, own=own, load_rng=False)
     assert loaded.optimizer is not None
-    for name, kinds in loaded.optimizer.items():  # as an optimizer copies them: what is mapped is read
-        for place, kind in (("master", "master"), ("m", "exp_avg"), ("v", "exp_avg_sq")):
-            target[f"{place}/{name}"].copy_(kinds[kind])
+    for name, kinds in own.items():  # as an optimizer copies what is not there yet
+        for kind, tensor in kinds.items():
+            if loaded.optimizer[name][kind] is not tensor:
+                tensor.copy_(loaded.optimizer[name][kind])
 
 
 def ours(state: State, folder: Path) -> Times:

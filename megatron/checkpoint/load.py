@@ -17,6 +17,7 @@ from megatron.checkpoint.architecture import check_architecture
 from megatron.checkpoint.find import Candidates, find_candidates
 from megatron.checkpoint.manifest import Manifest
 from megatron.checkpoint.megatron_lm import ForeignStep, open_foreign
+from megatron.checkpoint.placed import Own, PlacedReader, Placing
 from megatron.checkpoint.reader import PlannedReader, StepReader
 from megatron.checkpoint.state import (
     Held,
@@ -30,6 +31,7 @@ from megatron.checkpoint.state import (
     share_file,
     writes,
 )
+from megatron.checkpoint.storage import Places
 from megatron.checkpoint.verify import DamagedCheckpointError, identity, verified_manifest, verify_share
 from megatron.config import ModelConfig, MoEConfig
 from megatron.distributed.messages import all_gather_json
@@ -57,6 +59,8 @@ class FoundStep:
     """For a non-persistent step: the save directory of its run."""
     at_hand: AtHand | None = None
     """For a local step, whose files are on several machines."""
+    unhashed: bool = False
+    """Its sizes alone have been compared: the load hashes what it reads, and raises a DamagedCheckpointError."""
 
     def reader(self, directory: Path | None = None) -> StepReader:
         """`directory`: with the files, if they have been brought together there."""
@@ -102,12 +106,14 @@ def find_checkpoint(
     save_dir: Path | None = None,
     strict: bool = False,
     check_hashes: bool = True,
+    hash_later: bool = False,
     history: RunHistory | None = None,
     log: Log = print,
     newer: Newer | None = None,
 ) -> FoundStep | None:
     """The step that --load takes, verified on every rank; None is a fresh start, which is logged. A `newer` one is
-    taken instead if it goes on from that step.
+    taken instead if it goes on from that step. `hash_later`: the load verifies the checksums, which reads the files
+    once; then what it raises takes the place of an older step.
 
     All ranks call it; `log` is called on the first one only.
     """
@@ -129,7 +135,7 @@ def find_checkpoint(
                 say(f"warning: {candidate} was written by Megatron-LM without checksums: what was damaged is not seen")
                 return FoundStep(candidate, foreign.manifest, candidates.release, foreign)
             record = run_on_all(partial(verified_manifest, candidate), parallel.world)
-            if check_hashes:
+            if check_hashes and not hash_later:
                 verify_together(candidate, record, parallel.world)
         except DamagedCheckpointError as error:
             if candidate == candidates.directories[-1]:
@@ -143,16 +149,16 @@ def find_checkpoint(
             continue
         if not check_hashes:
             say(f"warning: --skip-hash: the checksums of {candidate} were not verified")
-        return FoundStep(candidate, record, candidates.release)
+        return FoundStep(candidate, record, candidates.release, unhashed=check_hashes and hash_later)
     raise AssertionError("find_candidates gave no candidate and no fresh start")
 
 
-def verify_together(directory: Path, record: Manifest, world: Axis) -> None:
+def verify_together(directory: Path, record: Manifest, world: Axis, into: Mapping[str, Places] | None = None) -> None:
     """Ranks that see the same files hash a share of them each, and the verdict of one is that of all. A copy that only
-    the ranks of one machine see is hashed by them."""
+    the ranks of one machine see is hashed by them. `into`: see `verify_share`."""
     copies = all_gather_json(run_on_all(partial(identity, directory, record), world), world, str)
     sharing = [rank for rank, copy in enumerate(copies) if copy == copies[world.rank]]
-    run_on_all(partial(verify_share, directory, record, sharing.index(world.rank), len(sharing)), world)
+    run_on_all(partial(verify_share, directory, record, sharing.index(world.rank), len(sharing), into), world)
 
 
 def _say_nothing(text: str) -> None:
@@ -166,6 +172,7 @@ def load_checkpoint(
     params: Mapping[str, Sharded],
     take: Take | None = None,
     held: Held | None = None,
+    own: Own | None = None,
     finetune: bool = False,
     load_optim: bool = True,
     load_rng: bool = True,
@@ -177,7 +184,8 @@ def load_checkpoint(
     log: Log = print,
 ) -> LoadedState:
     """Fills `params` in place and returns the rest of the run's state. All ranks call it. `take`: see `in_memory`;
-    `held`: the elements of a parameter whose optimizer state this rank keeps, if not all.
+    `held`: the elements of a parameter whose optimizer state this rank keeps, if not all; `own`: the tensors that it
+    keeps them in, some of which the result may have, filled.
 
     `finetune` takes the weights alone and starts at iteration 0. `fingerprint` is this run's (`determinism.py`);
     a `deterministic` run goes on with the kernels that it began with, or not at all.
@@ -191,13 +199,12 @@ def load_checkpoint(
     files: AbstractContextManager[Path] = nullcontext(found.directory)
     if found.at_hand is not None:
         files = found.at_hand(run_on_all(load.files_needed, parallel.world))
+    if found.unhashed:
+        reader = load.verified(own if own is not None and load_optim else {})
+        return load.finished(run_on_all(lambda: load.read(reader), parallel.world), history)
     with files as directory:
         state = run_on_all(lambda: load.read(load.found.reader(directory)), parallel.world)
-    if history is not None:
-        history.started_from = state.iteration
-        if not load.weights_only:
-            history.loaded |= found.in_save_directory()
-    return state
+    return load.finished(state, history)
 
 
 @dataclass(frozen=True)
@@ -299,6 +306,25 @@ class _Load:
         with torch.device("meta"):
             replace(quiet, take=lambda name, tensor: None).read(reader)
         return reader.names
+
+    def verified(self, own: Own) -> StepReader:
+        """Hashes the step, and reads into the model, and into `own`, what they store as the files do."""
+        directory, saved = self.found.directory, self.found.manifest
+
+        def planned() -> tuple[PlacedReader, dict[str, Places]]:
+            placing = Placing(directory, saved)
+            return placing.reader(self.params, {} if self.weights_only else own, self.held), placing.into
+
+        reader, into = run_on_all(planned, self.parallel.world)
+        verify_together(directory, saved, self.parallel.world, into)
+        return reader
+
+    def finished(self, state: LoadedState, history: RunHistory | None) -> LoadedState:
+        if history is not None:
+            history.started_from = state.iteration
+            if not self.weights_only:
+                history.loaded |= self.found.in_save_directory()
+        return state
 
     @torch.no_grad()
     def read(self, reader: StepReader) -> LoadedState:

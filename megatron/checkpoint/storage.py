@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -41,6 +41,10 @@ class FileRecord:
 
 def blocks_in(size: int) -> int:
     return -(-size // BLOCK_BYTES)
+
+
+Places = Sequence[tuple[int, memoryview]]
+"""(the first byte of a file, the memory for it and those after it), in the file's order."""
 
 
 class FileHasher:
@@ -98,27 +102,43 @@ def hash_file(path: Path, algorithm: str = HASH) -> FileRecord:
     return hasher.record()
 
 
-def hash_blocks(path: Path, blocks: range, algorithm: str, threads: int = 1) -> tuple[str, ...]:
-    """The hashes of some consecutive blocks of a file, which alone are read. The last one may be short."""
+def hash_blocks(path: Path, blocks: range, algorithm: str, threads: int = 1, into: Places = ()) -> tuple[str, ...]:
+    """The hashes of some consecutive blocks of a file, which alone are read. The last one may be short. What is read
+    stays in the places of `into` that are for it."""
     share = -(-len(blocks) // threads)
     parts = [blocks[start : start + share] for start in range(0, len(blocks), share or 1)]
     if len(parts) < 2:
-        return _hash_part(path, algorithm, blocks)
+        return _hash_part(path, algorithm, into, blocks)
     with ThreadPoolExecutor(len(parts)) as pool:
-        found = pool.map(partial(_hash_part, path, algorithm), parts)
+        found = pool.map(partial(_hash_part, path, algorithm, into), parts)
         return tuple(hashed for part in found for hashed in part)
 
 
-def _hash_part(path: Path, algorithm: str, blocks: range) -> tuple[str, ...]:
-    """Through one small buffer, which stays in the processor's cache; both calls let other threads run."""
-    hasher, left = FileHasher(algorithm), len(blocks) * BLOCK_BYTES
-    buffer = memoryview(bytearray(min(_READ_BYTES, left)))
+def _hash_part(path: Path, algorithm: str, into: Places, blocks: range) -> tuple[str, ...]:
+    """In pieces that are hashed while they are in the processor's cache; reading and hashing let other threads run."""
+    hasher, start = FileHasher(algorithm), blocks.start * BLOCK_BYTES
     with open(path, "rb", buffering=0) as file:
-        file.seek(blocks.start * BLOCK_BYTES)
-        while count := file.readinto(buffer[:left]):
-            hasher.update(buffer[:count])
-            left -= count
+        file.seek(start)
+        stop = min(blocks.stop * BLOCK_BYTES, os.fstat(file.fileno()).st_size)
+        for memory in _memory_for(start, stop, into):
+            while len(memory) and (count := file.readinto(memory)):
+                hasher.update(memory[:count])
+                memory = memory[count:]
     return hasher.record().blocks
+
+
+def _memory_for(start: int, stop: int, into: Places) -> Iterator[memoryview]:
+    """Where the bytes from `start` to `stop` of a file are read to, in order: their places, or one small buffer."""
+    buffer = memoryview(bytearray(min(_READ_BYTES, max(stop - start, 0))))
+    for first, place in [*into, (stop, buffer[:0])]:
+        first = min(first, stop)
+        while start < first:
+            yield buffer[: first - start]
+            start += min(first - start, len(buffer))
+        end = min(first + len(place), stop)
+        while start < end:
+            yield (piece := place[start - first : min(end - first, start - first + _READ_BYTES)])
+            start += len(piece)
 
 
 def free_bytes(path: Path) -> int:

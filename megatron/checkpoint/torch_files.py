@@ -7,6 +7,7 @@ Read are torch's zip files, also within a larger file as the distributed format 
 from __future__ import annotations
 
 import io
+import os
 import struct
 import zipfile
 from collections.abc import Mapping
@@ -63,8 +64,10 @@ class Bytes:
         return Bytes(self.path, self.whole, self.start + start, length)
 
     def read(self) -> bytes:
-        """The bytes of a small part, copied."""
-        return self.whole[self.start : self.start + self.length].numpy().tobytes()
+        """The bytes of a small part, copied. What the disk cannot read is an OSError; touched in the mapping, it would
+        be the end of the process."""
+        with open(self.path, "rb", buffering=0) as file:
+            return os.pread(file.fileno(), self.length, self.start)
 
     def tensor(self, dtype: torch.dtype) -> Tensor:
         """A view of the file, or a copy if it lies at an address that its type cannot have."""
@@ -158,6 +161,11 @@ class TorchFile:
         if not count:
             return torch.empty(found.shape, dtype=found.dtype)
         return flat.as_strided(found.shape, found.stride, flat.storage_offset() + found.offset)
+
+    def place(self, tensor: Tensor) -> int | None:
+        """Where a tensor of `tensor` begins in the file; None if it is a copy."""
+        first = tensor.data_ptr() - self._data.whole.data_ptr()
+        return first if 0 <= first <= self._data.whole.nbytes - tensor.nbytes else None
 
     def _described(self, value: Any) -> _Description:
         try:

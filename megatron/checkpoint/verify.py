@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron.checkpoint import classic, manifest, paths, safe_load, slices, storage
 from megatron.checkpoint.manifest import Manifest, Slice, TensorRecord
-from megatron.checkpoint.storage import FileRecord
+from megatron.checkpoint.storage import FileRecord, Places
 from megatron.checkpoint.verify_model import model_problems
 from megatron.distributed.shard import Range
 from megatron.errors import CheckpointError
@@ -54,9 +54,18 @@ def verified_manifest(directory: Path) -> Manifest:
     return record
 
 
-def verify_share(directory: Path, record: Manifest, part: int, parts: int) -> None:
-    """Hashes one of `parts` equal parts of the step's bytes; raises an error that names the first damaged file."""
-    _refuse(_damage(directory, record, record.blocks_of(part, parts)))
+def verify_share(
+    directory: Path, record: Manifest, part: int, parts: int, into: Mapping[str, Places] | None = None
+) -> None:
+    """Hashes one of `parts` equal parts of the step's bytes; raises an error that names the first damaged file.
+    `into`: by file, the places for bytes that are read while they are hashed, in this rank's share or not."""
+    places, share = into or {}, record.blocks_of(part, parts)
+    for name, wanted in places.items():
+        first, (last, memory) = wanted[0][0], wanted[-1]
+        blocks = range(first // storage.BLOCK_BYTES, storage.blocks_in(last + len(memory)))
+        mine = share.get(name, blocks)
+        share[name] = range(min(mine.start, blocks.start), max(mine.stop, blocks.stop))
+    _refuse(_damage(directory, record, share, into=places))
 
 
 def identity(directory: Path, record: Manifest) -> str:
@@ -146,7 +155,11 @@ def _file(directory: Path, name: str, expected: FileRecord) -> list[Problem]:
 
 
 def _damage(
-    directory: Path, record: Manifest, share: Mapping[str, range], passed_over: Set[str | None] = frozenset()
+    directory: Path,
+    record: Manifest,
+    share: Mapping[str, range],
+    passed_over: Set[str | None] = frozenset(),
+    into: Mapping[str, Places] | None = None,
 ) -> list[Problem]:
     """The files with other bytes in these blocks than were written."""
     problems = []
@@ -155,7 +168,8 @@ def _damage(
             continue
         path, expected = paths.member(directory, name), record.files[name].blocks
         try:
-            found = storage.hash_blocks(path, blocks, record.hash, torch.get_num_threads())
+            places = (into or {}).get(name, ())
+            found = storage.hash_blocks(path, blocks, record.hash, torch.get_num_threads(), places)
         except OSError as error:
             problems.append(_unreadable(path, name, error))
             continue

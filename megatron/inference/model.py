@@ -141,7 +141,9 @@ class Subject:
         built = build_model(run, _model_provider, own_step, loaded_next=True)
         engine = Evaluation(built.model, built.passes, run.parallel, device=run.device)
         with closing(RunHistory(run.run_id)) as history:
-            RunCheckpoints(run, engine, built.specs, None, {}, history).load(Progress(), ResumePoint(None))
+            RunCheckpoints(run, engine, built.specs, None, {}, history).load(
+                Progress(), ResumePoint(None), hash_later=False
+            )
         return built
 
     @property

@@ -44,12 +44,19 @@ class _Segment:
     def has_remainders(self) -> bool:
         return self.beside.dtype == torch.int16
 
+    def loadable_in_place(self) -> dict[str, Tensor]:
+        moments = {"exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
+        own_masters = self.has_masters and not self.has_remainders
+        return {**moments, "master": self.weights} if own_masters else moments
+
     def state(self) -> dict[str, Tensor]:
         """The live tensors; with remainders the masters are computed for the call."""
-        moments = {"exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
-        if not (self.has_masters or self.are_masters):
-            return moments
-        return {**moments, "master": joined(self.weights, self.beside) if self.has_remainders else self.weights}
+        found = self.loadable_in_place()
+        if self.has_remainders:
+            found["master"] = joined(self.weights, self.beside)
+        elif self.are_masters:
+            found["master"] = self.weights
+        return found
 
     def set_masters(self, masters: Tensor) -> None:
         """Also sets the model's own weights: the masters, rounded."""
@@ -89,12 +96,10 @@ class FlatAdam:
 
     def state(self) -> OptimizerState:
         """The live tensors; with remainders the masters are computed for the call."""
-        found: OptimizerState = {}
-        for segment in self._segments:
-            for kind, flat in segment.state().items():
-                for name, part in segment.places.views(flat):
-                    found.setdefault(name, {})[kind] = part
-        return found
+        return self._by_name(_Segment.state)
+
+    def loadable_in_place(self) -> OptimizerState:
+        return self._by_name(_Segment.loadable_in_place)
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Mapping[str, Tensor]], steps: int) -> None:
@@ -104,9 +109,18 @@ class FlatAdam:
             flats = segment.state()
             for kind, flat in flats.items():
                 for name, part in segment.places.views(flat):
-                    part.copy_(state[name][kind])
+                    if state[name][kind].data_ptr() != part.data_ptr():  # else it was read into its place
+                        part.copy_(state[name][kind])
             if segment.has_masters:
                 segment.set_masters(flats["master"])
+
+    def _by_name(self, flats: Callable[[_Segment], dict[str, Tensor]]) -> OptimizerState:
+        found: OptimizerState = {}
+        for segment in self._segments:
+            for kind, flat in flats(segment).items():
+                for name, part in segment.places.views(flat):
+                    found.setdefault(name, {})[kind] = part
+        return found
 
     @torch.no_grad()
     def refresh_masters(self) -> None:

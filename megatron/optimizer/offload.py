@@ -136,6 +136,10 @@ class OffloadedAdam:
                     found[name]["master"] = part
         return found
 
+    def loadable_in_place(self) -> OptimizerState:
+        """None: a file has another form, and memory on the host is for an accelerator, which no file is read into."""
+        return {}
+
     @torch.no_grad()
     def load(self, state: Mapping[str, Mapping[str, Tensor]], steps: int) -> None:
         """Half-precision parameters are rounded from their masters."""
@@ -247,6 +251,9 @@ class Divided:
 
     def state(self) -> OptimizerState:
         return {name: kinds for update in self.updates for name, kinds in update.state().items()}
+
+    def loadable_in_place(self) -> OptimizerState:
+        return {name: kinds for update in self.updates for name, kinds in update.loadable_in_place().items()}
 
     def load(self, state: Mapping[str, Mapping[str, Tensor]], steps: int) -> None:
         for update in self.updates:

@@ -208,6 +208,10 @@ class Optimizer:
         found = self._update.state()
         return {name: found[name] for name in self.grads.names}
 
+    def loadable_in_place(self) -> OptimizerState:
+        """Those tensors of `state()` into which a checkpoint may be read; `load_state` is given the same ones then."""
+        return {} if isinstance(self._update, ClientUpdate) else self._update.loadable_in_place()
+
     def divisions(self) -> dict[str, Division]:
         """How the ranks divide `state()`, by the names of the parameters of which it has pieces."""
         found = {name: self.grads.division(name) for name in self.grads.names}

@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron.data_parallel import Gradients
 from megatron.optimizer.decision import Decision
 from megatron.optimizer.groups import GroupRule, Rates
-from megatron.optimizer.rules import Slot, UpdateRule
+from megatron.optimizer.rules import LiveState, Slot, UpdateRule
 
 OptimizerState = dict[str, dict[str, Tensor]]
 """Per parameter name: its moments, and `master` for half-precision parameters."""
@@ -24,6 +24,12 @@ class Update(Protocol):
 
     def state(self) -> OptimizerState:
         """The live tensors, not copies, unless it says otherwise."""
+        ...
+
+    def loadable_in_place(self) -> OptimizerState:
+        """Live tensors of `state()` that may be filled first and then given to `load`, which reads them before it
+        writes to them. None of what `state()` computes, or copies from elsewhere; and no master that is itself the
+        model's piece of a weight: the weights are loaded too, rounded, after what is read into places."""
         ...
 
     def load(self, state: Mapping[str, Mapping[str, Tensor]], steps: int) -> None:
@@ -88,6 +94,15 @@ class TorchUpdate:
             states[name]["master"] = self._slots[name].tensor
         return states
 
+    def loadable_in_place(self) -> OptimizerState:
+        found = {
+            name: dict(slot.state) if isinstance(self._rules[name], LiveState) else {}
+            for name, slot in self._slots.items()
+        }
+        for name in self._rounded:
+            found[name]["master"] = self._slots[name].tensor
+        return found
+
     @torch.no_grad()
     def load(self, state: Mapping[str, Mapping[str, Tensor]], steps: int) -> None:
         """Restores `state()` and the number of updates; half-precision parameters are rounded from their masters."""
@@ -115,6 +130,7 @@ class DecidedOnHost:
     def __init__(self, update: Update) -> None:
         self._update = update
         self.state, self.load, self.refresh_masters = update.state, update.load, update.refresh_masters
+        self.loadable_in_place = update.loadable_in_place
 
     def step(self, decision: Decision, rates: Rates) -> None:
         self._update.step(decision.on_host(), rates)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
-from megatron.checkpoint import RunHistory
+from megatron.checkpoint import DamagedCheckpointError, RunHistory
 from megatron.data.datasets import Datasets
 from megatron.data.splits import sample_counts
 from megatron.distributed.shard import ShardSpec
@@ -71,13 +72,39 @@ def assemble(
     hooks: Sequence[Hook] = (),
 ) -> Parts:
     """Builds all parts of a run and loads its checkpoint. `history`: what the run knows of its checkpoint directories;
-    made here if not given. `hooks` come after those that the settings ask for."""
-    config = run.config
+    made here if not given. `hooks` come after those that the settings ask for.
+
+    A checkpoint is hashed while it is read into the memory of the parts. Of a damaged one nothing stays: all are built
+    anew, for a step that was verified before."""
     with ExitStack() as closing:
         if history is None:
             history = RunHistory(run.run_id)
             closing.callback(history.close)
-        resume_point = find_resume_point(run, history)
+        build = partial(_assemble, run, datasets_provider, model_provider, forward_step, history, hooks)
+        parts = None
+        try:
+            parts = build(hash_later=run.device.type == "cpu")
+        except DamagedCheckpointError as error:
+            run.log.info(f"warning: {error}: what was read is thrown away, and a step that is verified first is loaded")
+        if parts is None:  # here, where the error no longer holds what was built
+            parts = build(hash_later=False)
+        closing.push(parts)
+        return replace(parts, closing=closing.pop_all())
+
+
+def _assemble(
+    run: Run,
+    datasets_provider: DatasetsProvider,
+    model_provider: ModelProvider,
+    forward_step: ForwardStep,
+    history: RunHistory,
+    hooks: Sequence[Hook],
+    *,
+    hash_later: bool,
+) -> Parts:
+    config = run.config
+    with ExitStack() as closing:
+        resume_point = find_resume_point(run, history, hash_later=hash_later)
         resume_point.check_architecture(config)
         data = build_data(run, resume_point, datasets_provider)
         built = build_model(run, model_provider, forward_step, loaded_next=resume_point.found is not None)
@@ -102,7 +129,7 @@ def assemble(
         checkpoints = RunCheckpoints(run, engine, built.specs, schedule, data.remembered, history)
         closing.push(checkpoints.end)
         if config.checkpoint.load:
-            checkpoints.load(progress, resume_point)
+            checkpoints.load(progress, resume_point, hash_later=hash_later)
         hooks = [*build_hooks(run, engine, built.specs, progress), *hooks]
         for hook in hooks:
             closing.callback(hook.on_end)

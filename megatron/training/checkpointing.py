@@ -170,15 +170,15 @@ class RunCheckpoints:
         elif self.run.log.main and (warning := warning_before_training(Path(save), self.history)):
             self.run.log.warn(warning)
 
-    def load(self, progress: Progress, resume_point: ResumePoint) -> None:
+    def load(self, progress: Progress, resume_point: ResumePoint, *, hash_later: bool) -> None:
         """Fills the model, the optimizer, `progress` and last the random states, unless it is a fresh start."""
-        loaded = self._load(resume_point)
+        loaded = self._load(resume_point, hash_later)
         if loaded is not None:
             self._restore(loaded, progress)
             if resume_point.moved_to is not None:
                 self._move(progress, resume_point.moved_to, loaded)
 
-    def _load(self, resume_point: ResumePoint) -> LoadedState | None:
+    def _load(self, resume_point: ResumePoint, hash_later: bool) -> LoadedState | None:
         """Fills the model."""
         run, params, found = self.run, self._params(), resume_point.found
         config = run.config.checkpoint
@@ -186,7 +186,7 @@ class RunCheckpoints:
             assert config.load is not None
             if is_hugging_face(Path(config.load)):
                 return self._load_hugging_face(Path(config.load))
-            found = find_step(run, self.history)
+            found = find_step(run, self.history, hash_later=hash_later)
         if found is None:
             return None  # announced when it was looked for
         self.origin = found.manifest.origin
@@ -196,6 +196,7 @@ class RunCheckpoints:
             params=params,
             take=self._take,
             held=None if self.optimizer is None else self.optimizer.held,
+            own=self.optimizer.loadable_in_place() if found.unhashed and self.optimizer is not None else None,
             finetune=config.finetune,
             load_optim=config.load_optim and self.optimizer is not None,
             load_rng=config.load_rng and self.optimizer is not None,

@@ -136,11 +136,12 @@ class ResumePoint:
         )
 
 
-def find_resume_point(run: Run, history: RunHistory) -> ResumePoint:
+def find_resume_point(run: Run, history: RunHistory, *, hash_later: bool) -> ResumePoint:
+    """`hash_later`: see `find_checkpoint`."""
     config = run.config.checkpoint
     if config.load is None or config.finetune:
         return ResumePoint(None)
-    found = find_step(run, history)
+    found = find_step(run, history, hash_later=hash_later)
     return ResumePoint(found, _moved_to(run, found))
 
 
@@ -180,7 +181,7 @@ def _steps_between(run: Run) -> NonPersistent | None:
     return non_persistent_of(run) if Path(config.load).resolve() == Path(config.save).resolve() else None
 
 
-def find_step(run: Run, history: RunHistory) -> FoundStep | None:
+def find_step(run: Run, history: RunHistory, *, hash_later: bool) -> FoundStep | None:
     """The step that --load takes; None is a fresh start, which has been logged."""
     config = run.config.checkpoint
     assert config.load is not None
@@ -192,6 +193,7 @@ def find_step(run: Run, history: RunHistory) -> FoundStep | None:
         save_dir=Path(config.save) if config.save else None,
         strict=config.strict_load,
         check_hashes=not config.skip_hash,
+        hash_later=hash_later,
         history=history,
         log=run.log.info,
         newer=None if non_persistent is None else partial(non_persistent.newer, check_hashes=not config.skip_hash),

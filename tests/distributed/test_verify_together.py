@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +15,7 @@ import torch
 
 from megatron.checkpoint import StepReader, find_checkpoint, load, manifest, storage
 from megatron.checkpoint.manifest import Manifest
+from megatron.checkpoint.placed import Placing
 from megatron.checkpoint.storage import FileRecord
 from megatron.checkpoint.verify import identity
 from megatron.distributed.state import ParallelState
@@ -68,9 +69,9 @@ def counting(copies: dict[int, str], rank: int) -> Iterator[list[int]]:
     hashed: list[int] = []
     hash_blocks, seen = storage.hash_blocks, load.identity
 
-    def counted(path: Path, blocks: range, algorithm: str, threads: int) -> tuple[str, ...]:
+    def counted(path: Path, blocks: range, *how: Any) -> tuple[str, ...]:
         hashed.append(len(blocks))
-        return hash_blocks(path, blocks, algorithm, threads)
+        return hash_blocks(path, blocks, *how)
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(storage, "BLOCK_BYTES", BLOCK)
@@ -128,14 +129,18 @@ def opened_on_resume(rank: int, argv: list[str]) -> list[str]:
     _, parts = make_parts([*argv, "--exit-interval", "1"], rank=rank, world_size=4)
     with parts:
         parts.trainer.fit()
-    opened, original = set(), StepReader.file
+    opened: set[str] = set()
 
-    def named(reader: StepReader, name: str) -> Any:
-        opened.add(name.split("/")[0])
-        return original(reader, name)
+    def noting(original: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
+        def named(reader: Any, name: str) -> Any:
+            opened.add(name.split("/")[0])
+            return original(reader, name)
+
+        return named
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(StepReader, "file", named)
+        patched.setattr(StepReader, "file", noting(StepReader.file))
+        patched.setattr(Placing, "file", noting(Placing.file))
         _, parts = make_parts(argv, rank=rank, world_size=4)
     with parts:
         assert parts.progress.iteration == 1

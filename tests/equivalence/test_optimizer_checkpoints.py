@@ -27,6 +27,8 @@ RULES: dict[str, dict[str, Any]] = {
     "adam8bit, divided": {"optimizer": "adam8bit", "zero_stage": 1},
     "adafactor": {"optimizer": "adafactor", "adafactor_beta1": 0.9},
     "adafactor, divided": {"optimizer": "adafactor", "zero_stage": 1},
+    "adamw, weights divided": {"zero_stage": 3},
+    "lion, weights divided": {"optimizer": "lion", "zero_stage": 3},
     "bf16 moments": {**BF16_MOMENTS, "no_decoupled_weight_decay": True},
 }
 TP2 = {"tensor_model_parallel_size": 2}
@@ -41,12 +43,16 @@ def run(rank: int, ranks: int, argv: list[str], *, steps: bool = True) -> tuple[
         if steps:
             parts.trainer.fit()
         specs, optimizer = parts.checkpoints.specs, parts.engine.optimizer  # type: ignore[attr-defined]
-        weights = {name: (specs[name], p.detach().clone()) for name, p in parts.engine.model.named_parameters()}
+        grads = parts.engine.grads
+        weights = {}
+        for name, p in parts.engine.model.named_parameters():
+            own = grads.weight(name) if hasattr(p, "device_mesh") else p  # of a DTensor, this rank's rows
+            weights[name] = specs[name], own.detach().clone()
         state: Held = {}
         for name, kinds in whole_state(optimizer).items():
             state |= {f"{name}/{kind}": (state_spec(specs[name], kind, one), one) for kind, one in kinds.items()}
-        grads = parts.engine.grads
-        slots = {} if any(grads.divided_over(n).size > 1 for n in grads.names) else optimizer._update._slots
+        divided = any(grads.divided_over(n).size > 1 for n in grads.names)
+        slots = {} if divided else getattr(optimizer._update, "_slots", {})
         for name, slot in slots.items():
             same = {kind: t for kind, t in slot.state.items() if t.shape == slot.tensor.shape}
             state |= {f"{name}/{kind} in memory": (specs[name], t.double()) for kind, t in same.items()}

@@ -318,15 +318,18 @@ def test_a_tensorboard_directory_that_cannot_be_made_is_named(capsys: Capture) -
 
 
 def test_a_damaged_checkpoint_is_passed_over_loudly(tmp_path: Path, capsys: Capture) -> None:
-    assert pretrain_here(flags(save=tmp_path, save_interval=4)) == 0
+    whole, rest = tmp_path / "whole.jsonl", tmp_path / "rest.jsonl"
+    assert pretrain_here(flags(save=tmp_path, save_interval=4, metrics_jsonl=whole)) == 0
     damaged = next((tmp_path / "iter_0000006").rglob("model_optim_rng.pt"))
     content = bytearray(damaged.read_bytes())
     content[len(content) // 2] ^= 1
     damaged.write_bytes(content)
     capsys.readouterr()
-    assert pretrain_here(flags(load=tmp_path)) == 0
+    assert pretrain_here(flags(load=tmp_path, metrics_jsonl=rest)) == 0
     said = capsys.readouterr().out
     assert "FALLING BACK" in said and "continuing at iteration 4" in said
+    wanted = [same_numbers(record) for record in read_metrics(whole)[4:]]
+    assert [same_numbers(record) for record in read_metrics(rest)] == wanted, "nothing of step 6 is left"
     assert pretrain_here(flags(load=tmp_path, strict_load=True)) == 12
 
 

@@ -55,7 +55,8 @@ class UpdateRule(Protocol):
 
 @dataclass(frozen=True)
 class LiveState:
-    """`saved` and `restore` of rules whose state has the same form in a checkpoint as in memory."""
+    """`saved` and `restore` of rules whose state has the same form in a checkpoint as in memory, so that a checkpoint
+    may be read into it: what `restore` is given may be the live tensors."""
 
     def saved(self, slot: Slot) -> dict[str, Tensor]:
         """The live tensors, not copies."""

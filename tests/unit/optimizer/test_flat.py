@@ -24,6 +24,7 @@ from megatron.optimizer import GroupRule, Optimizer, megatron_rule
 from megatron.optimizer.flat import FlatAdam
 from megatron.optimizer.norms import side_by_side, square_sum_for
 from megatron.optimizer.update_rules import TorchUpdate
+from tests.helpers.in_place import read_into
 from tests.helpers.kernels import backend, kernel
 from tests.helpers.runs import flags, make_parts, read_metrics
 
@@ -182,9 +183,11 @@ def test_one_step_from_the_same_gradients(kernels: Kernels) -> None:
         assert relative(flat.state()[name]["master"], plain.state()[name]["master"]) < 3e-7, name
 
 
+@pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("remainders", [False, True])
 @pytest.mark.parametrize("dtype", [FP32, BF16, FP16])
-def test_resume_is_bit_equal(kernels: Kernels, dtype: torch.dtype, remainders: bool) -> None:
+def test_resume_is_bit_equal(kernels: Kernels, dtype: torch.dtype, remainders: bool, in_place: bool) -> None:
+    """`in_place`: remainders are of masters that are nowhere in memory."""
     settings: dict[str, Any] = {"store_param_remainders": remainders}
     if dtype == FP16:
         settings |= {"fp16": True, "initial_loss_scale": 2.0**18}
@@ -197,6 +200,8 @@ def test_resume_is_bit_equal(kernels: Kernels, dtype: torch.dtype, remainders: b
     resumed = make_model(dtype)
     again = make(resumed, kernels, **settings)
     resumed.load_state_dict(weights)
+    kinds = 3 if dtype != FP32 and not (remainders and dtype == BF16) else 2
+    assert not in_place or read_into(again, state) == kinds * len(state)
     again.load_state(state, extra)
     assert train(resumed, again, range(STEPS, 2 * STEPS)) == wanted
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), resumed.parameters(), strict=True))

@@ -212,6 +212,7 @@ def test_a_resumed_run_is_the_same(tmp_path: Path, dtype: torch.dtype, on_disk: 
         train(first, before, range(2))
         after = make(second, far(FarLink(), directory))
         second.load_state_dict(first.state_dict())
+        assert not any(after.loadable_in_place().values()), "no file is read into what it keeps"
         after.load_state(copy.deepcopy(before.state()), before.extra_state())
         train(second, after, range(2, STEPS))
         assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), second.parameters(), strict=True))

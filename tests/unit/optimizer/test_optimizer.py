@@ -20,6 +20,7 @@ from megatron.errors import CheckpointError
 from megatron.optimizer import GroupRule, Optimizer, update_rules
 from megatron.optimizer import optimizer as module
 from megatron.optimizer.rules import adam as rule_of_adam
+from tests.helpers.in_place import read_into
 from tests.helpers.runs import flags, make_parts
 
 HALF = (torch.bfloat16, torch.float16)
@@ -194,9 +195,10 @@ def test_a_constant_loss_scale_changes_nothing() -> None:
     assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), scaled.parameters(), strict=True))
 
 
+@pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("name", ["adam", "sgd"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
-def test_resume_is_bit_equal(name: str, dtype: torch.dtype) -> None:
+def test_resume_is_bit_equal(name: str, dtype: torch.dtype, in_place: bool) -> None:
     precision = {"fp16": True, "initial_loss_scale": 2.0**18} if dtype == torch.float16 else {}
     model = make_model(dtype)
     optimizer = make(model, CONFIGS[name], **precision)
@@ -210,6 +212,7 @@ def test_resume_is_bit_equal(name: str, dtype: torch.dtype) -> None:
     resumed = make_model(dtype)
     again = make(resumed, CONFIGS[name], **precision)
     resumed.load_state_dict(weights)
+    assert not in_place or read_into(again, state) == sum(map(len, state.values()))
     again.load_state(state, extra)
     assert [train_step(resumed, again, step) for step in range(5, 10)] == wanted
     for key, value in snapshot(optimizer, model).items():
