@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from megatron.checkpoint import load, save
+from megatron.checkpoint.manifest import Manifest
+from megatron.checkpoint.storage import Places
 from megatron.data_parallel import GradBuffers, fully_sharded
 from megatron.data_parallel.buckets import Bucket
 from megatron.distributed import collectives, state
@@ -154,8 +157,15 @@ def test_planted_a_gather_left_out_of_a_save_on_one_class(monkeypatch: pytest.Mo
 
 
 def test_planted_a_rank_that_verifies_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    verify = load.verify_together
-    monkeypatch.setattr(load, "verify_together", lambda *given: None if given[2].rank == 1 else verify(*given))
+    together = load.verify_together
+
+    def alone(directory: Path, record: Manifest, world: Axis, into: Mapping[str, Places] | None = None) -> None:
+        if world.rank == 1:
+            load.verify_share(directory, record, 0, 1, into)
+        else:
+            together(directory, record, world, into)
+
+    monkeypatch.setattr(load, "verify_together", alone)
     found = findings(8, **SETTINGS)
     assert len(found) == 1 and found[0].startswith("a resumed run: operation ") and "rank 1" in found[0], found
 
