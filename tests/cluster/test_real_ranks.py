@@ -46,6 +46,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 def run_all(rank: int, folder: Path) -> dict[str, tuple[Recording, Recording]]:
     torch.set_num_threads(1)
+    dist.barrier()  # a rank that leaves while another still connects closes its connection
     dist.destroy_process_group()
     return {
         name: (train(rank, folder / name, 2, axes), train(rank, folder / name, 3, axes))
