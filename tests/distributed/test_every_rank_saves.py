@@ -13,6 +13,8 @@ import pytest
 import torch
 
 from megatron.checkpoint import RunHistory, StepReader, content, inspect_step, manifest, save_checkpoint
+from megatron.checkpoint.manifest import Slice
+from megatron.checkpoint.placed import Placing
 from megatron.checkpoint.storage import HashingFile
 from megatron.distributed import collectives, messages
 from megatron.distributed.division import Division
@@ -30,7 +32,7 @@ GOLDEN = Path(__file__).parents[1] / "golden" / "checkpoint_schema_2"  # of two 
 def counting() -> Iterator[Counter[str]]:
     """Bytes that this rank writes and reads of a checkpoint, and sends."""
     seen: Counter[str] = Counter()
-    write, elements, encoded = HashingFile.write, StepReader.elements, messages._encoded
+    write, elements, found_places, encoded = HashingFile.write, StepReader.elements, Placing._found, messages._encoded
 
     def written(self: HashingFile, data: Any) -> int:
         seen["written"] += memoryview(data).nbytes
@@ -41,6 +43,12 @@ def counting() -> Iterator[Counter[str]]:
         seen["read " + what[2].key[0]] += found.numel() * found.element_size()
         return found
 
+    def placed(self: Placing, piece: Slice, *what: Any) -> Any:
+        """What is read into memory that is there, while it is hashed."""
+        places = found_places(self, piece, *what)
+        seen["read " + piece.key[0]] += sum(len(memory) for _, _, memory in places or ())
+        return places
+
     def sent(value: Any) -> torch.Tensor:
         message = encoded(value)
         seen["plain values"] += len(message)
@@ -50,6 +58,7 @@ def counting() -> Iterator[Counter[str]]:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(HashingFile, "write", written)
         patched.setattr(StepReader, "elements", read)
+        patched.setattr(Placing, "_found", placed)
         patched.setattr(messages, "_encoded", sent)
         for name in ("broadcast", "gather_along", "all_reduce"):
             original = getattr(collectives, name)
