@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.checkpoint import StepReader, find_checkpoint, load, manifest, storage
+from megatron.checkpoint import StepReader, find_checkpoint, load, load_checkpoint, manifest, storage
 from megatron.checkpoint.manifest import Manifest
 from megatron.checkpoint.placed import Placing
 from megatron.checkpoint.storage import FileRecord
@@ -22,7 +22,7 @@ from megatron.distributed.state import ParallelState
 from megatron.layout import Layout
 from tests.helpers.distributed import RankFailed, run_ranks
 from tests.helpers.runs import flags, make_parts
-from tests.unit.checkpoint.support import make_state, save
+from tests.unit.checkpoint.support import make_params, make_state, save
 
 BLOCK = 512  # bytes: a small checkpoint has many of them
 
@@ -118,6 +118,55 @@ def test_damage_in_the_share_of_one_rank_is_told_by_all(where: float, saved: Pat
     said = f"differs from what was written, first between bytes {first} and"
     with pytest.raises(RankFailed, match=said):
         run_ranks(4, verify, saved, {})
+
+
+def load_in_one_pass(rank: int, folder: Path) -> int:
+    """The elements of the weights and moments of a load that hashes what it reads; all are compared."""
+    parallel, wanted, params = ParallelState.build(Layout(4), rank), make_state(10, seed=1), make_params(seed=77)
+    assert wanted.optimizer is not None
+    own = {
+        name: {kind: torch.full_like(tensor, torch.nan) for kind, (_, tensor) in kinds.items()}
+        for name, kinds in wanted.optimizer.items()
+    }
+    for _, param in params.values():
+        param.data.fill_(torch.nan)
+    with counting({}, rank):
+        found = find_checkpoint(folder, parallel=parallel, hash_later=True)
+        assert found is not None and found.unhashed
+        loaded = load_checkpoint(found, parallel=parallel, params=params, own=own, load_rng=False)
+    assert loaded.optimizer is not None
+    pairs = [(params[name][1], tensor) for name, (_, tensor) in wanted.params.items()]
+    for name, kinds in wanted.optimizer.items():
+        pairs += [(loaded.optimizer[name][kind], tensor) for kind, (_, tensor) in kinds.items()]
+    assert all(torch.equal(here, there) for here, there in pairs), "not what was saved"
+    return sum(here.numel() for here, _ in pairs)
+
+
+def test_a_rank_reads_what_it_needs_beyond_its_share(saved: Path) -> None:
+    """Each of four ranks hashes a quarter of the file's blocks for all, and reads all of it into its own memory."""
+    (elements,) = set(run_ranks(4, load_in_one_pass, saved))
+    assert elements * 4 > 16 * BLOCK  # several blocks for each rank
+
+
+def test_planted_a_rank_that_reads_its_share_alone(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a file that is one block, or on one rank, this would not be seen."""
+    hash_blocks, blocks_of = storage.hash_blocks, Manifest.blocks_of
+    shares: list[dict[str, range]] = []
+
+    def noted(self: Manifest, part: int, parts: int) -> dict[str, range]:
+        shares.append(dict(blocks_of(self, part, parts)))
+        return blocks_of(self, part, parts)
+
+    def its_own(path: Path, blocks: range, algorithm: str, threads: int, into: Any) -> tuple[str, ...]:
+        mine = next((share for name, share in shares[-1].items() if path.match(name)), range(0))
+        found = hash_blocks(path, blocks, algorithm)
+        hash_blocks(path, mine, algorithm, threads, into)
+        return found
+
+    monkeypatch.setattr(Manifest, "blocks_of", noted)
+    monkeypatch.setattr(storage, "hash_blocks", its_own)
+    with pytest.raises(RankFailed, match="not what was saved"):
+        run_ranks(4, load_in_one_pass, saved)
 
 
 # ---------------------------------------------------------------- what is read
