@@ -28,7 +28,8 @@ class HostMemory:
         self._block = self._used = 0
 
     def copy(self, tensor: Tensor) -> Tensor:
-        """A copy of a tensor. From an accelerator it is complete after `torch.accelerator.synchronize()`."""
+        """A copy in host memory. If the tensor is on an accelerator, the copy is complete after
+        `torch.accelerator.synchronize()`."""
         tensor = tensor.detach()
         if tensor.numel() == 0:
             return torch.empty(tensor.shape, dtype=tensor.dtype)

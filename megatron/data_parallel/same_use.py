@@ -21,7 +21,7 @@ from megatron.distributed.state import Axis
 from megatron.errors import ConfigError
 
 _PASSES = 16
-"""The number of passes of a step that a number distinguishes."""
+"""Passes of a step that have a bit of their own in a parameter's number; later passes share these bits."""
 _WAY_OUT = (
     "at stages 2 and 3 of ZeRO all ranks gather a layer at once; use the same layers on all ranks, or "
     "zero_optimization.stage 1"

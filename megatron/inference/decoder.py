@@ -115,7 +115,7 @@ class Decoder:
             result = broadcast(result.to(self.device), self.together, self._source).cpu()
         if error is not None:
             raise error
-        if bool(result.isinf().any()):
+        if bool(result.isposinf().any()):
             raise MegatronError(f"rank {self.together.ranks[self._source]} chooses the tokens, and says what is wrong")
         if bool(result.isnan().any()):
             raise NonFiniteError("the model's logits are not finite: its weights, or their precision, are bad")

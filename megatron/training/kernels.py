@@ -22,7 +22,7 @@ def resolve_kernels(settings: KernelsConfig, device: torch.device, native: Libra
 
 
 def verified_by_all(native: Library, parallel: ParallelState) -> Library:
-    """The library without CUDA kernels that are unverified on any machine: each has verified its own."""
+    """The library without the CUDA kernels that any machine could not verify. Each machine has tried its own GPU."""
     return agreed(native, all_gather_json(dict(native.unverified), parallel.world, dict[str, str]))
 
 

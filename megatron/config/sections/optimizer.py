@@ -16,8 +16,8 @@ def _is(*names: str) -> tuple[Need, ...]:
 
 
 def _updates_with(*names: str) -> tuple[Need, ...]:
-    """The need for one of these update rules. With Muon, --muon-scalar-optimizer updates parameters that are not
-    matrices."""
+    """The condition that one of these update rules is in use, also as --muon-scalar-optimizer, which updates what is no
+    matrix under Muon."""
     return (
         Need(
             f"--optimizer {' or '.join(names)}",

@@ -65,7 +65,7 @@ def test_the_state_is_that_of_a_load_in_two_passes(tmp_path: Path) -> None:
 
 
 def test_every_byte_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Into its place; the rest goes through a buffer. Nothing of it is mapped and copied after that."""
+    """Each byte is read once, into its tensor or into a small buffer, and no tensor is mapped and copied afterwards."""
     state = make_state()
     save(tmp_path, state)
     (file,) = tmp_path.rglob("model_optim_rng.pt")
@@ -121,7 +121,7 @@ def test_planted_what_is_hashed_is_not_what_is_loaded(
 
 
 def test_damage_anywhere_is_found(tmp_path: Path) -> None:
-    """In tensors, between them, in what says where they are: it is refused as damaged, never with another error."""
+    """A flipped bit in a tensor, between tensors or in the file's tables is refused as damage, with no other error."""
     state, draw = make_state(), random.Random(5)
     save(tmp_path, state)
     (file,) = tmp_path.rglob("model_optim_rng.pt")

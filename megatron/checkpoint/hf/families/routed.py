@@ -30,7 +30,7 @@ def softmax_routing_lacks(moe: MoEConfig) -> Lacking:
 
 
 def balance_coefficient(config: ModelConfig, moe: MoEConfig) -> float:
-    """The weight of the load-balance loss on the scale of `transformers`. With evenly used experts their loss is top-k,
-    averaged over layers; ours is 1, summed over layers."""
+    """The coefficient of the load-balance loss for `transformers`. Where all experts are used equally, its loss is the
+    number of experts per token, averaged over layers, and ours is 1, summed over layers."""
     coefficient: float = moe.moe_aux_loss_coeff
     return coefficient * len(moe.expert_layers(config.num_layers)) / moe.moe_router_topk
