@@ -10,8 +10,10 @@ import hashlib
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -70,8 +72,8 @@ def checksums_of(path: Path, *, block_bytes: int = BLOCK_BYTES) -> FileChecksums
     """Computes the checksums of a file by reading it whole."""
     size = regular_file_size(path, "data file")
     numbers = range(-(-size // block_bytes))
-    blocks = map_blocks(path, numbers, lambda file, number: _digest(file, number * block_bytes, block_bytes))
-    return FileChecksums(size=size, blocks=tuple(blocks), block_bytes=block_bytes)
+    with mapped_blocks(path, numbers, lambda file, number: _digest(file, number * block_bytes, block_bytes)) as blocks:
+        return FileChecksums(size=size, blocks=tuple(blocks), block_bytes=block_bytes)
 
 
 def verify_blocks(path: Path, expected: FileChecksums) -> None:
@@ -93,14 +95,21 @@ def refuse_damage(path: Path, found: FileChecksums, expected: FileChecksums) -> 
             )
 
 
-def map_blocks(path: Path, numbers: Sequence[int], look_at: Callable[[int, int], T]) -> Iterator[T]:
-    """`look_at(descriptor, number)` of each block in order, by threads on all CPUs."""
+@contextmanager
+def mapped_blocks(path: Path, numbers: Sequence[int], look_at: Callable[[int, int], T]) -> Iterator[Iterator[T]]:
+    """`look_at(descriptor, number)` of each block in order, by threads on all CPUs.
+
+    The threads end with the context, also where an error ends it. A generator of its own would keep them until it is
+    garbage, and waiting for threads while garbage is collected can wait for ever: on a lock that the collection broke
+    into, and that an ending thread needs.
+    """
     threads = usable_cpus()
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
     try:
         with ThreadPoolExecutor(threads) as pool:
-            for first in range(0, len(numbers), 2 * threads):
-                yield from pool.map(partial(look_at, descriptor), numbers[first : first + 2 * threads])
+            firsts = range(0, len(numbers), 2 * threads)
+            calls = (pool.map(partial(look_at, descriptor), numbers[first : first + 2 * threads]) for first in firsts)
+            yield chain.from_iterable(calls)
     finally:
         os.close(descriptor)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from megatron.data.indexed.checksums import BLOCK_BYTES, map_blocks, verify_blocks
+from megatron.data.indexed.checksums import BLOCK_BYTES, mapped_blocks, verify_blocks
 from megatron.data.indexed.dataset import IndexedDataset, bin_path, idx_path
 from megatron.data.indexed.index_file import AGAIN
 from megatron.data.indexed.record import DataRecord, check_files, record_path
@@ -116,17 +116,20 @@ def _rules(record: DataRecord | None, vocab_size: int | None, eod_id: int | None
 def _scan(data: IndexedDataset, rules: _Rules, result: Verified, on_bytes: Callable[[int, int], None] | None) -> None:
     total = data.num_tokens * data.dtype.itemsize
     numbers = range(-(-total // rules.block_bytes))
-    # By all cores: reading, hashing and comparing release the GIL.
-    blocks = map_blocks(bin_path(data.prefix), numbers, lambda file, number: _look_at(file, data, rules, number, total))
-    for seen in blocks:
-        if seen.damage is not None:
-            raise DataError(seen.damage)
-        result.bytes = min(result.bytes + rules.block_bytes, total)
-        result.min_id = seen.low if result.min_id is None else min(result.min_id, seen.low)
-        result.max_id = seen.high if result.max_id is None else max(result.max_id, seen.high)
-        result.eod_inside += seen.eod - seen.ends
-        if on_bytes is not None:
-            on_bytes(result.bytes, total)
+
+    def look_at(file: int, number: int) -> _Seen:
+        return _look_at(file, data, rules, number, total)
+
+    with mapped_blocks(bin_path(data.prefix), numbers, look_at) as blocks:  # reading and hashing release the GIL
+        for seen in blocks:
+            if seen.damage is not None:
+                raise DataError(seen.damage)
+            result.bytes = min(result.bytes + rules.block_bytes, total)
+            result.min_id = seen.low if result.min_id is None else min(result.min_id, seen.low)
+            result.max_id = seen.high if result.max_id is None else max(result.max_id, seen.high)
+            result.eod_inside += seen.eod - seen.ends
+            if on_bytes is not None:
+                on_bytes(result.bytes, total)
 
 
 def _look_at(descriptor: int, data: IndexedDataset, rules: _Rules, number: int, total: int) -> _Seen:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,17 @@ def test_every_flipped_byte_is_found(tmp_path: Path) -> None:
         assert "\n" not in str(raised.value)
         flip(f"{prefix}.bin", position)
     verify_dataset(prefix, record)
+
+
+def test_an_error_that_is_kept_keeps_neither_threads_nor_the_file(tmp_path: Path) -> None:
+    """They waited for the garbage collection, which could wait for them."""
+    prefix, record = write(tmp_path)
+    flip(f"{prefix}.bin", 0)
+    threads, files = set(threading.enumerate()), len(os.listdir("/dev/fd"))
+    with pytest.raises(DataError) as kept:
+        verify_dataset(prefix, record)
+    assert kept.tb is not None, "with the frames that it went through"
+    assert set(threading.enumerate()) == threads and len(os.listdir("/dev/fd")) == files
 
 
 def test_every_flipped_byte_of_the_index_is_found(tmp_path: Path) -> None:
