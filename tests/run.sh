@@ -20,9 +20,10 @@ check "ruff format" ruff format --check .
 # The type checker keeps one core busy: it works beside the first tests, and says what it found among their lines.
 { found=$("$PYTHON" -m mypy 2>&1) && code=0 || code=$?; echo "== mypy"; echo "$found"; exit "$code"; } &
 types=$!
-# Two files at a time: a test keeps one core busy, or waits for its ranks. In the order of the folders, which are those
-# with the long files first, so that none of them is what remains for one process at the end.
-check "pytest" pytest -n 2 --dist loadfile --no-loadscope-reorder
+# Three files at a time: on two cores, two of them left one core idle for an eighth of the time, since tests also wait
+# (for ranks, for a limit to pass). In the order of the folders, which are those with the long files first, so that none
+# of them is what remains for one process at the end.
+check "pytest" pytest -n 3 --dist loadfile --no-loadscope-reorder
 wait "$types" || failed="$failed mypy"
 if [ -n "$failed" ]; then
     echo "failed:$failed" >&2
