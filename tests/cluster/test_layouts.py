@@ -41,7 +41,7 @@ EVERYTHING = {
 
 
 ZERO = SimpleNamespace(
-    __name__="test_zero", CASES={n: test_zero.TWENTY.get(n, []) + test_zero.FEW.get(n, []) for n in (2, 4, 8)}
+    __name__="test_zero", CASES={n: test_zero.LONGER.get(n, []) + test_zero.FEW.get(n, []) for n in (2, 4, 8)}
 )
 SUITES = (
     *(test_model_parallel, test_context_parallel, test_moe, test_data_parallel, ZERO, test_zero_stages),

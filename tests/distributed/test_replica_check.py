@@ -14,7 +14,7 @@ from megatron.training.replica_check import ReplicaCheck, fingerprint
 from tests.helpers.distributed import run_ranks
 from tests.helpers.runs import flags, make_parts, pretrain_here
 
-TINY: dict[str, Any] = {"num_layers": 4, "micro_batch_size": 1, "check_replicas_every": 2, "train_iters": 5}
+TINY: dict[str, Any] = {"micro_batch_size": 1, "global_batch_size": 4, "check_replicas_every": 2, "train_iters": 5}
 LLAMA: dict[str, Any] = {
     **TINY,
     "normalization": "RMSNorm",
@@ -82,7 +82,7 @@ TIED, QKV = "embedding.word_embeddings.weight", "layers.1.self_attention.query_k
 
 # case: flags, poked rank, parameter, element, what the message names
 POKED = {
-    "norm over tp": (TINY, layout(tp=2), 3, "layers.2.input_layernorm.weight", 5, "rank 3 not as ranks 0, 1, 2"),
+    "norm over tp": (TINY, layout(tp=2), 3, "layers.1.input_layernorm.weight", 5, "rank 3 not as ranks 0, 1, 2"),
     "split weight over dp": (TINY, layout(tp=2), 2, "layers.0.mlp.dense_h_to_4h.weight", 7, "rank 2 not as rank 0"),
     "tied table over stages": (TINY, layout(tp=2, pp=2), 2, TIED, 0, "rank 2 not as rank 0"),
     "shared key": (LLAMA, layout(tp=4), 1, QKV, -1, "rank 1 not as ranks 0, 2, 3"),

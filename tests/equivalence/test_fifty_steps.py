@@ -19,6 +19,8 @@ from tests.helpers.distributed import run_ranks
 from tests.helpers.runs import Recorder, flags, make_parts
 
 FIRST, EVERY = 1e-6, 1e-5
+SOON = 10
+"""Steps after which a planted bug has long been seen."""
 SETTINGS: dict[str, Any] = {
     "num_layers": 4,
     "micro_batch_size": 2,
@@ -43,7 +45,7 @@ def losses(rank: int, ranks: int, argv: list[str], planted: bool = False) -> lis
     if planted:
         without_replica_sums(parts)
     with parts:
-        parts.trainer.fit()
+        parts.trainer.fit(SOON if planted else None)
     return [record["lm_loss"] for record in records]
 
 
@@ -53,8 +55,7 @@ def at(ranks: int, axes: Mapping[str, Any], planted: bool = False) -> list[float
 
 
 def apart(curve: list[float], alone: list[float]) -> list[float]:
-    assert len(curve) == len(alone) == SETTINGS["train_iters"]
-    return [abs(a / b - 1) for a, b in zip(curve, alone)]
+    return [abs(a / b - 1) for a, b in zip(curve, alone, strict=True)]
 
 
 def test_the_curves_are_one_curve() -> None:
@@ -64,11 +65,11 @@ def test_the_curves_are_one_curve() -> None:
     for step in (1, 2, 5, 10, 20, 30, 40, 50):
         print(f"{step:4} " + "".join(f"{curve[step - 1]:14.7f}" for curve in curves.values()))
     print("apart" + "".join(f"{max(apart(curve, alone)):14.1e}" for curve in curves.values()))
-    assert alone[-1] < alone[0], "nothing was learned"
+    assert len(alone) == 50 and alone[-1] < alone[0], "nothing was learned"
     for name, curve in curves.items():
         assert apart(curve, alone)[0] < FIRST and max(apart(curve, alone)) < EVERY, name
 
 
 def test_a_planted_bug_parts_the_curves() -> None:
     ranks, axes = LAYOUTS["tp2 sp"]
-    assert max(apart(at(ranks, axes, planted=True), at(1, {}))) > EVERY
+    assert max(apart(at(ranks, axes, planted=True), at(1, {})[:SOON])) > EVERY

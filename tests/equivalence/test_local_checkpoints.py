@@ -33,6 +33,7 @@ RANKS = 4
 SETTINGS: dict[str, Any] = {
     "bf16": True,
     "optimizer": "adam",
+    "global_batch_size": 4,
     "train_iters": 8,
     "hidden_dropout": 0.1,
     "tensor_model_parallel_size": 2,

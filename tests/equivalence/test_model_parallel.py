@@ -1,6 +1,6 @@
 """Tensor, sequence and pipeline parallelism in every schedule train what one process trains: fp64, 1e-10.
 
-Losses, gradient norms, every gradient and the weights after three steps, on batches whose tokens all have different
+Losses, gradient norms, every gradient and the weights after two steps, on batches whose tokens all have different
 weights. Then each collective in turn is broken, and the suite must see it.
 """
 
@@ -18,7 +18,7 @@ from megatron.distributed.state import Axis
 from megatron.tensor_parallel import SplitNorm, mappings
 from megatron.training.assemble import Parts
 from tests.helpers.distributed import RankFailed
-from tests.helpers.layouts import at_layout, expected, few_batches, unequal, worst
+from tests.helpers.layouts import Cases, at_layout, expected, few_batches, no_deeper, shallow, unequal, worst
 from tests.helpers.runs import LLAMA_SHAPE, flags
 
 EQUAL = 1e-10
@@ -61,7 +61,7 @@ def layout(tp: int = 1, pp: int = 1, **more: Any) -> dict[str, Any]:
 
 SP = {"sequence_parallel": True}
 COUNTED = {"account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True}
-FOUR_LAYERS: dict[int, list[tuple[dict[str, Any], dict[str, Any]]]] = {
+FOUR_LAYERS: Cases = {
     2: [
         (GPT2, layout(tp=2)),
         (ONE_GROUP, layout(tp=2, **SP)),
@@ -107,12 +107,7 @@ FOUR_LAYERS: dict[int, list[tuple[dict[str, Any], dict[str, Any]]]] = {
 }
 
 
-def no_deeper(family: dict[str, Any], axes: dict[str, Any]) -> dict[str, Any]:
-    """Without a pipeline two layers show all that four would."""
-    return {**family, "num_layers": 2} if axes["pipeline_model_parallel_size"] == 1 and family is not ODD else family
-
-
-CASES = {ranks: [(no_deeper(family, axes), axes) for family, axes in some] for ranks, some in FOUR_LAYERS.items()}
+CASES = shallow(FOUR_LAYERS)
 
 
 @pytest.mark.parametrize("ranks", CASES)
@@ -209,7 +204,7 @@ SEQUENCE_PLANTS = [
 
 
 def is_seen(family: dict[str, Any], axes: dict[str, Any], plant: Callable[[Parts], None], ranks: int = 4) -> bool:
-    family = few_batches(ranks, family, axes)
+    family = few_batches(ranks, no_deeper(family, axes), axes)
     try:
         outcome = at_layout(ranks, flags(**family, **axes), plant)
     except RankFailed:

@@ -1,6 +1,6 @@
 """Expert parallelism, alone and with every other axis, trains what one process trains: fp64, 1e-10.
 
-Losses, norms, every gradient and the weights after three steps, with router losses, weighted tokens, and experts that
+Losses, norms, every gradient and the weights after two steps, with router losses, weighted tokens, and experts that
 get no token. (What one process computes is held against transformers in test_moe_parity.py.)
 """
 
@@ -18,7 +18,7 @@ from megatron.distributed.state import Axis
 from megatron.model.moe import MoE
 from megatron.training.assemble import Parts
 from tests.helpers.distributed import RankFailed, run_ranks
-from tests.helpers.layouts import at_layout, expected, few_batches, reference, unequal, worst
+from tests.helpers.layouts import Cases, at_layout, expected, few_batches, no_deeper, reference, shallow, unequal, worst
 from tests.helpers.runs import flags, make_parts
 
 EQUAL = 1e-10
@@ -69,7 +69,7 @@ FIRST_STAGE_DENSE = {**MIXTRAL, "moe_layer_freq": "[0,0,1,1]"}
 DROPPING = {**MIXTRAL, "moe_expert_capacity_factor": 0.8}
 LATE_DROPPED = {**DROPPING, "moe_token_drop_policy": "position"}
 
-FOUR_LAYERS: dict[int, list[tuple[dict[str, Any], dict[str, Any]]]] = {
+FOUR_LAYERS: Cases = {
     2: [
         (MIXTRAL, {EP: 2}),
         (MANY, {EP: 2}),
@@ -109,15 +109,7 @@ FOUR_LAYERS: dict[int, list[tuple[dict[str, Any], dict[str, Any]]]] = {
 }
 
 
-def no_deeper(family: dict[str, Any], axes: dict[str, Any]) -> dict[str, Any]:
-    """Without a pipeline two layers show all that four would: one of them without experts where the first is."""
-    if PP in axes or family is ODD:
-        return family
-    kinds = {"moe_layer_freq": "[0,1]"} if "moe_layer_freq" in family else {}
-    return {**family, **kinds, "num_layers": 2}
-
-
-CASES = {ranks: [(no_deeper(family, axes), axes) for family, axes in some] for ranks, some in FOUR_LAYERS.items()}
+CASES = shallow(FOUR_LAYERS)
 
 
 @pytest.mark.parametrize("ranks", CASES)
@@ -152,7 +144,7 @@ def reported(rank: int, ranks: int, argvs: list[list[str]]) -> list[dict[str, fl
 
 def test_every_layout_reports_the_same_router_losses() -> None:
     axes: list[dict[str, Any]] = [{}, {EP: 2, TP: 2}, {TP: 4, **SP, "num_query_groups": 4}, {PP: 2}, {CP: 2, EP: 4}]
-    argvs = [flags(**{**DEEPSEEK, "num_query_groups": 4, **some}) for some in axes]
+    argvs = [flags(**{**DEEPSEEK, "num_query_groups": 4, "global_batch_size": 4, **some}) for some in axes]
     (expected_losses,) = reported(0, 1, argvs[:1])
     assert expected_losses.keys() == {"load_balancing_loss", "z_loss"} and min(expected_losses.values()) > 0.5
     for rank in run_ranks(4, reported, 4, argvs):
@@ -164,7 +156,7 @@ def test_every_layout_reports_the_same_router_losses() -> None:
 
 
 def is_seen(family: dict[str, Any], axes: dict[str, Any], plant: Callable[[Parts], None], ranks: int) -> bool:
-    family = few_batches(ranks, family, axes)
+    family = few_batches(ranks, no_deeper(family, axes), axes)
     try:
         outcome = at_layout(ranks, flags(**family, **axes), plant, timeout=120.0)
     except RankFailed:

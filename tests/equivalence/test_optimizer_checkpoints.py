@@ -14,11 +14,11 @@ from megatron.distributed.shard import ShardSpec
 from megatron.optimizer import state_spec
 from megatron.optimizer.rules import eight_bits
 from tests.helpers.distributed import run_ranks
-from tests.helpers.layouts import whole_state, whole_tensors
+from tests.helpers.layouts import few_batches, whole_state, whole_tensors
 from tests.helpers.runs import LLAMA_SHAPE, Recorder, flags, make_parts
 
 Held = dict[str, tuple[ShardSpec, Tensor]]
-COMMON: dict[str, Any] = {**LLAMA_SHAPE, "num_layers": 2, "micro_batch_size": 2, "train_iters": 6, "bf16": True}
+COMMON: dict[str, Any] = {**LLAMA_SHAPE, "num_layers": 2, "micro_batch_size": 2, "train_iters": 4, "bf16": True}
 BF16_MOMENTS = {"use_precision_aware_optimizer": True, "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}
 RULES: dict[str, dict[str, Any]] = {
     "muon": {"optimizer": "muon", "decoupled_lr": 1e-3},
@@ -65,17 +65,17 @@ def joined(ranks: list[Held]) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("name", RULES)
 def test_resumed_and_in_another_layout(name: str, tmp_path: Path) -> None:
-    settings = {**COMMON, **RULES[name]}
-    axes = {} if "zero_stage" in settings else TP2
-    whole = run_ranks(2, run, 2, flags(**settings, **axes, save=tmp_path, save_interval=3))
-    again = run_ranks(2, run, 2, flags(**settings, **axes, load=tmp_path, ckpt_step=3))
+    axes = {} if "zero_stage" in RULES[name] else TP2
+    settings = few_batches(2, {**COMMON, **RULES[name]}, axes)
+    whole = run_ranks(2, run, 2, flags(**settings, **axes, save=tmp_path, save_interval=2))
+    again = run_ranks(2, run, 2, flags(**settings, **axes, load=tmp_path, ckpt_step=2))
     for (losses, weights, state), (last_losses, last_weights, last_state) in zip(whole, again, strict=True):
-        assert losses[3:] == last_losses and len(last_losses) == 3
+        assert losses[2:] == last_losses and len(last_losses) == 2
         for ours, theirs in ((weights, last_weights), (state, last_state)):
             assert ours.keys() == theirs.keys() and ours
             assert all(torch.equal(ours[key][1], theirs[key][1]) for key in ours)
     saved = joined([state for _, _, state in whole])
-    _, _, alone = run(0, 1, flags(**settings, load=tmp_path, ckpt_step=6), steps=False)
+    _, _, alone = run(0, 1, flags(**settings, load=tmp_path, ckpt_step=4), steps=False)
     loaded = joined([alone])
     assert saved.keys() == {key for key in loaded if axes or "in memory" not in key}
     for key, tensor in saved.items():

@@ -20,7 +20,7 @@ from tests.helpers.distributed import run_ranks
 from tests.helpers.layouts import few_batches, whole_state, worst
 from tests.helpers.runs import LLAMA_SHAPE, flags, make_parts
 
-STEPS = 20
+STEPS = 6
 DISK = {"optimizer": "adam", "optimizer_offload_directory": tempfile.gettempdir()}
 BATCH = {"global_batch_size": 12}
 SHAPE: dict[str, Any] = {
@@ -205,7 +205,8 @@ def test_a_state_in_a_file_is_that_of_the_plain_optimizer() -> None:
 def test_a_checkpoint_of_one_stage_is_one_of_every_stage(
     tmp_path: Path, world: int, layout: Mapping[str, Any], stages: tuple[int, ...]
 ) -> None:
-    argv = flags(**SHAPE | {"train_iters": 6} | layout, bf16=True, vocab_size=90)
+    family = few_batches(world, {**SHAPE, "vocab_size": 90, "bf16": True}, layout)
+    argv = flags(**{**family, **layout})
     for ranks in run_ranks(world, train_and_resume, world, tmp_path, stages, argv, timeout=120.0):
         saved, gone_on, *loaded = ranks
         for state in loaded[::2]:

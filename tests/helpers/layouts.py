@@ -39,7 +39,9 @@ __all__ = [
     "expected",
     "few_batches",
     "largest",
+    "no_deeper",
     "reference",
+    "shallow",
     "two_rounds",
     "unequal",
     "uneven_weights",
@@ -48,8 +50,10 @@ __all__ = [
     "worst",
 ]
 
-STEPS = 3  # the third is the first with nothing new in it: the optimizer's state and all buffers were used before
+STEPS = 2  # the second has an optimizer's state and buffers that were used before; the evaluation reads what it leaves
 Change = Callable[[Parts], None]
+Cases = dict[int, list[tuple[dict[str, Any], dict[str, Any]]]]
+"""By the number of ranks: settings of the model, settings of the layout."""
 
 
 def reference(argv: Sequence[str], steps: int = STEPS) -> Outcome:
@@ -105,6 +109,20 @@ def unequal(
         for number, ((_, axes), outcome, wanted) in enumerate(zip(cases, outcomes, alone, strict=True))
     }
     return {layout: difference for layout, difference in found.items() if not difference <= tolerance}
+
+
+def no_deeper(family: Mapping[str, Any], axes: Mapping[str, Any]) -> dict[str, Any]:
+    """`family` with two layers instead of four where no pipeline divides them, which show all that four would: one of
+    them without experts where the first is."""
+    if axes.get("pipeline_model_parallel_size", 1) > 1 or family.get("num_layers") != 4:
+        return dict(family)
+    kinds = {"moe_layer_freq": "[0,1]"} if "moe_layer_freq" in family else {}
+    return {**family, **kinds, "num_layers": 2}
+
+
+def shallow(cases: Cases) -> Cases:
+    """Cases by their number of ranks, each with `no_deeper` a model than its layout needs."""
+    return {ranks: [(no_deeper(family, axes), axes) for family, axes in some] for ranks, some in cases.items()}
 
 
 def few_batches(ranks: int, family: Mapping[str, Any], axes: Mapping[str, Any]) -> dict[str, Any]:
