@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -31,7 +31,7 @@ from megatron.checkpoint.state import (
     share_file,
     writes,
 )
-from megatron.checkpoint.storage import Places
+from megatron.checkpoint.storage import Plan
 from megatron.checkpoint.verify import DamagedCheckpointError, identity, verified_manifest, verify_share
 from megatron.config import ModelConfig, MoEConfig
 from megatron.distributed.messages import all_gather_json
@@ -153,12 +153,12 @@ def find_checkpoint(
     raise AssertionError("find_candidates gave no candidate and no fresh start")
 
 
-def verify_together(directory: Path, record: Manifest, world: Axis, into: Mapping[str, Places] | None = None) -> None:
+def verify_together(directory: Path, record: Manifest, world: Axis, plans: Mapping[str, Plan] | None = None) -> None:
     """Ranks that see the same files hash a share of them each, and the verdict of one is that of all. A copy that only
-    the ranks of one machine see is hashed by them. `into`: see `verify_share`."""
+    the ranks of one machine see is hashed by them. `plans`: see `verify_share`."""
     copies = all_gather_json(run_on_all(partial(identity, directory, record), world), world, str)
     sharing = [rank for rank, copy in enumerate(copies) if copy == copies[world.rank]]
-    run_on_all(partial(verify_share, directory, record, sharing.index(world.rank), len(sharing), into), world)
+    run_on_all(partial(verify_share, directory, record, sharing.index(world.rank), len(sharing), plans), world)
 
 
 def _say_nothing(text: str) -> None:
@@ -311,12 +311,13 @@ class _Load:
         """Hashes the step, and reads into the model, and into `own`, what they store as the files do."""
         directory, saved = self.found.directory, self.found.manifest
 
-        def planned() -> tuple[PlacedReader, dict[str, Places]]:
-            placing = Placing(directory, saved)
-            return placing.reader(self.params, {} if self.weights_only else own, self.held), placing.into
+        def planned() -> tuple[PlacedReader, dict[str, Plan]]:
+            with closing(Placing(directory, saved)) as placing:
+                reader = placing.reader(self.params, {} if self.weights_only else own, self.held)
+                return reader, placing.plans
 
-        reader, into = run_on_all(planned, self.parallel.world)
-        verify_together(directory, saved, self.parallel.world, into)
+        reader, plans = run_on_all(planned, self.parallel.world)
+        verify_together(directory, saved, self.parallel.world, plans)
         return reader
 
     def finished(self, state: LoadedState, history: RunHistory | None) -> LoadedState:
@@ -337,8 +338,7 @@ class _Load:
                     continue
             with in_memory(name, tensor, self.take) as target:
                 reader.fill(spec, target, saved.model[name], cast=self.weights_only)
-        main = reader.main_file()
-        extra = dict(main.get("extra", {}))
+        extra = dict(reader.main_value("extra") or {})
         if self.weights_only:
             return LoadedState(path=self.found.directory, step=saved.step, extra=extra)
         return LoadedState(
@@ -348,8 +348,8 @@ class _Load:
             consumed_train_samples=saved.consumed_train_samples,
             consumed_valid_samples=saved.consumed_valid_samples,
             optimizer=self._read_optimizer(reader) if self.load_optim else None,
-            optimizer_extra=dict(main["optimizer"]["extra"]) if self.load_optim else None,
-            scheduler=dict(main["opt_param_scheduler"]),
+            optimizer_extra=dict(reader.main_value("optimizer", "extra")) if self.load_optim else None,
+            scheduler=dict(reader.main_value("opt_param_scheduler")),
             rng=self._read_rng(reader) if self.load_rng and self.found.foreign is None else None,
             extra=extra,
         )
@@ -374,8 +374,8 @@ class _Load:
             return None
         own = share_file(self.parallel)
         if own not in reader.manifest.files:  # one file held those of all replicas
-            return dict(reader.file(rank_file(self.parallel))["rng_state"][self.parallel.dp_cp.rank])
-        return dict(reader.file(rank_file(self.parallel) if writes(self.parallel) else own)["rng_state"][0])
+            return dict(reader.value(rank_file(self.parallel), "rng_state")[self.parallel.dp_cp.rank])
+        return dict(reader.value(rank_file(self.parallel) if writes(self.parallel) else own, "rng_state")[0])
 
 
 def _listed(names: list[str]) -> str:

@@ -7,10 +7,10 @@ followed with the size of the values only, so that such a file is refused before
 
 from __future__ import annotations
 
-import pickletools
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any
+
+from megatron.checkpoint.pickle_opcodes import in_bytes
 
 _DTYPES = (
     *("bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64", "float16", "bfloat16"),
@@ -54,7 +54,7 @@ class PickleRefused(ValueError):
     """Says what a pickle contains that no checkpoint needs."""
 
 
-@dataclass
+@dataclass(slots=True)
 class _Value:
     parts: int = 1  # as many as a walk over it visits
     depth: int = 1
@@ -76,9 +76,7 @@ def _follow(data: bytes, allowed: Collection[str]) -> None:
     marks: list[int] = []
     memo: dict[int, _Value] = {}
     repeated = 0
-    argument: Any  # an int, a str, bytes or None, as the opcode has it
-    for opcode, argument, _ in pickletools.genops(data):
-        name = opcode.name
+    for name, argument in in_bytes(data):
         if name in ("BINPUT", "LONG_BINPUT"):
             memo[argument] = stack[-1]
         elif name in ("BINGET", "LONG_BINGET"):

@@ -8,12 +8,11 @@ the length of the pickle alone: values are made once, and repetitions, depth and
 
 from __future__ import annotations
 
-import io
-import pickletools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import IO, Any
 
+from megatron.checkpoint.pickle_opcodes import Instruction, in_bytes, in_stream
 from megatron.checkpoint.pickle_scan import PickleRefused
 
 _MAX_REPEATED = 10_000_000  # parts of values that occur more than once
@@ -33,7 +32,7 @@ class Name:
         return self.text.rpartition(".")[2]
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Made:
     """What an object would have been made from."""
 
@@ -43,14 +42,14 @@ class Made:
     items: dict[Any, Any] | list[Any] | None = None
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Persistent:
     """What is not in the pickle but beside it: torch's storages."""
 
     identity: Any
 
 
-@dataclass
+@dataclass(slots=True)
 class _Cell:
     value: Any
     parts: int = 1  # as many as a walk over it visits
@@ -59,13 +58,24 @@ class _Cell:
 
 
 def read_pickle(data: bytes) -> Any:
-    return read_next(io.BytesIO(data))
+    return read_with_names(data)[0]
+
+
+def read_with_names(data: bytes) -> tuple[Any, frozenset[str]]:
+    """The value of a pickle, and all classes, functions and other objects that it names."""
+    interpreter = _Interpreter()
+    value = _run(interpreter, in_bytes(data))
+    return value, frozenset(interpreter.names)
 
 
 def read_next(stream: IO[bytes]) -> Any:
     """The value of the pickle that begins at the stream's position, which then stands after it."""
+    return _run(_Interpreter(), in_stream(stream))
+
+
+def _run(interpreter: _Interpreter, instructions: Iterable[Instruction]) -> Any:
     try:
-        return _Interpreter().run(stream)
+        return interpreter.run(instructions)
     except (PickleRefused, MemoryError):
         raise
     except Exception as error:  # pickletools raises many kinds
@@ -78,16 +88,11 @@ class _Interpreter:
     stack: list[_Cell] = field(default_factory=list)
     marks: list[int] = field(default_factory=list)
     memo: dict[int, _Cell] = field(default_factory=dict)
+    names: set[str] = field(default_factory=set)
     repeated: int = 0
 
-    def run(self, stream: IO[bytes]) -> Any:
-        argument: Any
-        for opcode, argument, _ in pickletools.genops(stream):
-            name = opcode.name
-            if name in ("PROTO", "FRAME"):
-                continue
-            if name == "STOP":
-                break
+    def run(self, instructions: Iterable[Instruction]) -> Any:
+        for name, argument in instructions:
             act = _ACTIONS.get(name)
             if act is None:
                 raise PickleRefused(f"it has the pickle instruction {name[:40]}, which is not known here")
@@ -134,13 +139,18 @@ class _Interpreter:
 
     def name(self, argument: str) -> None:
         module, _, name = argument.partition(" ")
-        self.push(_name(module, name))
+        self.push_name(module, name)
 
     def stack_name(self, _: Any) -> None:
         module, name = (cell.value for cell in self.pop(2))
         if not isinstance(module, str) or not isinstance(name, str):
             raise PickleRefused("its pickle is malformed (a name that is no text)")
-        self.push(_name(module, name))
+        self.push_name(module, name)
+
+    def push_name(self, module: str, name: str) -> None:
+        found = Name(f"{'builtins' if module == '__builtin__' else module}.{name}")
+        self.names.add(found.text)
+        self.push(found)
 
     def make(self, _: Any) -> None:
         kind, arguments = self.pop(2)
@@ -216,6 +226,7 @@ class _Interpreter:
 Action = Callable[[_Interpreter, Any], None]
 
 _ACTIONS: dict[str, Action] = {
+    **dict.fromkeys(("PROTO", "FRAME", "STOP"), lambda run, _: None),
     "NONE": lambda run, _: run.push(None),
     "NEWTRUE": lambda run, _: run.push(True),
     "NEWFALSE": lambda run, _: run.push(False),
@@ -270,15 +281,13 @@ def _container(value: Any, kind: type[dict[Any, Any]] | type[list[Any]]) -> Any:
 
 
 def _held(holder: _Cell, cells: list[_Cell]) -> _Cell:
-    holder.parts += sum(cell.parts for cell in cells)
-    holder.depth = max([holder.depth, *(cell.depth + 1 for cell in cells)])
+    for cell in cells:
+        holder.parts += cell.parts
+        if cell.depth >= holder.depth:
+            holder.depth = cell.depth + 1
     if holder.depth > _MAX_DEPTH:
         raise PickleRefused(f"it nests values more than {_MAX_DEPTH} deep")
     return holder
-
-
-def _name(module: str, name: str) -> Name:
-    return Name(f"{'builtins' if module == '__builtin__' else module}.{name}")
 
 
 def _made(kind: Any, arguments: Any) -> Any:

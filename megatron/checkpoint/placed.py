@@ -17,11 +17,12 @@ from torch import Tensor
 
 from megatron.checkpoint import classic, paths
 from megatron.checkpoint.manifest import Manifest, Slice, TensorRecord
+from megatron.checkpoint.mapped_bytes import NotedReads
 from megatron.checkpoint.reader import StepReader
 from megatron.checkpoint.state import Held, Sharded
-from megatron.checkpoint.storage import Places
+from megatron.checkpoint.storage import Plan
 from megatron.checkpoint.torch_files import TorchFile
-from megatron.checkpoint.verify import stored_problem
+from megatron.checkpoint.verify import description_problem
 from megatron.distributed.shard import Range, ShardSpec, common
 
 Own = Mapping[str, Mapping[str, Tensor]]
@@ -30,11 +31,18 @@ Own = Mapping[str, Mapping[str, Tensor]]
 
 class PlacedReader(StepReader):
     """Of a verified step, some of whose tensors have been read already: these very tensors, whatever else has the name
-    of their parameter."""
+    of their parameter. `parsed`: files whose description was hashed as it was read, and need not be read again."""
 
-    def __init__(self, directory: Path, manifest: Manifest, weights: Mapping[str, Tensor], own: Own) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        manifest: Manifest,
+        weights: Mapping[str, Tensor],
+        own: Own,
+        parsed: Mapping[str, TorchFile],
+    ) -> None:
         super().__init__(directory, manifest)
-        self._weights, self._own = weights, own
+        self._weights, self._own, self._parsed = weights, own, parsed
 
     def fill(self, spec: ShardSpec, target: Tensor, record: TensorRecord, *, cast: bool = False) -> None:
         if target is not self._weights.get(spec.name):
@@ -42,6 +50,18 @@ class PlacedReader(StepReader):
 
     def ready(self, name: str, kind: str) -> Tensor | None:
         return self._own.get(name, {}).get(kind)
+
+    def value(self, name: str, *key: str) -> Any:
+        """Of a parsed file only what is asked for is made."""
+        if name in self._parsed and name not in self._files:
+            try:
+                return self._parsed[name].value(classic.lookup(self._parsed[name].content, key))
+            except LookupError:
+                pass  # then for torch's own loader
+        return super().value(name, *key)
+
+    def main_value(self, *key: str) -> Any:
+        return self.value(self.main_name(), *key)
 
 
 class _Taken:
@@ -60,18 +80,27 @@ class _Taken:
 
 
 class Placing:
-    """Finds the places; `into` has them by file."""
+    """Finds the places. `plans`, by file: them, and what was read of the file to find them."""
 
     def __init__(self, directory: Path, manifest: Manifest) -> None:
         self._directory, self._manifest = directory, manifest
-        self._files: dict[str, TorchFile | None] = {}
+        self._files: dict[str, tuple[TorchFile, NotedReads] | None] = {}
+        self._open: NotedReads | None = None
         self._memory = _Taken()
         self._bytes: dict[str, _Taken] = {}
         self._places: dict[str, list[tuple[int, memoryview]]] = {}
 
+    def close(self) -> None:
+        if self._open is not None:
+            self._open.close()
+
     @property
-    def into(self) -> dict[str, Places]:
-        return {file: sorted(places, key=lambda place: place[0]) for file, places in self._places.items()}
+    def plans(self) -> dict[str, Plan]:
+        return {
+            name: Plan(sorted(self._places.get(name, ()), key=lambda place: place[0]), found[1].seen())
+            for name, found in self._files.items()
+            if found is not None
+        }
 
     def reader(self, params: Mapping[str, Sharded], own: Own, held: Held | None) -> PlacedReader:
         """Finds places in the parameters and in the optimizer's own tensors; the reader takes it that they are full."""
@@ -86,7 +115,8 @@ class Placing:
                 record = optimizer.get(name, {}).get(kind)
                 if record is not None and self._place(spec, param.shape, tensor, record, mine):
                     ready.setdefault(name, {})[kind] = tensor
-        return PlacedReader(self._directory, self._manifest, weights, ready)
+        parsed = {name: found[0] for name, found in self._files.items() if found is not None and found[0].is_plain}
+        return PlacedReader(self._directory, self._manifest, weights, ready, parsed)
 
     def _place(
         self, spec: ShardSpec, shape: torch.Size, target: Tensor, record: TensorRecord, held: Range | None = None
@@ -101,41 +131,47 @@ class Placing:
         start = target.data_ptr()
         if not same or not self._memory.is_free(start, start + target.nbytes):
             return False
-        found = self._found(same[0], record, target.detach().view(-1), wanted)
+        memory = target.detach().view(-1).view(torch.uint8).numpy().data
+        found = self._found(same[0], record, memory, wanted)
         if found is None:
             return False
         self._memory.add(start, start + target.nbytes)
-        for file, first, memory in found:
-            self._bytes[file].add(first, first + len(memory))
-            self._places.setdefault(file, []).append((first, memory))
+        for file, first, part in found:
+            self._bytes[file].add(first, first + len(part))
+            self._places.setdefault(file, []).append((first, part))
         return True
 
     def _found(
-        self, piece: Slice, record: TensorRecord, flat: Tensor, wanted: Range
+        self, piece: Slice, record: TensorRecord, memory: memoryview, wanted: Range
     ) -> list[tuple[str, int, memoryview]] | None:
         """(file, its first byte, the memory for it and those after it)"""
-        found = []
+        found, element = [], len(memory) // (wanted[1] - wanted[0])
         for name, stored in self._manifest.places(piece, wanted):
             file = self.file(name)
             first = None if file is None else _first_byte(file, record, piece, stored)
             if first is None:
                 return None
             low, high = common(wanted, stored)
-            first += (low - stored[0]) * flat.itemsize
-            memory = flat[low - wanted[0] : high - wanted[0]].view(torch.uint8).numpy().data
-            if not self._bytes.setdefault(name, _Taken()).is_free(first, first + len(memory)):
+            first += (low - stored[0]) * element
+            part = memory[(low - wanted[0]) * element : (high - wanted[0]) * element]
+            if not self._bytes.setdefault(name, _Taken()).is_free(first, first + len(part)):
                 return None  # tensors that share their bytes
-            found.append((name, first, memory))
-        return found if sum(len(memory) for _, _, memory in found) == flat.nbytes else None
+            found.append((name, first, part))
+        return found if sum(len(part) for _, _, part in found) == len(memory) else None
 
     def file(self, name: str) -> TorchFile | None:
         """None: it is damaged, or of a kind that another reader refuses once its bytes are verified."""
         if name not in self._files:
+            self.close()  # one at a time: there may be more files than a process may have open
+            self._files[name] = None
             try:
-                self._files[name] = TorchFile.open(paths.member(self._directory, name))
+                path = paths.member(self._directory, name)
+                self._open = reads = NotedReads(path)
+                self._files[name] = TorchFile.open(path, reads), reads
             except Exception:  # of whatever kind: the hash tells what is damaged, and the other reader what it refuses
-                self._files[name] = None
-        return self._files[name]
+                pass
+        found = self._files[name]
+        return None if found is None else found[0]
 
 
 def _is_plain(target: Tensor, elements: int) -> bool:
@@ -150,10 +186,10 @@ def _is_plain(target: Tensor, elements: int) -> bool:
 
 def _first_byte(file: TorchFile, record: TensorRecord, piece: Slice, stored: Range) -> int | None:
     try:
-        value: Any = classic.lookup(file.content, piece.key)
-        found = file.tensor(value) if file.is_tensor(value) else None
+        place = file.place(classic.lookup(file.content, piece.key))
     except Exception:  # as above
         return None
-    if stored_problem(record, piece, found, stored) or found is None or not found.is_contiguous():
+    if place is None:
         return None
-    return file.place(found)
+    first, dtype, shape = place
+    return None if description_problem(record, piece, dtype, shape, stored) else first

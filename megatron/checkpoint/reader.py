@@ -29,11 +29,15 @@ class StepReader:
             self._files[name] = safe_load.load_file(paths.member(self.directory, name))
         return self._files[name]
 
+    def value(self, name: str, *key: str) -> Any:
+        """What a file has at a path of its nested dicts, or None."""
+        return classic.lookup(self.file(name), key)
+
     def elements(self, spec: ShardSpec, record: TensorRecord, piece: Slice, held: Range) -> Tensor:
         """Some consecutive elements of a slice, in one dimension: of its files, those that hold them are opened."""
         parts = []
         for file, (start, stop) in self.manifest.places(piece, held):
-            found = classic.lookup(self.file(file), piece.key)
+            found = self.value(file, *piece.key)
             if problem := stored_problem(record, piece, found, (start, stop)):
                 raise DamagedCheckpointError(f"{self.directory / file}: {spec.name} {problem}")
             low, high = common(held, (start, stop))
@@ -95,11 +99,18 @@ class StepReader:
         return None
 
     def main_file(self) -> Any:
+        """The content of `main_name`."""
+        return self.file(self.main_name())
+
+    def main_value(self, *key: str) -> Any:
+        return classic.lookup(self.main_file(), key)
+
+    def main_name(self) -> str:
         """The first rank's file, which holds everything that is not split."""
         names = sorted(name for name in self.manifest.files if name.endswith(paths.MODEL_FILE))
         if not names:
             raise CheckpointError(f"{self.directory} holds no {paths.MODEL_FILE}")
-        return self.file(names[0])
+        return names[0]
 
 
 class PlannedReader(StepReader):

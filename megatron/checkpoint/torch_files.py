@@ -7,7 +7,6 @@ Read are torch's zip files, also within a larger file as the distributed format 
 from __future__ import annotations
 
 import io
-import os
 import struct
 import zipfile
 from collections.abc import Mapping
@@ -19,8 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.pickle_scan import PickleRefused
-from megatron.checkpoint.pickle_values import Made, Name, Persistent, read_next, read_pickle
+from megatron.checkpoint.mapped_bytes import Bytes, Reads
+from megatron.checkpoint.pickle_scan import PLAIN, PickleRefused
+from megatron.checkpoint.pickle_values import Made, Name, Persistent, read_next, read_with_names
 from megatron.checkpoint.safe_load import UnsafeFileError, check_members
 from megatron.errors import CheckpointError
 
@@ -38,54 +38,20 @@ _REBUILD = ("torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor_v3"
 _PARAMETER = ("torch._utils._rebuild_parameter", "torch._utils._rebuild_parameter_with_state")
 
 
-@dataclass(frozen=True)
-class Bytes:
-    """A part of a mapped file."""
-
-    path: Path
-    whole: Tensor
-    start: int
-    length: int
-
-    @staticmethod
-    def of_file(path: Path) -> Bytes:
-        try:
-            size = path.stat().st_size
-            whole = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8) if size else torch.empty(0)
-        except (OSError, RuntimeError) as error:
-            raise CheckpointError(f"{path} cannot be read ({str(error).splitlines()[0][:200]})") from error
-        return Bytes(path, whole, 0, size)
-
-    def part(self, start: int, length: int) -> Bytes:
-        if start < 0 or length < 0 or start + length > self.length:
-            raise CheckpointError(
-                f"{self.path} is too short: bytes {start} to {start + length} of {self.length} are asked for"
-            )
-        return Bytes(self.path, self.whole, self.start + start, length)
-
-    def read(self) -> bytes:
-        """The bytes of a small part, copied. What the disk cannot read is an OSError; touched in the mapping, it would
-        be the end of the process."""
-        with open(self.path, "rb", buffering=0) as file:
-            return os.pread(file.fileno(), self.length, self.start)
-
-    def tensor(self, dtype: torch.dtype) -> Tensor:
-        """A view of the file, or a copy if it lies at an address that its type cannot have."""
-        raw = self.whole[self.start : self.start + self.length]
-        return (raw if self.start % dtype.itemsize == 0 else raw.clone()).view(dtype)
-
-
 class TorchFile:
     """`content` has plain values, and in the place of tensors what `tensor` is given."""
 
     def __init__(self, data: Bytes) -> None:
         self.path = data.path
         self._data = data
+        self._storages: dict[str, Bytes] = {}
+        self._members: dict[str, zipfile.ZipInfo] = {}  # of the storages, which are looked up when they are needed
+        self._names: frozenset[str] | None = None
         try:
             if data.length >= len(_BEFORE_ZIP) and data.part(0, len(_BEFORE_ZIP)).read() == _BEFORE_ZIP:
-                self.content, self._storages = self._before_zip()
+                self.content = self._before_zip()
             else:
-                self.content, self._storages = self._zip()
+                self.content = self._zip()
         except (CheckpointError, MemoryError):
             raise
         except Exception as error:  # what a hostile file makes zipfile and others raise is of many kinds
@@ -93,10 +59,10 @@ class TorchFile:
             raise UnsafeFileError(f"{data.path} cannot be read as plain weights: {text[:200]}") from error
 
     @staticmethod
-    def open(path: Path) -> TorchFile:
-        return TorchFile(Bytes.of_file(path))
+    def open(path: Path, reads: Reads | None = None) -> TorchFile:
+        return TorchFile(Bytes.of_file(path, reads))
 
-    def _zip(self) -> tuple[Any, dict[str, Bytes]]:
+    def _zip(self) -> Any:
         try:
             with zipfile.ZipFile(io.BufferedReader(_Window(self._data))) as archive:
                 members = archive.infolist()
@@ -108,34 +74,33 @@ class TorchFile:
             raise CheckpointError(f"{self.path} is not a checkpoint file of torch (it has no data.pkl)")
         if "byteorder" in found and self._member(found["byteorder"]).read() != b"little":
             raise CheckpointError(f"{self.path} was written on a machine of another byte order")
-        storages = {
-            name.removeprefix("data/"): self._member(member)
-            for name, member in found.items()
-            if name.startswith("data/")
+        self._members = {
+            name.removeprefix("data/"): member for name, member in found.items() if name.startswith("data/")
         }
-        return read_pickle(self._member(found["data.pkl"]).read()), storages
+        content, self._names = read_with_names(self._member(found["data.pkl"]).read())
+        return content
 
     def _member(self, member: zipfile.ZipInfo) -> Bytes:
         header = self._data.part(member.header_offset, _LOCAL_HEADER.size).read()
         name, extra = _LOCAL_HEADER.unpack(header)
         return self._data.part(member.header_offset + _LOCAL_HEADER.size + name + extra, member.file_size)
 
-    def _before_zip(self) -> tuple[Any, dict[str, Bytes]]:
+    def _before_zip(self) -> Any:
         stream = io.BufferedReader(_Window(self._data))
         stream.seek(len(_BEFORE_ZIP))
         version, system, content, keys = (read_next(stream) for _ in range(4))
         if version != 1001 or not isinstance(system, dict) or system.get("little_endian") is not True:
             raise CheckpointError(f"{self.path} was written by a torch, or on a machine, that is not known here")
         sizes = _storage_sizes(content)
-        storages, position = {}, stream.tell()
+        position = stream.tell()
         for key in keys:
             elements = int.from_bytes(self._data.part(position, 8).read(), "little")
             dtype, expected = sizes[key]
             if elements != expected:
                 raise CheckpointError(f"{self.path}: a storage has {elements} elements, its tensors say {expected}")
-            storages[key] = self._data.part(position + 8, elements * dtype.itemsize)
+            self._storages[key] = self._data.part(position + 8, elements * dtype.itemsize)
             position += 8 + elements * dtype.itemsize
-        return content, storages
+        return content
 
     def is_tensor(self, value: Any) -> bool:
         return _description(value) is not None
@@ -149,23 +114,52 @@ class TorchFile:
 
     def tensor(self, value: Any) -> Tensor:
         found = self._described(value)
+        storage = self._storage(found)
+        if not prod(found.shape):
+            return torch.empty(found.shape, dtype=found.dtype)
+        elements = storage.length // found.dtype.itemsize
+        flat = storage.part(0, elements * found.dtype.itemsize).tensor(found.dtype)
+        return flat.as_strided(found.shape, found.stride, flat.storage_offset() + found.offset)
+
+    def place(self, value: Any) -> tuple[int, torch.dtype, tuple[int, ...]] | None:
+        """Where in the file a tensor begins whose elements are there in order, their dtype and its shape."""
+        found = self._described(value)
+        if not found.in_order:
+            return None
+        storage = self._storage(found)
+        return storage.start + found.offset * found.dtype.itemsize, found.dtype, found.shape
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it names nothing but what the weights-only loader makes tensors and plain values of."""
+        return self._names is not None and self._names <= PLAIN
+
+    def value(self, value: Any) -> Any:
+        """A part of `content` as the weights-only loader gives it. A LookupError: that loader knows better."""
+        if value is None or type(value) in (bool, int, float, str):
+            return value
+        if type(value) is dict:
+            if not all(key is None or type(key) in (bool, int, float, str) for key in value):
+                raise LookupError("a key that is not plain")
+            return {key: self.value(item) for key, item in value.items()}
+        if type(value) in (list, tuple):
+            return type(value)(self.value(item) for item in value)
+        if isinstance(value, Made) and value.kind.text in _REBUILD and value.arguments[4:5] == (False,):
+            return self.tensor(value)
+        raise LookupError(f"{type(value).__name__} is not plain")
+
+    def _storage(self, found: _Description) -> Bytes:
+        """The bytes of a tensor's storage, which hold all of the tensor."""
+        if found.storage not in self._storages and found.storage in self._members:
+            self._storages[found.storage] = self._member(self._members[found.storage])
         storage = self._storages.get(found.storage)
         if storage is None:
             raise CheckpointError(f"{self.path} has a tensor whose bytes are missing")
-        elements = storage.length // found.dtype.itemsize
+        elements, count = storage.length // found.dtype.itemsize, prod(found.shape)
         last = found.offset + sum((n - 1) * s for n, s in zip(found.shape, found.stride, strict=True))
-        count = prod(found.shape)
         if count and (last >= elements or count > elements):
             raise UnsafeFileError(f"{self.path} has a tensor of {found.shape} that is larger than its bytes")
-        flat = storage.part(0, elements * found.dtype.itemsize).tensor(found.dtype)
-        if not count:
-            return torch.empty(found.shape, dtype=found.dtype)
-        return flat.as_strided(found.shape, found.stride, flat.storage_offset() + found.offset)
-
-    def place(self, tensor: Tensor) -> int | None:
-        """Where a tensor of `tensor` begins in the file; None if it is a copy."""
-        first = tensor.data_ptr() - self._data.whole.data_ptr()
-        return first if 0 <= first <= self._data.whole.nbytes - tensor.nbytes else None
+        return storage
 
     def _described(self, value: Any) -> _Description:
         try:
@@ -184,6 +178,16 @@ class _Description:
     offset: int
     shape: tuple[int, ...]
     stride: tuple[int, ...]
+
+    @property
+    def in_order(self) -> bool:
+        """Whether the elements follow one another, the last dimension first."""
+        elements = 1
+        for size, step in zip(reversed(self.shape), reversed(self.stride), strict=True):
+            if size != 1 and step != elements:
+                return False
+            elements *= size
+        return True
 
 
 def _description(value: Any) -> _Description | None:

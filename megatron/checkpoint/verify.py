@@ -14,7 +14,8 @@ from torch import Tensor
 
 from megatron.checkpoint import classic, manifest, paths, safe_load, slices, storage
 from megatron.checkpoint.manifest import Manifest, Slice, TensorRecord
-from megatron.checkpoint.storage import FileRecord, Places
+from megatron.checkpoint.seen import ChangedFileError
+from megatron.checkpoint.storage import NO_PLAN, FileRecord, Plan
 from megatron.checkpoint.verify_model import model_problems
 from megatron.distributed.shard import Range
 from megatron.errors import CheckpointError
@@ -55,17 +56,14 @@ def verified_manifest(directory: Path) -> Manifest:
 
 
 def verify_share(
-    directory: Path, record: Manifest, part: int, parts: int, into: Mapping[str, Places] | None = None
+    directory: Path, record: Manifest, part: int, parts: int, plans: Mapping[str, Plan] | None = None
 ) -> None:
     """Hashes one of `parts` equal parts of the step's bytes; raises an error that names the first damaged file.
-    `into`: by file, the places for bytes that are read while they are hashed, in this rank's share or not."""
-    places, share = into or {}, record.blocks_of(part, parts)
-    for name, wanted in places.items():
-        first, (last, memory) = wanted[0][0], wanted[-1]
-        blocks = range(first // storage.BLOCK_BYTES, storage.blocks_in(last + len(memory)))
-        mine = share.get(name, blocks)
-        share[name] = range(min(mine.start, blocks.start), max(mine.stop, blocks.stop))
-    _refuse(_damage(directory, record, share, into=places))
+    `plans`: by file, what else is done with its bytes, in this rank's share or not."""
+    share: dict[str, Sequence[int]] = dict(record.blocks_of(part, parts))
+    for name, plan in (plans or {}).items():
+        share[name] = sorted(plan.blocks().union(share.get(name, ())))
+    _refuse(_damage(directory, record, share, plans=plans))
 
 
 def identity(directory: Path, record: Manifest) -> str:
@@ -157,9 +155,9 @@ def _file(directory: Path, name: str, expected: FileRecord) -> list[Problem]:
 def _damage(
     directory: Path,
     record: Manifest,
-    share: Mapping[str, range],
+    share: Mapping[str, Sequence[int]],
     passed_over: Set[str | None] = frozenset(),
-    into: Mapping[str, Places] | None = None,
+    plans: Mapping[str, Plan] | None = None,
 ) -> list[Problem]:
     """The files with other bytes in these blocks than were written."""
     problems = []
@@ -168,8 +166,11 @@ def _damage(
             continue
         path, expected = paths.member(directory, name), record.files[name].blocks
         try:
-            places = (into or {}).get(name, ())
-            found = storage.hash_blocks(path, blocks, record.hash, torch.get_num_threads(), places)
+            plan = (plans or {}).get(name, NO_PLAN)
+            found = storage.hash_blocks(path, blocks, record.hash, torch.get_num_threads(), plan)
+        except ChangedFileError:
+            problems.append(Problem("corrupt", f"{path} was changed while it was read", name))
+            continue
         except OSError as error:
             problems.append(_unreadable(path, name, error))
             continue
@@ -226,7 +227,13 @@ def stored_problem(record: TensorRecord, piece: Slice, found: Any, held: Range) 
     """`held`: the elements of the slice that this file has."""
     if not isinstance(found, Tensor):
         return "is missing"
-    shape = (held[1] - held[0],) if piece.share else piece.shape
-    if str(found.dtype) != record.dtype or tuple(found.shape) != shape:
-        return f"is {found.dtype} {tuple(found.shape)}, the manifest says {record.dtype} {shape}"
+    return description_problem(record, piece, found.dtype, tuple(found.shape), held)
+
+
+def description_problem(
+    record: TensorRecord, piece: Slice, dtype: torch.dtype, shape: tuple[int, ...], held: Range
+) -> str | None:
+    expected = (held[1] - held[0],) if piece.share else piece.shape
+    if str(dtype) != record.dtype or shape != expected:
+        return f"is {dtype} {shape}, the manifest says {record.dtype} {expected}"
     return None

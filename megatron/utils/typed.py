@@ -5,17 +5,20 @@ from __future__ import annotations
 import dataclasses
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+Read = Callable[[Any, str], Any]
+"""(a value, the name of its place) -> what it describes"""
 
 
 def typed(kind: type[T], value: Any) -> T:
     """The value of type `kind` (say, a dataclass) that `value` describes; a ValueError says what is wrong, where."""
-    made: T = _read(kind, value, kind.__name__.lower() if isinstance(kind, type) else "value")
+    wanted: Any = kind
+    made: T = _reader(wanted)(value, kind.__name__.lower() if isinstance(kind, type) else "value")
     return made
 
 
@@ -32,54 +35,90 @@ def plain(value: Any) -> Any:
     return str(value) if isinstance(value, Path) else value
 
 
-def _read(kind: Any, value: Any, place: str) -> Any:
+@cache
+def _reader(kind: Any) -> Read:
+    """How values of this type are read, found out once: a manifest has thousands of them."""
     if kind is Any:
-        return value
+        return lambda value, place: value
     origin, inner = typing.get_origin(kind), typing.get_args(kind)
     if origin in (types.UnionType, typing.Union):  # of a type and None: there are no others
-        return None if value is None else _read(next(one for one in inner if one is not type(None)), value, place)
+        some = _reader(next(one for one in inner if one is not type(None)))
+        return lambda value, place: None if value is None else some(value, place)
     if dataclasses.is_dataclass(kind):
-        return _read_fields(kind, value, place)
+        return _reader_of_fields(kind)
     if origin is tuple:
-        return _read_tuple(inner, value, place)
+        return _reader_of_tuple(inner)
     if origin is list:
-        _demand(isinstance(value, list), value, "a list", place)
-        return [_read(inner[0], item, place) for item in value]
+        return _reader_of_list(_reader(inner[0]))
     if origin in (Mapping, dict):
-        _demand(isinstance(value, dict), value, "an object", place)
-        return {name: _read(inner[1], item, f"{place}.{name}"[:200]) for name, item in value.items()}
+        return _reader_of_mapping(_reader(inner[1]))
     if kind is Path:
-        _demand(isinstance(value, str), value, "text", place)
-        return Path(value)
-    _demand(type(value) is kind or (kind is float and type(value) is int), value, kind.__name__, place)
-    return value
+        return _read_path
+    return _reader_of_plain(kind)
 
 
-def _read_fields(kind: Any, value: Any, place: str) -> Any:
-    _demand(isinstance(value, dict), value, "an object", place)
-    hints, fields = _hints(kind), {field.name: field for field in dataclasses.fields(kind)}
-    for name, field in fields.items():
-        optional = field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
-        if name not in value and not optional:
-            raise ValueError(f"{place}.{name} is missing")
-    if unknown := sorted(value.keys() - fields.keys()):
-        raise ValueError(f"{place}.{unknown[0][:100]} is not known")
-    return kind(**{name: _read(hints[name], item, f"{place}.{name}") for name, item in value.items()})
+def _reader_of_plain(kind: type) -> Read:
+    def read(value: Any, place: str) -> Any:
+        if type(value) is not kind:
+            _demand(kind is float and type(value) is int, value, kind.__name__, place)
+        return value
+
+    return read
 
 
-def _read_tuple(inner: tuple[Any, ...], value: Any, place: str) -> tuple[Any, ...]:
-    _demand(isinstance(value, list), value, "a list", place)
+def _read_path(value: Any, place: str) -> Path:
+    _demand(isinstance(value, str), value, "text", place)
+    return Path(value)
+
+
+def _reader_of_list(item: Read) -> Read:
+    def read(value: Any, place: str) -> list[Any]:
+        _demand(isinstance(value, list), value, "a list", place)
+        return [item(each, place) for each in value]
+
+    return read
+
+
+def _reader_of_mapping(item: Read) -> Read:
+    def read(value: Any, place: str) -> dict[Any, Any]:
+        _demand(isinstance(value, dict), value, "an object", place)
+        return {name: item(each, f"{place}.{name}"[:200]) for name, each in value.items()}
+
+    return read
+
+
+def _reader_of_fields(kind: Any) -> Read:
+    readers = {name: _reader(hint) for name, hint in typing.get_type_hints(kind).items()}
+    fields = {field.name for field in dataclasses.fields(kind)}
+    missing = (dataclasses.MISSING, dataclasses.MISSING)
+    needed = [field.name for field in dataclasses.fields(kind) if (field.default, field.default_factory) == missing]
+
+    def read(value: Any, place: str) -> Any:
+        _demand(isinstance(value, dict), value, "an object", place)
+        for name in needed:
+            if name not in value:
+                raise ValueError(f"{place}.{name} is missing")
+        if unknown := sorted(value.keys() - fields):
+            raise ValueError(f"{place}.{unknown[0][:100]} is not known")
+        return kind(**{name: readers[name](item, f"{place}.{name}") for name, item in value.items()})
+
+    return read
+
+
+def _reader_of_tuple(inner: tuple[Any, ...]) -> Read:
     if inner[-1] is Ellipsis:
-        return tuple(_read(inner[0], item, place) for item in value)
-    _demand(len(value) == len(inner), value, f"a list of {len(inner)}", place)
-    return tuple(_read(one, item, place) for one, item in zip(inner, value, strict=True))
+        listed = _reader_of_list(_reader(inner[0]))
+        return lambda value, place: tuple(listed(value, place))
+    readers = [_reader(one) for one in inner]
+
+    def read(value: Any, place: str) -> tuple[Any, ...]:
+        _demand(isinstance(value, list), value, "a list", place)
+        _demand(len(value) == len(readers), value, f"a list of {len(readers)}", place)
+        return tuple([one(item, place) for one, item in zip(readers, value, strict=True)])
+
+    return read
 
 
 def _demand(holds: bool, value: Any, wanted: str, place: str) -> None:
     if not holds:
         raise ValueError(f"{place} is {type(value).__name__}, not {wanted}")
-
-
-@cache
-def _hints(kind: Any) -> dict[str, Any]:
-    return typing.get_type_hints(kind)

@@ -157,10 +157,10 @@ def test_planted_a_rank_that_reads_its_share_alone(saved: Path, monkeypatch: pyt
         shares.append(dict(blocks_of(self, part, parts)))
         return blocks_of(self, part, parts)
 
-    def its_own(path: Path, blocks: range, algorithm: str, threads: int, into: Any) -> tuple[str, ...]:
+    def its_own(path: Path, blocks: range, algorithm: str, threads: int, plan: Any) -> tuple[str, ...]:
         mine = next((share for name, share in shares[-1].items() if path.match(name)), range(0))
         found = hash_blocks(path, blocks, algorithm)
-        hash_blocks(path, mine, algorithm, threads, into)
+        hash_blocks(path, mine, algorithm, threads, plan)
         return found
 
     monkeypatch.setattr(Manifest, "blocks_of", noted)

@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from megatron.checkpoint import paths
+from megatron.checkpoint.mapped_bytes import Bytes
 from megatron.checkpoint.pickle_scan import PickleRefused
 from megatron.checkpoint.pickle_values import Made, Name, read_pickle
 from megatron.checkpoint.safe_load import UnsafeFileError
-from megatron.checkpoint.torch_files import Bytes, TorchFile
+from megatron.checkpoint.torch_files import TorchFile
 from megatron.errors import CheckpointError
 
 METADATA = ".metadata"

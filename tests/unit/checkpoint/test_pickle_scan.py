@@ -6,7 +6,9 @@ import pickle
 import random
 import struct
 import zipfile
+from collections import OrderedDict
 from collections.abc import Callable
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import pytest
 import torch
 
 from megatron.checkpoint import safe_load
+from megatron.checkpoint.pickle_opcodes import in_bytes, in_stream
 from megatron.checkpoint.pickle_scan import PickleRefused, scan
 from megatron.errors import CheckpointError
 
@@ -127,3 +130,24 @@ def test_every_instruction_of_pickle_is_followed_or_refused() -> None:
         with pytest.raises(PickleRefused):
             scan(pickle.dumps({"a": [1, (2, b"x")], "b": {3}}, protocol), ())
     scan(pickle.dumps({"a": [1, (2, "x")], "b": {3}, "c": -(2**33), "d": struct.calcsize("q")}, 2), ())
+
+
+@pytest.mark.parametrize("protocol", range(6))
+def test_instructions_are_those_of_pickletools(protocol: int) -> None:
+    """Of whole pickles, of pickles that end too early and of damaged ones: both end in an error, or neither."""
+    draw = random.Random(protocol)
+    content = {"a": [1, 300, 70_000, -1, 2**70, 1.5, None, True, "text \udc80", b"bytes"], ("b",): {"c": "x" * 300}}
+    whole = pickle.dumps([content, content, list(range(600)), OrderedDict(), str(draw.random())], protocol)
+    for _ in range(300):
+        data = bytearray(whole[: draw.choice([len(whole), draw.randrange(len(whole))])])
+        if data and draw.random() < 0.7:
+            data[draw.randrange(len(data))] = draw.randrange(256)
+        both = []
+        for instructions in (in_bytes, lambda data: in_stream(BytesIO(data))):
+            found: list[object] = []
+            try:
+                found.extend(instructions(bytes(data)))
+            except Exception:
+                found.append("an error")
+            both.append(found)
+        assert repr(both[0]) == repr(both[1])
