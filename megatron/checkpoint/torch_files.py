@@ -103,7 +103,7 @@ class TorchFile:
         return content
 
     def is_tensor(self, value: Any) -> bool:
-        return _description(value) is not None
+        return self._description(value) is not None
 
     def shape(self, value: Any) -> tuple[int, ...]:
         """The shape of a value that stands for a tensor; nothing is read."""
@@ -162,13 +162,16 @@ class TorchFile:
         return storage
 
     def _described(self, value: Any) -> _Description:
-        try:
-            found = _description(value)
-        except PickleRefused as error:
-            raise UnsafeFileError(f"{self.path}: {error}") from error
+        found = self._description(value)
         if found is None:
             raise CheckpointError(f"{self.path} has {type(value).__name__} in the place of a tensor")
         return found
+
+    def _description(self, value: Any) -> _Description | None:
+        try:
+            return _description(value)
+        except PickleRefused as error:
+            raise UnsafeFileError(f"{self.path}: {error}") from error
 
 
 @dataclass(frozen=True)

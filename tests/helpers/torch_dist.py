@@ -80,9 +80,11 @@ def write(
     optimizer: str = "",
     common: bool = True,
     step: int = 500,
+    state: Mapping[Any, Any] | None = None,
 ) -> Path:
-    """`optimizer`: empty, `model_space` (in the shape of the weights), `flat` (each part of the grid flattened) or
-    `buckets`. `common`: in a file of its own."""
+    """`optimizer`: empty, `model_space` (in the shape of the weights), `reshardable` (the same, its masters under
+    another name), `flat` (each part of the grid flattened) or `buckets`. `common`: in a file of its own. `state`: what
+    it has of the optimizer besides tensors."""
     folder = directory / f"iter_{step:07d}"
     folder.mkdir(parents=True)
     padded = -(-model.weights[VOCABULARY[0]].shape[0] // (64 * tp)) * 64 * tp
@@ -90,7 +92,8 @@ def write(
     if optimizer == "buckets":
         content["optimizer.distributed.dp_group_idx_0.gbuf_idx_0.bucket_idx_0.exp_avg"] = torch.zeros(9)
     elif optimizer:
-        for theirs, ours in (("exp_avg", "exp_avg"), ("exp_avg_sq", "exp_avg_sq"), ("fp32_param", "master")):
+        master = "param" if optimizer == "reshardable" else "fp32_param"
+        for theirs, ours in (("exp_avg", "exp_avg"), ("exp_avg_sq", "exp_avg_sq"), (master, "master")):
             moments = {name: kinds[ours] for name, kinds in model.moments.items()}
             for key, cut in _tensors(model, moments, tp, stacked, padded):
                 content[f"optimizer.state.{theirs}.{key}"] = _flattened(cut) if optimizer == "flat" else cut
@@ -108,7 +111,7 @@ def write(
         "checkpoint_version": 3.0,
         "iteration": step,
         "opt_param_scheduler": {"max_lr": 1e-3, "num_steps": step * 4},
-        "optimizer": {"optimizer": {"state": {}, "param_groups": [{"step": step - 1, "params": []}]}},
+        "optimizer": state or {"optimizer": {"state": {}, "param_groups": [{"step": step - 1, "params": []}]}},
     }
     if common:
         torch.save(rest, folder / "common.pt")

@@ -24,6 +24,8 @@ from megatron.model.parameters import HEAD_TABLE, QKV, VOCABULARY_TABLES, WORD_T
 _RANK = re.compile(r"mp_rank_(\d{2})(?:_(\d{3}))?(?:_(\d{3}))?")
 _OF_LAYER = re.compile(r"layers\.(\d+)\.")
 _CHUNK = re.compile(r"model(\d*)")
+_HEAD_COPIES = (HEAD_COPY, HEAD_TABLE)
+_ROWS_COMPARED = 64
 _QKV_NAMES = (f"{QKV}.weight", f"{QKV}.bias")
 
 
@@ -171,15 +173,33 @@ class ClassicTree:
             stored = _heads_first(stored, parameter.shape[2], self.version)
         return stored.contiguous()
 
-    def unknown(self, used: set[Place]) -> list[str]:
+    def refuse_another_head(self) -> None:
+        """Of a tied model, the last stage of a pipeline has a copy of the word table, which is not read. A table of its
+        own differs in all rows; some of them are compared."""
+        pp, chunk, _ = self.stages[-1]
+        for tp in range(self.tp):
+            first, last = Coordinates(tp, 0, 0), Coordinates(tp, pp, 0)
+            words = self.files[first].tensor(self.chunks[first][0].tensors[WORD_TABLE])
+            for name in _HEAD_COPIES:
+                stored = self.chunks[last][chunk].tensors.get(name)
+                copy = words if stored is None else self.files[last].tensor(stored)
+                rows = slice(None, None, max(len(words) // _ROWS_COMPARED, 1))
+                if copy.shape != words.shape or (copy[rows] - words[rows]).norm() > 0.5 * words[rows].norm():
+                    raise CheckpointError(
+                        f"{self.directory}: its {name} is not the word table, its args say that it is "
+                        "(untie_embeddings_and_output_weights)"
+                    )
+
+    def unknown(self, used: set[Place], *, tied: bool) -> list[str]:
         """Tensors of the files that belong to no parameter."""
+        copies = _HEAD_COPIES if tied and self.pp > 1 else ()
         names = {(place.at.pp, place.at.ep, place.chunk, place.name) for place in used}
         return [
             name
             for at, chunks in self.chunks.items()
             for chunk in chunks
             for name in chunk.tensors
-            if at.tp == 0 and name not in (HEAD_COPY, HEAD_TABLE) and (at.pp, at.ep, chunk.key, name) not in names
+            if at.tp == 0 and name not in copies and (at.pp, at.ep, chunk.key, name) not in names
             if at.ep == 0 or ".experts." in name
         ]
 

@@ -24,6 +24,7 @@ KINDS = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 _VECTORS = {"param": "master", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 DISTRIBUTED = "distrib_optim.pt"
 _HALF = (torch.float16, torch.bfloat16)
+_SCALER = {"scale", "growth_tracker", "hysteresis_tracker"}
 
 
 @dataclass(frozen=True)
@@ -146,31 +147,45 @@ def _from_vectors(tree: ClassicTree, at: Coordinates) -> Iterator[tuple[tuple[st
 
 
 def extra_state(state: Any, iteration: int, file: TorchFile) -> dict[str, Any]:
-    """The counters of our optimizer: updates made, loss scale."""
-    one = state[0] if isinstance(state, list) and state else state
-    values = one if isinstance(one, dict) else {}
-    inner = values.get("optimizer", values)
-    scaler = plain_values(values.get("grad_scaler")) or {}
-    known = {name: scaler[name] for name in ("scale", "growth_tracker", "hysteresis_tracker") if name in scaler}
+    """The counters of our optimizer: updates made, loss scale. Optimizers in a chain, such as that of the experts, are
+    updated together: the first that has a count has that of all."""
+    chain = _in_chain(state)
+    scalers = (plain_values(one.get("grad_scaler")) or {} for one in chain)
+    scaler = next((each for each in scalers if isinstance(each, dict) and each.keys() >= _SCALER), {})
     return {
-        "step": _steps(inner, iteration, file),
+        "step": _steps(chain, iteration, file),
         "skipped_in_a_row": 0,
-        "loss_scaler": known if len(known) == 3 else {},
+        "loss_scaler": {name: scaler[name] for name in scaler if name in _SCALER},
     }
 
 
-def _steps(inner: Any, iteration: int, file: TorchFile) -> int:
-    """apex counts per group, torch per parameter; without a count, every iteration was an update."""
-    values = inner if isinstance(inner, dict) else {}
-    groups, state = values.get("param_groups"), values.get("state")
-    entries = [*(groups if isinstance(groups, list) else []), *(state.values() if isinstance(state, dict) else [])]
-    for entry in entries:
-        steps = entry.get("step") if isinstance(entry, dict) else None
-        if steps is not None and file.is_tensor(steps) and file.shape(steps) in ((), (1,)):
-            steps = file.tensor(steps).item()
-        if isinstance(steps, (int, float)) and 0 <= steps < 2**53:
-            return int(steps)
+def _in_chain(state: Any) -> list[Mapping[str, Any]]:
+    """A chain is a list, or in the distributed format a dictionary by numbers."""
+    numbered = isinstance(state, dict) and state and all(str(key).isdecimal() for key in state)
+    return [one for one in (_values(state) if numbered else state if isinstance(state, list) else [state])
+            if isinstance(one, dict)]  # fmt: skip
+
+
+def _steps(chain: list[Mapping[str, Any]], iteration: int, file: TorchFile) -> int:
+    """apex counts per group, torch per parameter, the distributed format once; without a count, every iteration was an
+    update."""
+    for one in chain:
+        inner = one.get("optimizer", one)
+        if not isinstance(inner, dict):
+            continue
+        groups, state = inner.get("param_groups"), inner.get("state")
+        counts = [each.get("step") for each in (*_values(groups), *_values(state)) if isinstance(each, dict)]
+        for steps in (*counts, state.get("common_step") if isinstance(state, dict) else None):
+            if steps is not None and file.is_tensor(steps) and file.shape(steps) in ((), (1,)):
+                steps = file.tensor(steps).item()
+            if isinstance(steps, (int, float)) and 0 <= steps < 2**53:
+                return int(steps)
     return iteration
+
+
+def _values(items: Any) -> list[Any]:
+    """Of a list, which the distributed format may keep as a dictionary."""
+    return list(items.values()) if isinstance(items, dict) else items if isinstance(items, list) else []
 
 
 def _stored(tree: ClassicTree, at: Coordinates, where: tuple[str, str]) -> Any:

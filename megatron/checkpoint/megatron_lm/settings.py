@@ -14,7 +14,8 @@ from megatron.config import ModelConfig, MoEConfig
 from megatron.errors import CheckpointError
 
 _NEEDED = ("num_layers", "hidden_size", "num_attention_heads")
-_OLD_NAMES = {"layernorm_epsilon": "norm_epsilon"}
+_OTHER_NAMES = {"layernorm_epsilon": "norm_epsilon", "layernorm_zero_centered_gamma": "apply_layernorm_1p"}
+"""Those of its configuration, which its later versions also give to the args."""
 _NOT_BUILT: Mapping[str, tuple[Any, ...]] = {
     # what changes the function of the model and has no setting here: the values that mean "off"
     "multi_latent_attention": (False, None),
@@ -24,6 +25,20 @@ _NOT_BUILT: Mapping[str, tuple[Any, ...]] = {
     "hybrid_override_pattern": (None,),
     "experimental_attention_variant": (None,),
     "softmax_type": ("vanilla", None),
+    "softmax_scale": (None,),
+    "qk_l2_norm": (False, None),
+    "window_attn_skip_freq": (None,),
+    "rotary_base_per_layer": (None,),
+    "glu_linear_offset": (0, None),
+    "activation_func_clamp_value": (None,),
+    "use_mup": (False, None),
+    "enable_hyper_connections": (False, None),
+    "moe_apply_probs_on_input": (False, None),
+    "moe_expert_rank_capacity_factor": (None,),
+    "moe_mlp_glu_interleave_size": (None,),
+    "moe_shared_expert_glu_interleave_size": (None,),
+    "moe_n_hash_layers": (0, None),
+    "moe_router_topk_limited_devices": (None,),
     "attention_output_gate": (False, None),
     "moe_shared_expert_gate": (False, None),
     "rotary_interleaved": (False, None),
@@ -49,9 +64,7 @@ def read_settings(args: Mapping[str, Any], where: Path) -> dict[str, dict[str, A
     lacking = [name for name in _NEEDED if type(args.get(name)) is not int]
     if lacking:
         raise CheckpointError(f"{where}: its args have no {', '.join(lacking)}: it is not a GPT of Megatron-LM")
-    for name, off in _NOT_BUILT.items():
-        if name in args and args[name] not in off:
-            raise CheckpointError(f"{where}: its args have {name} = {str(args[name])[:60]}, which is not supported")
+    _refuse_what_is_not_built(args, where)
     if args.get("position_embedding_type") == "yarn" and args.get("yarn_rotary_scaling_factor") is None:
         raise CheckpointError(f"{where}: its args have positions of YaRN and no yarn_rotary_scaling_factor")
     model = asdict(model_config(_section(args, ModelConfig) | _attention(args) | _positions(args) | _activation(args)))
@@ -66,9 +79,23 @@ def read_settings(args: Mapping[str, Any], where: Path) -> dict[str, dict[str, A
     }
 
 
+def _refuse_what_is_not_built(args: Mapping[str, Any], where: Path) -> None:
+    for name, off in _NOT_BUILT.items():
+        if name in args and args[name] not in off:
+            raise CheckpointError(f"{where}: its args have {name} = {str(args[name])[:60]}, which is not supported")
+    balancing = args.get("moe_router_load_balancing_type")
+    if "sinkhorn" in (balancing if isinstance(balancing, list) else [balancing]):  # chooses the experts otherwise
+        name = "moe_router_load_balancing_type"
+        raise CheckpointError(f"{where}: its args have {name} = sinkhorn, which is not supported")
+    for name, other in _OTHER_NAMES.items():
+        one, two = args.get(name), args.get(other)
+        if one is not None and two is not None and one != two:
+            raise CheckpointError(f"{where}: its args have {name} = {one} and {other} = {two}, which are one setting")
+
+
 def _section(args: Mapping[str, Any], section: type[ModelConfig | MoEConfig]) -> dict[str, Any]:
     """Their names are those of our fields; what they leave out, or leave at None, is our default."""
-    renamed = {_OLD_NAMES.get(name, name): value for name, value in args.items()}
+    renamed = {_OTHER_NAMES.get(name, name): value for name, value in args.items() if value is not None}
     names = {field.name for field in fields(section)} - set(_WHILE_TRAINING)
     return {name: renamed[name] for name in sorted(names) if renamed.get(name) is not None}
 
@@ -96,8 +123,6 @@ def _positions(args: Mapping[str, Any]) -> dict[str, Any]:
         found["rotary_seq_len_interpolation_factor"] = None
     else:
         found["rotary_seq_len_interpolation_factor"] = float(factor)
-    if "layernorm_epsilon" in args:
-        found["norm_epsilon"] = float(args["layernorm_epsilon"])
     return found
 
 
@@ -159,7 +184,15 @@ def padded_rows(args: Mapping[str, Any]) -> int | None:
 def true_vocabulary(args: Mapping[str, Any], rows: int) -> int:
     """What its args say about a table of so many rows, padding included; all of them if they say nothing."""
     value = args.get("vocab_size")
-    return value if type(value) is int and 0 < value <= rows else rows
+    if type(value) is not int:
+        return rows
+    value += _ids_beside_numbers(args)
+    return value if 0 < value <= rows else rows
+
+
+def _ids_beside_numbers(args: Mapping[str, Any]) -> int:
+    """NullTokenizer has one id more than its --vocab-size, the end of a document, unless that is one of them."""
+    return int(args.get("tokenizer_type") == "NullTokenizer" and args.get("null_tokenizer_eod_id") is None)
 
 
 def their_args(
@@ -192,7 +225,7 @@ def their_args(
         "expert_tensor_parallel_size": tp,
         "virtual_pipeline_model_parallel_size": None,
         "num_experts": None,
-        "vocab_size": vocab_size,
+        "vocab_size": vocab_size - _ids_beside_numbers(others),
     }
     if moe.is_on:
         frequency = moe.expert_layers(config.num_layers)

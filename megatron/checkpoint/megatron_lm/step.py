@@ -111,10 +111,12 @@ def open_classic(directory: Path) -> ForeignStep | None:
     sources: dict[tuple[str, tuple[str, ...]], Callable[[], Tensor]] = {}
     records, places = _weights(tree, wanted, moe, sources)
     used = {place for held in places.values() for place in held.values()}
-    if unknown := tree.unknown(used):
+    if unknown := tree.unknown(used, tied=config.tied):
         raise CheckpointError(
             f"{directory} has tensors that the model of its args does not have: {', '.join(sorted(set(unknown))[:6])}"
         )
+    if config.tied and tree.pp > 1:
+        tree.refuse_another_head()
     optimizer, problem = {}, None
     try:
         optimizer = _optimizer(tree, wanted, records, places, sources)

@@ -21,6 +21,7 @@ from torch import Tensor
 from megatron.checkpoint import paths
 from megatron.checkpoint.architecture import model_config, moe_config
 from megatron.checkpoint.manifest import Slice, TensorRecord
+from megatron.checkpoint.megatron_lm.common import STATE, common_content
 from megatron.checkpoint.megatron_lm.dcp import METADATA, DistDirectory, open_directory
 from megatron.checkpoint.megatron_lm.names import layer_pattern
 from megatron.checkpoint.megatron_lm.settings import read_settings, true_vocabulary
@@ -31,18 +32,16 @@ from megatron.checkpoint.megatron_lm.step import (
     foreign_manifest,
     main_content,
 )
-from megatron.checkpoint.torch_files import TorchFile, plain_values
+from megatron.checkpoint.torch_files import plain_values
 from megatron.errors import CheckpointError
-from megatron.model.parameters import FINAL_NORM, HEAD_TABLE, VOCABULARY_TABLES, WORD_TABLE, Parameter, parameters
+from megatron.model.parameters import FINAL_NORM, VOCABULARY_TABLES, WORD_TABLE, Parameter, parameters
 
 BACKEND = "metadata.json"
-_COMMON = "common.pt"
-_STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(exp_avg_sq|exp_avg|fp32_param)\.(.+)")
 _OF_OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer\..*|chained_\d+\..*")
-_KINDS = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "fp32_param": "master"}
+_KINDS = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "fp32_param": "master", "param": "master"}
+"""The master is `param` in the fully reshardable form."""
 _HALF = (torch.float16, torch.bfloat16)
 _STACKED = "decoder.layers."
-_WANTED_BLOBS = ("args", "iteration", "checkpoint_version", "opt_param_scheduler", "optimizer", "common")
 
 
 @dataclass(frozen=True)
@@ -62,7 +61,7 @@ def is_torch_dist(directory: Path) -> bool:
 def open_torch_dist(directory: Path) -> ForeignStep:
     _check_backend(directory)
     found = open_directory(directory)
-    content, file = _common(found)
+    content, file = common_content(found)
     args = plain_values(content.get("args"))
     args = args if isinstance(args, dict) else {}
     settings = read_settings(args, directory)
@@ -95,40 +94,14 @@ def _check_backend(directory: Path) -> None:
         raise CheckpointError(f"{path} cannot be read ({type(error).__name__})") from error
     if backend != "torch_dist":
         raise CheckpointError(
-            f"{directory} is in the distributed format {str(backend)[:40]}, which is not read; save it with "
+            f"{directory} is in the distributed format {_printable(backend)}, which is not read; save it with "
             "--ckpt-format torch_dist or torch by the program that wrote it"
         )
 
 
-def _common(found: DistDirectory) -> tuple[Mapping[str, Any], TorchFile]:
-    """What is no tensor: a file of its own, or in later versions entries of the metadata."""
-    path = found.directory / _COMMON
-    if path.exists():
-        file = TorchFile.open(paths.member(found.directory, _COMMON))
-        if not isinstance(file.content, dict):
-            raise CheckpointError(f"{path} holds no dictionary: it is no checkpoint of Megatron-LM")
-        return file.content, file
-    content: dict[str, Any] = {}
-    opened: TorchFile | None = None
-    for key, place in found.blobs.items():
-        names = key.partition("/")[0].removeprefix("common.").split(".")
-        if names[0] not in _WANTED_BLOBS or len(names) > 8:
-            continue
-        opened = found.content(place)
-        value = opened.content
-        if "/shard_" in key and isinstance(value, list) and len(value) == 1:
-            value = value[0]
-        if names == ["common"] and isinstance(value, dict):
-            content |= value
-            continue
-        branch = content
-        for name in names[:-1]:
-            inner = branch.setdefault(name, {})
-            branch = inner if isinstance(inner, dict) else {}
-        branch[names[-1]] = value
-    if opened is None:
-        raise CheckpointError(f"{found.directory} has no {_COMMON} and no args in its {METADATA}: it is no GPT")
-    return content, opened
+def _printable(value: Any) -> str:
+    text = str(value)[:40]
+    return text if text.isprintable() else ascii(text)
 
 
 def _layers(found: DistDirectory) -> int:
@@ -240,7 +213,7 @@ def _refuse_unknown(found: DistDirectory, used: set[str]) -> None:
     unknown = [
         key
         for key in found.tensors
-        if key not in used and key != HEAD_TABLE and not _OF_OPTIMIZER.fullmatch(key) and "_extra_state" not in key
+        if key not in used and not _OF_OPTIMIZER.fullmatch(key) and "_extra_state" not in key
         if not key.startswith("rng_state")
     ]
     if unknown:
@@ -257,8 +230,11 @@ def _optimizer(
 ) -> tuple[dict[str, dict[str, TensorRecord]], str | None]:
     state: dict[tuple[str, str], str] = {}
     for key in found.tensors:
-        if match := _STATE.fullmatch(key):
-            state[_KINDS[match[1]], match[2]] = key
+        if match := STATE.fullmatch(key):
+            kind, of = _KINDS[match[1]], match[2]
+            if other := state.get((kind, of)):
+                return {}, _without(f"{found.directory} has the {kind} of {of} twice, as {other} and as {key}")
+            state[kind, of] = key
     if not state:
         flat = [key for key in found.tensors if _OF_OPTIMIZER.fullmatch(key)]
         return {}, _flat_buckets(found, flat[0]) if flat else None

@@ -4,8 +4,10 @@ refused in one line, and nothing in them runs."""
 from __future__ import annotations
 
 import json
+import pickle
 import random
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +44,7 @@ def test_experts(tmp_path: Path, stacked: bool) -> None:
 
 
 @pytest.mark.parametrize("stacked", [True, False])
-@pytest.mark.parametrize("optimizer", ["model_space", "flat"])
+@pytest.mark.parametrize("optimizer", ["model_space", "reshardable", "flat"])
 @pytest.mark.parametrize("settings, moe", [(LLAMA, None), (MIXTRAL, MOE)])
 def test_the_optimizer(
     tmp_path: Path, settings: dict[str, Any], moe: dict[str, Any] | None, optimizer: str, stacked: bool
@@ -82,11 +84,14 @@ def test_conversion(tmp_path: Path) -> None:
     assert all(torch.equal(t, model.moments[n][k]) for n, held in loaded.optimizer.items() for k, t in held.items())
 
 
-@pytest.mark.parametrize("backend", ["torch_dcp", "fsdp_dtensor", "zarr"])
-def test_another_distributed_format_is_refused_by_name(tmp_path: Path, backend: str) -> None:
+@pytest.mark.parametrize(
+    "backend, named",
+    [*((name, name) for name in ("torch_dcp", "fsdp_dtensor", "zarr")), ("two\nlines", r"'two\\nlines'")],
+)
+def test_another_distributed_format_is_refused_by_name(tmp_path: Path, backend: str, named: str) -> None:
     folder = write(tmp_path, make(GPT2))
     (folder / "metadata.json").write_text(json.dumps({"sharded_backend": backend}))
-    with pytest.raises(CheckpointError, match=rf"distributed format {backend}, which is not read"):
+    with pytest.raises(CheckpointError, match=rf"distributed format {named}, which is not read"):
         load(tmp_path, params_of(GPT2), finetune=True)
 
 
@@ -150,3 +155,31 @@ def test_changed_bytes_are_refused_in_one_line_or_read_the_same(tmp_path: Path, 
             assert "\n" not in str(error) and len(str(error)) < 1000
         assert time.monotonic() - before < 60  # one that takes longer hangs
     assert refused > 30
+
+
+def test_two_tensors_for_one_state_are_refused(tmp_path: Path) -> None:
+    """Which of them is meant is not known."""
+    model = with_moments(make(GPT2))
+    folder = write(tmp_path, model, optimizer="model_space")
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    name = "optimizer.state.exp_avg.decoder.final_layernorm.weight"
+    metadata.state_dict_metadata[f"chained_1.{name}"] = metadata.state_dict_metadata[name]
+    for index, place in list(metadata.storage_data.items()):
+        if index.fqn == name:
+            metadata.storage_data[replace(index, fqn=f"chained_1.{name}")] = place
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(
+        CheckpointError, match=rf"has the exp_avg of decoder.final_layernorm.weight twice, as {name} and"
+    ):
+        load(tmp_path, params_of(GPT2))
+
+
+def test_a_malformed_tensor_among_the_counters_is_refused_by_name(tmp_path: Path) -> None:
+    class Negative:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return torch._utils._rebuild_tensor_v2, (None, 0, (-1,), (1,), False, {})
+
+    one = {"optimizer": {"state": {}, "param_groups": [{"params": [], "step": Negative()}]}}
+    folder = write(tmp_path, make(GPT2), state=one)
+    with pytest.raises(CheckpointError, match="has a tensor that is not described as torch does"):
+        open_foreign(folder)
