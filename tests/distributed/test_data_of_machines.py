@@ -70,6 +70,6 @@ def test_a_machine_without_its_data_ends_the_others_too(tmp_path: Path) -> None:
     there = copied(here, tmp_path / "b")
     with open(there / "corpus.bin", "r+b") as tokens:
         tokens.truncate(100)
-    done = train([here, there])
+    done = train([here, there], heartbeat_timeout_seconds=3)
     assert done[1].returncode == 11 and "corpus.bin" in done[1].stderr, done
     assert done[0].returncode == 17 and "rank 1 " in done[0].stderr, done

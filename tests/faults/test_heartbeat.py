@@ -40,7 +40,8 @@ def forward_step(model, batch):
         if how == "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
         if how == "slow":
-            time.sleep(8.0)
+            time.sleep(6.0)
+            print("was slow", file=sys.stderr, flush=True)
         if how == "stuck":
             time.sleep(1000.0)
         if how == "error":
@@ -119,7 +120,7 @@ def started(tmp_path: Path) -> Iterator[list[Ranks]]:
         ranks.end()
 
 
-def arguments(tmp_path: Path, patience: int = 5, **more: object) -> list[str]:
+def arguments(tmp_path: Path, patience: int = 3, **more: object) -> list[str]:
     return flags(
         train_iters=500, save=tmp_path / "ckpt", save_interval=1000, heartbeat_timeout_seconds=patience, **more
     )
@@ -131,8 +132,8 @@ def arguments(tmp_path: Path, patience: int = 5, **more: object) -> list[str]:
 )
 def test_a_lost_rank_is_named(how: str, words: str, whom: int, tmp_path: Path, started: list[Ranks]) -> None:
     """Rank 0 keeps the store through which the ranks talk. What torch's C++ says is decided where it is loaded, so
-    these load it themselves."""
-    ranks = Ranks(tmp_path, 3, how, whom, arguments(tmp_path, global_batch_size=12), fresh=True)
+    those whose collectives fail load it themselves."""
+    ranks = Ranks(tmp_path, 3, how, whom, arguments(tmp_path, global_batch_size=12), fresh=how == "kill")
     started.append(ranks)
     assert ranks.codes(besides=whom) == [17, 17]
     said = ranks.said()
@@ -171,7 +172,7 @@ def test_a_rank_that_skips_a_collective_does_not_stay_unnoticed(tmp_path: Path, 
 def test_a_rank_that_is_alive_and_stuck_is_named_when_the_time_of_a_collective_is_up(
     tmp_path: Path, started: list[Ranks]
 ) -> None:
-    argv = arguments(tmp_path, global_batch_size=12, distributed_timeout_minutes=0.25)
+    argv = arguments(tmp_path, global_batch_size=12, distributed_timeout_minutes=0.15)
     ranks = Ranks(tmp_path, 3, "stuck", 1, argv)
     started.append(ranks)
     assert ranks.codes() == [16, 16, 16]
@@ -181,10 +182,11 @@ def test_a_rank_that_is_alive_and_stuck_is_named_when_the_time_of_a_collective_i
 
 
 def test_a_slow_rank_that_beats_is_left_alone(tmp_path: Path, started: list[Ranks]) -> None:
-    argv = flags(train_iters=3, heartbeat_timeout_seconds=2)
+    argv = flags(train_iters=4, heartbeat_timeout_seconds=2)
     ranks = Ranks(tmp_path, 2, "slow", 1, argv)
     started.append(ranks)
     assert ranks.codes() == [0, 0] and not ranks.said()
+    assert "was slow" in ranks.errors[1].read_text()
 
 
 @pytest.mark.parametrize("whom", [0, 1])

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from megatron.checkpoint import DirectoryLock, manifest
-from tests.helpers.forked import launch_forked
+from tests.helpers.forked import launch_forked, start_forked
 from tests.helpers.runs import REPOSITORY, flags, launch, launch_command, pretrain_here, read_metrics, same_numbers
 
 BOUND = 60.0  # seconds on a loaded machine; what these tests guard against is a wait of minutes, or for ever
@@ -78,7 +78,8 @@ def test_a_rank_that_fails_ends_the_run(tmp_path: Path, script: Path, how: str) 
     save = tmp_path / "ckpt"
     argv = [how, *flags(train_iters=200, num_workers=1, save=save, save_interval=1000, exit_signal_handler=True)]
     started = time.monotonic()
-    done = launch(argv, ranks=2, script=script, timeout=2 * BOUND)
+    run = launch_forked if how == "nan" else launch  # at nan all ranks end by themselves, so no launcher ends them
+    done = run(argv, ranks=2, script=script, timeout=2 * BOUND)
     assert time.monotonic() - started < BOUND
     assert done.returncode != 0
     message, reason, code = FAULTS[how]
@@ -107,7 +108,7 @@ def test_a_usage_error_is_said_once(changes: dict[str, Any], message: str) -> No
 
 
 def test_print_config_is_printed_once() -> None:
-    done = launch([*flags(), "--print-config"], ranks=2)
+    done = launch_forked([*flags(), "--print-config"], ranks=2)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("\nnum_layers ") == 1
 
@@ -118,8 +119,8 @@ PIPELINE = {"pipeline_model_parallel_size": 2, "num_layers": 4}
 @pytest.mark.parametrize(
     ("ranks", "axes", "to", "number"),
     [
-        (2, {}, "worker 1", signal.SIGTERM),
-        (4, PIPELINE, "worker 2", signal.SIGUSR1),
+        (2, {}, "rank 1", signal.SIGTERM),
+        (4, PIPELINE, "rank 2", signal.SIGUSR1),
         (4, PIPELINE, "launcher", signal.SIGTERM),
         (2, {}, "launcher", signal.SIGINT),
     ],
@@ -129,15 +130,21 @@ def test_a_signal_stops_all_ranks_at_one_step_and_the_run_goes_on(
     ranks: int, axes: dict[str, Any], to: str, number: signal.Signals, tmp_path: Path
 ) -> None:
     """With dropout, the resumed run is bit for bit the run that was not stopped. torchrun passes SIGTERM and SIGINT on
-    to all of its workers, and reports a failure whatever they return."""
+    to all of its workers, and reports a failure whatever they return; a rank that gets one has no launcher here."""
     save, whole, pieces = tmp_path / "ckpt", tmp_path / "whole.jsonl", tmp_path / "pieces.jsonl"
     settings = {**axes, "train_iters": None, "train_samples": 8 * 400}
     argv = flags(**settings, exit_signal_handler=True, save=save, save_interval=10**6)
-    process = _training([*argv, "--metrics-jsonl", str(pieces)], ranks)
-    _wait_for(" iteration        3/", process)
-    os.kill(process.pid if to == "launcher" else _workers_of(process.pid)[int(to.split()[1])], number)
-    out, err = process.communicate(timeout=BOUND)
-    assert process.returncode == (1 if to == "launcher" else 0), out + err
+    argv_of_the_first = [*argv, "--metrics-jsonl", str(pieces)]
+    if to == "launcher":
+        process = _training(argv_of_the_first, ranks)
+        _wait_for(" iteration        3/", process)
+        process.send_signal(number)
+        out, err = process.communicate(timeout=BOUND)
+        assert process.returncode == 1, out + err
+    else:
+        _stopped_by_a_signal_to(
+            int(to.split()[1]), number, argv_of_the_first, [tmp_path / str(n) for n in range(ranks)]
+        )
     record = json.loads((save / "exit_reason.json").read_text())
     assert (record["reason"], record["text"]) == ("signal", number.name) and 3 <= record["iteration"] < 400
     assert [path.name for path in save.glob("iter_*")] == [f"iter_{record['iteration']:07d}"]
@@ -146,6 +153,21 @@ def test_a_signal_stops_all_ranks_at_one_step_and_the_run_goes_on(
         done = launch_forked([*again, *more], ranks=ranks)
         assert done.returncode == 0, done.stderr
     assert [same_numbers(r) for r in read_metrics(pieces)] == [same_numbers(r) for r in read_metrics(whole)]
+
+
+def _stopped_by_a_signal_to(rank: int, number: signal.Signals, argv: list[str], places: list[Path]) -> None:
+    ranks = start_forked(argv, REPOSITORY / "pretrain_gpt.py", places)
+    try:
+        deadline = time.monotonic() + BOUND
+        while not any(" iteration        3/" in log.read_text() for log in places[0].parent.glob("*.out")):
+            assert time.monotonic() < deadline, "no third step"
+            time.sleep(0.01)
+        os.kill(ranks[rank].pid, number)
+        assert [each.wait(BOUND) for each in ranks] == [0] * len(ranks)
+    finally:
+        for each in ranks:
+            each.kill()
+            each.wait()
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
