@@ -64,8 +64,12 @@ def _values(seed: int, name: str, runs: Sequence[Run], make: Make) -> Tensor:
             values[place : place + count] = made[position + odd : position + odd + count]
             position += 2 * _pairs(first, count)
 
-    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
-        list(pool.map(fill, _batches(runs)))
+    if len(values) <= _AT_ONCE:  # starting a thread takes longer than the values of a small tensor
+        for batch in _batches(runs):
+            fill(batch)
+    else:
+        with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+            list(pool.map(fill, _batches(runs)))
     return torch.from_numpy(values)
 
 

@@ -118,7 +118,7 @@ class Order:
         """`start` is given gloo's own tensors. What is both sent and received is in `into` alone."""
         self.arrive()
         for tensor in (*into, *out_of):
-            self.check(f"{what} by {_caller()}", [tensor], [])
+            self.check(lambda: f"{what} by {_caller()}", [tensor], [])
         with _disable_current_modes(), torch.no_grad():
             arriving, leaving = (
                 [t.detach().clone(memory_format=torch.contiguous_format) for t in ts] for ts in (into, out_of)
@@ -166,15 +166,17 @@ class Order:
                     if tensor is not None:
                         tensor.copy_(data)
 
-    def check(self, what: str, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
-        """Neither may touch what is in flight, except that what is being sent may be read."""
+    def check(self, what: Callable[[], str], reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
+        """Neither may touch what is in flight, except that what is being sent may be read. `what` says who does it."""
+        if not self.flying:
+            return
+        written = [_Region.of(tensor) for tensor in writes]
+        used = [*(_Region.of(tensor) for tensor in reads), *written]
         for flight in self.flying:
-            for tensor in (*reads, *writes):
-                if any(region.touches(_Region.of(tensor)) for region, _ in flight.into):
-                    raise Unforgiven(f"{what} uses what {flight} still receives: its wait() comes later")
-            for tensor in writes:
-                if any(region.touches(_Region.of(tensor)) for region, _ in flight.out_of):
-                    raise Unforgiven(f"{what} writes to what {flight} still sends: its wait() comes later")
+            if any(region.touches(other) for region, _ in flight.into for other in used):
+                raise Unforgiven(f"{what()} uses what {flight} still receives: its wait() comes later")
+            if any(region.touches(other) for region, _ in flight.out_of for other in written):
+                raise Unforgiven(f"{what()} writes to what {flight} still sends: its wait() comes later")
 
     def end(self) -> None:
         self.arrive()
@@ -204,7 +206,7 @@ class _Watch(TorchDispatchMode):
             for name, value in kwargs.items():
                 (written if name == "out" else read).extend(x for x in tree_leaves(value) if isinstance(x, Tensor))
             if written or read:
-                self._order.check(f"{_caller()}: {func.overloadpacket.__name__}", read, written)
+                self._order.check(lambda: f"{_caller()}: {func.overloadpacket.__name__}", read, written)
         return func(*args, **kwargs)
 
 
@@ -304,7 +306,7 @@ def order_of_operations() -> Iterator[Order]:
 def _in_order(method: Callable[..., Any], order: Order) -> Callable[..., Any]:
     def called(tensor: Tensor, *args: Any, **named: Any) -> Any:
         order.arrive()
-        order.check(f"{_caller()}: {method.__name__}", [tensor], [])
+        order.check(lambda: f"{_caller()}: {method.__name__}", [tensor], [])
         return method(tensor, *args, **named)
 
     return called
