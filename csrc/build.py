@@ -2,6 +2,7 @@
 
     python csrc/build.py                   # megatron/ops/_kernels.so
     python csrc/build.py --emulated DIR    # DIR/_kernels.so: the CUDA kernels, run on the CPU by common/emulator.h
+    python csrc/build.py --ahead           # the objects that need no torch, while it is being installed
 
 setup.py calls it; nothing else ever compiles. Every operation has a folder, and file names say what is built of it:
 
@@ -308,29 +309,36 @@ class Recipe:
 def recipe(cxx: tuple[str, ...], cuda: Cuda | None, *, emulated: bool) -> Recipe:
     units = torch_units(cxx, cuda=cuda is not None, emulated=emulated)
     flags: tuple[str, ...] = ()
-    compilers = outcome([*cxx, "--version"], BuildError).stdout
     if emulated:
         units += cuda_units(emulated_command(cxx), BuildError)
         flags = ("-fsanitize=undefined",)
     else:
-        units += cpu_units(cxx)
+        units += kernel_units(cxx, cuda)
     if cuda is not None:
-        units += cuda_units(nvcc_command(cuda), CudaError)
         flags = (f"-L{cuda.libraries}", "-lcudart_static", "-ldl", "-lrt", "-lpthread")
-        compilers += "\0" + outcome([cuda.nvcc, "--version"], CudaError).stdout
-    return Recipe(cxx, tuple(units), flags, compilers)
+    return Recipe(cxx, tuple(units), flags, versions(cxx, cuda))
 
 
-def compile_all(chosen: Recipe, cache: Path) -> list[Path]:
-    """The objects of a recipe's units, in their order. Says how many have to be compiled, and how many are."""
-    workers, units = os.cpu_count() or 1, chosen.units
-    missing = sum(not unit.object(cache, chosen.compilers).exists() for unit in units)
+def kernel_units(cxx: Sequence[str], cuda: Cuda | None) -> list[Unit]:
+    """The kernels alone, which include nothing of torch."""
+    return cpu_units(cxx) + (cuda_units(nvcc_command(cuda), CudaError) if cuda is not None else [])
+
+
+def versions(cxx: Sequence[str], cuda: Cuda | None) -> str:
+    said = outcome([*cxx, "--version"], BuildError).stdout
+    return said if cuda is None else said + "\0" + outcome([cuda.nvcc, "--version"], CudaError).stdout
+
+
+def compile_all(units: Sequence[Unit], compilers: str, cache: Path) -> list[Path]:
+    """The objects of the units, in their order. Says how many have to be compiled, and how many are."""
+    workers = os.cpu_count() or 1
+    missing = sum(not unit.object(cache, compilers).exists() for unit in units)
     if missing:
         print(f"kernels: compiling {missing} of {len(units)} objects, {workers} at once", flush=True)
     with concurrent.futures.ThreadPoolExecutor(workers) as pool:
         # Those of CUDA take longest: begun last, one of them would keep one core busy at the end.
         longest_first = sorted(units, key=lambda unit: unit.failure is not CudaError)
-        jobs = {unit: pool.submit(compile_unit, unit, cache, chosen.compilers) for unit in longest_first}
+        jobs = {unit: pool.submit(compile_unit, unit, cache, compilers) for unit in longest_first}
         pending = set(jobs.values())
         try:
             while pending:
@@ -347,7 +355,7 @@ def compile_all(chosen: Recipe, cache: Path) -> list[Path]:
 
 def compile_and_link(cxx: tuple[str, ...], cuda: Cuda | None, output: Path, cache: Path, *, emulated: bool) -> None:
     chosen = recipe(cxx, cuda, emulated=emulated)
-    link(cxx, compile_all(chosen, cache), output, chosen.link_flags)
+    link(cxx, compile_all(chosen.units, chosen.compilers, cache), output, chosen.link_flags)
 
 
 def needs_of_cuda(cuda: Cuda) -> dict[str, list[int]]:
@@ -397,6 +405,18 @@ def build(
             return write_record(output, str(error), None)
 
 
+def build_ahead(*, cache: Path = CACHE, lock_seconds: float = LOCK_SECONDS) -> None:
+    """Compiles what a build needs and torch does not have to be there for; whoever else works has the cores first."""
+    os.nice(10)
+    cxx = compiler()
+    with alone(cache, lock_seconds):
+        try:
+            cuda = find_cuda()
+        except CudaError:
+            cuda = None
+        compile_all(kernel_units(cxx, cuda), versions(cxx, cuda), cache)
+
+
 def summary(record: dict[str, object]) -> str:
     """The one line about what was built."""
     reason = record["without_cuda"]
@@ -406,9 +426,13 @@ def summary(record: dict[str, object]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--emulated", type=Path, metavar="DIR", help="the CUDA kernels for the CPU, with sanitizers")
+    parser.add_argument("--ahead", action="store_true", help="only the objects that need no torch; nothing is linked")
     args = parser.parse_args()
     output = OUTPUT if args.emulated is None else args.emulated / OUTPUT.name
     try:
+        if args.ahead:
+            build_ahead()
+            return 0
         record = build(output, emulated=args.emulated is not None)
     except (BuildError, OSError) as error:
         print(f"kernels: not built ({error})", file=sys.stderr)

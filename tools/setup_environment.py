@@ -304,6 +304,26 @@ def build_helpers(venv: Path, marker: dict) -> str:
     return digest.hexdigest()
 
 
+@contextlib.contextmanager
+def kernels_ahead() -> Iterator[None]:
+    """Compiles the kernels beside what is done here: they need no package, and pip keeps one core busy.
+
+    The build that follows waits for it (csrc/build.py has a lock), and says what went wrong.
+    """
+    script = ROOT / "csrc" / "build.py"
+    if not script.is_file() or compiler() is None:
+        yield
+        return
+    command = [sys.executable, str(script), "--ahead"]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=ROOT)
+    try:
+        yield
+    except BaseException:
+        process.terminate()
+        process.wait()
+        raise
+
+
 def compiled_parts() -> bool:
     helpers, kernels = (ROOT / "megatron" / "data").glob("_helpers*.so"), ROOT / "megatron" / "ops" / "_kernels.so"
     return any(helpers) and kernels.is_file()
@@ -339,7 +359,8 @@ def prepare(venv: Path, extras: Sequence[str]) -> None:
         reusable = ready and (marker["python"], marker["found"]) == (sys.executable, repr(torch))
         if made_here and not reusable:
             create_venv(venv, torch)
-        install(venv, extras, torch)
+        with kernels_ahead():
+            install(venv, extras, torch)
         version = torch.version if torch else pinned_torch(venv)
         marker = {"state": "ready", "made_here": made_here, "python": sys.executable, "found": repr(torch), "key": key}
         marker |= {"torch": "found" if torch else "installed here", "torch_version": version, "extras": extras}

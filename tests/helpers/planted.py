@@ -78,7 +78,7 @@ def as_built(emulated: bool) -> tuple[Any, tuple[Path, ...]]:
     except build.BuildError as error:
         pytest.skip(f"no kernels with mistakes: {error}")
     with build.alone(build.CACHE, build.LOCK_SECONDS):
-        return recipe, tuple(build.compile_all(recipe, build.CACHE))
+        return recipe, tuple(build.compile_all(recipe.units, recipe.compilers, build.CACHE))
 
 
 def kernel_sources(folder: str, *, emulated: bool) -> list[Path]:

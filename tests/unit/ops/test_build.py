@@ -106,6 +106,15 @@ def test_only_what_changed_is_compiled_again(sandbox: Sandbox) -> None:
     assert sandbox.compiled() == ["activation/cpu.cpp", "activation/cuda.cu", "activation/torch.cpp", "link"]
 
 
+def test_kernels_are_compiled_before_torch_is_there(sandbox: Sandbox) -> None:
+    assert sandbox.run("-S", "csrc/build.py", "--ahead").startswith("kernels: compiling ")
+    ahead = sandbox.compiled()
+    kernels = [path for path in (sandbox.folder / "csrc").glob("*/c*") if path.suffix in (".cpp", ".cu")]
+    assert {f"{path.parent.name}/{path.name}" for path in kernels} <= set(ahead) and not sandbox.library.exists()
+    assert sandbox.outcome().startswith("kernels: built, with CUDA")
+    assert not set(ahead) & set(sandbox.compiled()), "the build takes what is there"
+
+
 def test_a_build_says_what_it_is_doing(sandbox: Sandbox) -> None:
     (sandbox.tools / "slow").write_text("0.05")
     slowly = "import sys; sys.path.insert(0, 'csrc'); import build; build.SAY_SECONDS = 0.05; build.main()"

@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 import zipfile
 from pathlib import Path
 from types import ModuleType
@@ -246,6 +247,33 @@ def test_an_interrupted_set_up_is_made_again(checkout: Path, tmp_path: Path) -> 
     other = fake_torch(tmp_path / "other", "2.12.0+vendor")
     assert set_up(checkout, python_path=other).returncode == 0
     assert not (half / "kept").exists() and marker(checkout)["torch_version"] == "2.12.0+vendor"
+
+
+BUILD = """
+import pathlib, signal, sys, time
+here = pathlib.Path(__file__).parent
+signal.signal(signal.SIGTERM, lambda *_: sys.exit((here / "stopped").touch()))
+(here / "started").write_text(" ".join(sys.argv[1:]))
+time.sleep(60)
+"""
+
+
+def test_kernels_are_compiled_beside_the_installation(
+    setup_module: ModuleType, checkout: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While pip is at work, a build runs; it ends with an installation that fails."""
+    (checkout / "csrc").mkdir()
+    (checkout / "csrc" / "build.py").write_text(BUILD)
+    started, stopped = checkout / "csrc" / "started", checkout / "csrc" / "stopped"
+    monkeypatch.setattr(setup_module, "ROOT", checkout)
+    monkeypatch.setattr(setup_module, "compiler", lambda: "c++")
+
+    with pytest.raises(setup_module.SetupError, match="no index"), setup_module.kernels_ahead():
+        while not started.exists() or not started.read_text():
+            time.sleep(0.01)
+        assert started.read_text() == "--ahead"
+        raise setup_module.SetupError("no index")
+    assert stopped.exists()
 
 
 def refused(done: subprocess.CompletedProcess[str], *words: str) -> None:
