@@ -30,6 +30,14 @@ LONG = 16384
 SHORTER = 8192
 """With ring attention, whose blocks of scores are many."""
 _BLOCK = 1024  # queries at a time, in ring attention
+_ACROSS_LAYERS = {"zero_stage", "overlap_grad_reduce", "overlap_param_gather", "recompute_granularity", "cuda_graphs"}
+"""Settings with which something passes from layer to layer, or begins in one and ends in another."""
+_CUTS = {
+    *("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank", "moe_layer_freq"),
+    *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
+    *("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
+}
+"""Settings that say what each of a number of layers is, or where it is."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +68,7 @@ def settings(family: dict[str, Any], axes: dict[str, Any], ranks: int, micro_bat
     model_parallel = pp * axes.get("tensor_model_parallel_size", 1) * axes.get("context_parallel_size", 1)
     ring = axes.get("context_parallel_size", 1) > 1 and axes.get("cp_comm_type", "p2p") == "p2p"
     seq = SHORTER if ring else LONG
-    few = {"num_layers": 1 if ring else 2} if pp == 1 and "moe_layer_freq" not in family else {}
+    few = few_layers({*family, *axes}, pp, ring)
     if "moe_ffn_hidden_size" in family:
         few["moe_ffn_hidden_size"] = 48  # the grouped product takes it, split over two ranks as well
     return {
@@ -75,6 +83,16 @@ def settings(family: dict[str, Any], axes: dict[str, Any], ranks: int, micro_bat
         "micro_batch_size": 1,
         "global_batch_size": ranks // model_parallel * max(1 if ring or "num_experts" in family else micro_batches, pp),
     }
+
+
+def few_layers(names: set[str], pp: int, ring: bool) -> dict[str, Any]:
+    """One layer on each stage: the next does the same. Two where something passes between them; as many as the suite
+    has where it says what each is."""
+    if names & _CUTS:
+        return {}
+    if (ring and pp == 1) or not names & _ACROSS_LAYERS:
+        return {"num_layers": pp}
+    return {"num_layers": 2} if pp == 1 else {}
 
 
 @cache

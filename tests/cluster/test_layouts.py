@@ -12,10 +12,16 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.config import parse_args
+from megatron.config import RunConfig, parse_args
 from megatron.optimizer import Optimizer
 from megatron.training.order.classes import difference, representative
-from megatron.training.order.cluster import ClusterRecording, record_cluster, record_runs
+from megatron.training.order.cluster import (
+    ClusterRecording,
+    by_one_process,
+    record_cluster,
+    record_runs,
+    save_by_one_process,
+)
 from megatron.training.order.waits import play
 from tests.equivalence import (
     test_context_parallel,
@@ -72,34 +78,62 @@ def recorded(ranks: int, **settings: Any) -> ClusterRecording:
     return record_cluster(parse_args(flags(**{**EVERYTHING, **settings, **TWO_STEPS})), ranks, pretrain_gpt())
 
 
-def runs(ranks: int, copies: list[int] | None = None, **settings: Any) -> dict[str, ClusterRecording]:
+class Saved:
+    """The checkpoints that runs go on from, each saved once for all layouts of the same training."""
+
+    def __init__(self, parent: Path) -> None:
+        self._parent = parent
+        self._folders: list[tuple[RunConfig, Path]] = []
+
+    def before(self, config: RunConfig) -> Path:
+        one = by_one_process(config)
+        for known, folder in self._folders:
+            if known == one:
+                return folder
+        folder = self._parent / str(len(self._folders))
+        save_by_one_process(config, folder, pretrain_gpt())
+        self._folders.append((one, folder))
+        return folder
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    return Saved(tmp_path_factory.mktemp("saved"))
+
+
+def runs(
+    ranks: int, copies: list[int] | None = None, saved: Saved | None = None, **settings: Any
+) -> dict[str, ClusterRecording]:
     """A new run, and one that goes on."""
     torch.set_num_threads(1)
     config = parse_args(flags(**{**EVERYTHING, **settings, **TWO_STEPS}))
+    before = None if saved is None else saved.before(config)
     with TemporaryDirectory() as folder:
-        return record_runs(config, ranks, pretrain_gpt(), Path(folder), copies=copies)
+        return record_runs(config, ranks, pretrain_gpt(), Path(folder), before=before, copies=copies)
 
 
-def findings(ranks: int, **settings: Any) -> list[str]:
-    return [f"{name}: {line}" for name, run in runs(ranks, **settings).items() for line in run.findings()]
+def findings(ranks: int, saved: Saved | None = None, **settings: Any) -> list[str]:
+    found = runs(ranks, saved=saved, **settings)
+    return [f"{name}: {line}" for name, run in found.items() for line in run.findings()]
 
 
 @pytest.mark.parametrize("suite", SUITES, ids=lambda suite: suite.__name__.rpartition(".")[2])
-def test_no_layout_of_the_equivalence_suite_hangs(suite: Any) -> None:
+def test_no_layout_of_the_equivalence_suite_hangs(suite: Any, saved: Saved) -> None:
     found = {
-        str(axes): findings(ranks, **few_batches(ranks, {**family, **axes})) for ranks, family, axes in cases(suite)
+        str(axes): findings(ranks, saved, **few_batches(ranks, {**family, **axes}))
+        for ranks, family, axes in cases(suite)
     }
     assert {name: lines for name, lines in found.items() if lines} == {}
 
 
-def test_no_layout_of_muon_hangs() -> None:
+def test_no_layout_of_muon_hangs(saved: Saved) -> None:
     """All ranks are played: the replica that computes a matrix sends it to its own ranks, so replicas differ."""
     found = {}
     for ranks, some in test_optimizers.CASES.items():
         for settings in ({**family, **axes} for family, axes in some if family["optimizer"] == "muon"):
             layout = parse_args(flags(**settings)).parallel.layout(ranks)
             the_rest = [rank for rank in range(ranks) if representative(layout, rank) != rank]
-            for name, run in runs(ranks, the_rest, **few_batches(ranks, settings)).items():
+            for name, run in runs(ranks, the_rest, saved, **few_batches(ranks, settings)).items():
                 stuck = play({**run.programs, **run.copies}).stuck
                 found[f"{name} of {ranks} ranks: {settings}"] = [*run.findings(), *stuck]
     assert {name: lines for name, lines in found.items() if lines} == {}
@@ -121,8 +155,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-def test_no_variant_of_a_run_hangs() -> None:
-    found = {name: findings(4, **few_batches(4, settings)) for name, settings in VARIANTS.items()}
+def test_no_variant_of_a_run_hangs(saved: Saved) -> None:
+    found = {name: findings(4, saved, **few_batches(4, settings)) for name, settings in VARIANTS.items()}
     assert {name: lines for name, lines in found.items() if lines} == {}
 
 

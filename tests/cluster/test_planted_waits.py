@@ -80,7 +80,9 @@ def makes_a_square(x: Tensor) -> Tensor:
 
 
 def test_a_planted_square_is_found() -> None:
-    result = watched(Case(2, 1, tuple(TENSORS)), lambda parts: in_every_layer(parts, makes_a_square))
+    """One in each of two layers, for each of two micro-batches."""
+    argv = tuple(flags(**{**settings(GPT2, layout(tp=2), 2), "num_layers": 2}))
+    result = watched(Case(2, 1, argv), lambda parts: in_every_layer(parts, makes_a_square))
     assert result.squares == {"tests/cluster/test_planted_waits.py:makes_a_square": 4} and not same_places(result)
 
 

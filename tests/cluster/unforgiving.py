@@ -156,6 +156,8 @@ class Order:
         """Before an operation that comes after waits: their data is there."""
         if self.mistakes:
             raise Unforgiven(self.mistakes[0])
+        if not self.arriving:
+            return
         flights, self.arriving = self.arriving, []
         with _disable_current_modes(), torch.no_grad():
             for flight in flights:

@@ -72,13 +72,16 @@ def record_runs(
     script: ModuleType,
     folder: Path,
     *,
+    before: Path | None = None,
     copies: Sequence[int] | None = None,
     report: Report = lambda: None,
 ) -> dict[str, ClusterRecording]:
     """The two runs that a training is made of, whether or not the settings ask for both: one from its start over its
-    steps, evaluations and a save to its stop, and one that goes on from a checkpoint. `folder` is for the files."""
-    before = folder / "before"
-    _save_by_one_process(config, before, script)
+    steps, evaluations and a save to its stop, and one that goes on from a checkpoint. `folder` is for the files.
+    `before`: where `save_by_one_process` saved that checkpoint; unset, it is saved here."""
+    if before is None:
+        before = folder / "before"
+        save_by_one_process(config, before, script)
     asked = replace(config.checkpoint, save_interval=None, ckpt_step=None, exit_on_missing_checkpoint=False)
     new = replace(asked, save=str(folder / "new"), load=None, finetune=False, load_optim=True, load_rng=True)
     resumed = replace(asked, save=None, load=str(before), save_optim=True, save_rng=True, async_save=False)
@@ -96,9 +99,14 @@ def copies_of(config: RunConfig, world_size: int) -> list[int]:
     return others(config.parallel.layout(world_size), divided=whole_groups)
 
 
-def _save_by_one_process(config: RunConfig, folder: Path, script: ModuleType) -> None:
+def by_one_process(config: RunConfig) -> RunConfig:
+    """All that decides what `save_by_one_process` saves."""
+    return replace(alone(config), checkpoint=CheckpointConfig())
+
+
+def save_by_one_process(config: RunConfig, folder: Path, script: ModuleType) -> None:
     """The checkpoint that the resumed run goes on from: every layout loads it."""
-    config = replace(alone(config), checkpoint=CheckpointConfig(save=str(folder)))
+    config = replace(by_one_process(config), checkpoint=CheckpointConfig(save=str(folder)))
     assert config.training.global_batch_size is not None
     run = build_run(config, LaunchInfo(), device=_CPU, log=RankLog(0, io.StringIO()), needs_data=False)
     providers = script.datasets_provider, script.model_provider, script.forward_step
