@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import fcntl
 import hashlib
+import html
 import importlib.metadata
 import importlib.util
 import json
@@ -30,6 +31,7 @@ from tools.lock_requirements import NoChecksumError, hashed_lines, of_other_vers
 ROOT = Path(__file__).resolve().parent.parent
 MARKER = "megatron-setup.json"  # inside the virtual environment: what it was made from
 LOCK = "constraints.lock"
+REPORT = "report.json"  # inside the virtual environment: what pip chose, and where it found it
 OLDEST_TORCH = (2, 10)
 PYTHONS = ((3, 11), (3, 13))
 
@@ -219,8 +221,7 @@ def install(venv: Path, extras: Sequence[str], torch: Torch | None) -> None:
     say(f"installing {len(requirements)} requirements into {venv} (the first time takes some minutes)")
     locked = choose(venv, requirements, constraints)
     if locked:
-        file = write_lines(venv / "locked.txt", locked)
-        run_pip(venv, ["--no-deps", "--no-compile", "--require-hashes", "-r", str(file)])
+        install_locked(venv, locked)
         compile_packages(venv)
     check = "import torch, numpy, tokenizers, transformers, yaml; print(torch.__version__)"
     imported = subprocess.run([str(python), "-c", check], capture_output=True, text=True, check=False)
@@ -234,7 +235,7 @@ def install(venv: Path, extras: Sequence[str], torch: Torch | None) -> None:
 
 def choose(venv: Path, requirements: Sequence[str], constraints: Sequence[str]) -> list[str]:
     """What is missing in the environment, each with its checksums. pip chooses, and nothing is installed or built."""
-    lock, report = read_lock((ROOT / LOCK).read_text(encoding="utf-8")), venv / "report.json"
+    lock, report = read_lock((ROOT / LOCK).read_text(encoding="utf-8")), venv / REPORT
     options = ["--dry-run", "--report", str(report), "-r", str(write_lines(venv / "requirements.txt", requirements))]
     pins = list(constraints)
     for _ in range(2):
@@ -250,13 +251,27 @@ def choose(venv: Path, requirements: Sequence[str], constraints: Sequence[str]) 
         raise SetupError(str(error)) from None
 
 
+def install_locked(venv: Path, locked: Sequence[str]) -> None:
+    """Installs these checksums, from where pip found the files: to search the index once more takes as long again."""
+    options = ["--no-deps", "--no-compile", "--require-hashes", "-r", str(write_lines(venv / "locked.txt", locked))]
+    report = json.loads((venv / REPORT).read_text(encoding="utf-8"))
+    links = [f'<a href="{html.escape(item["download_info"]["url"])}"></a>' for item in report["install"]]
+    page = write_lines(venv / "chosen.html", links)
+    if not pip_succeeds(venv, ["--no-index", "--find-links", str(page), *options]):
+        run_pip(venv, options)  # an index with a password, which pip leaves out of its report
+
+
 def run_pip(venv: Path, options: Sequence[str]) -> None:
+    if not pip_succeeds(venv, options):
+        log = venv / "setup.log"
+        raise SetupError(f"pip could not install the requirements, see the end of {log}; then run this again")
+
+
+def pip_succeeds(venv: Path, options: Sequence[str]) -> bool:
     """Wheels only: to read what a source archive needs, pip would run it."""
     command = [*pip_command(venv / "bin" / "python"), "install", "--disable-pip-version-check", "--no-input"]
-    log = venv / "setup.log"
     shown = r"Downloading|Processing|Building|Installing|ERROR"
-    if not run_logged([*command, "--only-binary", ":all:", *options], log, shown):
-        raise SetupError(f"pip could not install the requirements, see the end of {log}; then run this again")
+    return run_logged([*command, "--only-binary", ":all:", *options], venv / "setup.log", shown)
 
 
 def compile_packages(venv: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -205,8 +206,24 @@ def test_a_file_that_is_not_the_locked_one_is_not_installed(
     assert not list((checkout / ".venv").glob("lib/python3*/site-packages/megatron_anywhere_tiny.py"))
     assert wheel(index, "value = 1") == right
     assert set_up(checkout, python_path=vendor).returncode == 0
+    commands = re.findall(r"^\$ (.*--require-hashes.*)", (checkout / ".venv" / "setup.log").read_text(), re.MULTILINE)
+    assert len(commands) == 1 and "--no-index" in commands[0], "the index is not searched twice"
     (installed,) = (checkout / ".venv").glob("lib/python3*/site-packages/megatron_anywhere_tiny.py")
     assert list(installed.parent.glob("__pycache__/megatron_anywhere_tiny.*.pyc")), "what is installed is compiled"
+
+
+@pytest.mark.parametrize(("answers", "searched"), [([True], [False]), ([False, True], [False, True])])
+def test_the_index_is_searched_again_only_where_its_links_fail(
+    setup_module: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answers: list[bool], searched: list[bool]
+) -> None:
+    calls, left = [], list(answers)
+    monkeypatch.setattr(setup_module, "pip_succeeds", lambda venv, options: calls.append(list(options)) or left.pop(0))
+    url = "https://index/a-1.0%2Bcpu.whl?x=1&y=2"
+    (tmp_path / "report.json").write_text(json.dumps({"install": [{"download_info": {"url": url}}]}))
+    setup_module.install_locked(tmp_path, ["a==1.0 --hash=sha256:b"])
+    assert ["--no-index" not in options for options in calls] == searched
+    assert all({"--require-hashes", "--no-deps", str(tmp_path / "locked.txt")} <= set(options) for options in calls)
+    assert (tmp_path / "chosen.html").read_text() == f'<a href="{url.replace("&", "&amp;")}"></a>\n'
 
 
 # ---------------------------------------------------------------- the whole, as quickstart.sh calls it
