@@ -60,9 +60,6 @@ class PlacedReader(StepReader):
                 pass  # then for torch's own loader
         return super().value(name, *key)
 
-    def main_value(self, *key: str) -> Any:
-        return self.value(self.main_name(), *key)
-
 
 class _Taken:
     """Intervals that do not overlap."""

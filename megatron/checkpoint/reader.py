@@ -103,7 +103,7 @@ class StepReader:
         return self.file(self.main_name())
 
     def main_value(self, *key: str) -> Any:
-        return classic.lookup(self.main_file(), key)
+        return self.value(self.main_name(), *key)
 
     def main_name(self) -> str:
         """The first rank's file, which holds everything that is not split."""
@@ -124,6 +124,9 @@ class PlannedReader(StepReader):
     def file(self, name: str) -> Any:
         self.names.add(name)
         return _Nothing()
+
+    def value(self, name: str, *key: str) -> Any:
+        return self.file(name)
 
     def elements(self, spec: ShardSpec, record: TensorRecord, piece: Slice, held: Range) -> Tensor:
         self.names |= {file for file, _ in self.manifest.places(piece, held)}
