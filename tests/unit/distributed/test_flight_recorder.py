@@ -14,7 +14,7 @@ flight_recorder.switch_on()
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 for size in range(1, 9):
     dist.all_reduce(torch.ones(size))
-dist.destroy_process_group()  # which waits for gloo's thread: it notes the end of a collective after the caller has gone on
+dist.destroy_process_group()  # waits for gloo's thread, which may note an end after the caller has gone on
 print(*flight_recorder.last_entries(count=2), sep="\\n")
 """
 
