@@ -74,7 +74,7 @@ def cut_vocabulary(record: TensorRecord, rows: int) -> TensorRecord:
 
 @dataclass
 class ClassicReader(StepReader):
-    """Reads the slices out of the ranks' files."""
+    """Reads the slices out of the ranks' files. `main`: what a file of ours has besides its tensors."""
 
     directory: Path
     manifest: Manifest
@@ -85,7 +85,10 @@ class ClassicReader(StepReader):
     def elements(self, spec: ShardSpec, record: TensorRecord, piece: Slice, held: Range) -> Tensor:
         return self.sources[piece.file, piece.key]().reshape(-1)[held[0] : held[1]]
 
-    def main_file(self) -> Mapping[str, Any]:
+    def main_name(self) -> str:
+        return paths.MODEL_FILE
+
+    def file(self, name: str) -> Mapping[str, Any]:
         return self.main
 
     def main_value(self, *key: str) -> Any:
