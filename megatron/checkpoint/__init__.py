@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     from megatron.checkpoint.architecture import check_architecture, model_config
     from megatron.checkpoint.background import Background
     from megatron.checkpoint.determinism import determinism_fingerprint
-    from megatron.checkpoint.load import FoundStep, find_checkpoint, load_checkpoint
+    from megatron.checkpoint.found_step import FoundStep, find_checkpoint
+    from megatron.checkpoint.load import load_checkpoint
     from megatron.checkpoint.lock import DirectoryLock
     from megatron.checkpoint.non_persistent import NonPersistent
     from megatron.checkpoint.reader import StepReader
@@ -53,8 +54,8 @@ _LAZY = {
     "model_config": "megatron.checkpoint.architecture",
     "Background": "megatron.checkpoint.background",
     "determinism_fingerprint": "megatron.checkpoint.determinism",
-    "FoundStep": "megatron.checkpoint.load",
-    "find_checkpoint": "megatron.checkpoint.load",
+    "FoundStep": "megatron.checkpoint.found_step",
+    "find_checkpoint": "megatron.checkpoint.found_step",
     "load_checkpoint": "megatron.checkpoint.load",
     "DirectoryLock": "megatron.checkpoint.lock",
     "StepReader": "megatron.checkpoint.reader",

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron.checkpoint.architecture import model_config, moe_config
-from megatron.checkpoint.load import FoundStep
+from megatron.checkpoint.found_step import FoundStep
 from megatron.checkpoint.reader import StepReader
 from megatron.errors import CheckpointError
 from megatron.model import GPT

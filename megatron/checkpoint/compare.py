@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.load import FoundStep, find_checkpoint
+from megatron.checkpoint.found_step import FoundStep, find_checkpoint
 from megatron.checkpoint.manifest import TensorRecord
 from megatron.checkpoint.paths import MANIFEST, step_of
 from megatron.distributed.state import ParallelState

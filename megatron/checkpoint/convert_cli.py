@@ -16,7 +16,7 @@ from megatron.utils.foreign import hub_hint, is_hugging_face
 from megatron.utils.progress import ByteProgress
 
 if TYPE_CHECKING:
-    from megatron.checkpoint.load import FoundStep
+    from megatron.checkpoint.found_step import FoundStep
     from megatron.checkpoint.megatron_lm.write import Target
 
 

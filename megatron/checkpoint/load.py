@@ -1,22 +1,20 @@
-"""Loading: chooses a step, verifies it, refuses what does not fit, and copies the slices that this rank holds."""
+"""Loading: refuses what does not fit, and copies the slices that this rank holds."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from megatron.checkpoint import determinism, paths
-from megatron.checkpoint.all_ranks import run_on_all, run_on_first
+from megatron.checkpoint import determinism
+from megatron.checkpoint.all_ranks import run_on_all
 from megatron.checkpoint.architecture import check_architecture
-from megatron.checkpoint.find import Candidates, find_candidates
+from megatron.checkpoint.found_step import FoundStep, Log, say_nothing, verify_together
 from megatron.checkpoint.manifest import Manifest
-from megatron.checkpoint.megatron_lm import ForeignStep, open_foreign
 from megatron.checkpoint.placed import Own, PlacedReader, Placing
 from megatron.checkpoint.reader import PlannedReader, StepReader
 from megatron.checkpoint.state import (
@@ -32,137 +30,10 @@ from megatron.checkpoint.state import (
     writes,
 )
 from megatron.checkpoint.storage import Plan
-from megatron.checkpoint.verify import DamagedCheckpointError, identity, verified_manifest, verify_share
 from megatron.config import ModelConfig, MoEConfig
-from megatron.distributed.messages import all_gather_json
-from megatron.distributed.state import Axis, ParallelState
+from megatron.distributed.state import ParallelState
 from megatron.errors import CheckpointError
 from megatron.model.parameters import WORD_TABLE
-
-Log = Callable[[str], object]
-AtHand = Callable[[Collection[str]], AbstractContextManager[Path]]
-"""The files that this rank needs -> the directory with them. All ranks call it."""
-Newer = Callable[[int | None, Log], "FoundStep | None"]
-"""A step, or None for a start at iteration 0 -> a newer step of the same run. All ranks call it."""
-
-
-@dataclass(frozen=True)
-class FoundStep:
-    """A verified step of which only the manifest has been read."""
-
-    directory: Path
-    manifest: Manifest
-    release: bool
-    foreign: ForeignStep | None = None
-    """If Megatron-LM wrote it: then the manifest is made from its files."""
-    save: Path | None = None
-    """For a non-persistent step: the save directory of its run."""
-    at_hand: AtHand | None = None
-    """For a local step, whose files are on several machines."""
-    unhashed: bool = False
-    """Its sizes alone have been compared: the load hashes what it reads, and raises a DamagedCheckpointError."""
-
-    def reader(self, directory: Path | None = None) -> StepReader:
-        """`directory`: with the files, if they have been brought together there."""
-        return StepReader(directory or self.directory, self.manifest) if self.foreign is None else self.foreign.reader
-
-    def in_save_directory(self) -> dict[Path, int]:
-        """The step of the save directory that a run resumes from."""
-        line = self.manifest.line
-        step = self.manifest.step if line is None else line.base
-        return {} if step is None else {self.saved_by.resolve(): step}
-
-    @property
-    def saved_by(self) -> Path:
-        """The save directory of the run that saved it."""
-        return self.directory.parent if self.save is None else self.save
-
-    def with_vocabulary(self, rows: int) -> FoundStep:
-        """The step with its vocabulary tables cut to `rows` rows: Megatron-LM saves them with their padding."""
-        if self.foreign is None:
-            return self
-        foreign = self.foreign.with_vocabulary(rows)
-        return replace(self, manifest=foreign.manifest, foreign=foreign)
-
-    @property
-    def tokenizer(self) -> Path | None:
-        folder = self.directory / paths.TOKENIZER
-        return folder if folder.is_dir() else None
-
-    def saved_settings(self) -> dict[str, dict[str, Any]]:
-        """The saved configuration, with the vocabulary size of the saved table: a tokenizer may have fewer entries."""
-        settings = {section: dict(values) for section, values in self.manifest.config.items()}
-        words, tokenizer = self.manifest.model.get(WORD_TABLE), settings.setdefault("tokenizer", {})
-        if words is not None and tokenizer.get("vocab_size") is None:
-            tokenizer["vocab_size"] = words.logical_shape[0]
-        return settings
-
-
-def find_checkpoint(
-    directory: Path,
-    *,
-    parallel: ParallelState,
-    step: int | None = None,
-    save_dir: Path | None = None,
-    strict: bool = False,
-    check_hashes: bool = True,
-    hash_later: bool = False,
-    history: RunHistory | None = None,
-    log: Log = print,
-    newer: Newer | None = None,
-) -> FoundStep | None:
-    """The step that --load takes, verified on every rank; None is a fresh start, which is logged. A `newer` one is
-    taken instead if it goes on from that step. `hash_later`: the load verifies the checksums, which reads the files
-    once; then what it raises takes the place of an older step.
-
-    All ranks call it; `log` is called on the first one only.
-    """
-    say = log if parallel.world.rank == 0 else _say_nothing
-    candidates = run_on_first(
-        lambda: find_candidates(directory, save_dir=save_dir, step=step, strict=strict), parallel.world, Candidates
-    )
-    if newer is not None and (found := newer(candidates.first_step, say)) is not None:
-        return found
-    if not candidates.directories:
-        say(f"--load {directory} is also --save and holds no checkpoint: a fresh start")
-        return None
-    if candidates.warning:
-        say(f"warning: {candidates.warning}")
-    for candidate in candidates.directories:
-        try:
-            foreign = run_on_all(partial(open_foreign, candidate), parallel.world)
-            if foreign is not None:
-                say(f"warning: {candidate} was written by Megatron-LM without checksums: what was damaged is not seen")
-                return FoundStep(candidate, foreign.manifest, candidates.release, foreign)
-            record = run_on_all(partial(verified_manifest, candidate), parallel.world)
-            if check_hashes and not hash_later:
-                verify_together(candidate, record, parallel.world)
-        except DamagedCheckpointError as error:
-            if candidate == candidates.directories[-1]:
-                raise CheckpointError(f"{error}; {candidates.if_damaged}") from error
-            say(f"warning: {error}")
-            say(f"warning: {candidate} is damaged: FALLING BACK to an older step; the next save renames it to "
-                f"{paths.BAD}{candidate.name}")  # fmt: skip
-            number = paths.step_of(candidate.name)
-            if history is not None and number is not None:
-                history.bad_steps(directory).add(number)
-            continue
-        if not check_hashes:
-            say(f"warning: --skip-hash: the checksums of {candidate} were not verified")
-        return FoundStep(candidate, record, candidates.release, unhashed=check_hashes and hash_later)
-    raise AssertionError("find_candidates gave no candidate and no fresh start")
-
-
-def verify_together(directory: Path, record: Manifest, world: Axis, plans: Mapping[str, Plan] | None = None) -> None:
-    """Ranks that see the same files hash a share of them each, and the verdict of one is that of all. A copy that only
-    the ranks of one machine see is hashed by them. `plans`: see `verify_share`."""
-    copies = all_gather_json(run_on_all(partial(identity, directory, record), world), world, str)
-    sharing = [rank for rank, copy in enumerate(copies) if copy == copies[world.rank]]
-    run_on_all(partial(verify_share, directory, record, sharing.index(world.rank), len(sharing), plans), world)
-
-
-def _say_nothing(text: str) -> None:
-    """Only the first rank logs."""
 
 
 def load_checkpoint(
@@ -190,7 +61,7 @@ def load_checkpoint(
     `finetune` takes the weights alone and starts at iteration 0. `fingerprint` is this run's (`determinism.py`);
     a `deterministic` run goes on with the kernels that it began with, or not at all.
     """
-    say = log if parallel.world.rank == 0 else _say_nothing
+    say = log if parallel.world.rank == 0 else say_nothing
     if WORD_TABLE in params:
         found = found.with_vocabulary(params[WORD_TABLE][0].logical_shape[0])
     load = _Load(found, params, take, held, parallel, finetune or found.release, load_optim, load_rng, say)
@@ -302,7 +173,7 @@ class _Load:
 
     def files_needed(self) -> set[str]:
         """The files that `read` would open, found by a dry run of it."""
-        reader, quiet = PlannedReader(self.found.directory, self.found.manifest), replace(self, say=_say_nothing)
+        reader, quiet = PlannedReader(self.found.directory, self.found.manifest), replace(self, say=say_nothing)
         with torch.device("meta"):
             replace(quiet, take=lambda name, tensor: None).read(reader)
         return reader.names

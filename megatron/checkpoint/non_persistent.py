@@ -14,8 +14,8 @@ from typing import Any
 
 from megatron.checkpoint import manifest, paths, retention
 from megatron.checkpoint.all_ranks import do_on_first, run_on_all, run_on_first
+from megatron.checkpoint.found_step import FoundStep, Log, verify_together
 from megatron.checkpoint.lineage import Line, name_of, named
-from megatron.checkpoint.load import FoundStep, Log, verify_together
 from megatron.checkpoint.save import Save, held_lock, hold_directory
 from megatron.checkpoint.state import RunHistory, TrainState
 from megatron.checkpoint.storage import storage_errors, storage_message

@@ -1,5 +1,5 @@
 """Tensors and plain values of files that `torch.save` wrote, without torch's loader: what a file of another program
-names is neither imported nor called (`pickle_values.py`), and tensors are views of the mapped file.
+names is neither imported nor called (`pickle_reader.py`), and tensors are views of the mapped file.
 
 Read are torch's zip files, also within a larger file as the distributed format has them, and its format before 1.6.
 """
@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from megatron.checkpoint.mapped_bytes import Bytes, Reads
+from megatron.checkpoint.pickle_reader import read_next, read_with_names
 from megatron.checkpoint.pickle_scan import PLAIN, PickleRefused
-from megatron.checkpoint.pickle_values import Made, Name, Persistent, read_next, read_with_names
+from megatron.checkpoint.pickle_values import Made, Name, Persistent
 from megatron.checkpoint.safe_load import UnsafeFileError, check_members
 from megatron.errors import CheckpointError
 

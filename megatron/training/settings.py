@@ -20,7 +20,7 @@ from megatron.training.exit import rank_of_process
 from megatron.utils.foreign import is_hugging_face
 
 if TYPE_CHECKING:
-    from megatron.checkpoint.load import FoundStep
+    from megatron.checkpoint.found_step import FoundStep
 
 
 def read_settings(argv: Sequence[str] | None, *, needs_data: bool = True, absent: Refusals | None = None) -> RunConfig:
@@ -70,7 +70,7 @@ def wandb_missing(project: str) -> ConfigError:
 
 
 def _with_checkpoint_args(config: RunConfig) -> RunConfig:
-    from megatron.checkpoint.load import find_checkpoint
+    from megatron.checkpoint.found_step import find_checkpoint
     from megatron.distributed.state import ParallelState
     from megatron.layout import Layout
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
-from megatron.checkpoint import load, save
+from megatron.checkpoint import found_step, load, save
 from megatron.checkpoint.manifest import Manifest
 from megatron.checkpoint.storage import Places
 from megatron.data_parallel import GradBuffers, fully_sharded
@@ -157,15 +157,16 @@ def test_planted_a_gather_left_out_of_a_save_on_one_class(monkeypatch: pytest.Mo
 
 
 def test_planted_a_rank_that_verifies_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    together = load.verify_together
+    together = found_step.verify_together
 
     def alone(directory: Path, record: Manifest, world: Axis, into: Mapping[str, Places] | None = None) -> None:
         if world.rank == 1:
-            load.verify_share(directory, record, 0, 1, into)
+            found_step.verify_share(directory, record, 0, 1, into)
         else:
             together(directory, record, world, into)
 
-    monkeypatch.setattr(load, "verify_together", alone)
+    for room in (found_step, load):
+        monkeypatch.setattr(room, "verify_together", alone)
     found = findings(8, **SETTINGS)
     assert len(found) == 1 and found[0].startswith("a resumed run: operation ") and "rank 1" in found[0], found
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.checkpoint import StepReader, find_checkpoint, load, load_checkpoint, manifest, storage
+from megatron.checkpoint import StepReader, find_checkpoint, found_step, load_checkpoint, manifest, storage
 from megatron.checkpoint.manifest import Manifest
 from megatron.checkpoint.placed import Placing
 from megatron.checkpoint.storage import FileRecord
@@ -67,7 +67,7 @@ def test_a_copy_is_another_file_and_a_link_to_the_folder_is_not(saved: Path, tmp
 def counting(copies: dict[int, str], rank: int) -> Iterator[list[int]]:
     """The number of blocks of each call; ranks in `copies` see files of their own."""
     hashed: list[int] = []
-    hash_blocks, seen = storage.hash_blocks, load.identity
+    hash_blocks, seen = storage.hash_blocks, found_step.identity
 
     def counted(path: Path, blocks: range, *how: Any) -> tuple[str, ...]:
         hashed.append(len(blocks))
@@ -76,7 +76,7 @@ def counting(copies: dict[int, str], rank: int) -> Iterator[list[int]]:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(storage, "BLOCK_BYTES", BLOCK)
         patched.setattr(storage, "hash_blocks", counted)
-        patched.setattr(load, "identity", lambda *where: copies.get(rank) or seen(*where))
+        patched.setattr(found_step, "identity", lambda *where: copies.get(rank) or seen(*where))
         yield hashed
 
 

@@ -373,7 +373,7 @@ def test_damage_seen_by_one_rank_makes_all_fall_back(tmp_path: Path) -> None:
     history.close()
 
     def body(rank: int) -> int:
-        import megatron.checkpoint.load as module
+        import megatron.checkpoint.found_step as module
         from megatron.checkpoint import DamagedCheckpointError, find_checkpoint, load_checkpoint
 
         original = module.verified_manifest

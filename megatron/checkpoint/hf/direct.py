@@ -13,9 +13,9 @@ from torch import Tensor
 from megatron.checkpoint import slices
 from megatron.checkpoint.all_ranks import run_on_all
 from megatron.checkpoint.architecture import check_architecture
+from megatron.checkpoint.found_step import Log
 from megatron.checkpoint.hf.exchange import Exchange
 from megatron.checkpoint.hf.importer import HuggingFaceFolder, open_folder, shapes_of_config
-from megatron.checkpoint.load import Log
 from megatron.checkpoint.manifest import Slice, TensorRecord
 from megatron.checkpoint.state import LoadedState, Sharded, Take, in_memory
 from megatron.config import ModelConfig, MoEConfig

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megatron.checkpoint.architecture import model_config, moe_config
 from megatron.checkpoint.conversion import Show, no_progress, written_aside
+from megatron.checkpoint.found_step import FoundStep
 from megatron.checkpoint.hf.bin_file import write_bin
 from megatron.checkpoint.hf.exchange import Exchange, gain_less_one
 from megatron.checkpoint.hf.families import choose
@@ -23,7 +24,6 @@ from megatron.checkpoint.hf.family import Facts, Family
 from megatron.checkpoint.hf.origin import GENERATION, origin_of
 from megatron.checkpoint.hf.safetensors_file import Shape, write_safetensors
 from megatron.checkpoint.hf.weights import BIN, BIN_INDEX, INDEX, WEIGHTS
-from megatron.checkpoint.load import FoundStep
 from megatron.checkpoint.reader import StepReader
 from megatron.config import ModelConfig, MoEConfig
 from megatron.errors import CheckpointError, ConfigError

@@ -10,8 +10,8 @@ from typing import Any
 
 from megatron.checkpoint import paths
 from megatron.checkpoint.all_ranks import run_on_all, run_on_first
+from megatron.checkpoint.found_step import FoundStep, Log
 from megatron.checkpoint.lineage import Line, name_of
-from megatron.checkpoint.load import FoundStep, Log
 from megatron.checkpoint.local import share
 from megatron.checkpoint.local.copies import Copies
 from megatron.checkpoint.local.find import Search

@@ -11,7 +11,7 @@ import torch
 
 from megatron.checkpoint import slices
 from megatron.checkpoint.conversion import Reading, Show
-from megatron.checkpoint.load import FoundStep
+from megatron.checkpoint.found_step import FoundStep
 from megatron.checkpoint.manifest import TensorRecord
 from megatron.checkpoint.save import save_checkpoint
 from megatron.checkpoint.state import RunHistory, SavedInfo, Sharded, TrainState

@@ -1,6 +1,6 @@
 """A directory of torch's distributed format: which chunk of which tensor lies in which bytes of which file.
 
-`.metadata` is a pickle. It is read as a description (`pickle_values.py`): nothing in it is imported or called. What it
+`.metadata` is a pickle. It is read as a description (`pickle_reader.py`): nothing in it is imported or called. What it
 says is checked before a byte is read: names of files, positions, and that the chunks cover each tensor exactly once.
 """
 
@@ -17,8 +17,9 @@ from torch import Tensor
 
 from megatron.checkpoint import paths
 from megatron.checkpoint.mapped_bytes import Bytes
+from megatron.checkpoint.pickle_reader import read_pickle
 from megatron.checkpoint.pickle_scan import PickleRefused
-from megatron.checkpoint.pickle_values import Made, Name, read_pickle
+from megatron.checkpoint.pickle_values import Made, Name
 from megatron.checkpoint.safe_load import UnsafeFileError
 from megatron.checkpoint.torch_files import TorchFile
 from megatron.errors import CheckpointError

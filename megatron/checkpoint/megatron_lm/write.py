@@ -18,7 +18,7 @@ from torch import Tensor
 from megatron.checkpoint import classic, paths
 from megatron.checkpoint.architecture import model_config, moe_config
 from megatron.checkpoint.conversion import Reading, Show, no_progress, written_aside
-from megatron.checkpoint.load import FoundStep
+from megatron.checkpoint.found_step import FoundStep
 from megatron.checkpoint.manifest import TensorRecord
 from megatron.checkpoint.megatron_lm.names import HEAD_COPY, Generation, their_name
 from megatron.checkpoint.megatron_lm.settings import their_args

@@ -1,0 +1,252 @@
+"""Reads a pickle as a description of values (`pickle_values.py`). Nothing that it names is imported or called.
+
+So the files of other programs can be read that the weights-only loader of torch refuses, because they hold classes of
+their own: `argparse.Namespace`, enumerations, the metadata of torch's distributed format. Memory grows with the length
+of the pickle alone: values are made once, and repetitions, depth and integers are bounded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import IO, Any
+
+from megatron.checkpoint.pickle_opcodes import Instruction, in_bytes, in_stream
+from megatron.checkpoint.pickle_scan import PickleRefused
+from megatron.checkpoint.pickle_values import Made, Name, Persistent, check_key, container, made
+
+_MAX_REPEATED = 10_000_000  # parts of values that occur more than once
+_MAX_DEPTH = 100
+_MAX_INTEGER_BYTES = 64
+
+
+@dataclass(slots=True)
+class _Cell:
+    value: Any
+    parts: int = 1  # as many as a walk over it visits
+    depth: int = 1
+    finished: bool = False  # it was referred to again; whoever changes it now makes a cycle
+
+
+def read_pickle(data: bytes) -> Any:
+    return read_with_names(data)[0]
+
+
+def read_with_names(data: bytes) -> tuple[Any, frozenset[str]]:
+    """The value of a pickle, and all classes, functions and other objects that it names."""
+    interpreter = _Interpreter()
+    value = _run(interpreter, in_bytes(data))
+    return value, frozenset(interpreter.names)
+
+
+def read_next(stream: IO[bytes]) -> Any:
+    """The value of the pickle that begins at the stream's position, which then stands after it."""
+    return _run(_Interpreter(), in_stream(stream))
+
+
+def _run(interpreter: _Interpreter, instructions: Iterable[Instruction]) -> Any:
+    try:
+        return interpreter.run(instructions)
+    except (PickleRefused, MemoryError):
+        raise
+    except Exception as error:  # pickletools raises many kinds
+        text = f"{type(error).__name__}: {str(error)[:100]}"
+        raise PickleRefused(f"its pickle is malformed ({text})") from error
+
+
+@dataclass
+class _Interpreter:
+    stack: list[_Cell] = field(default_factory=list)
+    marks: list[int] = field(default_factory=list)
+    memo: dict[int, _Cell] = field(default_factory=dict)
+    names: set[str] = field(default_factory=set)
+    repeated: int = 0
+
+    def run(self, instructions: Iterable[Instruction]) -> Any:
+        for name, argument in instructions:
+            act = _ACTIONS.get(name)
+            if act is None:
+                raise PickleRefused(f"it has the pickle instruction {name[:40]}, which is not known here")
+            act(self, argument)
+        if len(self.stack) != 1 or self.marks:
+            raise PickleRefused("its pickle is malformed (it does not end in one value)")
+        return self.stack[0].value
+
+    # ---------------------------------------------------------------- values
+
+    def push(self, value: Any) -> None:
+        self.stack.append(_Cell(value))
+
+    def push_integer(self, value: int) -> None:
+        if value.bit_length() > 8 * _MAX_INTEGER_BYTES:
+            raise PickleRefused(f"it has an integer of more than {_MAX_INTEGER_BYTES} bytes")
+        self.push(value)
+
+    def pop(self, count: int = 1) -> list[_Cell]:
+        if not 0 <= count <= len(self.stack) - (self.marks[-1] if self.marks else 0):
+            raise PickleRefused("its pickle is malformed (a value is missing)")
+        popped = self.stack[len(self.stack) - count :]
+        del self.stack[len(self.stack) - count :]
+        return popped
+
+    def pop_mark(self) -> list[_Cell]:
+        mark = self.marks.pop()
+        popped = self.stack[mark:]
+        del self.stack[mark:]
+        return popped
+
+    def hold(self, value: Any, cells: list[_Cell]) -> None:
+        self.stack.append(_held(_Cell(value), cells))
+
+    def put(self, cells: list[_Cell]) -> Any:
+        """The value on top of the stack, into which `cells` go."""
+        top = self.stack[-1]
+        if top.finished:
+            raise PickleRefused("it has a value that contains itself, or that changes after its use")
+        _held(top, cells)
+        return top.value
+
+    # ---------------------------------------------------------------- names and objects
+
+    def name(self, argument: str) -> None:
+        module, _, name = argument.partition(" ")
+        self.push_name(module, name)
+
+    def stack_name(self, _: Any) -> None:
+        module, name = (cell.value for cell in self.pop(2))
+        if not isinstance(module, str) or not isinstance(name, str):
+            raise PickleRefused("its pickle is malformed (a name that is no text)")
+        self.push_name(module, name)
+
+    def push_name(self, module: str, name: str) -> None:
+        found = Name(f"{'builtins' if module == '__builtin__' else module}.{name}")
+        self.names.add(found.text)
+        self.push(found)
+
+    def make(self, _: Any) -> None:
+        kind, arguments = self.pop(2)
+        self.hold(made(kind.value, arguments.value), [kind, arguments])
+
+    def make_with_keywords(self, _: Any) -> None:
+        kind, arguments, keywords = self.pop(3)
+        self.hold(made(kind.value, (*arguments.value, keywords.value)), [kind, arguments, keywords])
+
+    def build(self, _: Any) -> None:
+        cells = self.pop()
+        top = self.put(cells)
+        if isinstance(top, Made):
+            top.state = cells[0].value
+        elif not isinstance(top, dict):  # attributes beside the items of an OrderedDict have no meaning here
+            raise PickleRefused("its pickle is malformed (a state of a plain value)")
+
+    # ---------------------------------------------------------------- containers
+
+    def set_items(self, cells: list[_Cell]) -> None:
+        if len(cells) % 2:
+            raise PickleRefused("its pickle is malformed (a key without a value)")
+        top = container(self.put(cells), dict)
+        if not isinstance(top, dict):
+            raise PickleRefused("its pickle is malformed (items of what is no dictionary)")
+        for key, value in zip(cells[::2], cells[1::2], strict=True):
+            check_key(key.value)
+            top[key.value] = value.value
+
+    def append(self, cells: list[_Cell]) -> None:
+        top = container(self.put(cells), list)
+        if not isinstance(top, list):
+            raise PickleRefused("its pickle is malformed (elements of what is no list)")
+        top.extend(cell.value for cell in cells)
+
+    def add(self, cells: list[_Cell]) -> None:
+        top = self.put(cells)
+        if not isinstance(top, set):
+            raise PickleRefused("its pickle is malformed (elements of what is no set)")
+        for cell in cells:
+            check_key(cell.value)
+            top.add(cell.value)
+
+    def frozen(self) -> None:
+        cells = self.pop_mark()
+        for cell in cells:
+            check_key(cell.value)
+        self.hold(frozenset(cell.value for cell in cells), cells)
+
+    def tuple_of(self, cells: list[_Cell]) -> None:
+        self.hold(tuple(cell.value for cell in cells), cells)
+
+    # ---------------------------------------------------------------- memory
+
+    def memoize(self, _: Any) -> None:
+        self.memo[len(self.memo)] = self.stack[-1]
+
+    def store(self, index: int) -> None:
+        self.memo[index] = self.stack[-1]
+
+    def fetch(self, index: int) -> None:
+        cell = self.memo[index]
+        cell.finished = True
+        self.repeated += cell.parts - 1
+        if self.repeated > _MAX_REPEATED:
+            raise PickleRefused("it repeats values within values too often")
+        self.stack.append(cell)
+
+    def mark(self, _: Any) -> None:
+        self.marks.append(len(self.stack))
+
+
+Action = Callable[[_Interpreter, Any], None]
+
+_ACTIONS: dict[str, Action] = {
+    **dict.fromkeys(("PROTO", "FRAME", "STOP"), lambda run, _: None),
+    "NONE": lambda run, _: run.push(None),
+    "NEWTRUE": lambda run, _: run.push(True),
+    "NEWFALSE": lambda run, _: run.push(False),
+    "EMPTY_TUPLE": lambda run, _: run.push(()),
+    "EMPTY_LIST": lambda run, _: run.push([]),
+    "EMPTY_DICT": lambda run, _: run.push({}),
+    "EMPTY_SET": lambda run, _: run.push(set()),
+    "TUPLE": lambda run, _: run.tuple_of(run.pop_mark()),
+    "APPEND": lambda run, _: run.append(run.pop()),
+    "APPENDS": lambda run, _: run.append(run.pop_mark()),
+    "SETITEM": lambda run, _: run.set_items(run.pop(2)),
+    "SETITEMS": lambda run, _: run.set_items(run.pop_mark()),
+    "ADDITEMS": lambda run, _: run.add(run.pop_mark()),
+    "FROZENSET": lambda run, _: run.frozen(),
+    "BINPERSID": lambda run, _: _persistent(run),
+    "GLOBAL": _Interpreter.name,
+    "STACK_GLOBAL": _Interpreter.stack_name,
+    "REDUCE": _Interpreter.make,
+    "NEWOBJ": _Interpreter.make,
+    "NEWOBJ_EX": _Interpreter.make_with_keywords,
+    "BUILD": _Interpreter.build,
+    "MARK": _Interpreter.mark,
+    "MEMOIZE": _Interpreter.memoize,
+    **dict.fromkeys(("BINPUT", "LONG_BINPUT"), _Interpreter.store),
+    **dict.fromkeys(("BINGET", "LONG_BINGET"), _Interpreter.fetch),
+    **dict.fromkeys(("BININT", "BININT1", "BININT2", "LONG1"), _Interpreter.push_integer),
+    **dict.fromkeys(
+        (
+            *("BINFLOAT", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8", "BINSTRING", "SHORT_BINSTRING"),
+            *("BINBYTES", "SHORT_BINBYTES", "BINBYTES8", "BYTEARRAY8"),
+        ),
+        _Interpreter.push,
+    ),
+    "TUPLE1": lambda run, _: run.tuple_of(run.pop(1)),
+    "TUPLE2": lambda run, _: run.tuple_of(run.pop(2)),
+    "TUPLE3": lambda run, _: run.tuple_of(run.pop(3)),
+}
+
+
+def _persistent(run: _Interpreter) -> None:
+    cells = run.pop()
+    run.hold(Persistent(cells[0].value), cells)
+
+
+def _held(holder: _Cell, cells: list[_Cell]) -> _Cell:
+    for cell in cells:
+        holder.parts += cell.parts
+        if cell.depth >= holder.depth:
+            holder.depth = cell.depth + 1
+    if holder.depth > _MAX_DEPTH:
+        raise PickleRefused(f"it nests values more than {_MAX_DEPTH} deep")
+    return holder
