@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron.checkpoint import classic, paths
+from megatron.checkpoint import paths
 from megatron.checkpoint.architecture import model_config, moe_config
 from megatron.checkpoint.manifest import Manifest, Slice, TensorRecord
 from megatron.checkpoint.megatron_lm import classic_tree, optimizer_state
@@ -90,9 +90,6 @@ class ClassicReader(StepReader):
 
     def file(self, name: str) -> Mapping[str, Any]:
         return self.main
-
-    def main_value(self, *key: str) -> Any:
-        return classic.lookup(self.main, key)
 
 
 def is_classic(directory: Path) -> bool:
