@@ -145,7 +145,8 @@ class TorchFile:
             return {key: self.value(item) for key, item in value.items()}
         if type(value) in (list, tuple):
             return type(value)(self.value(item) for item in value)
-        if isinstance(value, Made) and value.kind.text in _REBUILD and value.arguments[4:5] == (False,):
+        as_stored = isinstance(value, Made) and value.kind.text in _REBUILD and not _is_changed(value)
+        if as_stored and value.arguments[4:5] == (False,):
             return self.tensor(value)
         raise LookupError(f"{type(value).__name__} is not plain")
 
@@ -209,6 +210,8 @@ def _description(value: Any) -> _Description | None:
         or not all(type(n) is int and 0 <= n < _LARGEST for n in numbers)
     ):
         raise PickleRefused("it has a tensor that is not described as torch does")
+    if _is_changed(value):
+        raise PickleRefused("it has a tensor that is the negative, or the conjugate, of what is stored")
     dtype = named[1]
     if value.kind.text == _REBUILD[1] and len(value.arguments) > 6 and isinstance(value.arguments[6], Name):
         dtype = getattr(torch, value.arguments[6].last, dtype)
@@ -217,11 +220,16 @@ def _description(value: Any) -> _Description | None:
     return _Description(named[0], dtype, offset, shape, stride)
 
 
+def _is_changed(tensor: Made) -> bool:
+    """Whether it is to be changed after it was read: what torch notes after the arguments that every tensor has."""
+    return any(tensor.arguments[6 + _REBUILD.index(tensor.kind.text) :])
+
+
 def _storage_of(value: Any) -> tuple[str, torch.dtype, int] | None:
     """(key, type, elements) of a storage."""
     parts = value.identity if isinstance(value, Persistent) else None
-    if not isinstance(parts, tuple) or len(parts) < 5 or parts[0] != "storage":
-        return None
+    if not isinstance(parts, tuple) or len(parts) < 5 or parts[0] != "storage" or any(parts[5:]):
+        return None  # after these five, early versions of torch name the part of another storage that this one is
     kind, key, elements = parts[1], parts[2], parts[4]
     if not isinstance(kind, Name) or kind.last not in STORAGES or not isinstance(key, str) or type(elements) is not int:
         return None

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from megatron.checkpoint import inspect_step, manifest, safe_load, storage, verify_cli
+from megatron.checkpoint.torch_files import TorchFile
 from megatron.errors import CheckpointError
 from tests.unit.checkpoint.support import load, make_state, save
 
@@ -98,6 +99,20 @@ def test_files_that_are_not_torchs_zip_are_refused(tmp_path: Path) -> None:
         (tmp_path / "x.pt").write_bytes(raw)
         with pytest.raises(CheckpointError):
             safe_load.load_file(tmp_path / "x.pt")
+
+
+def test_a_tensor_that_is_the_negative_of_what_is_stored_is_left_to_torch_or_refused(tmp_path: Path) -> None:
+    """torch stores of such a tensor the numbers that it is the negative of, and a note; the same in both formats."""
+    negative = torch.view_as_complex(torch.randn(3, 2)).conj().imag[1:2]
+    for zipped in (True, False):
+        torch.save({"a": negative, "b": torch.ones(2)}, tmp_path / "file.pt", _use_new_zipfile_serialization=zipped)
+        assert torch.load(tmp_path / "file.pt")["a"].is_neg()
+        file = TorchFile.open(tmp_path / "file.pt")
+        with pytest.raises(safe_load.UnsafeFileError, match="is the negative, or the conjugate, of what is stored"):
+            file.tensor(file.content["a"])
+        with pytest.raises(LookupError):
+            file.value(file.content)
+        assert torch.equal(file.value(file.content["b"]), torch.ones(2))
 
 
 @pytest.mark.parametrize("name", ["../escape.pt", "/etc/passwd", "mp_rank_00/../../x.pt", "", "a\0b", "./x"])
