@@ -70,6 +70,13 @@ def do_on_first(work: Callable[[], object], axis: Axis) -> None:
     run_on_all(lambda: work() if axis.rank == 0 else None, axis)
 
 
+def share(identify: Callable[[], str], world: Axis) -> tuple[int, int]:
+    """This rank's number among the ranks that see the same files, and their count. `identify`: an id of the files."""
+    seen = all_gather_json(run_on_all(identify, world), world, str)
+    sharing = [rank for rank, each in enumerate(seen) if each == seen[world.rank]]
+    return sharing.index(world.rank), len(sharing)
+
+
 def _outcome(error: Exception | None) -> _Outcome:
     if error is None:
         return _Outcome()

@@ -152,7 +152,7 @@ def _ours(arguments: argparse.Namespace, target: Target) -> Iterator[FoundStep]:
     from megatron.checkpoint.hf.convert import to_native
     from megatron.checkpoint.paths import TEMPORARY
 
-    source = open_folder(arguments.load)
+    source = open_folder(arguments.load, _warn)
     target.check(source.config, source.moe, source.vocab_size)
     arguments.save.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(prefix=f"{TEMPORARY}{arguments.save.name}-", dir=arguments.save.parent) as between:
@@ -224,11 +224,15 @@ def from_hugging_face(arguments: argparse.Namespace) -> None:
     from megatron.checkpoint.hf.convert import to_native
 
     _refuse_occupied(arguments)
-    source = open_folder(arguments.load)
+    source = open_folder(arguments.load, _warn)
     with _target(arguments) as directory, _progress("converted") as show:
         info = to_native(source, directory, arguments.save, show)
     path = arguments.save / info.path.name
     print(f"saved {path} ({source.family.architecture}, {source.dtype}); train on with --load and --finetune")
+
+
+def _warn(text: str) -> None:
+    print(f"warning: {text}")
 
 
 def _refuse_occupied(arguments: argparse.Namespace) -> None:

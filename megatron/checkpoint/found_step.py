@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.checkpoint import paths
-from megatron.checkpoint.all_ranks import run_on_all, run_on_first
+from megatron.checkpoint.all_ranks import run_on_all, run_on_first, share
 from megatron.checkpoint.find import Candidates, find_candidates
 from megatron.checkpoint.manifest import Manifest
 from megatron.checkpoint.megatron_lm import ForeignStep, open_foreign
@@ -18,7 +18,6 @@ from megatron.checkpoint.reader import StepReader
 from megatron.checkpoint.state import RunHistory
 from megatron.checkpoint.storage import Plan
 from megatron.checkpoint.verify import DamagedCheckpointError, identity, verified_manifest, verify_share
-from megatron.distributed.messages import all_gather_json
 from megatron.distributed.state import Axis, ParallelState
 from megatron.errors import CheckpointError
 from megatron.model.parameters import WORD_TABLE
@@ -114,9 +113,10 @@ def find_checkpoint(
         say(f"warning: {candidates.warning}")
     for candidate in candidates.directories:
         try:
-            foreign = run_on_all(partial(open_foreign, candidate), parallel.world)
+            opened = partial(open_foreign, candidate, lambda text: say(f"warning: {text}"), check_hashes=check_hashes)
+            foreign = run_on_all(opened, parallel.world)
             if foreign is not None:
-                say(f"warning: {candidate} was written by Megatron-LM without checksums: what was damaged is not seen")
+                say(f"{candidate} was written by Megatron-LM: {_checked(check_hashes)}")
                 return FoundStep(candidate, foreign.manifest, candidates.release, foreign)
             record = run_on_all(partial(verified_manifest, candidate), parallel.world)
             if check_hashes and not hash_later:
@@ -137,12 +137,16 @@ def find_checkpoint(
     raise AssertionError("find_candidates gave no candidate and no fresh start")
 
 
+def _checked(check_hashes: bool) -> str:
+    how = "is compared with" if check_hashes else "is not compared (--skip-hash) with"
+    return f"what is read of it {how} the CRC-32 that torch.save wrote beside it"
+
+
 def verify_together(directory: Path, record: Manifest, world: Axis, plans: Mapping[str, Plan] | None = None) -> None:
     """Ranks that see the same files hash a share of them each, and the verdict of one is that of all. A copy that only
     the ranks of one machine see is hashed by them. `plans`: see `verify_share`."""
-    copies = all_gather_json(run_on_all(partial(identity, directory, record), world), world, str)
-    sharing = [rank for rank, copy in enumerate(copies) if copy == copies[world.rank]]
-    run_on_all(partial(verify_share, directory, record, sharing.index(world.rank), len(sharing), plans), world)
+    number, count = share(partial(identity, directory, record), world)
+    run_on_all(partial(verify_share, directory, record, number, count, plans), world)
 
 
 def say_nothing(text: str) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -98,9 +100,43 @@ class Bytes:
     def read(self) -> bytes:
         return self.reads.part(self.start, self.length)
 
+    def view(self) -> memoryview:
+        """The mapped bytes, which are read when they are touched."""
+        return self.whole[self.start : self.start + self.length].numpy().data
+
     def tensor(self, dtype: torch.dtype) -> Tensor:
         """A view of the file, or a copy if it lies at an address that its type cannot have. It has a storage of its
         own, as torch's loader gives it: torch's generators take their state from the beginning of a storage."""
         storage = self.whole.untyped_storage()[self.start : self.start + self.length]
         raw = torch.empty(0, dtype=torch.uint8).set_(storage)
         return (raw if self.start % dtype.itemsize == 0 else raw.clone()).view(dtype)
+
+
+class Window(io.RawIOBase):
+    """A part of a mapped file as a stream."""
+
+    def __init__(self, data: Bytes) -> None:
+        self._data = data
+        self._position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._data.length}[whence]
+        if base + offset < 0:
+            raise OSError("a position before the beginning")
+        self._position = base + offset
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        count = min(len(buffer), max(self._data.length - self._position, 0))
+        buffer[:count] = self._data.part(self._position, count).read() if count else b""
+        self._position += count
+        return count

@@ -164,7 +164,7 @@ class Placing:
             try:
                 path = paths.member(self._directory, name)
                 self._open = reads = NotedReads(path)
-                self._files[name] = TorchFile.open(path, reads), reads
+                self._files[name] = TorchFile.open(path, None, reads), reads
             except Exception:  # of whatever kind: the hash tells what is damaged, and the other reader what it refuses
                 pass
         found = self._files[name]

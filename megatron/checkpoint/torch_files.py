@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.mapped_bytes import Bytes, Reads
+from megatron.checkpoint.mapped_bytes import Bytes, Reads, Window
+from megatron.checkpoint.member_checks import MemberChecks
 from megatron.checkpoint.pickle_reader import read_next, read_with_names
 from megatron.checkpoint.pickle_scan import PLAIN, PickleRefused
 from megatron.checkpoint.pickle_values import Made, Name, Persistent
@@ -40,11 +41,16 @@ _PARAMETER = ("torch._utils._rebuild_parameter", "torch._utils._rebuild_paramete
 
 
 class TorchFile:
-    """`content` has plain values, and in the place of tensors what `tensor` is given."""
+    """`content` has plain values, and in the place of tensors what `tensor` is given.
 
-    def __init__(self, data: Bytes) -> None:
+    `checks` compares what is read with the file's own checksums; None: its bytes are verified in another way.
+    `name`: of the tensor, if it holds one alone."""
+
+    def __init__(self, data: Bytes, checks: MemberChecks | None, name: str = "") -> None:
         self.path = data.path
         self._data = data
+        self._checks = checks
+        self._name = name
         self._storages: dict[str, Bytes] = {}
         self._members: dict[str, zipfile.ZipInfo] = {}  # of the storages, which are looked up when they are needed
         self._names: frozenset[str] | None = None
@@ -60,12 +66,12 @@ class TorchFile:
             raise UnsafeFileError(f"{data.path} cannot be read as plain weights: {text[:200]}") from error
 
     @staticmethod
-    def open(path: Path, reads: Reads | None = None) -> TorchFile:
-        return TorchFile(Bytes.of_file(path, reads))
+    def open(path: Path, checks: MemberChecks | None, reads: Reads | None = None) -> TorchFile:
+        return TorchFile(Bytes.of_file(path, reads), checks)
 
     def _zip(self) -> Any:
         try:
-            with zipfile.ZipFile(io.BufferedReader(_Window(self._data))) as archive:
+            with zipfile.ZipFile(io.BufferedReader(Window(self._data))) as archive:
                 members = archive.infolist()
         except (zipfile.BadZipFile, NotImplementedError, OSError) as error:
             raise CheckpointError(f"{self.path} is not a checkpoint file of torch ({error})") from error
@@ -78,7 +84,11 @@ class TorchFile:
         self._members = {
             name.removeprefix("data/"): member for name, member in found.items() if name.startswith("data/")
         }
-        content, self._names = read_with_names(self._member(found["data.pkl"]).read())
+        described = self._member(found["data.pkl"])
+        data = described.read()
+        if self._checks is not None:
+            self._checks.compare(described, found["data.pkl"].CRC, lambda: "data.pkl, which describes its content,")
+        content, self._names = read_with_names(data)
         return content
 
     def _member(self, member: zipfile.ZipInfo) -> Bytes:
@@ -87,7 +97,9 @@ class TorchFile:
         return self._data.part(member.header_offset + _LOCAL_HEADER.size + name + extra, member.file_size)
 
     def _before_zip(self) -> Any:
-        stream = io.BufferedReader(_Window(self._data))
+        if self._checks is not None:
+            self._checks.lacks(self.path, "is in torch's format from before 1.6, which has no checksums")
+        stream = io.BufferedReader(Window(self._data))
         stream.seek(len(_BEFORE_ZIP))
         version, system, content, keys = (read_next(stream) for _ in range(4))
         if version != 1001 or not isinstance(system, dict) or system.get("little_endian") is not True:
@@ -113,11 +125,15 @@ class TorchFile:
     def dtype(self, value: Any) -> torch.dtype:
         return self._described(value).dtype
 
-    def tensor(self, value: Any) -> Tensor:
+    def tensor(self, value: Any, *, compare: bool = True) -> Tensor:
+        """A view of the mapped file. `compare`: its storage with the checksum first, which reads all of it."""
         found = self._described(value)
         storage = self._storage(found)
         if not prod(found.shape):
             return torch.empty(found.shape, dtype=found.dtype)
+        member = self._members.get(found.storage)
+        if compare and self._checks is not None and member is not None:
+            self._checks.compare(storage, member.CRC, lambda: self._name_of(found.storage))
         elements = storage.length // found.dtype.itemsize
         flat = storage.part(0, elements * found.dtype.itemsize).tensor(found.dtype)
         return flat.as_strided(found.shape, found.stride, flat.storage_offset() + found.offset)
@@ -162,6 +178,19 @@ class TorchFile:
         if count and (last >= elements or count > elements):
             raise UnsafeFileError(f"{self.path} has a tensor of {found.shape} that is larger than its bytes")
         return storage
+
+    def _name_of(self, storage: str) -> str:
+        """The first tensor of a storage, by the keys that lead to it."""
+        waiting: list[tuple[tuple[str, ...], Any]] = [((), self.content)]
+        while waiting:
+            keys, value = waiting.pop()
+            found = self._description(value)
+            if found is not None and found.storage == storage:
+                return f"tensor {self._name or '.'.join(keys)}"
+            if isinstance(value, (dict, list, tuple)):
+                items = value.items() if isinstance(value, dict) else enumerate(value)
+                waiting += reversed([((*keys, str(key)), each) for key, each in items])
+        return f"storage {storage}"
 
     def _described(self, value: Any) -> _Description:
         found = self._description(value)
@@ -254,36 +283,6 @@ def _storage_sizes(content: Any) -> dict[str, tuple[torch.dtype, int]]:
         elif isinstance(value, (list, tuple)):
             waiting.extend(value)
     return found
-
-
-class _Window(io.RawIOBase):
-    """A part of a mapped file as a stream."""
-
-    def __init__(self, data: Bytes) -> None:
-        self._data = data
-        self._position = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._position
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._data.length}[whence]
-        if base + offset < 0:
-            raise OSError("a position before the beginning")
-        self._position = base + offset
-        return self._position
-
-    def readinto(self, buffer: Any) -> int:
-        count = min(len(buffer), max(self._data.length - self._position, 0))
-        buffer[:count] = self._data.part(self._position, count).read() if count else b""
-        self._position += count
-        return count
 
 
 def plain_values(value: Any) -> Any:

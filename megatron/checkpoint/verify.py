@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -69,9 +69,13 @@ def verify_share(
 def identity(directory: Path, record: Manifest) -> str:
     """An id of the files: equal on all machines that see the same ones, as on a shared file system, and different for a
     copy."""
-    found = [paths.member(directory, name).stat() for name in sorted(record.files)]
+    return identity_of([paths.member(directory, name) for name in sorted(record.files)], record.run_id)
+
+
+def identity_of(files: Iterable[Path], name: str) -> str:
+    found = [path.stat() for path in files]
     seen = [(each.st_ino, each.st_size, each.st_mtime_ns) for each in found]
-    return hashlib.sha256(repr((record.run_id, seen)).encode()).hexdigest()
+    return hashlib.sha256(repr((name, seen)).encode()).hexdigest()
 
 
 def _refuse(problems: list[Problem]) -> None:
@@ -106,7 +110,7 @@ def _step_number(directory: Path, record: Manifest) -> list[Problem]:
 def _coverage(directory: Path, record: Manifest) -> list[Problem]:
     problems = []
     files, divisions = record.bytes_listed()
-    for name, tensor in _all_tensors(record):
+    for name, tensor in all_tensors(record):
         unknown = [piece.file for piece in tensor.slices if piece.file not in (divisions if piece.share else files)]
         if unknown:
             problems.append(Problem("incomplete", f"{directory}: {name} lies in {unknown[0]}, which is not listed"))
@@ -115,7 +119,7 @@ def _coverage(directory: Path, record: Manifest) -> list[Problem]:
     return problems
 
 
-def _all_tensors(record: Manifest) -> list[tuple[str, TensorRecord]]:
+def all_tensors(record: Manifest) -> list[tuple[str, TensorRecord]]:
     optimizer = [(f"{n} ({kind})", t) for n, kinds in record.optimizer.items() for kind, t in kinds.items()]
     return [*record.model.items(), *optimizer]
 
@@ -196,7 +200,7 @@ def _contents(directory: Path, record: Manifest) -> list[Problem]:
     """Opens every tensor and checks its shape, its dtype and that it is finite."""
     problems: list[Problem] = []
     stored: dict[str, list[tuple[str, TensorRecord, Slice, Range]]] = {}
-    for name, tensor in _all_tensors(record):
+    for name, tensor in all_tensors(record):
         for piece in tensor.slices:
             for file, held in record.places(piece):
                 stored.setdefault(file, []).append((name, tensor, piece, held))

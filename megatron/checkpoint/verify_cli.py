@@ -52,18 +52,23 @@ def verify(arguments: argparse.Namespace) -> int:
     from megatron.checkpoint import summary
     from megatron.checkpoint.find import refuse_shares
     from megatron.checkpoint.megatron_lm import open_foreign
+    from megatron.checkpoint.member_checks import DamagedMemberError
     from megatron.checkpoint.verify import inspect_step
 
     refuse_shares(directory, str(directory))
     chosen, codes = _steps(directory, everything=arguments.all)
     for step in chosen:
         try:
-            foreign = open_foreign(step)
+            foreign = open_foreign(step, lambda text: print(f"warning: {text}"))
+        except DamagedMemberError as error:
+            print(f"{step.name}: corrupt: {error}")
+            codes.append(EXIT["corrupt"])
+            continue
         except CheckpointError as error:  # neither theirs nor, as follows, a whole one of ours
             print(f"{step.name}: {error}")
             foreign = None
         if foreign is not None:
-            _tell_foreign(step, foreign, deep=arguments.deep)
+            codes += _tell_foreign(step, foreign, deep=arguments.deep)
             continue
         record, problems = inspect_step(step, deep=arguments.deep)
         for problem in problems:
@@ -77,17 +82,24 @@ def verify(arguments: argparse.Namespace) -> int:
     return next((code for code in (3, 1, 4) if code in codes), 0)
 
 
-def _tell_foreign(step: Path, foreign: ForeignStep, *, deep: bool) -> None:
-    """Every file was opened, and every tensor has its shape; there are no checksums to compare."""
+def _tell_foreign(step: Path, foreign: ForeignStep, *, deep: bool) -> list[int]:
+    """Every file was opened, and every tensor has its shape; `deep` reads all tensors, which compares them with the
+    checksums of their files. Exit codes of what is wrong."""
     from megatron.checkpoint import summary
+    from megatron.checkpoint.member_checks import DamagedMemberError
+    from megatron.checkpoint.verify import all_tensors
 
-    if deep:
-        foreign.reader.model_tensors()
-    print(
-        f"{step.name}: complete, written by Megatron-LM without checksums", *summary.lines(foreign.manifest), sep="\n  "
-    )
+    try:
+        for name, record in all_tensors(foreign.manifest) if deep else ():
+            foreign.reader.logical(name, record)
+    except DamagedMemberError as error:
+        print(f"{step.name}: corrupt: {error}")
+        return [EXIT["corrupt"]]
+    told = "all its tensors were read" if deep else "the bytes of its tensors were not read (--deep reads them)"
+    print(f"{step.name}: complete, written by Megatron-LM; {told}", *summary.lines(foreign.manifest), sep="\n  ")
     if foreign.optimizer_problem is not None:
         print(f"  note: {foreign.optimizer_problem}")
+    return []
 
 
 def _compare(arguments: argparse.Namespace) -> int:

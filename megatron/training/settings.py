@@ -101,7 +101,7 @@ def _with_settings_of_folder(config: RunConfig) -> RunConfig:
         raise ConfigError(f"{here}, which has weights and nothing to resume; add --finetune to train on from them")
     for name in ("ckpt_step", "strict_load", "skip_hash"):
         if given(config, name):
-            raise ConfigError(f"{spelled(config, name)}: {here}, without steps and checksums; remove it")
+            raise ConfigError(f"{spelled(config, name)}: {here}, without steps and a manifest; remove it")
     if checkpoint.save is not None and Path(checkpoint.save).resolve() == folder.resolve():
         raise ConfigError(f"--save {checkpoint.save}: {here}; save to another directory")
     source = open_folder(folder)

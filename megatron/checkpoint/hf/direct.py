@@ -11,13 +11,16 @@ import torch
 from torch import Tensor
 
 from megatron.checkpoint import slices
-from megatron.checkpoint.all_ranks import run_on_all
+from megatron.checkpoint.all_ranks import run_on_all, share
 from megatron.checkpoint.architecture import check_architecture
 from megatron.checkpoint.found_step import Log
 from megatron.checkpoint.hf.exchange import Exchange
 from megatron.checkpoint.hf.importer import HuggingFaceFolder, open_folder, shapes_of_config
+from megatron.checkpoint.hf.weights import compare_share, weights_files
 from megatron.checkpoint.manifest import Slice, TensorRecord
+from megatron.checkpoint.member_checks import MemberChecks
 from megatron.checkpoint.state import LoadedState, Sharded, Take, in_memory
+from megatron.checkpoint.verify import identity_of
 from megatron.config import ModelConfig, MoEConfig
 from megatron.distributed.shard import Range, ShardSpec
 from megatron.distributed.state import ParallelState
@@ -35,13 +38,15 @@ def load_hugging_face(
     log: Log,
 ) -> LoadedState:
     """Fills `params` in place, cast to what they hold. All ranks call it; `log` is called on the first one only.
-    `take`: see `in_memory`."""
+    `take`: see `in_memory`. A rank reads its slices, and whole only its share of what has checksums."""
+    number, count = share(lambda: identity_of((file.path for file in weights_files(folder, None)), ""), parallel.world)
 
     def load() -> list[str]:
-        source = open_folder(folder)
         changes: list[str] = []
+        compare_share(weights_files(folder, MemberChecks(changes.append)), number, count)
+        source = open_folder(folder, compare=False)
         if model_config is not None:
-            changes = check_architecture(source.settings(), model_config, moe_config, finetune=True)
+            changes += check_architecture(source.settings(), model_config, moe_config, finetune=True)
         _fill(source, params, take)
         return changes
 

@@ -16,6 +16,7 @@ from megatron.checkpoint.hf.export import DTYPES
 from megatron.checkpoint.hf.families import by_model_type
 from megatron.checkpoint.hf.family import Family
 from megatron.checkpoint.hf.weights import BIN, BIN_INDEX, INDEX, WEIGHTS, WeightsFile, read_json, weights_files
+from megatron.checkpoint.member_checks import MemberChecks, Say
 from megatron.config import ModelConfig, MoEConfig
 from megatron.errors import CheckpointError, ConfigError
 from megatron.model.parameters import HEAD_TABLE, WORD_TABLE
@@ -93,7 +94,9 @@ class HuggingFaceFolder:
                 raise CheckpointError(f"{self.folder}: {name} is {dtype:.20}; supported: {', '.join(DTYPES)}")
 
 
-def open_folder(folder: Path) -> HuggingFaceFolder:
+def open_folder(folder: Path, say: Say = lambda text: None, *, compare: bool = True) -> HuggingFaceFolder:
+    """`compare`: what is read, with the checksums of its file, which reads all of a storage; `say` is told of files
+    that have none."""
     if not folder.is_dir():
         raise ConfigError(f"--load {folder}: no such directory")
     _refuse_adapter(folder)
@@ -101,7 +104,7 @@ def open_folder(folder: Path) -> HuggingFaceFolder:
     _refuse_quantised(values)
     family = by_model_type(values.get("model_type"))
     config, moe = family.read_config(values)
-    files = _stored_tensors(folder, family)
+    files = _stored_tensors(weights_files(folder, MemberChecks(say) if compare else None), family)
     vocab_size = values.get("vocab_size")
     if not isinstance(vocab_size, int):
         raise ConfigError(f"{folder / 'config.json'}: vocab_size is missing")
@@ -168,8 +171,8 @@ def shapes_of_config(source: HuggingFaceFolder, exchange: Exchange) -> Iterator[
         ) from error
 
 
-def _stored_tensors(folder: Path, family: Family) -> dict[str, Stored]:
-    held = {name: file for file in weights_files(folder) for name in file.names()}
+def _stored_tensors(files: Iterable[WeightsFile], family: Family) -> dict[str, Stored]:
+    held = {name: file for file in files for name in file.names()}
     words = family.table(WORD_TABLE)
     prefix = words.partition(".")[0] + "."
     if words not in held and words.removeprefix(prefix) in held:
@@ -182,8 +185,7 @@ def _stored_dtype(files: Mapping[str, Stored], family: Family) -> str:
     name = family.table(WORD_TABLE)
     if name not in files:
         raise CheckpointError(f"no {name} in the folder: it is not a {family.architecture}")
-    dtype: torch.dtype = files[name].file.tensor(files[name].name).dtype
-    found = str(dtype).removeprefix("torch.")
+    _, found = files[name].file.described(files[name].name)
     if found not in DTYPES:
         raise CheckpointError(f"{name} is {found}; supported: {', '.join(DTYPES)}")
     return found

@@ -8,14 +8,17 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megatron.checkpoint import safe_load
+from megatron.checkpoint.member_checks import MemberChecks
+from megatron.checkpoint.pickle_values import Made
+from megatron.checkpoint.safe_load import UnsafeFileError
+from megatron.checkpoint.torch_files import TorchFile
 from megatron.errors import CheckpointError, ConfigError
 from megatron.tokenizer.huggingface import refuse_outside
 
@@ -66,29 +69,38 @@ class Safetensors(WeightsFile):
 
 
 class Pickled(WeightsFile):
+    def __init__(self, path: Path, checks: MemberChecks | None) -> None:
+        super().__init__(path)
+        self._checks = checks
+
     @cached_property
-    def _content(self) -> dict[str, Tensor]:
-        content = safe_load.load_file(self.path)
-        if not isinstance(content, dict) or not all(
-            isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in content.items()
-        ):
-            raise CheckpointError(f"{self.path} is not a dictionary of tensors by name: not weights of transformers")
-        return content
+    def _opened(self) -> TorchFile:
+        file = TorchFile.open(self.path, self._checks)
+        content = file.content if isinstance(file.content, dict) else {None: None}
+        for name, value in content.items():
+            if isinstance(value, Made) and not file.is_tensor(value):
+                raise UnsafeFileError(f"{self.path} cannot be read as plain weights: it has {value.kind.text[:60]!r}")
+            if not isinstance(name, str) or not file.is_tensor(value):
+                raise CheckpointError(
+                    f"{self.path} is not a dictionary of tensors by name: not weights of transformers"
+                )
+        return file
 
     def names(self) -> Iterable[str]:
-        return list(self._content)
+        return list(self._opened.content)
 
     def tensor(self, name: str) -> Tensor:
-        return self._content[name].detach()
+        return self._opened.tensor(self._opened.content[name])
 
     def described(self, name: str) -> tuple[tuple[int, ...], str]:
-        tensor = self._content[name]
-        return tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
+        file, value = self._opened, self._opened.content[name]
+        return file.shape(value), str(file.dtype(value)).removeprefix("torch.")
 
 
-def weights_files(folder: Path) -> list[WeightsFile]:
+def weights_files(folder: Path, checks: MemberChecks | None) -> list[WeightsFile]:
     """All files that the folder's index names, or the one that there is; safetensors where there are both formats."""
-    for index, whole, kind in ((INDEX, WEIGHTS, Safetensors), (BIN_INDEX, BIN, Pickled)):
+    kinds = ((INDEX, WEIGHTS, Safetensors), (BIN_INDEX, BIN, partial(Pickled, checks=checks)))
+    for index, whole, kind in kinds:
         if (folder / index).is_file():
             return [kind(path) for path in _all_there(folder / index)]
         if (folder / whole).is_file():
@@ -103,6 +115,13 @@ def weights_files(folder: Path) -> list[WeightsFile]:
         f"--load {folder}: no {WEIGHTS} and no {BIN}; weights in other formats are not read, save them as safetensors "
         "first"
     )
+
+
+def compare_share(files: Iterable[WeightsFile], number: int, count: int) -> None:
+    """Compares with their checksums, where there are any, one of `count` shares of the tensors."""
+    tensors = [(file, name) for file in files if isinstance(file, Pickled) for name in file.names()]
+    for file, name in tensors[number::count]:
+        file.tensor(name)
 
 
 def _all_there(index: Path) -> list[Path]:

@@ -16,6 +16,7 @@ from torch import Tensor
 from megatron.checkpoint import paths
 from megatron.checkpoint.manifest import Slice, TensorRecord
 from megatron.checkpoint.megatron_lm.names import HEAD_COPY, candidates, flat_names
+from megatron.checkpoint.member_checks import MemberChecks
 from megatron.checkpoint.torch_files import TorchFile, plain_values
 from megatron.distributed.shard import ShardSpec, even_ranges
 from megatron.errors import CheckpointError
@@ -71,6 +72,8 @@ class ClassicTree:
     tp: int
     pp: int
     ep: int
+    checks: MemberChecks | None
+    """Of the bytes of all its files."""
 
     @property
     def first(self) -> TorchFile:
@@ -175,14 +178,14 @@ class ClassicTree:
 
     def refuse_another_head(self) -> None:
         """Of a tied model, the last stage of a pipeline has a copy of the word table, which is not read. A table of its
-        own differs in all rows; some of them are compared."""
+        own differs in all rows; some of them are compared, without reading the tables for their checksums."""
         pp, chunk, _ = self.stages[-1]
         for tp in range(self.tp):
             first, last = Coordinates(tp, 0, 0), Coordinates(tp, pp, 0)
-            words = self.files[first].tensor(self.chunks[first][0].tensors[WORD_TABLE])
+            words = self.files[first].tensor(self.chunks[first][0].tensors[WORD_TABLE], compare=False)
             for name in _HEAD_COPIES:
                 stored = self.chunks[last][chunk].tensors.get(name)
-                copy = words if stored is None else self.files[last].tensor(stored)
+                copy = words if stored is None else self.files[last].tensor(stored, compare=False)
                 rows = slice(None, None, max(len(words) // _ROWS_COMPARED, 1))
                 if copy.shape != words.shape or (copy[rows] - words[rows]).norm() > 0.5 * words[rows].norm():
                     raise CheckpointError(
@@ -204,13 +207,13 @@ class ClassicTree:
         ]
 
 
-def open_tree(directory: Path) -> ClassicTree:
+def open_tree(directory: Path, checks: MemberChecks | None) -> ClassicTree:
     ranks = sorted(entry.name for entry in directory.iterdir() if entry.name.startswith("mp_rank_"))
     matches = {name: _RANK.fullmatch(name) for name in ranks}
     if not all(matches.values()):
         strange = next(name for name, match in matches.items() if match is None)
         raise CheckpointError(f"{directory / strange} is no folder of a rank of Megatron-LM (mp_rank_TT_PPP_EEE)")
-    first = TorchFile.open(paths.member(directory, f"{ranks[0]}/{paths.MODEL_FILE}"))
+    first = TorchFile.open(paths.member(directory, f"{ranks[0]}/{paths.MODEL_FILE}"), checks)
     if not isinstance(first.content, dict):
         raise CheckpointError(f"{first.path} holds no dictionary: it is no checkpoint of Megatron-LM")
     args = plain_values(first.content.get("args"))
@@ -220,7 +223,8 @@ def open_tree(directory: Path) -> ClassicTree:
         assert match is not None
         numbers = [int(number) for number in match.groups() if number is not None]
         at = _coordinates(numbers, args)
-        file = first if name == ranks[0] else TorchFile.open(paths.member(directory, f"{name}/{paths.MODEL_FILE}"))
+        path = paths.member(directory, f"{name}/{paths.MODEL_FILE}")
+        file = first if name == ranks[0] else TorchFile.open(path, checks)
         if not isinstance(file.content, dict):
             raise CheckpointError(f"{file.path} holds no dictionary: it is no checkpoint of Megatron-LM")
         files[at] = file
@@ -236,7 +240,8 @@ def open_tree(directory: Path) -> ClassicTree:
             f"{directory} is incomplete: its args say TP {told[0]}, PP {told[1]}, its folders are of "
             f"TP {sizes[0]}, PP {sizes[1]}"
         )
-    return ClassicTree(directory, files, *sizes)
+    tp, pp, ep = sizes
+    return ClassicTree(directory, files, tp, pp, ep, checks)
 
 
 def _coordinates(numbers: list[int], args: Mapping[str, Any]) -> Coordinates:

@@ -22,7 +22,7 @@ def common_content(found: DistDirectory) -> tuple[Mapping[str, Any], TorchFile]:
     """What is no tensor: a file of its own, or in later versions entries of the metadata."""
     path = found.directory / _COMMON
     if path.exists():
-        file = TorchFile.open(paths.member(found.directory, _COMMON))
+        file = TorchFile.open(paths.member(found.directory, _COMMON), found.checks)
         if not isinstance(file.content, dict):
             raise CheckpointError(f"{path} holds no dictionary: it is no checkpoint of Megatron-LM")
         return file.content, file
@@ -32,7 +32,7 @@ def common_content(found: DistDirectory) -> tuple[Mapping[str, Any], TorchFile]:
         names = key.partition("/")[0].removeprefix("common.").split(".")
         if names[0] not in _WANTED_BLOBS or len(names) > 8:
             continue
-        opened = found.content(place)
+        opened = found.content(place, key)
         value = _with_numbers(opened, opened.content)
         if "/shard_" in key and isinstance(value, list) and len(value) == 1:
             value = value[0]

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megatron.checkpoint import paths
 from megatron.checkpoint.mapped_bytes import Bytes
+from megatron.checkpoint.member_checks import MemberChecks
 from megatron.checkpoint.pickle_reader import read_pickle
 from megatron.checkpoint.pickle_scan import PickleRefused
 from megatron.checkpoint.pickle_values import Made, Name
@@ -58,15 +59,16 @@ class DistDirectory:
     tensors: Mapping[str, DistTensor]
     blobs: Mapping[str, Place]
     """What is no tensor."""
+    checks: MemberChecks | None
     _mapped: dict[str, Bytes] = field(default_factory=dict)
 
-    def content(self, place: Place) -> TorchFile:
+    def content(self, place: Place, key: str) -> TorchFile:
         if place.file not in self._mapped:
             path = self.directory / place.file
             if not paths.is_plain_file(path):
                 raise CheckpointError(f"{path} is missing or no plain file: the checkpoint is incomplete")
             self._mapped[place.file] = Bytes.of_file(path)
-        return TorchFile(self._mapped[place.file].part(place.start, place.length))
+        return TorchFile(self._mapped[place.file].part(place.start, place.length), self.checks, key)
 
     def read(self, key: str, box: Sequence[tuple[int, int]]) -> Tensor:
         """A part of a tensor: the range of each of its dimensions."""
@@ -87,7 +89,7 @@ class DistDirectory:
         return found
 
     def _chunk(self, key: str, tensor: DistTensor, chunk: Chunk) -> Tensor:
-        file = self.content(chunk.place)
+        file = self.content(chunk.place, key)
         found = file.tensor(file.content)
         if found.dtype != tensor.dtype or tuple(found.shape) != chunk.sizes:
             raise CheckpointError(
@@ -97,7 +99,7 @@ class DistDirectory:
         return found
 
 
-def open_directory(directory: Path) -> DistDirectory:
+def open_directory(directory: Path, checks: MemberChecks | None) -> DistDirectory:
     path = directory / METADATA
     if not paths.is_plain_file(path):
         raise CheckpointError(f"{path} is missing: the checkpoint was never completed")
@@ -105,14 +107,15 @@ def open_directory(directory: Path) -> DistDirectory:
     if size > _ALWAYS_READ and size > sum(entry.lstat().st_size for entry in directory.glob("*.distcp")):
         raise CheckpointError(f"{path} has {size} bytes, more than the files that it describes")
     try:
-        return _directory(directory, read_pickle(path.read_bytes()))
+        tensors, blobs = _described(read_pickle(path.read_bytes()))
     except PickleRefused as error:
         raise UnsafeFileError(f"{path} cannot be read: {error}") from error
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read ({error.strerror})") from error
+    return DistDirectory(directory, tensors, blobs, checks)
 
 
-def _directory(directory: Path, content: Any) -> DistDirectory:
+def _described(content: Any) -> tuple[dict[str, DistTensor], dict[str, Place]]:
     described = _mapping(_fields(content, "Metadata").get("state_dict_metadata"))
     places = dict(_places(_mapping(_fields(content, "Metadata").get("storage_data"))))
     tensors: dict[str, DistTensor] = {}
@@ -125,7 +128,7 @@ def _directory(directory: Path, content: Any) -> DistDirectory:
                 blobs[key] = places[key, None]
             continue
         tensors[key] = _tensor(key, _fields(entry, "TensorStorageMetadata"), places)
-    return DistDirectory(directory, tensors, blobs)
+    return tensors, blobs
 
 
 def _places(stored: Mapping[Any, Any]) -> Iterator[tuple[tuple[str, Offsets | None], Place]]:

@@ -124,7 +124,7 @@ def _names_of_groups(tree: ClassicTree, at: Coordinates, groups: list[Any]) -> l
 
 def _from_vectors(tree: ClassicTree, at: Coordinates) -> Iterator[tuple[tuple[str, str], dict[str, Entry]]]:
     folder = tree.files[at].path.parent
-    file = TorchFile.open(paths.member(folder, DISTRIBUTED))
+    file = TorchFile.open(paths.member(folder, DISTRIBUTED), tree.checks)
     for number, chunk in enumerate(tree.chunks[at]):
         by_dtype = file.content.get(number) if isinstance(file.content, dict) else None
         vectors = list(by_dtype.values()) if isinstance(by_dtype, dict) else []

@@ -16,6 +16,7 @@ from megatron.checkpoint.manifest import Manifest, Slice, TensorRecord
 from megatron.checkpoint.megatron_lm import classic_tree, optimizer_state
 from megatron.checkpoint.megatron_lm.classic_tree import ClassicTree, Place
 from megatron.checkpoint.megatron_lm.settings import read_settings, true_vocabulary
+from megatron.checkpoint.member_checks import MemberChecks
 from megatron.checkpoint.reader import StepReader
 from megatron.checkpoint.torch_files import TorchFile, plain_values
 from megatron.config import ModelConfig, MoEConfig
@@ -99,9 +100,9 @@ def is_classic(directory: Path) -> bool:
     return any(entry.name.startswith("mp_rank_") for entry in directory.iterdir())
 
 
-def open_classic(directory: Path) -> ForeignStep | None:
+def open_classic(directory: Path, checks: MemberChecks | None) -> ForeignStep | None:
     """None: a step of ours."""
-    tree = classic_tree.open_tree(directory)
+    tree = classic_tree.open_tree(directory, checks)
     if "has_manifest" in tree.first.content:
         return None
     settings = read_settings(tree.args, directory)

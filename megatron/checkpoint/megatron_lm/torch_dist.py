@@ -32,6 +32,7 @@ from megatron.checkpoint.megatron_lm.step import (
     foreign_manifest,
     main_content,
 )
+from megatron.checkpoint.member_checks import MemberChecks
 from megatron.checkpoint.torch_files import plain_values
 from megatron.errors import CheckpointError
 from megatron.model.parameters import FINAL_NORM, VOCABULARY_TABLES, WORD_TABLE, Parameter, parameters
@@ -58,9 +59,9 @@ def is_torch_dist(directory: Path) -> bool:
     return any((directory / name).exists() for name in (METADATA, BACKEND))
 
 
-def open_torch_dist(directory: Path) -> ForeignStep:
+def open_torch_dist(directory: Path, checks: MemberChecks | None) -> ForeignStep:
     _check_backend(directory)
-    found = open_directory(directory)
+    found = open_directory(directory, checks)
     content, file = common_content(found)
     args = plain_values(content.get("args"))
     args = args if isinstance(args, dict) else {}

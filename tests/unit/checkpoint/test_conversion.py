@@ -135,7 +135,7 @@ def test_a_file_written_tensor_by_tensor_is_one_of_torch(tmp_path: Path) -> None
     write_torch_file(tree, stream)
     path.write_bytes(stream.written.getvalue())
     expected = {**plain, "rows": torch.nn.functional.pad(weight, (0, 0, 0, 5))}
-    ours = TorchFile.open(path)
+    ours = TorchFile.open(path, None)
     for found in (torch.load(path, weights_only=True), safe_load.load_file(path)):
         assert found["args"].hidden_size == 5 and found["numbers"] == numbers
         for name, tensor in expected.items():

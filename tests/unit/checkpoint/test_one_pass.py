@@ -207,7 +207,7 @@ def before_hashing(monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]) -
 def seen_ranges(path: Path) -> list[tuple[int, int]]:
     """The bytes of a file that finding the places of its tensors depends on."""
     reads = NotedReads(path)
-    file = TorchFile.open(path, reads)
+    file = TorchFile.open(path, None, reads)
     waiting = [file.content]
     while waiting:
         value = waiting.pop()

@@ -107,7 +107,7 @@ def test_a_tensor_that_is_the_negative_of_what_is_stored_is_left_to_torch_or_ref
     for zipped in (True, False):
         torch.save({"a": negative, "b": torch.ones(2)}, tmp_path / "file.pt", _use_new_zipfile_serialization=zipped)
         assert torch.load(tmp_path / "file.pt")["a"].is_neg()
-        file = TorchFile.open(tmp_path / "file.pt")
+        file = TorchFile.open(tmp_path / "file.pt", None)
         with pytest.raises(safe_load.UnsafeFileError, match="is the negative, or the conjugate, of what is stored"):
             file.tensor(file.content["a"])
         with pytest.raises(LookupError):

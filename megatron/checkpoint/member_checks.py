@@ -1,0 +1,86 @@
+"""The CRC-32 that torch.save writes beside each member of its zip files. torch.load does not look at it; here it is
+compared when a member is first used."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+from megatron.checkpoint.mapped_bytes import Bytes
+from megatron.errors import CheckpointError
+
+Say = Callable[[str], object]
+_PIECE = 16 * 2**20  # bytes of a thread's
+_POLYNOMIAL = 0xEDB88320  # of CRC-32; the highest bit is the coefficient of 1
+_ONE, _X = 1 << 31, 1 << 30
+
+
+class DamagedMemberError(CheckpointError):
+    """A member of a zip file has other bytes than were written."""
+
+
+class MemberChecks:
+    """Compares each member once. `say` is told, once, of a file that has nothing to compare with."""
+
+    def __init__(self, say: Say) -> None:
+        self._say = say
+        self._told = False
+        self._compared: set[tuple[Path, int]] = set()  # files, and positions in them
+
+    def compare(self, member: Bytes, recorded: int, what: Callable[[], str]) -> None:
+        """`recorded`: the checksum that the file has; torch writes 0 where it leaves it out. `what`: the member's name
+        for a reader."""
+        place = (member.path, member.start)
+        if not member.length or place in self._compared:
+            return
+        if recorded == 0:
+            self.lacks(member.path, "was written without the checksums that torch.save adds")
+        elif (found := crc32(member.view(), torch.get_num_threads())) != recorded:
+            raise DamagedMemberError(
+                f"{member.path}: {what()} is damaged (CRC-32 {found:08x}, when it was written {recorded:08x}); copy or "
+                "download the file again, or take another checkpoint. If it was changed on purpose, write it anew with "
+                "torch.save"
+            )
+        self._compared.add(place)
+
+    def lacks(self, path: Path, why: str) -> None:
+        if not self._told:
+            self._say(f"{path} {why}: damage to it, and to others like it, is not seen")
+        self._told = True
+
+
+def crc32(data: memoryview, threads: int, piece: int = _PIECE) -> int:
+    """The checksum of all bytes, of which each thread takes a piece."""
+    if threads < 2 or len(data) <= piece:
+        return zlib.crc32(data)
+    pieces = [data[start : start + piece] for start in range(0, len(data), piece)]
+    with ThreadPoolExecutor(min(threads, len(pieces))) as pool:
+        first, *rest = pool.map(zlib.crc32, pieces)  # which lets go of the interpreter's lock
+    shift = _power_of_x(8 * piece)
+    for each, found in zip(pieces[1:], rest, strict=True):
+        first = _times(shift if len(each) == piece else _power_of_x(8 * len(each)), first) ^ found
+    return first
+
+
+def _power_of_x(exponent: int) -> int:
+    """Multiplied by this, modulo the polynomial, a checksum is that of `exponent` bits more, which are left out."""
+    result, square = _ONE, _X
+    while exponent:
+        if exponent & 1:
+            result = _times(square, result)
+        square, exponent = _times(square, square), exponent >> 1
+    return result
+
+
+def _times(one: int, other: int) -> int:
+    """The product of two polynomials over two elements, modulo that of CRC-32."""
+    product = 0
+    for bit in range(31, -1, -1):
+        if one >> bit & 1:
+            product ^= other
+        other = other >> 1 ^ (_POLYNOMIAL if other & 1 else 0)
+    return product
