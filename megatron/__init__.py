@@ -4,8 +4,9 @@
 (pretrain_gpt.py is one of them), and `megatron.Hook` adds to it; `megatron.setup(argv)` gives the ranks, device and
 settings without the loop.
 
-For a model and a loop of your own: `megatron.initialize(model=..., optimizer=..., config=...)` is DeepSpeed's call,
-`OSS` and `ShardedDataParallel` are FairScale's pair, and `DistributedDataParallel` has the shape of torch's.
+For a model and a loop of your own: `megatron.initialize(model=..., optimizer=..., config=...)` is DeepSpeed's call
+(`add_config_arguments` and `init_distributed` may come before it), `OSS` and `ShardedDataParallel` are FairScale's
+pair, and `DistributedDataParallel` has the shape of torch's.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ __all__ = [
     "Hook",
     "ShardedDataParallel",
     "__version__",
+    "add_config_arguments",
+    "init_distributed",
     "initialize",
     "pretrain",
     "setup",
@@ -39,6 +42,8 @@ _LAZY = {
     "Hook": "megatron.training.hooks",
     "OSS": "megatron.data_parallel.oss",
     "ShardedDataParallel": "megatron.data_parallel.sharded_ddp",
+    "add_config_arguments": "megatron.engine.any_model",
+    "init_distributed": "megatron.engine.any_model",
     "initialize": "megatron.training.initialize",
     "pretrain": "megatron.training.pretrain",
     "setup": "megatron.training.initialize",

@@ -9,6 +9,10 @@ train() {
     local launcher=$1 before code
     shift
     case ${1:---} in --*) ;; *) launcher=$1; shift ;; esac
+    if ! command -v srun > /dev/null; then
+        echo "error: there is no srun here; submit the script with sbatch where Slurm is, or start bash $launcher" >&2
+        exit 2
+    fi
     export CHECKPOINT_PATH=${CHECKPOINT_PATH:-experiments/$(basename "$launcher" .sh)}
     CHECKPOINT_PATH=$(value_of --save "$CHECKPOINT_PATH" "$@")
     if [ "$(value_of --load "$CHECKPOINT_PATH" "$@")" != "$CHECKPOINT_PATH" ]; then

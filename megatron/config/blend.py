@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import json
 import math
 from collections.abc import Sequence
@@ -158,3 +159,19 @@ def _read(flag: str, path: str) -> str:
         raise ConfigError(f"{flag}: not UTF-8 text; give the file that lists the sources") from None
     except OSError as error:
         raise ConfigError(f"{flag}: cannot be read ({error.strerror}); check the path") from None
+
+
+def prefix_meant(prefix: str) -> str:
+    """What to give instead of a prefix without files: it less an ending, a name that preprocessing makes of it, or, of
+    a text, what makes a dataset of it."""
+    path = Path(prefix)
+    if path.suffix in (".bin", ".idx") and path.with_suffix(".idx").exists():
+        return f"give the prefix without its ending: {path.with_suffix('')}"
+    is_text = path.is_file() and path.suffix not in (".bin", ".idx")
+    name = path.stem if is_text else path.name
+    found = sorted(path.parent.glob(f"{glob.escape(name)}_*.idx")) if name and path.parent.is_dir() else []
+    if found:
+        return f"did you mean {found[0].with_suffix('')}?"
+    if is_text:
+        return f"that is a file of another kind; tools/preprocess_data.py --input {prefix} makes a dataset of a text"
+    return "give the prefix that tools/preprocess_data.py wrote, without .bin or .idx"

@@ -46,19 +46,18 @@ def activate(device: torch.device) -> None:
         torch.accelerator.set_device_index(device.index or 0)
 
 
-def resolve_backend(setting: str | None, device: torch.device) -> str:
-    """`--distributed-backend`: the given backend if it serves the device; by default the device's own."""
+def resolve_backend(setting: str | None, device: torch.device, asked: str = "--distributed-backend") -> str:
+    """The given backend if it serves the device; by default the device's own."""
     own = dist.get_default_backend_for_device(device) if device.type != "cpu" else "gloo"
     chosen = setting or own
     if chosen != "gloo" and device.type == "cpu":
         raise ConfigError(
-            f"--distributed-backend {chosen}: needs an accelerator, and this run is on the CPU; "
-            "use --distributed-backend gloo or leave the flag out"
+            f"{asked} {chosen}: needs an accelerator, and this run is on the CPU; use gloo, or leave it out"
         )
     if chosen not in ("gloo", own):
-        raise ConfigError(f"--distributed-backend {chosen}: does not serve {device.type}; use {own} or gloo")
+        raise ConfigError(f"{asked} {chosen}: does not serve {device.type}; use {own} or gloo")
     if not dist.is_backend_available(chosen):
-        raise ConfigError(f"--distributed-backend {chosen}: this torch was built without it; use gloo")
+        raise ConfigError(f"{asked} {chosen}: this torch was built without it; use gloo")
     return chosen
 
 

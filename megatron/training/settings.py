@@ -37,7 +37,7 @@ def read_settings(argv: Sequence[str] | None, *, needs_data: bool = True, absent
     theirs = config.checkpoint.load is not None and is_hugging_face(Path(config.checkpoint.load))
     if theirs or config.checkpoint.use_checkpoint_args:
         refusals.end()  # without the model's shape there is little to check
-        config = _with_settings_of_folder(config) if theirs else _with_checkpoint_args(config)
+        config = _with_settings_of_folder(config, needs_data) if theirs else _with_checkpoint_args(config)
     check(config, needs_data=needs_data, refusals=refusals)
     check_paths(config, files)
     project = config.logging.wandb_project
@@ -89,7 +89,7 @@ def _with_checkpoint_args(config: RunConfig) -> RunConfig:
     return _with_its_own_tokenizer(adopt_checkpoint_args(config, found.saved_settings()), found)
 
 
-def _with_settings_of_folder(config: RunConfig) -> RunConfig:
+def _with_settings_of_folder(config: RunConfig, needs_data: bool) -> RunConfig:
     """--load of a Hugging Face model: a start from its weights, in the shape and with the tokenizer that it has."""
     from megatron.checkpoint.hf import open_folder
 
@@ -105,9 +105,20 @@ def _with_settings_of_folder(config: RunConfig) -> RunConfig:
     if checkpoint.save is not None and Path(checkpoint.save).resolve() == folder.resolve():
         raise ConfigError(f"--save {checkpoint.save}: {here}; save to another directory")
     source = open_folder(folder)
+    has_tokenizer = (folder / "tokenizer.json").is_file()
+    if needs_data and not (has_tokenizer or config.data.mock_data or _names_a_tokenizer(config)):
+        raise ConfigError(
+            f"{here} without tokenizer.json; copy the model's own there, or give its tokenizer with --tokenizer-type"
+        )
     adopted = adopt_checkpoint_args(config, source.settings(), way_out="remove it")
-    line = f"{here} ({source.family.model_type}): the model's shape, vocabulary and tokenizer are the folder's"
+    theirs = "shape, vocabulary and tokenizer" if has_tokenizer else "shape and vocabulary"
+    line = f"{here} ({source.family.model_type}): the model's {theirs} are the folder's"
     return replace(adopted, notices=(*adopted.notices, line))
+
+
+def _names_a_tokenizer(config: RunConfig) -> bool:
+    tokenizer = config.tokenizer
+    return any(name is not None for name in (tokenizer.tokenizer_type, tokenizer.tokenizer_model, tokenizer.vocab_file))
 
 
 def _with_its_own_tokenizer(config: RunConfig, found: FoundStep) -> RunConfig:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -157,6 +158,13 @@ def test_a_job_goes_on_from_where_it_saves(words: list[str], slurm: FakeSlurm) -
     where = "a" if "--save" in words else "experiments/llama3_8b"
     assert slurm.end() == 2 and slurm.log.count("\n") == 1
     assert slurm.log.startswith(f"error: --load: a job that is queued again goes on from {where},")
+
+
+def test_without_slurm_the_launcher_is_named() -> None:
+    words = ["bash", str(SCRIPTS / "one_node.sbatch"), "examples/gpt3_175b.sh", "--lr", "1"]
+    done = subprocess.run(words, cwd=REPOSITORY, env=clean_environment(), capture_output=True, text=True)
+    assert done.returncode == 2 and done.stdout == ""
+    assert re.fullmatch("error: there is no srun here; .* bash examples/gpt3_175b.sh\n", done.stderr)
 
 
 @pytest.mark.parametrize("flags", [["--save", "{}"], ["--lr", "1", "--save={}", "--load={}"]])

@@ -146,6 +146,17 @@ def test_a_rank_reads_its_slices_only(form: str | None, tmp_path: Path) -> None:
 # ---------------------------------------------------------------- settings
 
 
+def test_a_folder_without_tokenizer_is_told(tmp_path: Path) -> None:
+    folder = tmp_path / "theirs"
+    make_model(folder)
+    argv = command(folder, write_data(tmp_path / "data"), **PLAIN)
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(ConfigError, match=r"holds a Hugging Face model without tokenizer.json; copy the model's own"):
+        read_settings(argv)
+    config = read_settings([*argv, "--tokenizer-type", "NullTokenizer", "--vocab-size", str(ROWS)])
+    assert any(line.endswith("(qwen2): the model's shape and vocabulary are the folder's") for line in config.notices)
+
+
 def test_settings_come_from_the_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "theirs"
     make_model(folder)

@@ -157,9 +157,13 @@ def export_to(out: Path, export: Export) -> list[str]:
 
 @pytest.mark.parametrize(("trained", "asked"), [("bfloat16", None), ("bfloat16", "float32"), ("float32", "bfloat16")])
 def test_a_gain_stored_less_one_is_exported_in_half_precision(tmp_path: Path, trained: str, asked: str | None) -> None:
-    """1 + weight is rounded in that precision, in training as in the export: no difference to refuse."""
-    save_random(tmp_path / "ckpt", model(**GPT2, apply_layernorm_1p=True), dtype=getattr(torch, trained))
-    export_to(tmp_path / "hf", plan(tmp_path / "ckpt", dtype=asked))
+    """1 + weight is rounded once, to the precision of the export, which says by how much."""
+    tensors = save_random(tmp_path / "ckpt", model(**GPT2, apply_layernorm_1p=True), dtype=getattr(torch, trained))
+    messages = export_to(tmp_path / "hf", plan(tmp_path / "ckpt", dtype=asked))
+    gains = load_file(tmp_path / "hf/model.safetensors")["transformer.ln_f.weight"]
+    exact = tensors["final_layernorm.weight"].float() + 1
+    assert torch.equal(gains, exact.to(gains.dtype))
+    assert any("the largest error of narrowing" in line for line in messages) == (gains.dtype == torch.bfloat16)
 
 
 @pytest.mark.parametrize("case", CASES)

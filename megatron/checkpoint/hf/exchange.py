@@ -50,7 +50,9 @@ class Exchange:
 
     def to_hf(self, stored: Tensor) -> dict[str, Tensor]:
         logical = stored[: self.parameter.stored_shape[0]].view(self.parameter.shape)
-        parts = self.layout.split(logical + 1 if self.gain_less_one else logical, self.parameter.row)
+        if self.gain_less_one:
+            logical = logical.float() + 1  # half precision has fewer digits beside 1 than beside 0
+        parts = self.layout.split(logical, self.parameter.row)
         return {name: part.contiguous() for name, part in zip(self.theirs, parts, strict=True)}
 
     def from_hf(self, read: Callable[[str], Tensor]) -> Tensor:

@@ -234,5 +234,5 @@ def our_tensor(export: Export, name: str) -> Tensor:
     tensor = export.reader.logical(name, export.reader.manifest.model[name])
     if gain_less_one(export.config, name):
         # The export rounds gamma itself; subtracting 1 from the rounded value is exact in fp32.
-        return (tensor + 1).to(export.dtype).float() - 1
+        return (tensor.float() + 1).to(export.dtype).float() - 1
     return tensor.to(export.dtype)

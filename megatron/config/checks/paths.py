@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron.config.blend import data_sources, fetch_first
+from megatron.config.blend import data_sources, fetch_first, prefix_meant
 from megatron.config.refusals import Refusals
 from megatron.config.run import RunConfig
 from megatron.errors import ConfigError
@@ -99,10 +99,6 @@ def _named_files(config: RunConfig) -> Iterator[tuple[str, Path, str]]:
             if data.sft:
                 yield blend.flag, Path(prefix), "give a JSONL file of conversations"
                 continue
-            without = f" {prefix[:-4]}," if prefix.endswith((".idx", ".bin")) else ""
             for suffix in (".idx", ".bin"):
-                yield (
-                    blend.flag,
-                    Path(prefix + suffix),
-                    f"give the prefix{without} without .bin/.idx (tools/preprocess_data.py makes them)",
-                )
+                file = Path(prefix + suffix)
+                yield blend.flag, file, "" if file.exists() else prefix_meant(prefix)

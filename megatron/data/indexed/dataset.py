@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron.config.blend import prefix_meant
 from megatron.data.indexed.files import as_bytes, map_tokens, regular_file_size
 from megatron.data.indexed.index_file import LEGACY_MAGIC, Index, read_index
 from megatron.data.indexed.legacy import read_legacy_index
@@ -54,7 +55,7 @@ class IndexedDataset:
         idx, data = idx_path(self.prefix), bin_path(self.prefix)
         for path in (idx, data):
             if not os.path.lexists(path):
-                raise ConfigError(f"data prefix {self.prefix}: {path} does not exist; {_nearest(self.prefix)}")
+                raise ConfigError(f"data prefix {self.prefix}: {path} does not exist; {prefix_meant(self.prefix)}")
         return idx, data
 
     def _attach(self, index: Index, data: Path) -> None:
@@ -170,14 +171,3 @@ class IndexedDataset:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(state["prefix"], mmap=state["mmap"])  # type: ignore[misc]
-
-
-def _nearest(prefix: str) -> str:
-    """Suggests what the user may have meant: a file name without its ending, or a name that preprocessing makes."""
-    path = Path(prefix)
-    if path.suffix in (".bin", ".idx") and os.path.lexists(idx_path(path.with_suffix(""))):
-        return f"give the prefix without its ending: {path.with_suffix('')}"
-    found = sorted(path.parent.glob(f"{path.name}_*.idx")) if path.name and path.parent.is_dir() else []
-    if found:
-        return f"did you mean {found[0].with_suffix('')}?"
-    return "give the prefix that tools/preprocess_data.py wrote, without .bin or .idx"

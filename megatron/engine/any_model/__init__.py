@@ -3,5 +3,6 @@ GPT's."""
 
 from megatron.engine.any_model.engine import ModelEngine
 from megatron.engine.any_model.initialize import initialize
+from megatron.engine.any_model.preamble import add_config_arguments, init_distributed
 
-__all__ = ["ModelEngine", "initialize"]
+__all__ = ["ModelEngine", "add_config_arguments", "init_distributed", "initialize"]

@@ -19,7 +19,7 @@ from megatron.distributed.state import ParallelState
 from megatron.errors import ConfigError, PeerLostError
 from megatron.layout import Layout
 
-_TIMEOUT = timedelta(minutes=10)
+TIMEOUT = timedelta(minutes=10)
 _LAST_WAIT = timedelta(seconds=10)
 """For the other ranks at the end of a program."""
 
@@ -43,12 +43,12 @@ def find_place(model: nn.Module) -> Place:
         launch = LaunchInfo.detect()
         rank, size, local_rank = launch.rank, launch.world_size, launch.local_rank
         device = _device_of(model, local_rank)
-        init_process_group(launch, resolve_backend(None, device), _TIMEOUT, device)
-        atexit.register(_leave)  # also a group of one, which ZeRO's stage 3 opens
+        init_process_group(launch, resolve_backend(None, device), TIMEOUT, device)
+        atexit.register(leave)  # also a group of one, which ZeRO's stage 3 opens
     return Place(ParallelState.build(Layout(size), rank), local_rank, device)
 
 
-def _leave() -> None:
+def leave() -> None:
     """At the end of the program, after its last collective. gloo's threads may still be letting go of that one's
     tensors, which aborts a process whose interpreter has ended; at the barrier they have done so. A rank that ends with
     an error does not wait: the others are not at their end."""

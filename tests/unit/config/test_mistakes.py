@@ -276,7 +276,7 @@ def test_files_must_exist(tmp_path_factory: pytest.TempPathFactory) -> None:
     check_paths(parse_args(argv(command, f"--merge-file {folder}/merges.txt")))
     wrong = command.replace("corpus ", "corpus.bin ")
     with pytest.raises(
-        ConfigError, match=r"--data-path .*corpus.bin.idx: no such file; give the prefix .*corpus, without"
+        ConfigError, match=r"--data-path .*corpus.bin.idx: no such file; give the prefix without its ending: .*corpus$"
     ):
         check_paths(parse_args(argv(wrong, f"--merge-file {folder}/merges.txt")))
     os.mkfifo(folder / "pipe")

@@ -211,6 +211,12 @@ def test_missing_files_name_what_was_meant(golden: Path) -> None:
     golden.with_suffix(".idx").rename(golden.with_name("golden_text_document.idx"))
     with pytest.raises(ConfigError, match=r"did you mean .*golden_text_document"):
         IndexedDataset(golden)
+    golden.with_name("golden.jsonl").write_text("{}")
+    with pytest.raises(ConfigError, match=r"did you mean .*golden_text_document\?$"):
+        IndexedDataset(f"{golden}.jsonl")
+    golden.with_name("other.jsonl").write_text("{}")
+    with pytest.raises(ConfigError, match=r"preprocess_data.py --input .*other.jsonl makes a dataset"):
+        IndexedDataset(golden.with_name("other.jsonl"))
     golden.with_name("golden_text_document.bin").unlink()
     with pytest.raises(ConfigError, match=r"golden_text_document.bin does not exist"):
         IndexedDataset(golden.with_name("golden_text_document"))
