@@ -19,10 +19,15 @@ def decide_scheduler(reading: Reading) -> None:
 
 
 def decide_precision(reading: Reading) -> None:
-    """DeepSpeed begins at 2^16 where nothing is said, --fp16 at 2^32."""
-    given = reading.given
-    if given.get("fp16.enabled") and not given.get("fp16.loss_scale") and "fp16.initial_scale_power" not in given:
-        reading.set("initial_loss_scale", 2.0**16, "fp16.enabled true without initial_scale_power")
+    """DeepSpeed begins at 2^16 where nothing is said, --fp16 at 2^32. A block that leaves to --fp16 whether it is on is
+    DeepSpeed's all the same."""
+    given, stronger = reading.given, reading.stronger
+    left = "fp16.enabled" in reading.left and bool(stronger.get("fp16"))
+    static = given.get("fp16.loss_scale") or stronger.get("loss_scale")
+    begins = "fp16.initial_scale_power" in given or "initial_loss_scale" in stronger
+    if (left or given.get("fp16.enabled")) and not static and not begins:
+        said = "left to --fp16" if left else "true"
+        reading.set("initial_loss_scale", 2.0**16, f"fp16.enabled {said} without initial_scale_power")
 
 
 def decide_offload(reading: Reading) -> None:

@@ -82,6 +82,7 @@ class Reading:
     refusals: Refusals
     stronger: Mapping[str, Any]
     given: dict[str, Any] = field(default_factory=dict)  # by key
+    left: set[str] = field(default_factory=set)  # keys with "auto" or null
     assignments: Assignments = field(default_factory=lambda: Assignments(origin=""))
 
     @contextmanager
@@ -149,6 +150,7 @@ class Reading:
         if key is None:
             raise _unknown(parent, name)
         if is_default(value):
+            self.left.add(path)
             return
         wrong = wrong_kind(key.kind, value)
         if wrong is not None:
@@ -163,7 +165,8 @@ class Reading:
         spelled = key.path if key.kind == "block" else self.spelled(key.path)
         if key.kind == "block":
             _check_members(key, value)
-            if not value or value.get("enabled") is False:
+            enabled = value.get("enabled", True)
+            if not value or enabled is False or is_default(enabled):  # which no flag turns on
                 return
         if key.way_out:
             if value not in key.neutral:

@@ -11,6 +11,8 @@ class Reading(Protocol):
     """The value of each key, by its path."""
     stronger: Mapping[str, Any]
     """What flags and other files say, by field."""
+    left: set[str]
+    """The keys that are there and leave their value to the flags: "auto" and null."""
 
     def set(self, field: str, value: Any, spelled: str) -> None:
         """Sets a field. `spelled`: the key and its value."""

@@ -128,7 +128,8 @@ PRECISION = (
         "fp16.initial_scale_power",
         "whole",
         "initial_loss_scale",
-        "2 to this power; left out it is 16, as DeepSpeed documents (`--fp16` alone begins at 2^32)",
+        '2 to this power; left out it is 16, as DeepSpeed documents, with `"enabled": "auto"` and `--fp16` too '
+        "(`--fp16` without this block begins at 2^32)",
         _power_of_two,
     ),
     sets("fp16.loss_scale_window", "whole", "loss_scale_window"),

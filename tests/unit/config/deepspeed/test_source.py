@@ -57,6 +57,92 @@ def test_auto_is_what_the_flags_say(tmp_path: Path) -> None:
     assert config.schedule.lr == 0.5 and config.precision.fp16 and config.training.global_batch_size is None
 
 
+def auto(path: str, content: dict[str, Any]) -> dict[str, Any]:
+    """The content with "auto" for one more key."""
+    name, _, rest = path.partition(".")
+    inner = auto(rest, content.get(name, {})) if rest else "auto"
+    return {**content, name: inner}
+
+
+FP16, ADAMW, WARMUP = (
+    {"fp16": {"enabled": "auto"}},
+    {"optimizer": {"type": "AdamW"}},
+    {"scheduler": {"type": "WarmupLR"}},
+)
+
+
+@pytest.mark.parametrize(
+    ("path", "beside", "always", "flag", "field", "of_flag", "otherwise"),
+    [
+        ("fp16.enabled", {}, "", "--fp16", "precision.fp16", True, False),
+        ("bf16.enabled", {}, "", "--bf16", "precision.bf16", True, False),
+        ("fp16.loss_scale", FP16, "--fp16", "--loss-scale 128", "precision.loss_scale", 128.0, None),
+        (
+            *("fp16.initial_scale_power", FP16, "--fp16"),
+            *("--initial-loss-scale 4096", "precision.initial_loss_scale", 4096.0, 2.0**16),
+        ),
+        ("fp16.loss_scale_window", FP16, "--fp16", "--loss-scale-window 7", "precision.loss_scale_window", 7, 1000),
+        ("fp16.hysteresis", FP16, "--fp16", "--hysteresis 3", "precision.hysteresis", 3, 2),
+        (
+            *("fp16.consecutive_hysteresis", FP16, "--fp16"),
+            *("--consecutive-hysteresis", "precision.consecutive_hysteresis", True, False),
+        ),
+        ("fp16.min_loss_scale", FP16, "--fp16", "--min-loss-scale 4", "precision.min_loss_scale", 4.0, 1.0),
+        ("gradient_clipping", {}, "", "--clip-grad 0.5", "optimizer.clip_grad", 0.5, 1.0),
+        ("train_batch_size", {}, "", "--global-batch-size 8", "training.global_batch_size", 8, None),
+        ("optimizer.params.betas", ADAMW, "", "--adam-beta2 0.5", "optimizer.adam_beta2", 0.5, 0.999),
+        ("optimizer.params.eps", ADAMW, "", "--adam-eps 0.5", "optimizer.adam_eps", 0.5, 1e-8),
+        ("optimizer.params.weight_decay", ADAMW, "", "--weight-decay 0.5", "optimizer.weight_decay", 0.5, 0.01),
+        (
+            *("optimizer.params.weight_decay", {"optimizer": {"type": "Adam"}}, ""),
+            *("--weight-decay 0.5", "optimizer.weight_decay", 0.5, 0.0),
+        ),
+        (
+            *("scheduler.params.warmup_num_steps", WARMUP, ""),
+            *("--warmup-num-steps 5", "deepspeed_scheduler.warmup_num_steps", 5, 1000),
+        ),
+        (
+            *("scheduler.params.warmup_min_lr", WARMUP, ""),
+            *("--warmup-min-lr 0.25", "deepspeed_scheduler.warmup_min_lr", 0.25, 0.0),
+        ),
+        ("zero_optimization.stage", {}, "", "--zero-stage 2", "parallel.zero_stage", 2, None),
+    ],
+)
+def test_auto_is_the_flag_or_what_deepspeed_has(
+    tmp_path: Path, path: str, beside: dict[str, Any], always: str, flag: str, field: str, of_flag: Any, otherwise: Any
+) -> None:
+    content, flags = auto(path, beside), f"--train-iters 9 --lr 0.5 --micro-batch-size 4 {always}"
+    section, name = field.split(".")
+    for given, expected in ((flag, of_flag), ("", otherwise)):
+        found = getattr(getattr(parse(tmp_path, content, flags, given), section), name)
+        assert found == expected and type(found) is type(expected), (given, found)
+
+
+def test_fp16_of_the_flag_alone_is_megatrons(tmp_path: Path) -> None:
+    """Where the file leaves fp16 to the flag, the rest of its block is DeepSpeed's; where it has no such block, the
+    scale begins where Megatron's does."""
+    flags = "--train-iters 9 --lr 0.5 --micro-batch-size 4"
+    assert parse(tmp_path, {}, flags, "--fp16").precision.initial_loss_scale == 2.0**32
+    for left in ("auto", None):
+        config = parse(tmp_path, {"fp16": {"enabled": left}}, flags, "--fp16")
+        assert config.precision.initial_loss_scale == 2.0**16
+        assert config.origins["initial_loss_scale"].startswith(
+            "key fp16.enabled left to --fp16 without initial_scale_power of "
+        )
+        off = parse(tmp_path, {"fp16": {"enabled": left}}, flags)
+        assert off.precision.initial_loss_scale == 2.0**32 and off.notices == ()
+    other = tmp_path / "run.yaml"
+    other.write_text("fp16: true\ninitial-loss-scale: 4096\n")
+    for content in ({"fp16": {"enabled": True}}, {"fp16": {"enabled": "auto"}}):
+        assert said(tmp_path, parse(tmp_path, content, flags, "--fp16 --loss-scale 128")) == []
+        assert parse(tmp_path, content, flags, f"--config {other}").precision.initial_loss_scale == 4096
+
+
+def test_blocks_that_no_flag_turns_on_ask_for_nothing_with_auto(tmp_path: Path) -> None:
+    content = {"amp": {"enabled": "auto", "opt_level": "auto"}, "torch_autocast": {"enabled": None}}
+    assert parse(tmp_path, content, "--train-iters 9 --lr 0.5 --micro-batch-size 4").notices == ()
+
+
 def test_a_yaml_file_that_disagrees_is_refused(tmp_path: Path) -> None:
     other = tmp_path / "run.yaml"
     other.write_text("lr: 0.5\ntrain-iters: 9\n")
