@@ -117,7 +117,9 @@ class LlamaLike(Family):
         if self.has_qkv_bias:  # and then no other, whatever config.json says
             return False
         attention, mlp = bool(values.get("attention_bias", False)), bool(values.get("mlp_bias", False))
-        if attention != mlp or (attention and not self.may_have_biases):
+        if not self.may_have_biases:
+            refuse_unless({"attention_bias": attention, "mlp_bias": mlp}, attention_bias=False, mlp_bias=False)
+        if attention != mlp:
             raise ConfigError(
                 f"config.json: attention_bias {attention} with mlp_bias {mlp} is not supported; both or none"
             )
