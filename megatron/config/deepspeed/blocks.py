@@ -16,6 +16,16 @@ def decide_scheduler(reading: Reading) -> None:
             "scheduler.type OneCycle: DeepSpeed cycles the momentum too where the file does not say, which is not "
             'supported; add "cycle_momentum": false to scheduler.params'
         )
+    _rate_of_the_flag(reading)
+
+
+def _rate_of_the_flag(reading: Reading) -> None:
+    """Where the file leaves WarmupDecayLR's highest rate to the flags, --lr is meant, as with WarmupLR; not the 0.001
+    that DeepSpeed has where the key is missing."""
+    key, rate = "scheduler.params.warmup_max_lr", reading.stronger.get("lr", reading.given.get("optimizer.params.lr"))
+    kind = reading.stronger.get("lr_schedule", reading.given.get("scheduler.type"))
+    if key in reading.left and kind == "WarmupDecayLR" and rate is not None and "warmup_max_lr" not in reading.stronger:
+        reading.set("warmup_max_lr", rate, f"{key} left to --lr")
 
 
 def decide_precision(reading: Reading) -> None:

@@ -41,7 +41,7 @@ _GROWING = Need(
 _QK_NORMS = Need("--qk-layernorm", lambda run: run.model.qk_layernorm)
 _TAKES_LR = Need(
     "a schedule that starts from it (this --lr-schedule has rates of its own)",
-    lambda run: run.deepspeed_scheduler.takes_lr,
+    lambda run: run.deepspeed_scheduler.takes_lr or run.deepspeed_scheduler.warmup_max_lr == run.schedule.lr,
 )
 _DECOUPLED = Need("--decoupled-lr", lambda run: run.schedule.decoupled_lr is not None)
 _DECAY = Need("a decay (--lr-decay-style other than constant)", lambda run: run.schedule.lr_decay_style != "constant")

@@ -10,6 +10,7 @@ import pytest
 
 from megatron.config import BatchPlan, RunConfig, check_world, describe, parse_args
 from megatron.errors import ConfigError
+from megatron.optimizer.deepspeed_schedules import DeepSpeedCurve
 from tests.unit.config.commands import SMALL, argv, without
 
 SHAPE = without(SMALL, "--micro-batch-size", "--lr", "--train-iters")
@@ -136,6 +137,27 @@ def test_fp16_of_the_flag_alone_is_megatrons(tmp_path: Path) -> None:
     for content in ({"fp16": {"enabled": True}}, {"fp16": {"enabled": "auto"}}):
         assert said(tmp_path, parse(tmp_path, content, flags, "--fp16 --loss-scale 128")) == []
         assert parse(tmp_path, content, flags, f"--config {other}").precision.initial_loss_scale == 4096
+
+
+@pytest.mark.parametrize("kind", ["WarmupLR", "WarmupDecayLR"])
+def test_a_highest_rate_that_is_left_to_the_flags_is_lr(tmp_path: Path, kind: str) -> None:
+    """As transformers fills it in; a DecayLR without the key has DeepSpeed's 0.001."""
+    lengths = {"warmup_num_steps": 2} | ({"total_num_steps": 9} if kind == "WarmupDecayLR" else {})
+    content: dict[str, Any] = {"scheduler": {"type": kind, "params": lengths}}
+    left = auto("scheduler.params.warmup_max_lr", content)
+    in_file = {**left, "optimizer": {"type": "Adam", "params": {"lr": 0.5}}}
+    flags = "--train-iters 9 --micro-batch-size 4"
+
+    def highest(content: dict[str, Any], *given: str) -> float:
+        config = parse(tmp_path, content, flags, *given)
+        curve = DeepSpeedCurve(config.schedule.lr or 0.0, 4, config.deepspeed_scheduler)
+        return max(curve.of_update(update) for update in range(10))
+
+    assert highest(left, "--lr 0.5") == highest(in_file) == 0.5
+    assert highest(left, "--lr 0.5", "--warmup-max-lr 0.25") == highest(in_file, "--warmup-max-lr 0.25") == 0.25
+    assert highest(content, "--lr 0.5") == (0.5 if kind == "WarmupLR" else 0.001)
+    said_of_lr = [line for line in parse(tmp_path, left, flags, "--lr 0.5").notices if "--lr 0.5" in line]
+    assert said_of_lr == []
 
 
 def test_blocks_that_no_flag_turns_on_ask_for_nothing_with_auto(tmp_path: Path) -> None:
