@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from megatron.checkpoint import RunHistory, TrainState, find_checkpoint, save_checkpoint
 from megatron.checkpoint.convert_cli import main as convert_main
 from megatron.checkpoint.hf import Export, check_export, open_folder, plan_export, read_tensors, write_export
-from megatron.checkpoint.hf.check import compare_logits, our_logits
+from megatron.checkpoint.hf.check import compare_logits, compare_weights, our_logits
 from megatron.checkpoint.hf.exchange import Exchange
 from megatron.checkpoint.reader import StepReader
 from megatron.config import ModelConfig
@@ -164,6 +164,20 @@ def test_a_gain_stored_less_one_is_exported_in_half_precision(tmp_path: Path, tr
     exact = tensors["final_layernorm.weight"].float() + 1
     assert torch.equal(gains, exact.to(gains.dtype))
     assert any("the largest error of narrowing" in line for line in messages) == (gains.dtype == torch.bfloat16)
+
+
+@pytest.mark.parametrize("damaged", ["ln_f.weight", "ln_f.bias", "wte.weight"])
+@pytest.mark.parametrize("less_one", [False, True])
+def test_an_export_that_reads_back_different_is_refused(tmp_path: Path, less_one: bool, damaged: str) -> None:
+    save_random(tmp_path / "ckpt", model(**GPT2, apply_layernorm_1p=less_one))
+    export = plan(tmp_path / "ckpt")
+    export_to(tmp_path / "hf", export)
+    file = tmp_path / "hf/model.safetensors"
+    tensors = load_file(file)
+    tensors[f"transformer.{damaged}"].view(-1)[3] += 1e-6
+    save_file(tensors, file)
+    with pytest.raises(CheckpointError, match="reads back different from what was written"):
+        compare_weights(export, tmp_path / "hf")
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron.checkpoint.build import restore_model
 from megatron.checkpoint.conversion import Show, no_progress
-from megatron.checkpoint.hf.export import Export, our_tensor, our_tensors
+from megatron.checkpoint.hf.export import Export, exported_tensor, our_tensors
 from megatron.checkpoint.hf.importer import open_folder, read_tensors
 from megatron.errors import CheckpointError, ConfigError
 from megatron.utils.cpu import available_memory
@@ -73,13 +73,12 @@ def _not_compared(why: str, log: Callable[[str], object], insist: bool) -> None:
 def compare_weights(export: Export, folder: Path, show: Show = no_progress) -> None:
     """Compares what an import would read with our weights and settings."""
     source, done = open_folder(folder), 0
-    ours = {name: partial(our_tensor, export, name) for name in export.reader.manifest.model}
-    exact = not export.config.apply_layernorm_1p  # theirs stores gamma, not gamma - 1
+    ours = {name: partial(exported_tensor, export, name) for name in export.reader.manifest.model}
     for name, _, tensor in read_tensors(source):
         read = ours.pop(name, None)
         if read is None:
             raise CheckpointError(f"{folder}: reading it back gives a {name} that was never written")
-        if exact and not torch.equal(read(), tensor):
+        if not torch.equal(read(), tensor):
             raise CheckpointError(f"{folder}: {name} reads back different from what was written")
         done += tensor.nbytes
         show(done, export.bytes)

@@ -225,14 +225,13 @@ def _convert(export: Export, exchange: Exchange) -> tuple[dict[str, Tensor], flo
 
 
 def our_tensors(export: Export) -> Iterator[tuple[str, Tensor]]:
-    """The weights of our own model, in the dtype of the export."""
+    """The weights of our own model, as the export rounds them."""
     for name in export.reader.manifest.model:
-        yield name, our_tensor(export, name)
+        tensor = exported_tensor(export, name)
+        yield name, tensor.float() - 1 if gain_less_one(export.config, name) else tensor
 
 
-def our_tensor(export: Export, name: str) -> Tensor:
+def exported_tensor(export: Export, name: str) -> Tensor:
+    """Our logical view as an import of the export reads it, in its dtype: gains are whole, and rounded as such."""
     tensor = export.reader.logical(name, export.reader.manifest.model[name])
-    if gain_less_one(export.config, name):
-        # The export rounds gamma itself; subtracting 1 from the rounded value is exact in fp32.
-        return (tensor.float() + 1).to(export.dtype).float() - 1
-    return tensor.to(export.dtype)
+    return (tensor.float() + 1 if gain_less_one(export.config, name) else tensor).to(export.dtype)
