@@ -9,6 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
+import torch.distributed as dist
+
 from megatron.checkpoint import DamagedCheckpointError, RunHistory
 from megatron.data.datasets import Datasets
 from megatron.data.splits import sample_counts
@@ -83,11 +85,12 @@ def assemble(
         build = partial(_assemble, run, datasets_provider, model_provider, forward_step, history, hooks)
         parts = None
         try:
-            parts = build(hash_later=run.device.type == "cpu")
+            parts = build(hash_later=run.device.type == "cpu", store=run.store)
         except DamagedCheckpointError as error:
             run.log.info(f"warning: {error}: what was read is thrown away, and a step that is verified first is loaded")
         if parts is None:  # here, where the error no longer holds what was built
-            parts = build(hash_later=False)
+            again = None if run.store is None else dist.PrefixStore("again", run.store)
+            parts = build(hash_later=False, store=again)
         closing.push(parts)
         return replace(parts, closing=closing.pop_all())
 
@@ -101,12 +104,14 @@ def _assemble(
     hooks: Sequence[Hook],
     *,
     hash_later: bool,
+    store: dist.Store | None,
 ) -> Parts:
+    """`store`: where the ranks meet, each once."""
     config = run.config
     with ExitStack() as closing:
         resume_point = find_resume_point(run, history, hash_later=hash_later)
         resume_point.check_architecture(config)
-        data = build_data(run, resume_point, datasets_provider)
+        data = build_data(run, resume_point, datasets_provider, store)
         built = build_model(run, model_provider, forward_step, loaded_next=resume_point.found is not None)
         batches = BatchMaker(run, built.fields)
         closing.callback(batches.close)
@@ -164,15 +169,17 @@ def build_hooks(run: Run, engine: Evaluation, specs: Mapping[str, ShardSpec], pr
     return hooks
 
 
-def build_data(run: Run, resume_point: ResumePoint, datasets_provider: DatasetsProvider) -> Data:
+def build_data(
+    run: Run, resume_point: ResumePoint, datasets_provider: DatasetsProvider, store: dist.Store | None
+) -> Data:
     """The datasets, checked against those that the run had before it was resumed."""
     training, accepted = not run.config.training.skip_train, []
     if training:
         accepted += resume_point.check_settings(run.config)
     wanted = _samples_wanted(run, resume_point)
     datasets = as_datasets(datasets_provider(run, wanted))
-    if run.store is not None:
-        meet_over_data(datasets, run.store, run.launch)
+    if store is not None:
+        meet_over_data(datasets, store, run.launch)
     _show(run, datasets)
     if training:
         accepted += resume_point.check_content(datasets.fingerprint, accept=run.config.data.accept_changed_data)

@@ -92,6 +92,23 @@ def test_two_ranks_resume(tmp_path: Path) -> None:
     assert [same_numbers(record) for record in read_metrics(pieces)] == expected
 
 
+def test_two_ranks_pass_over_a_damaged_step(tmp_path: Path) -> None:
+    """Damage that is seen while the step is read ends the building of the run; it is built again, with an older one."""
+    save, whole, pieces = tmp_path / "ckpt", tmp_path / "whole.jsonl", tmp_path / "pieces.jsonl"
+    resumed = {"save": save, "load": save, "save_interval": 2, "zero_stage": 1}
+    for metrics, extra in ((whole, {"zero_stage": 1}), (pieces, {**resumed, "exit_interval": 4}), (pieces, resumed)):
+        done = launch_forked(flags(metrics_jsonl=metrics, **extra), ranks=2)
+        assert done.returncode == 0, done.stderr
+        damaged = save / "iter_0000004/mp_rank_00/model_optim_rng.pt"
+        if "exit_interval" in extra:
+            content = bytearray(damaged.read_bytes())
+            content[len(content) // 2] ^= 1
+            damaged.write_bytes(content)
+    assert "what was read is thrown away" in done.stdout and "FALLING BACK" in done.stdout
+    expected = [same_numbers(record) for record in read_metrics(whole)]
+    assert [same_numbers(record) for record in read_metrics(pieces)][4:] == expected[2:]
+
+
 # What these tests are worth: whatever is not put back must be seen.
 
 
