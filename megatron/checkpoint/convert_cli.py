@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +15,7 @@ from megatron.errors import ConfigError
 from megatron.utils.command_line import Parser, run_tool
 from megatron.utils.foreign import hub_hint, is_hugging_face
 from megatron.utils.progress import ByteProgress
+from megatron.utils.renamed_tools import converting
 
 if TYPE_CHECKING:
     from megatron.checkpoint.found_step import FoundStep
@@ -55,7 +57,26 @@ def parser() -> Parser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return run_tool("error", lambda: run(parser().parse_known_flags(argv)))
+    words = sys.argv[1:] if argv is None else argv
+
+    def convert() -> None:
+        _refuse_theirs(words)
+        run(parser().parse_known_flags(argv))
+
+    return run_tool("error", convert)
+
+
+def _refuse_theirs(words: Sequence[str]) -> None:
+    """Flags of the converter that Megatron-LM has."""
+    names = [word.partition("=")[0] for word in words]
+    theirs = [name for name in names if name in ("--model-type", "--loader", "--saver", "--load-dir", "--save-dir")]
+    if theirs:
+        raise ConfigError(f"{', '.join(theirs)}: flags of Megatron-LM's converter; run: {converting(words)}")
+    if "--target-expert-parallel-size" in names:
+        raise ConfigError(
+            "--target-expert-parallel-size: --to megatron writes all experts for expert-parallel size 1; leave it out, "
+            "and divide them with Megatron-LM's own tools/checkpoint/convert.py"
+        )
 
 
 def run(arguments: argparse.Namespace) -> None:

@@ -42,6 +42,7 @@ class OSS(torch.optim.Optimizer):
         self._inner: torch.optim.Optimizer | None = None
         super().__init__(params, default)
         self._inner = optim([self._own(group) for group in self.param_groups], **default)
+        self.defaults = {**self._inner.defaults, **default}  # schedules look there for what they may cycle
         for group_, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
             for name, value in inner.items():
                 group_.setdefault(name, value)

@@ -20,8 +20,9 @@ _FLAGS = {
 _FORMATS = {"megatron": "megatron", "core": "megatron", "mcore": "megatron", "legacy": "megatron"}
 
 
-def _convert(words: Sequence[str]) -> str:
-    """Loader and saver become formats; the rest keeps its meaning."""
+def converting(words: Sequence[str]) -> str:
+    """The command of tools/convert_checkpoint.py for that of Megatron-LM's converter: loader and saver become formats,
+    the rest keeps its meaning."""
     given = _values(words)
     saver = given.get("--saver", "megatron")
     target = "hf" if saver.endswith("_hf") else _FORMATS.get(saver, "megatron")
@@ -70,9 +71,10 @@ def _memory(words: Sequence[str]) -> str:
 
 
 _ANSWERS: Mapping[str, Callable[[Sequence[str]], str]] = {
-    "tools/checkpoint_util.py": _convert,
-    "tools/checkpoint/convert.py": _convert,
+    "tools/checkpoint_util.py": converting,
+    "tools/checkpoint/convert.py": converting,
     "tools/text_generation_cli.py": _generate,
+    "tools/run_text_generation_server.py": _generate,
     "tools/report_theoretical_memory.py": _memory,
     "tasks/main.py": _evaluate,
 }

@@ -233,6 +233,30 @@ def test_oss_clips_the_norm_of_all_gradients() -> None:
         assert norm < GATE and weights < 1e-10
 
 
+def cycled(rank: int) -> float:
+    """OneCycleLR changes the rate and the betas of the groups, which it finds in `defaults`."""
+    weights = []
+    for sharded in (True, False):
+        model = without_unused(norm=False)
+        optimizer: Any = OSS(model.parameters(), torch.optim.AdamW, lr=1e-2) if sharded else adamw(model)
+        wrapped: Any = ShardedDataParallel(model, optimizer) if sharded else model
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1e-2, total_steps=4)
+        for step in range(4):
+            images, labels = batch_of(step, 4)
+            own = slice(2 * rank, 2 * rank + 2) if sharded else slice(None)
+            F.cross_entropy(wrapped(images[own]), labels[own]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if step < 3:
+                schedule.step()
+        weights.append(weights_of(model))
+    return largest_difference(*weights)
+
+
+def test_oss_follows_a_schedule_of_rate_and_betas() -> None:
+    assert max(run_ranks(2, cycled)) < GATE
+
+
 def moved_state(rank: int) -> list[bool]:
     """The whole state is a plain optimizer's; it loads into one, and back into owners that are others."""
     model = without_unused(norm=False)

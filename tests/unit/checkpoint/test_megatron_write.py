@@ -234,6 +234,12 @@ def test_a_wrong_entry_of_the_map_is_seen(tmp_path: Path, ours: str, monkeypatch
         (["--to", "megatron", "--target-pipeline-parallel-size=0"], "0: does not divide"),
         (["--to", "hf", "--target-tensor-parallel-size=2"], "applies to --to megatron alone"),
         (["--to", "hf", "--true-vocab-size=2"], "applies to --from megatron alone"),
+        (["--to", "megatron", "--target-expert-parallel-size", "2"], "writes all experts for expert-parallel size 1"),
+        (
+            ["--model-type=GPT", "--loader", "mcore", "--saver", "core"],
+            "--model-type, --loader, --saver: flags of Megatron-LM's converter; run: python "
+            "tools/convert_checkpoint.py --to megatron --megatron-names core --load DIR --save DIR",
+        ),
     ],
 )
 def test_what_cannot_be_written_is_refused(

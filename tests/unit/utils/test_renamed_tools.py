@@ -30,6 +30,11 @@ ROOT = Path(__file__).resolve().parents[3]
         ),
         ("tools/checkpoint/convert.py", "--saver llama_hf --load-dir a", "--to hf --load a --save DIR"),
         ("tools/text_generation_cli.py", "localhost:5000", "python tools/generate.py --load DIR --prompt TEXT"),
+        (
+            "tools/run_text_generation_server.py",
+            "--tensor-model-parallel-size 1 --load c",
+            "tools/generate.py --load DIR",
+        ),
         ("tools/report_theoretical_memory.py", "--num-layers 2", "python pretrain_gpt.py --num-layers 2 --dry-run"),
         (
             "tasks/main.py",

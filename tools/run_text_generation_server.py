@@ -1,0 +1,11 @@
+"""Under this name Megatron-LM has a tool; this one answers with the command that does the same here."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs from a checkout that is not installed
+
+if __name__ == "__main__":
+    from megatron.utils.renamed_tools import main, script_name
+
+    sys.exit(main(script_name(__file__)))
