@@ -14,6 +14,7 @@ import torch.distributed as dist
 from megatron.distributed.identity import Identity
 from megatron.distributed.launch import LaunchInfo
 from megatron.errors import ConfigError, HangError
+from megatron.utils.log import print_line
 
 TOLD_EVERY = 30.0  # seconds
 _OTHERS_READ_WITHIN = 3.0
@@ -81,11 +82,8 @@ def wait_for_all(
 
 
 def say(info: LaunchInfo, patience: Patience, missing: str) -> None:
-    print(
-        f"rank {info.rank} waits for the others for {patience.waited:.0f} s{patience.limit}: {missing}",
-        file=sys.stderr,
-        flush=True,
-    )
+    waited = f"{patience.waited:.0f} s{patience.limit}"
+    print_line(f"rank {info.rank} waits for the others for {waited}: {missing}", sys.stderr)
 
 
 def never_met(info: LaunchInfo, patience: Patience, missing: str) -> HangError:

@@ -6,6 +6,8 @@ import sys
 import time
 from typing import Any
 
+from megatron.utils.log import print_line
+
 PAUSE = 10.0
 """Seconds between lines."""
 
@@ -26,11 +28,8 @@ class TokenProgress:
         elif self._main and time.monotonic() - self._said >= PAUSE:
             self._said = time.monotonic()
             left = (self.total - self.done) / self.tokens_per_second
-            print(
-                f"{self.done} of {self.total} tokens ({self.tokens_per_second:.0f} tokens/s, {left:.0f} s left)",
-                file=sys.stderr,
-                flush=True,
-            )
+            speed = f"{self.tokens_per_second:.0f} tokens/s"
+            print_line(f"{self.done} of {self.total} tokens ({speed}, {left:.0f} s left)", sys.stderr)
 
     @property
     def seconds(self) -> float:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron.errors import ConfigError
+from megatron.utils.log import print_line
 
 Function = Callable[..., Any]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -115,7 +116,7 @@ def broadcasts(shape: Sequence[int], to: Sequence[int]) -> bool:
 
 
 def on_stderr(text: str) -> None:
-    print(f"warning: {text}", file=sys.stderr, flush=True)
+    print_line(f"warning: {text}", sys.stderr)
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from megatron.errors import (
 )
 from megatron.utils.command_line import forget_stdout, not_installed, stdout_is_unread
 from megatron.utils.durable import write_atomically
+from megatron.utils.log import print_line
 
 FILE = "exit_reason.json"
 _LONGEST = 300
@@ -226,4 +227,4 @@ def _say_once(error: MegatronError) -> None:
     elif rank != 0:
         time.sleep(_OTHERS_ARE_STOPPED_WITHIN)
     where = f" (rank {rank})" if rank != 0 or affected else ""
-    print("\n".join(f"error{where}: {line}" for line in error.lines), file=sys.stderr, flush=True)
+    print_line("\n".join(f"error{where}: {line}" for line in error.lines), sys.stderr)

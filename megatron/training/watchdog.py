@@ -15,6 +15,7 @@ from megatron.errors import HangError, MegatronError, PeerLostError, TerminatedE
 from megatron.training.assemble import Parts
 from megatron.training.exit import ExitRecord, as_megatron_error
 from megatron.training.initialize import Run
+from megatron.utils.log import print_line
 
 
 @dataclass
@@ -40,9 +41,9 @@ def watched(run: Run, record: ExitRecord) -> Iterator[Position]:
         record.failed(error)
         if speaks:
             where = f" (rank {run.launch.rank})" if run.launch.world_size > 1 else ""
-            print(f"error{where}: {error}", file=sys.stderr)
+            print_line(f"error{where}: {error}", sys.stderr)
             if isinstance(error, HangError) and (entries := last_entries()):
-                print(f"its last collectives: {'; '.join(entries)}", file=sys.stderr)
+                print_line(f"its last collectives: {'; '.join(entries)}", sys.stderr)
         sys.stdout.flush()
         sys.stderr.flush()
 

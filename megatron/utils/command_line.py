@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 from megatron.errors import ConfigError, InterruptError, MegatronError
 from megatron.utils.loading import before_torch
+from megatron.utils.log import print_line
 
 DEPENDENCIES = ("numpy", "regex", "safetensors", "tokenizers", "torch", "transformers", "xxhash", "yaml")
 _STDOUT = 1
@@ -122,16 +123,16 @@ def _exit_code(name: str, job: Callable[[], int | None]) -> int:
     try:
         code = job()
     except MegatronError as error:
-        print("\n".join(f"{name}: {line}" for line in error.lines), file=sys.stderr)
+        print_line("\n".join(f"{name}: {line}" for line in error.lines), sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
-        print(f"{name}: interrupted; nothing was written", file=sys.stderr)
+        print_line(f"{name}: interrupted; nothing was written", sys.stderr)
         return InterruptError.exit_code
     except ModuleNotFoundError as error:
         line = not_installed(error)
         if line is None:
             raise
-        print(f"{name}: {line}", file=sys.stderr)
+        print_line(f"{name}: {line}", sys.stderr)
         return ConfigError.exit_code
     return code or 0
 

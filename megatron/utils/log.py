@@ -1,4 +1,4 @@
-"""Prints once what all ranks would print."""
+"""What ranks print: whole lines, and once what all would print."""
 
 from __future__ import annotations
 
@@ -6,6 +6,13 @@ import sys
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import TextIO
+
+
+def print_line(text: str, stream: TextIO) -> None:
+    """Prints a line in one write. torchrun starts ranks with unbuffered output (`python -u`), where `print` writes the
+    text and the end of the line apart, and the line of another rank can come between them."""
+    stream.write(text + "\n")
+    stream.flush()
 
 
 @dataclass(frozen=True)
@@ -25,7 +32,7 @@ class RankLog:
         """Prints on rank 0 only."""
         if self.main:
             stamp = f"{datetime.now():%H:%M:%S} " if self.stamped else ""
-            print(stamp + text.replace("\n", "\n" + stamp), file=self.stream, flush=True)
+            print_line(stamp + text.replace("\n", "\n" + stamp), self.stream)
 
     def warn(self, text: str) -> None:
         self.info(f"warning: {text}")

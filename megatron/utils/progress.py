@@ -6,6 +6,8 @@ import sys
 import time
 from typing import Any
 
+from megatron.utils.log import print_line
+
 BYTES_PAUSE = 5.0  # seconds between lines about bytes
 
 
@@ -50,12 +52,9 @@ class ByteProgress:
             return
         self._said = now
         speed = done / (now - self._started)
-        print(
-            f"{self._verb} {done / 1e9:.2f} of {total / 1e9:.2f} GB ({speed / 1e6:.0f} MB/s, "
-            f"{duration((total - done) / speed if speed else 0)} left)",
-            file=sys.stderr,
-            flush=True,
-        )
+        left = duration((total - done) / speed if speed else 0)
+        read = f"{self._verb} {done / 1e9:.2f} of {total / 1e9:.2f} GB"
+        print_line(f"{read} ({speed / 1e6:.0f} MB/s, {left} left)", sys.stderr)
 
 
 def duration(seconds: float) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from megatron.training.hooks import Hook
 from megatron.training.metric_writers import writing
 from megatron.training.profiling.trace_summary import STEP, read_trace, summarise
 from megatron.utils.device import end_memory_history, record_memory_history
-from megatron.utils.log import RankLog
+from megatron.utils.log import RankLog, print_line
 
 
 def build_profiler(
@@ -62,7 +63,7 @@ class StepProfiler(Hook):
             self._end()
         elif not self._last and self.rank == min(self.config.profile_ranks):
             start = self.config.profile_step_start
-            print(f"warning: --profile-step-start {start}: the run ended before; nothing was traced", flush=True)
+            print_line(f"warning: --profile-step-start {start}: the run ended before; nothing was traced", sys.stdout)
 
     def _begin(self) -> profile:
         config = self.config
@@ -93,7 +94,7 @@ class StepProfiler(Hook):
             if self.config.record_memory_history and self.device.type == "cuda":
                 end_memory_history(self.device, self._snapshot_path())
         self._profile = None
-        print(f"--profile: {path}\n{summarise(read_trace(path)).table()}", flush=True)
+        print_line(f"--profile: {path}\n{summarise(read_trace(path)).table()}", sys.stdout)
 
     def _snapshot_path(self) -> Path:
         default = Path(self.config.profile_dir) / "memory.pickle"

@@ -19,6 +19,7 @@ from tests.helpers.runs import REPOSITORY, launch
 PROGRAM = f"""
 import sys; sys.path.insert(0, {str(REPOSITORY)!r})
 import argparse, torch, megatron as deepspeed
+from megatron.utils.log import print_line
 args = deepspeed.add_config_arguments(argparse.ArgumentParser()).parse_args()
 deepspeed.init_distributed()
 assert torch.distributed.get_world_size() == 2
@@ -27,7 +28,8 @@ engine = deepspeed.initialize(args=args, model=model, model_parameters=model.par
 rank = torch.distributed.get_rank()
 engine.backward(engine(torch.full((2, 2), 1.0 + rank)).sum())
 engine.step()
-print(f"rank {{rank}} of {{engine.world_size}}: {{engine.whole_state_dict()['weight'].sum().item():.6f}}", flush=True)
+total = engine.whole_state_dict()["weight"].sum().item()
+print_line(f"rank {{rank}} of {{engine.world_size}}: {{total:.6f}}", sys.stdout)
 """
 CONFIG = {"train_batch_size": 4, "optimizer": {"type": "AdamW", "params": {"lr": 0.01}}}
 

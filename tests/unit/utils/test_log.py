@@ -1,0 +1,62 @@
+"""The lines of several ranks, on one terminal, stay lines."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+
+from megatron.errors import ConfigError
+from megatron.utils.command_line import run_tool
+from megatron.utils.log import RankLog, print_line
+from tests.helpers.runs import REPOSITORY, launch
+
+LINES = 500
+PROGRAM = f"""
+import os, sys; sys.path.insert(0, {str(REPOSITORY)!r})
+from megatron.utils.log import RankLog, print_line
+for number in range({LINES}):
+    RankLog().info(f"rank {{os.environ['RANK']}} logs {{number}}")
+    print_line(f"rank {{os.environ['RANK']}} prints {{number}}", sys.stdout)
+"""
+
+
+class Writes(io.StringIO):
+    """A stream that keeps what each call writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[str] = []
+
+    def write(self, text: str) -> int:
+        self.calls.append(text)
+        return super().write(text)
+
+
+def test_a_line_is_one_write() -> None:
+    stream = Writes()
+    print_line("one line", stream)
+    RankLog(stream=stream).info("two\nlines")
+    print("a line", file=stream)
+    assert stream.calls == ["one line\n", "two\nlines\n", "a line", "\n"], (
+        "print needs two, and so is not used for this"
+    )
+
+
+def test_an_error_of_a_command_is_one_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused() -> int:
+        raise ConfigError("--split 1: two numbers are needed")
+
+    stream = Writes()
+    monkeypatch.setattr("sys.stderr", stream)
+    assert run_tool("tool", refused) == ConfigError.exit_code
+    assert stream.calls == ["tool: --split 1: two numbers are needed\n"]
+
+
+def test_ranks_under_torchrun_do_not_break_into_the_lines_of_others(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(PROGRAM)
+    done = launch([], ranks=2, script=tmp_path / "program.py")
+    assert done.returncode == 0, done.stderr
+    expected = [f"rank {rank} {verb} {n}" for rank in (0, 1) for verb in ("logs", "prints") for n in range(LINES)]
+    assert sorted(done.stdout.splitlines()) == sorted(expected)
