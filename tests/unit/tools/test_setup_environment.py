@@ -95,6 +95,17 @@ def test_beside_a_found_torch_nothing_that_is_there_is_pinned(setup_module: Modu
     assert not any(line.startswith("numpy==") for line in constraints), "numpy is installed here: it stays as it is"
 
 
+def test_pip_is_told_the_version_that_it_knows(setup_module: ModuleType, tmp_path: Path) -> None:
+    """Wheels of the public index: `torch.__version__` names the CUDA build, the wheel does not. Without metadata (a
+    build on PYTHONPATH) what torch says counts, and not that of another torch further along the path."""
+    torch = setup_module.Torch("2.14.1+cu130", str(fake_torch(tmp_path, "2.14.1+cu130") / "torch"))
+    assert "torch==2.14.1+cu130" in setup_module.pip_inputs([], torch)[1]
+    metadata = tmp_path / "torch-2.14.1.dist-info" / "METADATA"
+    metadata.parent.mkdir()
+    metadata.write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.14.1\n")
+    assert "torch==2.14.1" in setup_module.pip_inputs([], torch)[1]
+
+
 def test_without_torch_everything_is_pinned(setup_module: ModuleType) -> None:
     requirements, constraints = setup_module.pip_inputs(["test"], None)
     pinned = {setup_module.project_name(line) for line in constraints if "==" in line}
