@@ -99,6 +99,20 @@ def test_every_form_of_a_folder_is_read(form: str, dtype: str, tmp_path: Path) -
     converted(folder, "native", tmp_path / "native")
 
 
+def test_a_tied_head_that_is_another_table_is_refused(tmp_path: Path) -> None:
+    """Some versions of transformers take this head, and others the word table."""
+    folder = tmp_path / "theirs"
+    make_model(folder, "qwen2")
+    held = load_file(folder / "model.safetensors")
+    held["lm_head.weight"] = held["model.embed_tokens.weight"].clone()
+    save_file(held, folder / "model.safetensors")
+    open_folder(folder)
+    held["lm_head.weight"][7, 3] += 1
+    save_file(held, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight is model\.embed_tokens\.weight, and the two differ"):
+        open_folder(folder)
+
+
 class Bomb:
     def __reduce__(self) -> Any:
         return print, ("this ran",)

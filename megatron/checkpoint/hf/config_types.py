@@ -18,7 +18,8 @@ _WHOLE = {  # name -> (smallest, largest)
 }
 _WHOLE_OR_NULL = {
     **dict.fromkeys(("num_key_value_heads", "head_dim", "n_inner"), (1, _WIDTH)),
-    **dict.fromkeys(("sliding_window", "max_window_layers"), (0, _COUNT)),
+    "sliding_window": (1, _COUNT),
+    "max_window_layers": (0, _COUNT),
 }
 _NUMBERS = {
     **dict.fromkeys(
@@ -38,16 +39,8 @@ _SWITCHES = (
     "use_parallel_residual",
 )
 _OBJECTS = ("rope_parameters", "rope_scaling", "megatron_settings")
-_ROPE = (
-    "rope_theta",
-    "factor",
-    "low_freq_factor",
-    "high_freq_factor",
-    "beta_fast",
-    "beta_slow",
-    "attention_factor",
-    "partial_rotary_factor",
-)
+_ROPE = ("rope_theta", "factor", "low_freq_factor", "high_freq_factor")
+_ROPE_OR_NULL = ("beta_fast", "beta_slow", "attention_factor", "partial_rotary_factor")
 
 
 def check_types(values: Mapping[str, Any]) -> None:
@@ -77,8 +70,10 @@ def _check_rope(place: str, values: Mapping[str, Any]) -> None:
     for name, value in values.items():
         if name in ("rope_type", "type"):
             _demand(isinstance(value, str), f"{place}: {name}", value, "text")
-        elif name in _ROPE:
-            fits = value is None or _is_number(value, 0.0, 1e30)
+        elif isinstance(value, dict):
+            raise ConfigError(f"config.json: {place}: {name:.60} has a rotation of its own; all layers need the same")
+        elif name in _ROPE or name in _ROPE_OR_NULL:
+            fits = (value is None and name in _ROPE_OR_NULL) or _is_number(value, 0.0, 1e30)
             _demand(fits and (value != 0 or name != "factor"), f"{place}: {name}", value, "a positive number")
         elif name == "original_max_position_embeddings":
             _demand(type(value) is int and 0 < value < _COUNT, f"{place}: {name}", value, "a positive whole number")

@@ -114,6 +114,7 @@ class Family(ABC):
         check_types(values)
         if values.get("auto_map"):
             raise ConfigError("config.json: auto_map asks for the model's own code to run; that is never done")
+        refuse_unless(values, is_causal=True)  # no class names it, and the masks of all of them read it
         try:
             given, moe = self.model_from_json(values), self.experts_from_json(values)
         except KeyError as error:

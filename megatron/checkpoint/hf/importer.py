@@ -111,7 +111,19 @@ def open_folder(folder: Path, say: Say = lambda text: None, *, compare: bool = T
     _refuse_more_than_stored(folder, config, moe, len(files))
     source = HuggingFaceFolder(folder, family, config, moe, vocab_size, _stored_dtype(files, family), files)
     source.exchanges()  # whatever is missing or of another shape is refused before a model is made
+    _check_tied(source)
     return source
+
+
+def _check_tied(source: HuggingFaceFolder) -> None:
+    """A tied head that is stored all the same is the word table once more: of two tables, versions of transformers take
+    different ones."""
+    words, head = source.family.table(WORD_TABLE), source.family.table(HEAD_TABLE)
+    if source.config.tied and head in source.files and not torch.equal(source.tensor(head), source.tensor(words)):
+        raise CheckpointError(
+            f"{source.folder}: tie_word_embeddings says that {head} is {words}, and the two differ; set it to false in "
+            "config.json, or save the model without the one that is not meant"
+        )
 
 
 def _refuse_adapter(folder: Path) -> None:

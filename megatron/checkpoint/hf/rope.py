@@ -41,7 +41,7 @@ def rope_to_json(config: ModelConfig) -> dict[str, Any]:
 def rope_from_json(values: Mapping[str, Any], *, partial: bool = False) -> dict[str, Any]:
     """Arguments of ModelConfig. Newer versions of transformers write `rope_parameters`, older ones `rope_scaling`.
     `partial`: whether the family may rotate a part of each head."""
-    scaling = dict(values.get("rope_parameters") or values.get("rope_scaling") or {})
+    scaling = _described(values)
     share = scaling.pop("partial_rotary_factor", values.get("partial_rotary_factor", 1.0))
     share = 1.0 if share is None else share
     if share != 1.0 and not partial:
@@ -51,6 +51,8 @@ def rope_from_json(values: Mapping[str, Any], *, partial: bool = False) -> dict[
     if kind not in _SCALING:
         raise ConfigError(f"config.json: rope_type {kind!r:.60} is not supported; there are {', '.join(_SCALING)}")
     refuse_unless(scaling, mscale=None, mscale_all_dim=None, truncate=True)
+    if "original_max_position_embeddings" in scaling:  # beside it, it is what transformers takes
+        refuse_unless(values, original_max_position_embeddings=scaling["original_max_position_embeddings"])
     if kind == "yarn":
         scaling["beta_fast"] = scaling.get("beta_fast") or 32.0
         scaling["beta_slow"] = scaling.get("beta_slow") or 1.0
@@ -62,3 +64,11 @@ def rope_from_json(values: Mapping[str, Any], *, partial: bool = False) -> dict[
         "use_rope_scaling": kind == "llama3",
         **{ours: scaling[theirs] for theirs, ours in _SCALING[kind].items()},
     }
+
+
+def _described(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The one object that describes the rotation. Of two, versions of transformers take different ones."""
+    newer, older = (values.get(name) or {} for name in ("rope_parameters", "rope_scaling"))
+    if newer and older and newer != older:
+        raise ConfigError("config.json: rope_parameters and rope_scaling differ; keep the one that is meant")
+    return dict(newer or older)

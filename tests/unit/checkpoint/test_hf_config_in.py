@@ -105,3 +105,60 @@ def test_noise_on_routers_is_refused() -> None:
     imported("mixtral", {**experts, "router_jitter_noise": 0.0})
     with pytest.raises(ConfigError, match=r"router_jitter_noise 0\.1 is not supported; only 0\.0"):
         imported("mixtral", {**experts, "router_jitter_noise": 0.1})
+
+
+def test_defaults_of_mixtral() -> None:
+    experts = {**SHAPE, "num_local_experts": 4, "num_experts_per_tok": 2}
+    config = imported("mixtral", experts)
+    assert (config.norm_epsilon, config.rotary_base) == (1e-5, 1e6)
+    assert imported("mixtral", {**experts, "rope_parameters": {"rope_theta": 1e4}}).rotary_base == 1e4
+
+
+def test_names_that_gpt2_also_takes() -> None:
+    named = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 32}
+    config = imported("gpt2", {**named, "n_head": 8})
+    assert (config.hidden_size, config.num_layers, config.num_attention_heads) == (64, 2, 4)
+    assert config.max_position_embeddings == 32
+
+
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+
+
+@pytest.mark.parametrize(
+    ("family", "given", "message"),
+    [
+        ("llama", {"is_causal": False}, "is_causal False is not supported; only True"),
+        ("gpt2", {"is_causal": None}, "is_causal None is not supported; only True"),
+        (
+            "qwen3",
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "rope_scaling": YARN},
+            "rope_parameters and rope_scaling differ; keep the one that is meant",
+        ),
+        (
+            "llama",
+            {"rope_scaling": {"rope_type": "llama3", **LLAMA3}, "original_max_position_embeddings": 8},
+            "original_max_position_embeddings 8 is not supported; only 32",
+        ),
+        ("llama", {"rope_scaling": {**YARN, "factor": None}}, "rope_scaling: factor is None; it has to be a positive"),
+        ("llama", {"rope_parameters": {"rope_theta": None}}, "rope_parameters: rope_theta is None; it has to be"),
+        ("qwen2", {"rope_parameters": {"full_attention": {"rope_theta": 9.0}}}, "full_attention has a rotation of its"),
+        ("qwen2", {"layer_types": ["sliding_attention"] * 2}, "layer_types names layers with a window, and there is"),
+        ("mistral", {"sliding_window": 0}, "sliding_window is 0; it has to be a whole number from 1"),
+        ("gpt_neox", {"rope_theta": 5e5}, "rope_theta 500000.0 is not supported; only 10000.0"),
+        ("gpt_neox", {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported; only 0.25"),
+        ("gpt_neox", {"head_dim": 16}, "head_dim 16 is not supported; only 8"),
+    ],
+)
+def test_what_transformers_takes_otherwise_is_refused(family: str, given: dict[str, Any], message: str) -> None:
+    """Whatever no class of theirs names, or names twice, and computes with."""
+    shape = {"n_layer": 2, "n_embd": 64, "n_head": 4, "n_positions": 32} if family == "gpt2" else SHAPE
+    with pytest.raises(ConfigError) as error:
+        imported(family, {**shape, **given})
+    assert message in str(error.value)
+
+
+def test_a_rotation_that_is_described_twice_alike_is_read() -> None:
+    assert imported("llama", {**SHAPE, "rope_parameters": YARN, "rope_scaling": YARN}).positions == "rope"
+    kept = {"rotary_pct": 0.5, "partial_rotary_factor": 0.5, "rotary_emb_base": 5e5, "rope_theta": 5e5}
+    assert imported("gpt_neox", {**NEOX, **kept}).rotary_base == 5e5  # as transformers 4 writes them

@@ -60,6 +60,15 @@ _TENSORS = {
 }
 
 
+_ALSO_CALLED = {
+    "hidden_size": "n_embd",
+    "num_hidden_layers": "n_layer",
+    "num_attention_heads": "n_head",
+    "max_position_embeddings": "n_positions",
+}
+"""Names that transformers also takes, and prefers."""
+
+
 class GPT2(Family):
     architecture = "GPT2LMHeadModel"
     model_type = "gpt2"
@@ -91,6 +100,7 @@ class GPT2(Family):
         }
 
     def model_from_json(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        values = {**values, **{name: values[other] for other, name in _ALSO_CALLED.items() if other in values}}
         refuse_unless(
             values,
             scale_attn_weights=True,

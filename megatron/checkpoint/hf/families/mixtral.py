@@ -20,6 +20,9 @@ class Mixtral(Mistral):
     default_window = None
     tensors = Mistral.tensors | experts(f"{LAYER}.block_sparse_moe", gate="w1", up="w3", down="w2")
 
+    def model_from_json(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        return super().model_from_json({"rms_norm_eps": 1e-5, "rope_theta": 1e6, **values})
+
     def lacks_of_experts(self, c: ModelConfig, moe: MoEConfig) -> Lacking:
         dense_layers = moe.is_on and len(moe.expert_layers(c.num_layers)) < c.num_layers
         return [

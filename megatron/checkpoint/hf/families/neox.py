@@ -66,9 +66,10 @@ class GPTNeoX(Family):
         }
 
     def model_from_json(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        refuse_unless(values, attention_bias=True)
         older = {"partial_rotary_factor": values.get("rotary_pct", 0.25)}
         older["rope_theta"] = values.get("rotary_emb_base", 10000.0)
+        width = values["hidden_size"] // values["num_attention_heads"]
+        refuse_unless(values, attention_bias=True, head_dim=width, **older)  # names that this family does not read
         return {
             "num_layers": values["num_hidden_layers"],
             "hidden_size": values["hidden_size"],

@@ -28,11 +28,13 @@ class Qwen2(LlamaLike):
         }
 
     def window_from_json(self, values: Mapping[str, Any]) -> tuple[int, int] | None:
+        kinds = set(values.get("layer_types") or [])
         if values.get("sliding_window") is None or not values.get("use_sliding_window", False):
+            if kinds - {"full_attention"}:
+                raise ConfigError("config.json: layer_types names layers with a window, and there is none")
             return None
         if not self.may_have_window:
             raise ConfigError(f"config.json: a sliding window with experts is not supported for {self.model_type}")
-        kinds = set(values.get("layer_types") or [])
         from_layer = values.get("max_window_layers", 28)
         if kinds == {"full_attention"} or (not kinds and from_layer >= values["num_hidden_layers"]):
             return None
