@@ -44,14 +44,15 @@ class _Outcome:
 
 
 def run_on_all(work: Callable[[], T], axis: Axis) -> T:
-    """Runs `work` on every rank and returns this rank's result; if any rank fails, all ranks raise an error."""
+    """Runs `work` on every rank and returns this rank's result; if any rank fails, all ranks raise an error. However
+    long it takes on one rank, the others wait for it while the heartbeat finds those that are lost."""
     result: T | None = None
     error: Exception | None = None
     try:
         result = work()
     except Exception as caught:  # a bug must not leave the other ranks waiting either
         error = caught
-    outcomes = all_gather_json(_outcome(error), axis, _Outcome)
+    outcomes = all_gather_json(_outcome(error), axis, _Outcome, after_work=True)
     if error is not None:
         raise error
     for rank, outcome in enumerate(outcomes):

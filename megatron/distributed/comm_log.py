@@ -45,6 +45,8 @@ class CommLog:
     waiting: CommOp | None = None
     timed_out: CommOp | None = None
     """The operation whose wait has ended by its timeout."""
+    watched: bool = False
+    """A heartbeat ends this rank when another one is lost, so that a wait for one at work needs no limit."""
     moved: float = field(default_factory=time.monotonic)
     """The time at which an operation last started or ended."""
     counts: dict[str, int] = field(default_factory=dict)

@@ -80,6 +80,7 @@ class Heartbeat:
 
     def start(self) -> None:
         self.connect()
+        self._comm_log.watched = True
         for work in (self._run, self._watch_store, self._answer):
             threading.Thread(target=work, name="heartbeat", daemon=True).start()
 

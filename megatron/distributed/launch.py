@@ -12,6 +12,7 @@ import os
 import re
 import signal
 import sys
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -179,6 +180,7 @@ def shutdown(*, barrier: bool = True, timeout: timedelta = timedelta(minutes=10)
     """
     if not dist.is_initialized():
         return
+    began = time.monotonic()
     try:
         if barrier:
             work = dist.barrier(async_op=True)
@@ -186,7 +188,7 @@ def shutdown(*, barrier: bool = True, timeout: timedelta = timedelta(minutes=10)
                 work.wait(timeout)
     except RuntimeError as error:
         raise PeerLostError(
-            f"rank {dist.get_rank()} waited {timeout.total_seconds():.0f} s for the others to finish: "
+            f"rank {dist.get_rank()} waited {time.monotonic() - began:.0f} s for the others to finish: "
             f"{str(error).splitlines()[0]}"
         ) from error
     finally:

@@ -8,10 +8,12 @@ tuples and paths of such values.
 from __future__ import annotations
 
 import json
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import AllgatherOptions
 
 from megatron.distributed.state import Axis
 from megatron.errors import PeerLostError
@@ -21,16 +23,20 @@ T = TypeVar("T")
 
 LARGEST_MESSAGE = 2**28
 """The most bytes of one rank. Our longest message, the records of a checkpoint's tensors, has a few million."""
+_WITHOUT_LIMIT = timedelta(days=365)
 
 
-def all_gather_json(value: T, axis: Axis, kind: type[T]) -> list[T]:
-    """Small values of all members, in axis order, each of type `kind`. Equal ones are one object."""
+def all_gather_json(value: T, axis: Axis, kind: type[T], *, after_work: bool = False) -> list[T]:
+    """Small values of all members, in axis order, each of type `kind`. Equal ones are one object. `after_work`: members
+    come from reading or writing files, which takes some of them longer than a collective may take, so the wait for them
+    has no limit if the heartbeat ends it when one of them is lost."""
     if axis.size == 1:
         return [value]
     group, device = axis.group, _device(axis)
     mine = _encoded(value).to(device)
+    patient = after_work and axis.comm_log is not None and axis.comm_log.watched
     with axis.during("all_gather_json"):
-        lengths = _all_gather(torch.tensor([len(mine)], device=device), group, axis.size)
+        lengths = _all_gather(torch.tensor([len(mine)], device=device), group, axis.size, without_limit=patient)
         sizes = [_checked_length(int(length), axis, rank) for rank, length in enumerate(torch.cat(lengths).tolist())]
         padded = torch.nn.functional.pad(mine, (0, max(sizes) - len(mine)))
         rows = _all_gather(padded, group, axis.size)
@@ -58,9 +64,14 @@ def broadcast_json(value: T | None, axis: Axis, kind: type[T], source: int = 0) 
     return _decoded(received.cpu().numpy().tobytes(), axis, source, kind)
 
 
-def _all_gather(tensor: torch.Tensor, group: dist.ProcessGroup, size: int) -> list[torch.Tensor]:
+def _all_gather(
+    tensor: torch.Tensor, group: dist.ProcessGroup, size: int, *, without_limit: bool = False
+) -> list[torch.Tensor]:
     gathered = [torch.empty_like(tensor) for _ in range(size)]
-    dist.all_gather(gathered, tensor, group)
+    options = AllgatherOptions()
+    if without_limit:
+        options.timeout = _WITHOUT_LIMIT
+    group.allgather([gathered], [tensor], options).wait()
     return gathered
 
 

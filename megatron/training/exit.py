@@ -146,8 +146,7 @@ def _end(error: BaseException) -> None:
 
 def as_megatron_error(error: BaseException) -> BaseException:
     """The MegatronError that explains an exception to a user, or the exception itself. Explained are Ctrl-C, a closed
-    stdout, a missing dependency, too little memory and a lost peer (gloo raises a bare RuntimeError that names its
-    source file)."""
+    stdout, a missing dependency, too little memory and a lost peer (of which gloo raises a bare RuntimeError)."""
     if isinstance(error, KeyboardInterrupt):
         return InterruptError("interrupted (SIGINT); start again with --load to go on from the last checkpoint")
     if isinstance(error, BrokenPipeError) and stdout_is_unread():
@@ -164,7 +163,7 @@ def as_megatron_error(error: BaseException) -> BaseException:
     if torch is None or isinstance(error, MegatronError) or not isinstance(error, RuntimeError):
         return error
     text = str(error)
-    if not isinstance(error, torch.distributed.DistError) and "gloo/" not in text:
+    if not isinstance(error, torch.distributed.DistError) and not any(words in text for words in _GLOO_SAYS):
         return error
     way_out = f"Start again with --load to go on from the last checkpoint ({text.splitlines()[0][:200]})"
     if is_timeout(error):
@@ -175,6 +174,11 @@ def as_megatron_error(error: BaseException) -> BaseException:
     return PeerLostError(
         f"a collective failed, so another rank has ended or cannot be reached; what it said is the cause. {way_out}"
     )
+
+
+_GLOO_SAYS = ("gloo/", "Application timeout caused pair closure")
+"""In its errors, which have no class of their own: the place in its source, or of a connection that it closed after a
+timeout, these words alone."""
 
 
 def is_memory_short(error: BaseException) -> bool:

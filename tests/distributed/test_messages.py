@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
+import time
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,7 @@ import torch.distributed as dist
 
 from megatron.checkpoint.all_ranks import run_on_all
 from megatron.checkpoint.verify import DamagedCheckpointError
+from megatron.distributed.launch import shutdown
 from megatron.distributed.messages import LARGEST_MESSAGE, all_gather_json, broadcast_json
 from megatron.distributed.state import ParallelState
 from megatron.errors import CheckpointError, MegatronError, PeerLostError, StorageError
@@ -155,3 +159,36 @@ def test_an_error_travels_as_its_kind_and_text(error: Exception, seen: type[Exce
     there, here = run_ranks(2, fails_on_one, error)
     assert there == (seen.__name__, f"{text} (on rank 1)")
     assert here[0] == type(error).__name__
+
+
+def works_for_long(rank: int, watched: bool) -> str:
+    """In a group whose collectives may take a second."""
+    axis = ParallelState.build(Layout(2, cp=2), rank, timedelta(seconds=1)).cp
+    assert axis.comm_log is not None
+    axis.comm_log.watched = watched
+    try:
+        run_on_all(lambda: time.sleep(2.0 * rank), axis)
+    except RuntimeError:
+        return "not all came in time"
+    return "all came"
+
+
+@pytest.mark.parametrize(("watched", "ended"), [(True, "all came"), (False, "not all came in time")])
+def test_ranks_that_a_heartbeat_watches_wait_without_a_limit_for_one_that_works_with_files(
+    watched: bool, ended: str
+) -> None:
+    assert run_ranks(2, works_for_long, watched) == [ended, ended]
+
+
+def waits_for_one_that_has_gone(rank: int) -> str:
+    dist.barrier()
+    if rank == 1:
+        shutdown(barrier=False)
+        return "gone"
+    with pytest.raises(PeerLostError) as caught:
+        shutdown(timeout=timedelta(seconds=600))
+    return str(caught.value)
+
+
+def test_the_last_wait_says_how_long_it_was() -> None:
+    assert re.match(r"rank 0 waited \d s for the others to finish: ", run_ranks(2, waits_for_one_that_has_gone)[0])

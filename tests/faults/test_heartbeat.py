@@ -40,6 +40,7 @@ def forward_step(model, batch):
         if how == "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
         if how == "slow":
+            assert world.comm_log.watched  # so that a wait for a rank that saves has no limit
             time.sleep(6.0)
             print("was slow", file=sys.stderr, flush=True)
         if how == "stuck":

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.errors import ConfigError, MemoryShortError
+from megatron.errors import ConfigError, HangError, MemoryShortError, PeerLostError
 from megatron.training.exit import as_megatron_error
 
 
@@ -38,6 +38,19 @@ def test_too_little_memory_is_one_line_with_a_way_out() -> None:
         assert isinstance(told, MemoryShortError)
         assert str(told).startswith("out of memory: ") and "--micro-batch-size" in str(told) and "\n" not in str(told)
     assert isinstance(as_megatron_error(torch.OutOfMemoryError("CUDA out of memory.")), MemoryShortError)
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        ("[/src/gloo/transport/tcp/pair.cc:537] Read error: Connection reset by peer", PeerLostError),
+        ("[/src/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 15000ms for recv operation", HangError),
+        ("Application timeout caused pair closure", HangError),  # gloo, in the operation after one that timed out
+    ],
+)
+def test_a_collective_that_failed_is_one_line(text: str, kind: type[Exception]) -> None:
+    told = as_megatron_error(RuntimeError(text))
+    assert type(told) is kind and text in str(told) and "\n" not in str(told)
 
 
 HANGING = """
