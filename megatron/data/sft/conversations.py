@@ -32,8 +32,9 @@ class ChatEncoder(Protocol):
 
     def encode(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """int32 ids, and for each whether what is predicted from it is of an answer."""
+    ) -> list[tuple[np.ndarray, np.ndarray]]:
+        """int32 ids, and for each whether what is predicted from it is of an answer. Several of these where an answer
+        is shown in another way once more is said."""
 
 
 class Conversations:
@@ -46,6 +47,7 @@ class Conversations:
         arrays = cache.load_or_build(description, lambda: _encoded(Path(path), chat, say))
         self.tokens, self.counted, self.starts = arrays["tokens"], arrays["counted"], arrays["starts"]
         self.lines, self.silent = arrays["lines"], arrays["silent"].tolist()
+        self._apart = int(arrays["apart"][0]) if "apart" in arrays else 0
         self.sequence_lengths = np.diff(self.starts)
         if not len(self):
             raise DataError(f"{path}: no conversation has an answer of the assistant; give a file in which some have")
@@ -62,13 +64,19 @@ class Conversations:
         return self.fingerprint
 
     def notes(self) -> list[str]:
-        if not self.silent:
-            return []
-        many = "conversation has" if len(self.silent) == 1 else "conversations have"
-        return [
-            f"{self.prefix}: {len(self.silent)} {many} no answer of the assistant and nothing to learn "
-            f"(line {self.silent[0]}{' and others' if len(self.silent) > 1 else ''}), left out"
-        ]
+        notes = []
+        if self._apart:
+            notes.append(
+                f"{self.prefix}: {self._apart:,} conversations up to an earlier answer are added, because the chat "
+                "template shows that answer in another way once more is said (some drop its reasoning)"
+            )
+        if self.silent:
+            many = "conversation has" if len(self.silent) == 1 else "conversations have"
+            notes.append(
+                f"{self.prefix}: {len(self.silent)} {many} no answer of the assistant and nothing to learn "
+                f"(line {self.silent[0]}{' and others' if len(self.silent) > 1 else ''}), left out"
+            )
+        return notes
 
 
 def _digest(path: Path, chat: ChatEncoder) -> str:
@@ -81,23 +89,27 @@ def _encoded(path: Path, chat: ChatEncoder, say: Say | None) -> Arrays:
     began = said = time.monotonic()
     tokens, counted = _Growing(np.int32), _Growing(np.bool_)
     lengths, lines, silent = [], [], []
+    apart = 0
     wrong: list[DataError] = []
     for conversation in read_conversations(path):
         if isinstance(conversation, DataError):
             wrong.append(conversation)
             continue
         try:
-            ids, counts = chat.encode(conversation.messages, conversation.tools)
+            encoded = chat.encode(conversation.messages, conversation.tools)
         except chat.refuses as error:
             wrong.append(wrong_line(path, conversation.line, str(error)))
             continue
-        if not (conversation.answered and counts.any()):
+        taught = [(ids, counts) for ids, counts in encoded if conversation.answered and counts.any()]
+        if not taught:
             silent.append(conversation.line)
             continue
-        tokens.add(ids)
-        counted.add(counts)
-        lengths.append(len(ids))
-        lines.append(conversation.line)
+        apart += len(taught) - 1
+        for ids, counts in taught:
+            tokens.add(ids)
+            counted.add(counts)
+            lengths.append(len(ids))
+            lines.append(conversation.line)
         if say is not None and time.monotonic() - said > _SAID_EVERY:
             said = time.monotonic()
             say(f"data: {path}: {len(lengths):,} conversations encoded in {said - began:.0f} s ...")
@@ -110,6 +122,7 @@ def _encoded(path: Path, chat: ChatEncoder, say: Say | None) -> Arrays:
         "starts": np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int64),
         "lines": np.array(lines, dtype=np.int64),
         "silent": np.array(silent, dtype=np.int64),
+        "apart": np.array([apart], dtype=np.int64),
     }
 
 

@@ -22,7 +22,7 @@ from megatron.errors import ConfigError
 from megatron.tokenizer.base import Ids, library_errors
 from megatron.tokenizer.bpe_files import read_text
 from megatron.tokenizer.chat.formats import FORMATS
-from megatron.tokenizer.chat.template import ChatError, ChatTemplate, Message
+from megatron.tokenizer.chat.template import ChatError, ChatTemplate, Message, Rendered
 from megatron.tokenizer.huggingface import SETTING, find_json, load_tokenizers, read_json, refuse_outside
 
 _FLAG = "--sft-tokenizer-prompt-format"
@@ -108,12 +108,18 @@ class ChatEncoder:
     def _spelled(self) -> re.Pattern[str] | None:
         return re.compile("|".join(map(re.escape, self._special))) if self._special else None
 
-    def encode(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> tuple[Ids, np.ndarray]:
-        """The ids, and for each whether what is predicted from it counts: whether the next one is of an answer."""
+    def encode(
+        self, messages: Sequence[Message], tools: Sequence[Any] | None = None
+    ) -> list[tuple[Ids, np.ndarray]]:
+        """The ids, and for each whether what is predicted from it counts: whether the next one is of an answer. Several
+        of these if the template shows an answer in another way once more is said: each as the model sees it when it
+        answers."""
         plain = [{name: value for name, value in message.items() if value is not None} for message in messages]
         if not self._form.spells_tokens:
             self._refuse_special_text(plain)
-        rendered = self.template.render(plain, tools)
+        return [self._encoded(rendered) for rendered in self.template.render(plain, tools)]
+
+    def _encoded(self, rendered: Rendered) -> tuple[Ids, np.ndarray]:
         with library_errors(lambda reason: ChatError(f"the tokenizer gives up on it ({reason})")):
             encoding = self._rust.encode(rendered.text, add_special_tokens=False)
         ids, answers = np.array(encoding.ids, dtype=np.int32), np.zeros(len(encoding.ids), dtype=bool)

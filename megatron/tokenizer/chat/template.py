@@ -69,31 +69,35 @@ class ChatTemplate:
         """Refuses a template that cannot be compiled."""
         assert self._compiled is not None
 
-    def render(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> Rendered:
+    def render(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> tuple[Rendered, ...]:
+        """One text, or several if the template shows an answer in another way once more is said."""
         if _MARKS.search(json.dumps([list(messages), tools], ensure_ascii=False)):
             raise ChatError("its text holds U+FDD0 or U+FDD1, which Unicode keeps free of meaning; remove it")
         whole = self._render(messages, tools)
         if self.marked:
-            return _without_marks(whole)
-        return Rendered(whole, tuple(self._answer_by_prefix(whole, messages, tools)))
+            return (_without_marks(whole),)
+        return self._answers_by_prefix(whole, messages, tools)
 
-    def _answer_by_prefix(
+    def _answers_by_prefix(
         self, whole: str, messages: Sequence[Message], tools: Sequence[Any] | None
-    ) -> list[tuple[int, int]]:
+    ) -> tuple[Rendered, ...]:
         """An answer begins where the conversation before it, with the prompt to answer, ends; and it ends where the
-        conversation with it ends."""
-        found = []
-        for place in (i for i, message in enumerate(messages) if message["role"] == "assistant"):
+        conversation with it ends. That is a text of its own unless the conversation goes on from it."""
+        texts: list[tuple[str, list[tuple[int, int]]]] = [(whole, [])]
+        for place in reversed([i for i, message in enumerate(messages) if message["role"] == "assistant"]):
             before = self._render(messages[:place], tools, prompt=True)
             until = self._render(messages[: place + 1], tools) if place + 1 < len(messages) else whole
-            if not (whole.startswith(until) and until.startswith(before)):
+            if not until.startswith(before):
                 raise ChatError(
-                    f"{self.named} renders message {place + 1} in another way before and after more is said, so where "
-                    "the answer begins or ends is not known; put {% generation %} and {% endgeneration %} around the "
-                    "assistant's text in the template"
+                    f"{self.named} does not begin message {place + 1} with its own prompt to answer "
+                    "(add_generation_prompt), so where the answer begins is not known; put {% generation %} and "
+                    "{% endgeneration %} around the assistant's text in the template"
                 )
-            found.append((len(before), self._end_of_turn(whole, len(before), len(until))))
-        return found
+            if not texts[-1][0].startswith(until):
+                texts.append((until, []))
+            texts[-1][1].append((len(before), self._end_of_turn(until, len(before), len(until))))
+        answered = [Rendered(text, tuple(reversed(answers))) for text, answers in reversed(texts) if answers]
+        return tuple(answered) or (Rendered(whole, ()),)
 
     def _end_of_turn(self, text: str, start: int, end: int) -> int:
         """The end of an answer, without the white space that a template puts after the end-of-turn token: the model

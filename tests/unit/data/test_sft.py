@@ -37,13 +37,15 @@ class Letters:
         self.encoded = 0
         self.fingerprint = "letters"
 
-    def encode(self, messages: Sequence[Any], tools: Any = None) -> tuple[np.ndarray, np.ndarray]:
+    def encode(self, messages: Sequence[Any], tools: Any = None) -> list[tuple[np.ndarray, np.ndarray]]:
         self.encoded += 1
+        if any("?" in (message["content"] or "") for message in messages):  # the first answer, and then the second
+            return [*self.encode(chat("a", "b")), *self.encode(chat("acd", "e"))]
         if any("!" in (message["content"] or "") for message in messages):
             raise CannotSay("it shouts")
         ids = [ord(letter) for message in messages for letter in message["content"]]
         answers = [message["role"] == "assistant" for message in messages for _ in message["content"]]
-        return np.array(ids, dtype=np.int32), np.array([*answers[1:], False])
+        return [(np.array(ids, dtype=np.int32), np.array([*answers[1:], False]))]
 
 
 def build(path: Path, chat: Any = None, samples: Any = (None, 0, 0), **changes: Any) -> Datasets:
@@ -136,6 +138,17 @@ def test_what_is_too_long_or_not_answered_is_counted(tmp_path: Path) -> None:
         build(write_chats(tmp_path / "long.jsonl", [chat("a" * 20, "b")]))
     with pytest.raises(DataError, match="no conversation has an answer of the assistant"):
         build(write_chats(tmp_path / "asked.jsonl", [chat("a")]))
+
+
+def test_answers_that_a_template_shows_in_another_way_later_are_conversations_of_their_own(tmp_path: Path) -> None:
+    path = write_chats(tmp_path / "c.jsonl", [chat("x", "y"), chat("a?", "b", "c", "d")])
+    for _ in range(2):  # the second from the cache
+        built = build(path)
+        assert built.train is not None and len(built.train) == 1
+        assert sorted(shown(built.train[0]).rstrip("_|").split("|")[1:]) == ["Ab", "Xy", "acDe"]
+        lines = sorted(str(built.train.locate(0, token)).split(", ")[1] for token in (0, 4, 6))
+        assert lines == ["line 1", "line 2", "line 2"]
+        assert "1 conversations up to an earlier answer are added" in "\n".join(built.notes)
 
 
 def test_a_system_message_begins_a_conversation(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from tests.helpers.chats import CHATML, FORGETS, MARKED, SPECIAL, chat, some_cha
 
 transformers = pytest.importorskip("transformers")
 CHATS = some_chats(12)
+THINKS = CHATML.replace("assistant\n' }}", "assistant\n<think>' }}")  # what it prompts with it leaves out later
 
 
 def encoder(folder: Path, template: str | None = CHATML, form: str | None = None, **settings: Any) -> ChatEncoder:
@@ -32,7 +33,7 @@ def encoder(folder: Path, template: str | None = CHATML, form: str | None = None
 
 def answered(made: ChatEncoder, messages: list[Any]) -> tuple[list[int], list[int]]:
     """The ids, and 1 for each that is to be predicted."""
-    ids, counted = made.encode(messages)
+    ((ids, counted),) = made.encode(messages)
     assert not counted[-1], "nothing is predicted from the last token of a conversation"
     return ids.tolist(), [0, *counted[:-1].astype(int).tolist()]
 
@@ -58,7 +59,7 @@ def test_tools_and_keys_of_messages_reach_the_template(tmp_path: Path) -> None:
     messages: list[Any] = [*chat("a", "b", "c"), call, {"role": "tool", "content": "3"}]
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
     expected = theirs.apply_chat_template(messages, tools=tools, return_assistant_tokens_mask=True, return_dict=True)
-    ids, counted = made.encode(messages, tools)
+    ((ids, counted),) = made.encode(messages, tools)
     assert (ids.tolist(), [0, *counted[:-1]]) == (expected["input_ids"], expected["assistant_masks"])
 
 
@@ -114,7 +115,7 @@ def folder_of(path: Path) -> str:
 @pytest.mark.parametrize(
     ("template", "messages", "message"),
     [
-        (FORGETS, chat("a", "b", "c", "d"), "renders message 2 in another way .* put {% generation %}"),
+        (THINKS, chat("a", "b"), "does not begin message 2 with its own prompt to answer .* put {% generation %}"),
         ("{{ raise_exception('roles must alternate') }}", chat("a", "b"), "refuses it .roles must alternate"),
         ("{{ messages.pop() }}", chat("a", "b"), "refuses it"),
         ("{{ ''.__class__.__mro__[1].__subclasses__() }}", chat("a", "b"), "refuses it"),
@@ -134,6 +135,29 @@ def test_what_cannot_be_encoded(template: str, messages: list[Any], message: str
 def test_a_single_answer_of_a_template_that_forgets_is_known(tmp_path: Path) -> None:
     _, counted = answered(encoder(tmp_path, FORGETS), chat("a", "b"))
     assert sum(counted) == len("<think></think>b") + 1
+
+
+def test_an_answer_that_is_forgotten_later_is_trained_as_it_was_given(tmp_path: Path) -> None:
+    """Up to each answer, what the model reads when it gives it; all that is read alike is one text."""
+    made = encoder(tmp_path, FORGETS)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    said = chat("a", "b", "c", "d", "e")
+    for messages, lasts in ((said[:4], (2, 4)), (said, (2, 4))):
+        encoded = made.encode(messages)
+        assert len(encoded) == len(lasts)
+        for (ids, counted), last in zip(encoded, lasts, strict=True):
+            assert ids.tolist() == theirs.apply_chat_template(messages[:last])["input_ids"]
+            prompt = theirs.apply_chat_template(messages[: last - 1], add_generation_prompt=True)["input_ids"]
+            expected = [len(prompt) <= place + 1 < len(ids) - 1 for place in range(len(ids))]  # not the line break
+            assert counted.tolist() == expected
+    calls = [*chat("a", "b"), {"role": "tool", "content": "3"}, {"role": "assistant", "content": "c"}]
+    kept = FORGETS.replace("loop.last", "loop.index0 > ns.user").replace(
+        "{% for", "{% set ns = namespace(user=0) %}{% for m in messages %}{% if m.role == 'user' %}"
+        "{% set ns.user = loop.index0 %}{% endif %}{% endfor %}{% for", 1,
+    )  # fmt: skip
+    ((_, counted),) = encoder(tmp_path, kept).encode(calls)
+    assert sum(counted) == 2 * (len("<think></think>b") + 1), "both answers to one question in one text"
+    assert [sum(counted) for _, counted in encoder(tmp_path, kept).encode([*calls, *chat("d", "e")])] == [34, 17]
 
 
 def test_the_template_is_found_or_asked_for(tmp_path: Path) -> None:
