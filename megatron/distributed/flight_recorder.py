@@ -18,15 +18,25 @@ def switch_on() -> None:
 def last_entries(count: int = 5) -> list[str]:
     """The last collectives of this rank that had not ended, oldest first; if all had, the last ones. [] without a
     record."""
-    dump = getattr(torch._C._distributed_c10d, "_dump_fr_trace_json", None)
-    if dump is None:
-        return []
-    try:
-        entries = json.loads(dump())["entries"]
-    except (RuntimeError, ValueError, KeyError):  # nothing was recorded, or in a form of another version
-        return []
+    entries = sorted((entry for dump in _DUMPS for entry in _entries(dump)), key=_begun)
     under_way = [entry for entry in entries if entry.get("state") != "completed" and not entry.get("retired")]
     return [_text(entry) for entry in (under_way or entries)[-count:]]
+
+
+_DUMPS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
+"""torch keeps two records: one of nccl, which a torch without nccl lacks, and one of gloo and the others."""
+
+
+def _entries(name: str) -> list[dict[str, object]]:
+    dump = getattr(torch._C._distributed_c10d, name, None)
+    try:
+        return [] if dump is None else list(json.loads(dump())["entries"])
+    except (RuntimeError, ValueError, KeyError):  # nothing was recorded, or in a form of another version
+        return []
+
+
+def _begun(entry: dict[str, object]) -> int:
+    return int(str(entry.get("time_created_ns", 0)))
 
 
 def _text(entry: dict[str, object]) -> str:
