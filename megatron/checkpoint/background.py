@@ -136,7 +136,8 @@ class Background:
         readable = before if self._later else flight.exchanged
         if readable is None:
             return None
-        failed, under_way = readable.values()
+        with self._parallel.comm_log.read_back("reading how far the ranks have saved"):
+            failed, under_way = readable.values()
         return None if under_way and not failed else self._move_on(flight)
 
     def finish(self) -> SavedInfo | None:

@@ -67,7 +67,9 @@ class Evaluation:
                 if byte_lengths is not None:
                     totals[2] += counted_bytes(mine, byte_lengths)
         self.model.train(was_training)
-        loss, counted, size = self._sum_over_ranks(totals).tolist()
+        summed = self._sum_over_ranks(totals)
+        with self.parallel.comm_log.read_back("reading the loss of an evaluation"):
+            loss, counted, size = summed.tolist()
         check_counted(counted)
         return EvaluationResult(loss / counted, int(counted), None if byte_lengths is None else int(size))
 

@@ -84,7 +84,8 @@ class StopConditions:
         readable = before if self._later else self._exchanged
         if readable is None:
             return 0, False
-        signalled, timed_out = readable.values()
+        with self._run.parallel.comm_log.read_back("reading whether a rank is to stop"):
+            signalled, timed_out = readable.values()
         return int(signalled), bool(timed_out)
 
     def close(self) -> None:
