@@ -35,7 +35,9 @@ class MegatronError(Exception):
     exit_code: int = 1
 
     def __init__(self, message: object = "") -> None:
-        super().__init__(without_secrets(str(message)))
+        # Halves of surrogate pairs, as names of files that are no UTF-8 have them, cannot be printed.
+        printable = str(message).encode(errors="backslashreplace").decode()
+        super().__init__(without_secrets(printable))
 
     @property
     def lines(self) -> tuple[str, ...]:
