@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from megatron.checkpoint.architecture import check_architecture, model_config
     from megatron.checkpoint.background import Background
+    from megatron.checkpoint.besides_tensors import saved_values
     from megatron.checkpoint.determinism import determinism_fingerprint
     from megatron.checkpoint.found_step import FoundStep, find_checkpoint
     from megatron.checkpoint.load import load_checkpoint
@@ -45,6 +46,7 @@ __all__ = [
     "model_config",
     "save_checkpoint",
     "save_now",
+    "saved_values",
     "warning_before_training",
     "writes",
 ]
@@ -65,6 +67,7 @@ _LAZY = {
     "Save": "megatron.checkpoint.save",
     "save_checkpoint": "megatron.checkpoint.save",
     "save_now": "megatron.checkpoint.save",
+    "saved_values": "megatron.checkpoint.besides_tensors",
     "LoadedState": "megatron.checkpoint.state",
     "writes": "megatron.checkpoint.state",
     "Retention": "megatron.checkpoint.state",

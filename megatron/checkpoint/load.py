@@ -13,6 +13,7 @@ import torch
 from megatron.checkpoint import determinism
 from megatron.checkpoint.all_ranks import run_on_all
 from megatron.checkpoint.architecture import check_architecture
+from megatron.checkpoint.besides_tensors import saved_values
 from megatron.checkpoint.found_step import FoundStep, Log, say_nothing, verify_together
 from megatron.checkpoint.manifest import Manifest
 from megatron.checkpoint.placed import Own, PlacedReader, Placing
@@ -209,18 +210,22 @@ class _Load:
                     continue
             with in_memory(name, tensor, self.take) as target:
                 reader.fill(spec, target, saved.model[name], cast=self.weights_only)
-        extra = dict(reader.main_value("extra") or {})
+        step = self.found.directory
+        with saved_values("values of the engine", step, "use another checkpoint"):
+            extra = dict(reader.main_value("extra") or {})
         if self.weights_only:
-            return LoadedState(path=self.found.directory, step=saved.step, extra=extra)
+            return LoadedState(path=step, step=saved.step, extra=extra)
+        with saved_values("learning-rate schedule", step, "give --finetune to take the weights alone"):
+            scheduler = dict(reader.main_value("opt_param_scheduler"))
         return LoadedState(
-            path=self.found.directory,
+            path=step,
             step=saved.step,
             iteration=saved.step,
             consumed_train_samples=saved.consumed_train_samples,
             consumed_valid_samples=saved.consumed_valid_samples,
             optimizer=self._read_optimizer(reader) if self.load_optim else None,
-            optimizer_extra=dict(reader.main_value("optimizer", "extra")) if self.load_optim else None,
-            scheduler=dict(reader.main_value("opt_param_scheduler")),
+            optimizer_extra=self._read_counters(reader) if self.load_optim else None,
+            scheduler=scheduler,
             rng=self._read_rng(reader) if self.load_rng and self.found.foreign is None else None,
             extra=extra,
         )
@@ -233,6 +238,10 @@ class _Load:
                 found[name] = reader.optimizer_like(name, spec, tensor.shape, held)
         return found
 
+    def _read_counters(self, reader: StepReader) -> dict[str, Any]:
+        with saved_values("optimizer's counters", self.found.directory, "give --no-load-optim to start them anew"):
+            return dict(reader.main_value("optimizer", "extra"))
+
     def _read_rng(self, reader: StepReader) -> dict[str, Any] | None:
         """This rank's random state, or None if the layout has changed: ranks then keep their freshly seeded streams."""
         saved, ours = reader.manifest.layout, axis_sizes(self.parallel)
@@ -243,10 +252,11 @@ class _Load:
                 "with dropout the next steps differ from the uninterrupted run"
             )
             return None
-        own = share_file(self.parallel)
-        if own not in reader.manifest.files:  # one file held those of all replicas
-            return dict(reader.value(rank_file(self.parallel), "rng_state")[self.parallel.dp_cp.rank])
-        return dict(reader.value(rank_file(self.parallel) if writes(self.parallel) else own, "rng_state")[0])
+        own, main = share_file(self.parallel), rank_file(self.parallel)
+        with saved_values("random states", self.found.directory, "give --no-load-rng to go on with new ones"):
+            if own not in reader.manifest.files:  # one file held those of all replicas
+                return dict(reader.value(main, "rng_state")[self.parallel.dp_cp.rank])
+            return dict(reader.value(main if writes(self.parallel) else own, "rng_state")[0])
 
 
 def _listed(names: list[str]) -> str:

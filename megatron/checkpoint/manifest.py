@@ -26,6 +26,7 @@ SCHEMA = 3
 _WITHOUT_DIVISIONS = 2  # the schema before; of its fields all are there still
 _ALWAYS_READ = 4 * 2**20  # bytes; a larger manifest is read if the files that it describes are larger still
 _MOST_DIMENSIONS = 16
+_LARGEST = 2**60  # samples and bytes are multiplied, and have to fit into 64 bits then
 _BEFORE_BODY, _AFTER_BODY = b'{\n "manifest": ', b',\n "sha256": "%s"\n}\n'
 
 
@@ -160,8 +161,9 @@ def _of_schema_1(body: Mapping[str, Any]) -> dict[str, Any]:
 
 def check_numbers(manifest: Manifest) -> None:
     """Shapes and positions that no tensor has. A ValueError says which."""
-    if manifest.step < 0 or any(record.size < 0 for record in manifest.files.values()):
-        raise ValueError("a negative step or size")
+    counts = [manifest.step, manifest.consumed_train_samples, manifest.consumed_valid_samples]
+    if not all(0 <= count < _LARGEST for count in [*counts, *(record.size for record in manifest.files.values())]):
+        raise ValueError("a step, a number of samples or a size that is negative, or greater than any")
     of_files, of_divisions = manifest.bytes_listed()
     kinds = [("model", manifest.model), *manifest.optimizer.items()]
     for name, record in [(f"{group} {name}", record) for group, records in kinds for name, record in records.items()]:

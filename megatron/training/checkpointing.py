@@ -24,6 +24,7 @@ from megatron.checkpoint import (
     hold_directory,
     load_checkpoint,
     save_now,
+    saved_values,
     warning_before_training,
     writes,
 )
@@ -227,13 +228,16 @@ class RunCheckpoints:
         progress.consumed_valid_samples = loaded.consumed_valid_samples
         if self.optimizer is not None:
             if loaded.optimizer is not None:
-                self.optimizer.load_state(loaded.optimizer, loaded.optimizer_extra or {})
+                with saved_values("optimizer state", loaded.path, "give --no-load-optim to start it anew"):
+                    self.optimizer.load_state(loaded.optimizer, loaded.optimizer_extra or {})
             else:
                 self.optimizer.refresh_masters()
         if self.schedule is not None and loaded.scheduler is not None:
-            progress.schedule_samples = self.schedule.load_state(loaded.scheduler)
+            with saved_values("learning-rate schedule", loaded.path, "give --finetune to take the weights alone"):
+                progress.schedule_samples = self.schedule.load_state(loaded.scheduler)
         if loaded.rng is not None:
-            set_rng_state(loaded.rng, self.run.device)
+            with saved_values("random states", loaded.path, "give --no-load-rng to go on with new ones"):
+                set_rng_state(loaded.rng, self.run.device)
         if self.optimizer is None:  # nothing goes on
             of = f", of iteration {loaded.iteration}" if loaded.iteration else ""
             self.run.log.info(f"loaded {loaded.path}{of}")

@@ -12,7 +12,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpoint import FoundStep, NonPersistent, RunHistory, check_architecture, find_checkpoint
+from megatron.checkpoint import (
+    FoundStep,
+    NonPersistent,
+    RunHistory,
+    check_architecture,
+    find_checkpoint,
+    saved_values,
+)
 from megatron.config import BatchPlan, RunConfig, to_dict
 from megatron.config.split import parse_split
 from megatron.errors import ConfigError, DataError
@@ -80,7 +87,8 @@ class ResumePoint:
         if self.moved_to is not None:
             step, consumed = self.moved_to, plan.samples_after(self.moved_to)
         needed = consumed + plan.samples_left(step, consumed)
-        before = int(self._data.get("train_samples", 0))
+        with saved_values("number of training samples", self.found.directory, "use another checkpoint"):
+            before = int(self._data.get("train_samples", 0))
         return before if needed <= before else needed
 
     def order_warning(self, train_samples: int) -> list[str]:

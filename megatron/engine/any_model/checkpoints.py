@@ -20,6 +20,7 @@ from megatron.checkpoint import (
     find_checkpoint,
     load_checkpoint,
     save_checkpoint,
+    saved_values,
     writes,
 )
 from megatron.checkpoint.all_ranks import do_on_first, run_on_first
@@ -39,6 +40,7 @@ from megatron.utils.log import RankLog
 LATEST = "latest"
 _IN_A_RUN_OF_FLAGS = {
     "--no-load-optim": "load_optimizer_states=False",
+    "--no-load-rng": "load_module_only=True",
     "--finetune": "load_module_only=True",
     "--load ": "load_checkpoint: ",
     "--save ": "save_checkpoint: ",
@@ -137,13 +139,15 @@ class EngineCheckpoints:
     def _restore(self, loaded: LoadedState, counters: Mapping[str, Any]) -> None:
         engine = self.engine
         if loaded.optimizer is not None:
-            held = {name: loaded.optimizer[name] for name in self.core.state()}
-            self.core.load_state(held, decoded(loaded.optimizer_extra or {}))
+            with saved_values("optimizer state", loaded.path, "give --no-load-optim to start it anew"):
+                held = {name: loaded.optimizer[name] for name in self.core.state()}
+                self.core.load_state(held, decoded(loaded.optimizer_extra or {}))
         else:
             self.core.refresh_masters()
         engine.restore_counters(loaded.iteration, counters.get("skipped_steps", 0))
         if loaded.rng is not None:
-            set_rng_state(loaded.rng, engine.place.device)
+            with saved_values("random states", loaded.path, "give load_module_only=True to take the weights alone"):
+                set_rng_state(loaded.rng, engine.place.device)
 
     def _restore_scheduler(self, state: Mapping[str, Any] | None) -> None:
         scheduler = self.engine.lr_scheduler

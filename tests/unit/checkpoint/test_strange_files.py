@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from megatron.checkpoint import inspect_step, manifest
+from megatron.checkpoint import inspect_step, manifest, storage
 from megatron.checkpoint.architecture import model_config, moe_config
 from megatron.checkpoint.hf import open_folder, read_tensors
 from megatron.checkpoint.hf.families import FAMILIES
@@ -23,6 +24,7 @@ from megatron.errors import CheckpointError, ConfigError
 from megatron.tokenizer.gpt2 import GPT2BPETokenizer
 from megatron.tokenizer.huggingface import HuggingFaceTokenizer
 from tests.helpers.mutations import mutated, only_our_errors, texts
+from tests.helpers.runs import flags, make_parts
 from tests.unit.checkpoint.support import load, make_state, save
 from tests.unit.checkpoint.test_safety import STEP, rewrite_manifest
 from tests.unit.config.commands import SMALL, argv
@@ -201,3 +203,51 @@ def test_tokenizers(tmp_path: Path, name: str) -> None:
         tokenizer.detokenize(ids), tokenizer.fingerprint, tokenizer.vocab_size, tokenizer.eod
 
     only_our_errors(read, texts(json.loads((tmp_path / name).read_text()), COUNT, 7))
+
+
+@pytest.fixture(scope="module")
+def run_of_one_step(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("run")
+    _, parts = make_parts(flags(save=directory))
+    with parts:
+        parts.trainer.fit(1)
+        parts.checkpoints.save(parts.progress)
+        parts.checkpoints.history.close()
+    return directory
+
+
+@pytest.mark.parametrize(
+    "key, value, told",
+    [
+        (("rng_state",), [], "its random states cannot be restored .*; give --no-load-rng"),
+        (("rng_state",), [{"torch_cpu": torch.zeros(5)}], "its random states .*KeyError: 'python'"),
+        (("opt_param_scheduler",), None, "its learning-rate schedule cannot be restored .*; give --finetune"),
+        (("opt_param_scheduler",), {}, "its learning-rate schedule .*num_steps"),
+        (("opt_param_scheduler", "lr_decay_style"), "\ud800", r"--lr-decay-style is linear here and \\ud800 in"),
+        (("optimizer", "extra"), None, "its optimizer's counters cannot be restored .*; give --no-load-optim"),
+        (("optimizer", "extra", "step"), "x", "its optimizer state cannot be restored .*; give --no-load-optim"),
+        (("extra",), 7, "its values of the engine cannot be restored"),
+        ("data", {"train_samples": "x"}, "its number of training samples cannot be restored"),
+        ("consumed_train_samples", 10**30, "that is negative, or greater than any"),
+    ],
+)
+def test_other_values_besides_tensors_than_a_run_saves(
+    key: tuple[str, ...] | str, value: Any, told: str, run_of_one_step: Path, tmp_path: Path
+) -> None:
+    """In files and a manifest whose checksums are right."""
+    shutil.copytree(run_of_one_step, tmp_path / "run")
+    step, name = tmp_path / "run/iter_0000001", "mp_rank_00/model_optim_rng.pt"
+    record = manifest.read(step)
+    if isinstance(key, str):
+        record = replace(record, **{key: value})
+    else:
+        content = branch = torch.load(step / name, weights_only=True)
+        for part in key[:-1]:
+            branch = branch[part]
+        branch[key[-1]] = value
+        torch.save(content, step / name)
+        record = replace(record, files={**record.files, name: storage.hash_file(step / name)})
+    (step / "manifest.json").write_bytes(manifest.encode(record))
+    with pytest.raises((CheckpointError, ConfigError), match=told) as error:
+        make_parts(flags(load=tmp_path / "run"))
+    assert str(error.value).encode()
