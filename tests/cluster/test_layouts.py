@@ -142,6 +142,8 @@ def test_no_layout_of_muon_hangs(saved: Saved) -> None:
 # What decides the operations besides the layout: what is asked for, and what the numbers are like.
 TP2 = {"tensor_model_parallel_size": 2}
 MOE = {"disable_bias_linear": True, "num_experts": 4, "expert_model_parallel_size": 2}
+BETWEEN = {"save": "?", "non_persistent_save_interval": 1}
+LOCAL = {"non_persistent_ckpt_type": "local", "non_persistent_local_ckpt_dir": "/proc/no/such/directory"}
 VARIANTS: dict[str, dict[str, Any]] = {
     "fp16, steps skipped": {**TP2, "fp16": True, "initial_loss_scale": 1e30},
     "fp16, steps made": {**TP2, "fp16": True, "initial_loss_scale": 1.0},
@@ -150,6 +152,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "recomputed": {**TP2, "recompute_granularity": "full", "recompute_method": "uniform", "hidden_dropout": 0.1},
     "recomputed in part": {**TP2, "recompute_granularity": "selective"},
     "weights alone": {**TP2, "no_save_optim": True, "no_save_rng": True, "finetune": True, "load": "?"},
+    "saved in the background": {**TP2, "zero_stage": 1, "save_interval": 1, "async_save": True},
+    "saved between saves": {**TP2, **BETWEEN, "non_persistent_ckpt_type": "global", "async_save": True},
+    "saved on each machine": {**TP2, **BETWEEN, **LOCAL, "replication": True, "replication_jump": 2},
     "experts in fp16": {**MOE, "fp16": True, "moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.1},
     "experts with a capacity": {**MOE, "moe_expert_capacity_factor": 1.0, "moe_shared_expert_intermediate_size": 32},
 }

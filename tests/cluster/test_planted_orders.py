@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
-from megatron.checkpoint import found_step, load, save
+from megatron.checkpoint import Background, found_step, load, save
 from megatron.checkpoint.manifest import Manifest
 from megatron.checkpoint.storage import Places
 from megatron.data_parallel import GradBuffers, fully_sharded
@@ -154,6 +154,14 @@ def test_planted_a_gather_left_out_of_a_save_on_one_class(monkeypatch: pytest.Mo
     monkeypatch.setattr(save, "all_gather_json", left_out)
     found = findings(8, **SETTINGS)
     assert len(found) == 1 and found[0].startswith("a new run: operation ") and "world" in found[0], found
+
+
+def test_planted_a_rank_that_does_not_ask_how_far_a_save_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    poll = Background.poll
+    monkeypatch.setattr(Background, "poll", lambda self: None if dist.get_rank() == 1 else poll(self))
+    found = findings(4, **{**SETTINGS, "pipeline_model_parallel_size": 1, "save_interval": 1, "async_save": True})
+    assert len(found) >= 1 and found[0].startswith("a new run: operation ") and "world" in found[0], found
+    assert "all_reduce (MAX) of 2 x float32" in found[0] and "rank 1" in found[0], found
 
 
 def test_planted_a_rank_that_verifies_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,6 @@ from types import ModuleType
 
 import torch
 
-from megatron.checkpoint import paths
 from megatron.config import CheckpointConfig, EvaluationConfig, RunConfig
 from megatron.distributed.launch import LaunchInfo, shutdown
 from megatron.layout import Layout
@@ -19,7 +18,7 @@ from megatron.training.assemble import assemble
 from megatron.training.check_layout.settings import alone
 from megatron.training.checkpointing import held_save_directory
 from megatron.training.hooks import Hook
-from megatron.training.initialize import Run, build_run
+from megatron.training.initialize import build_run
 from megatron.training.order.agreement import disagreements
 from megatron.training.order.classes import difference, others, representative, representatives
 from megatron.training.order.events import Recording
@@ -29,7 +28,6 @@ from megatron.training.order.recorder import Tape, recorded
 from megatron.training.order.waits import STRICTEST, Rules, play
 from megatron.training.pretrain import train_and_evaluate
 from megatron.training.resume import Progress
-from megatron.utils import durable
 from megatron.utils.log import RankLog
 
 FIRST_STEP, LATER = "first step", "later"
@@ -82,7 +80,7 @@ def record_runs(
     if before is None:
         before = folder / "before"
         save_by_one_process(config, before, script)
-    asked = replace(config.checkpoint, save_interval=None, ckpt_step=None, exit_on_missing_checkpoint=False)
+    asked = _as_often_as_can_be(config.checkpoint, folder / "local")
     new = replace(asked, save=str(folder / "new"), load=None, finetune=False, load_optim=True, load_rng=True)
     resumed = replace(asked, save=None, load=str(before), save_optim=True, save_rng=True, async_save=False)
     resumed = replace(resumed, save_retain_interval=None, save_retain_last=None)
@@ -91,6 +89,23 @@ def record_runs(
         "a resumed run": replace(config, checkpoint=resumed, evaluation=EvaluationConfig(eval_iters=0)),
     }
     return {name: record_cluster(one, world_size, script, copies=copies, report=report) for name, one in runs.items()}
+
+
+def _as_often_as_can_be(asked: CheckpointConfig, local: Path) -> CheckpointConfig:
+    """Saves of every kind that is asked for within two steps, and all in directories of this machine. Of those between
+    the regular ones no copies go to other ranks, which a machine has to have another directory for."""
+    between = asked.non_persistent_ckpt_type is not None
+    return replace(
+        asked,
+        save_interval=None if between else asked.save_interval and 1,
+        non_persistent_save_interval=1 if between else None,
+        non_persistent_global_ckpt_dir=None,
+        non_persistent_local_ckpt_dir=str(local) if asked.non_persistent_ckpt_type == "local" else None,
+        replication=False,
+        replication_jump=None,
+        ckpt_step=None,
+        exit_on_missing_checkpoint=False,
+    )
 
 
 def copies_of(config: RunConfig, world_size: int) -> list[int]:
@@ -147,19 +162,11 @@ def record_rank(config: RunConfig, rank: int, world_size: int, script: ModuleTyp
         run = build_run(config, launch, device=_CPU, log=log, needs_data=False)
         providers = script.datasets_provider, script.model_provider, script.forward_step
         with held_save_directory(run) as (history, exit_record):
-            _begin_the_save(run)
             with assemble(run, *providers, history, [_Marks(tape)]) as parts:
                 reason = train_and_evaluate(run, parts)
             exit_record.ended(reason, parts.progress.iteration)
         shutdown()
         return tape.recording
-
-
-def _begin_the_save(run: Run) -> None:
-    """What rank 0 does before the others write: it was recorded first, and its step is complete."""
-    directory, step = run.config.checkpoint.save, run.config.training.train_iters
-    if directory is not None and step is not None and run.launch.rank != 0:
-        durable.make_directory(paths.unfinished(Path(directory), paths.step_name(step), run.run_id))
 
 
 class _Marks(Hook):

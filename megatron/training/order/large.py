@@ -3,35 +3,52 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from threading import Event
 from unittest.mock import patch
 
 from megatron.checkpoint import parts, storage
+from megatron.checkpoint.background import Task
+from megatron.checkpoint.content import RankContent
+from megatron.checkpoint.save import Save
 from megatron.data_parallel import GradBuffers
 from megatron.engine import Engine, build
 
 _BUCKET = 4096
 """Elements: several buckets of gradients, as a large model has."""
-_collect = parts.collect
+_collect, _write_files = parts.collect, Save.write
 
 
 @contextmanager
 def as_large_on_accelerators() -> Iterator[None]:
     """Within the context steps are asynchronous and gradients travel in several buckets. The ranks that exist only in
-    the recording need no disk space and write no files."""
+    the recording need no disk space and write no files; the first of them makes no directory for this one, and what a
+    thread does beside the training has ended, on all ranks alike, when the training looks."""
     with (
         patch.object(Engine, "asynchronous", True),
         patch.object(build, "GradBuffers", partial(GradBuffers, bucket_size=_BUCKET)),
         patch.object(storage, "free_bytes", lambda path: sys.maxsize),
         patch.object(parts, "collect", _of_the_first),
+        patch.object(Save, "write", _write),
+        patch.object(Task, "ended", property(_ended)),
     ):
         yield
 
 
-def _of_the_first(folder: Path, ranks: object) -> list[parts.Part]:
-    """What the first rank has written, without shares: the other ranks have written nothing here."""
-    return [replace(part, shares={}) for part in _collect(folder, [0])]
+def _of_the_first(folder: Path, ranks: Iterable[int]) -> list[parts.Part]:
+    """What the first of the ranks has written, without shares: the others have written nothing here."""
+    return [replace(part, shares={}) for part in _collect(folder, [min(ranks)])]
+
+
+def _write(save: Save, content: RankContent, stop: Event | None = None) -> None:
+    save.temporary.mkdir(parents=True, exist_ok=True)
+    _write_files(save, content, stop)
+
+
+def _ended(task: Task) -> bool:
+    task.wait()
+    return True

@@ -117,10 +117,14 @@ def _introduction(given: RunConfig, config: RunConfig, world_size: int) -> list[
     reduced = {"num_layers", "hidden_size", "global_batch_size", "micro_batch_size", "seq_length", "num_experts"}
     cut = [line for line in changes(given, config) if line.split()[0].lstrip("-").replace("-", "_") in reduced]
     evaluations = "evaluations, " if config.evaluation.eval_iters else "no evaluation (--eval-iters 0), "
+    between = given.checkpoint.save_interval is not None or given.checkpoint.non_persistent_ckpt_type is not None
+    saves = "a save after each step" if between else "save"
+    left_out = "; without the copies that --replication sends" if given.checkpoint.replication else ""
     return [
         f"{' x '.join(sizes)} on {world_size} ranks: one rank of each of {len(representatives(layout))} classes, and "
         f"{len(copies_of(config, world_size))} others, with made-up peers",
-        f"two runs: start, two steps, {evaluations}save and stop; start, load of a checkpoint, a step and stop",
+        f"two runs: start, two steps, {evaluations}{saves} and stop{left_out}; start, load of a "
+        "checkpoint, a step and stop",
         f"cut to what the order of operations depends on: {', '.join(cut)}",
         "rules: a first operation connects and waits for its peers; the operations of a communicator run in order; all "
         "streams share one hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1) or have their own (docs/scale.md)",
