@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -213,9 +213,27 @@ def _contents(directory: Path, record: Manifest) -> list[Problem]:
         except CheckpointError as error:
             problems.append(Problem("corrupt", str(error)))
             continue
+        problems += [Problem("corrupt", f"{directory / file}: {text}") for text in _plain_values(record, file, content)]
         for name, tensor, piece, held in stored.get(file, []):
             problems += _stored(directory / file, name, tensor, piece, held, classic.lookup(content, piece.key))
     return problems
+
+
+_PARTS = {"optimizer": ("optimizer", "extra"), "scheduler": ("opt_param_scheduler",), "rng": ("rng_state",)}
+"""Where a file has what the manifest says that the step holds, besides tensors."""
+
+
+def _plain_values(record: Manifest, file: str, content: Any) -> Iterator[str]:
+    """What a file has instead of the plain values that a load takes from it."""
+    step = classic.lookup(content, ("iteration",))
+    if step != record.step:
+        yield f"is of iteration {step!r:.40}, the manifest of {record.step}"
+    for part in record.holds if file.endswith(paths.MODEL_FILE) else ():
+        found = classic.lookup(content, _PARTS.get(part, (part,)))
+        if part == "rng":  # one for each replica that has no file of its own
+            found = found[0] if isinstance(found, list) and found else None
+        if not isinstance(found, Mapping):
+            yield f"has no {part} state, which the manifest says that it holds"
 
 
 def _stored(path: Path, name: str, record: TensorRecord, piece: Slice, held: Range, found: Any) -> list[Problem]:

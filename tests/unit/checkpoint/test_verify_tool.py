@@ -103,6 +103,31 @@ def test_a_slice_that_holds_less_than_it_claims_is_found(native: Path, capsys: p
     assert "final_layernorm.bias is stored as (25,) where (24,) belongs" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    "key, value, told",
+    [
+        (("iteration",), 501, "is of iteration 501, the manifest of 500"),
+        (("optimizer", "extra"), None, "has no optimizer state"),
+        (("opt_param_scheduler",), [1], "has no scheduler state"),
+        (("rng_state",), [], "has no rng state"),
+    ],
+)
+def test_plain_values_that_a_load_would_miss_are_found(
+    key: tuple[str, ...], value: Any, told: str, native: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def change(content: dict[str, Any], record: Manifest) -> Manifest:
+        content["rng_state"] = [{}]
+        branch = content
+        for part in key[:-1]:
+            branch = branch[part]
+        branch[key[-1]] = value
+        return dataclasses.replace(record, holds=("optimizer", "scheduler", "rng"))
+
+    resign(native, change)
+    assert verify([str(native), "--deep"]) == 1
+    assert told in capsys.readouterr().out
+
+
 def test_the_summary(native: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert verify([str(native.parent)]) == 0
     told = capsys.readouterr().out
