@@ -7,19 +7,19 @@ from pathlib import Path
 
 from megatron.errors import ConfigError
 
-_WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "*.safetensors.index.json", "pytorch_model.bin.index.json")
+_WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 ADAPTER = "adapter_config.json"
 _TRACKER = "latest_checkpointed_iteration.txt"
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 
 def is_hugging_face(folder: Path) -> bool:
-    """Whether it holds a model of `transformers`: its configuration and weights, in one file or in shards. An adapter
-    of one counts, so that whoever opens it is told what it is."""
-    if (folder / ADAPTER).is_file() and not (folder / _TRACKER).exists():
-        return True
-    if not (folder / "config.json").is_file() or (folder / _TRACKER).exists():
+    """Whether it holds a model of `transformers`, or a part of one: its configuration or its weights. An adapter of one
+    counts too, so that whoever opens it is told what it is, or what is missing."""
+    if (folder / _TRACKER).exists():
         return False
+    if any((folder / name).is_file() for name in ("config.json", ADAPTER)):
+        return True
     return any(next(folder.glob(pattern), None) is not None for pattern in _WEIGHTS)
 
 

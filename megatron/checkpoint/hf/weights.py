@@ -25,6 +25,7 @@ from megatron.tokenizer.huggingface import refuse_outside
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 BIN, BIN_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+_DOWNLOADS = ".cache/huggingface/download"  # where `hf download --local-dir` keeps what it has of a file
 _LONGEST_NAME = 255  # bytes, of any usual file system
 
 
@@ -111,6 +112,11 @@ def weights_files(folder: Path, checks: MemberChecks | None) -> list[WeightsFile
                 f"--load {folder}: has {part.name} and no {index}, which says what belongs together; the download is "
                 "not complete: run it again"
             )
+    if part := next((path for place in (folder, folder / _DOWNLOADS) for path in place.glob("*.incomplete")), None):
+        raise CheckpointError(
+            f"--load {folder}: has neither {WEIGHTS} nor {BIN}, but {part.relative_to(folder)}; the download is not "
+            "complete: run it again"
+        )
     raise ConfigError(
         f"--load {folder}: no {WEIGHTS} and no {BIN}; weights in other formats are not read, save them as safetensors "
         "first"

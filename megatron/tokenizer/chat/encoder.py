@@ -108,9 +108,7 @@ class ChatEncoder:
     def _spelled(self) -> re.Pattern[str] | None:
         return re.compile("|".join(map(re.escape, self._special))) if self._special else None
 
-    def encode(
-        self, messages: Sequence[Message], tools: Sequence[Any] | None = None
-    ) -> list[tuple[Ids, np.ndarray]]:
+    def encode(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> list[tuple[Ids, np.ndarray]]:
         """The ids, and for each whether what is predicted from it counts: whether the next one is of an answer. Several
         of these if the template shows an answer in another way once more is said: each as the model sees it when it
         answers."""

@@ -2,14 +2,30 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 
 import pytest
 
 from megatron.checkpoint import convert_cli
 from megatron.checkpoint.find import find_candidates
-from megatron.errors import ConfigError
+from megatron.checkpoint.hf.families import by_model_type
+from megatron.errors import CheckpointError, ConfigError
+from megatron.training.settings import read_settings
 from megatron.utils.foreign import hub_hint, is_hugging_face
+from tests.helpers.runs import flags
+
+CONFIG = json.dumps(
+    {
+        "model_type": "llama",
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "max_position_embeddings": 16,
+    }
+)
 
 
 @pytest.fixture
@@ -33,10 +49,36 @@ def test_a_hugging_face_folder_is_named_with_the_way_in(folder: Path, capsys: py
     assert "holds a Hugging Face model: import it" in told
 
 
-def test_a_configuration_without_weights_is_no_model(folder: Path) -> None:
-    assert is_hugging_face(folder)
+def test_a_part_of_a_model_is_one_that_lacks_something(folder: Path, tmp_path: Path) -> None:
     (folder / "model.safetensors").unlink()
-    assert not is_hugging_face(folder)
+    (folder / "config.json").write_text(CONFIG)
+    started = ["--load", str(folder), "--finetune", *flags(num_layers=None, hidden_size=None, num_attention_heads=None)]
+    with pytest.raises(ConfigError, match=r"no model\.safetensors and no pytorch_model\.bin; weights in other formats"):
+        read_settings(started)
+    partly = folder / ".cache/huggingface/download/model.safetensors.abc.incomplete"
+    partly.parent.mkdir(parents=True)
+    partly.touch()
+    with pytest.raises(CheckpointError, match=r"but \.cache/.*incomplete; the download is not complete: run it again"):
+        read_settings(started)
+    (folder / "config.json").rename(tmp_path / "model/model.safetensors")
+    with pytest.raises(ConfigError, match=r"config\.json does not exist: not a Hugging Face model folder"):
+        read_settings(started)
+    with pytest.raises(ConfigError, match=r"model\.safetensors: is not a directory; give a directory"):
+        read_settings(["--load", str(folder / "model.safetensors"), *started[2:]])
+    (folder / "latest_checkpointed_iteration.txt").touch()
+    assert not is_hugging_face(folder), "of ours"
+
+
+def test_what_is_nearest_to_an_unknown_family() -> None:
+    for name, told in (
+        ("smollm3", "nearest is llama, which would lose layers without rotation"),
+        ("qwen3_next", "nearest is qwen3_moe, which would lose linear attention"),
+        ("llama_2", "did its author mean llama?"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(told)):
+            by_model_type(name)
+    with pytest.raises(ConfigError, match=r"supported: [a-z0-9_, ]*$"):
+        by_model_type("mamba")  # only its letters are near
 
 
 def test_a_name_of_the_hub_is_told_how_to_fetch_it(capsys: pytest.CaptureFixture[str]) -> None:
