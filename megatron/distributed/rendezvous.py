@@ -125,14 +125,12 @@ def _connected(info: LaunchInfo, patience: Patience) -> dist.Store:
 
     connecting = Thread(target=connect, name="rendezvous", daemon=True)
     connecting.start()
-    keeper = "the launcher's store" if info.agent_store else "rank 0, which keeps the store,"
-    missing = f"{keeper} does not answer at {info.store_host}:{info.master_port}"
     for seconds in patience.rounds():
         try:
             found = made.get(timeout=seconds)
         except Empty:
             if info.local_rank == 0 or info.rank == 1:  # one rank of each machine: they cannot agree
-                say(info, patience, missing)
+                say(info, patience, _no_answer(info))
             continue
         if isinstance(found, dist.DistError) and patience.waited >= patience.timeout.total_seconds():
             break
@@ -140,7 +138,19 @@ def _connected(info: LaunchInfo, patience: Patience) -> dist.Store:
             raise found
         return found
     connecting.join(_CLIENT_GIVES_UP_WITHIN)  # a thread that comes back from torch while Python ends aborts the process
-    raise never_met(info, patience, missing)
+    raise never_met(info, patience, _no_answer(info))
+
+
+def _no_answer(info: LaunchInfo) -> str:
+    keeper = "the launcher's store" if info.agent_store else "rank 0, which keeps the store,"
+    text = f"{keeper} does not answer at {info.store_host}:{info.master_port}"
+    try:
+        socket.getaddrinfo(info.store_host, info.master_port)
+    except (OSError, UnicodeError):
+        return f"{text}; this machine knows no address of that name, so correct MASTER_ADDR, or /etc/hosts"
+    if info.keeps_store:
+        return f"{text}, not even here, on its own machine: MASTER_ADDR must be an address of the machine of rank 0"
+    return text
 
 
 def _listen_on_loopback(port: int) -> int:

@@ -23,17 +23,29 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 
 def started_with(config: RunConfig, tokenizer: Tokenizer | None = None) -> dict[str, str]:
     """Settings by their spelling, but for paths, which may differ between machines, and for what concerns one launch;
-    hashes of the package, of the script and of the tokenizer's files; the version of torch."""
+    whether there are checkpoints to load and to save; hashes of the package, of the script and of the tokenizer's
+    files; the version of torch."""
     compared = (setting for setting in all_settings() if not setting.flag.path and not setting.flag.cli_only)
     values = {setting.spelling: config.value(setting) for setting in compared}
     script = Path(getattr(sys.modules["__main__"], "__file__", None) or "")
     return {
         **{name: str(value) for name, value in values.items() if value is not None},
+        **_checkpoints(config),
         "the code of megatron": hash_of_files(_PACKAGE, _PACKAGE.rglob("*.py"))[:12],
         "the script": hash_of_files(script.parent, [script])[:12] if script.is_file() else "none",
         "the tokenizer": "none" if tokenizer is None else f"{tokenizer.name} {tokenizer.fingerprint[:12]}",
         "torch": torch.__version__,
     }
+
+
+def _checkpoints(config: RunConfig) -> dict[str, str]:
+    """Which directories of checkpoints a rank was given decides what it asks of the others, wherever they are."""
+    places = [setting for setting in all_settings() if setting.flag.path and setting.section == "checkpoint"]
+    given = {setting.spelling: "given" for setting in places if config.value(setting) is not None}
+    load, save = config.checkpoint.load, config.checkpoint.save
+    if load is not None and save is not None and Path(load).resolve() == Path(save).resolve():
+        given["--load"] = "the directory of --save"
+    return given
 
 
 def meet_over_data(datasets: Datasets, store: dist.Store, launch: LaunchInfo, told_every: float = TOLD_EVERY) -> None:

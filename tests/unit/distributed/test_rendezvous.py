@@ -136,6 +136,20 @@ def test_a_store_that_is_not_opened_is_named(capsys: pytest.CaptureFixture[str])
     assert said[0].endswith(f"rank 0, which keeps the store, does not answer at 127.0.0.1:{port}")
 
 
+@pytest.mark.parametrize(
+    ("rank", "host", "reason"),
+    [
+        (0, "198.51.100.7", "not even here, on its own machine: MASTER_ADDR must be an address"),
+        (1, "no-such-host.invalid", "this machine knows no address of that name, so correct MASTER_ADDR"),
+    ],
+)
+def test_an_address_that_is_not_that_of_rank_0_is_told_as_such(rank: int, host: str, reason: str) -> None:
+    meeting = Meeting(0.5, 60.0)
+    meeting.come(LaunchInfo(rank=rank, world_size=2, master_addr=host, master_port=9))
+    error = meeting.end()[rank]
+    assert isinstance(error, HangError) and f"{host}:9" in str(error) and reason in str(error)
+
+
 def test_a_program_that_accepts_and_says_nothing_does_not_hold_a_rank_for_ever() -> None:
     """Rank 0 was refused the port; the others reach whoever has it."""
     with socket.socket() as busy:

@@ -32,8 +32,18 @@ def test_a_setting_shows_and_a_path_does_not(tmp_path: Path) -> None:
     assert of() == usual
     assert {name for name in usual if of(lr=0.1234)[name] != usual[name]} == {"--lr"}
     assert {name for name in usual if of(seed=99)[name] != usual[name]} == {"--seed"}
-    elsewhere = of(save=tmp_path / "ckpt", tensorboard_dir=tmp_path / "tb", data_cache_path=tmp_path / "cache")
-    assert elsewhere == usual
+    assert of(tensorboard_dir=tmp_path / "tb", data_cache_path=tmp_path / "cache") == usual
+
+
+def test_checkpoints_show_and_their_places_do_not(tmp_path: Path) -> None:
+    """A rank that loads or saves asks the others for what they do not answer if they do neither."""
+    here, there = tmp_path / "here", tmp_path / "there"
+    for folder in (here, there):
+        folder.mkdir()
+    assert of(save=here) == of(save=there) != of()
+    assert of(load=here) == of(load=there) != of()
+    assert of(load=here, save=there) == of(load=there, save=here) != of(load=here, save=here)
+    assert of(load=here, save=here) == of(load=there, save=there)
 
 
 def test_every_setting_that_names_a_place_is_marked() -> None:
