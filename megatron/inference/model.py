@@ -6,12 +6,12 @@ import sys
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 from torch import Tensor
 
-from megatron.checkpoint import RunHistory, find_checkpoint
+from megatron.checkpoint import DamagedCheckpointError, RunHistory, find_checkpoint
 from megatron.checkpoint.build import saved_tokenizer
 from megatron.checkpoint.hf import DTYPES, open_folder
 from megatron.checkpoint.hf.weights import read_json
@@ -141,9 +141,13 @@ class Subject:
         built = build_model(run, _model_provider, own_step, loaded_next=True)
         engine = Evaluation(built.model, built.passes, run.parallel, device=run.device)
         with closing(RunHistory(run.run_id)) as history:
-            RunCheckpoints(run, engine, built.specs, None, {}, history).load(
-                Progress(), ResumePoint(None), hash_later=False
+            load = partial(
+                RunCheckpoints(run, engine, built.specs, None, {}, history).load, Progress(), ResumePoint(None)
             )
+            try:
+                load(hash_later=run.device.type == "cpu")
+            except DamagedCheckpointError:
+                load(hash_later=False)  # which verifies before it reads, and tells what else there is
         return built
 
     @property
