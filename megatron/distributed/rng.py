@@ -75,9 +75,12 @@ def set_rng_state(state: RngState, device: torch.device = CPU) -> None:
     random.setstate((python["version"], tuple(python["words"]), python["gauss"]))
     key = np.frombuffer(numpy["key"].numpy().tobytes(), dtype=np.uint32)
     np.random.set_state((numpy["kind"], key, numpy["position"], numpy["has_gauss"], numpy["cached_gauss"]))
-    torch.set_rng_state(state["torch_cpu"].cpu())
-    if device.type != "cpu" and "accelerator" in state:
-        torch.get_device_module(device).set_rng_state(state["accelerator"].cpu(), device)
+    try:
+        torch.set_rng_state(state["torch_cpu"].cpu())
+        if device.type != "cpu" and "accelerator" in state:
+            torch.get_device_module(device).set_rng_state(state["accelerator"].cpu(), device)
+    except RuntimeError as error:  # of other bytes than a generator has
+        raise ValueError(str(error)) from error
 
 
 class SplitRandom:

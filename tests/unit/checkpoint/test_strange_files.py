@@ -13,7 +13,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from megatron.checkpoint import inspect_step, manifest, storage
+from megatron.checkpoint import inspect_step, manifest, saved_values, storage
 from megatron.checkpoint.architecture import model_config, moe_config
 from megatron.checkpoint.hf import open_folder, read_tensors
 from megatron.checkpoint.hf.families import FAMILIES
@@ -221,6 +221,7 @@ def run_of_one_step(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         (("rng_state",), [], "its random states cannot be restored .*; give --no-load-rng"),
         (("rng_state",), [{"torch_cpu": torch.zeros(5)}], "its random states .*KeyError: 'python'"),
+        (("rng_state", 0, "torch_cpu"), torch.zeros(5056, dtype=torch.uint8), "its random states .*mt19937"),
         (("opt_param_scheduler",), None, "its learning-rate schedule cannot be restored .*; give --finetune"),
         (("opt_param_scheduler",), {}, "its learning-rate schedule .*num_steps"),
         (("opt_param_scheduler", "lr_decay_style"), "\ud800", r"--lr-decay-style is linear here and \\ud800 in"),
@@ -232,7 +233,7 @@ def run_of_one_step(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )
 def test_other_values_besides_tensors_than_a_run_saves(
-    key: tuple[str, ...] | str, value: Any, told: str, run_of_one_step: Path, tmp_path: Path
+    key: tuple[str | int, ...] | str, value: Any, told: str, run_of_one_step: Path, tmp_path: Path
 ) -> None:
     """In files and a manifest whose checksums are right."""
     shutil.copytree(run_of_one_step, tmp_path / "run")
@@ -251,3 +252,9 @@ def test_other_values_besides_tensors_than_a_run_saves(
     with pytest.raises((CheckpointError, ConfigError), match=told) as error:
         make_parts(flags(load=tmp_path / "run"))
     assert str(error.value).encode()
+
+
+def test_an_error_of_a_lost_peer_keeps_its_kind() -> None:
+    """Restoring an optimizer gathers weights."""
+    with pytest.raises(RuntimeError, match="closed by peer"), saved_values("state", Path("step"), "give none"):
+        raise RuntimeError("Connection closed by peer")
