@@ -22,8 +22,10 @@ def refusals(recordings: Mapping[int, Recording]) -> list[str]:
     return [*_groups(recordings), *_meetings(recordings), *_results_not_waited_for(recordings)]
 
 
-def hangs(recordings: Mapping[int, Recording], *, waits_block: bool, one_queue: bool) -> bool:
-    before = _Before(recordings, waits_block, one_queue)
+def hangs(
+    recordings: Mapping[int, Recording], *, waits_block: bool, one_queue: bool, collectives_connect: bool = False
+) -> bool:
+    before = _Before(recordings, waits_block, one_queue, collectives_connect)
     try:
         TopologicalSorter(before.points).prepare()
     except CycleError:
@@ -44,7 +46,7 @@ def _meeting_of(rank: int, op: Op, counts: dict[Point, int]) -> Iterator[tuple[P
 
 def _members(recordings: Mapping[int, Recording], rank: int, meeting: Point) -> set[int]:
     """Those who meet, as far as they were recorded."""
-    ranks = meeting[1] if len(meeting) == 3 else recordings[rank].groups[meeting[0]].ranks
+    ranks = meeting[1] if isinstance(meeting[1], tuple) else recordings[rank].groups[meeting[0]].ranks
     return set(ranks) & set(recordings)
 
 
@@ -84,8 +86,11 @@ def _results_not_waited_for(recordings: Mapping[int, Recording]) -> Iterator[str
 class _Before:
     """`points`: for each, those that come before it. A host point is passed, a device point starts or ends."""
 
-    def __init__(self, recordings: Mapping[int, Recording], waits_block: bool, one_queue: bool) -> None:
+    def __init__(
+        self, recordings: Mapping[int, Recording], waits_block: bool, one_queue: bool, collectives_connect: bool
+    ) -> None:
         self.recordings, self.waits_block, self.one_queue = recordings, waits_block, one_queue
+        self.collectives_connect = collectives_connect
         self.points: dict[Point, set[Point]] = defaultdict(set)
         self.sides: dict[Point, set[int]] = defaultdict(set)
         self.arrivals: dict[Point, dict[int, Point]] = defaultdict(dict)
@@ -144,5 +149,6 @@ class _Before:
             self.sides[meeting].add(rank)
             self.points["end", *meeting].add(start)
             ends.append(("end", *meeting))
-            self.arrivals[meeting[:-1]].setdefault(rank, host)
+            each = self.collectives_connect and not op.messages
+            self.arrivals[meeting if each else meeting[:-1]].setdefault(rank, host)
         return ends

@@ -17,8 +17,8 @@ from megatron.pipeline_parallel.links import Links
 from megatron.training.order.agreement import disagreements
 from megatron.training.order.classes import representative
 from megatron.training.order.cluster import record_cluster
-from megatron.training.order.events import Compute, Event, Op, Recording, Wait
-from megatron.training.order.waits import INDEPENDENT, ONE_QUEUE, STRICTEST, play
+from megatron.training.order.events import Communicator, Compute, Event, Op, Recording, Wait
+from megatron.training.order.waits import INDEPENDENT, ONE_QUEUE, STRICTEST, Rules, play
 from tests.cluster.pipelines import record_pipeline
 from tests.cluster.second_opinion import hangs, refusals
 from tests.helpers.runs import flags, pretrain_gpt
@@ -26,7 +26,7 @@ from tests.helpers.runs import flags, pretrain_gpt
 Recordings = Mapping[int, Recording]
 Fault = Callable[[Random, Recordings, int], Recordings | None]
 RULES = (
-    (STRICTEST, {"waits_block": True, "one_queue": True}),
+    (STRICTEST, {"waits_block": True, "one_queue": True, "collectives_connect": True}),
     (ONE_QUEUE, {"waits_block": False, "one_queue": True}),
     (INDEPENDENT, {"waits_block": False, "one_queue": False}),
 )
@@ -245,6 +245,22 @@ def test_both_find_links_that_connect_in_the_first_step(monkeypatch: pytest.Monk
     recordings = record_pipeline("1f1b", 4, 8)
     for rules, ours in RULES:
         assert play(recordings, rules).stuck and hangs(recordings, **ours)
+
+
+def test_both_find_collectives_that_connect_after_their_groups_first_use() -> None:
+    """Two ranks hand over two sums the other way round, on communicators that both have used before."""
+    groups = {name: Communicator(name, (0, 1)) for name in "ab"}
+
+    def program(rank: int, order: str) -> Recording:
+        ops = [Op(number, group, "all_reduce", 1, "float32") for number, group in enumerate(f"ab{order}", 1)]
+        used = [event for op in ops[:2] for event in (op, Wait(op.number))]
+        return Recording(rank, groups, [*used, *ops[2:], *(Wait(op.number) for op in ops[2:])])
+
+    crossed = {0: program(0, "ab"), 1: program(1, "ba")}
+    verdicts = {"waits_block": False, "one_queue": False}
+    assert play(crossed, INDEPENDENT).stuck == [] and not hangs(crossed, **verdicts)
+    found = play(crossed, Rules(collectives_connect=True)).stuck
+    assert "rank 0 connects for all_reduce" in found[0] and hangs(crossed, **verdicts, collectives_connect=True)
 
 
 def test_time_says_nothing_of_order(recorded: dict[str, Recordings]) -> None:

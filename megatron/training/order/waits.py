@@ -31,6 +31,8 @@ class Rules:
     until the others issue theirs."""
     wait_blocks: bool = False
     """The host waits where the computation does: blocking waits, and results that are read."""
+    collectives_connect: bool = False
+    """Every collective may connect: nccl makes the connections of an algorithm at the algorithm's first use."""
     launch_blocks: bool = False
     """The host waits for the end of everything that it hands over (`CUDA_LAUNCH_BLOCKING=1`)."""
     one_queue: bool = False
@@ -46,7 +48,7 @@ INDEPENDENT = Rules()
 ONE_QUEUE = Rules(one_queue=True)
 """`CUDA_DEVICE_MAX_CONNECTIONS=1`."""
 LAUNCH_BLOCKS = Rules(launch_blocks=True)
-STRICTEST = Rules(wait_blocks=True, one_queue=True)
+STRICTEST = Rules(wait_blocks=True, one_queue=True, collectives_connect=True)
 
 
 @dataclass
@@ -168,6 +170,8 @@ class _Rank:
         """Whether all whom the operation connects are there."""
         missing: list[int] = []
         for key, ranks in _sides(self.number, op, group):
+            if self.world.rules.collectives_connect and op.is_collective:
+                key = (*key, self.counts[key] + 1)
             if key in self.connected:
                 continue
             came = self.world.came[key]
