@@ -12,7 +12,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, partialmethod
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -32,6 +32,16 @@ _OWN = {
     for name in ("fake_device", "fake_run", "host_waits", "unforgiving")
 }
 _COPIES = {"clone", "_to_copy", "cat", "stack", "contiguous"}
+_READ_WITHIN = {
+    "histc",
+    "multinomial",
+    "_linalg_check_errors",
+    "_linalg_svd",
+    "linalg_eig",
+    "embedding_renorm_",
+    "barrier",
+}
+"""Operations whose own code waits for the device: kernels that look at numbers or at errors, and nccl's barrier."""
 _META = torch.device("meta")
 
 
@@ -61,7 +71,7 @@ def here(beyond: Sequence[str] = ()) -> Place:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
-        if name.startswith(str(_REPOSITORY)) and name not in _OWN and "/.venv/" not in name:
+        if name.startswith(f"{_REPOSITORY}/") and name not in _OWN and "/.venv/" not in name:
             file = str(Path(name).relative_to(_REPOSITORY))
             if file not in beyond:
                 return Place(file, frame.f_lineno, _function(frame), frame.f_locals)
@@ -116,8 +126,12 @@ class Watch(TorchDispatchMode):
     def __enter__(self) -> Watch:
         self._patch = patch = pytest.MonkeyPatch()
         patch.setattr(FakeTensor, "tolist", lambda tensor: self._read(tensor, "tolist()"))
+        for name in ("__repr__", "__format__"):  # of a real tensor they show its numbers
+            patch.setattr(FakeTensor, name, partialmethod(_text, self, getattr(FakeTensor, name)))
         for owner in (torch.cuda, torch.accelerator, Event, Stream):
             patch.setattr(owner, "synchronize", lambda *_: self._read(None, "synchronize()"))
+        for owner in (torch.cuda, torch.accelerator):
+            patch.setattr(owner, "empty_cache", lambda: self._read(None, "empty_cache()"))
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
@@ -166,6 +180,8 @@ class Watch(TorchDispatchMode):
         for tensor in made:
             if tensor.device.type == "cuda":
                 self._allocated(name, tensor, given)
+        if name == "copy_":
+            self._copied_into(*args[:2])
 
     def _allocated(self, name: str, tensor: Tensor, given: Sequence[Tensor]) -> None:
         storage = tensor.untyped_storage()
@@ -175,15 +191,33 @@ class Watch(TorchDispatchMode):
         self._alive[key] = weakref.ref(storage, partial(self._freed, key))
         if size > self._bound:
             self.large.append((here(), Allocation(size, tuple(tensor.shape), name)))
-        if name in _COPIES and given and all(other.untyped_storage()._cdata in self._weights for other in given):
-            self._copies[key] = size
-            total = sum(self._copies.values())
-            if total > self.most_copied.size:
-                self.most_copied = Allocation(total, tuple(tensor.shape), f"{name} at {here()}")
+        from_weights = [other for other in given if other.untyped_storage()._cdata in self._weights]
+        copies = name in _COPIES and from_weights and len(from_weights) == len(given)
+        alike = any(sorted(other.shape) == sorted(tensor.shape) and other.dim() > 1 for other in from_weights)
+        if copies or (alike and not name.startswith("new_") and not name.endswith("_like")):  # whose values are others
+            self._copied(name, tensor, size)
+
+    def _copied_into(self, tensor: Tensor, source: Tensor) -> None:
+        """What was allocated in the step gets the numbers of a weight, or of a part of it."""
+        key = tensor.untyped_storage()._cdata
+        if source.untyped_storage()._cdata in self._weights and key in self._alive:
+            self._copied(
+                "copy_", tensor, min(self._copies.get(key, 0) + _bytes(tensor), tensor.untyped_storage().nbytes())
+            )
+
+    def _copied(self, name: str, tensor: Tensor, size: int) -> None:
+        self._copies[tensor.untyped_storage()._cdata] = size
+        total = sum(self._copies.values())
+        if total > self.most_copied.size:
+            self.most_copied = Allocation(total, tuple(tensor.shape), f"{name} at {here()}")
 
     def _freed(self, key: int, _: Any) -> None:
         self._alive.pop(key, None)
         self._copies.pop(key, None)
+
+
+def _text(tensor: FakeTensor, watch: Watch, method: Callable[..., str], *spec: str) -> str:
+    return str(watch._read(tensor, "text of")) if tensor.device.type == "cuda" else method(tensor, *spec)
 
 
 def _bytes(tensor: Tensor) -> int:
@@ -195,14 +229,24 @@ def _waits(func: Any, name: str, args: Any, kwargs: Mapping[str, Any]) -> Tensor
     if name in ("_to_copy", "copy_"):
         return _copy_waits(name, args, kwargs)
     if name in ("index", "index_put", "index_put_"):
-        masks = [index for index in args[1] if index is not None and index.dtype in (torch.bool, torch.uint8)]
-        fills = name != "index" and args[2].numel() == 1
-        return masks[0] if masks and not fills else None
+        return _index_waits(name, args)
+    if name in _READ_WITHIN:
+        return next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
     if name == "repeat_interleave" and kwargs.get("output_size") is not None:
         return None
     if torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags or name == "equal":
         return next((leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)), None)
     return None
+
+
+def _index_waits(name: str, args: Any) -> Tensor | None:
+    """The places where a mask is true are counted, unless all get one number; places given on the host (a list is, too)
+    are copied to the device."""
+    given = [index for index in args[1] if index is not None]
+    masks = [index for index in given if index.dtype in (torch.bool, torch.uint8)]
+    fills = name != "index" and args[2].numel() == 1
+    moved = [index for index in given if index.device.type != args[0].device.type]
+    return next(iter([] if fills else masks), None) if masks else next(iter(moved), None)
 
 
 def _copy_waits(name: str, args: Any, kwargs: Mapping[str, Any]) -> Tensor | None:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron.model.block import Block
@@ -55,6 +56,59 @@ def test_a_planted_wait_is_found(mistake: Callable[[Tensor], object]) -> None:
         watched(Case(2, 1, tuple(TENSORS)), lambda parts: in_every_layer(parts, mistake))
 
 
+def takes_places_of_a_list(x: Tensor) -> Tensor:
+    return x[[0]]
+
+
+def takes_places_of_the_host(x: Tensor) -> Tensor:
+    return x[:, torch.arange(2)]
+
+
+def shows_numbers(x: Tensor) -> None:
+    print(x.sum())
+
+
+def writes_a_number(x: Tensor) -> str:
+    return f"loss {x.sum():.3f}"
+
+
+def meets_the_others(x: Tensor) -> None:
+    dist.barrier()
+
+
+def empties_the_cache(x: Tensor) -> None:
+    torch.cuda.empty_cache()
+
+
+def looks_for_errors(x: Tensor) -> Tensor:
+    return torch.linalg.inv(x.detach().float()[0, :4, :4])
+
+
+def draws_by_weight(x: Tensor) -> Tensor:
+    return torch.multinomial(x.detach().float().abs()[0], 1)
+
+
+QUIET = (
+    *(takes_places_of_a_list, takes_places_of_the_host, shows_numbers, writes_a_number, meets_the_others),
+    *(empties_the_cache, looks_for_errors, draws_by_weight),
+)
+"""Waits that no number read in Python betrays. All are tried in one step."""
+
+
+def test_waits_inside_torch_are_found() -> None:
+    found: list[str] = []
+
+    def each(x: Tensor) -> None:
+        for mistake in QUIET if not found else ():
+            with pytest.raises(HostWait) as caught:
+                mistake(x)
+            found.append(str(caught.value))
+
+    watched(Case(2, 1, tuple(TENSORS)), lambda parts: in_every_layer(parts, each))
+    for mistake, said in zip(QUIET, found, strict=True):
+        assert f"in {mistake.__name__}: " in said and said.endswith("waits for the device"), said
+
+
 def waits_in_an_evaluation(x: Tensor) -> object:
     return None if torch.is_grad_enabled() else x.sum().item()
 
@@ -86,13 +140,21 @@ def test_a_planted_square_is_found() -> None:
     assert result.squares == {"tests/cluster/test_planted_waits.py:makes_a_square": 4} and not same_places(result)
 
 
-def test_a_planted_copy_of_the_weights_is_found() -> None:
+COPIES: dict[str, Callable[[Tensor], Tensor]] = {
+    "cloned": lambda weight: weight.clone(),
+    "copied into a buffer": lambda weight: torch.empty_like(weight).copy_(weight),
+    "computed": lambda weight: weight * 1.0,
+}
+
+
+@pytest.mark.parametrize("how", COPIES)
+def test_a_planted_copy_of_the_weights_is_found(how: str) -> None:
     def plant(parts: Parts) -> None:
         model = parts.engine.model
         kept: list[Tensor] = []
 
         def copies_the_weights(x: Tensor) -> None:
-            kept[:] = [parameter.detach().clone() for parameter in model.parameters()]
+            kept[:] = [COPIES[how](parameter.detach()) for parameter in model.parameters()]
 
         in_every_layer(parts, copies_the_weights)
 
