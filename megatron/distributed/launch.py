@@ -14,8 +14,10 @@ import signal
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from operator import attrgetter
 
 import torch.distributed as dist
 
@@ -197,14 +199,22 @@ def shutdown(*, barrier: bool = True, timeout: timedelta = timedelta(minutes=10)
         _forget_sharded_models(in_cycles=has_threads)
 
 
+_CACHES_OF_SHARDINGS = (
+    ("debug", "_clear_sharding_prop_cache"),
+    ("_redistribute", "clear_redistribute_planner_cache"),
+    ("_redistribute", "_gen_transform_infos.cache_clear"),
+    ("_collective_utils", "MeshTopoInfo.build_from_mesh.cache_clear"),
+)
+
+
 def _forget_sharded_models(in_cycles: bool) -> None:
-    """Frees the process groups that models under `fully_shard` keep alive, in reference cycles and in torch's cache of
-    DTensor shardings."""
+    """Frees the process groups that models under `fully_shard` keep alive, in reference cycles and in torch's caches of
+    DTensor shardings and of the ways between them."""
     if "torch.distributed.tensor" not in sys.modules:
         return
-    forget = getattr(importlib.import_module("torch.distributed.tensor.debug"), "_clear_sharding_prop_cache", None)
-    if forget is not None:  # private to torch: other versions may lack it
-        forget()
+    for module, clear in _CACHES_OF_SHARDINGS:
+        with suppress(ImportError, AttributeError):  # private to torch: other versions may lack it
+            attrgetter(clear)(importlib.import_module(f"torch.distributed.tensor.{module}"))()
     if in_cycles:
         gc.unfreeze()  # what `megatron.utils.loading` has frozen
         gc.collect()
