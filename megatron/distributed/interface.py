@@ -26,15 +26,25 @@ class Interface:
 
 
 def interface_towards(host: str) -> Interface | None:
-    """The interface by which this machine reaches `host`; on the host itself, the one of its default route. None where
-    neither is known."""
+    """The interface by which this machine reaches `host`; on the host itself, the one of its default route, or without
+    one the only one that leads anywhere. None where that is not known."""
     for target in (host, *_ELSEWHERE):
         address = source_address(target)
         if address is not None and not ipaddress.ip_address(address).is_loopback:
             name = _interfaces().get(address)
             if name is not None:
                 return Interface(name, address)
-    return None
+    return _only_one()
+
+
+def _only_one() -> Interface | None:
+    """The one interface with an address that other machines can reach; None if there are several."""
+    outward: dict[str, str] = {}
+    for address, name in _interfaces().items():
+        kind = ipaddress.ip_address(address)
+        if not (kind.is_loopback or kind.is_link_local):
+            outward.setdefault(name, address)
+    return next((Interface(name, address) for name, address in outward.items()), None) if len(outward) == 1 else None
 
 
 def source_address(host: str) -> str | None:

@@ -37,6 +37,14 @@ def test_an_unknown_network_is_left_to_gloo(two_cards: None, monkeypatch: pytest
     assert interface_towards("node0") is None
 
 
+def test_without_a_default_route_the_only_card_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the first machine of a cluster that has no way out, and whose own name resolves to loopback."""
+    cards = {"127.0.0.1": "lo", "::1": "lo", "192.168.7.1": "ib0", "fe80::1": "eth0", "fd00::1": "ib0"}
+    monkeypatch.setattr(interface, "_interfaces", lambda: cards)
+    routes(monkeypatch, {"node0": "127.0.1.1"})
+    assert interface_towards("node0") == Interface("ib0", "192.168.7.1")
+
+
 def test_the_system_is_asked() -> None:
     assert source_address("127.0.0.1") == "127.0.0.1" and source_address("no such host") is None
     names = {name for _, name in socket.if_nameindex()}
