@@ -15,11 +15,12 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from megatron.distributed import rendezvous
 from megatron.distributed.identity import Identity
 from megatron.distributed.launch import LaunchInfo
 from megatron.distributed.meeting import spans
 from megatron.distributed.rendezvous import init_process_group, meet
-from megatron.errors import ConfigError, HangError
+from megatron.errors import ConfigError, HangError, PeerLostError
 
 
 def free_port() -> int:
@@ -217,3 +218,13 @@ def test_a_busy_port_is_one_line() -> None:
             ConfigError, match=r"--master-port \d+: already in use on this machine; choose another port"
         ):
             init_process_group(info, "gloo", timedelta(seconds=5))
+
+
+def test_a_network_that_fails_is_told_with_its_interface(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*given: Any, **options: Any) -> None:
+        raise RuntimeError("Gloo connectFullMesh failed with [pair.cc:152] timed out connecting")
+
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "docker0")
+    monkeypatch.setattr(rendezvous, "meet", fails)
+    with pytest.raises(PeerLostError, match=r"timed out connecting; gloo connects over docker0 here"):
+        init_process_group(LaunchInfo(world_size=2), "gloo", timedelta(seconds=1))
