@@ -216,11 +216,13 @@ def main(arguments: Sequence[str] | None = None, about: Mapping[str, Any] | None
         for name in args.cases:
             if NAMED[name].ranks <= max(found, 2 if args.device == "cuda" else 4):
                 report.case(NAMED[name], variable)
+            else:
+                report.left_out(NAMED[name], variable, f"left out: needs {NAMED[name].ranks} devices, {found} are here")
     if args.device == "cuda":
         report.command("kernels on cuda:1", [str(Path(__file__)), "--kernels-on", "cuda:1"])
     small = ["--sizes", "1", "--rounds", "2"] if args.device == "cpu" else []
     report.command("bus bandwidths", [str(ROOT / "benchmarks" / "bus_bandwidth.py"), "--device", args.device, *small])
-    return int(any(not row["verdict"].startswith(("equal", "done")) for row in report.rows))
+    return int(any(not row["verdict"].startswith(("equal", "done", "left out")) for row in report.rows))
 
 
 class Report:
@@ -235,10 +237,17 @@ class Report:
     def case(self, case: Case, environment: Mapping[str, str]) -> None:
         device, seconds = self._args.device, self._left()
         if not seconds:
-            return self._add({"case": case.name, **environment, "seconds": 0.0, "verdict": "NOT RUN: the time is over"})
+            return self.left_out(case, environment, "NOT RUN: the time is over")
         if case.model not in self._one_device:
             self._one_device[case.model] = train(1, case.model, device, seconds, {})
-        return self._add(judge(case, self._one_device[case.model], device, self._left(), environment))
+        seconds = self._left()
+        row = judge(case, self._one_device[case.model], device, seconds, environment)
+        if seconds < self._args.case_seconds and row["verdict"].startswith("HUNG"):
+            row["verdict"] = f"NOT RUN to its end: the time for everything was over after {seconds:.0f} s of it"
+        return self._add(row)
+
+    def left_out(self, case: Case, environment: Mapping[str, str], why: str) -> None:
+        self._add({"case": case.name, **environment, "seconds": 0.0, "verdict": why})
 
     def command(self, name: str, words: Sequence[str]) -> None:
         seconds = self._left()

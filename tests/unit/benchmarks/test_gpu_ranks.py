@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -96,6 +97,31 @@ def test_when_the_time_is_over_the_rest_is_named(tool: ModuleType, capsys: pytes
     code = tool.main(["--device", "cpu", "--cases", "TP2", "DP2", "--seconds", "0"])
     said = capsys.readouterr().out
     assert code == 1 and said.count("NOT RUN: the time is over") == 2 and "bus bandwidths" in said
+
+
+def test_a_case_that_the_whole_time_cuts_off_is_no_hang(tool: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[float] = []
+
+    def train(ranks: int, flags: object, device: str, seconds: float, environment: object) -> Any:
+        started.append(seconds)
+        return tool.Ended(None, ("in the first step",), seconds)
+
+    monkeypatch.setattr(tool, "train", train)
+    arguments = argparse.Namespace(device="cpu", seconds=600.0, case_seconds=90.0, json=None)
+    for whole, verdict in ((600.0, "HUNG: not done within 90 s"), (30.0, "NOT RUN to its end: the time")):
+        arguments.seconds = whole
+        report = tool.Report(arguments, {})
+        report.case(tool.NAMED["TP2"], {})
+        assert report.rows[0]["verdict"].startswith(verdict), report.rows
+
+
+def test_a_case_for_more_devices_than_there_are_is_a_row(
+    tool: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(tool, "devices", lambda kind: 2)
+    monkeypatch.setattr(tool, "run_within", lambda *_: tool.Ended(0, (), 1.0))
+    assert tool.main(["--cases", "TP2 x PP2", "--connections", "8"]) == 0
+    assert "left out: needs 4 devices, 2 are here" in capsys.readouterr().out
 
 
 def test_one_device_is_refused(tool: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
