@@ -64,7 +64,7 @@ def init_process_group(
             device_id=None if backend == "gloo" else device,
         )
     except (RuntimeError, OSError, dist.DistError) as error:
-        raise _rendezvous_error(info, error) from error
+        raise _rendezvous_error(info, error, network) from error
     return Connection(store, network)
 
 
@@ -163,13 +163,12 @@ def _listen_on_loopback(port: int) -> int:
         return listener.detach()
 
 
-def _rendezvous_error(info: LaunchInfo, error: Exception) -> Exception:
+def _rendezvous_error(info: LaunchInfo, error: Exception, network: str | None) -> Exception:
     reason = str(error).splitlines()[0] if str(error) else type(error).__name__
     if info.keeps_store and ("EADDRINUSE" in str(error) or "in use" in str(error)):
         return ConfigError(f"--master-port {info.master_port}: already in use on this machine; choose another port")
-    interface = os.environ.get("GLOO_SOCKET_IFNAME")
-    over = f"; gloo connects over {interface} here, and GLOO_SOCKET_IFNAME names another" if interface else ""
     return PeerLostError(
         f"rank {info.rank} of {info.world_size} could not meet the others at "
-        f"{info.store_host}:{info.master_port} (attempt {info.attempt}): {reason}{over}"
+        f"{info.store_host}:{info.master_port} (attempt {info.attempt}): {reason}"
+        f"{'' if network is None else f'; {network}'}"
     )
