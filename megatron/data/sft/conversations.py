@@ -66,9 +66,10 @@ class Conversations:
     def notes(self) -> list[str]:
         notes = []
         if self._apart:
+            added = "conversation is" if self._apart == 1 else "conversations are"
             notes.append(
-                f"{self.prefix}: {self._apart:,} conversations up to an earlier answer are added, because the chat "
-                "template shows that answer in another way once more is said (some drop its reasoning)"
+                f"{self.prefix}: {self._apart:,} {added} added, each up to an earlier answer, which the chat template "
+                "shows in another way once more is said (some drop its reasoning)"
             )
         if self.silent:
             many = "conversation has" if len(self.silent) == 1 else "conversations have"
