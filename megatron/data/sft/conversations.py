@@ -32,7 +32,7 @@ class ChatEncoder(Protocol):
 
     def encode(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None
-    ) -> list[tuple[np.ndarray, np.ndarray]]:
+    ) -> Sequence[tuple[np.ndarray, np.ndarray]]:
         """int32 ids, and for each whether what is predicted from it is of an answer. Several of these where an answer
         is shown in another way once more is said."""
 
