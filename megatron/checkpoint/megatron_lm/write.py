@@ -32,14 +32,23 @@ from megatron.model.parameters import HEAD_TABLE, VOCABULARY_TABLES, WORD_TABLE,
 from megatron.utils import durable
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
-_NOT_AT_23_06 = {
+_NOT_AT_23_06: Mapping[str, Callable[[ModelConfig, MoEConfig], bool]] = {
     "RMSNorm": lambda config, moe: config.normalization == "RMSNorm",
     "grouped-query attention": lambda config, moe: config.query_groups != config.num_attention_heads,
     "norms of queries and keys": lambda config, moe: config.qk_layernorm,
     "experts": lambda config, moe: moe.is_on,
     "YaRN": lambda config, moe: config.rope_scaling == "yarn",
+    "other base of RoPE than 10000": lambda config, moe: config.positions == "rope" and config.rotary_base != 10000,
+    "attention within a window": lambda config, moe: config.window_size is not None,
+    "bias of queries, keys and values alone": lambda config, moe: config.add_qkv_bias and not config.linear_bias,
 }
-_NOWHERE_THERE = {
+_NOT_IN_CORE: Mapping[str, Callable[[ModelConfig, MoEConfig], bool]] = {
+    "residual connection after the norm": lambda config, moe: config.apply_residual_connection_post_layernorm,
+    "tanh form of GELU without a bias": lambda config, moe: config.activation == "gelu_tanh" and not config.linear_bias,
+}
+_NOWHERE_THERE: Mapping[str, Callable[[ModelConfig], bool]] = {
+    "parallel residual": lambda config: config.use_parallel_residual,
+    "YaRN for a part of the head": lambda config: config.rope_scaling == "yarn" and config.rotary_percent != 1.0,
     "norm over all heads of queries": lambda config: config.qk_layernorm and config.qk_layernorm_scope != "head",
     "scaling of Llama 3 with other numbers than 1, 4 and 8192": lambda config: (
         config.rope_scaling == "llama3"
@@ -166,6 +175,8 @@ class _Writer:
         args = their_args(
             self.config, self.moe, self.vocab_size, tp=self.target.tp, pp=self.target.pp, others=manifest.args
         )
+        if self.target.names != "classic":  # core models know the tanh form by the fusion alone
+            args |= {"bias_gelu_fusion": self.config.bias_gelu_fusion or self.config.activation == "gelu_tanh"}
         content = {
             "args": Namespace(**{name: classic.plain(value) for name, value in (args | samples).items()}),
             "checkpoint_version": classic.CHECKPOINT_VERSION,
@@ -278,6 +289,7 @@ def _plan(found: FoundStep, target: Target, reading: Reading, log: Callable[[str
     if lacking:
         log(f"note: Megatron-LM 23.06 has no {', '.join(lacking)}; for its later models give --megatron-names core")
     nowhere = [what for what, has in _NOWHERE_THERE.items() if has(config)]
+    nowhere += [what for what, has in _NOT_IN_CORE.items() if target.names != "classic" and has(config, moe)]
     if nowhere:
         log(f"note: Megatron-LM has no {', no '.join(nowhere)}: it would compute another function of these weights")
     trained = [name for name, parameter in wanted.items() if parameter.row.trained]

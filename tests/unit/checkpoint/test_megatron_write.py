@@ -4,6 +4,7 @@ bit."""
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -174,6 +175,48 @@ def test_what_megatron_computes_otherwise_is_told(tmp_path: Path, capsys: pytest
     native = to_native(make({**LLAMA, "use_rope_scaling": True, "rope_original_max_position": 64}), tmp_path)
     convert(native, tmp_path / "out", "megatron", "--megatron-names=core")
     assert "no scaling of Llama 3 with other numbers than 1, 4 and 8192: it would compute" in capsys.readouterr().out
+
+
+ROPE = {"max_position_embeddings": 16, "position_embedding_type": "rope"}
+PARALLEL, AFTER_NORM, HALF_YARN, TANH, OTHER_BASE = (
+    {**ROPE, "use_parallel_residual": True},
+    {**GPT2, "apply_residual_connection_post_layernorm": True},
+    {**GPT2, "position_embedding_type": "yarn", "yarn_factor": 4.0, "rotary_percent": 0.67},
+    {**GPT2, "add_bias_linear": False, "openai_gelu": True},
+    {**ROPE, "rotary_base": 500.0},
+)
+
+
+@pytest.mark.parametrize(
+    "settings, names, told",
+    [
+        (PARALLEL, "core", "no parallel residual: it would compute another function"),
+        (AFTER_NORM, "te", "no residual connection after the norm: it would"),
+        (AFTER_NORM, "classic", None),
+        (HALF_YARN, "core", "no YaRN for a part of the head: it would"),
+        (TANH, "core", "no tanh form of GELU without a bias: it would"),
+        (TANH, "classic", None),
+        (OTHER_BASE, "classic", "23.06 has no other base of RoPE than 10000; for its later models"),
+        (OTHER_BASE, "core", None),
+    ],
+)
+def test_a_function_that_its_models_do_not_have_is_told(
+    tmp_path: Path, settings: dict[str, Any], names: str, told: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = make(settings)
+    model = replace(model, args={**model.args, "yarn_rotary_scaling_factor": 4.0})
+    convert(to_native(model, tmp_path), tmp_path / "out", "megatron", f"--megatron-names={names}")
+    said = capsys.readouterr().out.replace("note: the optimizer", "")
+    assert "note: " not in said if told is None else told in said
+
+
+def test_core_models_know_the_tanh_form_by_the_fusion_alone(tmp_path: Path) -> None:
+    """They do not look at openai_gelu."""
+    native = to_native(make({**GPT2, "openai_gelu": True, "bias_gelu_fusion": False}), tmp_path)
+    for names, fused in (("classic", False), ("core", True)):
+        convert(native, tmp_path / names, "megatron", f"--megatron-names={names}")
+        (content,) = written(tmp_path / names / "release").values()
+        assert content["args"].bias_gelu_fusion is fused
 
 
 def test_a_model_without_a_place_there_is_refused(tmp_path: Path) -> None:
