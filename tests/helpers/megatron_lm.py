@@ -42,7 +42,7 @@ class Layout:
     """classic, core, or te: core with the norms in the linear layers after them."""
     version: float | None = 3.0
     optimizer: str = ""
-    """Empty: none. `masters`, `fp32`, `distributed` (one vector, as 23.06 has it)."""
+    """Empty: none. `masters`, `fp32`, `distributed` (one vector, as 23.06 has it), `aligned` (as later versions do)."""
     pad_to: int = 128
 
 
@@ -82,7 +82,7 @@ def write(
 
 def rank_content(
     model: Model, layout: Layout, tp: int, pp: int, ep: int, step: int
-) -> tuple[dict[str, Any], dict[int, Any] | None]:
+) -> tuple[dict[str, Any], dict[Any, Any] | None]:
     padded = -(-model.weights[VOCABULARY[0]].shape[0] // (layout.pad_to * layout.tp)) * layout.pad_to * layout.tp
     args = Namespace(
         **{
@@ -120,6 +120,10 @@ def rank_content(
     if layout.optimizer == "distributed":
         content["optimizer"] = {"optimizer": {"state": {}, "param_groups": [{"step": step - 1, "wd_mult": 1.0}]}}
         return content, {v: {torch.float32: _vectors(kinds, v)} for v in range(layout.vpp)}
+    if layout.optimizer == "aligned":
+        content["optimizer"] = {"optimizer": {"state": {}, "param_groups": [{"step": step - 1, "wd_mult": 1.0}]}}
+        found = {v: {(torch.bfloat16, torch.float32): _aligned_vectors(kinds, v)} for v in range(layout.vpp)}
+        return content, {"buckets_coalesced": True, **found}
     content["optimizer"] = _numbered(chunks, kinds, step, layout)
     return content, None
 
@@ -131,6 +135,18 @@ def _vectors(kinds: Mapping[str, list[dict[str, Tensor]]], chunk: int) -> dict[s
         theirs: torch.cat([*(t.flatten() for t in reversed(kinds[ours][chunk].values())), torch.full((7,), 9.0)])
         for theirs, ours in names.items()
     }
+
+
+def _aligned_vectors(kinds: Mapping[str, list[dict[str, Tensor]]], chunk: int) -> dict[str, Any]:
+    """From the last parameter to the first, each at a multiple of 64, and their number without the padding at the end."""
+    names = {"param": "master", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
+    vectors: dict[str, Any] = {}
+    for theirs, ours in names.items():
+        parts: list[Tensor] = []
+        for tensor in reversed(kinds[ours][chunk].values()):
+            parts += [torch.full((-sum(part.numel() for part in parts) % 64,), 8.0), tensor.flatten()]
+        vectors[theirs] = torch.cat(parts)
+    return {**vectors, "numel_unpadded": vectors["param"].numel()}
 
 
 def _numbered(

@@ -2,7 +2,7 @@
 
 The numbers follow from the order of a rank's file, which is that of its parameters: first all that decay, then biases
 and what has one dimension; each of those with experts apart where the file says so. `distrib_optim.pt` of 23.06 keeps
-one vector, filled from its end: the first parameter is the last one in it.
+one vector, filled from its end: the first parameter is the last one in it. Later versions leave gaps between them.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from megatron.errors import CheckpointError
 KINDS = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 _VECTORS = {"param": "master", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 DISTRIBUTED = "distrib_optim.pt"
+_UNPADDED = "numel_unpadded"
+_ALIGNMENT = 64
 _HALF = (torch.float16, torch.bfloat16)
 _SCALER = {"scale", "growth_tracker", "hysteresis_tracker"}
 
@@ -134,16 +136,32 @@ def _from_vectors(tree: ClassicTree, at: Coordinates) -> Iterator[tuple[tuple[st
         if not known:
             raise _refused(tree, f"{DISTRIBUTED} is of a version whose order is not known here")
         names = [name for name in chunk.tensors if _trained(name)]
-        position = sum(prod(_shape(tree, at, (chunk.key, name))) for name in names)
-        if any(file.shape(vectors[0][kind])[0] < position for kind in _VECTORS):
+        sizes = [prod(_shape(tree, at, (chunk.key, name))) for name in names]
+        starts = _starts(sizes, vectors[0].get(_UNPADDED))
+        if starts is None:
+            raise _refused(tree, f"{DISTRIBUTED} has several buckets, whose order is not known here")
+        end = max(map(sum, zip(starts, sizes, strict=True)), default=0)
+        if any(file.shape(vectors[0][kind])[0] < end for kind in _VECTORS):
             raise _refused(tree, f"{DISTRIBUTED} is shorter than the parameters")
-        for name in names:
+        for name, position in zip(names, starts, strict=True):
             shape = _shape(tree, at, (chunk.key, name))
-            position -= prod(shape)
             kinds = {ours: Entry(file, vectors[0][theirs], shape, position) for theirs, ours in _VECTORS.items()}
             if tree.files[at].dtype(chunk.tensors[name]) not in _HALF:
                 del kinds["master"]  # a full-precision parameter is its own
             yield (chunk.key, name), kinds
+
+
+def _starts(sizes: list[int], held: Any) -> list[int] | None:
+    """Where each parameter begins in a vector whose first one is the last parameter. Later versions begin each at a
+    multiple of 64, and say how many elements they hold. None: that number is of another order."""
+    for alignment in (1,) if held is None else (_ALIGNMENT, 1):
+        starts, end = [], 0
+        for size in reversed(sizes):
+            starts.append(-(-end // alignment) * alignment)
+            end = starts[-1] + size
+        if held in (None, end):
+            return starts[::-1]
+    return None
 
 
 def extra_state(state: Any, iteration: int, file: TorchFile) -> dict[str, Any]:

@@ -123,7 +123,7 @@ def test_experts(tmp_path: Path, names: str, layout: Layout) -> None:
 
 @pytest.mark.parametrize("names", ["classic", "te"])
 @pytest.mark.parametrize("version", [0, 3.0])
-@pytest.mark.parametrize("optimizer", ["masters", "fp32", "distributed"])
+@pytest.mark.parametrize("optimizer", ["masters", "fp32", "distributed", "aligned"])
 @pytest.mark.parametrize("layout", [Layout(), Layout(tp=2, pp=2, vpp=2)])
 def test_the_optimizer_comes_too(tmp_path: Path, layout: Layout, optimizer: str, version: float, names: str) -> None:
     dtype = torch.float32 if optimizer == "fp32" else torch.bfloat16
@@ -141,6 +141,18 @@ def test_the_optimizer_comes_too(tmp_path: Path, layout: Layout, optimizer: str,
         assert set(held) == kinds, name
         for kind, tensor in held.items():
             assert torch.equal(tensor, model.moments[name][kind]), (name, kind)
+
+
+def test_a_vector_of_several_buckets_is_refused_by_name(tmp_path: Path) -> None:
+    """It holds fewer elements than one bucket would: where its second one begins is not known."""
+    write(tmp_path, with_moments(make(GPT2, dtype=torch.bfloat16)), Layout(optimizer="aligned"))
+    file = tmp_path / "iter_0000500/mp_rank_00/distrib_optim.pt"
+    content = torch.load(file, weights_only=False)
+    (vectors,) = content[0].values()
+    vectors["numel_unpadded"] -= 1
+    torch.save(content, file)
+    with pytest.raises(CheckpointError, match="has several buckets, whose order is not known here.*--no-load-optim"):
+        load(tmp_path, params_of(GPT2, dtype=torch.bfloat16))
 
 
 def test_every_tensor_and_position_counts(tmp_path: Path) -> None:
