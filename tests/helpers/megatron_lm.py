@@ -138,7 +138,7 @@ def _vectors(kinds: Mapping[str, list[dict[str, Tensor]]], chunk: int) -> dict[s
 
 
 def _aligned_vectors(kinds: Mapping[str, list[dict[str, Tensor]]], chunk: int) -> dict[str, Any]:
-    """From the last parameter to the first, each at a multiple of 64, and their number without the padding at the end."""
+    """From the last parameter to the first, each at a multiple of 64, and their number without padding at the end."""
     names = {"param": "master", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
     vectors: dict[str, Any] = {}
     for theirs, ours in names.items():

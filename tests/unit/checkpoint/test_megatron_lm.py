@@ -151,7 +151,7 @@ def test_a_vector_of_several_buckets_is_refused_by_name(tmp_path: Path) -> None:
     (vectors,) = content[0].values()
     vectors["numel_unpadded"] -= 1
     torch.save(content, file)
-    with pytest.raises(CheckpointError, match="has several buckets, whose order is not known here.*--no-load-optim"):
+    with pytest.raises(CheckpointError, match=r"has several buckets, whose order is not known here.*--no-load-optim"):
         load(tmp_path, params_of(GPT2, dtype=torch.bfloat16))
 
 
