@@ -111,6 +111,11 @@ class ClassicTree:
                 first += counts[pp][chunk]
         return tuple(found)
 
+    @property
+    def is_core(self) -> bool:
+        """Whether it is of a core model; those of 23.06 have other names."""
+        return any(".linear_qkv." in name for name in self.chunks[Coordinates(0, 0, 0)][0].tensors)
+
     def layers(self) -> int:
         pp, chunk, first = self.stages[-1]
         return first + self.chunks[Coordinates(0, pp, 0)][chunk].layers

@@ -57,10 +57,12 @@ _WHILE_TRAINING = (  # settings of the loss, of the devices and of rounding, whi
     *("attention_softmax_in_fp32", "fp32_residual_connection", "attention_dropout", "hidden_dropout", "model"),
     *("group_query_attention", "num_query_groups", "position_embedding_type", "add_position_embedding"),
 )
+_NOT_READ_BY_CORE = ("apply_residual_connection_post_layernorm", "openai_gelu")
 
 
-def read_settings(args: Mapping[str, Any], where: Path) -> dict[str, dict[str, Any]]:
-    """As the manifest of a checkpoint of ours has them."""
+def read_settings(args: Mapping[str, Any], where: Path, *, core: bool = False) -> dict[str, dict[str, Any]]:
+    """As the manifest of a checkpoint of ours has them. `core`: of a core model, which ignores some of them."""
+    args = {name: value for name, value in args.items() if not (core and name in _NOT_READ_BY_CORE)}
     lacking = [name for name in _NEEDED if type(args.get(name)) is not int]
     if lacking:
         raise CheckpointError(f"{where}: its args have no {', '.join(lacking)}: it is not a GPT of Megatron-LM")

@@ -105,7 +105,7 @@ def open_classic(directory: Path, checks: MemberChecks | None) -> ForeignStep | 
     tree = classic_tree.open_tree(directory, checks)
     if "has_manifest" in tree.first.content:
         return None
-    settings = read_settings(tree.args, directory)
+    settings = read_settings(tree.args, directory, core=tree.is_core)
     config, moe = model_config(settings["model"]), moe_config(settings)
     check_size(directory, config, moe, tree.layers())
     rows = _table_rows(tree)

@@ -65,7 +65,7 @@ def open_torch_dist(directory: Path, checks: MemberChecks | None) -> ForeignStep
     content, file = common_content(found)
     args = plain_values(content.get("args"))
     args = args if isinstance(args, dict) else {}
-    settings = read_settings(args, directory)
+    settings = read_settings(args, directory, core=True)
     config, moe = model_config(settings["model"]), moe_config(settings)
     check_size(directory, config, moe, _layers(found))
     table = _tensor_named(found, WORD_TABLE)

@@ -42,6 +42,21 @@ def test_gains_stored_less_one_are_known_under_the_later_name(tmp_path: Path, fo
     assert step is not None and step.manifest.config["model"]["apply_layernorm_1p"] is True
 
 
+@pytest.mark.parametrize("names, kept", [("classic", True), ("core", False), ("te", False), ("torch_dist", False)])
+def test_what_core_models_do_not_look_at_is_left_out(tmp_path: Path, names: str, kept: bool) -> None:
+    """Their residual connection is before the norm, and their unfused GELU is erf, whatever these args say."""
+    set_ = {"apply_residual_connection_post_layernorm": True, "openai_gelu": True, "bias_gelu_fusion": False}
+    model = with_args(make(GPT2), set_)
+    if names == "torch_dist":
+        write_dist(tmp_path, model)
+    else:
+        write(tmp_path, model, Layout(names=names))
+    step = open_foreign(tmp_path / "iter_0000500")
+    assert step is not None
+    for name in ("apply_residual_connection_post_layernorm", "openai_gelu"):
+        assert step.manifest.config["model"][name] is kept
+
+
 @pytest.mark.parametrize(
     "args",
     [
