@@ -60,12 +60,14 @@ class Heartbeat:
         on_end: OnEnd,
         *,
         patience: float,
+        keys: str = "heartbeat",
         connect: Callable[[], dist.Store] | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._info, self._comm_log, self._where, self._on_end = info, comm_log, where, on_end
         self._interval = _interval(info.world_size)
         self._patience = max(patience, 3 * self._interval)
+        self._keys = keys  # their beginning in the store
         self._connect, self._now = connect or self._own_connection, now
         self._number = 0
         self._host, self._pid_namespace = socket.gethostname(), _own_pid_namespace()
@@ -99,7 +101,7 @@ class Heartbeat:
         store = dist.TCPStore(
             info.store_host, info.master_port, None, False, timedelta(seconds=self._patience), wait_for_workers=False
         )
-        return dist.PrefixStore(f"heartbeat/{info.run_id}/attempt_{info.attempt}", store)
+        return dist.PrefixStore(f"{self._keys}/{info.run_id}/attempt_{info.attempt}", store)
 
     def leave(self) -> None:
         """This rank has finished its work."""

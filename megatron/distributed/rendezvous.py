@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from queue import Empty, SimpleQueue
@@ -43,9 +43,10 @@ def init_process_group(
     timeout: timedelta,
     device: torch.device | None = None,
     started_with: Mapping[str, str] | None = None,
+    met: Callable[[], None] = lambda: None,
 ) -> Connection | None:
     """Makes `device` the current one and joins the process group; a single process needs none. `started_with`: values
-    that must be the same on all ranks."""
+    that must be the same on all ranks. `met` is called when all ranks have come, before they connect."""
     device = device or torch.device("cpu")
     activate(device)
     if info.world_size == 1:
@@ -55,6 +56,7 @@ def init_process_group(
         flight_recorder.switch_on()
     try:
         store = meet(info, timeout, started_with=started_with)
+        met()
         dist.init_process_group(
             group_backend(backend, device),
             store=store,

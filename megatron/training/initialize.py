@@ -21,6 +21,7 @@ from megatron.distributed.limits import allow_open_files
 from megatron.distributed.messages import broadcast_json
 from megatron.distributed.rendezvous import init_process_group
 from megatron.distributed.rng import seed_rank
+from megatron.distributed.start_watch import watched_start
 from megatron.distributed.state import ParallelState
 from megatron.errors import ConfigError
 from megatron.layout import padded_vocab_size
@@ -159,23 +160,24 @@ def start(config: RunConfig, *, needs_data: bool = True, stream: TextIO | None =
         if raised is not None:
             log.info(raised)
         compared = started_with(config, tokenizer) if launch.world_size > 1 else None  # it reads the whole package
-        connection = init_process_group(launch, backend, timeout, device, compared)
+        connection = init_process_group(launch, backend, timeout, device, compared, met)
         if connection is None:
             return None
         if connection.network is not None:
             log.info(connection.network)
         return connection.store
 
-    run = build_run(
-        config,
-        launch,
-        device=device,
-        log=log,
-        needs_data=needs_data,
-        connect=connect,
-        started=started,
-        refusals=refusals,
-    )
+    with watched_start(launch, config.runtime.heartbeat_timeout_seconds) as met:
+        run = build_run(
+            config,
+            launch,
+            device=device,
+            log=log,
+            needs_data=needs_data,
+            connect=connect,
+            started=started,
+            refusals=refusals,
+        )
     if config.training.deterministic_mode:
         torch.use_deterministic_algorithms(True)
     verb = "planned for" if config.runtime.plans else "running on"

@@ -26,6 +26,7 @@ SCRIPT = f"""
 import os, signal, sys, time
 sys.path.insert(0, {str(REPOSITORY)!r})
 import pretrain_gpt
+import torch
 from megatron import pretrain
 from megatron.distributed import collectives
 
@@ -61,6 +62,13 @@ def model_provider(run):
     global world
     world = run.parallel.world
     return pretrain_gpt.model_provider(run)
+
+if how in ("kill connecting", "no connection") and os.environ.get("RANK") == whom:
+    def connecting(*given, **named):
+        if how == "kill connecting":
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise RuntimeError("gloo: Connect timeout [planted]")
+    torch.distributed.init_process_group = connecting
 
 pretrain(pretrain_gpt.datasets_provider, model_provider, forward_step)
 """
@@ -147,6 +155,21 @@ def test_a_lost_rank_is_named(how: str, words: str, whom: int, tmp_path: Path, s
     assert ranks.frames() == []
     record = json.loads((tmp_path / "ckpt" / "exit_reason.json").read_text())
     assert (record["reason"], record["exit_code"]) == ("PeerLostError", 17) and f"rank {whom} " in record["text"]
+
+
+@pytest.mark.parametrize("whom", [0, 1])
+@pytest.mark.parametrize(
+    ("how", "words"), [("no connection", "Connect timeout [planted]"), ("kill connecting", "ended without a word")]
+)
+def test_ranks_do_not_wait_for_one_that_cannot_connect(
+    how: str, words: str, whom: int, tmp_path: Path, started: list[Ranks]
+) -> None:
+    """gloo tries for several times --distributed-timeout-minutes, 10 minutes each."""
+    ranks = Ranks(tmp_path, 3, how, whom, arguments(tmp_path, global_batch_size=12))
+    started.append(ranks)
+    assert ranks.codes(besides=whom) == [17, 17]
+    said = "\n".join(ranks.said())
+    assert f"rank {whom}" in said and words in said, said
 
 
 def test_a_rank_in_another_collective_is_named(tmp_path: Path, started: list[Ranks]) -> None:

@@ -1,0 +1,48 @@
+"""Watches the ranks while they connect and make their groups: one that fails or is lost ends the others.
+
+Without it a rank would wait for one that cannot connect as long as gloo tries: several times
+--distributed-timeout-minutes.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from megatron.distributed.comm_log import CommLog
+from megatron.distributed.heartbeat import Heartbeat
+from megatron.distributed.launch import LaunchInfo
+from megatron.errors import MegatronError, PeerLostError
+from megatron.utils.log import print_line
+
+
+@contextmanager
+def watched_start(info: LaunchInfo, patience: float) -> Iterator[Callable[[], None]]:
+    """Yields what begins the watch, to be called once all ranks have met. `patience`: seconds without a heartbeat after
+    which a rank counts as lost; 0 is no watch."""
+    begun: list[Heartbeat] = []
+
+    def begin() -> None:
+        if not patience or info.world_size == 1:
+            return
+        heartbeat = Heartbeat(info, CommLog(), lambda: (0, "start"), end, patience=patience, keys="start")
+        heartbeat.start()
+        begun.append(heartbeat)
+
+    def end(error: MegatronError, speaks: bool) -> None:
+        if speaks:
+            print_line(f"error (rank {info.rank}): {error}", sys.stderr)
+        sys.stdout.flush()
+        sys.stderr.flush()
+
+    try:
+        yield begin
+    except BaseException as error:
+        for heartbeat in begun:
+            if isinstance(error, PeerLostError):
+                heartbeat.explain()
+            heartbeat.fail(f"{type(error).__name__}: {error}".splitlines()[0])
+        raise
+    for heartbeat in begun:
+        heartbeat.leave()
