@@ -23,16 +23,8 @@ from megatron.checkpoint.host_memory import HostMemory
 from megatron.distributed.state import ParallelState
 from megatron.errors import NonFiniteError, StorageError
 from megatron.layout import Layout
-from tests.faults.test_checkpoint import (
-    FEW,
-    NEW,
-    OLD,
-    crash_everywhere,
-    fail_at,
-    one_switch,
-    outcome,
-    storage_hook,
-)
+from tests.faults.support import FEW, NEW, OLD, outcome
+from tests.faults.test_checkpoint import crash_everywhere, fail_at, one_switch, storage_hook
 from tests.helpers.distributed import run_ranks
 from tests.unit.checkpoint.support import (
     VOCABULARY,

@@ -34,7 +34,7 @@ def all_tests() -> list[Path]:
 
 
 def texts() -> list[Path]:
-    suffixes = (".py", ".sh", ".md", ".toml", ".txt", ".yaml", ".yml", ".cpp", ".cu", ".h", ".cfg")
+    suffixes = (".py", ".sh", ".md", ".toml", ".txt", ".yaml", ".yml", ".c", ".cpp", ".cu", ".h", ".cfg")
     return rules.repository_files(*suffixes)
 
 

@@ -1,0 +1,93 @@
+"""Saves on ranks that are forked from a process with `crash_shim.c` before its C library, which disturbs one of them.
+
+A case a line comes in, the exit codes of its ranks go out. So torch is imported once for all cases.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from enum import IntEnum
+from pathlib import Path
+
+from megatron.checkpoint import Retention, Save
+from megatron.utils import durable
+from tests.faults.support import exit_codes, save_of_ranks
+
+
+class Way(IntEnum):
+    """What becomes of an operation; those of the shim."""
+
+    WATCH = 0  # nothing
+    KILL = 1  # its process is killed instead
+    HALF = 2  # half of a write is done, then its process is killed
+    FULL = 3  # ENOSPC
+    BROKEN = 4  # EIO
+
+
+@dataclass(frozen=True)
+class Case:
+    directory: str
+    """Where it saves; each rank's operations are written beside it."""
+    ranks: int
+    background: bool
+    rank: int = 0
+    operation: int = 0
+    way: int = Way.WATCH
+    bug: str = ""
+    """Of BUGS, planted."""
+
+    def line(self) -> str:
+        return json.dumps(asdict(self)) + "\n"
+
+    def log(self, rank: int) -> Path:
+        return Path(f"{self.directory}.rank-{rank}")
+
+
+def named_before_it_is_written() -> None:
+    rename = durable.rename
+    durable.rename = lambda source, target: None if source == target else rename(source, target)
+    Save.temporary = Save.target  # type: ignore[method-assign]
+
+
+def nothing_is_synced() -> None:
+    os.fsync = lambda descriptor: None  # type: ignore[assignment]
+
+
+BUGS = {function.__name__: function for function in (named_before_it_is_written, nothing_is_synced)}
+
+
+@contextmanager
+def watched(case: Case, rank: int) -> Iterator[None]:
+    shim = ctypes.CDLL(None)  # preloaded, so that its names are those of the process
+    operation, way = (case.operation, case.way) if rank == case.rank else (0, Way.WATCH)
+    with case.log(rank).open("wb") as log:
+        shim.crash_begin(os.fsencode(case.directory), log.fileno(), ctypes.c_long(operation), int(way))
+        try:
+            yield
+        finally:
+            shim.crash_end()
+
+
+def serve() -> None:
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what ranks print is no answer
+    for line in sys.stdin:
+        case = Case(**json.loads(line))
+
+        def body(rank: int, case: Case = case) -> None:
+            if case.bug:
+                BUGS[case.bug]()
+            directory, kept = Path(case.directory), Retention(2, None)
+            save_of_ranks(rank, case.ranks, directory, watched(case, rank), background=case.background, kept=kept)
+
+        print(json.dumps(exit_codes(case.ranks, body)), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    serve()
