@@ -42,7 +42,8 @@ class Layout:
     """classic, core, or te: core with the norms in the linear layers after them."""
     version: float | None = 3.0
     optimizer: str = ""
-    """Empty: none. `masters`, `fp32`, `distributed` (one vector, as 23.06 has it), `aligned` (as later versions do)."""
+    """Empty: none. `masters`, `fp32`, `distributed` (one vector, as 23.06 has it), `aligned` (as later versions do).
+    With expert parallelism the experts have an optimizer of their own, as in later versions."""
     pad_to: int = 128
 
 
@@ -117,15 +118,49 @@ def rank_content(
         if kind != "master" or layout.optimizer != "fp32"
     }
     content["opt_param_scheduler"] = {"max_lr": 1e-3, "num_steps": step * 4}
-    if layout.optimizer == "distributed":
-        content["optimizer"] = {"optimizer": {"state": {}, "param_groups": [{"step": step - 1, "wd_mult": 1.0}]}}
-        return content, {v: {torch.float32: _vectors(kinds, v)} for v in range(layout.vpp)}
-    if layout.optimizer == "aligned":
-        content["optimizer"] = {"optimizer": {"state": {}, "param_groups": [{"step": step - 1, "wd_mult": 1.0}]}}
-        found = {v: {(torch.bfloat16, torch.float32): _aligned_vectors(kinds, v)} for v in range(layout.vpp)}
-        return content, {"buckets_coalesced": True, **found}
-    content["optimizer"] = _numbered(chunks, kinds, step, layout)
+    parts = [_only(chunks, kinds, of_experts) for of_experts in ((False, True) if layout.ep > 1 else (None,))]
+    if layout.optimizer in ("distributed", "aligned"):
+        states = [{"optimizer": {"param_groups": [_group(step, 1.0, part.of_experts)]}} for part in parts]
+        # the ranks of the first experts alone keep the vectors of what is no expert
+        vectors = [None if ep > 0 and part.of_experts is False else _of_chunks(part, layout) for part in parts]
+        return {**content, "optimizer": _chain(states)}, _chain(vectors)
+    content["optimizer"] = _chain([_numbered(part.chunks, part.kinds, step, layout, part.of_experts) for part in parts])
     return content, None
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What one optimizer of a chain has. `of_experts` is None where all parameters have one optimizer."""
+
+    chunks: list[dict[str, Tensor]]
+    kinds: Mapping[str, list[dict[str, Tensor]]]
+    of_experts: bool | None
+
+
+def _only(chunks: list[dict[str, Tensor]], kinds: Mapping[str, list[dict[str, Tensor]]], experts: bool | None) -> _Part:
+    def of(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {name: t for name, t in tensors.items() if experts is None or (".experts." in name) == experts}
+
+    return _Part([of(each) for each in chunks], {kind: [of(c) for c in held] for kind, held in kinds.items()}, experts)
+
+
+def _chain(each: list[Any]) -> Any:
+    """Expert parallelism makes two optimizers, which are saved as a list."""
+    return each if len(each) > 1 else each[0]
+
+
+def _group(step: int, decays: float, of_experts: bool | None) -> dict[str, Any]:
+    return {"wd_mult": decays, "lr_mult": 1.0, "step": step - 1, "is_expert_parallel": bool(of_experts)}
+
+
+def _of_chunks(part: _Part, layout: Layout) -> dict[Any, Any]:
+    """The vectors of the chunks that have some parameter of this optimizer, numbered through."""
+    held = [v for v in range(layout.vpp) if part.chunks[v]]
+    if layout.optimizer == "distributed":
+        return {number: {torch.float32: _vectors(part.kinds, v)} for number, v in enumerate(held)}
+    dtypes = (torch.bfloat16, torch.float32)
+    found = {number: {dtypes: _aligned_vectors(part.kinds, v)} for number, v in enumerate(held)}
+    return {"buckets_coalesced": True, **found}
 
 
 def _vectors(kinds: Mapping[str, list[dict[str, Tensor]]], chunk: int) -> dict[str, Tensor]:
@@ -150,7 +185,11 @@ def _aligned_vectors(kinds: Mapping[str, list[dict[str, Tensor]]], chunk: int) -
 
 
 def _numbered(
-    chunks: list[dict[str, Tensor]], kinds: Mapping[str, list[dict[str, Tensor]]], step: int, layout: Layout
+    chunks: list[dict[str, Tensor]],
+    kinds: Mapping[str, list[dict[str, Tensor]]],
+    step: int,
+    layout: Layout,
+    of_experts: bool | None,
 ) -> dict[str, Any]:
     """torch's state dict: groups number the parameters through, those that decay first."""
     state: dict[int, Any] = {}
@@ -164,11 +203,12 @@ def _numbered(
             if (not name.endswith(".bias") and tensor.dim() > 1) == decays
         ]
         numbers = list(range(len(state), len(state) + len(names)))
-        groups.append({"params": numbers, "wd_mult": float(decays), "lr_mult": 1.0, "step": step - 1})
+        if numbers:
+            groups.append({"params": numbers, **_group(step, float(decays), of_experts)})
         for number, (v, name) in zip(numbers, names, strict=True):
             state[number] = {kind: kinds[kind][v][name] for kind in ("exp_avg", "exp_avg_sq")}
         if layout.optimizer == "masters":
-            masters.append([kinds["master"][v][name] for v, name in names])
+            masters += [[kinds["master"][v][name] for v, name in names]] if names else []
     inner = {"state": state, "param_groups": groups}
     if layout.optimizer == "fp32":
         return inner

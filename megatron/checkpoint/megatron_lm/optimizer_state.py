@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron.checkpoint import paths
-from megatron.checkpoint.megatron_lm.classic_tree import ClassicTree, Coordinates
+from megatron.checkpoint.megatron_lm.classic_tree import Chunk, ClassicTree, Coordinates
 from megatron.checkpoint.torch_files import TorchFile, plain_values
 from megatron.errors import CheckpointError
 
@@ -26,6 +27,7 @@ DISTRIBUTED = "distrib_optim.pt"
 _UNPADDED = "numel_unpadded"
 _ALIGNMENT = 64
 _HALF = (torch.float16, torch.bfloat16)
+_DIVIDED = "its groups divide the parameters in a way that is not known here"
 _SCALER = {"scale", "growth_tracker", "hysteresis_tracker"}
 
 
@@ -55,25 +57,65 @@ class UnknownOptimizerError(CheckpointError):
     """The weights can be read, the optimizer's state cannot."""
 
 
+@dataclass(frozen=True)
+class _Link:
+    """One optimizer of a rank's chain: the parameters that it has, all of them if it is alone."""
+
+    tree: ClassicTree
+    at: Coordinates
+    state: Any
+    of_experts: bool | None
+    """None: not divided by that."""
+
+    def names(self, chunk: Chunk) -> list[str]:
+        return [
+            name
+            for name in chunk.tensors
+            if _trained(name) and (self.of_experts is None or (".experts." in name) == self.of_experts)
+        ]
+
+
 def of_rank(tree: ClassicTree, at: Coordinates) -> Entries:
     """The optimizer's tensors in one rank's file; none if it was saved without."""
     file = tree.files[at]
     state = file.content.get("optimizer")
     if state is None:
         return {}
-    if (file.path.parent / DISTRIBUTED).exists():
-        return dict(_from_vectors(tree, at))
+    chain = state if isinstance(state, list) else [state]
+    apart = any(map(_has_experts, chain))  # what one optimizer has follows from whether there is another for experts
+    links = [_Link(tree, at, one, _has_experts(one) if apart and len(chain) > 1 else None) for one in chain]
+    if len({link.of_experts for link in links}) != len(links):
+        raise _refused(tree, _DIVIDED)
+    distributed = (file.path.parent / DISTRIBUTED).exists()
     found: dict[tuple[str, str], dict[str, Entry]] = {}
-    for one in state if isinstance(state, list) else [state]:
-        for where, kind, stored in _numbered(tree, at, one):
-            shape = _shape(tree, at, where)
-            if not file.is_tensor(stored) or file.shape(stored) != shape:
-                raise _refused(tree, f"its entry for {where[1]} does not have the shape {shape}")
-            found.setdefault(where, {})[kind] = Entry(file, stored, shape)
+    for where, kind, entry in _in_vectors(links, file.path.parent) if distributed else _in_numbers(links, apart):
+        found.setdefault(where, {})[kind] = entry
     return found
 
 
-def _numbered(tree: ClassicTree, at: Coordinates, state: Any) -> Iterator[tuple[tuple[str, str], str, Any]]:
+def _has_experts(state: Any) -> bool:
+    """Whether a group of it is of experts, which Megatron-LM calls so only if expert parallelism divides them."""
+    return any(isinstance(group, dict) and bool(group.get("is_expert_parallel")) for group in _groups(state))
+
+
+def _groups(state: Any) -> list[Any]:
+    inner = state.get("optimizer", state) if isinstance(state, dict) else None
+    return _values(inner.get("param_groups")) if isinstance(inner, dict) else []
+
+
+def _in_numbers(links: list[_Link], apart: bool) -> Iterator[tuple[tuple[str, str], str, Entry]]:
+    for link in links:
+        file = link.tree.files[link.at]
+        for where, kind, stored in _numbered(link.tree, link.at, link.state, apart):
+            shape = _shape(link.tree, link.at, where)
+            if not file.is_tensor(stored) or file.shape(stored) != shape:
+                raise _refused(link.tree, f"its entry for {where[1]} does not have the shape {shape}")
+            yield where, kind, Entry(file, stored, shape)
+
+
+def _numbered(
+    tree: ClassicTree, at: Coordinates, state: Any, apart: bool
+) -> Iterator[tuple[tuple[str, str], str, Any]]:
     """(parameter, kind, tensor) of the state of one torch optimizer, with its masters if it has some."""
     inner = state.get("optimizer", state) if isinstance(state, dict) else None
     if not isinstance(inner, dict) or not isinstance(inner.get("param_groups"), list):
@@ -81,7 +123,7 @@ def _numbered(tree: ClassicTree, at: Coordinates, state: Any) -> Iterator[tuple[
     if not isinstance(inner.get("state"), dict):
         raise _refused(tree, "it has no state")
     groups = inner["param_groups"]
-    in_groups = _names_of_groups(tree, at, groups)
+    in_groups = _names_of_groups(tree, at, groups, apart)
     for group, names in zip(groups, in_groups, strict=True):
         for number, where in zip(group["params"], names, strict=True):
             held = inner["state"].get(number)
@@ -103,39 +145,49 @@ def _numbered(tree: ClassicTree, at: Coordinates, state: Any) -> Iterator[tuple[
         yield from ((where, "master", copy) for copy, where in zip(copies, names, strict=True))
 
 
-def _names_of_groups(tree: ClassicTree, at: Coordinates, groups: list[Any]) -> list[list[tuple[str, str]]]:
-    """Which parameters each group numbers."""
+def _names_of_groups(tree: ClassicTree, at: Coordinates, groups: list[Any], apart: bool) -> list[list[tuple[str, str]]]:
+    """Which parameters each group numbers. `apart`: experts have groups of their own."""
     found = []
-    experts = [bool(group.get("is_expert_parallel")) for group in groups]
-    for group, of_experts in zip(groups, experts, strict=True):
-        decays = bool(group.get("wd_mult", 1.0))
+    for group in groups:
+        of_experts, decays = bool(group.get("is_expert_parallel")), bool(group.get("wd_mult", 1.0))
         names = [
             (chunk.key, name)
             for chunk in tree.chunks[at]
             for name in chunk.tensors
             if _trained(name) and _decays(tree, at, (chunk.key, name)) == decays
-            if not any(experts) or (".experts." in name) == of_experts
+            if not apart or (".experts." in name) == of_experts
         ]
         if not isinstance(group.get("params"), list) or len(group["params"]) != len(names):
             raise _refused(tree, f"a group of it has another number of parameters than the {len(names)} expected")
         found.append(names)
     if len({name for names in found for name in names}) != sum(map(len, found)):
-        raise _refused(tree, "its groups divide the parameters in a way that is not known here")
+        raise _refused(tree, _DIVIDED)
     return found
 
 
-def _from_vectors(tree: ClassicTree, at: Coordinates) -> Iterator[tuple[tuple[str, str], dict[str, Entry]]]:
-    folder = tree.files[at].path.parent
+def _in_vectors(links: list[_Link], folder: Path) -> Iterator[tuple[tuple[str, str], str, Entry]]:
+    """A chain of optimizers has a list of their vectors, with None for what the rank of another expert keeps."""
+    tree = links[0].tree
     file = TorchFile.open(paths.member(folder, DISTRIBUTED), tree.checks)
-    for number, chunk in enumerate(tree.chunks[at]):
-        by_dtype = file.content.get(number) if isinstance(file.content, dict) else None
+    held = file.content if isinstance(file.content, list) else [file.content]
+    if len(held) != len(links):
+        raise _refused(tree, f"{DISTRIBUTED} holds {len(held)} optimizers, {paths.MODEL_FILE} {len(links)}")
+    for link, by_chunk in zip(links, held, strict=True):
+        if by_chunk is not None:
+            yield from _of_link(link, by_chunk, file)
+
+
+def _of_link(link: _Link, by_chunk: Any, file: TorchFile) -> Iterator[tuple[tuple[str, str], str, Entry]]:
+    tree, at = link.tree, link.at
+    chunks = [(chunk, names) for chunk in tree.chunks[at] if (names := link.names(chunk))]
+    for number, (chunk, names) in enumerate(chunks):
+        by_dtype = by_chunk.get(number) if isinstance(by_chunk, dict) else None
         vectors = list(by_dtype.values()) if isinstance(by_dtype, dict) else []
         known = len(vectors) == 1 and isinstance(vectors[0], dict) and all(
             file.is_tensor(vectors[0].get(kind)) and len(file.shape(vectors[0][kind])) == 1 for kind in _VECTORS
         )  # fmt: skip
         if not known:
             raise _refused(tree, f"{DISTRIBUTED} is of a version whose order is not known here")
-        names = [name for name in chunk.tensors if _trained(name)]
         sizes = [prod(_shape(tree, at, (chunk.key, name))) for name in names]
         starts = _starts(sizes, vectors[0].get(_UNPADDED))
         if starts is None:
@@ -145,10 +197,10 @@ def _from_vectors(tree: ClassicTree, at: Coordinates) -> Iterator[tuple[tuple[st
             raise _refused(tree, f"{DISTRIBUTED} is shorter than the parameters")
         for name, position in zip(names, starts, strict=True):
             shape = _shape(tree, at, (chunk.key, name))
-            kinds = {ours: Entry(file, vectors[0][theirs], shape, position) for theirs, ours in _VECTORS.items()}
-            if tree.files[at].dtype(chunk.tensors[name]) not in _HALF:
-                del kinds["master"]  # a full-precision parameter is its own
-            yield (chunk.key, name), kinds
+            in_half = tree.files[at].dtype(chunk.tensors[name]) in _HALF
+            for theirs, ours in _VECTORS.items():
+                if ours != "master" or in_half:  # a full-precision parameter is its own
+                    yield (chunk.key, name), ours, Entry(file, vectors[0][theirs], shape, position)
 
 
 def _starts(sizes: list[int], held: Any) -> list[int] | None:

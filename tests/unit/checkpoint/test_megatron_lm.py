@@ -6,6 +6,7 @@ import enum
 import sys
 import types
 from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +142,38 @@ def test_the_optimizer_comes_too(tmp_path: Path, layout: Layout, optimizer: str,
         assert set(held) == kinds, name
         for kind, tensor in held.items():
             assert torch.equal(tensor, model.moments[name][kind]), (name, kind)
+
+
+@pytest.mark.parametrize("names", ["core", "te"])
+@pytest.mark.parametrize("optimizer", ["masters", "fp32", "aligned"])
+@pytest.mark.parametrize("layout", [Layout(ep=2), Layout(tp=2, pp=2, vpp=2, ep=4)])
+def test_the_optimizer_of_experts_comes_too(tmp_path: Path, layout: Layout, optimizer: str, names: str) -> None:
+    """Expert parallelism has two optimizers in a list; the vectors of the dense one are in one expert rank's file."""
+    dtype = torch.float32 if optimizer == "fp32" else torch.bfloat16
+    model = with_moments(make(MIXTRAL, MOE, dtype))
+    write(tmp_path, model, replace(layout, names=names, optimizer=optimizer))
+    params = params_of(MIXTRAL, MOE, dtype)
+    loaded = load(tmp_path, params)
+    check_weights(params, model)
+    assert loaded.optimizer is not None and loaded.optimizer.keys() == model.weights.keys()
+    for name, held in loaded.optimizer.items():
+        assert ("master" in held) == (optimizer != "fp32")
+        for kind, tensor in held.items():
+            assert torch.equal(tensor, model.moments[name][kind]), (name, kind)
+
+
+@pytest.mark.parametrize("optimizer", ["fp32", "aligned"])
+def test_two_optimizers_of_the_same_parameters_are_refused(tmp_path: Path, optimizer: str) -> None:
+    dtype = torch.float32 if optimizer == "fp32" else torch.bfloat16
+    write(tmp_path, with_moments(make(GPT2, dtype=dtype)), Layout(optimizer=optimizer))
+    for name in ("model_optim_rng.pt", "distrib_optim.pt")[: 1 + (optimizer == "aligned")]:
+        file = tmp_path / "iter_0000500/mp_rank_00" / name
+        content = torch.load(file, weights_only=False)
+        torch.save(
+            [content] * 2 if "optimizer" not in content else {**content, "optimizer": [content["optimizer"]] * 2}, file
+        )
+    with pytest.raises(CheckpointError, match=r"divide the parameters in a way that is not known.*--no-load-optim"):
+        load(tmp_path, params_of(GPT2, dtype=dtype))
 
 
 def test_a_vector_of_several_buckets_is_refused_by_name(tmp_path: Path) -> None:
