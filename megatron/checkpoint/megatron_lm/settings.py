@@ -129,14 +129,15 @@ def _positions(args: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _yarn(args: Mapping[str, Any]) -> dict[str, Any]:
-    """The attention factor is the quotient of two, which have the same form."""
+    """The attention factor is the quotient of two, which have the same form. Theirs turns the whole head, whatever
+    rotary_percent says."""
     factor, attention = float(args["yarn_rotary_scaling_factor"]), args.get("yarn_attention_factor")
     by_default = _attention_factor(factor, 1.0)
     whole, part = args.get("yarn_mscale"), args.get("yarn_mscale_all_dim")
     if attention is None and whole is not None and part is not None:
         quotient = _attention_factor(factor, float(whole)) / _attention_factor(factor, float(part))
         attention = None if quotient == by_default else quotient
-    return {"yarn_factor": factor, "yarn_attention_factor": attention}
+    return {"yarn_factor": factor, "yarn_attention_factor": attention, "rotary_percent": 1.0}
 
 
 def _attention_factor(factor: float, mscale: float) -> float:

@@ -3,7 +3,7 @@ loading, converting and generating read it as they read their own."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -115,10 +115,7 @@ def open_classic(directory: Path, checks: MemberChecks | None) -> ForeignStep | 
     sources: dict[tuple[str, tuple[str, ...]], Callable[[], Tensor]] = {}
     records, places = _weights(tree, wanted, moe, sources)
     used = {place for held in places.values() for place in held.values()}
-    if unknown := tree.unknown(used, tied=config.tied):
-        raise CheckpointError(
-            f"{directory} has tensors that the model of its args does not have: {', '.join(sorted(set(unknown))[:6])}"
-        )
+    refuse_unknown(directory, tree.unknown(used, tied=config.tied))
     if config.tied and tree.pp > 1:
         tree.refuse_another_head()
     optimizer, problem = {}, None
@@ -136,6 +133,17 @@ def check_size(directory: Path, config: ModelConfig, moe: MoEConfig, held: int) 
     described = len(moe.expert_layers(min(config.num_layers, _MOST_LAYERS))) * (moe.num_experts or 0)
     if config.num_layers != held or config.num_layers + described > _MOST_LAYERS:
         raise CheckpointError(f"{directory}: its args say {config.num_layers} layers, its files have {held}")
+
+
+def refuse_unknown(directory: Path, names: Iterable[str]) -> None:
+    """Tensors that belong to no parameter of ours."""
+    unknown = sorted(set(names))
+    if bias := next((name for name in unknown if name.endswith(".mlp.router.bias")), None):
+        raise CheckpointError(f"{directory}: its routers have a bias, {bias}, which is not supported")
+    if unknown:
+        raise CheckpointError(
+            f"{directory} has tensors that the model of its args does not have: {', '.join(unknown[:6])}"
+        )
 
 
 def _table_rows(tree: ClassicTree) -> int:

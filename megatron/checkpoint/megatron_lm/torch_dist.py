@@ -31,6 +31,7 @@ from megatron.checkpoint.megatron_lm.step import (
     check_size,
     foreign_manifest,
     main_content,
+    refuse_unknown,
 )
 from megatron.checkpoint.member_checks import MemberChecks
 from megatron.checkpoint.torch_files import plain_values
@@ -77,7 +78,7 @@ def open_torch_dist(directory: Path, checks: MemberChecks | None) -> ForeignStep
     records = {
         name: _record(found, parameter, places[name], places[name].key, sources) for name, parameter in wanted.items()
     }
-    _refuse_unknown(found, {place.key for place in places.values()})
+    refuse_unknown(directory, _unknown(found, {place.key for place in places.values()}))
     optimizer, problem = _optimizer(found, wanted, places, sources)
     manifest = foreign_manifest(directory, content, args, settings, records, optimizer)
     main = main_content(file, content, manifest)
@@ -210,17 +211,13 @@ def _is_grid(whole: tuple[int, ...], shape: tuple[int, ...]) -> bool:
     return prod(parts) * elements == prod(whole)
 
 
-def _refuse_unknown(found: DistDirectory, used: set[str]) -> None:
-    unknown = [
+def _unknown(found: DistDirectory, used: set[str]) -> list[str]:
+    return [
         key
         for key in found.tensors
         if key not in used and not _OF_OPTIMIZER.fullmatch(key) and "_extra_state" not in key
         if not key.startswith("rng_state")
     ]
-    if unknown:
-        raise CheckpointError(
-            f"{found.directory} has tensors that the model of its args does not have: {', '.join(sorted(unknown)[:6])}"
-        )
 
 
 def _optimizer(

@@ -56,6 +56,10 @@ _NOWHERE_THERE: Mapping[str, Callable[[ModelConfig], bool]] = {
         != (1.0, 4.0, 8192)
     ),
 }
+_NO_ROUTER_BIAS = (
+    "note: the routers of Megatron-LM's later versions (0.16) have a bias where linear layers have one: they refuse "
+    "these weights without one of zeros as mlp.router.bias in each layer of experts, earlier ones (0.14) with it"
+)
 _OF_LAYER_IN_CORE = ("input_layernorm", "self_attention.dense", "self_attention.query_key_value")
 _OF_LAYER_IN_TE = ("self_attention.dense", "input_layernorm", "self_attention.query_key_value")
 
@@ -292,6 +296,8 @@ def _plan(found: FoundStep, target: Target, reading: Reading, log: Callable[[str
     nowhere += [what for what, has in _NOT_IN_CORE.items() if target.names != "classic" and has(config, moe)]
     if nowhere:
         log(f"note: Megatron-LM has no {', no '.join(nowhere)}: it would compute another function of these weights")
+    if moe.is_on and config.linear_bias:
+        log(_NO_ROUTER_BIAS)
     trained = [name for name, parameter in wanted.items() if parameter.row.trained]
     adam = all(set(_MOMENTS) <= set(manifest.optimizer.get(name, {})) for name in trained)
     if not adam:

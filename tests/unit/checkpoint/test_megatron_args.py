@@ -140,6 +140,17 @@ def test_a_head_that_the_args_do_not_know_is_not_dropped(tmp_path: Path, form: W
         open_foreign(form(tmp_path, model))
 
 
+@FORMS
+def test_a_router_with_a_bias_is_refused_by_name(tmp_path: Path, form: Write) -> None:
+    """Which its later versions give it where linear layers have one."""
+    model = make(GPT2, MOE)
+    bias = {f"layers.{n}.mlp.router.bias": torch.ones(4) for n in range(4)}
+    with pytest.raises(
+        CheckpointError, match=r"its routers have a bias, (decoder\.)?layers\.(0\.)?mlp\.router\.bias, .* supported"
+    ):
+        open_foreign(form(tmp_path, replace(model, weights={**model.weights, **bias})))
+
+
 def test_the_copy_of_the_head_on_a_last_stage_is_known(tmp_path: Path) -> None:
     write(tmp_path, make(GPT2), Layout(pp=2, names="core"))
     step = open_foreign(tmp_path / "iter_0000500")

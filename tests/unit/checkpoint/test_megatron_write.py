@@ -13,16 +13,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.checkpoint import convert_cli, safe_load
+from megatron.checkpoint import convert_cli, find_checkpoint, safe_load
 from megatron.checkpoint.architecture import model_config
 from megatron.checkpoint.hf import convert as hf_convert
 from megatron.checkpoint.megatron_lm import names as mapped
 from megatron.checkpoint.megatron_lm.settings import read_settings, their_args
-from megatron.checkpoint.megatron_lm.write import Target
+from megatron.checkpoint.megatron_lm.write import Target, to_megatron
 from megatron.config import ModelConfig, MoEConfig
 from megatron.errors import CheckpointError, ConfigError
 from megatron.model import rope
 from tests.helpers.megatron_lm import Layout, Model, rank_content, with_moments, write
+from tests.unit.checkpoint.support import one_process
 from tests.unit.checkpoint.test_megatron_lm import GPT2, LLAMA, MIXTRAL, MOE, check_weights, load, make, params_of
 
 
@@ -150,8 +151,11 @@ GPT_OSS = {"num_layers": 2, "hidden_size": 48, "num_attention_heads": 4, "positi
 GPT_OSS |= {"yarn_rotary_scaling_factor": 32.0, "yarn_mscale": 2.0, "yarn_mscale_all_dim": 1.0}
 
 
-def test_yarn_of_theirs_is_read() -> None:
-    config = model_config(read_settings(GPT_OSS, Path("args"))["model"])
+@pytest.mark.parametrize("percent", [1.0, 0.5])
+def test_yarn_of_theirs_is_read(percent: float) -> None:
+    """It turns the whole head, whatever their rotary_percent says."""
+    config = model_config(read_settings({**GPT_OSS, "rotary_percent": percent}, Path("args"))["model"])
+    assert rope.rotated_channels(config) == config.head_dim
     assert config.yarn_factor == 32.0
     assert rope.attention_factor(config) == pytest.approx((0.2 * math.log(32) + 1) / (0.1 * math.log(32) + 1))
 
@@ -178,10 +182,9 @@ def test_what_megatron_computes_otherwise_is_told(tmp_path: Path, capsys: pytest
 
 
 ROPE = {"max_position_embeddings": 16, "position_embedding_type": "rope"}
-PARALLEL, AFTER_NORM, HALF_YARN, TANH, OTHER_BASE = (
+PARALLEL, AFTER_NORM, TANH, OTHER_BASE = (
     {**ROPE, "use_parallel_residual": True},
     {**GPT2, "apply_residual_connection_post_layernorm": True},
-    {**GPT2, "position_embedding_type": "yarn", "yarn_factor": 4.0, "rotary_percent": 0.67},
     {**GPT2, "add_bias_linear": False, "openai_gelu": True},
     {**ROPE, "rotary_base": 500.0},
 )
@@ -193,7 +196,6 @@ PARALLEL, AFTER_NORM, HALF_YARN, TANH, OTHER_BASE = (
         (PARALLEL, "core", "no parallel residual: it would compute another function"),
         (AFTER_NORM, "te", "no residual connection after the norm: it would"),
         (AFTER_NORM, "classic", None),
-        (HALF_YARN, "core", "no YaRN for a part of the head: it would"),
         (TANH, "core", "no tanh form of GELU without a bias: it would"),
         (TANH, "classic", None),
         (OTHER_BASE, "classic", "23.06 has no other base of RoPE than 10000; for its later models"),
@@ -203,11 +205,30 @@ PARALLEL, AFTER_NORM, HALF_YARN, TANH, OTHER_BASE = (
 def test_a_function_that_its_models_do_not_have_is_told(
     tmp_path: Path, settings: dict[str, Any], names: str, told: str | None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    model = make(settings)
-    model = replace(model, args={**model.args, "yarn_rotary_scaling_factor": 4.0})
-    convert(to_native(model, tmp_path), tmp_path / "out", "megatron", f"--megatron-names={names}")
+    convert(to_native(make(settings), tmp_path), tmp_path / "out", "megatron", f"--megatron-names={names}")
     said = capsys.readouterr().out.replace("note: the optimizer", "")
     assert "note: " not in said if told is None else told in said
+
+
+def test_yarn_for_a_part_of_the_head_is_told(tmp_path: Path) -> None:
+    """Of a model from elsewhere: theirs has none."""
+    native = to_native(make({**ROPE, "rotary_percent": 0.67}), tmp_path)
+    found = find_checkpoint(native, parallel=one_process(), log=lambda text: None)
+    assert found is not None
+    model = {**found.manifest.config["model"], "position_embedding_type": "yarn", "yarn_factor": 4.0}
+    found = replace(found, manifest=replace(found.manifest, config={**found.manifest.config, "model": model}))
+    said: list[str] = []
+    to_megatron(found, tmp_path / "out", Target(names="core"), log=said.append)
+    assert any("no YaRN for a part of the head: it would compute another function" in line for line in said)
+
+
+@pytest.mark.parametrize("settings, told", [(GPT2, True), (LLAMA, False)])
+def test_the_bias_that_their_later_routers_have_is_told(
+    tmp_path: Path, settings: dict[str, Any], told: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Those of 0.16 have one where linear layers have one, those of 0.14 and ours have none."""
+    convert(to_native(make(settings, MOE), tmp_path), tmp_path / "out", "megatron", "--megatron-names=core")
+    assert ("refuse these weights without one of zeros as mlp.router.bias" in capsys.readouterr().out) is told
 
 
 def test_core_models_know_the_tanh_form_by_the_fusion_alone(tmp_path: Path) -> None:
