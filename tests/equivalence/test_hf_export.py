@@ -99,6 +99,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3ForCausalLM", LLAMA | TIED | {"qk_layernorm": True, "num_query_groups": 2, "kv_channels": 16}),
     "olmo2": ("Olmo2ForCausalLM", OLMO),
     "olmo2 gqa": ("Olmo2ForCausalLM", OLMO | TIED | {"num_query_groups": 2, "kv_channels": 16, "rotary_base": 5e5}),
+    "olmo2 linear scaling": ("Olmo2ForCausalLM", OLMO | {"rotary_seq_len_interpolation_factor": 4.0}),
     "qwen3 window": ("Qwen3ForCausalLM", LLAMA | {"qk_layernorm": True, "window_size": (19, 0)}),
 }
 
@@ -207,6 +208,30 @@ def test_logits_are_close_by_a_wide_margin(tmp_path: Path) -> None:
     export = plan(tmp_path / "native")
     export_to(tmp_path / "hf", export)
     assert compare_logits(export, tmp_path / "hf").relative < 1e-5
+
+
+def test_olmo2_is_scaled_in_the_names_that_version_4_insists_on(tmp_path: Path) -> None:
+    """Its check there: two entries, of which `type` is one. Version 5 reads `type` as `rope_type`."""
+    save_random(tmp_path / "native", model(**CASES["olmo2 linear scaling"][1]))
+    export_to(tmp_path / "hf", plan(tmp_path / "native"))
+    written = json.loads((tmp_path / "hf/config.json").read_text())["rope_scaling"]
+    assert written == {"type": "linear", "factor": 4.0}
+
+
+def test_an_export_that_transformers_does_not_open_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As version 4 does of OLMo-2 with YaRN."""
+
+    def refuse(*given: Any, **options: Any) -> None:
+        raise ValueError("`rope_scaling` must be a dictionary with two fields")
+
+    save_random(tmp_path / "native", model(**OLMO | YARN))
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", refuse)
+    flags = ["--load", str(tmp_path / "native"), "--to", "hf", "--save", str(tmp_path / "hf")]
+    assert convert_main(flags) == CheckpointError.exit_code and not (tmp_path / "hf").exists()
+    told = capsys.readouterr().err
+    assert "does not open it (`rope_scaling` must be a dictionary with two fields); nothing was exported" in told
 
 
 @pytest.mark.parametrize("case", ["gpt2", "llama mqa tied", "qwen3"])

@@ -117,11 +117,16 @@ def our_logits(export: Export, tokens: Tensor) -> Tensor:
 
 
 def their_logits(folder: Path, tokens: Tensor) -> Tensor:
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, __version__
 
-    model = AutoModelForCausalLM.from_pretrained(
-        str(folder), dtype=torch.float32, attn_implementation="eager", local_files_only=True
-    )
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            str(folder), dtype=torch.float32, attn_implementation="eager", local_files_only=True
+        )
+    except ValueError as error:  # version 4 knows fewer kinds of rope_scaling
+        raise CheckpointError(
+            f"{folder}: transformers {__version__} does not open it ({error}); nothing was exported: install a newer one"
+        ) from error
     if hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")  # torch's grouped product refuses widths that are no multiple of 4
     logits: Tensor = model.eval()(tokens).logits.float()

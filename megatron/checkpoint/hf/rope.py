@@ -53,6 +53,8 @@ def rope_from_json(values: Mapping[str, Any], *, partial: bool = False) -> dict[
     refuse_unless(scaling, mscale=None, mscale_all_dim=None, truncate=True)
     if "original_max_position_embeddings" in scaling:  # beside it, it is what transformers takes
         refuse_unless(values, original_max_position_embeddings=scaling["original_max_position_embeddings"])
+    elif "original_max_position_embeddings" not in values:  # which version 5 also takes, and version 4 does not
+        scaling["original_max_position_embeddings"] = values.get("max_position_embeddings")
     if kind == "yarn":
         scaling["beta_fast"] = scaling.get("beta_fast") or 32.0
         scaling["beta_slow"] = scaling.get("beta_slow") or 1.0

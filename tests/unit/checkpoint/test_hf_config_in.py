@@ -162,3 +162,13 @@ def test_a_rotation_that_is_described_twice_alike_is_read() -> None:
     assert imported("llama", {**SHAPE, "rope_parameters": YARN, "rope_scaling": YARN}).positions == "rope"
     kept = {"rotary_pct": 0.5, "partial_rotary_factor": 0.5, "rotary_emb_base": 5e5, "rope_theta": 5e5}
     assert imported("gpt_neox", {**NEOX, **kept}).rotary_base == 5e5  # as transformers 4 writes them
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("name", ["type", "rope_type"])
+def test_yarn_without_its_first_length_means_the_longest_one(family: str, name: str) -> None:
+    """As versions 4 and 5 of transformers take it, in both spellings of version 4."""
+    bare = {name: "yarn", "factor": 3.0}
+    config = imported(family, {**SHAPE, "max_position_embeddings": 96, "rope_theta": 1e6, "rope_scaling": bare})
+    assert (config.positions, config.rotary_base, config.yarn_factor) == ("rope", 1e6, 3.0)
+    assert config.yarn_original_max_position_embeddings == 96

@@ -7,6 +7,7 @@ from typing import Any
 
 from megatron.checkpoint.hf.exchange import same
 from megatron.checkpoint.hf.families.llama import LAYER, LlamaLike
+from megatron.config import ModelConfig
 from megatron.model import parameters as names
 
 _BEFORE = (names.INPUT_NORM, names.POST_ATTENTION_NORM)
@@ -25,6 +26,12 @@ class Olmo2(LlamaLike):
     norm_placement = "after"
     may_have_window = False
     bias_keys = ("attention_bias",)
+
+    def model_to_json(self, config: ModelConfig, context: int) -> dict[str, Any]:
+        values = super().model_to_json(config, context)
+        if config.rope_scaling == "linear":  # version 4 of transformers wants these two names of this family, no other
+            values["rope_scaling"] = {"type": "linear", "factor": float(values["rope_scaling"]["factor"])}
+        return values
 
     def model_from_json(self, values: Mapping[str, Any]) -> dict[str, Any]:
         return super().model_from_json({"num_key_value_heads": None, "rms_norm_eps": 1e-5, **values})
