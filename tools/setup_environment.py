@@ -49,7 +49,7 @@ class Torch:
 
     @property
     def installed_version(self) -> str:
-        """The version that pip knows: a wheel of the public index is 2.14.1 where `torch.__version__` is 2.14.1+cu130."""
+        """What pip knows: a wheel of the public index is version 2.14.1 where `torch.__version__` is 2.14.1+cu130."""
         beside = str(Path(self.path).parent)
         installed = next(iter(importlib.metadata.distributions(name="torch", path=[beside])), None)
         return installed.version if installed else self.version
@@ -125,8 +125,8 @@ def pip_inputs(extras: Sequence[str], torch: Torch | None) -> tuple[list[str], l
     if torch is None:
         return requirements, pins
     present = {project_name(found.name) for found in importlib.metadata.distributions() if found.name}
-    pins = [pin for pin in pins if project_name(pin) not in present | {"torch"}]
-    return [line for line in requirements if project_name(line) != "torch"], [*pins, f"torch=={torch.installed_version}"]
+    pins = [pin for pin in pins if project_name(pin) not in present | {"torch"}] + [f"torch=={torch.installed_version}"]
+    return [line for line in requirements if project_name(line) != "torch"], pins
 
 
 def fingerprint(torch: Torch | None) -> str:

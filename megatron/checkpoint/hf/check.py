@@ -125,7 +125,8 @@ def their_logits(folder: Path, tokens: Tensor) -> Tensor:
         )
     except ValueError as error:  # version 4 knows fewer kinds of rope_scaling
         raise CheckpointError(
-            f"{folder}: transformers {__version__} does not open it ({error}); nothing was exported: install a newer one"
+            f"{folder}: transformers {__version__} does not open it ({error}); "
+            "nothing was exported: install a newer one"
         ) from error
     if hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")  # torch's grouped product refuses widths that are no multiple of 4
