@@ -11,7 +11,8 @@ that writes the scores down, unless there is a mask).
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.utils._device import _device_constructors
+from torch.utils._python_dispatch import TorchDispatchMode
 
 CUDA = torch.device("cuda", 0)
 PINNED = "_pinned"
@@ -202,3 +204,21 @@ def fake_cuda() -> Iterator[torch.device]:
         patch.setattr(F, "scaled_dot_product_attention", _attention)
         with FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False):
             yield CUDA
+
+
+class NumbersOnDevice(TorchDispatchMode):
+    """C++ that makes a number beside a tensor asks that for its device, and is told "meta"."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if kwargs.get("device") == torch.device("meta"):
+            kwargs["device"] = CUDA
+        return func(*args, **kwargs)
+
+
+def replace_everywhere(patch: pytest.MonkeyPatch, function: Callable[..., Any], other: Callable[..., Any]) -> None:
+    """In every module of ours that has imported it by its name."""
+    name = function.__name__
+    for module in [one for path, one in sys.modules.items() if path.startswith("megatron.")]:
+        if getattr(module, name, None) is function:
+            patch.setattr(module, name, other)

@@ -15,8 +15,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 
 from megatron.config import parse_args
+from megatron.distributed import messages
 from megatron.distributed.launch import LaunchInfo
-from megatron.distributed.state import ParallelState
+from megatron.distributed.state import Axis, ParallelState
 from megatron.model.passes import Batch
 from megatron.ops import select
 from megatron.training import assemble as assembling
@@ -25,7 +26,7 @@ from megatron.training.assemble import Parts
 from megatron.training.batches import BatchMaker
 from megatron.training.initialize import Run, tokenizer_of
 from megatron.utils.log import RankLog
-from tests.cluster.fake_device import CUDA, fake_cuda, pin
+from tests.cluster.fake_device import CUDA, NumbersOnDevice, fake_cuda, pin, replace_everywhere
 from tests.helpers.runs import pretrain_gpt
 
 
@@ -48,6 +49,7 @@ def fake_parts(argv: Sequence[str], rank: int, ranks: int) -> Iterator[Parts]:
         patch.setattr(modelling, "initialise_part", lambda *_: None)  # a host's work, and once
         patch.setattr(torch.nn.Module, "to", lambda module, **_: module)  # it was made there, in its dtype
         patch.setattr(BatchMaker, "_load", on_the_host(BatchMaker._load))
+        replace_everywhere(patch, messages.all_gather_json, all_gather_json)
         evaluation = BatchMaker.evaluation
         patch.setattr(BatchMaker, "evaluation", lambda *given: _pinned(evaluation(*given)))
         launch = LaunchInfo(rank=rank, world_size=ranks, local_rank=0, local_world_size=ranks)
@@ -63,9 +65,17 @@ def fake_parts(argv: Sequence[str], rank: int, ranks: int) -> Iterator[Parts]:
             run_id="fake",
             started=time.monotonic(),
         )
-        with assembling.assemble(run, script.datasets_provider, script.model_provider, script.forward_step) as parts:
+        providers = script.datasets_provider, script.model_provider, script.forward_step
+        with contextlib.ExitStack() as stack:
+            with NumbersOnDevice():  # which is watched later
+                parts = stack.enter_context(assembling.assemble(run, *providers))
             parts.trainer.train_batches = _pinned(parts.trainer.train_batches)
             yield parts
+
+
+def all_gather_json(value: Any, axis: Axis, kind: type, *, after_work: bool = False) -> list[Any]:
+    """Each of the fake peers says what this rank says."""
+    return [value] * axis.size
 
 
 def on_the_host(function: Callable[..., Any]) -> Callable[..., Any]:

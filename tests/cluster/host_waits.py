@@ -24,7 +24,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tests.cluster.fake_device import CUDA, PINNED, Event, Stream, is_pinned
+from megatron.distributed import messages
+from tests.cluster.fake_device import CUDA, PINNED, Event, Stream, is_pinned, replace_everywhere
 
 _REPOSITORY = Path(__file__).parents[2]
 _OWN = {
@@ -132,6 +133,7 @@ class Watch(TorchDispatchMode):
             patch.setattr(owner, "synchronize", lambda *_: self._read(None, "synchronize()"))
         for owner in (torch.cuda, torch.accelerator):
             patch.setattr(owner, "empty_cache", lambda: self._read(None, "empty_cache()"))
+        replace_everywhere(patch, messages.all_gather_json, partial(_meets, self, messages.all_gather_json))
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
@@ -214,6 +216,13 @@ class Watch(TorchDispatchMode):
     def _freed(self, key: int, _: Any) -> None:
         self._alive.pop(key, None)
         self._copies.pop(key, None)
+
+
+def _meets(watch: Watch, exchange: Callable[..., Any], value: Any, axis: Any, *rest: Any, **more: Any) -> Any:
+    """Plain values between ranks are read on the host."""
+    if axis.size > 1:
+        watch._read(None, f"all_gather_json over {axis.name}")
+    return exchange(value, axis, *rest, **more)
 
 
 def _text(tensor: FakeTensor, watch: Watch, method: Callable[..., str], *spec: str) -> str:

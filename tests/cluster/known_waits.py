@@ -19,6 +19,8 @@ from tests.cluster.host_waits import Known
 OUTCOME = "megatron/utils/device.py:values"
 EVALUATION = "megatron/engine/evaluation.py:evaluate"
 _PARAMS_NORM = "megatron/optimizer/optimizer.py:params_norm"
+_TIMES = "megatron/training/training_log.py:_log_times"
+_MEMORY = "megatron/training/training_log.py:_log_memory"
 _MOE = "megatron/model/moe.py:_routed"
 _HERE = "megatron/model/factory.py:run_here"
 _DISPATCH = "megatron/expert_parallel/dispatch.py"
@@ -43,6 +45,8 @@ KNOWN = (
     Known(OUTCOME, "the outcome of a step, read within the next one: no wait while the device has work", _outcome),
     Known(EVALUATION, "the loss of an evaluation, at its end", _outcome),
     Known(_PARAMS_NORM, "--log-params-norm, where it is logged", lambda names, tensor: 1.0),
+    Known(_TIMES, "--timing-log-level, where it is logged: ranks tell each other", _outcome),
+    Known(_MEMORY, "--log-memory-interval, where it is logged: ranks tell each other", _outcome),
     Known(_MOE, "an expert's capacity: how many choices are left", lambda names, mask: names["order"]),
     Known(_HERE, "the rows of each expert", _shares),
     Known(f"{_DISPATCH}:forward", "the rows for each rank, and those from each rank", _shares),
@@ -65,6 +69,8 @@ def expected_waits(config: RunConfig, parts: Parts, micro_batches: int, evaluate
         OUTCOME: 1,
         EVALUATION: 1 if evaluated else 0,
         _PARAMS_NORM: 1 if config.logging.log_params_norm else 0,
+        _TIMES: 1 if config.logging.timing_log_level > 0 else 0,
+        _MEMORY: 1 if config.logging.log_memory_interval is not None else 0,
         _MOE: passes if moe.moe_expert_capacity_factor is not None else 0,
         _HERE: 0 if sent else passes,
         f"{_DISPATCH}:forward": 2 * passes if sent else 0,

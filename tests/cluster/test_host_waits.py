@@ -206,6 +206,10 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {**TP2, **FP16, "zero_stage": 3, "recompute_granularity": "full", "recompute_method": "uniform"},
     ),
     "logged": (GPT2, {**TP2, "log_params_norm": True, "log_num_zeros_in_grad": True}),
+    "logged, of all ranks": (GPT2, {**TP2, "timing_log_level": 2, "log_memory_interval": 1}),
+    "Muon": (GPT2, {**TP2, "optimizer": "muon"}),
+    "Muon, ZeRO-1": (GPT2, {**ZERO, "optimizer": "muon"}),
+    "Adam of 8 bits": (GPT2, {**TP2, "optimizer": "adam8bit"}),
     "graphs": (GPT2, {"cuda_graphs": True}),
 }
 
