@@ -220,15 +220,16 @@ def test_every_rank_does_what_its_class_does(ranks: int, axes: dict[str, Any], t
             1024,
             {**TP2, "pipeline_model_parallel_size": 2, "context_parallel_size": 2},
             [0, 1, 2, 3, 512, 513],
-            [4, 1023],
+            [4, 516, 1023],
         ),
         (512, {**TP2, **LATE, "num_distributed_optimizer_instances": 8}, [0, 1], [2, 3, 510, 511]),
-        (4096, {"pipeline_model_parallel_size": 2, "overlap_grad_reduce": True}, [0, 2048], [1, 4095]),
+        (4096, {"pipeline_model_parallel_size": 2, "overlap_grad_reduce": True}, [0, 2048], [1, 2049, 4095]),
     ],
     ids=lambda value: str(value) if isinstance(value, int) else "",
 )
 def test_thousands_of_ranks(ranks: int, axes: dict[str, Any], programs: list[int], copies: list[int]) -> None:
-    """One rank of each class stands for the others; the next replica's first rank and the last of all do the same."""
+    """One rank of each class stands for the others; the next replica's first on both ends of the
+    pipeline and the last of all do the same."""
     batch = {"num_layers": 4, "micro_batch_size": 1, "global_batch_size": ranks, "eval_iters": 0}
     cluster = recorded(ranks, **batch, **axes)
     assert cluster.findings() == [] and sorted(cluster.copies) == copies

@@ -19,7 +19,7 @@ from megatron.data_parallel import GradBuffers, fully_sharded
 from megatron.data_parallel.buckets import Bucket
 from megatron.distributed import collectives, state
 from megatron.distributed.state import Axis
-from megatron.engine import Evaluation, evaluation
+from megatron.engine import Engine, Evaluation, evaluation
 from megatron.layout import AXES, Layout
 from megatron.optimizer import matrices
 from megatron.optimizer.matrices import WholeMatrices
@@ -118,6 +118,21 @@ def test_planted_a_collective_left_out_on_one_class(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(collectives, "all_reduce", left_out)
     found = recorded(8, **SETTINGS).findings()
     assert any("of tp" in line and "on rank 0" in line and "on rank 1" in line for line in found), found
+
+
+def test_planted_a_collective_of_the_last_stages_first_rank_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a world of which not all ranks are recorded, and none of its data-parallel group but itself would be."""
+    train_step = Engine.train_step
+
+    def asks_more(self: Engine, *given: Any, **more: Any) -> Any:
+        if dist.get_rank() == 16:
+            collectives.all_reduce(torch.ones(3), self.parallel.dp)
+        return train_step(self, *given, **more)
+
+    monkeypatch.setattr(Engine, "train_step", asks_more)
+    batch = {"micro_batch_size": 1, "global_batch_size": 32}
+    found = recorded(32, **{**SETTINGS, **batch, "num_layers": 2}).findings()
+    assert any("operation" in line and "of 3 x" in line and "on rank 16" in line for line in found), found
 
 
 def test_planted_a_wait_left_out(monkeypatch: pytest.MonkeyPatch) -> None:

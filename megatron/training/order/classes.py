@@ -35,10 +35,12 @@ def _unit(layout: Layout) -> int:
 
 
 def others(layout: Layout, *, divided: bool = False) -> list[int]:
-    """Ranks that are not representatives, of which it is checked that they do as theirs: the next replica's first, and
-    the last of all. Where replicas are `divided`, sums over a tensor-parallel group are of pieces that depend on the
-    replica, so these ranks' groups are recorded whole."""
-    chosen = {min(_unit(layout), layout.cp * layout.dp - 1) * layout.tp, layout.world_size - 1}
+    """Ranks that are not representatives, of which it is checked that they do as theirs: the next replica's first on
+    the first and on the last stage, and the last of all. Where replicas are `divided`, sums over a tensor-parallel
+    group are of pieces that depend on the replica, so these ranks' groups are recorded whole."""
+    wide = layout.cp * layout.dp
+    following = min(_unit(layout), wide - 1) * layout.tp
+    chosen = {following, following + layout.tp * wide * (layout.pp - 1), layout.world_size - 1}
     if divided:
         chosen = {rank // layout.tp * layout.tp + place for rank in chosen for place in range(layout.tp)}
     return sorted(rank for rank in chosen if representative(layout, rank) != rank)
