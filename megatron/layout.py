@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 from megatron.errors import ConfigError
 
@@ -118,10 +119,7 @@ class Layout:
 
     def groups(self, axis: str) -> tuple[tuple[int, ...], ...]:
         """All groups of `axis`, their members in order; every rank is in exactly one."""
-        groups: dict[tuple[int, ...], list[int]] = {}
-        for rank in range(self.world_size):
-            groups.setdefault(self._key(axis, rank), []).append(rank)
-        return tuple(tuple(ranks) for ranks in groups.values())
+        return _groups(self, axis)
 
     def group_of(self, axis: str, rank: int) -> tuple[int, ...]:
         """The group of `axis` that holds `rank`."""
@@ -230,3 +228,11 @@ def padded_vocab_size(vocab_size: int, divisible_by: int, tp: int) -> int:
         raise ConfigError(f"{TP_FLAG} {tp}: must be at least 1")
     unit = divisible_by * tp
     return -(-vocab_size // unit) * unit
+
+
+@lru_cache(maxsize=32)
+def _groups(layout: Layout, axis: str) -> tuple[tuple[int, ...], ...]:
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for rank in range(layout.world_size):
+        groups.setdefault(layout._key(axis, rank), []).append(rank)
+    return tuple(tuple(ranks) for ranks in groups.values())

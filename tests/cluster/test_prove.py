@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 
+from megatron.config import parse_args
 from megatron.pipeline_parallel.links import Links
 from megatron.training.check_layout.cli import main
+from megatron.training.order.prove import for_order
 from tests.helpers.runs import flags
 
 LAUNCH = flags(
@@ -39,6 +44,27 @@ def test_what_the_classes_do_and_the_verdict(capsys: pytest.CaptureFixture[str])
     assert "  begins with pp gradient receive from stage 1, " in said and " x bfloat16" in said
     assert "PROVED for 64 ranks: " in said
     assert torch.get_num_threads() == threads and not torch.distributed.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("more", "layers", "micro_batches"),
+    [
+        ({}, 8, 10),
+        ({"use_distributed_optimizer": True}, 8, 10),
+        ({"recompute_granularity": "full", "recompute_method": "uniform"}, 16, 10),
+        ({"num_layers_per_virtual_pipeline_stage": 2}, 16, 16),
+        ({"pipeline_schedule": "zero-bubble"}, 16, 16),
+    ],
+)
+def test_long_pipelines_are_cut_to_what_the_order_needs(
+    more: dict[str, Any], layers: int, micro_batches: int, tmp_path: Path
+) -> None:
+    """Micro-batches that fill a schedule, alternate on every stage and empty it; of equal stages one layer, where
+    nothing begins in one layer and ends in the next."""
+    longer = {"num_layers": 32, "pipeline_model_parallel_size": 8, "train_iters": 2, "micro_batch_size": 1}
+    given = parse_args(flags(**{**longer, "global_batch_size": 1024, **more}))
+    config = for_order(given, 64, tmp_path)
+    assert (config.model.num_layers, config.training.global_batch_size) == (layers, micro_batches * 8)
 
 
 def test_a_launch_that_hangs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -24,6 +24,7 @@ from megatron.config import (
     TokenizerConfig,
     check_world,
 )
+from megatron.config.stages import stage_layers
 from megatron.training.check_layout.check import load_script
 from megatron.training.check_layout.settings import changes, shrink
 from megatron.training.order.classes import representatives
@@ -33,6 +34,8 @@ from megatron.training.order.waits import INDEPENDENT, ONE_QUEUE, STRICTEST
 from megatron.training.settings import read_settings
 
 _VOCABULARY = 127
+_LONG = 4
+"""Stages of a pipeline that is cut further than others."""
 _SHOWN = 6
 """Operations of a first step that are listed one by one."""
 
@@ -107,7 +110,28 @@ def for_order(config: RunConfig, world_size: int, cache: Path) -> RunConfig:
         profile=ProfileConfig(),
         runtime=RuntimeConfig(device="cpu", distributed_backend="gloo"),
     )
-    return shrink(same_order, world_size)
+    return _as_few_as_the_order_needs(shrink(same_order, world_size), world_size)
+
+
+def _as_few_as_the_order_needs(config: RunConfig, world_size: int) -> RunConfig:
+    """Of a long pipeline less than a comparison of numbers needs. Two micro-batches more than stages fill it, alternate
+    on every stage and empty it (interleaved chunks take whole rounds, and zero-bubble spreads what it defers over two).
+    Of equal stages one layer is enough where nothing begins in a layer and ends in the next."""
+    parallel, training, layers = config.parallel, config.training, config.model.num_layers
+    pp, dp = parallel.pipeline_model_parallel_size, config.parallel.layout(world_size).dp
+    if pp < _LONG or stage_layers(layers, parallel).chunks > 1 or parallel.schedule == "zero-bubble":
+        return config
+    assert training.global_batch_size is not None and training.micro_batch_size is not None
+    few = min(training.global_batch_size, training.micro_batch_size * dp * (pp + 2))
+    across = parallel.zero > 1 or parallel.context_parallel_size > 1 or config.moe.is_on or layers != 2 * pp
+    alone = not across and config.recompute.recompute_granularity != "full"
+    small = replace(
+        config,
+        training=replace(training, global_batch_size=few),
+        model=replace(config.model, num_layers=pp) if alone else config.model,
+    )
+    check_world(small, world_size)
+    return small
 
 
 def _introduction(given: RunConfig, config: RunConfig, world_size: int) -> list[str]:
