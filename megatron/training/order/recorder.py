@@ -167,8 +167,9 @@ class _RecordedGroup(_TorchGroup):
 
     def _collective(self, kind: str, answer: Any, *given: Any, size: int | None = None, detail: str = "") -> dist.Work:
         tensors = [each for each in _flat(given) if isinstance(each, Tensor)]
+        axis = self.axis
         for each in tensors:
-            _check_sendable(each, kind, self.axis)
+            _check_sendable(each, kind, axis)
         tensor = tensors[0] if tensors else None
         elements = 0 if tensor is None else tensor.numel()
         size = elements if size is None else size
@@ -249,9 +250,12 @@ _SENDABLE = (torch.uint8, torch.int8, torch.int32, torch.int64, torch.bool)
 def _check_sendable(tensor: Tensor, kind: str, axis: str) -> None:
     """What nccl refuses and gloo may take: types that it lacks, and tensors with gaps or of another order in memory (of
     a message, where sender and receiver need not have the same, it would send the wrong numbers with a warning)."""
-    what = f"{kind} over {axis}: nccl does not take a tensor {list(tensor.shape)} of {tensor.dtype}"
-    assert tensor.is_contiguous(), f"{what} that is not contiguous (strides {list(tensor.stride())})"
-    assert tensor.is_floating_point() or tensor.dtype in _SENDABLE, what
+    if tensor.is_contiguous() and (tensor.is_floating_point() or tensor.dtype in _SENDABLE):
+        return
+    gaps = "" if tensor.is_contiguous() else f" that is not contiguous (strides {list(tensor.stride())})"
+    raise AssertionError(
+        f"{kind} over {axis}: nccl does not take a tensor {list(tensor.shape)} of {tensor.dtype}{gaps}"
+    )
 
 
 def _flat(values: Any) -> Iterator[Any]:
