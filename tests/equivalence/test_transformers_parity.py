@@ -138,23 +138,35 @@ def their_config(case: Case) -> Any:
             hidden_size=HIDDEN, num_attention_heads=HEADS, num_hidden_layers=LAYERS, intermediate_size=4 * HIDDEN,
             hidden_act=gelu, layer_norm_eps=options.get("norm_epsilon", 1e-5),
             use_parallel_residual=options.get("use_parallel_residual", True),
-            rope_parameters={"rope_theta": case.base, **scaling[case.scaling], **share}, **common,
+            **rope_in_their_version({"rope_theta": case.base, **scaling[case.scaling], **share}), **common,
         )  # fmt: skip
     common |= {
         "hidden_size": HIDDEN, "num_attention_heads": HEADS, "num_hidden_layers": LAYERS, "intermediate_size": 96,
         "num_key_value_heads": case.groups, "max_position_embeddings": 128, "rms_norm_eps": 1e-6,
         "head_dim": options.get("kv_channels", HIDDEN // HEADS),
     }  # fmt: skip
-    if hasattr(transformers.LlamaConfig(), "rope_parameters"):
-        common["rope_parameters"] = {"rope_theta": case.base, **scaling[case.scaling]}
-    else:  # transformers 4
-        common |= {"rope_theta": case.base, "rope_scaling": scaling[case.scaling]}
+    common |= rope_in_their_version({"rope_theta": case.base, **scaling[case.scaling]})
     if case.family == "llama":
         return transformers.LlamaConfig(attention_bias=case.biases == "all", mlp_bias=case.biases == "all", **common)
     if case.family == "mistral":
         return transformers.MistralConfig(sliding_window=case.window, **common)
     others = {"qwen2": "Qwen2Config", "qwen3": "Qwen3Config", "olmo2": "Olmo2Config"}
     return getattr(transformers, others[case.family])(**common)
+
+
+def rope_in_their_version(described: dict[str, Any]) -> dict[str, Any]:
+    """Version 4 of transformers has it in several settings, and two of GPT-NeoX under names of its own."""
+    if hasattr(transformers.LlamaConfig(), "rope_parameters"):
+        return {"rope_parameters": described}
+    scaling = {name: value for name, value in described.items() if name not in ("rope_theta", "partial_rotary_factor")}
+    rope = {"rope_theta": described["rope_theta"], "rope_scaling": None if len(scaling) == 1 else scaling}
+    if "partial_rotary_factor" not in described:
+        return rope
+    return {
+        "rotary_pct": described["partial_rotary_factor"],
+        "rotary_emb_base": rope["rope_theta"],
+        "rope_scaling": rope["rope_scaling"],
+    }
 
 
 def their_model(case: Case, dtype: torch.dtype) -> nn.Module:
