@@ -11,8 +11,9 @@ from megatron.errors import CheckpointError, MegatronError
 
 @contextmanager
 def saved_values(what: str, step: Path, way_out: str) -> Iterator[None]:
-    """For reading and restoring them. Checksums say that they are what was written, not who wrote them: other values
-    than a run saves are told by name. A RuntimeError is left alone: it may be a lost peer's."""
+    """Wraps the reading and restoring of a checkpoint's plain values: those that no run saves become an error that
+    names them. Checksums cannot tell, since a forger computes them too. A RuntimeError stays, which a lost
+    peer may have caused."""
     try:
         yield
     except MegatronError:

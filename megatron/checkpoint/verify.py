@@ -220,7 +220,7 @@ def _contents(directory: Path, record: Manifest) -> list[Problem]:
 
 
 _PARTS = {"optimizer": ("optimizer", "extra"), "scheduler": ("opt_param_scheduler",), "rng": ("rng_state",)}
-"""Where a file has what the manifest says that the step holds, besides tensors."""
+"""The place in a file of each plain value that the manifest says the step holds."""
 
 
 def _plain_values(record: Manifest, file: str, content: Any) -> Iterator[str]:

@@ -35,9 +35,10 @@ def _unit(layout: Layout) -> int:
 
 
 def others(layout: Layout, *, divided: bool = False) -> list[int]:
-    """Ranks that are not representatives, of which it is checked that they do as theirs: the next replica's first on
-    the first and on the last stage, and the last of all. Where replicas are `divided`, sums over a tensor-parallel
-    group are of pieces that depend on the replica, so these ranks' groups are recorded whole."""
+    """Ranks that are recorded besides the representatives, to check that each does what its class does: the first of
+    the next replica on the first and on the last stage, and the last of all ranks. Where replicas are `divided`,
+    sums over a tensor-parallel group are of pieces that depend on the replica, so these ranks' groups are recorded
+    whole."""
     wide = layout.cp * layout.dp
     following = min(_unit(layout), wide - 1) * layout.tp
     chosen = {following, following + layout.tp * wide * (layout.pp - 1), layout.world_size - 1}

@@ -92,8 +92,8 @@ def record_runs(
 
 
 def _as_often_as_can_be(asked: CheckpointConfig, local: Path) -> CheckpointConfig:
-    """Saves of every kind that is asked for within two steps, and all in directories of this machine. Of those between
-    the regular ones no copies go to other ranks, which a machine has to have another directory for."""
+    """The settings of saves, changed so that every kind that is asked for happens within two steps, in directories of
+    this machine. Non-persistent steps are not copied to other ranks: that needs a directory of each machine's own."""
     between = asked.non_persistent_ckpt_type is not None
     return replace(
         asked,

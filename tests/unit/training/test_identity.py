@@ -36,7 +36,7 @@ def test_a_setting_shows_and_a_path_does_not(tmp_path: Path) -> None:
 
 
 def test_checkpoints_show_and_their_places_do_not(tmp_path: Path) -> None:
-    """A rank that loads or saves asks the others for what they do not answer if they do neither."""
+    """A rank that loads or saves enters collectives that a rank without --load or --save never enters."""
     here, there = tmp_path / "here", tmp_path / "there"
     for folder in (here, there):
         folder.mkdir()

@@ -1,4 +1,4 @@
-"""Where the host waits for its device, the heartbeat sees it: with nccl a hang is there, and in no collective."""
+"""The heartbeat sees every wait of the host for its device: with nccl a hang shows there, and in no collective."""
 
 from __future__ import annotations
 
