@@ -285,7 +285,7 @@ IMPLEMENTATIONS: dict[str, str] = {
     "the log has one level; --timing-log-level chooses its timers": "--logging-level=",
     "the fast encoder is used where it is installed and exact": "--use-gigatoken",
     "no token is added to a document, except Llama 2's first": "--tokenizer-hf-no-include-special-tokens",
-    "a watchdog and each rank's last collectives are always there (docs/reliability.md)": """
+    "a watchdog and each rank's last collectives are always there (docs/parallelism.md)": """
         --flight-recorder-dump-path= --flight-recorder-trace-buffer-size= --flight-recorder-include-stack-trace
         --no-flight-recorder-dump-on-timeout --no-flight-recorder-extra-dump-on-exec
         --no-flight-recorder-include-only-active --disable-flight-recorder-dump-on-timeout

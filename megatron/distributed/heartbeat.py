@@ -22,7 +22,7 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
-from megatron.distributed.comm_log import CommLog
+from megatron.distributed.comm_log import CommLog, CommOp
 from megatron.distributed.failure_detection import (
     RankStatus,
     State,
@@ -60,6 +60,7 @@ class Heartbeat:
         on_end: OnEnd,
         *,
         patience: float,
+        limit: float = math.inf,
         keys: str = "heartbeat",
         connect: Callable[[], dist.Store] | None = None,
         now: Callable[[], float] = time.monotonic,
@@ -67,6 +68,7 @@ class Heartbeat:
         self._info, self._comm_log, self._where, self._on_end = info, comm_log, where, on_end
         self._interval = _interval(info.world_size)
         self._patience = max(patience, 3 * self._interval)
+        self._limit = limit  # seconds of a collective, where the host waits for its device and no call times out
         self._keys = keys  # their beginning in the store
         self._connect, self._now = connect or self._own_connection, now
         self._number = 0
@@ -167,7 +169,7 @@ class Heartbeat:
             text=text[:300],
             idle=self._now() - comm_log.moved,
             waiting=comm_log.waiting,
-            timed_out=comm_log.timed_out,
+            timed_out=comm_log.timed_out or self._overdue(),
             last=comm_log.last,
             explains=self._explains,
             counts=dict(comm_log.counts),
@@ -175,6 +177,12 @@ class Heartbeat:
         self._board.publish(status)
         if status.idle > 2 * _INTERVAL:  # only needed to diagnose a hang
             self._board.publish_recent(status.rank, comm_log)
+
+    def _overdue(self) -> CommOp | None:
+        """The last collective of this rank if its device has been at work for longer than a collective may take."""
+        waiting = self._comm_log.waiting
+        overdue = waiting is not None and waiting.on_device and self._now() - self._comm_log.moved > self._limit
+        return self._comm_log.last if overdue else None
 
     def _run(self) -> None:
         while not self._closed.wait(self._interval):

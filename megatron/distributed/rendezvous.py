@@ -44,9 +44,11 @@ def init_process_group(
     device: torch.device | None = None,
     started_with: Mapping[str, str] | None = None,
     met: Callable[[], None] = lambda: None,
+    collectives: timedelta | None = None,
 ) -> Connection | None:
     """Makes `device` the current one and joins the process group; a single process needs none. `started_with`: values
-    that must be the same on all ranks. `met` is called when all ranks have come, before they connect."""
+    that must be the same on all ranks. `met` is called when all ranks have come, before they connect. `timeout`: of
+    the ranks' meeting, and of the collectives unless they have another one."""
     device = device or torch.device("cpu")
     activate(device)
     if info.world_size == 1:
@@ -62,7 +64,7 @@ def init_process_group(
             store=store,
             rank=info.rank,
             world_size=info.world_size,
-            timeout=timeout,
+            timeout=collectives or timeout,
             device_id=None if backend == "gloo" else device,
         )
     except (RuntimeError, OSError, dist.DistError) as error:

@@ -160,7 +160,8 @@ def start(config: RunConfig, *, needs_data: bool = True, stream: TextIO | None =
         if raised is not None:
             log.info(raised)
         compared = started_with(config, tokenizer) if launch.world_size > 1 else None  # it reads the whole package
-        connection = init_process_group(launch, backend, timeout, device, compared, met)
+        longest = timeout_of_collectives(config, device)
+        connection = init_process_group(launch, backend, timeout, device, compared, met, longest)
         if connection is None:
             return None
         if connection.network is not None:
@@ -235,7 +236,7 @@ def build_run(
     else:
         timeout = timedelta(minutes=config.runtime.distributed_timeout_minutes)
         store = connect(timeout, tokenizer)
-        parallel = ParallelState.build(layout, launch.rank, timeout)
+        parallel = ParallelState.build(layout, launch.rank, timeout_of_collectives(config, device))
         if device.type == "cuda":
             kernels = resolve_kernels(config.kernels, device, verified_by_all(native, parallel), log)
         check_same_kernels(config.kernels.spec, kernels, parallel)
@@ -254,6 +255,14 @@ def build_run(
         store=store,
         started=time.monotonic() if started is None else started,
     )
+
+
+def timeout_of_collectives(config: RunConfig, device: torch.device) -> timedelta:
+    """When torch ends a collective. On an accelerator its watchdog aborts the process and names nobody, so where there
+    are heartbeats, which name the stuck rank at --distributed-timeout-minutes, it comes a while later."""
+    runtime = config.runtime
+    later = 0.0 if device.type == "cpu" else 3 * runtime.heartbeat_timeout_seconds
+    return timedelta(minutes=runtime.distributed_timeout_minutes, seconds=later)
 
 
 def _for_dry_run(config: RunConfig, launch: LaunchInfo) -> LaunchInfo:

@@ -52,7 +52,8 @@ def watched(run: Run, record: ExitRecord) -> Iterator[Position]:
         with on_sigterm(lambda: end(TerminatedError(by_sigterm(position())), True)):
             yield position
         return
-    heartbeat = Heartbeat(run.launch, run.parallel.comm_log, position, end, patience=patience)
+    limit = 60.0 * run.config.runtime.distributed_timeout_minutes
+    heartbeat = Heartbeat(run.launch, run.parallel.comm_log, position, end, patience=patience, limit=limit)
     heartbeat.start()
     with on_sigterm(heartbeat.asked_to_end):
         try:

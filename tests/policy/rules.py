@@ -285,6 +285,7 @@ def cuda_by_name(source: str, path: str) -> list[str]:
 # ---------------------------------------------------------------- texts and sizes
 
 MACHINE_PATH = re.compile(r"(?<![\w.:/$}*-])/(?:home|root|work|mnt|opt|Users|tmp)/[\w.-]+")
+PAGE = re.compile(r"(?<![\w/.])docs/[\w/-]+\.md")
 FOREIGN_PACKAGE = re.compile(r"""(pip install\b.*[\s'"]megatron(?![-\w./])|^name = ["']megatron["'])""")
 LEFTOVER = re.compile(r"\b(?:TODO|FIXME|XXX|HACK)\b")
 
@@ -298,6 +299,13 @@ def machine_paths(text: str, path: str) -> list[str]:
 def leftovers(text: str, path: str) -> list[str]:
     lines = enumerate(text.splitlines(), start=1)
     return [f"{path}:{number}: {line.strip()[:80]}" for number, line in lines if LEFTOVER.search(line)]
+
+
+def missing_pages(text: str, path: str) -> list[str]:
+    """A message, a comment or a page that sends a reader to a page which is not there."""
+    lines = enumerate(text.splitlines(), start=1)
+    named = ((number, found.group()) for number, line in lines for found in PAGE.finditer(line))
+    return [f"{path}:{number}: {page} is not there" for number, page in named if not (ROOT / page).is_file()]
 
 
 def foreign_packages(text: str, path: str) -> list[str]:

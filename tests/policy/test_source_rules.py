@@ -49,6 +49,7 @@ HOLDS: list[tuple[Rule, Callable[[], list[Path]]]] = [
     (rules.cuda_by_name, package),
     (rules.machine_paths, lambda: [path for path in texts() if "policy" not in path.parts]),
     (rules.leftovers, lambda: [path for path in texts() if "policy" not in path.parts]),
+    (rules.missing_pages, lambda: [path for path in texts() if "policy" not in path.parts]),
     (rules.foreign_packages, lambda: [path for path in texts() if "policy" not in path.parts]),
     (rules.unexplained_skips, all_tests),
 ]
@@ -107,6 +108,7 @@ PLANTED: list[tuple[Rule, str, str]] = [
     (rules.cuda_by_name, "megatron/model/gpt.py", "from torch.cuda import amp"),
     (rules.machine_paths, "README.md", "see /home/somebody/notes"),
     (rules.leftovers, "megatron/a.py", "# " + "TO" + "DO: finish this"),
+    (rules.missing_pages, "megatron/a.py", "say('no-op: it is always there (docs/gone.md)')"),
     (rules.foreign_packages, "README.md", "pip install 'megatron[data]'"),
     (rules.foreign_packages, "pyproject.toml", 'name = "megatron"'),
     (rules.unexplained_skips, "tests/a.py", "@pytest.mark.skip\ndef test_a(): ..."),

@@ -18,6 +18,7 @@ from megatron.errors import HangError, MegatronError, PeerLostError
 
 REQUEST = 27.8e-6  # seconds of the store for one request, measured
 PATIENCE = 20.0
+LIMIT = 100.0  # seconds of a collective
 
 
 class CountedStore:
@@ -96,6 +97,7 @@ class Cluster:
             lambda: (7, "forward-backward"),
             end,
             patience=PATIENCE,
+            limit=LIMIT,
             connect=lambda: self.store,  # type: ignore[arg-type, return-value]
             now=lambda: self.time,
         )
@@ -215,6 +217,25 @@ def test_a_hang_on_the_devices_is_found_where_the_hosts_wait_for_an_outcome() ->
         assert len(cluster.ended) == (16 if left_out else 0), "a step of a minute is no hang"
     text = str(cluster.ended[0][1])
     assert "rank 6 has begun 3 collectives over dp" in text and "rank 0 4 (" in text
+
+
+def test_a_rank_that_is_stuck_is_named_where_the_others_wait_for_their_devices() -> None:
+    """As with nccl: no wait of theirs times out, and torch's watchdog would abort them without a name."""
+    cluster = Cluster(16)
+    with ExitStack() as waits:
+        for rank, log in enumerate(cluster.logs):
+            for _ in range(3 if rank == 6 else 4):
+                log.began("all_reduce", "dp", range(16), (4,))
+            if rank != 6:
+                waits.enter_context(log.read_back("reading the outcome of step 7"))
+            log.moved = 0.0
+        for _ in cluster.pass_time(LIMIT):
+            pass
+        assert not cluster.ended, "it may be slow"
+        error, _ = run_until_the_end(cluster, 2 * PATIENCE)
+    assert isinstance(error, HangError) and error.exit_code == 16 and len(cluster.ended) == 16
+    assert str(error).startswith("rank 6 (process ") and "is alive and stuck" in str(error)
+    assert "until the timeout in all_reduce 4" in str(error)
 
 
 def test_a_wait_that_ends_by_its_timeout_is_noted() -> None:
