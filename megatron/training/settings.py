@@ -50,7 +50,7 @@ def read_settings(argv: Sequence[str] | None, *, needs_data: bool = True, absent
 
 def _check_load_is_there(config: RunConfig, refusals: Refusals) -> None:
     load, save = config.checkpoint.load, config.checkpoint.save
-    if load is None or Path(load).is_dir():
+    if load is None or Path(load).exists():
         return
     with refusals.of_checking():  # before what the command line lacks, if it is a name of the Hub
         find_candidates(Path(load), save_dir=Path(save) if save else None)
