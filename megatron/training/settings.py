@@ -52,7 +52,7 @@ def _check_load_is_there(config: RunConfig, refusals: Refusals) -> None:
     """Tells before what the command line lacks, which a model in that place would have said: no place, a name of the
     Hub, or a file without a shape beside it. Another file is told when it is opened, with all that is found by then."""
     load, save = config.checkpoint.load, config.checkpoint.save
-    if load is None or Path(load).is_dir() or (Path(load).exists() and config.model.num_layers is not None):
+    if load is None or Path(load).is_dir() or (Path(load).exists() and config.model.num_layers):
         return
     with refusals.of_checking():
         find_candidates(Path(load), save_dir=Path(save) if save else None)
