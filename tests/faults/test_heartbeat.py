@@ -65,7 +65,10 @@ def model_provider(run):
 
 if how in ("kill connecting", "no connection") and os.environ.get("RANK") == whom:
     def connecting(*given, **named):
-        if how == "kill connecting":
+        if how == "kill connecting":  # once the others are watching, who learn of rank 0 from the store that it keeps
+            watch = torch.distributed.PrefixStore("start/none/attempt_0", named["store"].underlying_store)
+            watch.wait(["rank_0", "rank_1", "rank_2"])
+            time.sleep(1.0)
             os.kill(os.getpid(), signal.SIGKILL)
         raise RuntimeError("gloo: Connect timeout [planted]")
     torch.distributed.init_process_group = connecting
