@@ -17,13 +17,13 @@ from megatron.preprocess.input.segments import Segment, plan_segments, share_byt
 from megatron.preprocess.journal import WorkFolder, is_begun
 from megatron.preprocess.merge import Merger, Report
 from megatron.preprocess.outputs import refuse_existing, take_names_back
-from megatron.preprocess.pool import WorkerDiedError, WorkerPool
 from megatron.preprocess.progress import ProgressDisplay
 from megatron.preprocess.punkt import SentenceSplitter
 from megatron.preprocess.sentences import prepare_splitter, texts_of_sample
 from megatron.preprocess.settings import PreprocessSettings, digest_of
 from megatron.preprocess.shard import SegmentFailure, SegmentResult
 from megatron.tokenizer import Tokenizer, build_tokenizer
+from megatron.utils.pool import WorkerDiedError, WorkerPool
 
 Say = Callable[[str], None]
 

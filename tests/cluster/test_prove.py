@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,14 @@ import pytest
 import torch
 
 from megatron.config import parse_args
+from megatron.errors import DataError
 from megatron.pipeline_parallel.links import Links
 from megatron.training.check_layout.cli import main
+from megatron.training.order import record
+from megatron.training.order.cluster import record_runs
 from megatron.training.order.prove import for_order
-from tests.helpers.runs import flags
+from megatron.training.order.record import waves
+from tests.helpers.runs import flags, pretrain_gpt
 
 LAUNCH = flags(
     num_layers=8,
@@ -32,6 +37,15 @@ LAUNCH = flags(
     lr_warmup_samples=64,
     device="auto",
 )
+EVERY_AXIS: dict[str, Any] = {
+    "num_layers": 4,
+    "tensor_model_parallel_size": 2,
+    "context_parallel_size": 2,
+    "pipeline_model_parallel_size": 2,
+    "overlap_grad_reduce": True,
+    "micro_batch_size": 1,
+    "global_batch_size": 16,
+}
 
 
 def test_what_the_classes_do_and_the_verdict(capsys: pytest.CaptureFixture[str]) -> None:
@@ -74,9 +88,55 @@ def test_a_launch_that_hangs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     assert "rank 0 connects for receive from rank 32" in said and "WOULD HANG on 64 ranks: " in said
 
 
+def test_workers_record_what_one_process_records(tmp_path: Path) -> None:
+    """Every group of ranks knows what those before it broadcast, whoever recorded them."""
+    longer = {**EVERY_AXIS, "train_iters": 2, "eval_iters": 1, "eval_interval": 2, "save": "?", "save_interval": 1}
+    config = for_order(parse_args(flags(**longer)), 16, tmp_path)
+    found = {}
+    for workers in (1, 3):
+        folder, recorded = tmp_path / str(workers), []
+        folder.mkdir()
+        found[workers] = record_runs(
+            config,
+            16,
+            pretrain_gpt(),
+            folder,
+            workers=workers,
+            report=lambda: recorded.append(1),  # noqa: B023
+        )
+        assert len(recorded) == 2 * (8 + 3)
+    assert found[1] == found[3]
+    assert {name: run.findings() for name, run in found[3].items()} == {"a new run": [], "a resumed run": []}
+
+
+def test_what_is_known_of_the_groups_before() -> None:
+    layout = parse_args(flags(**EVERY_AXIS)).parallel.layout(16)
+    first, stages, rest = waves(layout, range(16))
+    assert (first, stages) == ({(0, 1): None}, {(8, 9): 0})
+    assert rest == {(2, 3): 0, (4, 5): 0, (6, 7): 0, (10, 11): 8, (12, 13): 8, (14, 15): 8}
+
+
+def test_an_error_and_a_death_in_a_worker(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["--traceback", "--workers", "2", "--cluster", "64", "--", *LAUNCH]
+
+    def refuses(*given: Any) -> None:
+        raise DataError("no such thing")
+
+    monkeypatch.setattr(record, "held_save_directory", refuses)
+    assert main(command) == DataError.exit_code
+    told = capsys.readouterr().err
+    assert "check_layout.py: no such thing" in told and "in refuses" in told, "the calls that led there are those of the worker"
+    monkeypatch.setattr(record, "held_save_directory", lambda run: os._exit(9))
+    assert main(command) == 2
+    assert "the process that recorded ranks (0, 1) died (exit code 9); if it was for memory, give fewer --workers " in (
+        capsys.readouterr().err
+    )
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [
+        (["--workers", "2"], "--workers 2: is for --cluster N; remove it"),
         (["--cluster", "64", "--steps", "2"], "--cluster 64: trains nothing, so --steps has no effect; remove it"),
         (["--cluster", "63"], "63 processes that were"),
         (["--cluster", "1"], "--cluster"),

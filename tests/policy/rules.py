@@ -35,7 +35,7 @@ ENVIRONMENT_READERS = ("megatron/distributed/launch.py", "csrc/build.py", "megat
 # A closed list: libraries that listen to nothing but a variable, set for this process. Nothing of ours reads it.
 ENVIRONMENT_WRITERS = {
     "megatron/utils/loading.py": "TORCH_CPP_LOG_LEVEL",
-    "megatron/preprocess/pool.py": "TOKENIZERS_PARALLELISM",
+    "megatron/utils/pool.py": "TOKENIZERS_PARALLELISM",
     "megatron/distributed/rendezvous.py": "GLOO_SOCKET_IFNAME",
     "megatron/distributed/flight_recorder.py": "TORCH_FR_BUFFER_SIZE",
 }

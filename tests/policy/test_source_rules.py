@@ -81,7 +81,7 @@ PLANTED: list[tuple[Rule, str, str]] = [
     (rules.environment_reads, "tools/generate.py", "import os\nfast = os.getenv('FAST')"),
     (rules.environment_reads, "megatron/model/gpt.py", "from os import environ"),
     (rules.environment_reads, "megatron/model/gpt.py", "import os\nos.environ['TOKENIZERS_PARALLELISM'] = 'false'"),
-    (rules.environment_reads, "megatron/preprocess/pool.py", "import os\nfast = os.environ['TOKENIZERS_PARALLELISM']"),
+    (rules.environment_reads, "megatron/utils/pool.py", "import os\nfast = os.environ['TOKENIZERS_PARALLELISM']"),
     (rules.environment_reads, "megatron/distributed/rendezvous.py", "import os\nos.environ.setdefault('FAST', '1')"),
     (
         rules.environment_reads,
@@ -135,7 +135,7 @@ ALLOWED: list[tuple[Rule, str, str]] = [
     (rules.environment_reads, rules.ENVIRONMENT_READERS[0], "import os\nrank = os.environ['RANK']"),
     (
         rules.environment_reads,
-        "megatron/preprocess/pool.py",
+        "megatron/utils/pool.py",
         "import os\nos.environ['TOKENIZERS_PARALLELISM'] = 'false'",
     ),
     (

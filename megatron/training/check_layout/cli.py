@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from megatron.errors import ConfigError, MegatronError
 from megatron.training.exit import as_megatron_error, in_one_line
 from megatron.utils.command_line import Parser, integer, run_tool
+from megatron.utils.process import usable_cpus
 
 NAME = "check_layout.py"
 FAULT_NAMES = (
@@ -61,6 +62,9 @@ def build_parser() -> Parser:
         "asks of its communicators from start to stop, a save and a load included (exit code 0: proved, 1: they would "
         "hang), and print what that is",
     )
+    parser.add_argument(
+        "--workers", type=integer(1), metavar="N", help="with --cluster: processes at a time (one for each CPU)"
+    )
     parser.add_argument("--full", action="store_true", help="never shrink the model, however long it takes")
     parser.add_argument("--script", metavar="FILE.py", help="a pretrain script of your own (pretrain_gpt.py)")
     parser.add_argument("--plant", choices=FAULT_NAMES, help="plant this fault, to see that it is found (exit code 1)")
@@ -96,11 +100,15 @@ def _run(argv: list[str]) -> int:
     options = build_parser().parse_known_flags(argv[:cut])
     if options.cluster is not None and (given := _of_training(options)):
         raise ConfigError(f"--cluster {options.cluster}: trains nothing, so {given} has no effect; remove it")
+    if options.cluster is None and options.workers is not None:
+        raise ConfigError(f"--workers {options.workers}: is for --cluster N; remove it")
     try:  # imports not above: `--help` loads no torch
         if options.cluster is not None:
             from megatron.training.order.prove import prove
 
-            return prove(options.cluster, options.script, argv[cut + 1 :])
+            # A worker is a forked process, which macOS cannot have safely.
+            cpus = usable_cpus() if sys.platform == "linux" else 1
+            return prove(options.cluster, options.script, argv[cut + 1 :], workers=options.workers or cpus)
         from megatron.training.check_layout.check import check
 
         return check(options, argv[cut + 1 :])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -12,29 +12,19 @@ from types import ModuleType
 import torch
 
 from megatron.config import CheckpointConfig, EvaluationConfig, RunConfig
-from megatron.distributed.launch import LaunchInfo, shutdown
+from megatron.distributed.launch import LaunchInfo
 from megatron.layout import Layout
 from megatron.training.assemble import assemble
 from megatron.training.check_layout.settings import alone
 from megatron.training.checkpointing import held_save_directory
-from megatron.training.hooks import Hook
 from megatron.training.initialize import build_run
 from megatron.training.order.agreement import disagreements
 from megatron.training.order.classes import difference, others, representative, representatives
 from megatron.training.order.events import Recording
-from megatron.training.order.large import as_large_on_accelerators
-from megatron.training.order.peers import Script
-from megatron.training.order.recorder import Tape, recorded
+from megatron.training.order.record import Report, record_ranks
 from megatron.training.order.waits import STRICTEST, Rules, play
-from megatron.training.pretrain import train_and_evaluate
 from megatron.training.resume import Progress
 from megatron.utils.log import RankLog
-
-FIRST_STEP, LATER = "first step", "later"
-_CPU = torch.device("cpu")
-
-Report = Callable[[], None]
-"""Called when a rank was recorded."""
 
 
 @dataclass(frozen=True)
@@ -51,15 +41,16 @@ class ClusterRecording:
     """Whether replicas ask for the same. With Muon the replica that computes a matrix sends it to its own ranks first:
     then ranks of one class are not compared, and their groups' agreement is what is shown."""
 
-    def findings(self, rules: Iterable[Rules] = (STRICTEST,)) -> list[str]:
-        """Every reason for which these ranks could wait for ever; none is a proof that they do not."""
+    def findings(self, weaker: Iterable[Rules] = ()) -> list[str]:
+        """Every reason for which these ranks could wait for ever; none is a proof that they do not. What does not end
+        under the strictest rules is tried under `weaker` ones, too; what ends under the strictest ends under all."""
         stands_for = partial(representative, self.layout)
         found = disagreements({**self.programs, **self.copies})
         for rank, copy in self.copies.items() if self.alike else ():
             line = difference(copy, self.programs[stands_for(rank)], stands_for, divided=self.divided)
             found += [] if line is None else [f"ranks of one class differ: {line}"]
-        if not found:
-            for each in rules:
+        if not found and (found := play(self.programs, STRICTEST).stuck):
+            for each in weaker:
                 found += play(self.programs, each).stuck
         return found
 
@@ -72,6 +63,7 @@ def record_runs(
     *,
     before: Path | None = None,
     copies: Sequence[int] | None = None,
+    workers: int = 1,
     report: Report = lambda: None,
 ) -> dict[str, ClusterRecording]:
     """The two runs that a training is made of, whether or not the settings ask for both: one from its start over its
@@ -88,7 +80,7 @@ def record_runs(
         "a new run": replace(config, checkpoint=new),
         "a resumed run": replace(config, checkpoint=resumed, evaluation=EvaluationConfig(eval_iters=0)),
     }
-    return {name: record_cluster(one, world_size, script, copies=copies, report=report) for name, one in runs.items()}
+    return _record_clusters(runs, world_size, script, copies, workers=workers, report=report)
 
 
 def _as_often_as_can_be(asked: CheckpointConfig, local: Path) -> CheckpointConfig:
@@ -123,56 +115,39 @@ def save_by_one_process(config: RunConfig, folder: Path, script: ModuleType) -> 
     """The checkpoint that the resumed run goes on from: every layout loads it."""
     config = replace(by_one_process(config), checkpoint=CheckpointConfig(save=str(folder)))
     assert config.training.global_batch_size is not None
-    run = build_run(config, LaunchInfo(), device=_CPU, log=RankLog(0, io.StringIO()), needs_data=False)
+    run = build_run(config, LaunchInfo(), device=torch.device("cpu"), log=RankLog(0, io.StringIO()), needs_data=False)
     providers = script.datasets_provider, script.model_provider, script.forward_step
     with held_save_directory(run) as (history, _), assemble(run, *providers, history) as parts:
         parts.checkpoints.save(Progress(iteration=1, consumed_train_samples=config.training.global_batch_size))
 
 
 def record_cluster(
-    config: RunConfig,
+    config: RunConfig, world_size: int, script: ModuleType, *, copies: Sequence[int] | None = None
+) -> ClusterRecording:
+    """One run. `copies` unset: those of `copies_of`."""
+    return _record_clusters({"a run": config}, world_size, script, copies)["a run"]
+
+
+def _record_clusters(
+    runs: Mapping[str, RunConfig],
     world_size: int,
     script: ModuleType,
+    copies: Sequence[int] | None,
     *,
-    copies: Sequence[int] | None = None,
+    workers: int = 1,
     report: Report = lambda: None,
-) -> ClusterRecording:
-    """Every class of ranks in turn, in this process, on the CPU. `copies` unset: those of `copies_of`."""
+) -> dict[str, ClusterRecording]:
+    config = next(iter(runs.values()))
     layout = config.parallel.layout(world_size)
     chosen, compared = representatives(layout), copies_of(config, world_size) if copies is None else copies
-    known = Script(partial(representative, layout))
-    recordings = {}
-    for rank in (*chosen, *compared):
-        recordings[rank] = record_rank(config, rank, world_size, script, known)
-        report()
-    return ClusterRecording(
-        layout,
-        {rank: recordings[rank] for rank in chosen},
-        {rank: recordings[rank] for rank in compared},
-        divided=config.parallel.zero > 0,
-        alike=not config.optimizer.uses_muon,
-    )
-
-
-def record_rank(config: RunConfig, rank: int, world_size: int, script: ModuleType, known: Script) -> Recording:
-    with recorded(rank, world_size, peers=known) as tape, as_large_on_accelerators():
-        tape.mark("start")
-        launch = LaunchInfo(rank=rank, world_size=world_size, local_rank=rank, local_world_size=world_size)
-        log = RankLog(rank, io.StringIO())
-        run = build_run(config, launch, device=_CPU, log=log, needs_data=False)
-        providers = script.datasets_provider, script.model_provider, script.forward_step
-        with held_save_directory(run) as (history, exit_record):
-            with assemble(run, *providers, history, [_Marks(tape)]) as parts:
-                reason = train_and_evaluate(run, parts)
-            exit_record.ended(reason, parts.progress.iteration)
-        shutdown()
-        return tape.recording
-
-
-class _Marks(Hook):
-    def __init__(self, tape: Tape) -> None:
-        self._tape, self._names = tape, iter((FIRST_STEP, LATER))
-
-    def before_iteration(self, iteration: int) -> None:
-        if (name := next(self._names, None)) is not None:
-            self._tape.mark(name)
+    found = record_ranks(runs, [*chosen, *compared], layout, script, workers=workers, report=report)
+    return {
+        run: ClusterRecording(
+            layout,
+            {rank: recordings[rank] for rank in chosen},
+            {rank: recordings[rank] for rank in compared},
+            divided=config.parallel.zero > 0,
+            alike=not config.optimizer.uses_muon,
+        )
+        for run, recordings in found.items()
+    }

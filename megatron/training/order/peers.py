@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
+import io
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
+Said = dict[tuple[str, int, int], list[Tensor]]
+"""Broadcasts, by the classes of a group's ranks (their digest), the number of these ranks (a part of a group may have
+the same classes) and a count."""
 Done = dist.Work | None
 """The operation's work, where it is executed."""
 
@@ -60,11 +66,20 @@ class Script:
     """What the ranks recorded so far have broadcast. Each recorded rank stands for all ranks of its class."""
 
     stands_for: Callable[[int], int] = int
-    broadcasts: dict[tuple[tuple[int, ...], int, int], list[Tensor]] = field(default_factory=dict)
-    """By the classes of a group's ranks, their number (a part of a group may have the same classes) and a count."""
+    broadcasts: Said = field(default_factory=dict)
 
     def __call__(self, options: Any, ranks: tuple[int, ...]) -> Peers:
         return Scripted(self, options, ranks)
+
+
+def packed(broadcasts: Said) -> bytes:
+    torch.save(broadcasts, file := io.BytesIO())
+    return file.getvalue()
+
+
+def unpacked(content: bytes) -> Said:
+    read: Said = torch.load(io.BytesIO(content), weights_only=True)
+    return read
 
 
 class Scripted(Peers):
@@ -75,7 +90,7 @@ class Scripted(Peers):
         self.rank, self.size = options.group_rank, options.group_size
         self._said = script.broadcasts
         # One entry for each rank: the world is another group than one rank of each class.
-        self._like = tuple(sorted(map(script.stands_for, ranks)))
+        self._like = hashlib.sha256(repr(sorted(map(script.stands_for, ranks))).encode()).hexdigest()
         self._broadcasts = 0
 
     def all_reduce(self, tensors: Sequence[Tensor], opts: Any) -> Done:

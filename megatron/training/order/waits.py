@@ -84,9 +84,6 @@ class _World:
         self.met: dict[Key, list[_Entry]] = defaultdict(list)
         self.came: dict[Key, dict[int, float]] = defaultdict(dict)
 
-    def members(self, ranks: Iterable[int]) -> list[int]:
-        return [rank for rank in ranks if rank in self.ranks]
-
     def run(self) -> Outcome:
         while sum(rank.advance() for rank in self.ranks.values()):
             pass
@@ -120,6 +117,7 @@ class _Rank:
         self.of_op: dict[int, _Entry] = {}
         self.counts: dict[Key, int] = defaultdict(int)
         self.connected: set[Key] = set()
+        self.members: dict[Key, list[int]] = {}
         self.waiting_for: Callable[[], list[int]] = list
         self.waits_in = ""
 
@@ -159,7 +157,7 @@ class _Rank:
             return False
         after = [self.last[_COMPUTE]] if _COMPUTE in self.last else []
         entry = self._enqueue(f"{op} on {group}", op.group, group.what or op.group, after=after)
-        for key, _ in _sides(self.number, op, group):
+        for key in _sides(self.number, op):
             self.counts[key] += 1
             entry.keys.append((*key, self.counts[key]))
         entry.open = len(entry.keys)
@@ -168,21 +166,26 @@ class _Rank:
 
     def _connect(self, op: Op, group: Communicator) -> bool:
         """Whether all whom the operation connects are there."""
-        missing: list[int] = []
-        for key, ranks in _sides(self.number, op, group):
+        waiting: list[Key] = []
+        for key in _sides(self.number, op):
             if self.world.rules.collectives_connect and op.is_collective:
                 key = (*key, self.counts[key] + 1)
             if key in self.connected:
                 continue
             came = self.world.came[key]
             came.setdefault(self.number, self.clock)
-            away = [rank for rank in self.world.members(ranks) if rank not in came]
-            missing += away
-            if not away:
+            if any(rank not in came for rank in self._members(key)):
+                waiting.append(key)
+            else:
                 self.connected.add(key)
                 self.clock = max(self.clock, *came.values())
-        self.waiting_for, self.waits_in = (lambda: missing), f"connects for {op} on {group}"
-        return not missing
+        if not waiting:
+            return True
+        self.waiting_for = lambda: [
+            rank for key in waiting for rank in self._members(key) if rank not in self.world.came[key]
+        ]
+        self.waits_in = f"connects for {op} on {group}"
+        return False
 
     def _wait(self, event: Wait) -> bool:
         entry = self.of_op[event.op]
@@ -221,13 +224,17 @@ class _Rank:
                 if not entry.keys:
                     entry.end = entry.start + entry.seconds
                 for key in entry.keys:
-                    self.world.meet(entry, key, self._count_sides(key))
+                    self.world.meet(entry, key, len(self._members(key)))
         return started
 
-    def _count_sides(self, key: Key) -> int:
-        group = self.recording.groups[str(key[0])]
-        ranks = group.ranks if key[1] == "all" else key[2:4]
-        return len(self.world.members(ranks))  # type: ignore[arg-type]
+    def _members(self, key: Key) -> list[int]:
+        """The recorded ranks that have a side of the operation `key`; found once for all operations of its kind."""
+        group, kind = key[:2]
+        key = key[:2] if kind == "all" else key[:4]
+        if key not in self.members:
+            ranks = self.recording.groups[str(group)].ranks if kind == "all" else key[2:]
+            self.members[key] = [rank for rank in self.world.ranks if rank in ranks]
+        return self.members[key]
 
     # the diagnosis
 
@@ -243,11 +250,8 @@ class _Rank:
                 blocked = next(each for each in head.after if each.end is None)
             entry = blocked
         for key in entry.keys:
-            group = self.recording.groups[str(key[0])]
-            sides = group.ranks if key[1] == "all" else key[2:4]
             there = {each.rank for each in self.world.met[key]}
-            away = [rank for rank in self.world.members(sides) if rank not in there]  # type: ignore[arg-type]
-            if away:
+            if away := [rank for rank in self._members(key) if rank not in there]:
                 return away
         return []
 
@@ -259,12 +263,11 @@ class _Rank:
         return f"waits for {entry.what}", self._who_holds(entry)
 
 
-def _sides(rank: int, op: Op, group: Communicator) -> list[tuple[Key, tuple[int, ...]]]:
-    """The parts of an operation that ranks must start together (a collective, or each of its messages): key and
-    ranks."""
+def _sides(rank: int, op: Op) -> list[Key]:
+    """The parts of an operation that ranks must start together: a collective, or each of its messages."""
     if op.is_collective:
-        return [((op.group, "all"), group.ranks)]
-    return [((op.group, "message", *_way(rank, each)), _way(rank, each)) for each in op.messages]
+        return [(op.group, "all")]
+    return [(op.group, "message", *_way(rank, each)) for each in op.messages]
 
 
 def _way(rank: int, message: Message) -> tuple[int, int]:

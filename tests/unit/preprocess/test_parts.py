@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 
 from megatron.errors import ConfigError
-from megatron.preprocess import pool
-from megatron.preprocess.pool import WorkerDiedError, WorkerPool
 from megatron.preprocess.progress import ProgressDisplay
 from megatron.preprocess.settings import PreprocessSettings
 from megatron.tokenizer import TokenizerSettings
+from megatron.utils import pool
+from megatron.utils.pool import WorkerDiedError, WorkerPool
 
 # ---------------------------------------------------------------- pool
 
