@@ -23,8 +23,11 @@ if TYPE_CHECKING:
     from megatron.checkpoint.found_step import FoundStep
 
 
-def read_settings(argv: Sequence[str] | None, *, needs_data: bool = True, absent: Refusals | None = None) -> RunConfig:
-    """`needs_data=False`: the script brings its own datasets. If `absent` is given, missing files and folders are
+def read_settings(
+    argv: Sequence[str] | None, *, needs_data: bool = True, opens_files: bool = True, absent: Refusals | None = None
+) -> RunConfig:
+    """`needs_data=False`: the script brings its own datasets. `opens_files=False`: the files of the data and of the
+    tokenizer need not be there, because nothing is read from them. If `absent` is given, missing files and folders are
     listed there instead of being refused: they may be made before the launch. (Without the model that --load names, its
     shape is unknown and the settings go unchecked.)"""
     refusals = Refusals()
@@ -39,7 +42,8 @@ def read_settings(argv: Sequence[str] | None, *, needs_data: bool = True, absent
         refusals.end()  # without the model's shape there is little to check
         config = _with_settings_of_folder(config, needs_data) if theirs else _with_checkpoint_args(config)
     check(config, needs_data=needs_data, refusals=refusals)
-    check_paths(config, files)
+    if opens_files:
+        check_paths(config, files)
     project = config.logging.wandb_project
     if project is not None and rank_of_process() == 0 and not _importable("wandb"):
         with refusals.of_checking():

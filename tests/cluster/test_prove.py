@@ -88,6 +88,14 @@ def test_a_launch_that_hangs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     assert "rank 0 connects for receive from rank 32" in said and "WOULD HANG on 64 ranks: " in said
 
 
+def test_files_that_nothing_is_read_from_need_not_be_there(capsys: pytest.CaptureFixture[str]) -> None:
+    """A cluster's data is not on the machine where its flags are proved."""
+    argv = [word for word in LAUNCH if word != "--mock-data"]
+    argv += ["--vocab-file", "/no/vocab.json", "--merge-file", "/no/merges.txt", "--data-path", "/no/documents"]
+    assert main(["--cluster", "64", "--", *argv]) == 0
+    assert "PROVED for 64 ranks: " in capsys.readouterr().out
+
+
 def test_workers_record_what_one_process_records(tmp_path: Path) -> None:
     """Every group of ranks knows what those before it broadcast, whoever recorded them."""
     longer = {**EVERY_AXIS, "train_iters": 2, "eval_iters": 1, "eval_interval": 2, "save": "?", "save_interval": 1}

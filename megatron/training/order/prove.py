@@ -45,7 +45,7 @@ def prove(world_size: int, script: str | None, argv: Sequence[str], *, workers: 
     """Prints what is proved, what every class of ranks does in its first step, and the verdict; the exit code.
     `workers`: processes that record at a time."""
     module = load_script(script)
-    given = read_settings(argv, needs_data=script is None)
+    given = read_settings(argv, needs_data=script is None, opens_files=False)
     check_world(given, world_size)
     started, threads = time.monotonic(), torch.get_num_threads()
     torch.set_num_threads(1)  # the model is tiny
