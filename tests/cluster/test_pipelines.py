@@ -123,6 +123,20 @@ def test_planted_a_schedule_that_deadlocks(monkeypatch: pytest.MonkeyPatch) -> N
     assert "rank 0 waits for receive from rank 1" in found and "rank 1 waits for receive from rank 0" in found, found
 
 
+def test_planted_a_stage_that_runs_ahead_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found with two micro-batches for each stage, as here; with two more than stages, to which `check_layout.py
+    --cluster` cuts a long pipeline, the stage only runs all forward passes first, which no queue minds."""
+
+    def ahead(ranks: int, rank: int, micro_batches: int, chunks: int) -> list[Action]:
+        actions = one_forward_one_backward(ranks, rank, micro_batches, chunks)
+        early = [action for action in actions if action.kind == "F"][: ranks + 4] if rank == 0 else []
+        return early + [action for action in actions if action not in early]
+
+    monkeypatch.setitem(SCHEDULES, "1f1b", ahead)
+    assert "rank 0 waits for " in stuck(record_pipeline("1f1b", 4, 8), ONE_QUEUE)
+    assert stuck(record_pipeline("1f1b", 4, 6), ONE_QUEUE) == ""
+
+
 def test_planted_groups_in_another_order_whatever_their_names() -> None:
     recordings = record_pipeline("1f1b", 2, 2)
     turned = dict(reversed(recordings[1].groups.items()))

@@ -133,7 +133,9 @@ def test_an_error_and_a_death_in_a_worker(monkeypatch: pytest.MonkeyPatch, capsy
     monkeypatch.setattr(record, "held_save_directory", refuses)
     assert main(command) == DataError.exit_code
     told = capsys.readouterr().err
-    assert "check_layout.py: no such thing" in told and "in refuses" in told, "the calls that led there are those of the worker"
+    assert "check_layout.py: no such thing" in told and "in refuses" in told, (
+        "the calls that led there are those of the worker"
+    )
     monkeypatch.setattr(record, "held_save_directory", lambda run: os._exit(9))
     assert main(command) == 2
     assert "the process that recorded ranks (0, 1) died (exit code 9); if it was for memory, give fewer --workers " in (

@@ -118,7 +118,8 @@ def for_order(config: RunConfig, world_size: int, cache: Path) -> RunConfig:
 
 def _as_few_as_the_order_needs(config: RunConfig, world_size: int) -> RunConfig:
     """Of a long pipeline less than a comparison of numbers needs. Two micro-batches more than stages fill it, alternate
-    on every stage and empty it (interleaved chunks take whole rounds, and zero-bubble spreads what it defers over two).
+    on every stage and empty it (interleaved chunks take whole rounds, and zero-bubble spreads what it defers over two);
+    that no schedule by itself hangs with more of them is proved in tests/cluster/test_pipelines.py.
     Of equal stages one layer is enough where nothing begins in a layer and ends in the next."""
     parallel, training, layers = config.parallel, config.training, config.model.num_layers
     pp, dp = parallel.pipeline_model_parallel_size, config.parallel.layout(world_size).dp
