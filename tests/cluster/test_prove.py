@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from megatron.config import parse_args
-from megatron.errors import DataError
+from megatron.errors import ConfigError, ConfigErrors, DataError
 from megatron.pipeline_parallel.links import Links
 from megatron.training.check_layout.cli import main
 from megatron.training.order import record
@@ -126,16 +127,16 @@ def test_what_is_known_of_the_groups_before() -> None:
 
 def test_an_error_and_a_death_in_a_worker(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["--traceback", "--workers", "2", "--cluster", "64", "--", *LAUNCH]
-
-    def refuses(*given: Any) -> None:
-        raise DataError("no such thing")
-
-    monkeypatch.setattr(record, "held_save_directory", refuses)
-    assert main(command) == DataError.exit_code
-    told = capsys.readouterr().err
-    assert "check_layout.py: no such thing" in told and "in refuses" in told, (
-        "the calls that led there are those of the worker"
-    )
+    several = ConfigErrors([ConfigError("no such thing"), ConfigError("nor another")])
+    for error, code, said in (
+        (DataError("no such thing"), DataError.exit_code, "check_layout.py: no such thing\n"),
+        (several, 2, "check_layout.py: no such thing\ncheck_layout.py: nor another\n"),
+        (KeyError("thing"), 2, "; --traceback shows the calls that led there\n"),
+    ):
+        monkeypatch.setattr(record, "held_save_directory", Mock(side_effect=error))
+        assert main(command) == code
+        told = capsys.readouterr().err
+        assert told.endswith(said) and "in _record_rank" in told, "the calls that led there are those of the worker"
     monkeypatch.setattr(record, "held_save_directory", lambda run: os._exit(9))
     assert main(command) == 2
     assert "the process that recorded ranks (0, 1) died (exit code 9); if it was for memory, give fewer --workers " in (

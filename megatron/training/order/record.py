@@ -18,6 +18,7 @@ from megatron.errors import MegatronError
 from megatron.layout import Layout
 from megatron.training.assemble import assemble
 from megatron.training.checkpointing import held_save_directory
+from megatron.training.exit import as_megatron_error, in_one_line
 from megatron.training.hooks import Hook
 from megatron.training.initialize import build_run
 from megatron.training.order.classes import representative
@@ -38,9 +39,15 @@ Recordings = dict[str, dict[int, Recording]]
 
 
 class RecordError(MegatronError):
-    """A process that recorded ranks was lost."""
+    """Why a process could not record its ranks."""
 
-    exit_code = 2
+    def __init__(self, text: str, exit_code: int = 2, calls: str = "") -> None:
+        super().__init__(text)
+        self.exit_code, self.calls = exit_code, calls
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        return tuple(str(self).splitlines())
 
 
 @dataclass(frozen=True)
@@ -57,6 +64,15 @@ class _Answer:
     recordings: Mapping[int, Recording]
     said: bytes
     """`heard`, and what these ranks have broadcast."""
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """What a `RecordError` says. Exceptions themselves may be other ones behind a pipe."""
+
+    text: str
+    exit_code: int
+    calls: str
 
 
 def record_ranks(
@@ -108,13 +124,13 @@ def _answering(
     if workers == 1:
         yield lambda tasks: (recorder(task, lambda note: report()) for task in tasks)
         return
-    with WorkerPool[_Task, _Answer | Exception](partial(_or_error, recorder), workers) as pool:
+    with WorkerPool[_Task, _Answer | _Failure](partial(_or_failure, recorder), workers) as pool:
 
         def answers_to(tasks: Sequence[_Task]) -> Iterator[_Answer]:
             try:
                 for answer in pool.map(iter(tasks), described=lambda task: task.ranks, noted=lambda note: report()):
-                    if isinstance(answer, Exception):
-                        raise answer
+                    if isinstance(answer, _Failure):
+                        raise RecordError(answer.text, answer.exit_code, answer.calls)
                     yield answer
             except WorkerDiedError as death:
                 raise RecordError(
@@ -125,14 +141,15 @@ def _answering(
         yield answers_to
 
 
-def _or_error(recorder: _Recorder, task: _Task, note: Callable[[None], None]) -> _Answer | Exception:
-    """In a process of its own, where the calls that led to an error are lost unless it has them with it."""
+def _or_failure(recorder: _Recorder, task: _Task, note: Callable[[None], None]) -> _Answer | _Failure:
     torch.set_num_threads(1)  # a forked process must not enter its parent's OpenMP team: it would wait for ever
     try:
         return recorder(task, note)
     except Exception as error:
-        error.calls = traceback.format_exc()  # type: ignore[attr-defined]
-        return error
+        told, calls = as_megatron_error(error), traceback.format_exc()
+        if isinstance(told, MegatronError):
+            return _Failure(str(told), told.exit_code, calls)
+        return _Failure(f"{in_one_line(told)}; --traceback shows the calls that led there", 2, calls)
 
 
 @dataclass(frozen=True)
