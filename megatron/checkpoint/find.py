@@ -40,6 +40,11 @@ def find_candidates(
     if step is None and same_as_save and not is_file and paths.holds_nothing(directory):
         return Candidates(())
     if not directory.is_dir():
+        if is_file and directory.suffix == ".gguf":
+            raise ConfigError(
+                f"--load {directory}: is a file of llama.cpp, whose format is not read; give the Hugging Face folder "
+                "that it was made from"
+            )
         what = "is not a directory" if is_file else "does not exist"
         hub = "" if is_file else hub_hint(directory)
         fresh = "" if save_dir is None else ", or the same as --save for a fresh start"

@@ -284,6 +284,11 @@ def one_tensor_of_integers(folder: Path) -> None:
     save_file(held | {name: held[name].to(torch.int8)}, folder / "model.safetensors")
 
 
+def names_of_a_wrapper(folder: Path) -> None:
+    held = load_file(folder / "model.safetensors")
+    save_file({f"module._orig_mod.{name}": each for name, each in held.items()}, folder / "model.safetensors")
+
+
 def a_pointer(folder: Path) -> None:
     (folder / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
 
@@ -305,6 +310,10 @@ BAD = {
         r"the weights are quantised \(gptq\)",
     ),
     "integers": (one_tensor_of_integers, r"down_proj\.weight is I8; supported: float32"),
+    "names of a wrapper": (
+        names_of_a_wrapper,
+        r"begin with 'module\._orig_mod\.', as those of a model that was saved wi",
+    ),
     "a pointer to a file": (a_pointer, "download it again: a part may be missing"),
     "a known family of others": (
         lambda folder: edit_config(folder, model_type="gemma2"),

@@ -67,6 +67,11 @@ def test_a_part_of_a_model_is_one_that_lacks_something(folder: Path, tmp_path: P
         read_settings(["--load", str(folder / "model.safetensors"), *started[2:]])
     (folder / "latest_checkpointed_iteration.txt").touch()
     assert not is_hugging_face(folder), "of ours"
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    with pytest.raises(
+        ConfigError, match=r"model\.gguf: is a file of llama\.cpp, whose format is not read; give the Hu"
+    ):
+        find_candidates(tmp_path / "model.gguf")
 
 
 def test_what_is_nearest_to_an_unknown_family() -> None:
