@@ -20,7 +20,6 @@ from megatron.data.indexed.checksums import verify_blocks
 from megatron.data.indexed.dataset import IndexedDataset
 from megatron.data.indexed.record import read_record
 from megatron.errors import ConfigError, DataError, PeerLostError
-from megatron.preprocess import pool
 from megatron.preprocess.encoder import SegmentEncoder
 from megatron.preprocess.input.files import expand_inputs
 from megatron.preprocess.input.segments import Segment, plan_segments
@@ -30,6 +29,7 @@ from megatron.preprocess.shard import SegmentResult
 from megatron.tokenizer import EncoderDifference, TokenizerSettings
 from megatron.tokenizer.fast import engine as fast_engine
 from megatron.tokenizer.null import NullTokenizer
+from megatron.utils import pool
 from tests.helpers.fresh import in_fresh_process
 from tests.unit.preprocess.support import ROOT, expected_files
 from tests.unit.tokenizer.support import write_small_bpe

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from megatron.preprocess import pool
+from megatron.utils import pool
 from megatron.utils.process import process_state
 
 
