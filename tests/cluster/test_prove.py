@@ -103,17 +103,10 @@ def test_workers_record_what_one_process_records(tmp_path: Path) -> None:
     config = for_order(parse_args(flags(**longer)), 16, tmp_path)
     found = {}
     for workers in (1, 3):
-        folder, recorded = tmp_path / str(workers), []
+        folder, report = tmp_path / str(workers), Mock()
         folder.mkdir()
-        found[workers] = record_runs(
-            config,
-            16,
-            pretrain_gpt(),
-            folder,
-            workers=workers,
-            report=lambda: recorded.append(1),  # noqa: B023
-        )
-        assert len(recorded) == 2 * (8 + 3)
+        found[workers] = record_runs(config, 16, pretrain_gpt(), folder, workers=workers, report=report)
+        assert report.call_count == 2 * (8 + 3)
     assert found[1] == found[3]
     assert {name: run.findings() for name, run in found[3].items()} == {"a new run": [], "a resumed run": []}
 

@@ -68,7 +68,7 @@ class _Answer:
 
 @dataclass(frozen=True)
 class _Failure:
-    """What a `RecordError` says. Exceptions themselves may be other ones behind a pipe."""
+    """What a `RecordError` says. An exception itself may lose its message when it is sent between processes."""
 
     text: str
     exit_code: int
