@@ -312,7 +312,7 @@ BAD = {
     "integers": (one_tensor_of_integers, r"down_proj\.weight is I8; supported: float32"),
     "names of a wrapper": (
         names_of_a_wrapper,
-        r"begin with 'module\._orig_mod\.', as those of a model that was saved wi",
+        r"model\.safetensors: the names of its tensors begin with 'module\._orig_mod\.', as those of a model",
     ),
     "a pointer to a file": (a_pointer, "download it again: a part may be missing"),
     "a known family of others": (

@@ -192,9 +192,9 @@ def _stored_tensors(files: Iterable[WeightsFile], family: Family) -> dict[str, S
         return {name if name == head else prefix + name: Stored(file, name) for name, file in held.items()}
     if words not in held and (wrapped := next((name for name in held if name.endswith(f".{words}")), None)):
         raise CheckpointError(
-            f"the names of the tensors begin with {wrapped.removesuffix(words)!r}, as those of a model that was saved "
-            "within a wrapper (DistributedDataParallel, torch.compile, PEFT); save the model inside the wrapper, with "
-            "its save_pretrained()"
+            f"{held[wrapped].path}: the names of its tensors begin with {wrapped.removesuffix(words)!r}, as those of a "
+            "model that was saved within a wrapper (DistributedDataParallel, torch.compile, PEFT); save the model "
+            "inside the wrapper, with its save_pretrained()"
         )
     return {name: Stored(file, name) for name, file in held.items()}
 

@@ -55,7 +55,7 @@ class _Task:
     run: str
     ranks: tuple[int, ...]
     heard: bytes
-    """What the groups before it have broadcast."""
+    """What the group before it has broadcast or was told (`waves`), packed."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class _Answer:
     task: _Task
     recordings: Mapping[int, Recording]
     said: bytes
-    """`heard`, and what these ranks have broadcast."""
+    """`heard`, and what these ranks have broadcast, packed."""
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,7 @@ class _Recorder:
 
 
 def _in_own_directories(config: RunConfig, group: int) -> RunConfig:
-    """Groups that are recorded at the same time write at the same time."""
+    """The settings with directories of this group's own for what it saves: several groups save at the same time."""
     asked = config.checkpoint
     save, local = asked.save, asked.non_persistent_local_ckpt_dir
     own = replace(
