@@ -30,7 +30,7 @@ PUBLISHED = {  # reference: the recipe's own page
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> Checkout:
     """The folder that its reader changes into, with a dataset."""
     checkout = copy_checkout(tmp_path_factory.mktemp("recipe"))
-    folder = Checkout(checkout.root / "examples" / "gpt2_8p")
+    folder = Checkout(checkout.root / "examples" / "gpt2_8p", warm=True)
     folder.must_run(SMALL + PREPROCESS)
     return folder
 

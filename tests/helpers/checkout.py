@@ -11,6 +11,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.helpers.warm import warm_python
 from tests.policy.rules import ROOT, repository_files
 
 
@@ -23,15 +24,19 @@ def free_port() -> int:
 @dataclass(frozen=True)
 class Checkout:
     root: Path
+    warm: bool = False
+    """Whether `python` and `torchrun` are forked from a process that has imported torch: for tests of what commands do,
+    not of how they start."""
 
     def run(self, script: str, *, timeout: float = 300) -> subprocess.CompletedProcess[str]:
-        """Runs lines of shell as a user would, with the Python of the tests first on the PATH.
+        """Runs lines of shell as a user would, with the Python of the tests (or a warm one) first on the PATH.
 
         Fixed port numbers become free ones: two runs of the tests on one machine must not meet.
         """
         script = re.sub(r"(MASTER_PORT=|--master_port )\d+", lambda found: f"{found.group(1)}{free_port()}", script)
-        environment = {**os.environ, "PYTHON": sys.executable}
-        environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
+        python = warm_python() if self.warm else sys.executable
+        programs = (str(Path(python).parent), str(Path(sys.executable).parent), os.environ["PATH"])
+        environment = {**os.environ, "PYTHON": python, "PATH": os.pathsep.join(programs)}
         command = ["bash", "-euo", "pipefail", "-c", script]
         return subprocess.run(
             command, cwd=self.root, env=environment, text=True, timeout=timeout, check=False,

@@ -6,12 +6,12 @@ import json
 import os
 import shlex
 import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 from tests.helpers.chats import write_chat_tokenizer
 from tests.helpers.runs import REPOSITORY
+from tests.helpers.warm import warm_python
 from tests.unit.data.oracle import random_documents, write_dataset
 
 _NOT_OURS = ("TORCHELASTIC", "SLURM_", "MASTER_", "RANK", "LOCAL_", "WORLD_SIZE", "GROUP_", "OMP_", "GLOO_", "NNODES",
@@ -52,7 +52,7 @@ class Material:
 def clean_environment(**changes: object) -> dict[str, str]:
     """Ours, without what a launcher would take from it."""
     own = {name: value for name, value in os.environ.items() if not name.startswith(_NOT_OURS)}
-    return {**own, "PYTHON": sys.executable, **{name: str(value) for name, value in changes.items()}}
+    return {**own, "PYTHON": warm_python(), **{name: str(value) for name, value in changes.items()}}
 
 
 def start(launcher: str, flags: list[str], environment: dict[str, str]) -> subprocess.CompletedProcess[str]:

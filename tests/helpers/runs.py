@@ -6,7 +6,6 @@ import dataclasses
 import json
 import re
 import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -22,6 +21,7 @@ from megatron.training.hooks import Hook
 from megatron.training.initialize import Run, build_run
 from megatron.training.metrics import TrainRecord
 from tests.helpers.scripts import load_script
+from tests.helpers.warm import warm_python
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -145,9 +145,9 @@ def launch(
 
 def launch_command(script: Path, ranks: int, launcher: str = "run") -> list[str]:
     if ranks == 1:
-        return [sys.executable, str(script)]
+        return [warm_python(), str(script)]
     module = f"torch.distributed.{launcher}"
-    return [sys.executable, "-m", module, "--standalone", "--nproc_per_node", str(ranks), str(script)]
+    return [warm_python(), "-m", module, "--standalone", "--nproc_per_node", str(ranks), str(script)]
 
 
 def read_metrics(path: Path, split: str = "train") -> list[dict[str, Any]]:
