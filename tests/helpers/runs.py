@@ -6,6 +6,7 @@ import dataclasses
 import json
 import re
 import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -139,15 +140,15 @@ def launch(
     timeout: float = 120.0,
 ) -> subprocess.CompletedProcess[str]:
     """A script as a user starts it: plain python for one rank; for more, torchrun (`launcher` "run") or "launch"."""
-    command = [*launch_command(script, ranks, launcher), *argv]
+    command = [*launch_command(script, ranks, launcher, python=warm_python()), *argv]
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=timeout)
 
 
-def launch_command(script: Path, ranks: int, launcher: str = "run") -> list[str]:
+def launch_command(script: Path, ranks: int, launcher: str = "run", *, python: str = sys.executable) -> list[str]:
     if ranks == 1:
-        return [warm_python(), str(script)]
+        return [python, str(script)]
     module = f"torch.distributed.{launcher}"
-    return [warm_python(), "-m", module, "--standalone", "--nproc_per_node", str(ranks), str(script)]
+    return [python, "-m", module, "--standalone", "--nproc_per_node", str(ranks), str(script)]
 
 
 def read_metrics(path: Path, split: str = "train") -> list[dict[str, Any]]:

@@ -5,7 +5,8 @@ Becomes the real interpreter where a fork could not be the same: options other t
 are read when an interpreter or a library starts and are not those of the server. Standard library only.
 """
 
-# ruff: noqa: PTH (importing pathlib would take longer than all else here)
+# ruff: noqa: PTH109, PTH113, PTH118, PTH120
+# Importing pathlib would take longer than all else here.
 
 from __future__ import annotations
 
