@@ -59,5 +59,6 @@ def copy_checkout(target: Path) -> Checkout:
         if path.is_file():
             shutil.copy2(path, target / path.relative_to(ROOT))
     if (ROOT / "build").is_dir():
-        shutil.copytree(ROOT / "build", target / "build")
+        of_the_tests = shutil.ignore_patterns("headers-*", "emulated-*")
+        shutil.copytree(ROOT / "build", target / "build", ignore=of_the_tests)
     return Checkout(target)

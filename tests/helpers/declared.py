@@ -18,15 +18,20 @@ Refused = dict[str, list[tuple[tuple[Any, ...], str]]]
 FOLDER = ROOT / "tests" / "unit" / "ops"
 
 
+def files_with(name: str) -> list[str]:
+    """The modules that have a table of this name."""
+    has = re.compile(rf"^{name}(: \w+)? = \{{", re.MULTILINE)
+    return [f"tests.unit.ops.{path.stem}" for path in sorted(FOLDER.glob("test_*.py")) if has.search(path.read_text())]
+
+
 @cache
 def declared(name: str) -> dict[str, Any]:
     """All entries of the tables of this name; no operation has two."""
     entries: dict[str, Any] = {}
-    for path in sorted(FOLDER.glob("test_*.py")):
-        if re.search(rf"^{name}(: \w+)? = \{{", path.read_text(), re.MULTILINE):
-            table = getattr(import_module(f"tests.unit.ops.{path.stem}"), name)
-            assert not entries.keys() & table.keys(), f"{path.name}: {name} has {entries.keys() & table.keys()} again"
-            entries |= table
+    for module in files_with(name):
+        table = getattr(import_module(module), name)
+        assert not entries.keys() & table.keys(), f"{module}: {name} has {entries.keys() & table.keys()} again"
+        entries |= table
     return entries
 
 

@@ -1,14 +1,16 @@
 """Kernels with a mistake planted in them: the comparison that the real ones pass must fail.
 
-Only the file of the operation is compiled, without optimisation, which is what takes a compiler's time; everything else
-is linked as it was built.
+Only the file of the operation is compiled, without optimisation, which is what takes a compiler's time, with the
+standard library's headers compiled before; everything else is linked as it was built.
 """
 
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import multiprocessing
 import os
+import re
 import shutil
 import sys
 from collections.abc import Sequence
@@ -23,10 +25,12 @@ import torch
 
 from megatron.ops.proof import Draw, check
 from megatron.ops.registry import register
-from tests.helpers.declared import all_proofs
+from tests.helpers.declared import all_proofs, files_with
 from tests.helpers.kernels import builder
 from tests.policy.rules import ROOT
 
+# What torch imports at the first call that poisons memory, and at the first gradient: more than a second.
+PREPARED = ("torch._inductor", "torch.fx.experimental.symbolic_shapes")
 TIERS = ("none", "base", "v3", "v4", "v4_bf16")  # csrc/common/tiers.h
 
 
@@ -117,11 +121,39 @@ def made_anew(
     for source, at in ours.items():
         anew[at] = folder / f"{source.parent.name}-{source.stem}.o"
         changed = root / source.relative_to(ROOT)
-        commands.append((*recipe.units[at].command, *flags, "-c", str(changed), "-o", str(anew[at])))
+        command = (*recipe.units[at].command, *flags)
+        commands.append((*command, *headers_ahead(command), "-c", str(changed), "-o", str(anew[at])))
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(builder().run, commands))
     builder().link(recipe.cxx, anew, folder / "_kernels.so", (*recipe.link_flags, *at_link))
     return folder / "_kernels.so"
+
+
+@cache
+def headers_ahead(command: tuple[str, ...]) -> tuple[str, ...]:
+    """The flags by which this command of a compiler gets the standard library's headers compiled already: reading them
+    is half of its work. The first process of the tests that asks compiles them."""
+    build = builder()
+    recipe, _ = as_built("-DMK_EMULATED" in command)
+    key = hashlib.sha256("\0".join((recipe.compilers, *command, standard_headers())).encode()).hexdigest()[:24]
+    header = build.CACHE / f"headers-{key}" / "standard.h"
+    with build.alone(build.CACHE, build.LOCK_SECONDS):
+        if not header.exists():
+            header.parent.mkdir(exist_ok=True)
+            source = header.with_name("as_text.h")
+            source.write_text(standard_headers())
+            build.run((*command, "-x", "c++-header", "-c", str(source), "-o", f"{header}.gch"))
+            source.replace(header)
+    return ("-include", str(header))
+
+
+@cache
+def standard_headers() -> str:
+    """What the kernels include of it."""
+    texts = [path.read_text() for path in builder().sources() if path.stem not in ("torch", "binding")]
+    names = {name for text in texts for name in re.findall(r"^#include <([a-z]+)>$", text, re.M)}
+    intrinsics = "#if defined(__x86_64__)\n#include <immintrin.h>\n#endif\n"
+    return "".join(f"#include <{name}>\n" for name in sorted(names)) + intrinsics
 
 
 @cache
@@ -133,7 +165,7 @@ def what_the_comparison_says(kernels: Path, op: str, emulated: bool) -> str:
     """Empty where nothing is wrong. In a process of its own, which kernels may end; it has imported everything before
     it begins, because it is a copy of one that has."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.helpers.planted"])
+    context.set_forkserver_preload(["tests.helpers.planted", *PREPARED, *files_with("CPU_PROOFS")])
     said = kernels.with_suffix(".said")
     process = context.Process(target=compare, args=(kernels, op, emulated, said))
     process.start()
