@@ -210,7 +210,8 @@ def nvcc_command(cuda: Cuda) -> tuple[str, ...]:
     targets = [f"-gencode=arch=compute_{newest},code=[sm_{newest},compute_{newest}]"]
     if older:
         targets.insert(0, f"-gencode=arch=compute_{older[0]},code=[{','.join(f'sm_{gpu}' for gpu in older)}]")
-    return (cuda.nvcc, "-std=c++20", "-O3", "-Xcompiler", "-fPIC,-fvisibility=hidden", *targets, "--threads", "4")
+    flags = ("-std=c++20", "-O3", "-Xcompiler", "-fPIC,-fvisibility=hidden", "-Xptxas", "-v")
+    return (cuda.nvcc, *flags, *targets, "--threads", "4")
 
 
 def emulated_command(cxx: Sequence[str]) -> tuple[str, ...]:
@@ -225,15 +226,17 @@ def outcome(command: Sequence[str], failure: type[BuildError]) -> subprocess.Com
 
 
 def run(command: Sequence[str], failure: type[BuildError] = BuildError) -> str:
+    """What the command says."""
     done = outcome(command, failure)
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
         reason = lines[0].strip().replace(f"{CSRC.parent}/", "") if lines else f"ended with code {done.returncode}"
         raise failure(f"{Path(command[0]).name}: {reason}")
-    return done.stdout
+    return done.stdout + done.stderr
 
 
 def compile_unit(unit: Unit, cache: Path, compilers: str) -> Path:
+    """The object. Beside it, .txt: what the compiler said, of a GPU's kernels how many registers and how much stack."""
     target = unit.object(cache, compilers)
     if target.exists():
         target.touch()  # still in use
@@ -241,7 +244,8 @@ def compile_unit(unit: Unit, cache: Path, compilers: str) -> Path:
     temporary = target.with_suffix(f".{os.getpid()}.tmp.o")
     prefix_map = ("-Xcompiler", PREFIX_MAP) if unit.failure is CudaError else (PREFIX_MAP,)
     try:
-        run((*unit.command, *prefix_map, "-c", str(unit.source), "-o", str(temporary)), unit.failure)
+        said = run((*unit.command, *prefix_map, "-c", str(unit.source), "-o", str(temporary)), unit.failure)
+        target.with_suffix(".txt").write_text(said)
         temporary.replace(target)
     finally:
         temporary.unlink(missing_ok=True)
@@ -294,6 +298,7 @@ def clean(cache: Path, output: Path) -> None:
     for path in cache.glob("*.o"):
         if path.stat().st_mtime < oldest:
             path.unlink(missing_ok=True)
+            path.with_suffix(".txt").unlink(missing_ok=True)
 
 
 @dataclass(frozen=True)

@@ -6,13 +6,13 @@ import re
 import shutil
 import socket
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 
 from tests.distributed.test_launchers import ROOT, free_port, rank_env
 from tests.helpers.runs import flags
+from tests.helpers.warm import warm_python
 from tests.unit.data.oracle import random_documents, write_dataset
 
 MACHINE = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": socket.gethostname()}
@@ -29,7 +29,7 @@ def train(folders: list[Path], **changes: object) -> list[subprocess.CompletedPr
     ranks = []
     for rank, folder in enumerate(folders):
         settings = {"mock_data": None, "tokenizer_type": "NullTokenizer", "data_path": folder / "corpus", **changes}
-        command = [sys.executable, str(ROOT / "pretrain_gpt.py"), *flags(train_iters=2, **settings)]
+        command = [warm_python(), str(ROOT / "pretrain_gpt.py"), *flags(train_iters=2, **settings)]
         env = {**rank_env(rank, port), **MACHINE}
         ranks.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
     outputs = [rank.communicate(timeout=60) for rank in ranks]

@@ -31,6 +31,8 @@ from tests.policy.rules import ROOT
 
 # What torch imports at the first call that poisons memory, and at the first gradient: more than a second.
 PREPARED = ("torch._inductor", "torch.fx.experimental.symbolic_shapes")
+# Of the sanitizers the planted bugs need one: each makes the compiler slower.
+QUICKLY = ("-O0", "-g0", "-fno-sanitize=all", "-fsanitize=alignment")
 TIERS = ("none", "base", "v3", "v4", "v4_bf16")  # csrc/common/tiers.h
 
 
@@ -90,14 +92,12 @@ def kernel_sources(folder: str, *, emulated: bool) -> list[Path]:
 
 
 def planted_library(root: Path, file: Path, folder: str, *, emulated: bool) -> Path:
-    """The kernels with the planted `file`: that source is recompiled, or for a header all kernels of `folder`. Of the
-    sanitizers the planted bugs need one: each makes the compiler slower."""
+    """The kernels with the planted `file`: that source is recompiled, or for a header all kernels of `folder`."""
     sources = kernel_sources(folder, emulated=emulated)
     if file.suffix != ".h":
         assert ROOT / "csrc" / file in sources, f"{file} is no source of {folder}"
         sources = [ROOT / "csrc" / file]
-    sanitizers = ("-fno-sanitize=all", "-fsanitize=alignment") if emulated else ()
-    return made_anew(root, root, sources, emulated=emulated, flags=("-O0", "-g0", *sanitizers))
+    return made_anew(root, root, sources, emulated=emulated, flags=QUICKLY if emulated else QUICKLY[:2])
 
 
 def made_anew(

@@ -17,6 +17,7 @@ import pytest
 
 from megatron.utils.process import process_state
 from tests.helpers.scripts import load_script
+from tests.helpers.warm import warm_python
 from tests.policy.rules import ROOT
 
 SCRIPT = ROOT / "benchmarks" / "gpu_ranks.py"
@@ -30,7 +31,7 @@ def tool() -> ModuleType:
 def test_it_runs_on_a_cpu(tmp_path: Path) -> None:
     flags = ["--device", "cpu", "--cases", "PP2 interleaved", "--json", "out.json"]
     done = subprocess.run(
-        [sys.executable, str(SCRIPT), *flags], cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False
+        [warm_python(), str(SCRIPT), *flags], cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False
     )
     assert done.returncode == 0, done.stderr + done.stdout
     pipeline, bandwidths = json.loads((tmp_path / "out.json").read_text())["results"]

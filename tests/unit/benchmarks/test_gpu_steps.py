@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.scripts import load_script
+from tests.helpers.warm import warm_python
 
 SCRIPT = Path(__file__).resolve().parents[3] / "benchmarks" / "gpu_steps.py"
 
@@ -24,7 +24,7 @@ def steps() -> ModuleType:
 def test_it_runs_on_a_cpu(tmp_path: Path) -> None:
     flags = ["--sizes", "tiny", "--device", "cpu", "--iters", "10", "--warm-up", "5", "--json", "out.json"]
     done = subprocess.run(
-        [sys.executable, str(SCRIPT), *flags], cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False
+        [warm_python(), str(SCRIPT), *flags], cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False
     )
     assert done.returncode == 0, done.stderr + done.stdout
     (result,) = json.loads((tmp_path / "out.json").read_text())["results"]
@@ -36,7 +36,7 @@ def test_it_runs_on_a_cpu(tmp_path: Path) -> None:
 def test_a_run_that_fails_is_told_and_fails_the_benchmark(tmp_path: Path) -> None:
     flags = ["--sizes", "tiny", "--device", "cpu", "--iters", "20", "--flags=--fp16 --loss-scale -1"]
     done = subprocess.run(
-        [sys.executable, str(SCRIPT), *flags], cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False
+        [warm_python(), str(SCRIPT), *flags], cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False
     )
     assert done.returncode == 1 and "tiny   error: " in done.stdout
 

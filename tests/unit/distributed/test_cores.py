@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import torch
 from megatron.distributed import cores
 from megatron.distributed.launch import LaunchInfo
 from megatron.errors import ConfigError
+from tests.helpers.warm import warm_python
 
 
 def info_of(local_world_size: int, local_rank: int = 0) -> LaunchInfo:
@@ -92,7 +92,7 @@ mine = pin(LaunchInfo(), usable_cores()[:1])
 print(all(os.sched_getaffinity(int(task)) == mine for task in os.listdir("/proc/self/task")))
 stop.set()
 """
-    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    found = subprocess.run([warm_python(), "-c", program], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "True"
 
 
@@ -129,7 +129,7 @@ names = {{os.SCHED_OTHER: "ordinary", os.SCHED_BATCH: "batch", os.SCHED_IDLE: "i
 print(*[names[os.sched_getscheduler(int(task))] for task in os.listdir("/proc/self/task")])
 stop.set()
 """
-    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    found = subprocess.run([warm_python(), "-c", program], capture_output=True, text=True, check=True)
     said, names = found.stdout.splitlines()
     return said, set(names.split())
 

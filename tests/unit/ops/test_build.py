@@ -52,7 +52,7 @@ class Sandbox:
         for name in ("tools/cxx", "tools/cuda/bin/nvcc"):
             program = folder / name
             program.parent.mkdir(parents=True, exist_ok=True)
-            program.write_text(f"#!{sys.executable}\n{COMPILER}")
+            program.write_text(f"#!{sys.executable} -IS\n{COMPILER}")
             program.chmod(0o755)
         (self.tools / "cuda" / "lib64").mkdir()
         (self.tools / "cuda" / "lib64" / "libcudart_static.a").touch()
@@ -246,10 +246,10 @@ def test_a_build_that_hangs_is_named_and_one_that_was_killed_hurts_nobody(sandbo
 def test_objects_that_nobody_uses_are_deleted(sandbox: Sandbox) -> None:
     sandbox.run()
     old = sandbox.folder / "build" / "kernels" / "gone-0123.o"
-    old.touch()
+    old.touch(), old.with_suffix(".txt").touch()
     os.utime(old, (0, 0))
     sandbox.run()
-    assert not old.exists() and list(old.parent.glob("*.o"))
+    assert not old.exists() and not old.with_suffix(".txt").exists() and list(old.parent.glob("*.o"))
 
 
 # ---------------------------------------------------------------- setup.py

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import ctypes
 import math
-import subprocess
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.helpers.kernels import ORDERS, builder
-from tests.helpers.planted import Mistake, planted_checkout
+from tests.helpers.planted import QUICKLY, Mistake, headers_ahead, planted_checkout
 from tests.policy.rules import ROOT
 
 HEADERS = """
@@ -42,8 +41,9 @@ extern "C" const char* run(const float* x, float* out, int n) {{
 }}
 """)
     path = folder / "kernel.so"
-    command = [*builder().emulated_command(builder().compiler()), "-fvisibility=default", f"-I{root}"]
-    subprocess.run([*command, "-shared", str(source), "-o", str(path)], check=True)
+    command = (*builder().emulated_command(builder().compiler()), *QUICKLY)
+    here = ("-fvisibility=default", f"-I{root}", "-shared", str(source), "-o", str(path))
+    builder().run((*command, *headers_ahead(command), *here))
     library = ctypes.CDLL(str(path))
     library.run.restype = ctypes.c_char_p
     library.run.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int]

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from benchmarks.parts import gpu_ops
 from tests.helpers.kernels import builder
+from tests.helpers.planted import as_built
 from tests.policy.rules import ROOT
 
 SOURCES = sorted((ROOT / "csrc").glob("*/cuda*.cu"))
@@ -32,34 +33,45 @@ ONE_INSTRUCTION = {
 }
 
 
-def compiled(source: Path, folder: Path) -> tuple[str, str]:
-    """What the assembler says, and the PTX."""
+def cuda() -> Any:
     try:
-        cuda = builder().find_cuda()
+        return builder().find_cuda()
     except builder().CudaError as error:
         pytest.skip(f"{error}: CUDA files are not compiled here")
-    command = [*builder().nvcc_command(cuda), "-Xptxas", "-v", "--keep", "--keep-dir", str(folder)]
-    done = subprocess.run(
-        [*command, "-c", str(source), "-o", str(folder / "out.o")], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stderr, "\n".join(ptx.read_text() for ptx in sorted(folder.glob("*.ptx")))
+
+
+def ptx_of(source: Path, folder: Path) -> str:
+    """What nvcc makes for the oldest of the GPUs, and for the newest."""
+    found, texts = cuda(), []
+    for gpu in (min(builder().gpus(found)), max(builder().gpus(found))):
+        out = folder / f"{gpu}.ptx"
+        builder().run([found.nvcc, "-std=c++20", "-O3", "-ptx", f"-arch=compute_{gpu}", str(source), "-o", str(out)])
+        texts.append(out.read_text())
+    return "\n".join(texts)
+
+
+def said_of(source: Path) -> str:
+    """What the assembler said when the kernels were built."""
+    recipe, objects = as_built(False)
+    ((_, compiled),) = [pair for pair in zip(recipe.units, objects) if pair[0].source == source]
+    return compiled.with_suffix(".txt").read_text()
 
 
 @pytest.fixture(scope="module")
-def outputs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Path, Future[tuple[str, str]]]]:
+def outputs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Path, Future[str]]]:
     """Of every source, the slowest begun first: on several cores they are compiled at once."""
+    cuda()
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         slowest_first = sorted(SOURCES, key=lambda source: -source.stat().st_size)
         yield {
-            source: pool.submit(compiled, source, tmp_path_factory.mktemp(f"nvcc-{source.parent.name}"))
+            source: pool.submit(ptx_of, source, tmp_path_factory.mktemp(f"nvcc-{source.parent.name}"))
             for source in slowest_first
         }
 
 
 @pytest.fixture(params=SOURCES, ids=lambda source: source.parent.name)
-def output(request: pytest.FixtureRequest, outputs: dict[Path, Future[tuple[str, str]]]) -> tuple[Path, str, str]:
-    return request.param, *outputs[request.param].result()
+def output(request: pytest.FixtureRequest, outputs: dict[Path, Future[str]]) -> tuple[Path, str]:
+    return request.param, outputs[request.param].result()
 
 
 def usage_problems(said: str) -> list[str]:
@@ -79,23 +91,25 @@ def wide(body: str, kind: str) -> bool:
     return any(op == kind and int(count) * int(bits) == 128 for op, count, bits in ACCESS.findall(body))
 
 
-def test_no_kernel_spills_or_uses_the_stack(output: tuple[Path, str, str]) -> None:
+@pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.parent.name)
+def test_no_kernel_spills_or_uses_the_stack(source: Path) -> None:
     """On any of the GPUs that machine code is made for."""
-    _, said, _ = output
+    cuda()
+    said = said_of(source)
     assert set(re.findall(r"Compiling entry function '\w+' for 'sm_(\d+)'", said)) == {"80", "90", "100", "120"}
     assert usage_problems(said) == []
 
 
-def test_compute_sanitizer_is_told_of_every_kernel(output: tuple[Path, str, str]) -> None:
+def test_compute_sanitizer_is_told_of_every_kernel(output: tuple[Path, str]) -> None:
     """It chooses by a part of the name in machine code, and calls what it was not told of clean."""
     key, part = gpu_ops.OUR_KERNELS.split("=")
-    kernels = ENTRIES.findall(output[2])
+    kernels = ENTRIES.findall(output[1])
     assert key == "kns" and kernels
     assert [name for name in kernels if part not in name] == []
 
 
-def test_packs_are_one_access(output: tuple[Path, str, str]) -> None:
-    source, _, ptx = output
+def test_packs_are_one_access(output: tuple[Path, str]) -> None:
+    source, ptx = output
     text = source.read_text()
     in_steps = '#include "../common/steps.h"' in text
     if in_steps or "load_pack(" in text:
@@ -107,8 +121,8 @@ def test_packs_are_one_access(output: tuple[Path, str, str]) -> None:
         assert narrow_kernels(ptx, "st") == []
 
 
-def test_halves_are_converted_by_the_gpu(output: tuple[Path, str, str]) -> None:
-    source, _, ptx = output
+def test_halves_are_converted_by_the_gpu(output: tuple[Path, str]) -> None:
+    source, ptx = output
     assert {name for name in ONE_INSTRUCTION[source.parent.name] if name not in ptx} == set()
 
 
@@ -124,6 +138,7 @@ __global__ void planted_kernel(const float* x, float* out, int n) {
 }
 template __global__ void planted_kernel<true>(const float*, float*, int);
 """)
-    said, ptx = compiled(source, tmp_path)
+    ptx = ptx_of(source, tmp_path)
+    said = builder().run([*builder().nvcc_command(cuda()), "-c", str(source), "-o", str(tmp_path / "out.o")])
     assert len(usage_problems(said)) == 4  # once for each GPU
     assert len(narrow_kernels(ptx, "ld")) == len(narrow_kernels(ptx, "st")) == 2  # and in the PTX of two

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.helpers.kernels import builder
 from tests.helpers.planted import TIERS, best_tier, kernel_sources, made_anew, planted_checkout
+from tests.helpers.warm import warm_python
 from tests.policy.rules import ROOT
 
 # Compares what has few enough numbers: on the emulator's stacks the sanitizer makes every switch slow.
@@ -45,7 +45,7 @@ ASAN = ("-O0", "-g1", "-fno-sanitize=undefined", "-fsanitize=address", "--param"
 
 
 def comparison(kernels: Path, name: str, *ops: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", COMPARE, str(kernels), NAMESPACE[name], str(MOST[name]), *ops]
+    command = [warm_python(), "-c", COMPARE, str(kernels), NAMESPACE[name], str(MOST[name]), *ops]
     return subprocess.run(
         command, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, timeout=900, check=False
     )

@@ -28,10 +28,10 @@ def of(**changes: object) -> dict[str, str]:
 
 
 def test_a_setting_shows_and_a_path_does_not(tmp_path: Path) -> None:
-    usual = of()
+    usual, other_lr, other_seed = of(), of(lr=0.1234), of(seed=99)
     assert of() == usual
-    assert {name for name in usual if of(lr=0.1234)[name] != usual[name]} == {"--lr"}
-    assert {name for name in usual if of(seed=99)[name] != usual[name]} == {"--seed"}
+    assert {name for name in usual if other_lr[name] != usual[name]} == {"--lr"}
+    assert {name for name in usual if other_seed[name] != usual[name]} == {"--seed"}
     assert of(tensorboard_dir=tmp_path / "tb", data_cache_path=tmp_path / "cache") == usual
 
 
