@@ -7,6 +7,7 @@ import os
 import platform
 import signal
 import sys
+from collections.abc import Iterator
 
 import pytest
 
@@ -41,6 +42,17 @@ def pytest_report_header() -> list[str]:
 
 
 def pytest_collection_finish() -> None:
+    freeze()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _frozen() -> Iterator[None]:
+    """Also what a file's tests have imported, and what one of them has thawed (a run does that when it ends)."""
+    yield
+    freeze()
+
+
+def freeze() -> None:
     """Collections of garbage then pass over what thousands of tests are made of, in this process and in forked ranks,
     which would get a copy of every page that they look at."""
     gc.collect()
