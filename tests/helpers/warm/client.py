@@ -18,6 +18,7 @@ import resource
 import signal
 import socket
 import sys
+from contextlib import suppress
 from typing import Any
 
 READ_AT_START = re.compile(r"PYTHON[A-Z]|LD_|MALLOC_|HF_|TRANSFORMERS_|TOKENIZERS_|(MKL|OPENBLAS)_NUM_THREADS$")
@@ -60,9 +61,14 @@ def main(real: str, path: str, torchrun: bool) -> None:
     }
     content = marshal.dumps(asked)
     header = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [0, 1, 2]))]
+
+    def forward(number: int, _: Any) -> None:
+        with suppress(OSError):  # the process has ended, and how is on its way
+            link.send(bytes([number]))
+
     for number in FORWARDED:
         if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, lambda number, _: link.send(bytes([number])))
+            signal.signal(number, forward)
     link.sendmsg([len(content).to_bytes(8, "little")], header)
     link.sendall(content)
     status = _exactly(link, 4)

@@ -149,7 +149,7 @@ class Server:
     def fork(self, link: socket.socket) -> dict[str, Any] | None:
         self.asking.remove(link)
         asked = _received(link)
-        if asked is None:  # the client became a real interpreter
+        if asked is None:
             self.chooser.unregister(link)
             link.close()
             return None
@@ -166,8 +166,10 @@ class Server:
         return None
 
     def forward(self, link: socket.socket) -> None:
-        (pid,) = (pid for pid, other in self.running.items() if other is link)
-        said = link.recv(1)
+        pid = next((pid for pid, other in self.running.items() if other is link), None)
+        if pid is None:  # it has ended in this very moment
+            return
+        said = _received_bytes(link, 1)
         os.kill(pid, said[0] if said else signal.SIGKILL)
         if not said:  # the client was killed, and so is what it stands for
             self.chooser.unregister(link)
@@ -191,13 +193,27 @@ def _send(link: socket.socket, content: bytes) -> None:
 
 
 def _received(link: socket.socket) -> dict[str, Any] | None:
-    header, files, _, _ = socket.recv_fds(link, 8, 3)
-    if len(header) < 8:
+    """What a client asks for; nothing if it has ended, or became a real interpreter."""
+    try:
+        header, files, _, _ = socket.recv_fds(link, 8, 3)
+    except OSError:
         return None
-    size, content = int.from_bytes(header, "little"), b""
-    while len(content) < size:
-        content += link.recv(size - len(content))
+    size = int.from_bytes(header, "little")
+    content = _received_bytes(link, size)
+    if not files or len(content) < size:
+        for file in files:
+            os.close(file)
+        return None
     return {**marshal.loads(content), "files": files}
+
+
+def _received_bytes(link: socket.socket, size: int) -> bytes:
+    """Fewer if the other side ends before."""
+    content = b""
+    with suppress(OSError):
+        while len(content) < size and (part := link.recv(size - len(content))):
+            content += part
+    return content
 
 
 def become(asked: dict[str, Any]) -> None:

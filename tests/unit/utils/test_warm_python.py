@@ -91,3 +91,14 @@ def test_signals_reach_the_process(sent: signal.Signals, code: int) -> None:
     while Path(f"/proc/{pid}").exists() and time.monotonic() < end:
         time.sleep(0.01)
     assert not Path(f"/proc/{pid}").exists()
+
+
+def test_clients_that_are_killed_at_any_moment_leave_the_server_alive() -> None:
+    """Before they ask, while the process starts, and as it ends."""
+    for moment in range(40):
+        client = subprocess.Popen([warm_python(), "-c", "pass"], stderr=subprocess.DEVNULL)
+        time.sleep(moment * 0.004)
+        client.send_signal(signal.SIGTERM if moment % 2 else signal.SIGKILL)
+        client.wait(10)
+    done = subprocess.run([warm_python(), "-c", "print(1)"], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "1\n", done.stderr
