@@ -126,7 +126,8 @@ def test_a_typo_in_the_tutorials_command_is_one_line(checkout: Checkout) -> None
 
 @pytest.fixture(scope="module")
 def launched(checkout: Checkout) -> Callable[[str], str]:
-    """Runs a launcher once: with its own settings, smaller by what is typed behind its name."""
+    """Runs a launcher once: with its own settings, smaller by what is typed behind its name, in warm processes."""
+    warm = Checkout(checkout.root, warm=True)
 
     @cache
     def run(launcher: str) -> str:
@@ -139,7 +140,7 @@ def launched(checkout: Checkout) -> Callable[[str], str]:
                 --train-iters 4 --lr-decay-iters 4 --save-interval 4 --log-interval 2 --eval-iters 1
         """
         warmup = " --lr-warmup-iters 2" if launcher == "codeparrot_small" else ""
-        return checkout.must_run(script.rstrip() + warmup)
+        return warm.must_run(script.rstrip() + warmup)
 
     return run
 

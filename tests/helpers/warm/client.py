@@ -61,6 +61,8 @@ def main(real: str, path: str, torchrun: bool) -> None:
     }
     content = marshal.dumps(asked)
     header = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [0, 1, 2]))]
+    link.sendmsg([len(content).to_bytes(8, "little")], header)
+    link.sendall(content)
 
     def forward(number: int, _: Any) -> None:
         with suppress(OSError):  # the process has ended, and how is on its way
@@ -69,8 +71,6 @@ def main(real: str, path: str, torchrun: bool) -> None:
     for number in FORWARDED:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, forward)
-    link.sendmsg([len(content).to_bytes(8, "little")], header)
-    link.sendall(content)
     status = _exactly(link, 4)
     code = int.from_bytes(status, "little", signed=True)
     if code < 0:  # by a signal
