@@ -47,13 +47,14 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(autouse=True, scope="module")
 def _frozen() -> Iterator[None]:
-    """Also what a file's tests have imported, and what one of them has thawed (a run does that when it ends)."""
+    """Freezes again after each file of tests, which may have imported much, and thawed all (`gc.unfreeze`, as a run
+    does when it ends)."""
     yield
     freeze()
 
 
 def freeze() -> None:
-    """Collections of garbage then pass over what thousands of tests are made of, in this process and in forked ranks,
+    """Makes collections of garbage pass over what thousands of tests are made of, in this process and in forked ranks,
     which would get a copy of every page that they look at."""
     gc.collect()
     gc.freeze()

@@ -1,7 +1,7 @@
 """The public CodeParrot tutorial, as its readers type it, in a fresh copy of the checkout.
 
 The commands are the tutorial's own, word for word. Fewer processes are started, and flags that are typed behind its own
-make the model, the batch and the run smaller; `python` is the one that runs the tests.
+make the model, the batch and the run smaller; `python` is the one that runs the tests (its launchers get a warm one).
 """
 
 from __future__ import annotations
@@ -126,7 +126,8 @@ def test_a_typo_in_the_tutorials_command_is_one_line(checkout: Checkout) -> None
 
 @pytest.fixture(scope="module")
 def launched(checkout: Checkout) -> Callable[[str], str]:
-    """Runs a launcher once: with its own settings, smaller by what is typed behind its name, in warm processes."""
+    """Runs a launcher once: with its own settings, smaller by what is typed behind its name. Its processes are warm
+    ones (tests/helpers/warm)."""
     warm = Checkout(checkout.root, warm=True)
 
     @cache

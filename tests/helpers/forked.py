@@ -1,6 +1,6 @@
 """The ranks of a script as a launcher starts them (their place in the environment, an exit code, what they print), but
-forked from this process: what `tests.helpers.runs.launch` gives, without two seconds of imports for every rank and for
-torchrun. For tests that are not about launchers."""
+forked from this process: what `tests.helpers.runs.launch` gives, without torchrun, and without importing this project
+in every rank. For tests that are not about launchers, and for those that need a rank's process id."""
 
 from __future__ import annotations
 

@@ -31,8 +31,9 @@ from tests.policy.rules import ROOT
 
 # What torch imports at the first call that poisons memory, and at the first gradient: more than a second.
 PREPARED = ("torch._inductor", "torch.fx.experimental.symbolic_shapes")
-# Of the sanitizers the planted bugs need one: each makes the compiler slower.
-QUICKLY = ("-O0", "-g0", "-fno-sanitize=all", "-fsanitize=alignment")
+UNOPTIMISED = ("-O0", "-g0")
+# Of the emulated build's sanitizers the planted bugs need this one; each makes the compiler slower.
+ALIGNMENT_ALONE = ("-fno-sanitize=all", "-fsanitize=alignment")
 TIERS = ("none", "base", "v3", "v4", "v4_bf16")  # csrc/common/tiers.h
 
 
@@ -97,7 +98,8 @@ def planted_library(root: Path, file: Path, folder: str, *, emulated: bool) -> P
     if file.suffix != ".h":
         assert ROOT / "csrc" / file in sources, f"{file} is no source of {folder}"
         sources = [ROOT / "csrc" / file]
-    return made_anew(root, root, sources, emulated=emulated, flags=QUICKLY if emulated else QUICKLY[:2])
+    flags = (*UNOPTIMISED, *(ALIGNMENT_ALONE if emulated else ()))
+    return made_anew(root, root, sources, emulated=emulated, flags=flags)
 
 
 def made_anew(
@@ -131,8 +133,8 @@ def made_anew(
 
 @cache
 def headers_ahead(command: tuple[str, ...]) -> tuple[str, ...]:
-    """The flags by which this command of a compiler gets the standard library's headers compiled already: reading them
-    is half of its work. The first process of the tests that asks compiles them."""
+    """Flags that give this compiler command the standard library's headers precompiled: reading them as text is half of
+    its work. The first process of the tests that asks for them compiles them, for itself and the others."""
     build = builder()
     recipe, _ = as_built("-DMK_EMULATED" in command)
     key = hashlib.sha256("\0".join((recipe.compilers, *command, standard_headers())).encode()).hexdigest()[:24]
@@ -149,7 +151,7 @@ def headers_ahead(command: tuple[str, ...]) -> tuple[str, ...]:
 
 @cache
 def standard_headers() -> str:
-    """What the kernels include of it."""
+    """A header that includes all that the kernels include of the C++ library, and the vector instructions."""
     texts = [path.read_text() for path in builder().sources() if path.stem not in ("torch", "binding")]
     names = {name for text in texts for name in re.findall(r"^#include <([a-z]+)>$", text, re.M)}
     intrinsics = "#if defined(__x86_64__)\n#include <immintrin.h>\n#endif\n"

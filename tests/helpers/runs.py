@@ -139,7 +139,8 @@ def launch(
     cwd: Path = REPOSITORY,
     timeout: float = 120.0,
 ) -> subprocess.CompletedProcess[str]:
-    """A script as a user starts it: plain python for one rank; for more, torchrun (`launcher` "run") or "launch"."""
+    """A script as a user starts it: plain python for one rank; for more, torchrun (`launcher` "run") or "launch". The
+    processes are warm ones (tests/helpers/warm): tests of starting itself make their own with `launch_command`."""
     command = [*launch_command(script, ranks, launcher, python=warm_python()), *argv]
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=timeout)
 

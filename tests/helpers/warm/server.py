@@ -1,4 +1,4 @@
-"""The process that `client.py` asks: it has imported what every program of this project imports from others, and forks.
+"""The server that `client.py` asks for a process: it has imported torch and transformers, and forks itself.
 
 In a forked process those modules are hidden until the program itself first imports one of their group, so that code
 which asks `"torch" in sys.modules` is answered as in a fresh interpreter.
@@ -27,7 +27,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-# Whoever imports something of a group has all of it, and all of the groups before.
+# A program that imports one module of a group finds the whole group loaded, and the groups before it.
 GROUPS = (
     ("numpy", "numpy.random"),
     ("torch", "torch.distributed.run", "torch._dynamo", "torch.profiler", "torch.utils.data", "torch.distributed.fsdp"),

@@ -246,7 +246,8 @@ def test_a_build_that_hangs_is_named_and_one_that_was_killed_hurts_nobody(sandbo
 def test_objects_that_nobody_uses_are_deleted(sandbox: Sandbox) -> None:
     sandbox.run()
     old = sandbox.folder / "build" / "kernels" / "gone-0123.o"
-    old.touch(), old.with_suffix(".txt").touch()
+    old.touch()
+    old.with_suffix(".txt").touch()
     os.utime(old, (0, 0))
     sandbox.run()
     assert not old.exists() and not old.with_suffix(".txt").exists() and list(old.parent.glob("*.o"))

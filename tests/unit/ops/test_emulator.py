@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.helpers.kernels import ORDERS, builder
-from tests.helpers.planted import QUICKLY, Mistake, headers_ahead, planted_checkout
+from tests.helpers.planted import UNOPTIMISED, Mistake, headers_ahead, planted_checkout
 from tests.policy.rules import ROOT
 
 HEADERS = """
@@ -41,7 +41,7 @@ extern "C" const char* run(const float* x, float* out, int n) {{
 }}
 """)
     path = folder / "kernel.so"
-    command = (*builder().emulated_command(builder().compiler()), *QUICKLY)
+    command = (*builder().emulated_command(builder().compiler()), *UNOPTIMISED)
     here = ("-fvisibility=default", f"-I{root}", "-shared", str(source), "-o", str(path))
     builder().run((*command, *headers_ahead(command), *here))
     library = ctypes.CDLL(str(path))

@@ -41,7 +41,7 @@ def cuda() -> Any:
 
 
 def ptx_of(source: Path, folder: Path) -> str:
-    """What nvcc makes for the oldest of the GPUs, and for the newest."""
+    """The PTX of a CUDA file for the oldest of the GPUs that it is built for, and then for the newest."""
     found, texts = cuda(), []
     for gpu in (min(builder().gpus(found)), max(builder().gpus(found))):
         out = folder / f"{gpu}.ptx"

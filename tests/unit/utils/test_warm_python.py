@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -54,6 +55,29 @@ def test_it_does_what_the_real_one_does(name: str, tmp_path: Path) -> None:
     )
     said = warm.stderr.replace(warm_python(), sys.executable)
     assert (warm.returncode, warm.stdout, said) == (real.returncode, real.stdout, real.stderr)
+
+
+INHERITED = """import os, resource, signal
+print(oct(os.umask(0)), resource.getrlimit(resource.RLIMIT_NOFILE))
+print(os.sched_getaffinity(0), signal.getsignal(signal.SIGHUP))
+"""
+
+
+def unusual() -> None:
+    """What a process inherits, none of it as it is usually."""
+    os.umask(0o127)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (333, 444))
+    os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+
+def test_it_inherits_what_the_real_one_inherits() -> None:
+    real, warm, usual = (
+        subprocess.run([python, "-c", INHERITED], preexec_fn=before, capture_output=True, text=True, check=True).stdout
+        for python, before in ((sys.executable, unusual), (warm_python(), unusual), (sys.executable, None))
+    )
+    assert warm == real
+    assert not set(real.split()) & {usual.split()[0], usual.split()[-1]}, "nothing is as usual"
 
 
 def test_an_error_is_told_and_a_program_that_it_starts_is_warm_too() -> None:
