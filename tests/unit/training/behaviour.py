@@ -79,18 +79,21 @@ class Look(Hook):
         self.seen.append(str(sorted(self.calls.items())))
 
 
-def train(words: list[str], rank: int = 0, size: int = 1) -> list[str]:
-    """A training in this process, or its refusal."""
+def train(words: list[str]) -> list[str]:
+    """A training in this process, or its refusal, and what it wrote."""
+    shutil.rmtree(OUT, ignore_errors=True)
+    return [*_seen(words), *_written()]
+
+
+def _seen(words: list[str], rank: int = 0, size: int = 1) -> list[str]:
     seen: list[str] = []
-    if rank == 0:
-        shutil.rmtree(OUT, ignore_errors=True)
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         try:
             _train(words, rank, size, seen)
         except MegatronError as error:
             seen += [f"refused: {line}" for line in error.lines]
-    return [*seen, *map(_without_times, printed.getvalue().splitlines()), *_written()]
+    return [*seen, *map(_without_times, printed.getvalue().splitlines())]
 
 
 def _train(words: list[str], rank: int, size: int, seen: list[str]) -> None:
@@ -143,13 +146,14 @@ def _written() -> Iterator[str]:
 
 
 def on_ranks(words: list[str]) -> list[str]:
-    """A training on two gloo ranks."""
+    """A training on two gloo ranks; what they wrote is read when both have ended."""
+    shutil.rmtree(OUT, ignore_errors=True)
 
     def body(rank: int) -> list[str]:
         torch.set_num_threads(1)
-        return train(words, rank, 2)
+        return _seen(words, rank, 2)
 
-    return [line for seen in run_ranks(2, body) for line in seen]
+    return [*(line for seen in run_ranks(2, body) for line in seen), *_written()]
 
 
 def plan(words: list[str]) -> list[str]:
