@@ -150,7 +150,7 @@ def start(config: RunConfig, *, needs_data: bool = True, stream: TextIO | None =
         refusals.end()  # what else is wrong depends on the device
     assert device is not None
     with refusals.of_checking():
-        backend = resolve_backend(config.runtime.distributed_backend, device)
+        backend = resolve_backend(_planned_backend(config, device, log), device)
     threads = prepare_cpu(config, launch, device, log)
     prepare_accelerator(config, device, log, launch.allocator)
 
@@ -190,6 +190,21 @@ def start(config: RunConfig, *, needs_data: bool = True, stream: TextIO | None =
     if config.kernels.compile and (left := left_to_compiler(run.kernels)):
         log.info(f"--compile: inside a layer the plain formulas of {', '.join(left)} are fused instead")
     return run
+
+
+def _planned_backend(config: RunConfig, device: torch.device, log: RankLog) -> str | None:
+    """Returns --distributed-backend. A plan made on a machine without an accelerator does without an accelerator's
+    backend and says so; `--device cpu` contradicts such a backend on every machine."""
+    runtime = config.runtime
+    if runtime.distributed_backend in (None, "gloo") or not runtime.plans or device.type != "cpu":
+        return runtime.distributed_backend
+    if runtime.device != "auto":
+        return runtime.distributed_backend
+    log.info(
+        f"--distributed-backend {runtime.distributed_backend}: this machine has no accelerator, so the plan is for "
+        "CPUs with gloo; a run needs the accelerator, or --distributed-backend gloo"
+    )
+    return None
 
 
 def build_run(

@@ -195,3 +195,17 @@ def test_a_command_that_is_right_is_described_once(capsys: pytest.CaptureFixture
     assert shown.count("[model]") == 1 and "planned for 2 x cpu" in shown
     assert pretrain_here([*flags(), "--dry-run"]) == 0
     assert "[model]" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("way", ["--print-config", "--dry-run"])
+def test_a_plan_for_gpus_is_made_without_one(
+    way: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not with --device cpu, which contradicts nccl on every machine (LATER), and no run."""
+    monkeypatch.setattr("megatron.distributed.device.accelerator_type", lambda: None)
+    command = flags(device=None, distributed_backend="nccl")
+    assert pretrain_here([*command, way]) == 0
+    shown = capsys.readouterr().out
+    assert "--distributed-backend nccl: this machine has no accelerator, so the plan is for CPUs with gloo" in shown
+    assert pretrain_here(command) == 2
+    assert "--distributed-backend nccl: needs an accelerator" in capsys.readouterr().err
