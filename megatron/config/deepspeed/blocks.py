@@ -45,6 +45,9 @@ def decide_offload(reading: Reading) -> None:
     for key in ("offload_optimizer.device", "cpu_offload"):
         if zero + key in reading.given:
             _offload_optimizer(reading, zero + key)
+    path = zero + "offload_optimizer.nvme_path"
+    if path in reading.given and reading.given.get(zero + "offload_optimizer.device") != "nvme":
+        reading.say(f"{reading.spelled(path)}: no effect, only a device nvme has a path")
     for key in ("offload_param.device", "cpu_offload_param", "cpu_offload_params"):
         if zero + key in reading.given:
             _offload_parameters(reading, zero + key)
@@ -68,8 +71,6 @@ def _offload_optimizer(reading: Reading, key: str) -> None:
         raise ConfigError(f"{reading.spelled(key)}: needs a directory; add nvme_path to offload_optimizer, or use cpu")
     elif device == "nvme":
         reading.set("optimizer_offload_directory", reading.given[path], reading.spelled(path))
-    if path in reading.given and device != "nvme":
-        reading.say(f"{reading.spelled(path)}: no effect, only a device nvme has a path")
 
 
 def _offload_parameters(reading: Reading, key: str) -> None:

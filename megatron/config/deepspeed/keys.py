@@ -22,8 +22,8 @@ KINDS: Mapping[Kind, str] = {
 class Key:
     """One of: it sets a field; it has no effect, which is said; it is refused; it is decided with others of its block.
 
-    A block that is no more than a row of the table (`members` or nothing) asks for nothing while its `enabled` is
-    false.
+    A block that is no more than a row of the table (its keys are in members.py) asks for nothing while its `enabled`
+    is false.
     """
 
     path: str
@@ -33,7 +33,6 @@ class Key:
     line: str = ""  # no effect: why
     way_out: str = ""  # refused: what to do instead
     neutral: tuple[Any, ...] = ()  # refused: the values that ask for nothing
-    members: Mapping[str, Kind] | None = None  # of a block without rows of their own: its keys; None: not looked at
     meaning: str = ""  # for the page: what the value means, or what decides about it
 
     @property
@@ -54,8 +53,8 @@ def decided(path: str, kind: Kind, meaning: str) -> Key:
     return Key(path=path, kind=kind, meaning=meaning)
 
 
-def no_effect(path: str, kind: Kind, line: str, members: str | None = None) -> Key:
-    return Key(path=path, kind=kind, line=line, members=_members(members))
+def no_effect(path: str, kind: Kind, line: str) -> Key:
+    return Key(path=path, kind=kind, line=line)
 
 
 def refused(path: str, kind: Kind, way_out: str, *neutral: Any) -> Key:
@@ -65,18 +64,6 @@ def refused(path: str, kind: Kind, way_out: str, *neutral: Any) -> Key:
 def many(make: Callable[..., Key], parent: str, kind: Kind, text: str, names: str, *more: Any) -> tuple[Key, ...]:
     """One row for each of these keys of a block."""
     return tuple(make(f"{parent}.{name}" if parent else name, kind, text, *more) for name in names.split())
-
-
-def _members(text: str | None) -> Mapping[str, Kind] | None:
-    """ "enabled:switch steps:whole" as a mapping."""
-    if text is None:
-        return None
-    kinds: dict[str, Kind] = {}
-    for word in text.split():
-        name, _, kind = word.partition(":")
-        assert kind in KINDS, word
-        kinds[name] = kind  # type: ignore[assignment]
-    return kinds
 
 
 def wrong_kind(kind: Kind, value: Any) -> str | None:

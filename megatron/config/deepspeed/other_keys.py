@@ -23,15 +23,12 @@ REPORTS = (
         "csv_monitor",
         "block",
         "no CSV files are written; --metrics-jsonl FILE gets one JSON object per logged step",
-        "enabled:switch output_path:text job_name:text",
     ),
     no_effect("comet", "block", "nothing is sent to Comet; see --tensorboard-dir, --wandb-project, --metrics-jsonl"),
     no_effect(
         "flops_profiler",
         "block",
         "TFLOP/s are always reported; --profile shows where the time of a step goes",
-        "enabled:switch profile_step:whole module_depth:whole top_modules:whole detailed:switch output_file:text "
-        "recompute_fwd_factor:number",
     ),
 )
 

@@ -11,9 +11,10 @@ from typing import Any
 
 from megatron.config.deepspeed.blocks import DECISIONS, without_booleans
 from megatron.config.deepspeed.json_file import read_json
-from megatron.config.deepspeed.keys import Key, wrong_kind
+from megatron.config.deepspeed.keys import Key, Kind, wrong_kind
+from megatron.config.deepspeed.members import members_of
 from megatron.config.deepspeed.optimizers import decide_optimizer
-from megatron.config.deepspeed.table import children, is_default, keys_by_path
+from megatron.config.deepspeed.table import children, is_default, is_off, keys_by_path
 from megatron.config.refusals import Refusals
 from megatron.config.run import settings_by_name
 from megatron.config.sources import Assignments, Given, interpret
@@ -128,23 +129,22 @@ class Reading:
     def walk(self, path: str, block: Mapping[Any, Any]) -> None:
         """Reads the keys of a block."""
         switch = keys_by_path().get(f"{path}.enabled") if path else None
-        if switch is not None and block.get("enabled") is False and not self.stronger.get(switch.field):
-            block = self._without_idle(path, block)
+        off = switch is not None and is_off(block.get("enabled")) and not self.stronger.get(switch.field)
         for name, value in block.items():
             fields = _fields_of(f"{path}.{name}" if path else str(name))
             with self.naming(*(settings_by_name()[one].spelling for one in fields)):
-                self._read(path, name, value)
+                self._read(path, name, value, idle=off and name != "enabled")
+        if off:
+            self._say_idle(path, block)
 
-    def _without_idle(self, path: str, block: Mapping[Any, Any]) -> Mapping[Any, Any]:
-        """The keys to read of a block that is switched off: `enabled`, and unknown keys, which are refused all the
-        same."""
-        idle = [name for name in block if name != "enabled" and name in children(path) and not is_default(block[name])]
+    def _say_idle(self, path: str, block: Mapping[Any, Any]) -> None:
+        """Reports the keys of a block that is switched off."""
+        idle = [f"{path}.{name}" for name, value in block.items() if name != "enabled" and not is_default(value)]
         if idle:
-            named = ", ".join(f"{path}.{name}" for name in idle)
-            self.say(f"{named}: no effect while {path}.enabled is false")
-        return {name: value for name, value in block.items() if name not in idle}
+            self.say(f"{', '.join(idle)}: no effect while {path}.enabled is not true")
 
-    def _read(self, parent: str, name: Any, value: Any) -> None:
+    def _read(self, parent: str, name: Any, value: Any, *, idle: bool) -> None:
+        """`idle`: the key's block is switched off, so that it is checked and not used."""
         path = f"{parent}.{name}" if parent else str(name)
         key = keys_by_path().get(path) if isinstance(name, str) and "." not in name else None
         if key is None:
@@ -157,16 +157,16 @@ class Reading:
             raise ConfigError(f"{path} {_quoted(value)}: {wrong}; correct it, or leave it out")
         if key.has_rows:
             self.walk(path, value)
-        else:
+        elif not idle:
             self.given[path] = value
             self._apply(key, value)
 
     def _apply(self, key: Key, value: Any) -> None:
         spelled = key.path if key.kind == "block" else self.spelled(key.path)
         if key.kind == "block":
-            _check_members(key, value)
-            enabled = value.get("enabled", True)
-            if not value or enabled is False or is_default(enabled):  # which no flag turns on
+            _check_members(key.path, value, members_of(key.path))
+            if not value or is_off(value.get("enabled", True)):  # no flag turns it on
+                self._say_idle(key.path, value)
                 return
         if key.way_out:
             if value not in key.neutral:
@@ -191,16 +191,19 @@ def _fields_of(path: str) -> tuple[str, ...]:
     return (field,) if field in settings_by_name() else ()
 
 
-def _check_members(key: Key, value: Mapping[Any, Any]) -> None:
-    if key.members is None:
-        return
-    for name, inner in value.items():
-        kind = key.members.get(name) if isinstance(name, str) else None
-        if kind is None:
-            raise ConfigError(f"{key.path}.{_brief(name)}: unknown key{nearest(str(name), key.members)}")
-        wrong = None if is_default(inner) else wrong_kind(kind, inner)
+def _check_members(path: str, block: Mapping[Any, Any], members: Mapping[str, Kind | None]) -> None:
+    """Rejects what DeepSpeed does not know in a block without rows of its own."""
+    for name, value in block.items():
+        if name not in members or "." in name:
+            hint = nearest(str(name), [one for one in members if "." not in one])
+            raise ConfigError(f"{path}.{_brief(name)}: unknown key{hint}; correct it, or leave it out")
+        kind = members[name]
+        wrong = None if kind is None or is_default(value) else wrong_kind(kind, value)
         if wrong is not None:
-            raise ConfigError(f"{key.path}.{name} {_quoted(inner)}: {wrong}; correct it, or leave it out")
+            raise ConfigError(f"{path}.{name} {_quoted(value)}: {wrong}; correct it, or leave it out")
+        inside = {one.removeprefix(f"{name}."): of for one, of in members.items() if one.startswith(f"{name}.")}
+        if inside and isinstance(value, Mapping):
+            _check_members(f"{path}.{name}", value, inside)
 
 
 def _unknown(parent: str, name: Any) -> ConfigError:

@@ -48,3 +48,8 @@ def children(path: str) -> list[str]:
 def is_default(value: Any) -> bool:
     """A value that says nothing: null, or Hugging Face's "auto", which leaves it to the flags."""
     return value is None or value == "auto"
+
+
+def is_off(enabled: Any) -> bool:
+    """Whether this value of `enabled` leaves a block off, as every block of DeepSpeed's is by default."""
+    return enabled is False or is_default(enabled)

@@ -27,6 +27,11 @@ _USED = (
     *("remote_device", "lr", "log_interval"),
 )
 _UNUSED = ("optimizer_offload_fraction",)
+_KEYS_OF_FLAGS = {
+    "--zero-stage": "zero_optimization.stage",
+    "--lr-schedule": "scheduler.type",
+    "--fp16": "fp16.enabled",
+}
 _DEFAULT_LR = 1e-3  # of torch's and DeepSpeed's AdamW
 
 
@@ -102,12 +107,20 @@ class EngineConfig:
             lines.append(f"{self.optimizer_key}: no effect, for optimizer= is given and is used")
         if own_scheduler and self.scheduler_key is not None:
             lines.append(f"{self.scheduler_key}: no effect, for lr_scheduler= is given and is used")
-        for name, key in self._read.keys.items():
-            used = name in _USED or settings_by_name()[name].section in _USED_SECTIONS
-            if not used or name in _UNUSED:
-                lines.append(f"{key}: no effect in megatron.initialize(model=...); it is for pretrain_gpt.py")
+        unused = [name for name in self._read.keys if not _is_used(name)]
+        lines += [
+            f"{self._read.keys[name]}: no effect in megatron.initialize(model=...); it is for pretrain_gpt.py"
+            for name in unused
+        ]
         for setting, need in without_effect(self.run):
-            if setting.name in _USED:
-                needed = need.text.replace("--zero-stage", "zero_optimization.stage")
+            if setting.name not in unused:
+                needed = need.text
+                for flag, key in _KEYS_OF_FLAGS.items():
+                    needed = needed.replace(flag, key)
                 lines.append(f"{self._read.keys[setting.name]}: has no effect without {needed}")
         return lines
+
+
+def _is_used(name: str) -> bool:
+    used = name in _USED or settings_by_name()[name].section in _USED_SECTIONS
+    return used and name not in _UNUSED

@@ -85,9 +85,11 @@ def test_settings_of_another_program_have_a_line(capsys: pytest.CaptureFixture[s
 
 
 def test_a_key_without_effect_names_the_key_that_it_needs(capsys: pytest.CaptureFixture[str]) -> None:
-    make(config={**BATCH, **ADAMW, "zero_optimization": {"stage": 2, "overlap_comm": True}})
-    line = "overlap_comm true: has no effect without stage 0 or 1 of ZeRO (zero_optimization.stage)"
-    assert line in capsys.readouterr().out
+    blocks = {"zero_optimization": {"stage": 2, "overlap_comm": True}, "scheduler": {"params": {"cycle_min_lr": 0.5}}}
+    make(config={**BATCH, **ADAMW, **blocks})
+    said = capsys.readouterr().out
+    assert "overlap_comm true: has no effect without stage 0 or 1 of ZeRO (zero_optimization.stage)" in said
+    assert "scheduler.params.cycle_min_lr 0.5: has no effect without scheduler.type OneCycle" in said
 
 
 def test_what_it_says_of_itself() -> None:

@@ -183,7 +183,7 @@ def test_a_loss_scale_of_zero_is_dynamic() -> None:
 def test_a_block_that_is_off_has_no_effect_and_says_so() -> None:
     content = {"fp16": {"enabled": False, "loss_scale": 4, "hysteresis": "auto", "initial_scale_power": 3}}
     assert dict(read_deepspeed(content).values) == {"fp16": False}
-    said = "fp16.loss_scale, fp16.initial_scale_power: no effect while fp16.enabled is false"
+    said = "fp16.loss_scale, fp16.initial_scale_power: no effect while fp16.enabled is not true"
     assert notices(content) == [said]
     assert "unknown key" in refusal({"fp16": {"enabled": False, "losscale": 4}})
     assert notices({"tensorboard": {"enabled": False, "output_path": "x"}})

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from megatron.config.deepspeed import read_deepspeed
-from megatron.config.deepspeed.keys import Key
-from megatron.config.deepspeed.table import GROUPS, keys_by_path
+from megatron.config.deepspeed.keys import Key, Kind
+from megatron.config.deepspeed.members import members_of
+from megatron.config.deepspeed.table import GROUPS, children, keys_by_path
 from megatron.config.flag import Setting
 from megatron.config.run import settings_by_name
 from megatron.config.sources import canonical_spellings, spelling_table
@@ -102,6 +103,12 @@ ROWS = list(keys_by_path().values())
 ANY = {"switch": True, "whole": 9, "number": 0.5, "text": "x", "list": [1], "block": {"enabled": True}}
 
 
+def on(key: Key) -> tuple[tuple[str, Any], ...]:
+    """The switch of a key's block, switched on."""
+    switch = f"{key.path.rpartition('.')[0]}.enabled"
+    return ((switch, True),) if switch in keys_by_path() and switch != key.path else ()
+
+
 def test_every_key_that_sets_something_is_expected_here() -> None:
     acting = {key.path for key in ROWS if not (key.line or key.way_out or key.has_rows)}
     assert acting == SETS.keys() | JOINT
@@ -132,12 +139,10 @@ def test_a_key_sets_its_field_and_no_other(path: str) -> None:
 
 @pytest.mark.parametrize("key", [key for key in ROWS if key.line], ids=lambda key: key.path)
 def test_a_key_without_effect_says_why_and_sets_nothing(key: Key) -> None:
-    content = nested((key.path, ANY[key.kind]))
-    if key.path.startswith("wandb"):
-        content["wandb"]["enabled"] = True
-    found = read_deepspeed(content, name="ds.json")
+    beside = read_deepspeed(nested(*on(key))).values
+    found = read_deepspeed(nested(*on(key), (key.path, ANY[key.kind])), name="ds.json")
     assert any(line.startswith(f"ds.json: {key.path}") and line.endswith(key.line) for line in found.notices)
-    assert set(found.values) <= {"wandb_project"}
+    assert found.values == beside
     if key.kind == "block":
         assert read_deepspeed(nested((key.path, {"enabled": False}))).notices == ()
 
@@ -146,10 +151,10 @@ def test_a_key_without_effect_says_why_and_sets_nothing(key: Key) -> None:
 def test_a_key_that_would_change_the_result_is_refused_by_name(key: Key) -> None:
     asks = ANY[key.kind] if ANY[key.kind] not in key.neutral else False
     with pytest.raises(ConfigError) as caught:
-        read_deepspeed(nested((key.path, asks)), name="ds.json")
+        read_deepspeed(nested(*on(key), (key.path, asks)), name="ds.json")
     assert str(caught.value).startswith(f"in ds.json: {key.path}") and key.way_out in str(caught.value)
     for neutral in key.neutral or ({"enabled": False},) * (key.kind == "block"):
-        assert read_deepspeed(nested((key.path, neutral))).notices == ()
+        assert read_deepspeed(nested(*on(key), (key.path, neutral))).notices == ()
 
 
 @pytest.mark.parametrize("key", [key for key in ROWS if key.kind != "block"], ids=lambda key: key.path)
@@ -170,3 +175,45 @@ def test_flags_that_the_table_names_exist_and_work() -> None:
             if not isinstance(target, Setting) or target.flag.status in ("later", "never"):
                 wrong.append((key.path, named))
     assert wrong == []
+
+
+OFF: list[dict[str, Any]] = [{"enabled": False}, {"enabled": None}, {"enabled": "auto"}, {}]
+SWITCHED = [
+    (key.path, off, key.has_rows)
+    for key in ROWS
+    for off in OFF
+    if (f"{key.path}.enabled" in keys_by_path() if key.has_rows else key.kind == "block" and off)
+]
+
+
+def keys_in(block: str, has_rows: bool) -> dict[str, Kind]:
+    """The keys of a block; of one without rows, those in its blocks too, and `text` for a value of any type."""
+    if has_rows:
+        return {name: keys_by_path()[f"{block}.{name}"].kind for name in children(block)}
+    return {name: kind or "text" for name, kind in members_of(block).items()}
+
+
+@pytest.mark.parametrize(("block", "off", "has_rows"), SWITCHED)
+def test_a_block_that_is_off_names_its_keys_and_refuses_others(block: str, off: dict[str, Any], has_rows: bool) -> None:
+    for name, kind in keys_in(block, has_rows).items():
+        if name == "enabled":
+            continue
+        found = read_deepspeed(nested((block, {**off, **nested((name, ANY[kind]))})), name="ds.json")
+        assert found.notices == (
+            f"ds.json: {block}.{name.partition('.')[0]}: no effect while {block}.enabled is not true",
+        )
+        assert not set(found.values) - {"fp16", "bf16"} and not any(found.values.values())
+        wrong = nested((block, {**off, **nested((f"{name}x", ANY[kind]))}))
+        with pytest.raises(ConfigError, match=rf"^in ds.json: {block}.{name}x: unknown key"):
+            read_deepspeed(wrong, name="ds.json")
+
+
+@pytest.mark.parametrize("key", [key for key in ROWS if not key.has_rows], ids=lambda key: key.path)
+def test_no_key_alone_is_ignored_silently(key: Key) -> None:
+    """Without the switch, type or device that gives a key its meaning, it is a value, a line or an error."""
+    asks = ANY[key.kind] if ANY[key.kind] not in key.neutral else False
+    try:
+        found = read_deepspeed(nested((key.path, asks)))
+    except ConfigError:
+        return
+    assert found.values or found.notices
