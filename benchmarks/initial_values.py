@@ -1,4 +1,5 @@
-"""Speed of drawing initial values: ours, which draws any slice alone, over torch's generator, which draws the whole.
+"""Speed of drawing initial values: ours and its numpy twin, which draw any slice alone, and torch's generator, which
+draws the whole.
 
     python benchmarks/initial_values.py            # one thread, then all; about 20 s
 
@@ -39,6 +40,7 @@ def main() -> None:
     contenders: dict[str, tuple[Callable[[], object], int]] = {
         "torch, whole": (lambda: torch.empty(whole).normal_(), whole),
         "ours, whole": (lambda: normal_values(1, "w", [(0, whole)], 0.02), whole),
+        "numpy, whole": (lambda: normal_values(1, "w", [(0, whole)], 0.02, in_numpy=True), whole),
         "ours, 1/8 of the rows": (lambda: normal_values(1, "w", slices("rows"), 0.02), whole // RANKS),
         "ours, 1/8 of the columns": (lambda: normal_values(1, "w", slices("columns"), 0.02), whole // RANKS),
     }
@@ -51,10 +53,15 @@ def main() -> None:
                 draw()
                 seconds[name].append(clock() - started)
         for name, (_, count) in contenders.items():
-            mine, theirs = seconds[name][1:], seconds["torch, whole"][1:]
-            ratio = statistics.median(a / b for a, b in zip(mine, theirs, strict=True))
-            each = statistics.median(mine) / count * 1e9
-            print(f"{threads} threads  {name:<26} {each:6.2f} ns a value; {ratio:.2f} times torch's whole")
+            mine, each = seconds[name][1:], statistics.median(seconds[name][1:]) / count * 1e9
+            ratios = [
+                statistics.median(a / b for a, b in zip(mine, seconds[other][1:], strict=True))
+                for other in ("torch, whole", "numpy, whole")
+            ]
+            print(
+                f"{threads} threads  {name:<24} {each:6.2f} ns a value; takes {ratios[0]:.2f} times as long as torch's "
+                f"whole, {ratios[1]:.2f} times as long as numpy's whole"
+            )
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ setup.py calls it; nothing else ever compiles. Every operation has a folder, and
     cpu*.cpp    CPU kernels, compiled once per instruction set
     cuda*.cu    CUDA kernels
     torch.cpp   checks of the tensors and registration with torch
-    product.h   if there: the CPU kernels multiply matrices (see PRODUCT_FLAGS)
+    product.h   if there: the CPU kernels multiply matrices (see PRODUCT_HEADER)
 
 common/ holds what several of them share; data/ is another extension. Objects are kept under build/kernels by the hash
 of all that made them, so an unchanged file is never compiled twice. One build at a time holds a lock, which the system
@@ -58,7 +58,8 @@ WIDE = ("-march=x86-64-v4", "-mprefer-vector-width=512")
 TIERS = {"v3": ("-march=x86-64-v3",), "v4": WIDE, "v4_bf16": (*WIDE, "-mavx512bf16")}
 # Kernels that multiply matrices are also compiled for the bf16 instructions (v4_bf16), and fuse a multiplication with
 # an addition only where the source says so: the backward pass must compute the very scores of the forward pass.
-PRODUCT_HEADER, PRODUCT_FLAGS = "product.h", ("-ffp-contract=off",)
+PRODUCT_HEADER, UNFUSED = "product.h", ("-ffp-contract=off",)
+EQUAL_TO_NUMPY = ("random",)  # folders whose results are numpy's bits: nothing is fused there either
 GPUS = (80, 90, 100, 120)  # compute capabilities (A100, H100, B200, RTX 50) that machine code is made for; others JIT
 CUDA_HOME = "/usr/local/cuda"
 OTHER_EXTENSION, SUFFIXES = "data", (".h", ".cpp", ".cu")
@@ -183,9 +184,10 @@ def cpu_units(cxx: Sequence[str]) -> list[Unit]:
     units = []
     for source in cpu_sources():
         products = (source.parent / PRODUCT_HEADER).is_file()
+        unfused = UNFUSED if products or source.parent.name in EQUAL_TO_NUMPY else ()
         for tier, flags in tiers.items():
             if products or tier != "v4_bf16":
-                own = (*flags, *(PRODUCT_FLAGS if products else ()), f"-DMK_TIER={tier}")
+                own = (*flags, *unfused, f"-DMK_TIER={tier}")
                 units.append(Unit(source, (*cxx, *COMMON_FLAGS, *CPU_FLAGS, *own)))
     return units
 

@@ -4,20 +4,25 @@ So a rank draws its slice without drawing the whole. The bits come from Philox4x
 generator whose stream numpy guarantees. What follows uses integer operations and + - * / and square root of float64
 alone, an operation at a time, which IEEE 754 rounds in one way only: no logarithm or cosine of a math library, no fused
 multiply-add. The values are the same bits on every processor, with every number of threads.
+
+csrc/random computes the same values several times as fast; numpy serves where the kernels are not built.
 """
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from functools import cache, partial
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+
+from megatron.ops.library import c_library
 
 Run = tuple[int, int]
 """(first element, number of elements) of the whole tensor."""
@@ -26,24 +31,32 @@ Doubles = npt.NDArray[np.float64]
 Floats = npt.NDArray[np.float32]
 Make = Callable[[Words], Floats]
 """[n] words -> [n, 2] values."""
+Fill = Callable[..., int]
+"""(runs, number of runs, values, number of values, key's lower and upper half, scale, normal) -> 0 for success."""
 
 _AT_ONCE = 1 << 15  # elements: what a thread works on stays in its cache
 _PER_BLOCK, _PERIOD = 4, 1 << 256  # words of a counter, and how many counters there are
 
 
-def normal_values(seed: int, name: str, runs: Sequence[Run], std: float) -> Tensor:
+def normal_values(seed: int, name: str, runs: Sequence[Run], std: float, *, in_numpy: bool = False) -> Tensor:
     """The elements of the runs, one after the other: normal with this standard deviation, fp32."""
-    return _values(seed, name, runs, partial(_normal_pairs, std=std))
+    compiled = None if in_numpy else _compiled()
+    if compiled is not None:
+        return _draw(compiled, seed, name, runs, std, normal=True)
+    return _draw_in_numpy(seed, name, runs, partial(_normal_pairs, std=std))
 
 
-def uniform_values(seed: int, name: str, runs: Sequence[Run], bound: float) -> Tensor:
+def uniform_values(seed: int, name: str, runs: Sequence[Run], bound: float, *, in_numpy: bool = False) -> Tensor:
     """The elements of the runs, one after the other: uniform between -bound and bound, fp32."""
-    return _values(seed, name, runs, partial(_uniform_pairs, bound=bound))
+    compiled = None if in_numpy else _compiled()
+    if compiled is not None:
+        return _draw(compiled, seed, name, runs, bound, normal=False)
+    return _draw_in_numpy(seed, name, runs, partial(_uniform_pairs, bound=bound))
 
 
 def words_of(seed: int, name: str, runs: Sequence[Run]) -> Iterator[Words]:
     """For each run of pairs of elements, 64 random bits for each pair."""
-    key = int.from_bytes(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:16], "little")
+    key = _key(seed, name)
     generator, here = np.random.Philox(key=key, counter=0), 0  # the counter where the generator stands
     for start, count in runs:
         block, before = divmod(start, _PER_BLOCK)
@@ -52,7 +65,33 @@ def words_of(seed: int, name: str, runs: Sequence[Run]) -> Iterator[Words]:
         here = block + -(-(before + count) // _PER_BLOCK)
 
 
-def _values(seed: int, name: str, runs: Sequence[Run], make: Make) -> Tensor:
+def _key(seed: int, name: str) -> int:
+    """Philox's key, 128 bits."""
+    return int.from_bytes(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:16], "little")
+
+
+def _draw(compiled: Fill, seed: int, name: str, runs: Sequence[Run], scale: float, *, normal: bool) -> Tensor:
+    numbers = np.array(runs, dtype=np.int64).reshape(-1, 2)
+    values = np.empty(numbers[:, 1].sum(), dtype=np.float32)
+    high, low = divmod(_key(seed, name), 1 << 64)
+    if compiled(numbers.ctypes.data, len(numbers), values.ctypes.data, len(values), low, high, scale, normal) != 0:
+        raise MemoryError(f"initial values of {name}: no memory or no thread left")
+    return torch.from_numpy(values)
+
+
+@cache
+def _compiled() -> Fill | None:
+    """csrc/random's function, which fills the memory at an address; None where the kernels are not built."""
+    kernels = c_library()
+    if kernels is None:
+        return None
+    function = kernels.mk_random_values
+    memory, word = (ctypes.c_void_p, ctypes.c_int64), ctypes.c_uint64
+    function.argtypes = (*memory, *memory, word, word, ctypes.c_double, ctypes.c_int)
+    return function
+
+
+def _draw_in_numpy(seed: int, name: str, runs: Sequence[Run], make: Make) -> Tensor:
     values = np.empty(sum(count for _, count in runs), dtype=np.float32)
 
     def fill(batch: list[tuple[int, Run]]) -> None:

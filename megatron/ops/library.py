@@ -96,6 +96,12 @@ def library() -> Library:
     return load(PATH)
 
 
+@cache
+def c_library() -> ctypes.CDLL | None:
+    """The same kernels as a C library, for functions that take no tensor; None if they cannot be used."""
+    return None if library().missing is not None else ctypes.CDLL(str(PATH))
+
+
 def load(path: Path, sources: Path = SOURCES) -> Library:
     if not path.is_file():
         return Library(f"not built: {BUILD}")

@@ -5,19 +5,40 @@ from __future__ import annotations
 import hashlib
 import math
 import os
+import random
+import re
+import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Protocol
 
 import pytest
 import torch
 from numpy._core import _multiarray_umath as umath
 
 from megatron.model.random_values import normal_values, uniform_values, words_of
+from megatron.ops.library import c_library, library
+from tests.helpers.planted import as_built
 
 MILLION = 1 << 20
-Values = Callable[[int, str, list[tuple[int, int]], float], torch.Tensor]
+
+
+class Values(Protocol):
+    __name__: str
+
+    def __call__(
+        self, seed: int, name: str, runs: Sequence[tuple[int, int]], scale: float, /, *, in_numpy: bool = False
+    ) -> torch.Tensor: ...
+
+
+@pytest.fixture(params=["numpy", "compiled"])
+def in_numpy(request: pytest.FixtureRequest) -> bool:
+    """Runs a test with the compiled function and with its numpy twin."""
+    if request.param == "compiled" and c_library() is None:
+        pytest.skip(f"the native kernels are {library().missing}")
+    return bool(request.param == "numpy")
 
 
 # ---------------------------------------------------------------- the bits
@@ -102,26 +123,54 @@ def test_the_distance_sees_what_is_not_normal() -> None:
         assert furthest_from(wrong, torch.special.ndtr(wrong)) > 2.5
 
 
+# ---------------------------------------------------------------- the compiled function
+
+
+def random_runs(draw: random.Random) -> list[tuple[int, int]]:
+    """Odd starts, empty runs, runs within a counter and across many, far from the beginning."""
+    far = draw.choice([0, draw.randrange(1 << 20), draw.randrange(1 << 48)])
+    lengths = [draw.choice([0, 1, 2, 3, 7, 8, 9, draw.randrange(2000), draw.randrange(70_000)]) for _ in range(12)]
+    return [(far + draw.randrange(100_000), length) for length in lengths[: draw.randrange(13)]]
+
+
+def differences(seed: int, cases: int) -> Iterator[str]:
+    """Cases in which the compiled function and numpy differ in a bit."""
+    draw = random.Random(seed)
+    for case in range(cases):
+        values: Values = draw.choice([normal_values, uniform_values])
+        name, scale = str(draw.random()), 10 ** draw.uniform(-9, 3)
+        runs = random_runs(draw)
+        bits = [values(seed, name, runs, scale, in_numpy=way).view(torch.int32) for way in (False, True)]
+        if not torch.equal(*bits):
+            yield f"case {case}: {values.__name__}, {runs}, {scale}"
+
+
+def test_the_compiled_function_gives_numpys_bits() -> None:
+    if c_library() is None:
+        pytest.skip(f"the native kernels are {library().missing}")
+    assert not list(differences(20261126, 40))
+
+
 # ---------------------------------------------------------------- by index
 
 
 @pytest.mark.parametrize("values", [normal_values, uniform_values])
-def test_a_run_is_its_part_of_the_whole(values: Values) -> None:
-    whole = values(5, "x", [(0, 200_000)], 0.02)
+def test_a_run_is_its_part_of_the_whole(values: Values, in_numpy: bool) -> None:
+    whole = values(5, "x", [(0, 200_000)], 0.02, in_numpy=in_numpy)
     for runs in (
         [(0, 1)], [(7, 1)], [(1, 2)], [(99_999, 100_001)], [(40_000, 65_537), (3, 4)],
         [(start, 5) for start in range(0, 200_000, 12)], [(9, 0)], [],
     ):  # fmt: skip
         expected = torch.cat([whole[start : start + count] for start, count in runs]) if runs else torch.empty(0)
-        assert torch.equal(values(5, "x", runs, 0.02), expected), runs[:3]
+        assert torch.equal(values(5, "x", runs, 0.02, in_numpy=in_numpy), expected), runs[:3]
 
 
-def test_the_number_of_threads_does_not_matter() -> None:
+def test_the_number_of_threads_does_not_matter(in_numpy: bool) -> None:
     before, found = torch.get_num_threads(), []
     try:
         for threads in (1, 2, 5):
             torch.set_num_threads(threads)
-            found.append(normal_values(5, "x", [(11, 300_001)], 0.02))
+            found.append(normal_values(5, "x", [(11, 300_001)], 0.02, in_numpy=in_numpy))
     finally:
         torch.set_num_threads(before)
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
@@ -130,16 +179,16 @@ def test_the_number_of_threads_does_not_matter() -> None:
 GOLDEN = {normal_values: "0b7d2139485e118dfdeaf171c43c779e", uniform_values: "a3e6a896a57b69575dc16e9a51797309"}
 
 
-def digest_of(values: Values) -> str:
-    drawn = values(1234, "golden", [(0, MILLION)], 0.02)
+def digest_of(values: Values, *, in_numpy: bool) -> str:
+    drawn = values(1234, "golden", [(0, MILLION)], 0.02, in_numpy=in_numpy)
     assert drawn.dtype == torch.float32
     return hashlib.sha256(drawn.numpy().astype("<f4").tobytes()).hexdigest()[:32]
 
 
 @pytest.mark.parametrize("values", GOLDEN)
-def test_the_bits_never_change(values: Values) -> None:
+def test_the_bits_never_change(values: Values, in_numpy: bool) -> None:
     """Golden, to the last bit of a million: on every processor, with every numpy and torch."""
-    assert digest_of(values) == GOLDEN[values]
+    assert digest_of(values, in_numpy=in_numpy) == GOLDEN[values]
 
 
 def test_a_processor_with_fewer_instructions_draws_the_same_bits() -> None:
@@ -151,10 +200,27 @@ def test_a_processor_with_fewer_instructions_draws_the_same_bits() -> None:
         "from tests.unit.model import test_random_values as t\n"
         "from numpy._core import _multiarray_umath as umath\n"
         f"assert not any(umath.__cpu_features__[name] for name in {dispatched})\n"
-        "assert [t.digest_of(values) for values in t.GOLDEN] == list(t.GOLDEN.values())\n"
+        "assert [t.digest_of(values, in_numpy=True) for values in t.GOLDEN] == list(t.GOLDEN.values())\n"
     )
     environment = {**os.environ, "NPY_DISABLE_CPU_FEATURES": " ".join(dispatched)}
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=Path(__file__).parents[3], env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_the_compiled_function_fuses_nothing() -> None:
+    """A fused multiply-add changes a value of fp32 once in about 10^9, too rarely for a comparison of values."""
+    recipe, objects = as_built(emulated=False)
+    disassembler = shutil.which("objdump")
+    if disassembler is None:
+        pytest.skip("no objdump on the PATH")
+    fused: dict[str, list[int]] = {}
+    for unit, path in zip(recipe.units, objects, strict=True):
+        folder = unit.source.parent.name
+        if unit.source.name == "cpu.cpp" and folder in ("random", "softmax"):
+            code = subprocess.run([disassembler, "-d", path], capture_output=True, text=True, check=True).stdout
+            assert "random_values" in code or folder != "random"
+            fused.setdefault(folder, []).append(len(re.findall(r"\tv?fn?m(?:add|sub)", code)))
+    assert fused["random"] and not any(fused["random"]), fused
+    assert any(fused["softmax"]), "the search no longer finds fused instructions"
