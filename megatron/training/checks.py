@@ -49,7 +49,7 @@ def check_parts(
             check_border_flag(config.data, None if tokenizer is None else tokenizer.eod_id)
         if config.data.sft:
             with refusals.of_checking():
-                build_chat_encoder(config.tokenizer, None if tokenizer is None else tokenizer.eod_id)
+                build_chat_encoder(config.tokenizer, None if tokenizer is None else tokenizer.eod_id).check()
         if config.data.fim_data:
             with refusals.of_checking():
                 FillInTheMiddle.of(config.data, tokenizer)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
 from megatron.data.cache import Arrays, IndexCache
-from megatron.data.sft.messages import read_conversations, wrong_line
+from megatron.data.sft.messages import Conversation, read_conversations, wrong_line
 from megatron.errors import DataError
 
 _SAID_EVERY = 10.0  # seconds
@@ -26,15 +27,12 @@ class ChatEncoder(Protocol):
     def fingerprint(self) -> str:
         """A hash of everything that decides the ids and which of them count."""
 
-    @property
-    def refuses(self) -> type[Exception]:
-        """What `encode` raises about a conversation that it cannot encode."""
-
-    def encode(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None
-    ) -> Sequence[tuple[np.ndarray, np.ndarray]]:
-        """int32 ids, and for each whether what is predicted from it is of an answer. Several of these where an answer
-        is shown in another way once more is said."""
+    def encode_all(
+        self, conversations: Iterable[tuple[Sequence[Mapping[str, Any]], Sequence[Any] | None]]
+    ) -> Iterator[Sequence[tuple[np.ndarray, np.ndarray]] | Exception]:
+        """int32 ids of each conversation (its messages and tools), and for each id whether what is predicted from it is
+        of an answer. Several of these where an answer is shown in another way once more is said. An exception
+        is the reason why one cannot be encoded; the others follow, or none if they would fail alike."""
 
 
 class Conversations:
@@ -91,15 +89,21 @@ def _encoded(path: Path, chat: ChatEncoder, say: Say | None) -> Arrays:
     tokens, counted = _Growing(np.int32), _Growing(np.bool_)
     lengths, lines, silent = [], [], []
     apart = 0
-    wrong: list[DataError] = []
-    for conversation in read_conversations(path):
-        if isinstance(conversation, DataError):
-            wrong.append(conversation)
-            continue
-        try:
-            encoded = chat.encode(conversation.messages, conversation.tools)
-        except chat.refuses as error:
-            wrong.append(wrong_line(path, conversation.line, str(error)))
+    wrong: list[tuple[int, DataError]] = []  # by place among the conversations
+    given: deque[tuple[int, Conversation]] = deque()  # to the encoder, which reads some ahead
+
+    def readable() -> Iterator[tuple[Sequence[Mapping[str, Any]], Sequence[Any] | None]]:
+        for place, conversation in enumerate(read_conversations(path)):
+            if isinstance(conversation, DataError):
+                wrong.append((place, conversation))
+            else:
+                given.append((place, conversation))
+                yield conversation.messages, conversation.tools
+
+    for encoded in chat.encode_all(readable()):
+        place, conversation = given.popleft()
+        if isinstance(encoded, Exception):
+            wrong.append((place, wrong_line(path, conversation.line, str(encoded))))
             continue
         taught = [(ids, counts) for ids, counts in encoded if conversation.answered and counts.any()]
         if not taught:
@@ -116,7 +120,7 @@ def _encoded(path: Path, chat: ChatEncoder, say: Say | None) -> Arrays:
             say(f"data: {path}: {len(lengths):,} conversations encoded in {said - began:.0f} s ...")
     if wrong:
         others = f" ({len(wrong) - 1:,} others are wrong too)" if len(wrong) > 1 else ""
-        raise DataError(f"{wrong[0]}{others}")
+        raise DataError(f"{min(wrong, key=lambda found: found[0])[1]}{others}")
     return {
         "tokens": tokens.whole(),
         "counted": counted.whole(),

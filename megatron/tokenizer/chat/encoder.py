@@ -11,8 +11,9 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +23,16 @@ from megatron.errors import ConfigError
 from megatron.tokenizer.base import Ids, library_errors
 from megatron.tokenizer.bpe_files import read_text
 from megatron.tokenizer.chat.formats import FORMATS
-from megatron.tokenizer.chat.template import ChatError, ChatTemplate, Message, Rendered
+from megatron.tokenizer.chat.template import ChatError, ChatTemplate, Message, Rendered, request
 from megatron.tokenizer.huggingface import SETTING, find_json, load_tokenizers, read_json, refuse_outside
 
 _FLAG = "--sft-tokenizer-prompt-format"
 _NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_BATCH = 64  # conversations; the process that renders gets them together
 _VERSION = 1  # of what is counted; another one makes conversations be encoded again
 
 
 class ChatEncoder:
-    refuses = ChatError
-
     def __init__(self, tokenizer_model: str | Path, prompt_format: str, eod_id: int | None) -> None:
         self._json_file = find_json(Path(tokenizer_model))
         self._description = read_json(self._json_file)
@@ -40,7 +40,11 @@ class ChatEncoder:
         self.format, self._form = prompt_format, FORMATS[prompt_format]
         self._special = [token["content"] for token in self._added() if token.get("special")]
         self.template = self._template()
+
+    def check(self) -> None:
+        """Rejects a template that cannot be compiled."""
         self.template.check()
+        self.template.close()
 
     def _added(self) -> list[dict[str, Any]]:
         return self._description.get("added_tokens") or []
@@ -112,10 +116,47 @@ class ChatEncoder:
         """The ids, and for each whether what is predicted from it counts: whether the next one is of an answer. Several
         of these if the template shows an answer in another way once more is said: each as the model sees it when it
         answers."""
+        (rendered,) = self._rendered([(messages, tools)])
+        if isinstance(rendered, ChatError):
+            raise rendered
+        return [self._encoded(each) for each in rendered]
+
+    def encode_all(
+        self, conversations: Iterable[tuple[Sequence[Message], Sequence[Any] | None]]
+    ) -> Iterator[list[tuple[Ids, np.ndarray]] | ChatError]:
+        """`encode` of each conversation, or why it cannot be encoded. Ends after a template that reached a limit."""
+        left = iter(conversations)
+        try:
+            while batch := list(islice(left, _BATCH)):
+                for rendered in self._rendered(batch):
+                    yield self._encoded_or_why(rendered)
+                    if isinstance(rendered, ChatError) and rendered.ends:
+                        return
+        finally:
+            self.template.close()
+
+    def _rendered(
+        self, batch: Sequence[tuple[Sequence[Message], Sequence[Any] | None]]
+    ) -> Iterator[tuple[Rendered, ...] | ChatError]:
+        requests = [self._request(messages, tools) for messages, tools in batch]
+        found = self.template.render([each for each in requests if isinstance(each, bytes)])
+        for each in requests:
+            yield next(found) if isinstance(each, bytes) else each
+
+    def _request(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> bytes | ChatError:
         plain = [{name: value for name, value in message.items() if value is not None} for message in messages]
-        if not self._form.spells_tokens:
-            self._refuse_special_text(plain)
-        return [self._encoded(rendered) for rendered in self.template.render(plain, tools)]
+        try:
+            if not self._form.spells_tokens:
+                self._refuse_special_text(plain)
+            return request(plain, tools)
+        except ChatError as error:
+            return error
+
+    def _encoded_or_why(self, rendered: tuple[Rendered, ...] | ChatError) -> list[tuple[Ids, np.ndarray]] | ChatError:
+        try:
+            return rendered if isinstance(rendered, ChatError) else [self._encoded(each) for each in rendered]
+        except ChatError as error:
+            return error
 
     def _encoded(self, rendered: Rendered) -> tuple[Ids, np.ndarray]:
         with library_errors(lambda reason: ChatError(f"the tokenizer gives up on it ({reason})")):

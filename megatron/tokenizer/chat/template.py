@@ -1,37 +1,46 @@
-"""Renders a conversation with a chat template, and finds the assistant's answers in the text.
+"""A chat template, rendered by a process of its own (`renderer.py`), and what its limits are.
 
-A template comes with a model that somebody else made, so it is rendered in jinja2's sandbox, and sees plain JSON only.
-It is told no date: the ids of a conversation must not depend on the day.
+The template comes with a model that somebody else made: it may loop, or fill the memory.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import logging
+import os
 import re
-from collections.abc import Mapping, Sequence
+import signal
+import subprocess
+import sys
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
+from pathlib import Path
+from typing import IO, Any
 
-import jinja2
-from jinja2 import nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from megatron.errors import ConfigError, MegatronError
+from megatron.tokenizer.chat import renderer
+from megatron.tokenizer.chat.renderer import LENGTH_BYTES, MARKED, MARKS, as_bytes, frame
 
-from megatron.errors import ConfigError
-
-# Around the text of {% generation %} blocks. Unicode promises that these are never characters.
-_BEGIN, _END = "\ufdd0", "\ufdd1"
-_MARKS = re.compile(f"[{_BEGIN}{_END}]")
-_MARKED = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 _SAFE_JINJA = (3, 1, 6)  # older sandboxes have known holes
+_MESSAGE_BYTES = 1 << 20  # of requests that are sent together
 
 Message = Mapping[str, Any]
 
 
 class ChatError(Exception):
     """Why this conversation cannot be encoded. Whoever knows its place makes a DataError of it."""
+
+    ends = False
+    """True if the template is to blame, so that no other conversation need be tried."""
+
+
+class LimitError(ChatError):
+    """The template reached a limit, or its process ended."""
+
+    ends = True
 
 
 @dataclass(frozen=True)
@@ -41,124 +50,251 @@ class Rendered:
     """Of the assistant: characters start <= i < end of the text."""
 
 
+@dataclass(frozen=True)
+class Limits:
+    """Of the process that renders. `output_bytes` and `cpu_seconds` are of one conversation."""
+
+    memory_bytes: int = 1 << 30
+    cpu_seconds: int = 5
+    output_bytes: int = 64 << 20
+
+
 class ChatTemplate:
-    def __init__(self, source: str, *, named: str, special_tokens: Mapping[str, str], ends: Sequence[str]) -> None:
+    def __init__(
+        self,
+        source: str,
+        *,
+        named: str,
+        special_tokens: Mapping[str, str],
+        ends: Sequence[str],
+        limits: Limits | None = None,
+    ) -> None:
         """`named`: the template's place, for messages. `special_tokens`: by the names that templates use (bos_token).
         `ends`: the texts of all special tokens; one of them ends a turn."""
-        self.source, self.named, self._ends = source, named, tuple(ends)
-        self._names = dict(special_tokens)
-        self.marked = _MARKED.search(source) is not None
+        self.source, self.named, self.limits = source, named, limits or Limits()
+        self.marked = MARKED.search(source) is not None
         """Whether the template itself says what the assistant's answers are."""
-
-    @cached_property
-    def _compiled(self) -> jinja2.Template:
-        _check_version()
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_Answers, loopcontrols]
-        )
-        environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = _raise
-        try:
-            return environment.from_string(self.source)
-        except (jinja2.TemplateError, RecursionError) as error:
-            raise ConfigError(
-                f"{self.named}: not a chat template ({error}); correct it, or give another --tokenizer-model"
-            ) from None
+        self._setup = {
+            "source": source,
+            "names": dict(special_tokens),
+            "ends": list(ends),
+            "memory_bytes": self.limits.memory_bytes,
+            "cpu_seconds": self.limits.cpu_seconds,
+            "output_bytes": self.limits.output_bytes,
+        }
+        self._process: _Process | None = None
 
     def check(self) -> None:
-        """Refuses a template that cannot be compiled."""
-        assert self._compiled is not None
+        """Rejects a template that cannot be compiled."""
+        self._started()
 
-    def render(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> tuple[Rendered, ...]:
-        """One text, or several if the template shows an answer in another way once more is said."""
-        if _MARKS.search(json.dumps([list(messages), tools], ensure_ascii=False)):
-            raise ChatError("its text holds U+FDD0 or U+FDD1, which Unicode keeps free of meaning; remove it")
-        whole = self._render(messages, tools)
-        if self.marked:
-            return (_without_marks(whole),)
-        return self._answers_by_prefix(whole, messages, tools)
+    def close(self) -> None:
+        """Ends the process that renders; a later call starts another one."""
+        if self._process is not None:
+            self._process.end()
+        self._process = None
 
-    def _answers_by_prefix(
-        self, whole: str, messages: Sequence[Message], tools: Sequence[Any] | None
-    ) -> tuple[Rendered, ...]:
-        """An answer begins where the conversation before it, with the prompt to answer, ends; and it ends where the
-        conversation with it ends. That is a text of its own unless the conversation goes on from it."""
-        texts: list[tuple[str, list[tuple[int, int]]]] = [(whole, [])]
-        for place in reversed([i for i, message in enumerate(messages) if message["role"] == "assistant"]):
-            before = self._render(messages[:place], tools, prompt=True)
-            until = self._render(messages[: place + 1], tools) if place + 1 < len(messages) else whole
-            if not until.startswith(before):
-                raise ChatError(
-                    f"{self.named} does not begin message {place + 1} with its own prompt to answer "
-                    "(add_generation_prompt), so where the answer begins is not known; put {% generation %} and "
-                    "{% endgeneration %} around the assistant's text in the template"
-                )
-            if not texts[-1][0].startswith(until):
-                texts.append((until, []))
-            texts[-1][1].append((len(before), self._end_of_turn(until, len(before), len(until))))
-        answered = [Rendered(text, tuple(reversed(answers))) for text, answers in reversed(texts) if answers]
-        return tuple(answered) or (Rendered(whole, ()),)
+    def render(self, requests: Iterable[bytes]) -> Iterator[tuple[Rendered, ...] | ChatError]:
+        """The texts of each request, or why there are none. The next one is rendered while the caller uses one. Ends
+        after a `LimitError`."""
+        group: list[bytes] = []
+        for each in requests:
+            if group and sum(map(len, group)) + len(each) > _MESSAGE_BYTES:
+                yield from self._render(group)
+                group = []
+            group.append(each)
+        if group:
+            yield from self._render(group)
 
-    def _end_of_turn(self, text: str, start: int, end: int) -> int:
-        """The end of an answer, without the white space that a template puts after the end-of-turn token: the model
-        does not generate that."""
-        stripped = start + len(text[start:end].rstrip())
-        return stripped if text[start:stripped].endswith(self._ends) else end
-
-    def _render(self, messages: Sequence[Message], tools: Sequence[Any] | None, *, prompt: bool = False) -> str:
+    def _render(self, requests: Sequence[bytes]) -> Iterator[tuple[Rendered, ...] | ChatError]:
+        process = self._started()
+        left = len(requests)
         try:
-            return self._compiled.render(
-                messages=messages, tools=tools, documents=None, add_generation_prompt=prompt, **self._names
+            process.send(b"".join(map(frame, requests)))
+            for _ in requests:
+                found = self._read(process)
+                if isinstance(found, LimitError):
+                    yield found
+                    return
+                left -= 1
+                yield found
+        finally:
+            if left:  # no answer to one request may be taken for that to another
+                self.close()
+
+    def _read(self, process: _Process) -> tuple[Rendered, ...] | ChatError:
+        try:
+            content = process.receive(self.limits.output_bytes)
+            return _texts(content) if isinstance(content, list) else self._error(content["error"], str(content["why"]))
+        except _EndedError as ended:
+            return LimitError(self._end(ended.code))
+        except (ValueError, TypeError, LookupError, RecursionError):
+            return LimitError(f"{self.named} makes its process answer what is no text; use another template")
+
+    def _error(self, kind: str, why: str) -> ChatError:
+        if kind == "memory":
+            return LimitError(self._limit(f"takes more memory than {_size(self.limits.memory_bytes)}"))
+        if kind == "output":
+            return LimitError(self._limit(f"writes more than {_size(self.limits.output_bytes)} for one conversation"))
+        if kind == "endless":
+            return LimitError(f"{self.named} does not end ({_shown(why)})")
+        if kind == "unknown":
+            return ChatError(
+                f"{self.named} does not begin message {int(why)} with its own prompt to answer "
+                "(add_generation_prompt), so where the answer begins is not known; put {% generation %} and "
+                "{% endgeneration %} around the assistant's text in the template"
             )
-        except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
-            raise ChatError(f"{self.named} refuses it ({' '.join(str(error).split())[:200]})") from None
-        except (RecursionError, MemoryError) as error:
-            raise ChatError(f"{self.named} does not end ({type(error).__name__})") from None
+        return ChatError(f"{self.named} refuses it ({_shown(why)})")
+
+    def _limit(self, what: str) -> str:
+        return f"{self.named} {what}, the limit of templates; correct it, or use another one"
+
+    def _end(self, code: int) -> str:
+        if code == -signal.SIGXCPU:
+            return self._limit(f"takes more than {self.limits.cpu_seconds} s of CPU time for one conversation")
+        if code == -signal.SIGKILL:
+            return f"{self.named}: the process that renders it was killed (out of memory?); make room, or correct it"
+        how = f"signal {-code}" if code < 0 else f"exit code {code}"
+        return f"{self.named}: the process that renders it ended ({how}); correct the template, or use another one"
+
+    def _started(self) -> _Process:
+        if self._process is not None and self._process.usable:
+            return self._process
+        self.close()
+        process = _Process({**self._setup, "paths": _packages(self.named)}, self.named)
+        try:
+            hello = process.receive(self.limits.output_bytes)
+            if "error" in hello:
+                raise ConfigError(self._not_a_template(hello["error"], str(hello["why"])))
+            _check_version(self.named, str(hello["jinja2"]))
+        except _EndedError as ended:
+            raise ConfigError(self._end(ended.code)) from None
+        except MegatronError:
+            process.end()
+            raise
+        if not hello["limits_memory"]:
+            logging.getLogger(__name__).warning(
+                "%s: this system sets no limit of memory (RLIMIT_AS) for the process that renders it; CPU time and "
+                "output are limited",
+                self.named,
+            )
+        self._process = process
+        return process
+
+    def _not_a_template(self, kind: str, why: str) -> str:
+        if kind == "refused":
+            return f"{self.named}: not a chat template ({_shown(why)}); correct it, or give another --tokenizer-model"
+        return str(self._error(kind, why))
 
 
-class _Answers(Extension):
-    """{% generation %} ... {% endgeneration %}, around what the assistant has generated."""
-
-    tags = {"generation"}  # noqa: RUF012  (of jinja2)
-
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return [_text(_BEGIN, line), nodes.Scope(body).set_lineno(line), _text(_END, line)]
-
-
-def _text(text: str, line: int) -> nodes.Node:
-    return nodes.Output([nodes.TemplateData(text)]).set_lineno(line)
+def request(messages: Sequence[Message], tools: Sequence[Any] | None = None, *, prompt: bool = False) -> bytes:
+    """A conversation as it is rendered; with `prompt`, followed by the prompt to answer it."""
+    try:
+        content = as_bytes({"messages": list(messages), "tools": tools, "prompt": prompt})
+    except RecursionError:
+        raise ChatError("its values are nested too deeply; make it flatter") from None
+    if MARKS.search(content.decode("utf-8", "surrogatepass")):
+        raise ChatError("its text holds U+FDD0 or U+FDD1, which Unicode keeps free of meaning; remove it")
+    return content
 
 
-def _without_marks(marked: str) -> Rendered:
-    text, answers, start = [], [], 0
-    length = done = 0
-    for found in _MARKS.finditer(marked):
-        text.append(marked[done : found.start()])
-        length, done = length + found.start() - done, found.end()
-        if found.group() == _BEGIN:
-            start = length
-        elif length > start:
-            answers.append((start, length))
-    return Rendered("".join([*text, marked[done:]]), tuple(answers))
+class _EndedError(Exception):
+    def __init__(self, code: int) -> None:
+        super().__init__(code)
+        self.code = code
 
 
-def _to_json(
-    value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
-) -> str:
-    """As `transformers` has it: jinja2's own escapes what HTML would read."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+class _Process:
+    """One that renders: without files, sockets, environment, terminal and working directory of ours."""
+
+    def __init__(self, setup: Mapping[str, Any], named: str) -> None:
+        command = [sys.executable, "-I", "-S", "-B", str(renderer.__file__)]
+        try:
+            self._popen = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                close_fds=True,
+                cwd="/",
+                env={},
+                start_new_session=True,  # the terminal's signals are meant for us, and its end follows ours
+            )
+        except OSError as error:
+            raise ConfigError(f"{named}: the process that renders it could not be started ({error})") from None
+        self._owner = os.getpid()
+        self.end = weakref.finalize(self, _end, self._popen, self._owner)
+        self.send(as_bytes(setup))
+
+    @property
+    def usable(self) -> bool:
+        """A fork of this process has the pipes, too, and must not use them."""
+        return self._owner == os.getpid() and self._popen.poll() is None
+
+    def send(self, content: bytes) -> None:
+        with suppress(BrokenPipeError):  # its end is seen where its answer is read
+            _open(self._popen.stdin).write(frame(content))
+            _open(self._popen.stdin).flush()
+
+    def receive(self, most: int) -> Any:
+        """A JSON value of at most so many bytes."""
+        stream = _open(self._popen.stdout)
+        header = stream.read(LENGTH_BYTES)
+        length = int.from_bytes(header, "big")
+        if length > most:
+            raise ValueError(length)
+        if len(header) < LENGTH_BYTES or len(content := stream.read(length)) < length:
+            raise _EndedError(self._popen.wait())
+        return json.loads(content.decode("utf-8", "surrogatepass"))
 
 
-def _raise(message: object) -> str:
-    raise jinja2.TemplateError(str(message))
+def _open(stream: IO[bytes] | None) -> IO[bytes]:
+    assert stream is not None
+    return stream
 
 
-def _check_version() -> None:
-    numbers = re.findall(r"\d+", jinja2.__version__)[:3]
+def _end(process: subprocess.Popen[bytes], owner: int) -> None:
+    if owner != os.getpid():
+        return
+    process.kill()
+    for stream in (process.stdin, process.stdout):
+        with suppress(BrokenPipeError):  # what was still to be written
+            _open(stream).close()
+    process.wait()
+
+
+def _texts(content: Iterable[Any]) -> tuple[Rendered, ...]:
+    """Checks that they are what they should be: what comes from the process is a stranger's."""
+    texts = []
+    for text, answers in content:
+        within = tuple((start, end) for start, end in answers)
+        if not isinstance(text, str) or not all(0 <= start <= end <= len(text) for start, end in within):
+            raise ValueError(text)
+        texts.append(Rendered(text, within))
+    return tuple(texts)
+
+
+def _packages(named: str) -> list[str]:
+    """The folders of the packages that render, which the process finds by no other way."""
+    specs = [importlib.util.find_spec(name) for name in ("jinja2", "markupsafe")]
+    places = [Path(spec.origin).parent.parent for spec in specs if spec is not None and spec.origin is not None]
+    if len(places) < len(specs):  # torch brings them along, but some builds of torch leave them out
+        raise ConfigError(f"{named}: needs the package jinja2: pip install jinja2")
+    return [str(place.resolve()) for place in dict.fromkeys(places)]
+
+
+def _check_version(named: str, version: str) -> None:
+    numbers = re.findall(r"\d+", version)[:3]
     if tuple(map(int, numbers)) < _SAFE_JINJA:
         raise ConfigError(
-            f"--sft: jinja2 {jinja2.__version__} has holes through which a chat template could run code; "
-            "pip install -U jinja2"
+            f"{named}: jinja2 {version} has holes through which a template could run code; pip install -U jinja2"
         )
+
+
+def _size(count: int) -> str:
+    return f"{count >> 30} GiB" if count >= 1 << 30 else f"{count >> 20} MiB"
+
+
+def _shown(text: str) -> str:
+    """A stranger's text in one line without control characters."""
+    return "".join(each if each.isprintable() else "?" for each in " ".join(text.split())[:200])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +31,18 @@ class CannotSay(Exception):
 class Letters:
     """A character is an id; of an answer all characters count."""
 
-    refuses = CannotSay
-
     def __init__(self) -> None:
         self.encoded = 0
         self.fingerprint = "letters"
 
-    def encode(self, messages: Sequence[Any], tools: Any = None) -> list[tuple[np.ndarray, np.ndarray]]:
+    def encode_all(self, conversations: Iterable[Any]) -> Iterator[list[tuple[np.ndarray, np.ndarray]] | CannotSay]:
+        for messages, _ in list(conversations):  # all are read before the first is encoded
+            try:
+                yield self.encode(messages)
+            except CannotSay as error:
+                yield error
+
+    def encode(self, messages: Sequence[Any]) -> list[tuple[np.ndarray, np.ndarray]]:
         self.encoded += 1
         if any("?" in (message["content"] or "") for message in messages):  # the first answer, and then the second
             return [*self.encode(chat("a", "b")), *self.encode(chat("acd", "e"))]

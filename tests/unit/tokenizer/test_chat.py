@@ -171,7 +171,7 @@ def test_the_template_is_found_or_asked_for(tmp_path: Path) -> None:
         assert ChatEncoder(tmp_path, "default", 0).template.source == CHATML
     (tmp_path / "chat_template.jinja").write_text("{% if %}")
     with pytest.raises(ConfigError, match=r"chat_template\.jinja: not a chat template"):
-        ChatEncoder(tmp_path, "default", 0)
+        ChatEncoder(tmp_path, "default", 0).check()
     assert made.fingerprint != ChatEncoder(tmp_path, "nemotron-h-aligned", 0).fingerprint
     with pytest.raises(ConfigError, match=r"names none \(eos_token"):
         ChatEncoder(tmp_path, "identity", None)
