@@ -256,7 +256,6 @@ IMPLEMENTATIONS: dict[str, str] = {
         --high-priority-stream-groups=... --high-priority-a2a-comm-stream""",
     "context-parallel ranks exchange over one group, which changes no result": """
         --hierarchical-context-parallel-sizes=...""",
-    "--pipeline-schedule interleaved orders the passes": "--microbatch-group-size-per-virtual-pipeline-stage=",
     "tensor-parallel communication overlaps by itself": """
         --tp-comm-overlap-cfg= --disable-tp-comm-overlap-ag --disable-tp-comm-overlap-rs --tp-comm-overlap-rs-dgrad
         --disable-tp-comm-bulk-dgrad --disable-tp-comm-bulk-wgrad --disable-tp-comm-split-ag

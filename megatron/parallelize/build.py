@@ -28,7 +28,7 @@ from megatron.parallelize.specs import Cut, Held, Piece, foreign_specs, held_spe
 from megatron.pipeline_parallel.links import Links
 from megatron.pipeline_parallel.pass_recorder import PassRecorder
 from megatron.pipeline_parallel.pipeline import BoundStage, HiddenLike, Pipeline
-from megatron.pipeline_parallel.schedules import SCHEDULES
+from megatron.pipeline_parallel.schedules import schedule_of
 from megatron.utils.dtype import default_dtype
 
 
@@ -138,7 +138,7 @@ def _connected_pipeline(
     return Pipeline(
         stages,
         pp,
-        SCHEDULES[config.schedule],
+        schedule_of(config.schedule, config.micro_batch_group),
         loss_step=forward_step,
         hidden_step=_hidden_step,
         hidden_like=hidden_like,

@@ -9,9 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron.config.stages import fills_groups
 from megatron.errors import ConfigError
 from megatron.pipeline_parallel.pass_recorder import read_timelines
-from megatron.pipeline_parallel.schedules import SCHEDULES
+from megatron.pipeline_parallel.schedules import SCHEDULES, schedule_of
 from megatron.pipeline_parallel.timeline import Span, Timeline, cost_of_kinds, simulate
 from megatron.utils.command_line import Parser, integer, run_tool
 
@@ -37,6 +38,7 @@ def build_parser() -> Parser:
     parser.add_argument("--stages", type=integer(1), default=4, metavar="N", help="simulated ranks (4)")
     parser.add_argument("--micro-batches", type=integer(1), default=8, metavar="N", help="simulated (8)")
     parser.add_argument("--chunks", type=integer(1), default=1, metavar="N", help="simulated stages a rank (1)")
+    parser.add_argument("--group", type=integer(1), metavar="N", help="simulated micro-batches a group (--stages)")
     parser.add_argument("--output", required=True, metavar="FILE.png", help="the picture")
     return parser
 
@@ -48,7 +50,7 @@ def _draw(arguments: argparse.Namespace) -> None:
         step = read_timelines(Path(arguments.trace))[-1]
         source = f"measured, {step.end:.3f} s"
     else:
-        step = _simulated(arguments.schedule, arguments.stages, arguments.micro_batches, arguments.chunks)
+        step = _simulated(arguments)
         source = f"simulated, {arguments.schedule}, equal stages"
     title = (
         f"{source}; {step.ranks} stages, {step.micro_batches} micro-batches, {step.chunks} chunks a rank; bubble "
@@ -65,13 +67,20 @@ def _draw(arguments: argparse.Namespace) -> None:
     print(f"{arguments.output}: {title}")
 
 
-def _simulated(schedule: str, ranks: int, micro_batches: int, chunks: int) -> Timeline:
+def _simulated(arguments: argparse.Namespace) -> Timeline:
+    schedule, ranks, micro_batches = arguments.schedule, arguments.stages, arguments.micro_batches
+    chunks, group = arguments.chunks, arguments.group
     if (chunks > 1) != (schedule == "interleaved"):
         raise ConfigError(f"--chunks {chunks}: --schedule interleaved, and it alone, has several chunks a rank")
-    if schedule == "interleaved" and micro_batches % ranks:
-        raise ConfigError(f"--micro-batches {micro_batches}: interleaved needs a multiple of --stages {ranks}")
+    if group is not None and schedule != "interleaved":
+        raise ConfigError(f"--group {group}: --schedule interleaved alone has groups; leave it out")
+    if schedule == "interleaved" and not fills_groups(micro_batches, group or ranks, ranks):
+        raise ConfigError(
+            f"--micro-batches {micro_batches}: --schedule interleaved takes groups of {group or ranks} micro-batches, "
+            f"and no group of fewer than --stages {ranks}; give a multiple of {max(group or ranks, ranks)}"
+        )
     backward = 1 if schedule == "zero-bubble" else 2  # without the weight gradients, or with them
-    return simulate(SCHEDULES[schedule], ranks, micro_batches, chunks, cost=cost_of_kinds(1, backward, 1))
+    return simulate(schedule_of(schedule, group), ranks, micro_batches, chunks, cost=cost_of_kinds(1, backward, 1))
 
 
 def _picture(step: Timeline, title: str, path: str, *, measured: bool) -> None:

@@ -11,6 +11,7 @@ or, on the last stage, to a loss.
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -90,9 +91,10 @@ class Pipeline:
 class _Execution:
     """One step in progress: the activations kept for its remaining backward passes, and the losses so far.
 
-    Of each kind of message the next receive is posted ahead of its use, and only that one: the operations of a link run
-    one after the other, and where all streams of a device share a hardware queue (`CUDA_DEVICE_MAX_CONNECTIONS=1`), a
-    second receive would hold up the passes that the first one depends on.
+    A receive is posted one pass ahead of its use. In large groups of the interleaved schedule a message is sent many
+    passes before its use, and its receive is posted when it is sent. Operations of a link run one after the other, and
+    all streams of a device may share a hardware queue (`CUDA_DEVICE_MAX_CONNECTIONS=1`). There a receive posted earlier
+    would hold up the passes that the previous receive depends on, and one posted later what follows the next send.
     """
 
     def __init__(
@@ -102,10 +104,8 @@ class _Execution:
         self.kept: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}  # (chunk, micro-batch): input, output
         self.results: list[tuple[Tensor, Tensor]] = []
         self.started: float | None = None  # when the last action's input arrived
-        needs = [message for action in actions if (message := self.needs(action)) is not None]
-        self._to_come = {what: iter([m for m in needs if m.what == what]) for what in ("activation", "gradient")}
-        for messages in self._to_come.values():
-            self._expect(next(messages, None))
+        self._arrivals = self._planned_arrivals(actions)
+        self._expect_during(None)
 
     def stage(self, action: Action) -> int:
         return action.chunk * self.p.pp.size + self.p.pp.rank
@@ -119,13 +119,28 @@ class _Execution:
             return Message("gradient", stage, action.micro_batch)
         return None
 
-    def _expect(self, message: Message | None) -> None:
-        """Posts its receive."""
-        if message is None:
-            return
-        shape, like = self.p.hidden_like(self.batches[message.micro_batch])
-        step = -1 if message.what == "activation" else 1
-        self.p.links.expect(message, shape, like, (self.p.pp.rank + step) % self.p.pp.size)
+    def _planned_arrivals(self, actions: Sequence[Action]) -> dict[Action | None, list[Message]]:
+        """The messages that arrive while an action is computed, by action (None: before the first one)."""
+        arrivals: dict[Action | None, list[Message]] = defaultdict(list)
+        for kind, step in (("F", -1), ("B", 1)):
+            passes = [action for action in actions if action.kind == kind]
+            place = {(action.chunk, action.micro_batch): number for number, action in enumerate(passes)}
+            for number, action in enumerate(passes):
+                message = self.needs(action)
+                if message is None:
+                    continue
+                sent_by = (self.stage(action) + step) // self.p.pp.size  # the chunk: this one, or the one next to it
+                sent = place[sent_by, action.micro_batch] + self.p.pp.size - 1
+                before = min(number - 1, sent)
+                arrivals[passes[before] if before >= 0 else None].append(message)
+        return arrivals
+
+    def _expect_during(self, action: Action | None) -> None:
+        """Posts the receives of what arrives while the action is computed."""
+        for message in self._arrivals.pop(action, ()):
+            shape, like = self.p.hidden_like(self.batches[message.micro_batch])
+            step = -1 if message.what == "activation" else 1
+            self.p.links.expect(message, shape, like, (self.p.pp.rank + step) % self.p.pp.size)
 
     def run(self, action: Action) -> None:
         self.started = None
@@ -140,13 +155,13 @@ class _Execution:
     def _take(self, message: Message) -> Tensor:
         arrived = self.p.links.take(message)
         self.started = time.time()
-        self._expect(next(self._to_come[message.what], None))  # arrives while this pass is computed
         return arrived
 
     def _forward(self, action: Action) -> None:
         stage, batch = self.stage(action), self.batches[action.micro_batch]
         message, module = self.needs(action), self.p.stages[action.chunk]
         hidden = None if message is None else self._take(message)
+        self._expect_during(action)
         if hidden is not None and torch.is_grad_enabled():
             hidden.requires_grad_()
         if stage == self.p.last:
@@ -163,7 +178,9 @@ class _Execution:
     def _backward(self, action: Action) -> None:
         stage, message = self.stage(action), self.needs(action)
         hidden, output = self.kept.pop((action.chunk, action.micro_batch))
-        torch.autograd.backward(output, None if message is None else self._take(message))
+        gradient = None if message is None else self._take(message)
+        self._expect_during(action)
+        torch.autograd.backward(output, gradient)
         if self.p.wgrad_queue is not None:
             self.p.wgrad_queue.end_of_pass()
         if stage > 0:

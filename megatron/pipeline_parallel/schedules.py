@@ -9,7 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
+
+from megatron.config.stages import fills_groups
 
 PassKind = Literal["F", "B", "W"]
 
@@ -47,14 +50,14 @@ def one_forward_one_backward(ranks: int, rank: int, micro_batches: int, chunks: 
     return _alternate(forward, backward, ranks - rank - 1)
 
 
-def interleaved(ranks: int, rank: int, micro_batches: int, chunks: int) -> list[Action]:
-    """1F1B over several chunks per rank: groups of `ranks` micro-batches go through one chunk after another, which
-    divides the bubble by the number of chunks. An incomplete group would deadlock, so the ranks must divide the number
-    of micro-batches."""
-    assert micro_batches % ranks == 0, f"{micro_batches} micro-batches in groups of {ranks}"
-    forward = list(_in_groups("F", ranks, micro_batches, range(chunks)))
-    backward = list(_in_groups("B", ranks, micro_batches, reversed(range(chunks))))
-    return _alternate(forward, backward, 2 * (ranks - rank - 1) + (chunks - 1) * ranks)
+def interleaved(ranks: int, rank: int, micro_batches: int, chunks: int, group: int | None = None) -> list[Action]:
+    """1F1B over several chunks per rank: groups of `group` micro-batches (default: `ranks`) go through one chunk after
+    another, which divides the bubble by the number of chunks. A group of fewer than `ranks` would deadlock."""
+    group = group or ranks
+    assert fills_groups(micro_batches, group, ranks), f"{micro_batches} micro-batches in groups of {group}"
+    forward = list(_in_groups("F", group, micro_batches, range(chunks)))
+    backward = list(_in_groups("B", group, micro_batches, reversed(range(chunks))))
+    return _alternate(forward, backward, 2 * (ranks - rank - 1) + (chunks - 1) * group)
 
 
 def zero_bubble(ranks: int, rank: int, micro_batches: int, chunks: int) -> list[Action]:
@@ -84,6 +87,11 @@ SCHEDULES: dict[str, PipelineSchedule] = {
 }
 
 
+def schedule_of(name: str, group: int | None = None) -> PipelineSchedule:
+    """Returns the schedule called `name`; `group` is the size of a group of the interleaved one."""
+    return SCHEDULES[name] if group is None else partial(interleaved, group=group)
+
+
 def _alternate(forward: list[Action], backward: list[Action], warm_up: int) -> list[Action]:
     """`warm_up` forward passes, then one forward and one backward in turn, then the rest of the backward passes."""
     warm_up = min(warm_up, len(forward))
@@ -94,9 +102,9 @@ def _alternate(forward: list[Action], backward: list[Action], warm_up: int) -> l
     return actions + backward[steady:]
 
 
-def _in_groups(kind: PassKind, ranks: int, micro_batches: int, chunks: Iterator[int] | range) -> Iterator[Action]:
+def _in_groups(kind: PassKind, group: int, micro_batches: int, chunks: Iterator[int] | range) -> Iterator[Action]:
     order = list(chunks)
-    for start in range(0, micro_batches, ranks):
+    for start in range(0, micro_batches, group):
         for chunk in order:
-            for micro_batch in range(start, min(start + ranks, micro_batches)):
+            for micro_batch in range(start, min(start + group, micro_batches)):
                 yield Action(kind, chunk, micro_batch)

@@ -13,7 +13,7 @@ from megatron.layout import Layout
 from megatron.model.wgrads import WgradQueue
 from megatron.pipeline_parallel.links import Links
 from megatron.pipeline_parallel.pipeline import Pipeline
-from megatron.pipeline_parallel.schedules import SCHEDULES
+from megatron.pipeline_parallel.schedules import schedule_of
 from megatron.training.order.events import Recording
 from megatron.training.order.recorder import Tape, recorded
 
@@ -56,11 +56,15 @@ class _Wgrads(WgradQueue):
         self.tape.compute(self.seconds)
 
 
-def record_pipeline(name: str, ranks: int, micro_batches: int, chunks: int = 1, steps: int = 1) -> dict[int, Recording]:
-    return {rank: _record(name, ranks, rank, micro_batches, chunks, steps) for rank in range(ranks)}
+def record_pipeline(
+    name: str, ranks: int, micro_batches: int, chunks: int = 1, steps: int = 1, group: int | None = None
+) -> dict[int, Recording]:
+    return {rank: _record(name, ranks, rank, micro_batches, chunks, steps, group) for rank in range(ranks)}
 
 
-def _record(name: str, ranks: int, rank: int, micro_batches: int, chunks: int, steps: int) -> Recording:
+def _record(
+    name: str, ranks: int, rank: int, micro_batches: int, chunks: int, steps: int, group: int | None
+) -> Recording:
     with recorded(rank, ranks) as tape:
         state = ParallelState.build(Layout(ranks, pp=ranks), rank)
         links = Links(state.pp, state.pp_links)
@@ -69,7 +73,7 @@ def _record(name: str, ranks: int, rank: int, micro_batches: int, chunks: int, s
         pipeline = Pipeline(
             [_Stage(tape, seconds, deferred) for _ in range(chunks)],
             state.pp,
-            SCHEDULES[name],
+            schedule_of(name, group),
             loss_step=lambda stage, batch: (stage(batch).sum(), torch.ones(())),
             hidden_step=lambda stage, batch, hidden: stage(batch, hidden=hidden),
             hidden_like=lambda batch: ((WIDTH,), torch.empty(0)),

@@ -11,7 +11,7 @@ import pytest
 
 from megatron.pipeline_parallel.links import Links
 from megatron.pipeline_parallel.pipeline import _Execution
-from megatron.pipeline_parallel.schedules import SCHEDULES, Action, one_forward_one_backward
+from megatron.pipeline_parallel.schedules import SCHEDULES, Action, one_forward_one_backward, schedule_of
 from megatron.pipeline_parallel.timeline import cost_of_kinds, simulate
 from megatron.training.order.agreement import disagreements
 from megatron.training.order.events import Op, Recording, Wait
@@ -38,6 +38,20 @@ def test_no_pipeline_hangs(name: str) -> None:
         assert disagreements(recordings) == []
         for rules in (STRICTEST, ONE_QUEUE, INDEPENDENT):
             assert play(recordings, rules).stuck == [], (ranks, micro_batches, chunks, rules)
+
+
+@pytest.mark.parametrize("shape", [(2, 5, 2, 3), (2, 7, 3, 5), (4, 12, 2, 6), (4, 9, 2, 5), (5, 6, 2, 6)])
+def test_no_pipeline_hangs_or_waits_in_larger_groups(shape: tuple[int, int, int, int]) -> None:
+    """(ranks, micro-batches, chunks, group). With one queue a receive that was posted early is waited for."""
+    ranks, micro_batches, chunks, group = shape
+    recordings = record_pipeline("interleaved", ranks, micro_batches, chunks, STEPS, group)
+    assert disagreements(recordings) == []
+    for rules in (STRICTEST, ONE_QUEUE, INDEPENDENT):
+        assert play(recordings, rules).stuck == []
+    step, cost = record_pipeline("interleaved", ranks, micro_batches, chunks, group=group), cost_of_kinds(1.0, 2.0)
+    paper = simulate(schedule_of("interleaved", group), ranks, micro_batches, chunks, cost=cost, transfer=TRANSFER).end
+    for rules, more in ((INDEPENDENT, 0.01), (ONE_QUEUE, 0.04)):
+        assert play(step, rules, TRANSFER / chunks).seconds - 4 * TRANSFER / chunks <= paper / chunks * (1 + more)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

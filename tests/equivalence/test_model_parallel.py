@@ -59,6 +59,7 @@ def layout(tp: int = 1, pp: int = 1, **more: Any) -> dict[str, Any]:
     return {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp, **more}
 
 
+GROUPS_OF_3 = {"num_layers_per_virtual_pipeline_stage": 1, "microbatch_group_size_per_virtual_pipeline_stage": 3}
 SP = {"sequence_parallel": True}
 COUNTED = {"account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True}
 FOUR_LAYERS: Cases = {
@@ -70,6 +71,7 @@ FOUR_LAYERS: Cases = {
         (LLAMA, layout(pp=2, pipeline_schedule="gpipe")),
         (RECOMPUTED, layout(pp=2, pipeline_schedule="zero-bubble")),
         (GPT2, layout(pp=2, num_layers_per_virtual_pipeline_stage=1)),
+        ({**GPT2, "global_batch_size": 5}, layout(pp=2, **GROUPS_OF_3)),  # the second group has two
         (ODD, layout(pp=2, decoder_first_pipeline_num_layers=2)),
         (ODD, layout(pp=2, account_for_loss_in_pipeline_split=True)),
         ({**GPT2, "num_layers": 6}, layout(pp=2, num_virtual_stages_per_pipeline_rank=2, **COUNTED)),
@@ -92,6 +94,7 @@ FOUR_LAYERS: Cases = {
         (GPT2, layout(pp=2, overlap_grad_reduce=True)),
         (GPT2, layout(pp=2, num_layers_per_virtual_pipeline_stage=1, overlap_grad_reduce=True)),
         (LLAMA, layout(pp=2, pipeline_schedule="zero-bubble", overlap_grad_reduce=True)),
+        ({**LLAMA, "global_batch_size": 16}, layout(pp=2, overlap_grad_reduce=True, **GROUPS_OF_3)),
         (GPT2, layout(pp=4)),
         ({**LLAMA, "num_layers": 2}, layout(pp=4, **COUNTED)),  # the first and the last stage without a layer
         (ODD, layout(pp=4, decoder_first_pipeline_num_layers=2)),

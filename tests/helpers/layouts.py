@@ -133,9 +133,10 @@ def few_batches(ranks: int, family: Mapping[str, Any], axes: Mapping[str, Any]) 
 
 def two_rounds(ranks: int, settings: Mapping[str, Any]) -> int:
     """Samples of a step that shows all that one with more of them would: two micro-batches for each stage of the
-    pipeline, which fill it, alternate and empty it."""
+    pipeline, which fill it, alternate and empty it; or a group of a larger size and a smaller one."""
     tp, cp, pp = (settings.get(f"{name}_parallel_size", 1) for name in ("tensor_model", "context", "pipeline_model"))
-    return 2 * pp * settings["micro_batch_size"] * (ranks // (tp * cp * pp))
+    group = settings.get("microbatch_group_size_per_virtual_pipeline_stage", pp)
+    return (pp + group) * settings["micro_batch_size"] * (ranks // (tp * cp * pp))
 
 
 @cache

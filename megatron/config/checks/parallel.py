@@ -119,6 +119,13 @@ def check_pipeline(config: RunConfig) -> None:
         raise ConfigError(
             f"{spelled(config, 'pipeline_schedule')}: the interleaved schedule and virtual stages come together; {way}"
         )
+    group, pp = parallel.micro_batch_group, parallel.pipeline_model_parallel_size
+    if group is not None and group < pp:
+        raise ConfigError(
+            f"{spelled(config, 'microbatch_group_size_per_virtual_pipeline_stage')}: the stages would wait for each "
+            f"other, because there are more of them ({spelled(config, 'pipeline_model_parallel_size')}); use at least "
+            f"{pp}, or leave it out"
+        )
 
 
 def check_zero(config: RunConfig) -> None:

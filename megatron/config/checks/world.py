@@ -8,6 +8,7 @@ from megatron.config.batch import BatchPlan
 from megatron.config.notices import spelled
 from megatron.config.refusals import Refusals
 from megatron.config.run import RunConfig
+from megatron.config.stages import fills_groups
 from megatron.errors import ConfigError
 from megatron.layout import nearest_divisors, nearest_multiples
 
@@ -104,13 +105,12 @@ def _check_evaluation(plan: BatchPlan) -> None:
     given = [
         n for n in ("eval_global_batch_size", "eval_micro_batch_size") if getattr(config.evaluation, n) is not None
     ]
-    pp = config.parallel.pipeline_model_parallel_size if config.parallel.schedule == "interleaved" else 1
-    unit = plan.evaluation_micro_batch_size * plan.dp * pp
+    unit = plan.evaluation_micro_batch_size * plan.dp
     if given and size % unit:
         micro = "--eval-micro-batch-size" if "eval_micro_batch_size" in given else "--micro-batch-size"
         raise ConfigError(
             f"{spelled(config, given[0])}: {size} samples per evaluation step are not a multiple of {unit} ({micro} x "
-            f"{plan.dp} data-parallel ranks{f' x {pp} pipeline stages' if pp > 1 else ''}); use "
+            f"{plan.dp} data-parallel ranks); use "
             f"--eval-global-batch-size {_either(nearest_multiples(size, unit))}"
         )
 
@@ -120,19 +120,21 @@ def _either(sizes: Sequence[int]) -> str:
 
 
 def _check_interleaved(plan: BatchPlan) -> None:
-    """The interleaved schedule needs a multiple of the pipeline size in micro-batches."""
+    """The interleaved schedule takes micro-batches in groups, none of which is smaller than the pipeline."""
     config, dp = plan.config, plan.dp
-    parallel, pp = config.parallel, config.parallel.pipeline_model_parallel_size
-    if parallel.schedule != "interleaved":
+    pp, group = config.parallel.pipeline_model_parallel_size, config.parallel.micro_batch_group
+    if group is None:
         return
-    unit = plan.micro_batch_size * dp * pp
-    sizes, training = plan.batch_sizes, config.training
-    if any(size % unit for size in sizes):
+    step, sizes, training = plan.micro_batch_size * dp, plan.batch_sizes, config.training
+    if not all(size % step == 0 and fills_groups(size // step, group, pp) for size in sizes):
+        unit = step * group
         changing = [n for n in ("rampup_batch_size", "step_batch_size_schedule") if getattr(training, n) is not None]
         named = next(iter(changing), "global_batch_size")
         nearest = "" if changing else f", such as {_either(nearest_multiples(sizes[0], unit))}"
+        by = "pipeline_model_parallel_size" if group == pp else "microbatch_group_size_per_virtual_pipeline_stage"
+        rest = "" if group == pp else f" and at least {pp} in the last"
         raise ConfigError(
             f"{spelled(config, named)}: the interleaved schedule takes micro-batches in groups of "
-            f"{spelled(config, 'pipeline_model_parallel_size')}; use multiples of {unit} (--micro-batch-size x {dp} "
-            f"data-parallel ranks x {pp}){nearest}, or leave out --num-layers-per-virtual-pipeline-stage"
+            f"{spelled(config, by)}{rest}; use multiples of {unit} (--micro-batch-size x {dp} data-parallel ranks x "
+            f"{group}){nearest}, or leave out --num-layers-per-virtual-pipeline-stage"
         )

@@ -14,6 +14,9 @@ _CONTEXT_RANKS = Need("--context-parallel-size", lambda run: run.parallel.contex
 _STAGES = Need(
     "several stages (--pipeline-model-parallel-size)", lambda run: run.parallel.pipeline_model_parallel_size > 1
 )
+_VIRTUAL_STAGES = Need(
+    "virtual stages (--num-layers-per-virtual-pipeline-stage)", lambda run: run.parallel.has_virtual_stages
+)
 _BF16 = Need("--bf16", lambda run: run.precision.bf16)
 _BUCKETS = Need("stage 0 or 1 of ZeRO (--zero-stage)", lambda run: run.parallel.zero < 2)
 _ZERO_1 = Need("--zero-stage 1 (--use-distributed-optimizer)", lambda run: run.parallel.zero == 1)
@@ -43,6 +46,13 @@ class ParallelConfig:
     )
     num_virtual_stages_per_pipeline_rank: int | None = flag(
         None, "Virtual stages of each rank, instead of their number of layers; 1 is none.", at_least=1
+    )
+    microbatch_group_size_per_virtual_pipeline_stage: int | None = flag(
+        None,
+        "Micro-batches that a virtual stage runs before the next one begins, in the interleaved schedule; the last "
+        "group may be smaller. Unset: --pipeline-model-parallel-size, which is also the least.",
+        at_least=1,
+        needs=(_VIRTUAL_STAGES,),
     )
     account_for_embedding_in_pipeline_split: bool = flag(
         False, "Count the embedding as a layer when the layers are divided over the stages."
@@ -215,6 +225,12 @@ class ParallelConfig:
     def schedule(self) -> str:
         """The pipeline schedule in force."""
         return self.pipeline_schedule or ("interleaved" if self.has_virtual_stages else "1f1b")
+
+    @property
+    def micro_batch_group(self) -> int | None:
+        """The size of a group of the interleaved schedule; None for the others, which have none."""
+        given = self.microbatch_group_size_per_virtual_pipeline_stage or self.pipeline_model_parallel_size
+        return given if self.schedule == "interleaved" else None
 
     @property
     def has_virtual_stages(self) -> bool:

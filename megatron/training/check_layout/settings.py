@@ -231,11 +231,13 @@ def _few_layers(config: RunConfig) -> tuple[int, ParallelConfig]:
     if stages.chunks > 1:
         chunks = min(2, stages.chunks)
         extra = parallel.account_for_embedding_in_pipeline_split + parallel.account_for_loss_in_pipeline_split
+        group = parallel.microbatch_group_size_per_virtual_pipeline_stage
         each = 2 if extra else 1  # of which the first and the last stage keep a layer
         return pp * chunks * each - extra, replace(
             parallel,
             num_layers_per_virtual_pipeline_stage=parallel.num_layers_per_virtual_pipeline_stage and each,
             num_virtual_stages_per_pipeline_rank=parallel.num_virtual_stages_per_pipeline_rank and chunks,
+            microbatch_group_size_per_virtual_pipeline_stage=group and min(group, pp + 1),
         )
     first, last = parallel.decoder_first_pipeline_num_layers, parallel.decoder_last_pipeline_num_layers
     counts = [len(stage) for stage in stages.stages]
@@ -272,7 +274,10 @@ def _small_batch(config: RunConfig, ranks: int) -> Any:
     training, dp = config.training, ranks // config.parallel.model_parallel_size
     plan = BatchPlan(config, dp)
     micro, count = min(plan.micro_batch_size, 2), plan.micro_batches(plan.final_batch_size)
-    few = min(count, 2 * config.parallel.pipeline_model_parallel_size)
+    pp, group = config.parallel.pipeline_model_parallel_size, config.parallel.micro_batch_group
+    few = min(count, 2 * pp)
+    if group is not None and group > pp:  # shrunk to pp + 1: as before one group, several, or a smaller last one
+        few = pp + 1 if count == group else 2 * (pp + 1) - (count % group > 0)
     return replace(
         training, micro_batch_size=micro, global_batch_size=micro * dp * few, gradient_accumulation_steps=None
     )

@@ -15,6 +15,7 @@ from tests.helpers.runs import flags
 
 TP, PP = "tensor_model_parallel_size", "pipeline_model_parallel_size"
 VIRTUAL = "num_layers_per_virtual_pipeline_stage"
+GROUP = "microbatch_group_size_per_virtual_pipeline_stage"
 FIRST, LAST = "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"
 
 
@@ -77,6 +78,20 @@ FIRST, LAST = "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_la
             2,
             ["--global-batch-size 6", "--pipeline-model-parallel-size 2", "multiples of 4", "such as 4 or 8"],
         ),
+        (
+            {PP: 2, VIRTUAL: 1, "num_layers": 4, GROUP: 1},
+            2,
+            ["--microbatch-group-size-per-virtual-pipeline-stage 1", "use at least 2"],
+        ),
+        (
+            {PP: 2, VIRTUAL: 1, "num_layers": 4, GROUP: 3, "micro_batch_size": 2, "global_batch_size": 8},
+            2,
+            [
+                "--global-batch-size 8: the interleaved schedule takes micro-batches in groups of",
+                "--microbatch-group-size-per-virtual-pipeline-stage 3 and at least 2 in the last; use multiples of 6",
+                "such as 6 or 12",
+            ],
+        ),
         ({TP: 2}, 3, ["--tensor-model-parallel-size 2", "3 processes", "start 2 or 4", "1 or 3"]),
         (
             {TP: 4},
@@ -118,6 +133,8 @@ def test_sizes_that_do_not_fit(settings: dict[str, Any], ranks: int, words: list
         ({TP: 4, "num_query_groups": 2, "group_query_attention": True}, 4),
         ({PP: 2, "num_layers": 4, VIRTUAL: 1, "micro_batch_size": 1}, 4),
         ({PP: 3, "num_layers": 5, FIRST: 1, LAST: 1}, 3),
+        ({PP: 2, "num_layers": 4, VIRTUAL: 1, GROUP: 3, "micro_batch_size": 2, "global_batch_size": 10}, 2),
+        ({PP: 2, "num_layers": 4, VIRTUAL: 1, "eval_global_batch_size": 6, "micro_batch_size": 2}, 2),
     ],
 )
 def test_sizes_that_fit(settings: dict[str, Any], ranks: int) -> None:

@@ -71,7 +71,7 @@ KINDS = {
     "tensor parallel": (2, "--tensor-model-parallel-size 2 --sequence-parallel --use-tp-pp-dp-mapping", ""),
     "context parallel": (2, f"--context-parallel-size 2 --attention-backend flash {CALLED_OFF}", ""),
     "interleaved": (2, """--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 --num-layers 4
-             --overlap-p2p-communication-warmup-flush --microbatch-group-size-per-virtual-pipeline-stage 5
+             --overlap-p2p-communication-warmup-flush --microbatch-group-size-per-virtual-pipeline-stage 4
              --defer-embedding-wgrad-compute --wgrad-deferral-limit 2 --untie-embeddings-and-output-weights""",
                     "--num-layers 4 --untie-embeddings-and-output-weights"),
     "counted stages": (2, """--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --bf16=false

@@ -24,6 +24,12 @@ def test_simulated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert image.width > 1000 and len(image.getcolors(1 << 16) or ()) > 6
 
 
+def test_larger_groups_wait_longer_for_their_first_backward_pass(tmp_path: Path, capsys: Any) -> None:
+    flags = ["--schedule", "interleaved", "--chunks", "2", "--micro-batches", "9", "--group", "5"]
+    assert main([*flags, "--output", str(tmp_path / "pipeline.png")]) == 0
+    assert "9 micro-batches, 2 chunks a rank; bubble 16.7%" in capsys.readouterr().out
+
+
 def test_zero_bubble_stands_beside_its_own_theory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--schedule", "zero-bubble", "--output", str(tmp_path / "pipeline.png")]) == 0
     assert "bubble 12.5% of the work, (p-1)/(3 m) is 12.5%" in capsys.readouterr().out
@@ -100,7 +106,10 @@ def test_a_real_step(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
         ([], "--trace and --schedule"),
         (["--trace", "nowhere"], "no rank*.json"),
         (["--schedule", "gpipe", "--chunks", "2"], "--chunks 2"),
-        (["--schedule", "interleaved", "--chunks", "2", "--micro-batches", "6"], "multiple of --stages 4"),
+        (["--schedule", "interleaved", "--chunks", "2", "--micro-batches", "6"], "no group of fewer than --stages 4"),
+        (["--schedule", "interleaved", "--chunks", "2", "--micro-batches", "8", "--group", "6"], "a multiple of 6"),
+        (["--schedule", "interleaved", "--chunks", "2", "--group", "3"], "no group of fewer than --stages 4"),
+        (["--schedule", "1f1b", "--group", "4"], "--group 4: --schedule interleaved alone"),
     ],
 )
 def test_refused(argv: list[str], word: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
+from itertools import product
 
 import pytest
 
 from megatron.config import ParallelConfig
 from megatron.config.stages import split_layers, stage_layers
-from megatron.pipeline_parallel.schedules import SCHEDULES, Action, PipelineSchedule
+from megatron.pipeline_parallel.schedules import SCHEDULES, Action, PipelineSchedule, schedule_of
 from megatron.pipeline_parallel.timeline import Timeline, cost_of_kinds, simulate, without_transfers
 
 RANKS = range(2, 9)
@@ -40,6 +42,45 @@ def test_the_bubble_is_that_of_theory(name: str) -> None:
         step = simulate(SCHEDULES[name], ranks, micro_batches, chunks)
         theory = (ranks - 1) / (micro_batches * chunks)
         assert step.bubble == pytest.approx(theory) and step.theoretical_bubble == pytest.approx(theory)
+
+
+def grouped() -> Iterator[tuple[int, int, int, int]]:
+    """(ranks, micro-batches, chunks, group): every legal one of some size."""
+    for ranks, chunks in product((2, 3, 4), (2, 3)):
+        for group, micro_batches in product(range(ranks, 8), range(ranks, 20)):
+            if group <= micro_batches and not 0 < micro_batches % group < ranks:
+                yield ranks, micro_batches, chunks, group
+
+
+def megatron_order(micro_batches: int, chunks: int, group: int) -> list[tuple[int, int]]:
+    """(micro-batch, chunk) of the forward passes, as get_schedule_table of Megatron-LM's schedules.py makes it."""
+    table = []
+    for first in range(0, micro_batches, group):
+        last = micro_batches if first + group >= micro_batches else first + group
+        table += [(micro_batch, chunk) for chunk in range(chunks) for micro_batch in range(first, last)]
+    return table
+
+
+def test_groups_of_any_size_have_the_order_of_megatron() -> None:
+    for ranks, micro_batches, chunks, group in grouped():
+        schedule = schedule_of("interleaved", group)
+        for rank in range(ranks):
+            actions = schedule(ranks, rank, micro_batches, chunks)
+            forward = [(a.micro_batch, a.chunk) for a in actions if a.kind == "F"]
+            backward = [(a.micro_batch, chunks - 1 - a.chunk) for a in actions if a.kind == "B"]
+            assert forward == backward == megatron_order(micro_batches, chunks, group)
+            warm_up = next(place for place, action in enumerate(actions) if action.kind == "B") - 1
+            late = 2 * (ranks - rank - 1) + (chunks - 1) * group  # get_pp_rank_microbatches there
+            assert warm_up == min(late, micro_batches * chunks - 1)
+        step = simulate(schedule, ranks, micro_batches, chunks)  # raises if nobody can go on
+        assert step.bubble == pytest.approx(step.theoretical_bubble)
+        if group == ranks:
+            assert step == simulate(SCHEDULES["interleaved"], ranks, micro_batches, chunks)
+
+
+def test_a_last_group_smaller_than_the_pipeline_is_not_run() -> None:
+    with pytest.raises(AssertionError, match="5 micro-batches in groups of 4"):
+        schedule_of("interleaved", 4)(2, 0, 5, 2)
 
 
 def test_zero_bubble_has_a_third_of_the_bubble() -> None:

@@ -132,6 +132,11 @@ PARALLEL = {
     "pipeline_schedule": ranked("--pipeline-schedule gpipe", f"{STAGES} --pipeline-trace out/t", ""),
     "num_layers_per_virtual_pipeline_stage": planned("--num-layers-per-virtual-pipeline-stage 1", FOUR, ""),
     "num_virtual_stages_per_pipeline_rank": planned("--num-virtual-stages-per-pipeline-rank 2", FOUR, ""),
+    "microbatch_group_size_per_virtual_pipeline_stage": ranked(
+        "--microbatch-group-size-per-virtual-pipeline-stage 4",
+        f"{FOUR} --num-layers-per-virtual-pipeline-stage 1 --pipeline-trace out/t",
+        FOUR,
+    ),
     "account_for_embedding_in_pipeline_split": planned(
         "--account-for-embedding-in-pipeline-split", f"{STAGES} --num-layers 3", ""
     ),

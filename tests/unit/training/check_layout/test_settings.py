@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.config import RunConfig, check, check_world, parse_args
+from megatron.config import BatchPlan, RunConfig, check, check_world, parse_args
 from megatron.errors import ConfigError
 from megatron.training.check_layout.settings import changes, is_large, ranks_of, reproducible, shrink
 from megatron.training.initialize import tokenizer_of
@@ -81,6 +81,20 @@ def test_uneven_stages_are_shrunk_and_stay_uneven(cut: str, layers: int, first: 
     assert small.model.num_layers == layers, changes(config, small)
     assert small.parallel.decoder_first_pipeline_num_layers == first
     assert small.parallel.decoder_last_pipeline_num_layers == last
+
+
+@pytest.mark.parametrize(("micro_batches", "few"), [(20, 6), (10, 6), (23, 5), (5, 3), (7, 5)])
+def test_groups_of_the_interleaved_schedule_stay_larger_than_the_pipeline(micro_batches: int, few: int) -> None:
+    config, ranks = prepared(
+        "--num-layers 32 --hidden-size 1024 --num-attention-heads 16 --seq-length 512 --max-position-embeddings 512 "
+        "--train-iters 9 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 4 "
+        f"--microbatch-group-size-per-virtual-pipeline-stage 5 --global-batch-size {2 * micro_batches} "
+        "--micro-batch-size 1"
+    )
+    small = shrink(config, ranks)
+    assert small.parallel.micro_batch_group == 3
+    plan = BatchPlan.on(small, ranks)
+    assert plan.micro_batches(plan.final_batch_size) == few
 
 
 def test_a_small_configuration_is_not_shrunk() -> None:
