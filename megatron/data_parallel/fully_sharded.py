@@ -105,8 +105,10 @@ class FullySharded:
             start, stop = shard.held
             assert shard.weight.numel() == stop - start, f"{name}: torch divides it in another way"
         trained = {name: shard.parameter for name, shard in self._shards.items() if shard.parameter.requires_grad}
+        self._first_name = _names_of_tied(model)
         self._places = self._storages()
         model.register_load_state_dict_pre_hook(self._divide_loaded)
+        model.register_forward_pre_hook(self._follow_freezing, prepend=True)
         self.flat = not on_host  # there the gradients of every step have places of their own
         self._grads: ShardGrads = OnHost(trained) if on_host else InOneBuffer(trained)
         self._withholding = None if withheld is None else Withholding(model, withheld)
@@ -156,6 +158,13 @@ class FullySharded:
         """In the type that the model computes in. A collective, as `whole_of`."""
         return self.whole_of(name, self.weight(name).to(self.dtype))
 
+    def whole_state_dict(self) -> dict[str, Tensor]:
+        """Returns the model's state dict with whole tensors. A collective."""
+        state = self._units[-1].module.state_dict(keep_vars=True)  # which reshards: from here on weights are shards
+        name_of = {id(shard.parameter): name for name, shard in self._shards.items()}
+        whole = {name: self.whole_weight(name) for name in self.all_names}
+        return {key: whole[name_of[id(one)]] if id(one) in name_of else one.detach() for key, one in state.items()}
+
     @torch.no_grad()
     def take(self, name: str, whole: Tensor) -> None:
         """Sets this rank's piece."""
@@ -174,11 +183,11 @@ class FullySharded:
 
     def _divide_loaded(self, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
         """Whole tensors of a state dict that is being loaded become this rank's rows. (It is torch's own copy.)"""
-        for name, shard in self._shards.items():
-            whole = state.get(prefix + name)
+        for key, name in self._first_name.items():
+            shard, whole = self._shards[name], state.get(prefix + key)
             if whole is not None and type(whole) in (Tensor, nn.Parameter) and whole.shape == shard.parameter.shape:
                 rows = self.piece_of(name, whole.detach()).to(shard.weight.device, shard.weight.dtype)
-                state[prefix + name] = as_dtensor(rows.view(local(shard.parameter).shape), shard.parameter)
+                state[prefix + key] = as_dtensor(rows.view(local(shard.parameter).shape), shard.parameter)
 
     # gradients
 
@@ -188,7 +197,12 @@ class FullySharded:
 
     def frozen(self) -> list[str]:
         """The parameters that were trainable at construction and have been frozen since."""
+        self._follow_freezing()
         return [name for name in self.names if not self._shards[name].parameter.requires_grad]
+
+    def _follow_freezing(self, *_: object) -> None:
+        if self._writes is not None:
+            self._writes.follow_freezing({name: shard.parameter for name, shard in self._shards.items()})
 
     def unused(self) -> list[str]:
         """Those of `names` that no rank has used in this step, if that is compared. They have a gradient of zero."""
@@ -263,6 +277,12 @@ def _only_dtype(model: nn.Module) -> torch.dtype:
             "it to one of them, or use --zero-stage 1"
         )
     return dtypes.pop()
+
+
+def _names_of_tied(model: nn.Module) -> dict[str, str]:
+    """Returns the first name of every parameter by each of its names."""
+    first = {id(parameter): name for name, parameter in model.named_parameters()}
+    return {name: first[id(one)] for name, one in model.named_parameters(remove_duplicate=False)}
 
 
 def _described(parameter: nn.Parameter) -> nn.Parameter:

@@ -1,8 +1,9 @@
-"""What a program writes into weights while they are gathered (ZeRO 2 and 3) is dropped with what was gathered."""
+"""Changes that a program makes to weights while they are gathered (ZeRO 2 and 3): values are dropped with what was
+gathered, and so would be requires_grad."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
@@ -16,11 +17,22 @@ class GatheredWrites:
         """Before `fully_shard`, whose hooks come later: these see a unit while it is gathered."""
         self._path_of = {id(module): path for path, module in model.named_modules()}
         self._counts: dict[str, tuple[nn.Parameter, int]] = {}
+        self._trained: dict[str, bool] = {}
         self._hooks: dict[int, RemovableHandle] = {id(unit): unit.register_forward_hook(self._count) for unit in units}
 
     def found(self) -> list[str]:
         """The parameters that were written while they were gathered."""
         return [name for name, (parameter, count) in self._counts.items() if parameter._version != count]
+
+    def follow_freezing(self, shards: Mapping[str, nn.Parameter]) -> None:
+        """Gives a gathered tensor and its shard the same requires_grad: the one that was changed since the last call.
+        (`fully_shard` gathers with that of the shard.)"""
+        for name, (gathered, _) in self._counts.items():
+            shard, before = shards.get(name), self._trained[name]
+            if shard is not None and not shard.requires_grad == gathered.requires_grad == before:
+                self._trained[name] = not before
+                shard.requires_grad_(not before)
+                gathered.requires_grad_(not before)
 
     def _count(self, unit: nn.Module, *_: object) -> None:
         """In the first pass that trains: the tensors stay the same."""
@@ -30,5 +42,7 @@ class GatheredWrites:
                 if parameter.is_inference():  # has no count, and no gradient
                     return
                 if path is not None and not hasattr(parameter, "device_mesh"):  # a DTensor, which is divided now
-                    self._counts.setdefault(f"{path}.{own}" if path else own, (parameter, parameter._version))
+                    name = f"{path}.{own}" if path else own
+                    self._counts.setdefault(name, (parameter, parameter._version))
+                    self._trained.setdefault(name, parameter.requires_grad)
         self._hooks.pop(id(unit)).remove()

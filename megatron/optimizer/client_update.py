@@ -154,6 +154,7 @@ class ClientUpdate:
                     else value
                     for kind, value in extra["numbers"][name].items()
                 }
+                self.optimizer.state.pop(tensor, None)  # of updates that the checkpoint does not have
                 if kinds or numbers:
                     self.optimizer.state[tensor] = {**numbers, **kinds}
         self._copy_back()

@@ -6,7 +6,6 @@ import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -123,7 +122,7 @@ class EngineCheckpoints:
         return load_checkpoint(
             found,
             parallel=self.engine.place.parallel,
-            params=self._params,
+            params=self._params(),
             take=None if self.divided is None else self.divided.take,
             held=self._held,
             finetune=weights_only,
@@ -170,7 +169,7 @@ class EngineCheckpoints:
 
     def _state(self, client_state: Mapping[str, Any]) -> TrainState:
         engine, scheduler = self.engine, self.engine.lr_scheduler
-        own = self.core.state()
+        own, params = self.core.state(), self._params()
         trained = [name for name, one in engine.module.named_parameters() if one.requires_grad]
         kept = {
             "client_state": dict(client_state),
@@ -178,12 +177,12 @@ class EngineCheckpoints:
             "engine": {"skipped_steps": engine.skipped_steps},
         }
         return TrainState(
-            params=self._whole_params(),
+            params=self._whole_params(params),
             config={"engine": {"zero_stage": engine.settings.zero_stage, "model": type(engine.module).__name__}},
             iteration=engine.global_steps,
             consumed_train_samples=engine.global_steps * engine.train_batch_size(),
             optimizer={
-                name: {kind: (self._params[name][0], tensor) for kind, tensor in own.get(name, {}).items()}
+                name: {kind: (params[name][0], tensor) for kind, tensor in own.get(name, {}).items()}
                 for name in {**dict.fromkeys(trained), **own}
             },
             divisions=self.core.divisions(),
@@ -193,20 +192,20 @@ class EngineCheckpoints:
             extra={name: encoded(value, name) for name, value in kept.items()},
         )
 
-    def _whole_params(self) -> dict[str, tuple[ShardSpec, Tensor]]:
-        """`_params` with whole tensors where ranks divide them, on the ranks that write them. A collective."""
+    def _whole_params(self, params: Mapping[str, tuple[ShardSpec, Tensor]]) -> dict[str, tuple[ShardSpec, Tensor]]:
+        """`params` with whole tensors where ranks divide them, on the ranks that write them. A collective."""
+        whole = dict(params)
         if self.divided is None:
-            return self._params
-        whole = dict(self._params)
+            return whole
         for name in self.divided.all_names:
             weight = self.divided.whole_weight(name)
             if writes(self.engine.place.parallel):
                 whole[name] = (whole[name][0], weight.cpu())
         return whole
 
-    @cached_property
     def _params(self) -> dict[str, tuple[ShardSpec, Tensor]]:
-        """The parameters, and the buffers that belong to the model's state; each whole on every rank."""
+        """The parameters, and the buffers that belong to the model's state; each whole on every rank. A forward pass
+        may put new tensors in the place of buffers."""
         module = self.engine.module
         parameters = dict(module.named_parameters())
         if self.divided is not None:

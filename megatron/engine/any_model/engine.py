@@ -190,6 +190,7 @@ class ModelEngine(EngineFacts):
     ) -> None:
         """Commits the whole state as SAVE_DIR/TAG (global_stepN), and names it in SAVE_DIR/latest. All ranks call
         it."""
+        self._usage.check_writes()
         self._checkpoints.save(
             _directory("save_checkpoint: save_dir", save_dir), None if tag is None else str(tag), client_state or {}
         )
@@ -218,10 +219,8 @@ class ModelEngine(EngineFacts):
         """The model's state dict with whole tensors, whatever the ranks divide. All ranks call it."""
         if not isinstance(self._grads, FullySharded):
             return dict(self.module.state_dict())
-        gathered = {name: self._grads.whole_weight(name) for name in self._grads.all_names}
-        first_name = {id(one): name for name, one in self.module.named_parameters()}  # of tied ones, too
-        state = self.module.state_dict(keep_vars=True)
-        return {name: gathered.get(first_name.get(id(one), ""), one.detach()) for name, one in state.items()}
+        self._usage.check_writes()
+        return self._grads.whole_state_dict()
 
     def restore_counters(self, global_steps: int, skipped_steps: int) -> None:
         self._calls.global_steps, self._calls.skipped_steps = global_steps, skipped_steps

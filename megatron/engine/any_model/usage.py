@@ -36,17 +36,7 @@ class Usage:
         """Sums the gradients over the ranks, and finds what none of them has used. All ranks call it."""
         grads = self._grads
         if isinstance(grads, FullySharded):
-            if replaced := grads.replaced():
-                raise ConfigError(
-                    f"{replaced[0]}.data was replaced, and weights that the ranks divide (ZeRO) have their place in a "
-                    f"buffer; use engine.load_state_dict({{...}}, strict=False), with the whole tensor"
-                )
-            if written := grads.lost_writes():
-                raise ConfigError(
-                    f"{written[0]} was written between a forward pass and engine.step(), while it was gathered from "
-                    "the ranks that divide it (ZeRO), and would not be kept; write after engine.step(), before the "
-                    "next forward pass"
-                )
+            self.check_writes()
             grads.reduce()
             self._absent = {*grads.frozen(), *grads.unused()}
             return
@@ -57,6 +47,23 @@ class Usage:
         if not compares and grads.some_rank_lacked():
             absent = self._start_comparing(grads)
         self._absent = absent()
+
+    def check_writes(self) -> None:
+        """Raises a ConfigError if the program has written weights in a way that weights divided over the ranks do not
+        keep."""
+        if not isinstance(self._grads, FullySharded):
+            return
+        if replaced := self._grads.replaced():
+            raise ConfigError(
+                f"{replaced[0]}.data was replaced, and weights that the ranks divide (ZeRO) have their place in a "
+                f"buffer; use engine.load_state_dict({{...}}, strict=False), with the whole tensor"
+            )
+        if written := self._grads.lost_writes():
+            raise ConfigError(
+                f"{written[0]} was written between a forward pass and engine.step(), while it was gathered from "
+                "the ranks that divide it (ZeRO), and would not be kept; write after engine.step(), before the "
+                "next forward pass"
+            )
 
     def _start_comparing(self, grads: GradBuffers) -> Callable[[], Collection[str]]:
         """The result waits for what no rank has used."""
