@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
@@ -13,12 +14,18 @@ class Arrivals:
     """Calls `finish` within the backward pass, after every expected parameter has its gradient."""
 
     def __init__(
-        self, parameters: Iterable[nn.Parameter], begun: Callable[[], None], finish: Callable[[], None]
+        self,
+        parameters: Iterable[nn.Parameter],
+        begun: Callable[[], None],
+        finish: Callable[[], None],
+        surprised: Callable[[Tensor], None] = lambda _: None,
     ) -> None:
-        """`begun` is called before the first gradient is noted."""
+        """`begun` is called before the first gradient is noted, `surprised` for a gradient of a parameter that this
+        pass does not expect."""
         self._parameters = list(parameters)
-        self._begun, self._finish = begun, finish
+        self._begun, self._finish, self._surprised = begun, finish, surprised
         self._expected: set[int] | None = None
+        self._left_out: set[int] = set()
         self._came: set[int] = set()
         self._hooks = [one.register_post_accumulate_grad_hook(self._arrived) for one in self._parameters]
 
@@ -26,9 +33,14 @@ class Arrivals:
         """Before a backward pass."""
         self._came.clear()
         self._expected = {id(one) for one in parameters}
+        self._left_out = {id(one) for one in self._parameters} - self._expected
 
     def cancel(self) -> None:
         """No pass is expected: gradients are only added up."""
+        self._end()
+        self._left_out = set()
+
+    def _end(self) -> None:
         self._expected = None
         self._came.clear()
 
@@ -40,13 +52,15 @@ class Arrivals:
         return [one for one in self._parameters if id(one) in self._expected and id(one) not in self._came]
 
     def _arrived(self, parameter: Tensor) -> None:
+        if id(parameter) in self._left_out:
+            self._surprised(parameter)
         if self._expected is None:
             return
         if not self._came:
             self._begun()
         self._came.add(id(parameter))
         if self._came >= self._expected:
-            self.cancel()
+            self._end()
             self._finish()
 
 
@@ -77,3 +91,6 @@ def _tensors(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, (list, tuple)):
         for item in value:
             yield from _tensors(item)
+    elif dataclasses.is_dataclass(value):
+        for field in dataclasses.fields(value):
+            yield from _tensors(getattr(value, field.name))

@@ -18,7 +18,7 @@ def broadcast_parameters(tensors: Iterable[tuple[str, Tensor]], dp: Axis, throug
     if dp.size == 1:
         return
     for _, tensor in tensors:
-        whole = tensor.data.contiguous().to(through or tensor.device)
+        whole = tensor.data.resolve_conj().contiguous().to(through or tensor.device)
         collectives.broadcast(whole, dp)
         if whole.data_ptr() != tensor.data_ptr():
             tensor.data.copy_(whole)
@@ -26,14 +26,13 @@ def broadcast_parameters(tensors: Iterable[tuple[str, Tensor]], dp: Axis, throug
 
 @torch.no_grad()
 def share_buffers(module: nn.Module, dp: Axis) -> None:
-    """Gives all ranks the first one's buffers, those of a type in one message."""
-    by_type: dict[torch.dtype, list[Tensor]] = {}
-    for buffer in module.buffers():
-        by_type.setdefault(buffer.dtype, []).append(buffer)
+    """Gives all ranks the first one's buffers, in one message."""
     if dp.size == 1:
         return
-    for buffers in by_type.values():
-        message = torch.cat([buffer.reshape(-1) for buffer in buffers])
-        collectives.broadcast(message, dp)
-        for buffer, part in zip(buffers, message.split([buffer.numel() for buffer in buffers]), strict=True):
-            buffer.copy_(part.view(buffer.shape))
+    buffers = sorted(module.buffers(), key=lambda one: -one.element_size())  # each begins where its type may
+    if not buffers:
+        return
+    message = torch.cat([collectives.as_bytes(one.resolve_conj().contiguous()) for one in buffers])
+    collectives.broadcast(message, dp)
+    for buffer, part in zip(buffers, message.split([one.nbytes for one in buffers]), strict=True):
+        buffer.copy_(part.view(buffer.dtype).view(buffer.shape))

@@ -67,7 +67,9 @@ class DistributedDataParallel(NoSync, nn.Module):
         size = max(1, int(bucket_cap_mb * _MIB) // trained[0][1].element_size())
         self._grads = GradBuffers(trained, self._dp, bucket_size=size, overlap=True, in_own_type=True)
         parameters = [self._grads.parameter(name) for name in self._grads.names]
-        self._arrivals = Arrivals(parameters, begun=self._leave_out_unused, finish=self._finish)
+        self._arrivals = Arrivals(
+            parameters, begun=self._leave_out_unused, finish=self._finish, surprised=self._refuse_hidden
+        )
         self._unused: list[str] = []
         self._buffers_moved = True
 
@@ -112,6 +114,14 @@ class DistributedDataParallel(NoSync, nn.Module):
 
     def _leave_out_unused(self) -> None:
         self._grads.leave_out(self._unused)
+
+    def _refuse_hidden(self, parameter: Tensor) -> None:
+        name = next(name for name in self._grads.names if self._grads.parameter(name) is parameter)
+        raise ConfigError(
+            f"DistributedDataParallel: find_unused_parameters=True did not find {name} in the graph of forward()'s "
+            "output, and it got a gradient; return its tensors in lists, tuples, dicts or dataclasses, and call "
+            "backward() once after each forward()"
+        )
 
     def _finish(self) -> None:
         """Within the backward pass, after its last gradient."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -16,7 +17,10 @@ def moved(value: Any, device: torch.device, half: torch.dtype | None = None) -> 
             return value
         return value.to(device, dtype, non_blocking=True)
     if isinstance(value, dict):
-        return {key: moved(item, device, half) for key, item in value.items()}
+        found = copy.copy(value)  # of the same class, such as an output of transformers
+        for key, item in value.items():
+            found[key] = moved(item, device, half)
+        return found
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(moved(item, device, half) for item in value))
     if isinstance(value, (list, tuple)):

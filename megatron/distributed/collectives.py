@@ -68,15 +68,21 @@ def broadcast(tensor: torch.Tensor, axis: Axis, source: int = 0) -> torch.Tensor
     """Overwrites `tensor` with the one of axis rank `source`, and returns it."""
     if axis.size > 1:
         with axis.during("broadcast", tuple(tensor.shape)):
-            dist.broadcast(tensor, axis.ranks[source], axis.group)
+            dist.broadcast(as_bytes(tensor), axis.ranks[source], axis.group)
     return tensor
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor's memory as one flat tensor of bytes: backends lack types such as int16, uint32 and
+    float8."""
+    return tensor.detach().view(-1).view(torch.uint8)
 
 
 def start_broadcast(tensor: torch.Tensor, axis: Axis, source: int) -> Pending:
     if axis.size == 1:
         return Pending(lambda: tensor)
     operation = axis.begin("broadcast", tuple(tensor.shape))
-    work = dist.broadcast(tensor, axis.ranks[source], axis.group, async_op=True)
+    work = dist.broadcast(as_bytes(tensor), axis.ranks[source], axis.group, async_op=True)
     return Pending(lambda: tensor, [work], partial(axis.wait, operation))
 
 

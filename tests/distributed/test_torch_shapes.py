@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers.modeling_outputs import CausalLMOutput
 
+import megatron
 from megatron import OSS, DistributedDataParallel, ShardedDataParallel
 from megatron.data_parallel import oss
+from megatron.engine.any_model import ModelEngine
 from megatron.errors import ConfigError
 from tests.helpers.any_model import Tiny, batch_of, largest_difference, make_model, weights_of
 from tests.helpers.distributed import run_ranks
@@ -145,6 +150,117 @@ def test_ddp_says_what_is_wrong() -> None:
     assert "no gradient to unused" in unused and "find_unused_parameters=True" in unused
     assert "DistributedSampler" in join
     assert "device_ids [0]" in devices and "leave device_ids out" in devices
+
+
+class Returns(nn.Module):
+    """Uses `first` and returns it within something; `second` is not used."""
+
+    def __init__(self, within: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Linear(3, 3, dtype=torch.float64) for _ in range(2))
+        self.within = within
+
+    def forward(self, x: Tensor) -> Any:
+        return self.within(self.first(x))
+
+
+@dataclass
+class Answer:
+    logits: Tensor
+    more: Any = None
+
+
+class Pair(NamedTuple):
+    logits: Tensor
+    more: Any
+
+
+WITHIN: list[tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = [
+    (Answer, lambda found: found.logits),
+    (lambda x: [{"a": Answer(x)}, None], lambda found: found[0]["a"].logits),
+    (lambda x: Pair(x, 3), lambda found: found.logits),
+    (lambda x: CausalLMOutput(logits=x), lambda found: found.logits),
+    (lambda x: Answer(torch.zeros(1), more=Pair(torch.zeros(1), {"b": (x,)})), lambda found: found.more.more["b"][0]),
+]
+
+
+def found_in_outputs(rank: int) -> tuple[float, str]:
+    """The largest difference from torch's own over all kinds of outputs, and what an output that hides its tensors
+    raises."""
+    differences = []
+    for within, of in WITHIN:
+        torch.manual_seed(0)
+        ours = Returns(within)
+        theirs = copy.deepcopy(ours)
+        mine = DistributedDataParallel(ours, find_unused_parameters=True)
+        wrapped = nn.parallel.DistributedDataParallel(theirs, find_unused_parameters=True)
+        for model in (mine, wrapped):
+            of(model(torch.full((2, 3), 1.0 + rank, dtype=torch.float64))).square().sum().backward()
+        assert ours.second.weight.grad is None
+        differences.append(largest_difference(gradients(ours), gradients(theirs)))
+    hiding = DistributedDataParallel(Returns(lambda x: SimpleNamespace(x=x)), find_unused_parameters=True)
+    with pytest.raises(ConfigError) as error:
+        hiding(torch.ones(2, 3, dtype=torch.float64)).x.sum().backward()
+    return max(differences), str(error.value)
+
+
+def test_ddp_finds_the_tensors_that_torchs_finds() -> None:
+    for difference, said in run_ranks(2, found_in_outputs):
+        assert difference < GATE
+        assert "did not find first." in said and "dataclasses" in said and "\n" not in said
+
+
+UNUSUAL = "int8 int16 int32 int64 uint8 uint16 uint32 uint64 bool float16 bfloat16 float32 float64 complex64 complex128"
+NARROW = "float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu"
+
+
+class Buffers(nn.Module):
+    """One buffer of each type, in an order that aligns none of them, and one that is a view with its sign pending."""
+
+    def __init__(self, value: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.fixed = nn.Parameter(torch.full((3,), value, dtype=torch.int16), requires_grad=False)
+        for name in ("uint8", *UNUSUAL.split(), *NARROW.split()):
+            self.register_buffer(f"of_{name}", torch.full((1, 3), value).to(getattr(torch, name)).t())
+        self.register_buffer("scalar", torch.tensor(value, dtype=torch.int16))
+        self.register_buffer("conjugate", torch.full((3,), value * 1j, dtype=torch.complex64).conj())
+        self.register_buffer("empty", torch.empty(0, dtype=torch.uint16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)
+
+
+def unusual_types(rank: int) -> list[str]:
+    """The names of tensors that are not the first rank's."""
+    wrong, wanted = [], dict(Buffers(1).named_buffers())
+    for make in (
+        DistributedDataParallel,
+        lambda model: ShardedDataParallel(model, OSS(model.linear.parameters(), lr=0.1)),
+        lambda model: megatron.initialize(
+            model=model, config={"train_batch_size": 4, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+        )[0],
+    ):
+        model = Buffers(1 + rank)
+        wrapped = make(model)
+        for again in (False, True):
+            if again:  # before the forward pass that shares them, or after the update
+                for buffer in model.buffers():
+                    buffer.copy_(torch.full(buffer.shape, 1 + rank).to(buffer.dtype))
+                wanted["conjugate"] = torch.ones(3, dtype=torch.complex64)
+                loss = wrapped(torch.ones(2, 2)).sum()
+                wrapped.backward(loss) if isinstance(wrapped, ModelEngine) else loss.backward()
+                if isinstance(wrapped, ModelEngine):
+                    wrapped.step()
+            else:
+                wanted["conjugate"] = torch.full((3,), -1j, dtype=torch.complex64)
+            wrong += [name for name, one in model.named_buffers() if one.tolist() != wanted[name].tolist()]
+        wrong += ["fixed"] * (model.fixed.tolist() != [1, 1, 1])
+    return wrong
+
+
+def test_buffers_of_every_type_are_those_of_the_first_rank() -> None:
+    assert run_ranks(2, unusual_types) == [[], []]
 
 
 # the sharded pair
