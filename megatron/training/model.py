@@ -9,6 +9,7 @@ from torch import nn
 
 from megatron.data_parallel import broadcast_parameters
 from megatron.distributed.state import ParallelState
+from megatron.engine.any_model.fit import refuse_complex
 from megatron.errors import ConfigError
 from megatron.model.flops import flops_per_token
 from megatron.model.gpt import GPT
@@ -23,7 +24,7 @@ from megatron.parallelize import (
     parallelize,
 )
 from megatron.training.initialize import Run
-from megatron.utils.dtype import default_dtype
+from megatron.utils.dtype import cast_floats, default_dtype
 
 ModelProvider = Callable[[Run], nn.Module]
 
@@ -73,7 +74,9 @@ def model_flops(run: Run, model: nn.Module) -> float | None:
 
 def _provided(run: Run, model_provider: ModelProvider, device: torch.device) -> nn.Module:
     with default_dtype(run.dtype), device:
-        return model_provider(run).to(device=device, dtype=run.dtype)
+        model = model_provider(run)
+        refuse_complex(model, "the model provider's model")
+        return cast_floats(model, run.dtype).to(device)
 
 
 def _whole_part(

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 HALF = (torch.bfloat16, torch.float16)
 
@@ -25,3 +25,9 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 def widened(x: Tensor) -> Tensor:
     """Half precision as fp32; other dtypes as they are."""
     return x.float() if x.dtype in HALF else x
+
+
+def cast_floats(module: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Casts the real floating-point tensors of a module in place, as `module.half()` does. (`module.to(dtype)` drops
+    the imaginary part of complex ones.)"""
+    return module._apply(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)

@@ -33,12 +33,7 @@ def checked_model(model: Any) -> nn.Module:
             f"megatron.initialize(): {lazy[0]} has no values yet; call a lazy module once with a batch, and "
             "model.to_empty(device=...) and its initialisation for one on the meta device"
         )
-    complexes = [name for name, one in model.named_parameters() if one.is_complex() and one.requires_grad]
-    if complexes:
-        raise ConfigError(
-            f"megatron.initialize(): {complexes[0]} is complex, and gradients here are real; make it a real "
-            "parameter with a last dimension of 2, and torch.view_as_complex in the forward pass"
-        )
+    refuse_complex(model, "megatron.initialize()")
     for (first, (_, end)), (second, (start, _)) in itertools.pairwise(_places(model)):
         if start < end:
             raise ConfigError(
@@ -47,6 +42,16 @@ def checked_model(model: Any) -> nn.Module:
                 "with clone()"
             )
     return model
+
+
+def refuse_complex(model: nn.Module, where: str) -> None:
+    """Raises a ConfigError that names the first complex parameter that is trained."""
+    complexes = [name for name, one in model.named_parameters() if one.is_complex() and one.requires_grad]
+    if complexes:
+        raise ConfigError(
+            f"{where}: {complexes[0]} is complex, and gradients here are real; make it a real "
+            "parameter with a last dimension of 2, and torch.view_as_complex in the forward pass"
+        )
 
 
 def _places(model: nn.Module) -> list[tuple[str, tuple[int, int]]]:

@@ -22,6 +22,7 @@ from megatron.engine.any_model.usage import Usage
 from megatron.errors import ConfigError
 from megatron.optimizer import ClientUpdate, Optimizer, RuleOptimizer, refuse_whole_matrices
 from megatron.parallelize import is_called, units_of
+from megatron.utils.dtype import cast_floats
 from megatron.utils.log import RankLog
 
 _WITHHELD = (
@@ -196,7 +197,9 @@ def _prepare_model(model: nn.Module, settings: EngineSettings, place: Place) -> 
     """In place, so that the user's optimizer goes on holding its parameters. All ranks start from the first one's."""
     dtype = getattr(torch, settings.precision.params_dtype)
     device = torch.device("cpu") if settings.parameters_on_host else place.device  # which has not room for all of it
-    model.to(device) if dtype == torch.float32 else model.to(device, dtype)
+    if dtype != torch.float32:
+        cast_floats(model, dtype)
+    model.to(device)
     for one in model.parameters():
         one.data = one.data.contiguous()  # as gradients and state are: what is fused goes by places in memory
     for group in (model.named_parameters(), model.named_buffers()):
