@@ -18,6 +18,7 @@ from megatron.data.blended import BlendedDataset, TokenDataset, part_samples, sh
 from megatron.data.datasets import Datasets
 from megatron.data.fim import FillInTheMiddle, FIMDataset, TextTokenizer
 from megatron.data.index_builders import Builders
+from megatron.data.indexed.record import Fingerprint
 from megatron.data.mock import mock_datasets
 from megatron.data.sft.conversations import ChatEncoder
 from megatron.data.sft.sources import ConversationSources
@@ -39,7 +40,7 @@ def build_train_valid_test(
     seed: int,
     vocab_size: int | None,
     eod_id: int | None,
-    tokenizer_fingerprint: str | None = None,
+    tokenizer_fingerprint: Fingerprint = None,
     tokenizer: TextTokenizer | None = None,
     chat: ChatEncoder | None = None,
     builders: Builders | None = None,
@@ -79,7 +80,7 @@ def sources_of(
     *,
     vocab_size: int | None,
     eod_id: int | None,
-    tokenizer_fingerprint: str | None,
+    tokenizer_fingerprint: Fingerprint,
     chat: ChatEncoder | None,
     say: Callable[[str], None] | None = None,
 ) -> Sources:

@@ -13,7 +13,7 @@ import numpy as np
 from megatron.config.blend import fetch_first
 from megatron.data.indexed.dataset import IndexedDataset, idx_path
 from megatron.data.indexed.files import allow_open_files, is_mapped, map_tokens
-from megatron.data.indexed.record import DataRecord, check_files, check_tokenizer, read_record, record_path
+from megatron.data.indexed.record import DataRecord, Fingerprint, check_files, check_tokenizer, read_record, record_path
 from megatron.data.remote import is_url
 from megatron.data.sft.conversations import Conversations
 from megatron.errors import ConfigError
@@ -52,7 +52,7 @@ class Sources:
     """The opened sources. Data made with another eod_id, vocabulary or tokenizer than the run's is refused."""
 
     def __init__(
-        self, config: DataConfig, *, vocab_size: int | None, eod_id: int | None, tokenizer_fingerprint: str | None
+        self, config: DataConfig, *, vocab_size: int | None, eod_id: int | None, tokenizer_fingerprint: Fingerprint
     ) -> None:
         self.config = config
         self._vocab_size, self._eod_id, self._tokenizer_fingerprint = vocab_size, eod_id, tokenizer_fingerprint

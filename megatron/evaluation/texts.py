@@ -69,7 +69,7 @@ def _indexed(prefix: str, tokenizer: Tokenizer) -> Iterator[Document]:
     record = read_record(prefix)
     if record is not None:
         check_files(record, data, data.fingerprint)
-        if record.tokenizer_fingerprint != tokenizer.fingerprint:
+        if record.tokenizer_fingerprint not in tokenizer.fingerprints:
             raise ConfigError(
                 f"--data {prefix}: was made with another tokenizer (fingerprint {record.tokenizer_fingerprint[:12]}) "
                 f"than the model's ({tokenizer.name}, fingerprint {tokenizer.fingerprint[:12]}); preprocess the text "

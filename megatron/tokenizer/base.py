@@ -78,6 +78,11 @@ class Tokenizer(abc.ABC):
     def fingerprint(self) -> str:
         """sha256 over everything that determines the ids; independent of the files' place and formatting."""
 
+    @property
+    def fingerprints(self) -> tuple[str, ...]:
+        """`fingerprint`, and what earlier releases recorded for the same tokenizer."""
+        return (self.fingerprint,)
+
     @abc.abstractmethod
     def tokenize(self, text: str) -> list[int]: ...
 

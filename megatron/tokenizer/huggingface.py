@@ -6,7 +6,6 @@ is added to a document; only --append-eod adds an end of document.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterable, Sequence
 from functools import cached_property
@@ -21,6 +20,7 @@ from megatron.tokenizer.bpe_files import BPE, check_ids, merge_pair, read_text
 from megatron.tokenizer.byte_lengths import Lengths, by_decoding, bytes_of_fallback, of_alphabet
 from megatron.tokenizer.export import config_text, write_files
 from megatron.tokenizer.fast.guard import Encoder, build_guarded
+from megatron.tokenizer.identity import earlier_fingerprint, fingerprint
 
 SETTING = "--tokenizer-model"
 KEPT_FILES = (
@@ -123,18 +123,16 @@ class HuggingFaceTokenizer(Tokenizer):
             self._rust.add_special_tokens([AddedToken(self._eod_token, special=True, normalized=False)])
         self._rust.encode_special_tokens = True
 
-    @cached_property
+    @property
     def fingerprint(self) -> str:
+        return self.fingerprints[0]
+
+    @cached_property
+    def fingerprints(self) -> tuple[str, ...]:
         as_gpt2 = _as_gpt2(self._description, self._eod_token)
         if as_gpt2 is not None:
-            return as_gpt2.fingerprint()  # the same ids as GPT2BPETokenizer, so the same fingerprint
-        content = {k: v for k, v in self._description.items() if k not in ("version", "truncation", "padding")}
-        model = dict(content.get("model") or {})
-        if "merges" in model:
-            model["merges"] = [merge_pair(merge) for merge in model["merges"]]
-        identity = {**content, "model": model, "eod": self._eod_token}
-        canonical = json.dumps(identity, ensure_ascii=True, separators=(",", ":"), sort_keys=True)
-        return hashlib.sha256(canonical.encode("ascii")).hexdigest()
+            return (as_gpt2.fingerprint(),)  # the same ids as GPT2BPETokenizer, so the same fingerprint
+        return tuple(made(self._description, self._eod_token) for made in (fingerprint, earlier_fingerprint))
 
     def tokenize(self, text: str) -> list[int]:
         refuse_surrogates(text)

@@ -96,8 +96,9 @@ class Run:
         return build_chat_encoder(self.config.tokenizer, self.eod_id) if self.config.data.sft else None
 
     @property
-    def tokenizer_fingerprint(self) -> str | None:
-        return self.tokenizer.fingerprint if self.tokenizer is not None else None
+    def tokenizer_fingerprint(self) -> tuple[str, ...] | None:
+        """What data of this run's tokenizer may be recorded under."""
+        return self.tokenizer.fingerprints if self.tokenizer is not None else None
 
 
 Connect = Callable[[timedelta, Tokenizer | None], dist.Store | None]

@@ -19,6 +19,9 @@ FORMAT = "megatron-data-record"
 VERSION = 1
 _MAX_BYTES = 1 << 30
 
+Fingerprint = str | tuple[str, ...] | None
+"""Of the run's tokenizer: one, or all that it may be recorded under (`Tokenizer.fingerprints`); None without one."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class DataRecord:
@@ -204,10 +207,11 @@ def check_files(record: DataRecord, data: IndexedDataset, data_fingerprint: str)
 
 
 def check_tokenizer(
-    record: DataRecord, prefix: str, *, tokenizer_fingerprint: str | None, vocab_size: int | None, eod_id: int | None
+    record: DataRecord, prefix: str, *, tokenizer_fingerprint: Fingerprint, vocab_size: int | None, eod_id: int | None
 ) -> None:
     """Checks that the data was made with the run's tokenizer."""
-    if tokenizer_fingerprint is not None and record.tokenizer_fingerprint != tokenizer_fingerprint:
+    known = (tokenizer_fingerprint,) if isinstance(tokenizer_fingerprint, str) else tokenizer_fingerprint
+    if known is not None and record.tokenizer_fingerprint not in known:
         raise ConfigError(
             f"{prefix}: made with another tokenizer (vocabulary {record.vocab_size}, end of document "
             f"{record.eod_id}) than the run's (vocabulary {vocab_size}, end of document {eod_id}); give the run the "

@@ -117,7 +117,7 @@ def inspect(prefix: str, arguments: argparse.Namespace, tokenizer: Tokenizer | N
     from megatron.data.indexed.statistics import statistics
 
     data, record = IndexedDataset(prefix), read_record(prefix)
-    if record is not None and tokenizer is not None and record.tokenizer_fingerprint != tokenizer.fingerprint:
+    if record is not None and tokenizer is not None and record.tokenizer_fingerprint not in tokenizer.fingerprints:
         raise ConfigError(
             f"{prefix}: made with another tokenizer (vocabulary {record.vocab_size}) than the one given (vocabulary "
             f"{tokenizer.vocab_size}); give the tokenizer that the data was made with"

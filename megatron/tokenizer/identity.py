@@ -1,0 +1,81 @@
+"""Which tokenizer a tokenizer.json describes, however it is written.
+
+Programs that load a tokenizer and save it again write defaults out, spell them otherwise, and keep what decodes in
+another form. The ids of documents are the same, so the fingerprint is, too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+from megatron.tokenizer.base import package
+from megatron.tokenizer.bpe_files import merge_pair
+
+_MATCHING = ("single_word", "lstrip", "rstrip", "normalized")
+
+
+def fingerprint(description: dict[str, Any], eod_token: str | None) -> str:
+    """sha256 over what decides the ids of documents. Decoder, post-processor (no token is added to a document) and how
+    special tokens match (their text is text) do not."""
+    splitting = _written_by_library(description)
+    identity = {
+        "kind": "tokenizer.json",
+        "model": _model(description.get("model") or {}),
+        "normalizer": splitting.get("normalizer"),
+        "pre_tokenizer": _without_offsets(splitting.get("pre_tokenizer")),
+        "added": sorted(_added(token, eod_token) for token in description.get("added_tokens") or ()),
+        "eod": eod_token,
+    }
+    return _hash(identity)
+
+
+def earlier_fingerprint(description: dict[str, Any], eod_token: str | None) -> str:
+    """As releases before this module recorded it beside data: over all of the file but its version and limits."""
+    content = {name: value for name, value in description.items() if name not in ("version", "truncation", "padding")}
+    model = dict(content.get("model") or {})
+    if "merges" in model:
+        model["merges"] = [merge_pair(merge) for merge in model["merges"]]
+    return _hash({**content, "model": model, "eod": eod_token})
+
+
+def _hash(identity: dict[str, Any]) -> str:
+    canonical = json.dumps(identity, ensure_ascii=True, separators=(",", ":"), sort_keys=True)
+    return hashlib.sha256(canonical.encode("ascii")).hexdigest()
+
+
+def _written_by_library(description: dict[str, Any]) -> dict[str, Any]:
+    """Normalizer and pre-tokenizer with their defaults and in today's spelling, without loading the vocabulary."""
+    empty = {**description, "added_tokens": [], "model": {"type": "BPE", "vocab": {}, "merges": []}}
+    rust = package("tokenizers", "HuggingFaceTokenizer").Tokenizer.from_str(
+        json.dumps({**empty, "post_processor": None, "decoder": None, "truncation": None, "padding": None})
+    )
+    written: dict[str, Any] = json.loads(rust.to_str())
+    return written
+
+
+def _model(model: dict[str, Any]) -> dict[str, Any]:
+    made = dict(model)
+    if "merges" in made:
+        made["merges"] = [merge_pair(merge) for merge in made["merges"]]
+    if made.get("type", "BPE") == "BPE":  # every default of this type is false, nothing or no text
+        made = {name: value for name, value in made.items() if value or name in ("vocab", "merges", "type")}
+    return made
+
+
+def _without_offsets(part: Any) -> Any:
+    """The pre-tokenizer without what only moves offsets, and without sequences of one."""
+    if isinstance(part, list):
+        return [_without_offsets(each) for each in part]
+    if not isinstance(part, dict):
+        return part
+    parts = part.get("pretokenizers")
+    if isinstance(parts, list) and len(parts) == 1:
+        return _without_offsets(parts[0])
+    return {name: _without_offsets(value) for name, value in part.items() if name != "trim_offsets"}
+
+
+def _added(token: dict[str, Any], eod_token: str | None) -> list[Any]:
+    special = bool(token.get("special")) or token["content"] == eod_token
+    return [token["id"], token["content"], special, *([] if special else [bool(token.get(n)) for n in _MATCHING])]

@@ -1,0 +1,153 @@
+"""Two files of one tokenizer have one fingerprint; a file that gives a text other ids has another."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.data.indexed.record import DataRecord, check_tokenizer
+from megatron.errors import ConfigError
+from megatron.tokenizer.huggingface import HuggingFaceTokenizer
+from tests.helpers.chats import byte_alphabet
+
+transformers = pytest.importorskip("transformers")
+
+TEXTS = ("He said 1234 hello the  hill\n\n x 99", "<tool> e\u0301 étoile <|im_end|>", " a\t b ou 🙂 ", "ﬁ Ⅷ \u00a0x")
+SPLIT = {
+    "type": "Split",
+    "pattern": {"Regex": r"\p{N}{1,3}| ?\p{L}+|\s+|[^\s\p{L}\p{N}]+"},
+    "behavior": "Isolated",
+    "invert": False,
+}
+BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+TOKEN = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+PREPEND = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": False}
+
+
+def bpe() -> dict[str, Any]:
+    """As a file of Llama 3 or Qwen2: a pattern of its own, NFC, and an added token that is none of the special ones."""
+    letters = [*byte_alphabet(), "he", "ll", "hell", "Ġt"]
+    return {
+        "version": "1.0",
+        "added_tokens": [
+            {**TOKEN, "id": 260, "content": "<tool>", "special": False},
+            {**TOKEN, "id": 261, "content": "<|im_end|>", "special": True},
+        ],
+        "normalizer": {"type": "NFC"},
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [SPLIT, BYTES]},
+        "post_processor": {**BYTES, "trim_offsets": False},
+        "decoder": BYTES,
+        "model": {
+            "type": "BPE",
+            "vocab": {token: number for number, token in enumerate(letters)},
+            "merges": [("h", "e"), ("l", "l"), ("he", "ll"), ("Ġ", "t")],
+        },
+    }
+
+
+def unigram() -> dict[str, Any]:
+    pieces = [["<unk>", 0.0], ["▁", -2.0], *([chr(letter), -3.0] for letter in range(97, 123)), ["▁hell", -1.0]]
+    return {
+        "version": "1.0",
+        "added_tokens": [{**TOKEN, "id": 29, "content": "<|im_end|>", "special": True}],
+        "normalizer": {"type": "NFKC"},
+        "pre_tokenizer": PREPEND,
+        "post_processor": None,
+        "decoder": PREPEND,
+        "model": {"type": "Unigram", "unk_id": 0, "vocab": pieces, "byte_fallback": False},
+    }
+
+
+def opened(folder: Path, content: dict[str, Any], **config: Any) -> HuggingFaceTokenizer:
+    folder.mkdir(exist_ok=True)
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    named = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>", **config}
+    (folder / "tokenizer_config.json").write_text(json.dumps(named))
+    return HuggingFaceTokenizer(folder)
+
+
+def edited(content: dict[str, Any], *names: str | int, **changes: Any) -> dict[str, Any]:
+    content = part = copy.deepcopy(content)
+    for name in names:
+        part = part[name]  # type: ignore[index]
+    part.update(changes)
+    return content
+
+
+def ids(tokenizer: HuggingFaceTokenizer) -> list[list[int]]:
+    return [tokenizer.tokenize(text) for text in TEXTS]
+
+
+@pytest.mark.parametrize("make", [bpe, unigram])
+def test_saved_by_transformers_it_is_the_same_tokenizer(make: Callable[[], dict[str, Any]], tmp_path: Path) -> None:
+    before = opened(tmp_path / "before", make())
+    again = tmp_path / "again"
+    transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path / "before").save_pretrained(again)
+    after = HuggingFaceTokenizer(again)
+    assert (again / "tokenizer.json").read_text() != (tmp_path / "before" / "tokenizer.json").read_text()
+    assert before.fingerprint == after.fingerprint and ids(before) == ids(after)
+
+
+REWRITTEN = {
+    "defaults": edited(bpe(), "model", dropout=None, continuing_subword_prefix="", fuse_unk=False, ignore_merges=False),
+    "older merges": edited(bpe(), "model", merges=["h e", "l l", "he ll", "Ġ t"]),
+    "offsets": edited(bpe(), "pre_tokenizer", "pretokenizers", 1, trim_offsets=False),
+    "no post-processor": edited(bpe(), post_processor=None),
+    "another decoder": edited(bpe(), decoder=None),
+    "limits": edited(
+        bpe(), truncation={"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}
+    ),
+    "how a special token matches": edited(bpe(), "added_tokens", 1, lstrip=True, normalized=True),
+    "order": dict(reversed(bpe().items())),
+}
+CHANGED = {
+    "the pattern": edited(bpe(), "pre_tokenizer", "pretokenizers", 0, pattern={"Regex": r"\p{N}| ?\p{L}+|\s+|."}),
+    "words begin with a space": edited(bpe(), "pre_tokenizer", "pretokenizers", 1, add_prefix_space=True),
+    "the normalizer": edited(bpe(), normalizer={"type": "NFD"}),
+    "no normalizer": edited(bpe(), normalizer=None),
+    "a merge less": edited(bpe(), "model", merges=[("h", "e"), ("l", "l"), ("he", "ll")]),
+    "the order of merges": edited(bpe(), "model", merges=[("l", "l"), ("h", "e"), ("he", "ll"), ("Ġ", "t")]),
+    "whole words": edited(bpe(), "model", ignore_merges=True),
+    "an added token's id": edited(bpe(), "added_tokens", 0, id=262),
+    "an added token's space": edited(bpe(), "added_tokens", 0, rstrip=True),
+    "an added token made special": edited(bpe(), "added_tokens", 0, special=True),
+    "ids": edited(bpe(), "model", "vocab", **{"a": bpe()["model"]["vocab"]["b"], "b": bpe()["model"]["vocab"]["a"]}),
+}
+
+
+@pytest.mark.parametrize("name", REWRITTEN)
+def test_the_same_tokenizer_written_otherwise(name: str, tmp_path: Path) -> None:
+    one, other = opened(tmp_path / "a", bpe()), opened(tmp_path / "b", REWRITTEN[name])
+    assert one.fingerprint == other.fingerprint and ids(one) == ids(other)
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_another_tokenizer(name: str, tmp_path: Path) -> None:
+    one, other = opened(tmp_path / "a", bpe()), opened(tmp_path / "b", CHANGED[name])
+    assert not set(one.fingerprints) & set(other.fingerprints)
+
+
+def check(tokenizer: HuggingFaceTokenizer, recorded: str) -> None:
+    """As training checks data with this record."""
+    record = DataRecord(
+        tokenizer_fingerprint=recorded, vocab_size=262, eod_id=261, dtype="uint16", documents=1, sequences=1, tokens=1,
+        max_id=5, index_fingerprint="",
+    )  # fmt: skip
+    check_tokenizer(
+        record, "data", tokenizer_fingerprint=tokenizer.fingerprints, vocab_size=tokenizer.vocab_size, eod_id=261
+    )
+
+
+def test_data_of_earlier_releases_is_data_of_its_tokenizer(tmp_path: Path) -> None:
+    """Their records have a hash over more of the file."""
+    tokenizer = opened(tmp_path / "a", bpe())
+    assert tokenizer.fingerprints[1] == "fb4b86234dce9ed39b07373a4e40d2065a73a9b6b0452b26be74dec5b7e256f6"
+    for recorded in tokenizer.fingerprints:
+        check(tokenizer, recorded)
+        with pytest.raises(ConfigError, match="data: made with another tokenizer"):
+            check(opened(tmp_path / "b", CHANGED["no normalizer"]), recorded)
