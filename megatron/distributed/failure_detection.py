@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from itertools import pairwise
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Literal
 
 from megatron.distributed.comm_log import CommOp
 from megatron.utils import process
 
-State = Literal["alive", "left", "failed"]
-_OPERATIONS = ("waiting", "timed_out", "last")
+State = Literal["alive", "left", "failed", "announced"]
+"""`announced`: it has announced a failure to all ranks, and prints it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,20 +39,6 @@ class RankStatus:
     counts: Mapping[str, int] = field(default_factory=dict)
     recent: Mapping[str, Sequence[CommOp]] = field(default_factory=dict)
 
-    def encode(self) -> str:
-        """The status as JSON, without `recent`, which is large and seldom needed."""
-        values = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "recent"}
-        for name in _OPERATIONS:
-            values[name] = None if values[name] is None else _plain(values[name])
-        return json.dumps(values)
-
-    @staticmethod
-    def decode(text: str) -> RankStatus:
-        values: dict[str, Any] = json.loads(text)
-        for name in _OPERATIONS:
-            values[name] = None if values[name] is None else _operation(values[name])
-        return RankStatus(**values)
-
     def __str__(self) -> str:
         phase = f", {self.phase}" if self.phase else ""
         return f"step {self.step}{phase}, {self.doing}"
@@ -68,29 +52,6 @@ class RankStatus:
     @property
     def name(self) -> str:
         return f"rank {self.rank} (process {self.pid} on {self.host})"
-
-
-def encode_recent(recent: Mapping[str, Sequence[CommOp]]) -> str:
-    return json.dumps({axis: [_plain(one) for one in some] for axis, some in recent.items()})
-
-
-def decode_recent(text: str) -> dict[str, list[CommOp]]:
-    return {axis: [_operation(one) for one in some] for axis, some in json.loads(text).items()}
-
-
-def _plain(operation: CommOp) -> list[Any]:
-    """Most groups of ranks have equal steps: a world of 8192 ranks is three numbers."""
-    ranks = operation.ranks
-    steps = {ranks.step} if isinstance(ranks, range) else {after - before for before, after in pairwise(ranks)}
-    even = [ranks[0], ranks[-1] + 1, steps.pop() if steps else 1] if len(steps) <= 1 else []
-    members = even or [-1, *ranks]
-    return [operation.name, operation.axis, members, operation.number, operation.shape, operation.on_device]
-
-
-def _operation(values: list[Any]) -> CommOp:
-    name, axis, members, number, shape, on_device = values
-    ranks = tuple(members[1:]) if members[0] < 0 else range(*members)
-    return CommOp(name, axis, ranks, number, None if shape is None else tuple(shape), on_device)
 
 
 def process_state(status: RankStatus, host: str, pid_namespace: str) -> str | None:

@@ -34,13 +34,24 @@ from megatron.distributed.failure_detection import (
 )
 from megatron.distributed.launch import LaunchInfo
 from megatron.distributed.status_board import StatusBoard
+from megatron.distributed.store_values import (
+    Announcement,
+    ErrorKind,
+    Unreadable,
+    encode_announcement,
+    parse_announcement,
+)
 from megatron.errors import HangError, MegatronError, PeerLostError, TerminatedError
 
 _INTERVAL = 1.0
 _BEATS_PER_SECOND = 1024  # of all ranks together
 _LOCK_HELD_AT_MOST = 4.0  # seconds that a signal waits for the store; a look at the ranks takes milliseconds
-_ERRORS: dict[str, type[MegatronError]] = {"hang": HangError, "lost": PeerLostError, "terminated": TerminatedError}
-"""By the first word of an announcement."""
+_SEEN_TO_PRINT_WITHIN = 3.0  # seconds after an announcement; less than `_LOCK_HELD_AT_MOST`
+_ERRORS: dict[ErrorKind, type[MegatronError]] = {
+    "hang": HangError,
+    "lost": PeerLostError,
+    "terminated": TerminatedError,
+}
 _WAY_OUT = "Start again with --load to go on from the last checkpoint"
 
 Where = Callable[[], tuple[int, str]]
@@ -76,9 +87,10 @@ class Heartbeat:
         self._next = (info.rank + 1) % info.world_size  # the first one after this rank that has not finished
         self._in_charge = 0
         """The rank that looks at all others when it is asked: the first one that has not finished and is not silent."""
-        self._answered = 0  # how often it was asked until its last look
+        self._answered: bytes | None = None  # the last question that this rank has answered
         self._last_asked = -math.inf
         self._explains = False
+        self._announced: bytes | None = None  # by this rank, before any other
         self._closed, self._ending = threading.Event(), threading.Lock()
         self._store_lock = threading.Lock()
 
@@ -92,7 +104,7 @@ class Heartbeat:
         """Publishes for the first time."""
         # A connection of its own: a request of the training thread may block for minutes.
         store = self._connect()
-        self._board = StatusBoard(store, self._now)
+        self._board = StatusBoard(store, self._info.world_size, self._now)
         self._publish("alive")
         if not self._info.agent_store:  # rank 0 hosts the store: its status is needed if the store stops answering
             store.wait(["rank_0"], timedelta(minutes=5))
@@ -137,8 +149,8 @@ class Heartbeat:
                 others = [r for r in range(first, first + self._info.local_world_size) if r != self._info.rank]
                 for status in self._board.read(others):
                     self._check(self._board, status)
-                self._announce(f"terminated {by_sigterm(self._where())}")
-        self._end(f"terminated {by_sigterm(self._where())}", prints=True)  # the store does not answer
+                self._announce("terminated", by_sigterm(self._where()))
+        self._end("terminated", by_sigterm(self._where()), prints=True)  # the store does not answer
 
     # ---- this rank
 
@@ -165,7 +177,7 @@ class Heartbeat:
             pid_namespace=self._pid_namespace,
             step=step,
             phase=phase,
-            state=state,
+            state=state if self._announced is None else "announced",
             text=text[:300],
             idle=self._now() - comm_log.moved,
             waiting=comm_log.waiting,
@@ -203,19 +215,19 @@ class Heartbeat:
         read all statuses."""
         self._read_announcement()
         for status in self._board.read(sorted({self._next, self._in_charge} - {self._info.rank})):
-            if status.rank == self._next and status.state == "left":
+            # Only if it stays so: a status that somebody else has written is replaced by the rank's next beat.
+            stays = self._board.silent(status.rank) > 2 * self._interval
+            if status.rank == self._next and status.state == "left" and stays:
                 self._next = (self._next + 1) % self._info.world_size
-            if status.rank == self._in_charge and self._is_out(status):
+            if status.rank == self._in_charge and (
+                (status.state != "alive" and stays) or self._board.silent(status.rank) > self._patience
+            ):
                 self._in_charge += 1
             self._check(self._board, status)
         waits = self._comm_log.waiting is not None and self._now() - self._comm_log.moved > self._patience
         if waits and self._now() - self._last_asked > self._patience:
             self._last_asked = self._now()
             self._board.ask()
-
-    def _is_out(self, status: RankStatus) -> bool:
-        """Whether the rank in charge must be replaced by the next one."""
-        return status.state != "alive" or self._board.silent(status.rank) > self._patience
 
     def _answer(self) -> None:
         """Runs in a thread of its own, with its own connection to the store: reading thousands of statuses must not
@@ -224,12 +236,12 @@ class Heartbeat:
         while not self._closed.wait(self._interval):
             if self._in_charge == self._info.rank:
                 with suppress(RuntimeError):
-                    board = board or StatusBoard(self._connect(), self._now)
+                    board = board or StatusBoard(self._connect(), self._info.world_size, self._now)
                     self.answer(board)
 
     def answer(self, board: StatusBoard) -> None:
         """Reads all ranks and looks for a hang, if a rank has asked for it since the last time."""
-        asked = board.times_asked()
+        asked = board.asked()
         if asked == self._answered:
             return
         self._answered = asked
@@ -244,7 +256,7 @@ class Heartbeat:
             hang = mismatched_collectives(statuses) or hang  # a mismatch says more than a deadlock
             hang = hang or deadlock(statuses, self._info.world_size, self._patience)
         if hang is not None:
-            self._announce(f"hang {hang}")
+            self._announce("hang", hang)
 
     def _check(self, board: StatusBoard, status: RankStatus) -> None:
         silent = board.silent(status.rank)
@@ -254,15 +266,53 @@ class Heartbeat:
         (status,) = board.read([status.rank])  # it may have finished in between
         found = why_lost(status, board.silent(status.rank), process, self._patience)
         if found is not None:
-            self._announce(f"lost {status.name} {found}; it was last seen in {status}{self._own_place()}")
+            self._announce("lost", f"{status.name} {found}; it was last seen in {status}{self._own_place()}")
 
     # ---- ending the run
 
-    def _announce(self, text: str) -> None:
+    def _announce(self, kind: ErrorKind, text: str) -> None:
         """Announces a failure to all ranks. The first rank to announce one is the one that prints it."""
-        mine = f"{self._info.rank} {text}"
-        announced = self._board.announce(mine)
-        self._end(announced.partition(" ")[2], prints=announced == mine)
+        mine = Announcement(self._info.rank, kind, text)
+        first = self._board.announce(mine)
+        if first != encode_announcement(mine):
+            self._end_by(first)
+        self._announced = first
+        with suppress(RuntimeError):
+            self._publish("announced")
+        self._end(kind, text, prints=True)
+
+    def _end_by(self, announced: bytes) -> NoReturn:
+        """Ends this process by an announcement, which its rank prints. If that rank is not seen to do so, the first
+        rank of each machine does: another program may have written the announcement."""
+        found = parse_announcement(announced, self._info.world_size)
+        if announced == self._announced:
+            assert isinstance(found, Announcement)
+            self._end(found.kind, found.text, prints=True)
+        if self._info.local_rank == 0 and not self._seen_to_print(found):
+            quoted = found if isinstance(found, Unreadable) else Unreadable(announced, "a valid announcement")
+            who = (
+                f"rank {found.rank} has not printed" if isinstance(found, Announcement) else "no rank can have written"
+            )
+            text = (
+                f"an announcement in the ranks' store ends the run, which {who}: {quoted}; if no rank has failed, "
+                "another program writes there: let only the machines of this run reach the store's port"
+            )
+            self._end("lost" if isinstance(found, Unreadable) else found.kind, text, prints=True)
+        if isinstance(found, Unreadable):
+            self._end("lost", f"an announcement in the ranks' store ended the run: {found}", prints=False)
+        self._end(found.kind, found.text, prints=False)
+
+    def _seen_to_print(self, found: Announcement | Unreadable) -> bool:
+        """Whether the rank that the announcement names has published that it is its own."""
+        if isinstance(found, Unreadable) or found.rank == self._info.rank:
+            return False
+        pause = 0.1
+        for _ in range(round(_SEEN_TO_PRINT_WITHIN / pause)):
+            with suppress(RuntimeError):  # its store may have ended
+                if any(status.state == "announced" for status in self._board.read([found.rank])):
+                    return True
+            time.sleep(pause)
+        return False
 
     def _own_place(self) -> str:
         """Where this rank is now, for messages; another rank's status may be a second old."""
@@ -272,10 +322,9 @@ class Heartbeat:
 
     def _read_announcement(self) -> None:
         if (found := self._board.announcement()) is not None:
-            self._end(found.partition(" ")[2], prints=False)
+            self._end_by(found)
 
-    def _end(self, announced: str, *, prints: bool) -> NoReturn:
-        kind, _, text = announced.partition(" ")
+    def _end(self, kind: ErrorKind, text: str, *, prints: bool) -> NoReturn:
         error = _ERRORS[kind](text if kind == "terminated" else f"{text}. {_WAY_OUT}")
         with self._ending:  # never released: the first thread ends the process
             self._on_end(error, prints)
@@ -301,7 +350,7 @@ class Heartbeat:
                 found = why_lost(host, silent, process_state(host, self._host, self._pid_namespace), self._patience)
                 name, where = f"{host.name}", f"; it was last seen in {host}{self._own_place()}"
             if found is not None:
-                self._end(f"lost {name} {found}{where}", prints=True)
+                self._end("lost", f"{name} {found}{where}", prints=True)
 
 
 def _interval(world_size: int) -> float:

@@ -15,6 +15,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from megatron.distributed.store_values import Unreadable, parse_first_rank, parse_identity
 from megatron.errors import ConfigError, DataError, MegatronError
 
 _MOST_NAMED = 5
@@ -56,18 +57,22 @@ class Identity:
     def digest(self) -> str:
         return hashlib.sha256(json.dumps(dict(self.values), sort_keys=True).encode()).hexdigest()
 
-    def unlike_first(self, store: dist.Store) -> str | None:
+    def unlike_first(self, store: dist.Store) -> str | Unreadable | None:
         """How this rank differs from the first that came; None if it does not. One small request, unless it does."""
         mine = f"{self.digest} {self.rank}"
-        first = store.compare_set("identity", "", mine).decode()
-        if first == mine:
+        first = bytes(store.compare_set("identity", "", mine))
+        if first == mine.encode():
             store.set("identity_values", json.dumps([self.rank, _host(), dict(self.values), dict(self.shown)]))
             return None
-        if first.partition(" ")[0] == self.digest:
-            return None
+        digest = parse_identity(first)
+        if isinstance(digest, Unreadable) or digest == self.digest:
+            return digest if isinstance(digest, Unreadable) else None
         store.wait(["identity_values"], _PUBLISHED_WITHIN)
-        rank, host, values, shown = json.loads(store.get("identity_values"))
-        return self.difference(Identity(rank, values, shown), f"rank {rank} ({host})", f"rank {self.rank} ({_host()})")
+        other = parse_first_rank(store.get("identity_values"))
+        if isinstance(other, Unreadable):
+            return other
+        theirs = f"rank {other.rank} ({other.host})"
+        return self.difference(Identity(other.rank, other.values, other.shown), theirs, f"rank {self.rank} ({_host()})")
 
     def difference(self, other: Identity, theirs: str, ours: str) -> str:
         names = [name for name in {**other.values, **self.values} if other.values.get(name) != self.values.get(name)]

@@ -13,12 +13,14 @@ import torch.distributed as dist
 
 from megatron.distributed.identity import Identity
 from megatron.distributed.launch import LaunchInfo
+from megatron.distributed.store_values import Unreadable, parse_ranks, printable
 from megatron.errors import ConfigError, HangError
 from megatron.utils.log import print_line
 
 TOLD_EVERY = 30.0  # seconds
 _OTHERS_READ_WITHIN = 3.0
-_ALL_HERE, _UNLIKE = "all ranks are here", "unlike: "
+_ALL_HERE, _UNLIKE, _LATE = "all ranks are here", "unlike: ", "late: "
+_OUTCOME_CHARACTERS = 4000
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,8 @@ def wait_for_all(
         )
     store.append("came", f"{info.rank} ")  # type: ignore[attr-defined]  # torch's stubs lack it
     unlike = identity.unlike_first(store)
+    if isinstance(unlike, Unreadable):
+        raise _of_a_stranger(info, unlike)
     if unlike is not None:
         store.compare_set("outcome", "", _UNLIKE + unlike)
     elif store.add("number", 1) == info.world_size:
@@ -70,15 +74,25 @@ def wait_for_all(
             if store.add(f"told_{number}", 1) == 1:
                 say(info, patience, _missing(store, info, did))
     # Whose time is up decides for all, so that all ranks end for the same reason.
-    mine = "" if store.check(["outcome"]) else str(never_met(info, patience, _missing(store, info, did)))
-    outcome = store.compare_set("outcome", "", mine).decode() if mine else store.get("outcome").decode()
+    mine = "" if store.check(["outcome"]) else f"{_LATE}{never_met(info, patience, _missing(store, info, did))}"
+    found = bytes(store.compare_set("outcome", "", mine) if mine else store.get("outcome"))
+    outcome = printable(found, _OUTCOME_CHARACTERS)
     if outcome == _ALL_HERE:
         return
     if info.keeps_store:
         time.sleep(_OTHERS_READ_WITHIN)
     if outcome.startswith(_UNLIKE):
         raise identity.subject.error(outcome.removeprefix(_UNLIKE))
-    raise HangError(outcome)
+    if outcome.startswith(_LATE):
+        raise HangError(outcome.removeprefix(_LATE))
+    raise _of_a_stranger(info, Unreadable(found, "not the outcome of a meeting"))
+
+
+def _of_a_stranger(info: LaunchInfo, found: Unreadable) -> ConfigError:
+    return ConfigError(
+        f"--master-port {info.master_port}: the ranks' store holds {found}, which no rank of this run writes; choose "
+        "another port if another program uses this one, and let only the machines of this run reach it"
+    )
 
 
 def say(info: LaunchInfo, patience: Patience, missing: str) -> None:
@@ -95,8 +109,10 @@ def never_met(info: LaunchInfo, patience: Patience, missing: str) -> HangError:
 
 
 def _missing(store: dist.Store, info: LaunchInfo, did: str) -> str:
-    came = {int(rank) for rank in store.get("came").decode().split()}
+    came = parse_ranks(store.get("came"), info.world_size)
     absent = [rank for rank in range(info.world_size) if rank not in came]
+    if not absent:
+        return f"all have {did}, and their number in the store is wrong: another program writes there"
     verb = "s {} have" if len(absent) > 1 else " {} has"
     return f"rank{verb.format(spans(absent))} not {did} ({len(came)} of {info.world_size} have)"
 

@@ -7,21 +7,36 @@ number of ranks. `read` takes the same two requests for any number; only the ran
 from __future__ import annotations
 
 import math
+import secrets
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 import torch.distributed as dist
 
 from megatron.distributed.comm_log import CommLog
-from megatron.distributed.failure_detection import RankStatus, decode_recent, encode_recent
+from megatron.distributed.failure_detection import RankStatus
+from megatron.distributed.store_values import (
+    Announcement,
+    Unreadable,
+    encode_announcement,
+    encode_recent,
+    encode_status,
+    parse_recent,
+    parse_status,
+)
+from megatron.utils.log import print_line
 
 _ANNOUNCED, _ASKED, _FAILED = "announced", "asked", "failed"
+_Value = TypeVar("_Value")
 
 
 class StatusBoard:
-    def __init__(self, store: dist.Store, now: Callable[[], float] = time.monotonic) -> None:
-        self._store, self._now = store, now
+    def __init__(self, store: dist.Store, world: int, now: Callable[[], float] = time.monotonic) -> None:
+        self._store, self._world, self._now = store, world, now
+        self._warned = False
         self.answered = now()
         """When the store last answered."""
         self.seen: dict[int, RankStatus] = {}
@@ -30,7 +45,7 @@ class StatusBoard:
         self._news: dict[int, float] = {}  # rank -> when its last heartbeat that differed from the one before was read
 
     def publish(self, status: RankStatus) -> None:
-        self._store.set(_key(status.rank), status.encode())
+        self._store.set(_key(status.rank), encode_status(status))
         self.answered = self._now()
 
     def publish_recent(self, rank: int, comm_log: CommLog) -> None:
@@ -45,11 +60,12 @@ class StatusBoard:
         if not self._store.check(keys):
             keys = [key for key in keys if self._store.check([key])]
         texts = dict(zip(keys, self._store.multi_get(keys))) if keys else {}
-        recent = {key: decode_recent(text.decode()) for key, text in texts.items()}
-        return [replace(status, recent=recent.get(_recent_key(status.rank), {})) for status in statuses]
+        recent = {key: self._ours(key, parse_recent(raw, self._world)) for key, raw in texts.items()}
+        return [replace(status, recent=recent.get(_recent_key(status.rank)) or {}) for status in statuses]
 
     def read(self, ranks: Sequence[int]) -> list[RankStatus]:
-        """The statuses of these ranks, as far as they have published one."""
+        """The statuses of these ranks, as far as they have published one. Where something else is in its place, the
+        rank's last status counts, so that the rank falls silent."""
         unknown = [rank for rank in ranks if rank not in self.seen]
         there = set(ranks)
         if unknown and not self._store.check([_key(rank) for rank in unknown]):
@@ -57,9 +73,13 @@ class StatusBoard:
         present = sorted(there)
         texts = self._store.multi_get([_key(rank) for rank in present]) if present else []
         self.answered = self._now()
-        found = [RankStatus.decode(text.decode()) for text in texts]
-        for status in found:
-            before = self.seen.get(status.rank)
+        found: list[RankStatus] = []
+        for rank, raw in zip(present, texts):
+            before = self.seen.get(rank)
+            status = self._ours(_key(rank), parse_status(raw, rank, self._world)) or before
+            if status is None:
+                continue
+            found.append(status)
             if before is None or before.number != status.number:
                 self._news[status.rank] = self._now()
             self.seen[status.rank] = status
@@ -69,22 +89,37 @@ class StatusBoard:
         """Seconds since a new status of this rank was last read."""
         return self._now() - self._news[rank]
 
-    def announce(self, text: str) -> str:
+    def _ours(self, key: str, value: _Value | Unreadable) -> _Value | None:
+        """The value if a rank of this run can have written it. The first one that is not is reported."""
+        if not isinstance(value, Unreadable):
+            return value
+        if not self._warned:
+            self._warned = True
+            print_line(
+                f"warning: the ranks' store holds {value} under {key}, which no rank of this run writes; ignored. Let "
+                "only the machines of this run reach the store's port",
+                sys.stderr,
+            )
+        return None
+
+    def announce(self, failure: Announcement) -> bytes:
         """Announces the end of the run to all ranks. Returns the announcement that came first, which may be another
         rank's."""
-        return self._store.compare_set(_ANNOUNCED, "", text).decode()
+        return bytes(self._store.compare_set(_ANNOUNCED, "", encode_announcement(failure).decode()))
 
-    def announcement(self) -> str | None:
-        found = self._store.get(_ANNOUNCED).decode() if self._store.check([_ANNOUNCED]) else None
+    def announcement(self) -> bytes | None:
+        found = bytes(self._store.get(_ANNOUNCED)) if self._store.check([_ANNOUNCED]) else None
         self.answered = self._now()
         return found
 
     def ask(self) -> None:
-        """Asks the rank in charge to look at all ranks."""
-        self._store.add(_ASKED, 1)
+        """Asks the rank in charge to look at all ranks. A counter would not do: the store drops the connection of
+        whoever adds to a value that is not a number."""
+        self._store.set(_ASKED, secrets.token_hex(8))
 
-    def times_asked(self) -> int:
-        return int(self._store.add(_ASKED, 0))
+    def asked(self) -> bytes | None:
+        """Another value after each question."""
+        return bytes(self._store.get(_ASKED)) if self._store.check([_ASKED]) else None
 
     def tell_failure(self) -> None:
         """Notes that a rank has failed with an error of its own, which it prints."""

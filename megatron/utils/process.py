@@ -58,12 +58,12 @@ def die_with(parent: int) -> None:
 def process_state(number: int) -> str | None:
     """The letter of a process of this machine in /proc (R, S, T, ...); "" if it has ended, None where nobody tells."""
     try:
-        text = Path(f"/proc/{number}/stat").read_text()
+        content = Path(f"/proc/{number}/stat").read_bytes()  # the name of a program may be any bytes
     except (FileNotFoundError, ProcessLookupError):
         return "" if Path("/proc/self/stat").exists() else None
     except OSError:
         return None
-    return text.rpartition(")")[2].split()[0]
+    return content.rpartition(b")")[2].split()[0].decode()
 
 
 def process_exists(number: int) -> bool:

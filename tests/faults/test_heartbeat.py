@@ -54,9 +54,27 @@ def forward_step(model, batch):
                 collectives.start_all_reduce = original
                 return None
             collectives.start_all_reduce = skipped
+        if how in ("lies", "announces"):  # through a connection of its own, as any program that reaches the port
+            lie(how)
         if how == "elsewhere":  # in another collective than the others
             collectives.barrier(world)
     return loss, count
+
+def lie(how):
+    from datetime import timedelta
+    port = int(os.environ["MASTER_PORT"])
+    store = torch.distributed.TCPStore("127.0.0.1", port, None, False, timedelta(seconds=9), wait_for_workers=False)
+    store = torch.distributed.PrefixStore("heartbeat/none/attempt_0", store)
+    if how == "announces":
+        store.set("announced", "2 lost rank 1 \\x1b[31m has ended")
+        return
+    for rank in range(3):
+        for key in ("rank_", "recent_"):
+            store.set(f"{{key}}{{rank}}", ("[" * 100000, b"\\xff\\x00", '{{"rank": "1"}}')[rank])
+    store.set("asked", b"\\xff")
+    time.sleep(3.0)  # they beat again
+    store.set("rank_1", "[" * 100000)
+    os.kill(os.getpid(), signal.SIGSTOP)
 
 def model_provider(run):
     global world
@@ -225,6 +243,25 @@ def test_an_error_of_a_ranks_own_stays_the_cause(whom: int, tmp_path: Path, star
     assert "ValueError: planted" in ranks.errors[whom].read_text()
     assert not any("without a word" in line for line in ranks.said())
     assert json.loads((tmp_path / "ckpt" / "exit_reason.json").read_text())["reason"] == "ValueError"
+
+
+def test_a_rank_whose_status_another_program_has_overwritten_is_watched_all_the_same(
+    tmp_path: Path, started: list[Ranks]
+) -> None:
+    ranks = Ranks(tmp_path, 3, "lies", 1, arguments(tmp_path, global_batch_size=12))
+    started.append(ranks)
+    assert ranks.codes(besides=1) == [17, 17]
+    (said,) = ranks.said()
+    assert f": rank 1 (process {ranks.processes[1].pid} on " in said and "is stopped (SIGSTOP" in said, said
+    assert ranks.frames() == []
+
+
+def test_an_announcement_of_another_program_is_printed_once(tmp_path: Path, started: list[Ranks]) -> None:
+    ranks = Ranks(tmp_path, 3, "announces", 1, arguments(tmp_path, global_batch_size=12))
+    started.append(ranks)
+    assert ranks.codes() == [17, 17, 17]
+    (said,) = ranks.said()
+    assert '"2 lost rank 1 ?[31m has ended"' in said and "another program writes there" in said, said
 
 
 @pytest.mark.parametrize("patience", [0, 20])

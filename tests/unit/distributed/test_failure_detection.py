@@ -13,12 +13,11 @@ from megatron.distributed.comm_log import CommLog, CommOp
 from megatron.distributed.failure_detection import (
     RankStatus,
     deadlock,
-    decode_recent,
-    encode_recent,
     mismatched_collectives,
     process_state,
     why_lost,
 )
+from megatron.distributed.store_values import encode_recent, encode_status, parse_recent, parse_status
 from tests.helpers.distributed import run_ranks
 from tests.helpers.runs import flags, make_run
 
@@ -42,15 +41,24 @@ def reduce(number: int, axis: str = "dp", ranks: tuple[int, ...] = WORLD, shape:
     return CommOp("all_reduce", axis, ranks, number, shape)
 
 
+def received(sent: RankStatus, world: int) -> RankStatus:
+    got = parse_status(encode_status(sent).encode(), sent.rank, world)
+    assert isinstance(got, RankStatus), got
+    return got
+
+
 def test_a_status_survives_encoding() -> None:
     sent = status(1, reduce(7), last=reduce(6), counts={"dp": 7}, recent={"dp": [reduce(6), reduce(7)]})
-    got = RankStatus.decode(sent.encode())
-    assert got.encode() == sent.encode() and decode_recent(encode_recent(sent.recent)).keys() == {"dp"}
+    got = received(sent, 2)
+    assert encode_status(got) == encode_status(sent)
+    assert parse_recent(encode_recent(sent.recent).encode(), 2) == {
+        "dp": [replace(reduce(n), ranks=range(2)) for n in (6, 7)]
+    }
     assert (got.waiting, list(got.waiting.ranks if got.waiting else ())) == (replace(reduce(7), ranks=range(2)), [0, 1])
     for ranks in ((3,), (0, 4, 8), (0, 1, 8, 9), tuple(range(8192))):
         sent = status(1, reduce(7, ranks=ranks))
-        waiting = RankStatus.decode(sent.encode()).waiting
-        assert waiting is not None and tuple(waiting.ranks) == ranks and len(sent.encode()) < 400
+        waiting = received(sent, 8192).waiting
+        assert waiting is not None and tuple(waiting.ranks) == ranks and len(encode_status(sent)) < 400
     assert str(got) == "step 3, forward-backward, in all_reduce 7 of [4] over dp"
 
 
@@ -114,7 +122,7 @@ def test_ranks_that_wait_for_their_devices_are_out_of_step_only_if_they_have_beg
     assert found is not None and "rank 1 has begun 6 collectives over dp (step 3, forward-backward, in reading" in found
     assert deadlock([ahead[0], replace(ahead[1], waiting=None)], 2, 20.0) is None
     assert deadlock([ahead[0], replace(ahead[1], idle=1.0)], 2, 20.0) is None
-    got = RankStatus.decode(ranks[0].encode()).waiting
+    got = received(ranks[0], 2).waiting
     assert got is not None and got.on_device and str(got) == "reading the outcome of step 3"
 
 

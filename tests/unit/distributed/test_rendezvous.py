@@ -169,7 +169,7 @@ def test_a_rank_that_is_there_twice_is_refused() -> None:
     dist.PrefixStore("none/attempt_0", store).add("came_1", 1)
     with pytest.raises(ConfigError, match=r"--master-port \d+: another process is rank 1 there already"):
         meet(ranks[1], timedelta(seconds=60))
-    dist.PrefixStore("none/attempt_0", store).set("outcome", "enough")
+    dist.PrefixStore("none/attempt_0", store).set("outcome", "late: enough")
     assert isinstance(meeting.end()[0], HangError)
 
 
