@@ -248,7 +248,7 @@ IMPLEMENTATIONS: dict[str, str] = {
     "checksums are always verified, unless --skip-hash": "--verify-integrity",
     "one implementation routes and permutes tokens": """
         --moe-router-fusion --moe-permute-fusion --moe-enable-deepep --moe-deepep-num-sms=
-        --moe-flex-dispatcher-backend= --moe-use-legacy-grouped-gemm --moe-layer-recompute --moe-extended-tp""",
+        --moe-flex-dispatcher-backend= --moe-use-legacy-grouped-gemm --moe-extended-tp""",
     "only what runs at the same time changes with it, and no result": """
         --overlap-moe-expert-parallel-comm --delay-wgrad-compute --overlap-p2p-communication-warmup-flush
         --defer-embedding-wgrad-compute --wgrad-deferral-limit=0 --moe-shared-expert-overlap

@@ -44,6 +44,7 @@ def notices_of(config: RunConfig) -> Iterator[str]:
     yield from _context(config)
     yield from _experts(config)
     yield from _schedule(config)
+    yield from _loss_scale(config)
     yield from _moments(config)
     yield from _iterations_to_skip(config)
     for setting, need in without_effect(config):
@@ -89,6 +90,15 @@ def _experts(config: RunConfig) -> Iterator[str]:
         yield (
             f"{spelled(config, 'moe_router_load_balancing_type')}: looks at the tokens of a micro-batch together, so "
             "training depends on --micro-batch-size; seq_aux_loss does not"
+        )
+
+
+def _loss_scale(config: RunConfig) -> Iterator[str]:
+    if given(config, "loss_scale") and config.precision.loss_scale != 1.0 and not config.precision.fp16:
+        kind = "bf16" if config.precision.bf16 else "fp32"
+        yield (
+            f"{spelled(config, 'loss_scale')}: {kind} gradients need no scale; the loss is multiplied by it and the "
+            "gradients are divided by it, which changes only their rounding"
         )
 
 

@@ -9,6 +9,7 @@ from megatron.model.factory import ModuleFactory
 from megatron.model.mlp import MLP
 from megatron.model.moe import MoE
 from megatron.model.parameters import MLP as MLP_NAME
+from megatron.model.recompute import run
 from megatron.model.self_attention import SelfAttention
 
 
@@ -23,10 +24,15 @@ class Layer(nn.Module):
     """What all wirings have."""
 
     self_attention: SelfAttention
+    mlp: MLP | MoE
 
     def __init__(self, make: ModuleFactory) -> None:
         super().__init__()
         self.dropout, self.hidden_dropout = make.dropout, make.config.hidden_dropout
+        self.recomputed = make.recompute.modules
+
+    def _feed_forward(self, x: Tensor) -> Tensor:
+        return run(self.mlp, ("moe" if isinstance(self.mlp, MoE) else "mlp") in self.recomputed, x)
 
     def _drop(self, x: Tensor) -> Tensor:
         return self.dropout(x, self.hidden_dropout, True) if self.training else x
@@ -50,7 +56,7 @@ class Block(Layer):
         attended = self._drop(self.self_attention(normed, context))
         normed, x = self.post_attention_layernorm.of_sum(attended, normed if self.residual_after_norm else x)
         # No bias here: the projections have added theirs inside the matrix product.
-        branch, residual = self.mlp(normed), normed if self.residual_after_norm else x
+        branch, residual = self._feed_forward(normed), normed if self.residual_after_norm else x
         return self.kernels.bias_dropout_add(branch, None, residual, self._drop)
 
 
@@ -59,7 +65,7 @@ class ParallelBlock(Block):
 
     def forward(self, x: Tensor, context: AttentionContext) -> Tensor:
         attended = self._drop(self.self_attention(self.input_layernorm(x), context))
-        branch = self.mlp(self.post_attention_layernorm(x))
+        branch = self._feed_forward(self.post_attention_layernorm(x))
         return self.kernels.bias_dropout_add(branch, None, x + attended, self._drop)
 
 
@@ -77,7 +83,7 @@ class NormAfterBlock(Layer):
     def forward(self, x: Tensor, context: AttentionContext) -> Tensor:
         dtype = self.attention_output_layernorm.weight.dtype  # the residual stream's own may be fp32
         x = x + self._drop(self.attention_output_layernorm(self.self_attention(x.to(dtype), context)))
-        return x + self._drop(self.mlp_output_layernorm(self.mlp(x.to(dtype))))
+        return x + self._drop(self.mlp_output_layernorm(self._feed_forward(x.to(dtype))))
 
 
 def _mlp(make: ModuleFactory, layer: int) -> MLP | MoE:

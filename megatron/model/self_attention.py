@@ -26,7 +26,7 @@ class SelfAttention(nn.Module):
         self.k_layernorm = make.head_norm(K_NORM.format(layer=layer), groups) if config.qk_layernorm else None
         self.norms_span_heads = config.qk_layernorm_scope == "all"
         self.core_attention = make.core_attention(layer)
-        self.recompute_core = make.recompute.selective
+        self.recompute_core = "core_attn" in make.recompute.modules
         # Of the heads that are here: the output projection has a column for each channel of the queries.
         queries = self.dense.weight.shape[1] // self.head_dim
         self.groups = (self.query_key_value.weight.shape[0] // self.head_dim - queries) // 2

@@ -143,12 +143,22 @@ def check_precision(config: RunConfig) -> None:
         )
 
 
+def check_recomputed_parts(config: RunConfig) -> None:
+    """The model has the parts of layers that are recomputed."""
+    parts, layers = config.recompute.recompute_modules or (), config.model.num_layers
+    with_experts = len(config.moe.expert_layers(layers))
+    for part, other, there in (("moe", "mlp", with_experts), ("mlp", "moe", layers - with_experts)):
+        if layers and part in parts and not there:
+            raise ConfigError(f"{spelled(config, 'recompute_modules')}: no layer has the part {part}; give {other}")
+
+
 def check_recompute(config: RunConfig) -> None:
     recompute = config.recompute
-    if recompute.full and recompute.recompute_activations:
-        raise ConfigError(
-            "--recompute-activations means --recompute-granularity selective, but full was given; keep one of them"
-        )
+    for name in ("recompute_activations", "moe_layer_recompute"):
+        if recompute.full and getattr(recompute, name):
+            raise ConfigError(
+                f"{spelled(config, name)} means --recompute-granularity selective, but full was given; keep one of them"
+            )
     if recompute.full and recompute.cpu_offloading_num_layers:
         raise ConfigError(
             f"{spelled(config, 'cpu_offloading_num_layers')} and --recompute-granularity full exclude each other: a "
@@ -178,4 +188,5 @@ CHECKS = (
     check_residual,
     check_precision,
     check_recompute,
+    check_recomputed_parts,
 )

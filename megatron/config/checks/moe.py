@@ -120,7 +120,7 @@ def check_experts(config: RunConfig) -> None:
                 f"{spelled(config, name)} does not divide by {spelled(config, 'tensor_model_parallel_size')}; "
                 f"use --tensor-model-parallel-size {nearest_tensor_sizes(config)}"
             )
-    if config.parallel.expert_tensor_parallel_size not in (None, tp):
+    if experts is not None and config.parallel.expert_tensor_parallel_size not in (None, tp):
         raise ConfigError(
             f"{spelled(config, 'expert_tensor_parallel_size')}: experts are split as all layers are, over "
             f"{spelled(config, 'tensor_model_parallel_size')}; leave it out, or make the two equal"

@@ -17,6 +17,7 @@ _STAGES = Need(
 _VIRTUAL_STAGES = Need(
     "virtual stages (--num-layers-per-virtual-pipeline-stage)", lambda run: run.parallel.has_virtual_stages
 )
+_EXPERTS = Need("--num-experts", lambda run: run.moe.is_on)
 _BF16 = Need("--bf16", lambda run: run.precision.bf16)
 _BUCKETS = Need("stage 0 or 1 of ZeRO (--zero-stage)", lambda run: run.parallel.zero < 2)
 _ZERO_1 = Need("--zero-stage 1 (--use-distributed-optimizer)", lambda run: run.parallel.zero == 1)
@@ -94,6 +95,7 @@ class ParallelConfig:
         at_least=1,
         status="no-op",
         note="experts are split over the tensor-parallel ranks, as all layers are",
+        needs=(_EXPERTS,),
     )
     check_replicas_every: int | None = flag(
         None,

@@ -71,15 +71,19 @@ class RecomputeConfig:
     )
     recompute_modules: tuple[str, ...] | None = flag(
         None,
-        "With selective: the parts to recompute. Unset: core_attn.",
+        "With selective: the parts to recompute (mlp: the MLP of layers without experts; moe: router and experts). "
+        "Unset: core_attn.",
         nargs="+",
-        choices=("core_attn",),
+        choices=("core_attn", "mlp", "moe"),
         refused=dict.fromkeys(
-            ("mlp", "layernorm", "moe", "moe_act", "mla_up_proj", "shared_experts"),
-            "not supported yet; use core_attn, or --recompute-granularity full",
+            ("layernorm", "moe_act", "mla_up_proj", "shared_experts"),
+            "not supported yet; use core_attn, mlp or moe, or --recompute-granularity full",
         ),
         needs=(_SELECTIVE,),
         insists=True,
+    )
+    moe_layer_recompute: bool = flag(
+        False, "Short for --recompute-granularity selective, with moe among the --recompute-modules."
     )
     cpu_offloading_num_layers: int = flag(
         0,
@@ -99,4 +103,11 @@ class RecomputeConfig:
 
     @property
     def selective(self) -> bool:
-        return self.recompute_activations or self.recompute_granularity == "selective"
+        return self.recompute_activations or self.moe_layer_recompute or self.recompute_granularity == "selective"
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """The parts of a layer that selective recomputation covers."""
+        if not self.selective:
+            return ()
+        return (*(self.recompute_modules or ("core_attn",)), *(("moe",) if self.moe_layer_recompute else ()))

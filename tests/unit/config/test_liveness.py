@@ -22,7 +22,6 @@ ACTS_IN_CONFIG = {
     "full_validation": "makes the plan of what each evaluation reads (validation.py)",
     "group_query_attention": "needs --num-query-groups, which is what acts (checks/model.py)",
     "validation_set_names": "names the sets of the plan, for data and records (validation.py)",
-    "recompute_modules": "core_attn, its only value yet, is what selective recomputation does (checks/model.py)",
 }
 
 

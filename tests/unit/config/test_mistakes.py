@@ -96,6 +96,12 @@ ADDED = {
     "--swiglu --openai-gelu": ("--swiglu and --openai-gelu", "keep one"),
     "--recompute-granularity full": ("--recompute-granularity full", "--recompute-method uniform"),
     "--recompute-method uniform": ("--recompute-method uniform", "--recompute-granularity full"),
+    "--recompute-granularity selective --recompute-modules core_attn moe": ("--recompute-modules core_attn moe", "mlp"),
+    "--recompute-granularity selective --recompute-modules mlp --num-experts 4 --disable-bias-linear": (
+        "--recompute-modules mlp: no layer",
+        "give moe",
+    ),
+    "--moe-layer-recompute --checkpoint-activations": ("--moe-layer-recompute means", "keep one"),
     "--recompute-activations --checkpoint-activations": ("--recompute-activations", "keep one"),
     "--kernels fast": ("--kernels fast", "auto, native or ref"),
     "--kernels auto,rope": ("--kernels auto,rope", "--kernels auto,-rope"),

@@ -133,6 +133,7 @@ def test_sizes_that_do_not_fit(settings: dict[str, Any], ranks: int, words: list
         ({TP: 4, "num_query_groups": 2, "group_query_attention": True}, 4),
         ({PP: 2, "num_layers": 4, VIRTUAL: 1, "micro_batch_size": 1}, 4),
         ({PP: 3, "num_layers": 5, FIRST: 1, LAST: 1}, 3),
+        ({TP: 2, "expert_tensor_parallel_size": 1}, 2),  # of a dense model
         ({PP: 2, "num_layers": 4, VIRTUAL: 1, GROUP: 3, "micro_batch_size": 2, "global_batch_size": 10}, 2),
         ({PP: 2, "num_layers": 4, VIRTUAL: 1, "eval_global_batch_size": 6, "micro_batch_size": 2}, 2),
     ],

@@ -234,8 +234,9 @@ def test_attached_losses_give_the_gradient_of_the_objective(monkeypatch: pytest.
     [
         RecomputeConfig(recompute_granularity="full", recompute_method="uniform"),
         RecomputeConfig(recompute_granularity="full", recompute_method="block", recompute_num_layers=1),
+        RecomputeConfig(moe_layer_recompute=True),
     ],
-    ids=["uniform", "block"],
+    ids=["uniform", "block", "moe"],
 )
 def test_recomputation_reports_once(recompute: RecomputeConfig) -> None:
     ids, models = tokens(), (with_losses(), with_losses(recompute))

@@ -5,8 +5,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from megatron.config import RecomputeConfig
+from megatron.config import MoEConfig, RecomputeConfig
+from megatron.model.gpt import GPT
 from megatron.model.recompute import groups
 from tests.unit.model.helpers import GPT2, LLAMA, build, config, tokens
 
@@ -17,6 +19,8 @@ PLANS: list[dict[str, Any]] = [
     {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 9},
     {"recompute_granularity": "selective"},
     {"recompute_activations": True},
+    {"recompute_granularity": "selective", "recompute_modules": ("mlp",)},
+    {"recompute_granularity": "selective", "recompute_modules": ("core_attn", "mlp")},
 ]
 
 
@@ -35,7 +39,8 @@ def test_bit_equal_with_dropout(family: dict[str, Any], plan: dict[str, Any]) ->
 
 
 @pytest.mark.parametrize(
-    ("plan", "expected"), [(PLANS[0], 4), (PLANS[1], 2), (PLANS[2], 2), (PLANS[3], 4), (PLANS[4], 4)]
+    ("plan", "expected"),
+    [(PLANS[0], 4), (PLANS[1], 2), (PLANS[2], 2), (PLANS[3], 4), (PLANS[4], 4), (PLANS[6], 4), (PLANS[7], 8)],
 )
 def test_what_is_recomputed(plan: dict[str, Any], expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
@@ -51,6 +56,34 @@ def test_what_is_recomputed(plan: dict[str, Any], expected: int, monkeypatch: py
     with torch.no_grad():
         model(tokens())
     assert len(calls) == expected  # nothing is kept, so nothing is promised
+
+
+def kept_bytes(model: GPT) -> int:
+    """What a forward pass keeps for the backward pass, apart from the weights."""
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = model(tokens(), labels=tokens(seed=1))
+    del loss
+    return sum(kept.values())
+
+
+@pytest.mark.parametrize("experts", [False, True], ids=["mlp", "moe"])
+def test_recomputed_parts_keep_only_their_input(experts: bool) -> None:
+    moe = MoEConfig(num_experts=4, moe_ffn_hidden_size=64) if experts else None
+    part = "moe" if experts else "mlp"
+    plans: list[dict[str, Any]] = [{}, {"recompute_granularity": "selective", "recompute_modules": (part,)}]
+    if experts:
+        plans.append({"moe_layer_recompute": True})
+    sizes = [kept_bytes(build(config(**LLAMA), moe=moe, recompute=RecomputeConfig(**plan))) for plan in plans]
+    assert all(size < 0.8 * sizes[0] for size in sizes[1:]), sizes
 
 
 def test_groups_cover_every_layer_once() -> None:

@@ -294,6 +294,8 @@ TABLE = "--log-kernels"
 ROOM = {
     "recompute_activations": Case("--recompute-activations"),
     "recompute_granularity": Case("--recompute-granularity selective"),
+    "recompute_modules": Case("--recompute-modules mlp", "--recompute-granularity selective", ""),
+    "moe_layer_recompute": Case("--moe-layer-recompute", PLAIN_MOE),
     "recompute_method": Case("--recompute-method block", f"{FULL} --recompute-num-layers 1", ""),
     "recompute_num_layers": Case("--recompute-num-layers 2", FULL.replace("uniform", "block"), ""),
     "cpu_offloading_num_layers": planned("--cpu-offloading-num-layers 1"),
@@ -462,7 +464,6 @@ CASES = MODEL | EXPERTS | PARALLEL | TRAINING | OPTIMIZER | DEEPSPEED | ROOM | D
 
 ELSEWHERE = {
     "perform_initialization": "saves time, as --load replaces what it would draw; tests/unit/training/test_loop.py",
-    "recompute_modules": "core_attn is its only value, and its default",
     "store_param_remainders": "saves memory; tests/unit/optimizer/test_flat.py",
     "optimizer_offload_directory": "where the state lies; tests/unit/optimizer/test_offload.py",
     "optimizer_offload_fraction": "where a share of the state lies; tests/unit/optimizer/test_offload.py",
