@@ -26,6 +26,7 @@ from megatron.data_parallel.moving import moved
 from megatron.engine.any_model.checkpoints import EngineCheckpoints
 from megatron.engine.any_model.facts import Calls, EngineFacts
 from megatron.engine.any_model.ranks import Place
+from megatron.engine.any_model.schedule import scheduler_arguments
 from megatron.engine.any_model.settings import EngineSettings
 from megatron.engine.any_model.types_that_fit import TypesThatFit
 from megatron.engine.any_model.usage import Usage
@@ -103,8 +104,9 @@ class ModelEngine(EngineFacts):
         if self.is_gradient_accumulation_boundary() and not self._calls.adds_up:
             self._grads.arm()
 
-    def step(self) -> None:
-        """Counts a micro-batch. With the last of an accumulation: reduces, clips, updates, steps the scheduler."""
+    def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
+        """Counts a micro-batch. With the last of an accumulation: reduces, clips, updates, steps the scheduler.
+        `lr_kwargs`: the arguments of the scheduler's step()."""
         if self._calls.adds_up:
             raise ConfigError("engine.step(): not inside no_sync(), which adds up gradients; call it after the block")
         if not self._calls.owed:
@@ -113,13 +115,14 @@ class ModelEngine(EngineFacts):
                 "then engine.step(), once for every micro-batch"
             )
         updates = self.is_gradient_accumulation_boundary()
+        arguments = scheduler_arguments(self.lr_scheduler, lr_kwargs, self.place.parallel.dp) if updates else {}
         self._calls.micro_steps += 1
         self._calls.owed = False
         if updates:
             self._calls.begun = False
-            self._update()
+            self._update(arguments)
 
-    def _update(self) -> None:
+    def _update(self, arguments: Mapping[str, Any]) -> None:
         self._usage.reduce()
         self._calls.updating = True
         try:
@@ -140,7 +143,7 @@ class ModelEngine(EngineFacts):
             )
         if not info.skipped:
             if self.lr_scheduler is not None:
-                self.lr_scheduler.step()
+                self.lr_scheduler.step(**arguments)
             return
         self._calls.skipped_steps += 1
         self.log.info(

@@ -2,13 +2,54 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
 
 from megatron.config.sections.deepspeed_scheduler import DeepSpeedSchedulerConfig
+from megatron.distributed.messages import all_gather_json
+from megatron.distributed.state import Axis
+from megatron.errors import ConfigError
 from megatron.optimizer import DeepSpeedCurve
+
+
+def scheduler_arguments(scheduler: Any, lr_kwargs: Mapping[str, Any] | None, dp: Axis) -> dict[str, Any]:
+    """The arguments of the scheduler's next step, such as ReduceLROnPlateau's metrics; the same on all ranks, so that
+    their rates are. All ranks call it, before the update."""
+    given = dict(lr_kwargs or {})
+    if scheduler is None:
+        return {}
+    missing = [name for name in _required(scheduler) if name not in given]
+    if missing:
+        raise ConfigError(
+            f"engine.step(): lr_scheduler is a {type(scheduler).__name__}, whose step() needs {', '.join(missing)}; call "
+            f"engine.step(lr_kwargs={{'{missing[0]}': ...}}), or leave lr_scheduler out of megatron.initialize() and "
+            "call its step() yourself"
+        )
+    for name, value in given.items() if dp.size > 1 else ():
+        values = all_gather_json(repr(value.item() if isinstance(value, torch.Tensor) else value), dp, str)
+        if len(set(values)) > 1:
+            other = next(rank for rank, one in enumerate(values) if one != values[0])
+            raise ConfigError(
+                f"engine.step(): lr_kwargs['{name}'] is {values[0]} on rank 0 and {values[other]} on rank {other}, so "
+                "their learning rates would differ; give all ranks one value, such as the mean that "
+                "torch.distributed.all_reduce makes"
+            )
+    return given
+
+
+def _required(scheduler: Any) -> list[str]:
+    with suppress(TypeError, ValueError):  # a step() that tells no signature
+        parameters = inspect.signature(scheduler.step).parameters.values()
+        return [
+            one.name
+            for one in parameters
+            if one.default is one.empty and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
+        ]
+    return []
 
 
 class ConfiguredSchedule:
