@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from megatron.checkpoint import (
@@ -64,8 +65,9 @@ class Saved(Protocol):
     @property
     def accumulated(self) -> int: ...
     def gradient_accumulation_steps(self) -> int: ...
-    def train_batch_size(self) -> int: ...
-    def restore_counters(self, global_steps: int, skipped_steps: int) -> None: ...
+    @property
+    def global_samples(self) -> int: ...
+    def restore_counters(self, global_steps: int, skipped_steps: int, global_samples: int) -> None: ...
 
 
 @dataclass
@@ -80,7 +82,9 @@ class EngineCheckpoints:
         world = self.engine.place.parallel.world
         self.history = RunHistory(broadcast_json(uuid.uuid4().hex[:12], world, str))
 
-    def save(self, save_dir: Path, tag: str | None, client_state: Mapping[str, Any]) -> None:
+    def save(
+        self, save_dir: Path, tag: str | None, client_state: Mapping[str, Any], *, save_latest: bool = True
+    ) -> None:
         engine, parallel = self.engine, self.engine.place.parallel
         self._check_boundary()
         name = _checked_tag(f"global_step{engine.global_steps}" if tag is None else str(tag), parallel.world)
@@ -96,7 +100,8 @@ class EngineCheckpoints:
                 )
             finally:
                 self.history.close()
-            do_on_first(lambda: _write_latest(save_dir, name), parallel.world)
+            if save_latest:
+                do_on_first(lambda: _write_latest(save_dir, name), parallel.world)
         for message in info.messages:
             engine.log.info(message)
 
@@ -143,7 +148,7 @@ class EngineCheckpoints:
                 self.core.load_state(held, decoded(loaded.optimizer_extra or {}))
         else:
             self.core.refresh_masters()
-        engine.restore_counters(loaded.iteration, counters.get("skipped_steps", 0))
+        engine.restore_counters(loaded.iteration, counters.get("skipped_steps", 0), loaded.consumed_train_samples)
         if loaded.rng is not None:
             with saved_values("random states", loaded.path, "give load_module_only=True to take the weights alone"):
                 set_rng_state(loaded.rng, engine.place.device)
@@ -180,7 +185,7 @@ class EngineCheckpoints:
             params=self._whole_params(params),
             config={"engine": {"zero_stage": engine.settings.zero_stage, "model": type(engine.module).__name__}},
             iteration=engine.global_steps,
-            consumed_train_samples=engine.global_steps * engine.train_batch_size(),
+            consumed_train_samples=engine.global_samples,
             optimizer={
                 name: {kind: (params[name][0], tensor) for kind, tensor in own.get(name, {}).items()}
                 for name in {**dict.fromkeys(trained), **own}
@@ -221,6 +226,20 @@ def _checked_tag(tag: str, world: Any) -> str:
     if others:
         raise ConfigError(f"save_checkpoint: tag is {tag!r} on this rank and {others[0]!r} on another; give one tag")
     return tag
+
+
+def write_weights(path: Path, state: Mapping[str, Tensor]) -> None:
+    """Writes a file for torch.load."""
+    temporary = durable.temporary_of(path)
+    with durable.writing(path):
+        durable.make_directory(path.parent)
+        try:
+            torch.save(dict(state), temporary)
+            durable.fsync_file(temporary)
+            temporary.replace(path)
+            durable.fsync_directory(path.parent)
+        finally:
+            temporary.unlink(missing_ok=True)
 
 
 def _write_latest(save_dir: Path, tag: str) -> None:

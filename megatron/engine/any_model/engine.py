@@ -21,9 +21,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megatron.checkpoint.all_ranks import do_on_first
 from megatron.data_parallel import FullySharded, GradBuffers
 from megatron.data_parallel.moving import moved
-from megatron.engine.any_model.checkpoints import EngineCheckpoints
+from megatron.data_parallel.withheld import WithheldGrad
+from megatron.engine.any_model.checkpoints import EngineCheckpoints, write_weights
+from megatron.engine.any_model.deepspeed_members import (
+    ATTRIBUTES,
+    METHODS,
+    check_assignment,
+    deepspeed_member,
+)
 from megatron.engine.any_model.facts import Calls, EngineFacts
 from megatron.engine.any_model.ranks import Place
 from megatron.engine.any_model.schedule import scheduler_arguments
@@ -79,10 +87,11 @@ class ModelEngine(EngineFacts):
             self._types.explain(error, [inputs, named])
             raise
 
-    def backward(self, loss: Tensor, retain_graph: bool = False) -> Tensor:
-        """Adds the gradients of this micro-batch's mean loss; returns the loss divided by the accumulation."""
+    def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
+        """Adds the gradients of this micro-batch's mean loss; returns the loss divided by the accumulation, as its
+        gradients are unless `scale_wrt_gas` is false."""
         self._check_loss(loss)
-        share = 1.0 / self.gradient_accumulation_steps()
+        share = 1.0 / self.gradient_accumulation_steps() if scale_wrt_gas else 1.0
         wide = loss.float() if loss.dtype in HALF else loss  # where a loss scale has room
         factor = share * self._core.loss_scale
         try:
@@ -101,7 +110,8 @@ class ModelEngine(EngineFacts):
             self._calls.begun = True
         else:
             self._grads.expect()
-        if self.is_gradient_accumulation_boundary() and not self._calls.adds_up:
+        self._calls.armed = self.is_gradient_accumulation_boundary() and not self._calls.adds_up
+        if self._calls.armed:
             self._grads.arm()
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
@@ -115,11 +125,18 @@ class ModelEngine(EngineFacts):
                 "then engine.step(), once for every micro-batch"
             )
         updates = self.is_gradient_accumulation_boundary()
+        if updates and not self._calls.armed:
+            raise ConfigError(
+                "engine.step(): set_gradient_accumulation_boundary(True) was called after the last backward pass; call "
+                "it before that one"
+            )
         arguments = scheduler_arguments(self.lr_scheduler, lr_kwargs, self.place.parallel.dp) if updates else {}
         self._calls.micro_steps += 1
+        self._calls.counted += 1
         self._calls.owed = False
         if updates:
-            self._calls.begun = False
+            self._calls.begun = self._calls.armed = False
+            self._calls.counted = 0
             self._update(arguments)
 
     def _update(self, arguments: Mapping[str, Any]) -> None:
@@ -130,6 +147,7 @@ class ModelEngine(EngineFacts):
         finally:
             self._calls.updating = False
         self._calls.global_steps += 1
+        self._calls.global_samples += self.train_batch_size()
         self._calls.norm, self._calls.overflow = info.grad_norm, info.skipped
         self._usage.share_buffers()
         if info.skipped:
@@ -186,29 +204,70 @@ class ModelEngine(EngineFacts):
                 "begins without gradients"
             )
 
+    def compile(self, backend: str | Any = "inductor", compile_kwargs: Mapping[str, Any] | None = None) -> None:
+        """Compiles the model's forward pass with torch.compile."""
+        if isinstance(self._grads, FullySharded):
+            raise ConfigError(
+                f"engine.compile(): not supported at stage {self.settings.zero_stage} of ZeRO, where weights are "
+                "gathered layer by layer; use stage 0 or 1"
+            )
+        self.module.compile(backend=backend, **(compile_kwargs or {}))
+
+    @property
+    def is_compiled(self) -> bool:
+        return self.module._compiled_call_impl is not None
+
+    def destroy(self) -> None:
+        """Ends training by this engine. At stages 0 and 1 the model is a plain one afterwards, for another engine or
+        for a loop of torch's."""
+        self._grads.close()
+        for one in self.module.parameters():
+            if isinstance(one.grad, WithheldGrad):
+                one.grad = None
+        self._calls.destroyed = True
+
     # checkpoints
 
     def save_checkpoint(
-        self, save_dir: str | Path, tag: str | int | None = None, client_state: Mapping[str, Any] | None = None
+        self,
+        save_dir: str | Path,
+        tag: str | int | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
     ) -> None:
-        """Commits the whole state as SAVE_DIR/TAG (global_stepN), and names it in SAVE_DIR/latest. All ranks call
-        it."""
+        """Commits the whole state as SAVE_DIR/TAG (global_stepN), and names it in SAVE_DIR/latest unless `save_latest`
+        is false. All ranks call it."""
+        if exclude_frozen_parameters:
+            raise ConfigError(
+                "save_checkpoint: exclude_frozen_parameters is not supported, a checkpoint holds the whole model; "
+                "leave it out, or use save_16bit_model(save_dir, exclude_frozen_parameters=True)"
+            )
         self._usage.check_writes()
         self._checkpoints.save(
-            _directory("save_checkpoint: save_dir", save_dir), None if tag is None else str(tag), client_state or {}
+            _directory("save_checkpoint: save_dir", save_dir),
+            None if tag is None else str(tag),
+            client_state or {},
+            save_latest=save_latest,
         )
 
     def load_checkpoint(
         self,
         load_dir: str | Path,
         tag: str | int | None = None,
-        *,
+        load_module_strict: bool = True,
         load_optimizer_states: bool = True,
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
+        custom_load_fn: None = None,
     ) -> tuple[str, dict[str, Any]]:
         """Takes up the state of LOAD_DIR/TAG, or of the tag that LOAD_DIR/latest names; returns its path and the
         `client_state`. All ranks call it."""
+        if not load_module_strict or custom_load_fn is not None:
+            raise ConfigError(
+                "load_checkpoint: load_module_strict=False and custom_load_fn are not supported, a checkpoint is for "
+                "the model that saved it; leave them out, or use engine.module.load_state_dict(state, strict=False)"
+            )
         path, client_state = self._checkpoints.load(
             _directory("load_checkpoint: load_dir", load_dir),
             None if tag is None else str(tag),
@@ -225,13 +284,47 @@ class ModelEngine(EngineFacts):
         self._usage.check_writes()
         return self._grads.whole_state_dict()
 
-    def restore_counters(self, global_steps: int, skipped_steps: int) -> None:
+    def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor]:
+        """The model's state dict, without a collective; where ranks divide weights it raises."""
+        if isinstance(self._grads, FullySharded):
+            raise ConfigError(
+                f"engine.module_state_dict(): ranks divide weights at stage {self.settings.zero_stage} of ZeRO; "
+                "call engine.whole_state_dict() on all ranks"
+            )
+        return self._without_frozen(self.whole_state_dict(), exclude_frozen_parameters)
+
+    def save_16bit_model(
+        self,
+        save_dir: str | Path,
+        save_filename: str = "pytorch_model.bin",
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Writes the model's whole state dict, in the type that it trains in, for torch.load. All ranks call it."""
+        path = _directory("save_16bit_model: save_dir", save_dir) / save_filename
+        state = self._without_frozen(self.whole_state_dict(), exclude_frozen_parameters)
+        do_on_first(lambda: write_weights(path, state), self.place.parallel.world)
+        return True
+
+    save_fp16_model = save_16bit_model
+
+    def _without_frozen(self, state: dict[str, Tensor], asked: bool) -> dict[str, Tensor]:
+        frozen = [
+            name
+            for name, one in self.module.named_parameters(remove_duplicate=False)
+            if asked and not one.requires_grad
+        ]
+        return {name: tensor for name, tensor in state.items() if name not in frozen}
+
+    def restore_counters(self, global_steps: int, skipped_steps: int, global_samples: int) -> None:
         self._calls.global_steps, self._calls.skipped_steps = global_steps, skipped_steps
+        self._calls.global_samples = global_samples
         self._calls.micro_steps = global_steps * self.gradient_accumulation_steps()
 
     # refusals
 
     def _check_loss(self, loss: Tensor) -> None:
+        if self._calls.destroyed:
+            raise ConfigError("engine.backward(loss): engine.destroy() was called; call megatron.initialize() again")
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             raise ConfigError(f"engine.backward(loss): the loss is {found}, not one number; give the mean, loss.mean()")
@@ -251,7 +344,7 @@ class ModelEngine(EngineFacts):
                 "gradient now, which would train nothing; call initialize() before requires_grad_(False), so that it "
                 "can be trained later"
             )
-        if self._calls.owed and not self._calls.adds_up:
+        if self._calls.owed and not self._calls.adds_up and (self._calls.boundary is None or self._calls.armed):
             raise ConfigError(
                 "engine.backward(loss): was called again before engine.step(); call engine.step() after every backward "
                 "pass (it updates once the accumulation is complete), or add up losses before one backward pass"
@@ -275,7 +368,7 @@ class ModelEngine(EngineFacts):
         return self
 
     def __getattr__(self, name: str) -> Any:
-        """Attributes of the model, as DeepSpeed's engine has them."""
+        """Attributes of the model, as DeepSpeed's engine has them, and that engine's other members."""
         modules = self.__dict__.get("_modules", {})
         if name in modules:  # before torch looks among parameters and buffers, too: every step asks for the model
             return modules[name]
@@ -284,7 +377,13 @@ class ModelEngine(EngineFacts):
         except AttributeError:
             if name == "module" or "module" not in self._modules:
                 raise
-            return getattr(self._modules["module"], name)
+            model = self._modules["module"]
+            known = name in METHODS or name in ATTRIBUTES
+            return deepspeed_member(name) if known and not hasattr(model, name) else getattr(model, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        check_assignment(name)
+        super().__setattr__(name, value)
 
 
 def _directory(what: str, value: Any) -> Path:

@@ -73,7 +73,15 @@ class EngineConfig:
             parameters_on_host=self.run.parallel.parameters_on_host,
             overlap=given.get("overlap_grad_reduce", True),
             log_interval=given.get("log_interval"),
+            given=self._read.content,
+            momentum=self._momentum(),
         )
+
+    def _momentum(self) -> float | tuple[float, float]:
+        named = self.run.optimizer
+        momenta: dict[str, float | tuple[float, float]]
+        momenta = {"sgd": named.sgd_momentum, "muon": named.muon_momentum, "lion": (named.lion_beta1, named.lion_beta2)}
+        return momenta.get(named.optimizer, (named.adam_beta1, named.adam_beta2))
 
     def rule(self, device: torch.device) -> UpdateRule:
         """The update rule of the optimizer that the configuration names."""

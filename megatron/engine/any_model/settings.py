@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
 
 from megatron.config.sections.precision import PrecisionConfig
 from megatron.errors import ConfigError
@@ -55,3 +58,7 @@ class EngineSettings:
     """Whether gradients are reduced during the last backward pass."""
     log_interval: int | None = None
     """Updates between two lines of the log; None is silence."""
+    given: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    """The configuration's keys, such as fp16.enabled, with their values."""
+    momentum: float | tuple[float, float] = 0.0
+    """The momentum, or the betas, of the optimizer that the configuration names."""
