@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.data_parallel.gathered_writes import GatheredWrites
+from megatron.data_parallel.gradient_hooks import refuse_hooks
 from megatron.data_parallel.gradients import FlatPieces, piece_alone
 from megatron.data_parallel.same_use import SameUse
 from megatron.data_parallel.shard_grads import InOneBuffer, OnHost, ShardGrads, as_dtensor, local
@@ -91,6 +92,7 @@ class FullySharded:
         modules = [unit.module for unit in units]
         self._same_use = None if compared_over is None else SameUse(model, modules, compared_over, device)
         self._writes = None if withheld is None else GatheredWrites(model, modules)
+        refuse_hooks(model.named_parameters(), "leave it out, or use stage 1")
         divide(self._units, keep_gathered, self.dtype, device, on_host)
         if self._same_use is not None:
             self._same_use.compare_gathers()
@@ -177,6 +179,11 @@ class FullySharded:
     def lost_writes(self) -> list[str]:
         """The parameters that the program has written while they were gathered."""
         return [] if self._writes is None else self._writes.found()
+
+    def refuse_new_hooks(self) -> None:
+        """Raises a ConfigError that names a shard with a gradient hook: autograd never calls it."""
+        shards = ((name, shard.parameter) for name, shard in self._shards.items())
+        refuse_hooks(shards, "set it before megatron.initialize()")
 
     def _storages(self) -> dict[str, int]:
         return {name: shard.parameter.untyped_storage()._cdata for name, shard in self._shards.items()}

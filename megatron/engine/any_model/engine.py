@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from megatron.checkpoint.all_ranks import do_on_first
 from megatron.data_parallel import FullySharded, GradBuffers
+from megatron.data_parallel.gradient_hooks import GradientHooks
 from megatron.data_parallel.moving import moved
 from megatron.data_parallel.withheld import WithheldGrad
 from megatron.engine.any_model.checkpoints import EngineCheckpoints, write_weights
@@ -56,6 +57,7 @@ class ModelEngine(EngineFacts):
         grads: GradBuffers | FullySharded,
         core: Optimizer,
         usage: Usage,
+        hooks: GradientHooks,
         optimizer: torch.optim.Optimizer,
         lr_scheduler: Any = None,
         training_dataloader: Any = None,
@@ -66,7 +68,7 @@ class ModelEngine(EngineFacts):
         self.settings, self.place = settings, place
         self.optimizer, self.lr_scheduler, self.training_dataloader = optimizer, lr_scheduler, training_dataloader
         self._calls = Calls()
-        self._grads, self._core, self._usage = grads, core, usage
+        self._grads, self._core, self._usage, self._hooks = grads, core, usage, hooks
         self.log = log or RankLog(place.parallel.rank)
         self._types = TypesThatFit(model, getattr(torch, settings.precision.params_dtype))
         self._frozen = [(name, one) for name, one in model.named_parameters() if not one.requires_grad]
@@ -141,9 +143,11 @@ class ModelEngine(EngineFacts):
 
     def _update(self, arguments: Mapping[str, Any]) -> None:
         self._usage.reduce()
+        scale = self._core.loss_scale * self.place.parallel.dp.size
+        self._hooks.call(self._grads, scale, self._usage.absent())
         self._calls.updating = True
         try:
-            info = self._core.client_step(self._core.loss_scale * self.place.parallel.dp.size)
+            info = self._core.client_step(scale)
         finally:
             self._calls.updating = False
         self._calls.global_steps += 1

@@ -12,6 +12,7 @@ from torch import nn
 
 from megatron.config.sections.optimizer import OptimizerConfig
 from megatron.data_parallel import FullySharded, GradBuffers, broadcast_parameters
+from megatron.data_parallel.gradient_hooks import GradientHooks
 from megatron.engine.any_model.engine import ModelEngine
 from megatron.engine.any_model.fit import checked_model
 from megatron.engine.any_model.from_deepspeed import EngineConfig
@@ -113,7 +114,9 @@ def build_model_engine(
         refuse_whole_matrices(optimizer)
     names = {id(one): name for name, one in trained if one.requires_grad}
     grads: FullySharded | GradBuffers
+    hooks = GradientHooks(trained, dp)
     if divided and settings.zero_stage > 1:
+        hooks.refuse_those_after(settings.zero_stage)
         grads = _divide_weights(model, settings, place, names)
     else:
         grads = GradBuffers(
@@ -140,7 +143,7 @@ def build_model_engine(
             on_host=settings.offloads and not settings.parameters_on_host,
         ),
     )
-    return ModelEngine(model, settings, place, grads, core, usage, optimizer, scheduler, log=log)
+    return ModelEngine(model, settings, place, grads, core, usage, hooks, optimizer, scheduler, log=log)
 
 
 def _divide_weights(model: nn.Module, settings: EngineSettings, place: Place, names: Mapping[int, str]) -> FullySharded:

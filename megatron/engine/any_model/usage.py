@@ -37,6 +37,7 @@ class Usage:
         grads = self._grads
         if isinstance(grads, FullySharded):
             self.check_writes()
+            grads.refuse_new_hooks()
             grads.reduce()
             self._absent = {*grads.frozen(), *grads.unused()}
             return

@@ -1,0 +1,116 @@
+"""Gradient hooks that a program has set on parameters, called with the gradient that the update uses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, MutableMapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron.data_parallel.grad_buffers import GradBuffers
+from megatron.data_parallel.gradients import Gradients
+from megatron.distributed.messages import all_gather_json
+from megatron.distributed.state import Axis
+from megatron.errors import ConfigError
+
+_BEFORE, _AFTER = "register_hook", "register_post_accumulate_grad_hook"
+_DICT_OF = {_BEFORE: "_backward_hooks", _AFTER: "_post_accumulate_grad_hooks"}
+Hooks = MutableMapping[int, Callable[[Any], Any]]
+
+
+@dataclass(frozen=True)
+class _Hook:
+    kind: str
+    key: int
+    call: Callable[[Any], Any]
+    registered: Hooks
+    """torch's dict, from which `handle.remove()` deletes the key."""
+
+
+class GradientHooks:
+    """autograd calls a hook in every backward pass, with the gradient of one rank's micro-batch. These are called once
+    in an update, with the mean over micro-batches and ranks."""
+
+    def __init__(self, parameters: Iterable[tuple[str, nn.Parameter]], dp: Axis) -> None:
+        """Takes the hooks out of autograd. Must be made before `GradBuffers`, whose own hooks stay. A collective."""
+        self._parameters = {name: one for name, one in parameters if one.requires_grad}
+        self._hooks = {name: hooks for name, one in self._parameters.items() if (hooks := list(_taken(one)))}
+        here = {name: [hook.kind for hook in hooks] for name, hooks in self._hooks.items()}
+        for other in all_gather_json(here, dp, dict[str, list[str]]):
+            for name in {**here, **other}:
+                if here.get(name) != other.get(name):
+                    raise ConfigError(
+                        f"megatron.initialize(): {name} has other gradient hooks on one rank than on another; they are "
+                        "called with the reduced gradient, so set the same hooks on all ranks"
+                    )
+
+    def refuse_those_after(self, stage: int) -> None:
+        """Raises a ConfigError that names a parameter with a hook that reads `parameter.grad`."""
+        for name, hooks in self._hooks.items():
+            if any(hook.kind == _AFTER for hook in hooks):
+                raise ConfigError(
+                    f"zero_optimization.stage {stage}: {name} has a hook of {_AFTER}(), and the ranks divide "
+                    f"parameter.grad; use {_BEFORE}(), which gets the reduced gradient, or stage 1"
+                )
+
+    @torch.no_grad()
+    def call(self, grads: Gradients, factor: float, absent: Collection[str]) -> None:
+        """Calls the hooks with the reduced gradients, which are the true ones times `factor`. `absent`: the parameters
+        without a gradient. A collective where ranks divide the gradients."""
+        for name, hooks in self._hooks.items():
+            if name in absent:
+                continue
+            piece = grads.grad(name)
+            grad = grads.whole_of(name, piece) / factor
+            for hook in hooks:
+                if hook.key in hook.registered:
+                    grad = self._called(hook, name, grad)
+            piece.copy_(grads.piece_of(name, grad * factor))
+
+    def _called(self, hook: _Hook, name: str, grad: Tensor) -> Tensor:
+        if hook.kind == _BEFORE:
+            result = hook.call(grad)
+            result = grad if result is None else result
+        else:
+            parameter = self._parameters[name]
+            kept, parameter.grad = parameter.grad, grad.to(parameter.dtype)
+            hook.call(parameter)
+            result, parameter.grad = parameter.grad, kept
+        if not isinstance(result, Tensor) or result.shape != grad.shape:
+            found = tuple(result.shape) if isinstance(result, Tensor) else type(result).__name__
+            raise ConfigError(
+                f"the gradient hook of {name} gives {found} for a gradient of shape {tuple(grad.shape)}; return a "
+                "gradient of that shape, or None"
+            )
+        return result.to(grad.dtype)
+
+
+def refuse_hooks(parameters: Iterable[tuple[str, nn.Parameter]], way_out: str) -> None:
+    """Raises a ConfigError that names a parameter with a gradient hook that nobody has taken over."""
+    for name, parameter in parameters:
+        for kind, attribute in _DICT_OF.items():
+            if any(hook is not _nothing for hook in (getattr(parameter, attribute) or {}).values()):
+                raise ConfigError(
+                    f"{name} has a gradient hook ({kind}()), which would not be called where the ranks divide weights "
+                    f"(ZeRO 2 and 3); {way_out}"
+                )
+
+
+def _taken(parameter: nn.Parameter) -> Iterable[_Hook]:
+    for kind, attribute in _DICT_OF.items():
+        registered: Hooks = getattr(parameter, attribute) or {}
+        for key, call in registered.items():
+            if not _is_of_an_engine(call):
+                registered[key] = _nothing
+                yield _Hook(kind, key, call, registered)
+
+
+def _is_of_an_engine(call: Callable[[Any], Any]) -> bool:
+    return isinstance(call, partial) and isinstance(getattr(call.func, "__self__", None), GradBuffers)
+
+
+def _nothing(*_: Any) -> None:
+    """A no-op: `GradientHooks` calls the hook that was here."""
