@@ -265,8 +265,6 @@ IMPLEMENTATIONS: dict[str, str] = {
     "the mean is taken over the counted tokens of the global batch": "--ddp-average-in-collective",
     "gradients are reduced in buffers of one size": """
         --ddp-num-buckets= --ddp-pad-buckets-for-high-nccl-busbw""",
-    "gradients are accumulated and reduced in fp32, unless --grad-reduce-in-bf16 is given": """
-        --ddp-reduce-scatter-with-fp32-accumulation --ddp-param-name-patterns-for-fp32-local-accumulation=...""",
     "each stage of ZeRO has one implementation, and data parallelism one order of ranks": """
         --init-model-with-meta-device --fsdp-double-buffer --suggested-communication-unit-size= --use-nccl-ub
         --disable-symmetric-registration --use-ring-exchange-p2p --no-gradient-reduce-div-fusion

@@ -146,4 +146,14 @@ def check_zero(config: RunConfig) -> None:
         )
 
 
-CHECKS = (check_tensor, check_pipeline, check_context, check_zero)
+def check_gradients(config: RunConfig) -> None:
+    """--grad-reduce-in-bf16 has no exceptions."""
+    for name in ("ddp_reduce_scatter_with_fp32_accumulation", "ddp_param_name_patterns_for_fp32_local_accumulation"):
+        if config.parallel.grad_reduce_in_bf16 and getattr(config.parallel, name):
+            raise ConfigError(
+                f"{spelled(config, name)} asks for sums in fp32, and --grad-reduce-in-bf16 adds up and reduces all "
+                "gradients in bf16 here; keep one of them"
+            )
+
+
+CHECKS = (check_tensor, check_pipeline, check_context, check_zero, check_gradients)

@@ -23,6 +23,7 @@ _BUCKETS = Need("stage 0 or 1 of ZeRO (--zero-stage)", lambda run: run.parallel.
 _ZERO_1 = Need("--zero-stage 1 (--use-distributed-optimizer)", lambda run: run.parallel.zero == 1)
 _ZERO_3 = Need("stage 3 of ZeRO (--zero-stage 3)", lambda run: run.parallel.zero == 3)
 _FSDP2 = Need("--use-torch-fsdp2", lambda run: run.parallel.use_torch_fsdp2)
+_FP32_GRADIENTS = "gradients are added up and reduced in fp32, unless --grad-reduce-in-bf16 is given"
 _STRATEGIES = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
 
 
@@ -126,6 +127,12 @@ class ParallelConfig:
         "digits only.",
         needs=(_BF16, _BUCKETS),
         insists=True,
+    )
+    ddp_reduce_scatter_with_fp32_accumulation: bool = flag(
+        False, "Sum reduced gradients in fp32.", status="no-op", note=_FP32_GRADIENTS
+    )
+    ddp_param_name_patterns_for_fp32_local_accumulation: tuple[str, ...] | None = flag(
+        None, "Parameters whose gradients are added up in fp32.", nargs="+", status="no-op", note=_FP32_GRADIENTS
     )
     ddp_bucket_size: int | None = flag(
         None,

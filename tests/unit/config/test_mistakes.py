@@ -101,6 +101,14 @@ ADDED = {
         "--recompute-modules mlp: no layer",
         "give moe",
     ),
+    "--bf16 --grad-reduce-in-bf16 --ddp-reduce-scatter-with-fp32-accumulation": (
+        "--ddp-reduce-scatter-with-fp32-accumulation asks for sums in fp32",
+        "keep one",
+    ),
+    "--bf16 --grad-reduce-in-bf16 --ddp-param-name-patterns-for-fp32-local-accumulation word norm": (
+        "--ddp-param-name-patterns-for-fp32-local-accumulation word norm asks for sums in fp32",
+        "keep one",
+    ),
     "--moe-layer-recompute --checkpoint-activations": ("--moe-layer-recompute means", "keep one"),
     "--recompute-activations --checkpoint-activations": ("--recompute-activations", "keep one"),
     "--kernels fast": ("--kernels fast", "auto, native or ref"),
