@@ -52,6 +52,7 @@ from megatron.model import GPT, initialise
 from megatron.ops import resolve
 from megatron.optimizer import Optimizer
 from megatron.utils.cpu import set_allocator, set_fp32_products
+from megatron.utils.half_products import set_half_products
 from megatron.utils.process import peak_resident_bytes
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -142,6 +143,7 @@ class Contender:
     make: Callable[[Task, Tensor, Tensor], Step]
     allocator: str = "system"
     products: str = "mkl"
+    halves: Callable[[], bool] | None = lambda: True  # whether bf16 is multiplied as it is; None: as a run decides
     counts: str = ""  # as a peer or as a limit; else it is only shown
 
 
@@ -170,16 +172,17 @@ def _peak(task: Task, tokens: Tensor, labels: Tensor) -> Step:
 
 
 CONTENDERS = {
-    "ours": Contender(_ours, "auto", "auto"),
+    "ours": Contender(_ours, "auto", "auto", None),
     "transformers": Contender(_transformers, counts="peer"),
     "plain": Contender(_plain, counts="peer"),
     "compiled": Contender(_compiled, counts="peer"),
     "floor": Contender(_floor, counts="floor"),
-    "floor-auto": Contender(_floor, "auto", "auto", counts="floor"),
+    "floor-auto": Contender(_floor, "auto", "auto", None, counts="floor"),
     "peak": Contender(_peak, counts="peak"),
     # Of the settings, what each is worth: not run unless named.
-    "ours-system": Contender(_ours, "system", "auto"),
-    "ours-mkl": Contender(_ours, "auto", "mkl"),
+    "ours-system": Contender(_ours, "system", "auto", None),
+    "ours-mkl": Contender(_ours, "auto", "mkl", None),
+    "ours-widened": Contender(_ours, "auto", "auto", lambda: False),  # as without bf16 instructions
     "plain-auto": Contender(_plain, "auto", "auto"),
 }
 USUAL = ("ours", "transformers", "plain", "compiled", "floor", "floor-auto", "peak")
@@ -190,6 +193,8 @@ def prepare(name: str, task: Task) -> Turn:
     contender, clock = CONTENDERS[name], CLOCKS[task.clock]
     set_allocator(contender.allocator)
     set_fp32_products(contender.products)
+    if task.dtype != torch.float32:
+        set_half_products(task.dtype, contender.halves)
     torch.set_num_threads(task.threads)
     torch.manual_seed(0)
     size = (task.shape.batch, task.shape.seq)

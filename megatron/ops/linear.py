@@ -12,11 +12,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron.utils.half_products import multiplied_in_fp32
+
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x [..., in_features], weight [out_features, in_features] -> [..., out_features]."""
     halves = x.dtype == weight.dtype == torch.bfloat16 and bias is not None and bias.dtype == torch.bfloat16
-    if halves and x.device.type == "cpu" and x.numel() > 0 and adds_bias():
+    onednn = halves and x.device.type == "cpu" and not multiplied_in_fp32(torch.bfloat16)
+    if onednn and x.numel() > 0 and adds_bias():
         return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     return F.linear(x, weight, bias)
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from megatron.ops.few_rows import FewRows
 from megatron.ops.operation import Target
 from megatron.utils.cpu import memory_is_kept
+from megatron.utils.half_products import multiplied_in_fp32
 
 _MANY_ROWS = 2048
 """From so many rows on packing was measured to pay."""
@@ -46,7 +47,7 @@ def note(target: Target) -> str:
 def pays() -> bool:
     """Only in memory that is kept from step to step: the copies are new tensors, and touching fresh pages costs more
     than is gained."""
-    return memory_is_kept() and packs()
+    return memory_is_kept() and not multiplied_in_fp32(torch.bfloat16) and packs()
 
 
 def times_where_it_pays(x: Tensor, weight: Tensor) -> Tensor:

@@ -9,9 +9,9 @@ from megatron.distributed.cores import pin, set_scheduling, set_threads
 from megatron.distributed.device import activate
 from megatron.distributed.launch import LaunchInfo, keep_products_repeatable
 from megatron.optimizer import offloads
-from megatron.utils.cpu import has_bf16_products, set_allocator, set_fp32_products
+from megatron.utils.cpu import set_allocator, set_fp32_products
 from megatron.utils.cuda import grow_segments, round_products
-from megatron.utils.fp16_products import set_fp16_products
+from megatron.utils.half_products import set_half_products
 from megatron.utils.log import RankLog
 
 
@@ -25,8 +25,8 @@ def prepare_cpu(config: RunConfig, launch: LaunchInfo, device: torch.device, log
         log.info(set_allocator("system" if saves else cpu.cpu_allocator))
     if computes or cpu.fp32_products != "auto":
         log.info(set_fp32_products(cpu.fp32_products))
-    if computes and config.precision.fp16:
-        log.info(set_fp16_products())
+    if computes and (config.precision.fp16 or config.precision.bf16):
+        log.info(set_half_products(torch.float16 if config.precision.fp16 else torch.bfloat16))
     if cpu.cpu_pinning:
         log.info(f"each rank stays on its own cores; rank 0 on {', '.join(map(str, sorted(pin(launch))))}")
     if computes or cpu.cpu_scheduling != "auto":
@@ -60,10 +60,3 @@ def prepare_accelerator(config: RunConfig, device: torch.device, log: RankLog, a
         keep_products_repeatable()
     if not grow_segments(allocator):
         log.info("this torch or driver has no expandable segments: more memory may be lost between tensors")
-
-
-def warn_of_slow_precision(config: RunConfig, device: torch.device, log: RankLog) -> None:
-    if device.type != "cpu":
-        return
-    if config.precision.bf16 and not has_bf16_products():
-        log.warn("--bf16: this processor has no instructions for it; training is correct, and fp32 may be faster")

@@ -30,7 +30,7 @@ from megatron.ops.select import Kernels, left_to_compiler, usable_library
 from megatron.tokenizer import Tokenizer, build_tokenizer
 from megatron.tokenizer.chat import build_chat_encoder
 from megatron.training.checks import check_parts
-from megatron.training.devices import prepare_accelerator, prepare_cpu, warn_of_slow_precision
+from megatron.training.devices import prepare_accelerator, prepare_cpu
 from megatron.training.identity import started_with
 from megatron.training.kernels import check_same_kernels, resolve_kernels, verified_by_all
 from megatron.training.log_lines import LOG_FORMS
@@ -234,7 +234,6 @@ def build_run(
         kernels = resolve_kernels(config.kernels, device, native, log)
     with found.of_checking():
         tokenizer, has_tokenizer = tokenizer_of(config, required=needs_data), True
-    warn_of_slow_precision(config, device, log)
     check_parts(
         config,
         launch=launch,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 import pytest
@@ -52,13 +53,19 @@ def test_beside_an_accelerator_only_what_was_asked_for(asked: list[str]) -> None
     assert asked == ["set_allocator keep", "set_fp32_products mkl", "set_scheduling batch"]
 
 
-def test_fp16_is_multiplied_the_fast_way_and_how_is_said(
+def test_half_precision_is_multiplied_the_fast_way_and_a_line_says_how(
     monkeypatch: pytest.MonkeyPatch, asked: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(devices, "set_fp16_products", lambda: "how fp16 is multiplied")
-    for flags, device, expected in (("--fp16", "cpu", 1), ("--bf16", "cpu", 0), ("--fp16", "meta", 0)):
+    monkeypatch.setattr(devices, "set_half_products", lambda dtype: f"how {dtype} is multiplied")
+    for flags, device, expected in (
+        ("--fp16", "cpu", ["torch.float16"]),
+        ("--bf16", "cpu", ["torch.bfloat16"]),
+        ("", "cpu", []),
+        ("--fp16", "meta", []),
+        ("--bf16", "meta", []),
+    ):
         prepare(flags, device)
-        assert capsys.readouterr().out.count("how fp16 is multiplied") == expected
+        assert re.findall("how (.*) is multiplied", capsys.readouterr().out) == expected
 
 
 def test_the_settings_come_before_anything_large(monkeypatch: pytest.MonkeyPatch, asked: list[str]) -> None:
@@ -69,13 +76,3 @@ def test_the_settings_come_before_anything_large(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(initialize, "tokenizer_of", tokenizer_of)
     with pytest.raises(ConfigError, match="far enough"):
         initialize.start(parse_args(RUN.split()))
-
-
-def test_bf16_without_instructions_for_it_is_said(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    config = parse_args([*RUN.split(), "--bf16"])
-    for has, device, expected in ((True, "cpu", 0), (False, "cpu", 1), (False, "meta", 0)):
-        monkeypatch.setattr(devices, "has_bf16_products", lambda has=has: has)
-        devices.warn_of_slow_precision(config, torch.device(device), RankLog())
-        assert capsys.readouterr().out.count("warning: --bf16: this processor has no instructions for it") == expected
