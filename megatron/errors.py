@@ -29,15 +29,36 @@ def _public(scheme: str, rest: str) -> str:
     return f"{before}?..." if mark and (web or "=" in query) else place
 
 
+_LONGEST_WORD, _LONGEST_LINE = 200, 2000
+_WORD = re.compile(rf"\S{{{_LONGEST_WORD + 1},}}")
+_UNSAFE = re.compile("[\x00-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+"""Characters that a terminal obeys (escapes, line ends, a change of the writing direction), and halves of surrogate
+pairs, which stand for bytes that are not UTF-8 in names of files and cannot be encoded."""
+
+
+def printable(text: str) -> str:
+    """The text in one line of limited length. Characters that a terminal obeys become escapes such as \\x1b. Of a long
+    word the beginning stays; of a long line the beginning and the end, where errors have the reason and the fix."""
+    text = _UNSAFE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+    text = _WORD.sub(lambda found: _beginning(found[0]), text)
+    if len(text) <= _LONGEST_LINE:
+        return text
+    half = _LONGEST_LINE // 2
+    return f"{text[:half]} ... ({len(text)} characters) ... {text[-half:]}"
+
+
+def _beginning(word: str) -> str:
+    value = word.rstrip(":;,.)'\"")
+    return f"{value[:_LONGEST_WORD]}... ({len(value)} characters){word[len(value) :][:3]}"
+
+
 class MegatronError(Exception):
     """Base of all errors whose cause is outside of the program. (Bugs are assertions.)"""
 
     exit_code: int = 1
 
     def __init__(self, message: object = "") -> None:
-        # Halves of surrogate pairs, as names of files that are no UTF-8 have them, cannot be printed.
-        printable = str(message).encode(errors="backslashreplace").decode()
-        super().__init__(without_secrets(printable))
+        super().__init__(printable(without_secrets(str(message))))
 
     @property
     def lines(self) -> tuple[str, ...]:
@@ -55,8 +76,8 @@ class ConfigErrors(ConfigError):
     """Several refusals of one command line."""
 
     def __init__(self, errors: Sequence[ConfigError]) -> None:
-        super().__init__("\n".join(map(str, errors)))
         self._lines = tuple(map(str, errors))
+        Exception.__init__(self, "\n".join(self._lines))
 
     @property
     def lines(self) -> tuple[str, ...]:

@@ -24,7 +24,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.utils.command_line import run_tool
+from megatron.utils.command_line import integer, number, run_tool
 
 RECORD = Path(__file__).resolve().parent.parent / "megatron" / "ops" / "gpu_verified.json"  # VERIFIED of ops/library.py
 
@@ -59,9 +59,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", choices=PARTS, default="ops")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--seed", type=int, help="of the inputs; another one every time unless given")
-    parser.add_argument("--rounds", type=int, default=20, help="of the timing of ops; 0: no timing")
-    parser.add_argument("--seconds", type=float, default=450, help="for everything")
+    parser.add_argument("--seed", type=integer(0), help="of the inputs; another one every time unless given")
+    parser.add_argument("--rounds", type=integer(0), default=20, help="of the timing of ops; 0: no timing")
+    parser.add_argument("--seconds", type=number, default=450, help="for everything")
     parser.add_argument("--out", type=Path, help="where the record goes (default for ops: beside the kernels)")
     parser.add_argument("--only-small", action="store_true", help="only compare, only small shapes, write nothing")
     parser.add_argument("more", nargs="*", help="of steps and peers, after --: for their benchmark")

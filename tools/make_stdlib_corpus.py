@@ -19,7 +19,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs from a checkout that is not installed
 
 from megatron.errors import ConfigError, DataError, StorageError
-from megatron.utils.command_line import Parser, run_tool
+from megatron.utils.command_line import Parser, integer, number, run_tool
 
 # Tests repeat themselves; lookup tables and bundled wheels are no code to learn from.
 LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "encodings", "pydoc_data", "_bundled"}
@@ -68,8 +68,8 @@ def make() -> None:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="the JSON-lines file to write")
     parser.add_argument("--json-key", default="content", metavar="KEY", help="the key of the text (content)")
-    parser.add_argument("--max-megabytes", type=float, default=float("inf"), help="stop after this much text")
-    parser.add_argument("--seed", type=int, default=1234, help="of the order of the files")
+    parser.add_argument("--max-megabytes", type=number, default=float("inf"), help="stop after this much text")
+    parser.add_argument("--seed", type=integer(0), default=1234, help="of the order of the files")
     args = parser.parse_known_flags(sys.argv[1:])
     if not args.max_megabytes > 0:
         raise ConfigError(f"--max-megabytes {args.max_megabytes}: nothing would be written; give a number above 0")

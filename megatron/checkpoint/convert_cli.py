@@ -12,8 +12,9 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from megatron.errors import ConfigError
-from megatron.utils.command_line import Parser, run_tool
+from megatron.utils.command_line import Parser, integer, run_tool
 from megatron.utils.foreign import hub_hint, is_hugging_face
+from megatron.utils.numerals import INT32, LARGEST_WORLD
 from megatron.utils.progress import ByteProgress
 from megatron.utils.renamed_tools import converting
 
@@ -29,13 +30,19 @@ def parser() -> Parser:
         "tokenizer, and compares its logits with ours before it appears under its name.",
     )
     p.add_argument("--load", type=Path, required=True, help="A run's save directory, or a Hugging Face model folder.")
-    p.add_argument("--ckpt-step", type=int, help="This iteration instead of the newest.")
+    p.add_argument("--ckpt-step", type=integer(0), help="This iteration instead of the newest.")
     p.add_argument(
         "--from", dest="source", choices=("native", "hf", "megatron"), help="Format of --load (default: what it is)."
     )
-    p.add_argument("--true-vocab-size", type=int, help="Rows of the vocabulary without padding (--from megatron).")
-    p.add_argument("--target-tensor-parallel-size", type=int, metavar="N", help="TP of --to megatron (1).")
-    p.add_argument("--target-pipeline-parallel-size", type=int, metavar="N", help="PP of --to megatron (1).")
+    p.add_argument(
+        "--true-vocab-size", type=integer(1, INT32), help="Rows of the vocabulary without padding (--from megatron)."
+    )
+    p.add_argument(
+        "--target-tensor-parallel-size", type=integer(1, LARGEST_WORLD), metavar="N", help="TP of --to megatron (1)."
+    )
+    p.add_argument(
+        "--target-pipeline-parallel-size", type=integer(1, LARGEST_WORLD), metavar="N", help="PP of --to megatron (1)."
+    )
     p.add_argument(
         "--megatron-names",
         choices=("classic", "core", "te"),
@@ -234,7 +241,7 @@ def to_hugging_face(arguments: argparse.Namespace) -> None:
 
 def _shard_bytes(given: str | None) -> int:
     """`transformers` counts in thousands too."""
-    match = re.fullmatch(r"([1-9]\d{0,17})([KMGT]?)B?", (given or "5GB").upper())
+    match = re.fullmatch(r"([1-9][0-9]{0,17})([KMGT]?)B?", (given or "5GB").upper())
     if match is None:
         raise ConfigError(f"--max-shard-size {given}: not a size; give a number with MB or GB, such as 2GB")
     return int(match[1]) * 1000 ** " KMGT".index(match[2] or " ")

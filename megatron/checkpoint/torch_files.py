@@ -28,7 +28,7 @@ from megatron.errors import CheckpointError
 
 _BEFORE_ZIP = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 """The magic number that begins a file of torch before 1.6, as a pickle."""
-_LARGEST = 2**48  # of a number in a shape
+_LARGEST, _MOST_DIMENSIONS = 2**48, 64  # of a number in a shape, and of its numbers
 _LOCAL_HEADER = struct.Struct("<26xHH")
 STORAGES = {
     **{"FloatStorage": torch.float32, "DoubleStorage": torch.float64, "HalfStorage": torch.float16},
@@ -36,6 +36,10 @@ STORAGES = {
     **{"ShortStorage": torch.int16, "CharStorage": torch.int8, "ByteStorage": torch.uint8, "BoolStorage": torch.bool},
     "UntypedStorage": torch.uint8,
 }
+_TYPES = (
+    *(*STORAGES.values(), torch.uint16, torch.uint32, torch.uint64, torch.complex64, torch.complex128),
+    *(torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz),
+)
 _REBUILD = ("torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor_v3")
 _PARAMETER = ("torch._utils._rebuild_parameter", "torch._utils._rebuild_parameter_with_state")
 
@@ -232,11 +236,12 @@ def _description(value: Any) -> _Description | None:
         return None
     storage, offset, shape, stride = value.arguments[:4]
     named = _storage_of(storage)
-    numbers = (offset, *shape, *stride) if isinstance(shape, tuple) and isinstance(stride, tuple) else (None,)
     if (
         named is None
-        or len(numbers) != 1 + 2 * len(shape)
-        or not all(type(n) is int and 0 <= n < _LARGEST for n in numbers)
+        or not (
+            isinstance(shape, tuple) and isinstance(stride, tuple) and len(shape) == len(stride) <= _MOST_DIMENSIONS
+        )
+        or not all(type(n) is int and 0 <= n < _LARGEST for n in (offset, *shape, *stride))
     ):
         raise PickleRefused("it has a tensor that is not described as torch does")
     if _is_changed(value):
@@ -244,8 +249,8 @@ def _description(value: Any) -> _Description | None:
     dtype = named[1]
     if value.kind.text == _REBUILD[1] and len(value.arguments) > 6 and isinstance(value.arguments[6], Name):
         dtype = getattr(torch, value.arguments[6].last, dtype)
-    if not isinstance(dtype, torch.dtype):
-        raise PickleRefused("it has a tensor of a type that torch does not have")
+    if dtype not in _TYPES:
+        raise PickleRefused("it has a tensor of a type that is not read")
     return _Description(named[0], dtype, offset, shape, stride)
 
 

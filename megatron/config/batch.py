@@ -19,7 +19,7 @@ def parse_schedule(words: Sequence[str]) -> tuple[tuple[int, int], ...]:
     given = f"--step-batch-size-schedule {' '.join(words)}"
     steps = []
     for entry in " ".join(words).split():
-        match = re.fullmatch(r"(\d{1,15})([KMBT]?):([1-9]\d{0,8})", entry)
+        match = re.fullmatch(r"([0-9]{1,15})([KMBT]?):([1-9][0-9]{0,8})", entry)
         if match is None:
             raise ConfigError(f"{given}: {entry} is not TOKENS:SIZE, as in 200B:768")
         steps.append((int(match[1]) * _UNITS[match[2]], int(match[3])))

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from megatron.config.split import Shares, parse_split
 from megatron.errors import ConfigError, without_secrets
+from megatron.utils.numerals import real_number
 
 if TYPE_CHECKING:
     from megatron.config.sections.data import DataConfig
@@ -82,9 +83,9 @@ def _weights(given: str, entries: Sequence[str], numbers: Sequence[float | None]
 
 def _number(text: str) -> float | None:
     try:
-        return float(text)
-    except ValueError:
-        return None
+        return real_number(text)
+    except ValueError as error:
+        return None if str(error) == "not a number" else math.nan
 
 
 def data_sources(data: DataConfig) -> DataSources:

@@ -128,7 +128,7 @@ def _stray(word: str, before: Sequence[str]) -> ConfigError:
 
 
 def _is_negative_number(word: str) -> bool:
-    return re.fullmatch(r"-\d*\.?\d+([eE][-+]?\d+)?", word) is not None
+    return re.fullmatch(r"-[0-9]*\.?[0-9]+([eE][-+]?[0-9]+)?", word) is not None
 
 
 def _is_switch(target: Target) -> bool:

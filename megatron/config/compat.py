@@ -15,6 +15,7 @@ from typing import Any, Literal
 from megatron.config import compat_deepspeed, compat_table
 from megatron.config.flag import Status
 from megatron.errors import ConfigError
+from megatron.utils.numerals import real_number
 
 Takes = Literal["switch", "value", "values"]
 _TABLES = (compat_table, compat_deepspeed)
@@ -104,6 +105,6 @@ def apply_compat(flag: CompatFlag, text: str) -> str | None:
 
 def _same(text: str, neutral: str) -> bool:
     try:
-        return float(text) == float(neutral)  # 0 and 0.0 ask for the same
+        return real_number(text) == real_number(neutral)  # 0 and 0.0 ask for the same
     except ValueError:
         return text == neutral

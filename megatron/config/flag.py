@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from megatron.utils.numerals import LARGEST
+
 Status = Literal["works", "no-op", "later", "never"]
 
 
@@ -75,6 +77,13 @@ class Setting:
     @property
     def spellings(self) -> tuple[str, ...]:
         return (self.spelling, *self.flag.aliases)
+
+    @property
+    def largest(self) -> float | None:
+        """The largest accepted number; every integer has one."""
+        if self.flag.at_most is None and self.base is int:
+            return LARGEST
+        return self.flag.at_most
 
     @property
     def is_switch(self) -> bool:

@@ -6,6 +6,7 @@ import math
 import re
 
 from megatron.errors import ConfigError
+from megatron.utils.numerals import real_number
 
 Shares = tuple[float, float, float]
 """Of training, validation and test; they add up to one."""
@@ -15,12 +16,12 @@ def parse_split(text: str) -> Shares:
     """Parses '969, 30, 1', '98/2/0' or a single number; quotes that a script passed on are no part of it."""
     way_out = "give up to three numbers of 0 or more that are not all 0, as in --split 969,30,1"
     try:
-        shares = [float(part.strip()) for part in re.split("[,/]", text.strip("'\""))]
+        shares = [real_number(part) for part in re.split("[,/]", text.strip("'\""))]
     except ValueError:
         raise ConfigError(f"--split {text}: not a list of numbers; {way_out}") from None
     if len(shares) > 3:
         raise ConfigError(f"--split {text}: {len(shares)} numbers; {way_out}")
-    if any(share < 0 or not math.isfinite(share) for share in shares) or not 0 < sum(shares) < math.inf:
+    if any(share < 0 for share in shares) or not 0 < sum(shares) < math.inf:
         raise ConfigError(f"--split {text}: cannot be a split; {way_out}")
     shares += [0.0] * (3 - len(shares))
     total = 0.0

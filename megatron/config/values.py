@@ -10,9 +10,10 @@ from typing import Any
 
 from megatron.config.flag import Setting
 from megatron.errors import ConfigError
+from megatron.utils.numerals import LARGEST, real_number, whole_number
 
 _TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
-_LARGEST = 1 << 63  # of whole numbers, and one more
+_SHOWN_BITS = 512  # Python refuses to write thousands of digits
 _KIND = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
 
 
@@ -22,8 +23,8 @@ def show(value: Any) -> str:
         return "true" if value else "false"
     if isinstance(value, list | tuple):
         return " ".join(show(item) for item in value)
-    if isinstance(value, int) and abs(value) >= _LARGEST:
-        return f"{hex(value)[:20]}..."  # Python refuses to write thousands of digits
+    if isinstance(value, int) and value.bit_length() > _SHOWN_BITS:
+        return f"{hex(value)[:20]}..."
     return "none" if value is None else str(value)
 
 
@@ -48,7 +49,7 @@ def parse_switch(setting: Setting, raw: Any) -> bool:
 
 
 def _parse_one(setting: Setting, raw: Any) -> int | float | str:
-    spelled = f"{setting.spelling} {show(raw)[:200]}"
+    spelled = f"{setting.spelling} {show(raw)}"
     if raw is None or (isinstance(raw, str) and not raw.strip()):
         raise ConfigError(
             f"{setting.spelling} '': the value is empty (an unset shell variable?); give a value or leave the flag out"
@@ -58,20 +59,34 @@ def _parse_one(setting: Setting, raw: Any) -> int | float | str:
     if setting.base is str:
         return show(raw) if isinstance(raw, int) and not isinstance(raw, bool) else str(raw)
     try:
-        if isinstance(raw, bool):
-            raise ValueError
-        if setting.base is int:
-            if isinstance(raw, float) and raw != int(raw):
-                raise ValueError
-            whole = int(raw)
-            if abs(whole) >= _LARGEST:
-                raise OverflowError
-            return whole
+        return _whole(raw) if setting.base is int else _real(raw)
+    except ValueError as error:
+        raise ConfigError(f"{spelled}: {error}; {_way_out(setting)}") from None
+
+
+def _whole(raw: Any) -> int:
+    if isinstance(raw, str):
+        return whole_number(raw)
+    if isinstance(raw, bool) or raw != raw or not isinstance(raw, int | float):
+        raise ValueError("not a whole number")
+    if abs(raw) > LARGEST:
+        raise ValueError("out of range")
+    if raw != int(raw):
+        raise ValueError("not a whole number")
+    return int(raw)
+
+
+def _real(raw: Any) -> float:
+    if isinstance(raw, str):
+        return real_number(raw)
+    if isinstance(raw, bool) or not isinstance(raw, int | float):
+        raise ValueError("not a number")
+    try:
         number = float(raw)
-    except (ValueError, OverflowError, TypeError):
-        raise ConfigError(f"{spelled}: not {_KIND[setting.base]}; {_way_out(setting)}") from None
+    except OverflowError:
+        raise ValueError("out of range of a 64-bit number") from None
     if not math.isfinite(number):
-        raise ConfigError(f"{spelled}: not a finite number; {_way_out(setting)}")
+        raise ValueError("not a finite number")
     return number
 
 
@@ -79,23 +94,29 @@ def _way_out(setting: Setting) -> str:
     flag = setting.flag
     if flag.choices:
         return "choose from " + ", ".join(show(choice) for choice in flag.choices)
-    bounds = {"of at least": flag.at_least, "above": flag.above, "of at most": flag.at_most, "below": flag.below}
-    limits = " and ".join(f"{word} {bound:g}" for word, bound in bounds.items() if bound is not None)
+    bounds = {"of at least": flag.at_least, "above": flag.above, "of at most": setting.largest, "below": flag.below}
+    shown = {
+        word: str(bound) if isinstance(bound, int) else f"{bound:g}"
+        for word, bound in bounds.items()
+        if bound is not None
+    }
+    limits = " and ".join(f"{word} {bound}" for word, bound in shown.items())
     return f"give {_KIND[setting.base]} {limits}".rstrip()
 
 
 def check_one(setting: Setting, value: Any) -> None:
     """Checks the choices and bounds of a single value."""
-    flag, spelled = setting.flag, f"{setting.spelling} {show(value)[:200]}"
+    flag, spelled = setting.flag, f"{setting.spelling} {show(value)}"
     if flag.refused and value in flag.refused:
         raise ConfigError(f"{spelled}: {flag.refused[value]}")
     if flag.choices and value not in flag.choices:
         hint = nearest(str(value), [str(choice) for choice in flag.choices])
         raise ConfigError(f"{spelled}: no such choice{hint}; {_way_out(setting)}")
+    largest = setting.largest
     too_small = (flag.at_least is not None and value < flag.at_least) or (
         flag.above is not None and value <= flag.above
     )
-    too_large = (flag.at_most is not None and value > flag.at_most) or (flag.below is not None and value >= flag.below)
+    too_large = (largest is not None and value > largest) or (flag.below is not None and value >= flag.below)
     if too_small or too_large:
         raise ConfigError(f"{spelled}: out of range; {_way_out(setting)}")
 

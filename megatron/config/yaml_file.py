@@ -5,14 +5,19 @@ Dates stay text: `run-name: 2024-01-01` means what is written there.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import Any
 
 from megatron.config.text_file import text_of
 from megatron.errors import ConfigError
+from megatron.utils.numerals import real_number
 
 _DEEPEST = 4  # a list of numbers in a section is 3
 _PLAIN_TAG = "tag:yaml.org,2002:str"
+_NUMBER_TAGS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
+_DECIMAL = re.compile(r"[+-]?((0|[1-9][0-9]*)(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]+)?")
+_NOT_FINITE = re.compile(r"[+-]?\.(inf|nan)", re.IGNORECASE)
 _DATE_TAG = "tag:yaml.org,2002:timestamp"
 
 
@@ -25,7 +30,11 @@ def read_yaml(path: str) -> dict[Any, Any]:
         problem = _problem(yaml.parse(text, Loader=yaml.SafeLoader))
         if problem is not None:
             raise ConfigError(f"--config {path}: {problem}")
-        twice = _key_given_twice(yaml.compose(text, Loader=yaml.SafeLoader))
+        nodes = yaml.compose(text, Loader=yaml.SafeLoader)
+        problem = _other_notation(nodes)
+        if problem is not None:
+            raise ConfigError(f"--config {path}: {problem}")
+        twice = _key_given_twice(nodes)
         content = _without_dates(yaml.SafeLoader)(text).get_single_data()
     except (yaml.YAMLError, ValueError, OverflowError) as error:  # of a number of thousands of digits, ValueError
         if isinstance(error, ConfigError):
@@ -57,6 +66,25 @@ def _problem(events: Iterable[Any]) -> str | None:
             collections.add(event.anchor)
         if kind == "AliasEvent" and event.anchor in collections:
             return f"{line}: *{event.anchor} repeats a list or a section; write its values out"
+    return None
+
+
+def _other_notation(node: Any) -> str | None:
+    """A number in a notation that YAML 1.1 reads in its own way: 010 is 8, 1:30 is 90 and 1_000 is 1000."""
+    if node is None:
+        return None
+    if node.id != "scalar":
+        inner = node.value if node.id == "sequence" else [item for pair in node.value for item in pair]
+        return next(filter(None, map(_other_notation, inner)), None)
+    if node.tag not in _NUMBER_TAGS or _NOT_FINITE.fullmatch(node.value):
+        return None
+    line = f"line {node.start_mark.line + 1}: {node.value}"
+    if _DECIMAL.fullmatch(node.value) is None:
+        return f"{line} is a number in a notation of YAML's own; write it in decimal digits, or in quotes if it is text"
+    try:
+        real_number(node.value)
+    except ValueError as error:
+        return f"{line}: {error}"
     return None
 
 

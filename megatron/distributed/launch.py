@@ -26,6 +26,7 @@ import torch.distributed as dist
 import torch.distributed.nn.functional  # noqa: F401
 
 from megatron.errors import ConfigError, PeerLostError
+from megatron.utils.numerals import whole_number
 from megatron.utils.process import signal_at_parent_death
 
 _WITHOUT_THREADS = ("fake", "recorded")
@@ -153,9 +154,11 @@ def first_host(nodelist: str) -> str:
 def _number(env: Mapping[str, str], name: str, default: int) -> int:
     text = env.get(name, "")
     try:
-        return int(text) if text else default
+        return whole_number(text) if text else default
     except ValueError:
-        raise ConfigError(f"{name}={text!r} in the environment: must be a whole number; start with torchrun") from None
+        raise ConfigError(
+            f"{name}={text!r} in the environment: must be a whole number of 64 bits; start with torchrun"
+        ) from None
 
 
 def _check(info: LaunchInfo) -> None:

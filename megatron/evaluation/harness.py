@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -163,8 +164,8 @@ def model_options(arguments: dict[str, Any]) -> ModelOptions:
         raise ConfigError("--model_args: has no load=DIR, the checkpoint")
     size = str(given.pop("batch_size", "auto"))
     if not size.startswith("auto"):
-        if not size.isdecimal():
-            raise ConfigError(f"--batch_size {size}: not a number, and not auto")
+        if re.fullmatch("[1-9][0-9]{0,8}", size) is None:
+            raise ConfigError(f"--batch_size {size}: not a number of sequences from 1 to 999999999, and not auto")
         given["batch_size"] = int(size)
     given = {name: value for name, value in given.items() if value is not None}
     return ModelOptions(**{**given, "load": str(given["load"])})

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 from megatron.errors import ConfigError
 from megatron.inference.model_flags import add_model_flags
 from megatron.training.exit import StopReason, run_as_program
-from megatron.utils.command_line import Parser, fields_from, integer
+from megatron.utils.command_line import Parser, fields_from, integer, number
 from megatron.utils.loading import loading_torch
+from megatron.utils.numerals import INT32
 
 if TYPE_CHECKING:
     from megatron.inference.sampling import Sampling
@@ -38,7 +39,7 @@ def parser() -> Parser:
     end = p.add_argument_group("end")
     end.add_argument(
         "--max-new-tokens",
-        type=integer(1),
+        type=integer(1, INT32),
         metavar="N",
         help="Tokens to add at most (default 64, or what the model has room for).",
     )
@@ -46,15 +47,21 @@ def parser() -> Parser:
     end.add_argument("--ignore-eod", action="store_true", help="Go on after the end of the document.")
     choice = p.add_argument_group("choice of tokens")
     choice.add_argument("--greedy", action="store_true", help="Always the likeliest token.")
-    choice.add_argument("--temperature", type=float, default=1.0, help="Below 1: safer; above 1: wilder (default 1).")
-    choice.add_argument("--top-k", type=int, default=0, help="Draw from the K likeliest tokens only (default 0: all).")
-    choice.add_argument("--top-p", type=float, default=0.0, help="Draw from the likeliest tokens that hold this share.")
-    choice.add_argument("--seed", type=int, default=1234, help="The same seed gives the same text (default 1234).")
+    choice.add_argument("--temperature", type=number, default=1.0, help="Below 1: safer; above 1: wilder (default 1).")
     choice.add_argument(
-        "--num-beams", type=integer(1), default=1, metavar="N", help="Search for the likeliest text with N beams."
+        "--top-k", type=integer(0), default=0, help="Draw from the K likeliest tokens only (default 0: all)."
     )
     choice.add_argument(
-        "--length-penalty", type=float, default=1.0, help="Above 0 favours long texts in the search (default 1)."
+        "--top-p", type=number, default=0.0, help="Draw from the likeliest tokens that hold this share."
+    )
+    choice.add_argument(
+        "--seed", type=integer(0), default=1234, help="The same seed gives the same text (default 1234)."
+    )
+    choice.add_argument(
+        "--num-beams", type=integer(1, 4096), default=1, metavar="N", help="Search for the likeliest text with N beams."
+    )
+    choice.add_argument(
+        "--length-penalty", type=number, default=1.0, help="Above 0 favours long texts in the search (default 1)."
     )
     add_model_flags(p, batch="Prompts at a time", axes=("tensor-model", "pipeline-model", "expert-model"))
     return p

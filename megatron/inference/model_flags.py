@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Sequence
 
 from megatron.utils.command_line import Parser, integer
+from megatron.utils.numerals import INT32, LARGEST_WORLD
 
 
 def add_model_flags(parser: Parser, *, batch: str, axes: Sequence[str]) -> argparse._ArgumentGroup:
@@ -17,14 +18,16 @@ def add_model_flags(parser: Parser, *, batch: str, axes: Sequence[str]) -> argpa
         metavar="DIR",
         help="A run's --save, a checkpoint of Megatron-LM, a Hugging Face model.",
     )
-    how.add_argument("--ckpt-step", type=int, metavar="N", help="This iteration instead of the newest.")
-    how.add_argument("--batch-size", type=integer(1), default=8, metavar="N", help=f"{batch} (default 8).")
+    how.add_argument("--ckpt-step", type=integer(0), metavar="N", help="This iteration instead of the newest.")
+    how.add_argument("--batch-size", type=integer(1, INT32), default=8, metavar="N", help=f"{batch} (default 8).")
     how.add_argument("--dtype", help="float32, bfloat16 or float16 (default: as trained).")
     how.add_argument("--device", default="auto", help="auto, cpu, cuda, ... (default auto).")
     how.add_argument("--kernels", default="auto", help="As in training (default auto).")
     for axis in axes:
         name = f"--{axis}-parallel-size"
-        how.add_argument(name, type=integer(1), default=1, metavar="N", help="As in training (default 1).")
+        how.add_argument(
+            name, type=integer(1, LARGEST_WORLD), default=1, metavar="N", help="As in training (default 1)."
+        )
     for name in ("--tokenizer-type", "--tokenizer-model", "--vocab-file", "--merge-file"):
         how.add_argument(name, help="Of a checkpoint without a tokenizer of its own.")
     return how

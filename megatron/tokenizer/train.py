@@ -12,6 +12,9 @@ from megatron.tokenizer.byte_alphabet import CHARACTER_OF_BYTE
 
 SMALLEST_VOCABULARY = len(CHARACTER_OF_BYTE) + 1  # every byte, and the end of document
 
+LARGEST_VOCABULARY = 10_000_000
+"""The library allocates a table of this many tokens before it reads any text, and aborts the process if it cannot."""
+
 
 def train_bpe(texts: Iterable[str], vocab_size: int, *, min_frequency: int = 2, show_progress: bool = False) -> BPE:
     """Learns at most `vocab_size` tokens: the 256 bytes, the merges in order and, last as in GPT-2, `<|endoftext|>`.
@@ -20,6 +23,8 @@ def train_bpe(texts: Iterable[str], vocab_size: int, *, min_frequency: int = 2, 
     """
     if vocab_size < SMALLEST_VOCABULARY:
         raise ConfigError(f"--vocab-size {vocab_size}: at least {SMALLEST_VOCABULARY} (every byte, and {END_OF_TEXT})")
+    if vocab_size > LARGEST_VOCABULARY:
+        raise ConfigError(f"--vocab-size {vocab_size}: at most {LARGEST_VOCABULARY} tokens can be learned")
     try:
         from tokenizers import Tokenizer, models, pre_tokenizers, trainers
     except ImportError:

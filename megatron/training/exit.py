@@ -24,9 +24,9 @@ from megatron.errors import (
     PeerLostError,
     StorageError,
 )
-from megatron.utils.command_line import forget_stdout, not_installed, stdout_is_unread
+from megatron.utils.command_line import NO_PATH, forget_stdout, not_installed, stdout_is_unread
 from megatron.utils.durable import write_atomically
-from megatron.utils.log import print_line
+from megatron.utils.log import escape_unprintable, print_line
 
 FILE = "exit_reason.json"
 _LONGEST = 300
@@ -105,6 +105,7 @@ def run_as_program(body: Callable[[], StopReason]) -> StopReason:
     """Runs `body`. A MegatronError is printed once, as one line, and ends the process with its exit code; any other
     exception keeps its traceback, as a bug in a script or in this package.
     """
+    escape_unprintable(sys.stdout)
     try:
         try:
             reason = body()
@@ -151,6 +152,8 @@ def as_megatron_error(error: BaseException) -> BaseException:
         return InterruptError("interrupted (SIGINT); start again with --load to go on from the last checkpoint")
     if isinstance(error, BrokenPipeError) and stdout_is_unread():
         return StorageError("the log (stdout) has lost its reader; send it to a file, and start again with --load")
+    if isinstance(error, OSError) and error.errno in NO_PATH:
+        return ConfigError(f"{error.filename}: {error.strerror}; name another path")
     if isinstance(error, ModuleNotFoundError):
         line = not_installed(error)
         return error if line is None else ConfigError(line)

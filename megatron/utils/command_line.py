@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
-import math
+import errno
 import os
 import select
 import signal
@@ -16,10 +16,13 @@ from typing import Any, NoReturn
 
 from megatron.errors import ConfigError, InterruptError, MegatronError
 from megatron.utils.loading import before_torch
-from megatron.utils.log import print_line
+from megatron.utils.log import escape_unprintable, print_line
+from megatron.utils.numerals import LARGEST, real_number, whole_number
 
 DEPENDENCIES = ("numpy", "regex", "safetensors", "tokenizers", "torch", "transformers", "xxhash", "yaml")
 _STDOUT = 1
+NO_PATH = (errno.ENAMETOOLONG, errno.ELOOP)
+"""Errors of a path that the file system cannot take, whatever is done with it."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -66,24 +69,34 @@ def fields_from(arguments: argparse.Namespace, kind: type[Any]) -> dict[str, Any
     return {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
 
 
-def integer(at_least: int) -> Callable[[str], int]:
+def integer(at_least: int, at_most: int = LARGEST) -> Callable[[str], int]:
+    """The `type` of a flag that takes a whole number within these bounds."""
+
     def parse(text: str) -> int:
         try:
-            value = int(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+            value = whole_number(text)
+        except ValueError as error:
+            limit = "" if "whole" in str(error) else f"; give a whole number from {at_least} to {at_most}"
+            raise argparse.ArgumentTypeError(f"{text!r} is {error}{limit}") from None
         if value < at_least:
             raise argparse.ArgumentTypeError(f"{value} is less than {at_least}")
+        if value > at_most:
+            raise argparse.ArgumentTypeError(f"{value} is more than {at_most}")
         return value
 
     return parse
 
 
-def fraction(text: str) -> float:
+def number(text: str) -> float:
+    """The `type` of a flag that takes a finite number."""
     try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
+        return real_number(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is {error}") from None
+
+
+def fraction(text: str) -> float:
+    value = number(text)
     if not 0 <= value <= 1:
         raise argparse.ArgumentTypeError(f"{text} is not a number from 0 to 1")
     return value
@@ -95,6 +108,7 @@ def run_tool(name: str, job: Callable[[], int | None]) -> int:
     If the reader of stdout has gone (`| head`), the tool ends silently, with the exit code of a program killed by
     SIGPIPE.
     """
+    escape_unprintable(sys.stdout)
     try:
         try:
             return _exit_code(name, job)
@@ -128,6 +142,11 @@ def _exit_code(name: str, job: Callable[[], int | None]) -> int:
     except KeyboardInterrupt:
         print_line(f"{name}: interrupted; nothing was written", sys.stderr)
         return InterruptError.exit_code
+    except OSError as error:
+        if error.errno not in NO_PATH:
+            raise
+        print_line(f"{name}: {ConfigError(f'{error.filename}: {error.strerror}; name another path')}", sys.stderr)
+        return ConfigError.exit_code
     except ModuleNotFoundError as error:
         line = not_installed(error)
         if line is None:

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import TextIO
+
+
+def escape_unprintable(stream: TextIO) -> None:
+    """Makes the stream escape what its encoding lacks, such as the bytes of a path that is not UTF-8: printing a line
+    never ends a run."""
+    if isinstance(stream, io.TextIOWrapper) and stream.errors in ("strict", "surrogateescape"):
+        stream.reconfigure(errors="backslashreplace")
 
 
 def print_line(text: str, stream: TextIO) -> None:
@@ -23,6 +31,9 @@ class RankLog:
     stream: TextIO = field(default_factory=lambda: sys.stdout)
     stamped: bool = False
     """Whether every line begins with the time of day."""
+
+    def __post_init__(self) -> None:
+        escape_unprintable(self.stream)
 
     @property
     def main(self) -> bool:

@@ -26,11 +26,11 @@ def check_paths(config: RunConfig, refusals: Refusals | None = None) -> None:
 
 
 def _wrong_paths(config: RunConfig) -> Iterator[ConfigError]:
-    told: set[str] = set()  # of the two files of one prefix, one is enough
+    told: set[tuple[Path, str]] = set()  # of the two files of one prefix, one is enough
     for flag, path, hint in _named_files(config):
         line = _wrong_file(f"{flag} {path}", path, hint)
-        if line is not None and str(path.with_suffix("")) not in told:
-            told.add(str(path.with_suffix("")))
+        if line is not None and (path.parent, path.stem) not in told:
+            told.add((path.parent, path.stem))
             yield ConfigError(line)
     for blend in filter(None, dict.fromkeys(data_sources(config.data).blends)):
         yield from (ConfigError(fetch_first(blend.flag, prefix)) for prefix in blend.prefixes if "://" in prefix)

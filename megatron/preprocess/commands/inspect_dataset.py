@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron.errors import ConfigError, DataError, MegatronError
 from megatron.utils.command_line import Parser, fields_from, integer, run_tool
+from megatron.utils.numerals import INT32
 from megatron.utils.progress import ByteProgress
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ def build_parser() -> Parser:
     group.add_argument("--merge-file", "--merges-file", metavar="FILE", help="merges.txt of GPT2BPETokenizer")
     group.add_argument("--tokenizer-model", metavar="PATH", help="tokenizer.json, or its folder")
     group.add_argument(
-        "--vocab-size", type=integer(1), metavar="N", help="without a tokenizer: --verify checks ids against it"
+        "--vocab-size", type=integer(1, INT32), metavar="N", help="without a tokenizer: --verify checks ids against it"
     )
     return parser
 

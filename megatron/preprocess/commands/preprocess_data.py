@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from megatron.errors import ConfigError
 from megatron.utils.command_line import Parser, fields_from, fraction, integer, run_tool
+from megatron.utils.numerals import INT32, LARGEST_WORLD, MOST_PROCESSES
 from megatron.utils.process import usable_cpus
 
 if TYPE_CHECKING:
@@ -105,10 +106,10 @@ def _add_tokenizer_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--vocab-file", "--vocab", metavar="FILE", help="vocab.json of GPT-2, or vocab.txt of BERT")
     group.add_argument("--merge-file", "--merges-file", metavar="FILE", help="merges.txt of GPT2BPETokenizer")
     group.add_argument("--tokenizer-model", metavar="PATH", help="tokenizer.json or its folder, .model, ranks")
-    group.add_argument("--vocab-size", type=integer(1), metavar="N", help="ids of NullTokenizer or TikTokenizer")
+    group.add_argument("--vocab-size", type=integer(1, INT32), metavar="N", help="ids of NullTokenizer or TikTokenizer")
     group.add_argument("--tiktoken-pattern", choices=("v1", "v2"), help="word pattern of TikTokenizer (v2)")
     group.add_argument(
-        "--tiktoken-num-special-tokens", type=integer(3), default=1000, metavar="N",
+        "--tiktoken-num-special-tokens", type=integer(3, INT32), default=1000, metavar="N",
         help="ids of TikTokenizer before its ranks (1000)",
     )  # fmt: skip
     group.add_argument(
@@ -116,7 +117,10 @@ def _add_tokenizer_flags(group: argparse._ArgumentGroup) -> None:
         help="TikTokenizer: the first of its ids by name; elsewhere: tokens that it must have",
     )  # fmt: skip
     group.add_argument(
-        "--null-tokenizer-eod-id", type=integer(0), metavar="N", help="end of document of NullTokenizer (--vocab-size)"
+        "--null-tokenizer-eod-id",
+        type=integer(0, INT32),
+        metavar="N",
+        help="end of document of NullTokenizer (--vocab-size)",
     )
     group.add_argument(
         "--encoder", choices=("auto", "fast", "exact"), default="auto",
@@ -126,7 +130,11 @@ def _add_tokenizer_flags(group: argparse._ArgumentGroup) -> None:
 
 def _add_run_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
-        "--workers", type=integer(1), default=usable_cpus(), metavar="N", help="processes (one for each core)"
+        "--workers",
+        type=integer(1, MOST_PROCESSES),
+        default=usable_cpus(),
+        metavar="N",
+        help="processes (one for each core)",
     )
     group.add_argument(
         "--chunk-size", type=integer(1), metavar="N", help="most documents encoded at a time (about 1 MB of them)"
@@ -143,16 +151,24 @@ def _add_trial_flags(group: argparse._ArgumentGroup) -> None:
         "--find-optimal-num-workers", action="store_true", help="measure short runs, print them, and write nothing"
     )
     group.add_argument(
-        "--workers-to-check", type=integer(1), nargs="+", metavar="N", help="the counts (1, 2, 4, ... to all cores)"
+        "--workers-to-check",
+        type=integer(1, MOST_PROCESSES),
+        nargs="+",
+        metavar="N",
+        help="the counts (1, 2, 4, ... to all cores)",
     )
     group.add_argument("--max-documents", type=integer(1), metavar="N", help="documents of each run (100000)")
 
 
 def _add_partition_flags(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--rank", type=integer(0), metavar="I", help="write partition I of --world (from 0)")
-    group.add_argument("--world", type=integer(1), metavar="N", help="number of partitions, one for each machine")
     group.add_argument(
-        "--partitions", type=integer(1), metavar="N",
+        "--rank", type=integer(0, LARGEST_WORLD), metavar="I", help="write partition I of --world (from 0)"
+    )
+    group.add_argument(
+        "--world", type=integer(1, LARGEST_WORLD), metavar="N", help="number of partitions, one for each machine"
+    )
+    group.add_argument(
+        "--partitions", type=integer(1, LARGEST_WORLD), metavar="N",
         help="with --rank: --world; alone: nothing to do, all --workers share the files",
     )  # fmt: skip
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from megatron.errors import ConfigError, DataError, StorageError
 from megatron.utils.command_line import Parser, integer, run_tool
+from megatron.utils.numerals import INT32
 
 if TYPE_CHECKING:
     from megatron.preprocess.input.files import InputFile
@@ -33,7 +34,11 @@ def build_parser() -> Parser:
     )
     parser.add_argument("--json-key", default="text", metavar="KEY", help="the key of the text (text)")
     parser.add_argument(
-        "--vocab-size", type=integer(1), required=True, metavar="N", help="tokens, bytes and <|endoftext|> included"
+        "--vocab-size",
+        type=integer(1, INT32),
+        required=True,
+        metavar="N",
+        help="tokens, bytes and <|endoftext|> included",
     )
     parser.add_argument("--output-dir", required=True, metavar="DIR", help="where vocab.json and merges.txt go")
     parser.add_argument(

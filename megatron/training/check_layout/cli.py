@@ -10,9 +10,11 @@ from collections.abc import Sequence
 from megatron.errors import ConfigError, MegatronError
 from megatron.training.exit import as_megatron_error, in_one_line
 from megatron.utils.command_line import Parser, integer, run_tool
+from megatron.utils.numerals import LARGEST_WORLD, MOST_PROCESSES, real_number
 from megatron.utils.process import usable_cpus
 
 NAME = "check_layout.py"
+_LARGEST = 1_000_000
 FAULT_NAMES = (
     "no-gradient-reduction",
     "no-replica-sum",
@@ -46,24 +48,27 @@ def build_parser() -> Parser:
         "norms, weights and an evaluation are compared, every token with a weight of its own. Exit code 0: equal "
         "within the tolerance; 1: not; other codes: nothing could be compared.",
     )
-    parser.add_argument("--steps", type=integer(1), default=3, metavar="N", help="optimizer steps (3)")
+    parser.add_argument("--steps", type=integer(1, 1_000_000), default=3, metavar="N", help="optimizer steps (3)")
     parser.add_argument("--tolerance", type=_positive, default=1e-10, metavar="X", help="relative (1e-10)")
     parser.add_argument(
         "--ranks",
-        type=integer(1),
+        type=integer(1, MOST_PROCESSES),
         metavar="N",
         help="processes of the layout; unset: the fewest that hold it, with two data-parallel ranks up to eight",
     )
     parser.add_argument(
         "--cluster",
-        type=integer(2),
+        type=integer(2, LARGEST_WORLD),
         metavar="N",
         help="train nothing: prove that the flags do not hang on N ranks over nccl, from what one rank of each kind "
         "asks of its communicators from start to stop, a save and a load included (exit code 0: proved, 1: they would "
         "hang), and print what that is",
     )
     parser.add_argument(
-        "--workers", type=integer(1), metavar="N", help="with --cluster: processes at a time (one for each CPU)"
+        "--workers",
+        type=integer(1, MOST_PROCESSES),
+        metavar="N",
+        help="with --cluster: processes at a time (one for each CPU)",
     )
     parser.add_argument("--full", action="store_true", help="never shrink the model, however long it takes")
     parser.add_argument("--script", metavar="FILE.py", help="a pretrain script of your own (pretrain_gpt.py)")
@@ -85,11 +90,11 @@ def _of_training(options: argparse.Namespace) -> str | None:
 
 def _positive(text: str) -> float:
     try:
-        value = float(text)
+        value = real_number(text)
     except ValueError:
         value = 0.0
-    if not 0.0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is not a number above 0")
+    if not 0.0 < value <= _LARGEST:
+        raise argparse.ArgumentTypeError(f"{text} is not a number above 0 and of at most {_LARGEST}")
     return value
 
 

@@ -39,8 +39,10 @@ def build_parser() -> Parser:
         "--value", default="lm_loss", help="which number to draw, by its key in the metrics file (lm_loss)"
     )
     parser.add_argument("--names", nargs="+", metavar="NAME", help="of the runs, in the legend; unset: their files")
-    parser.add_argument("--width", type=integer(10), default=72, metavar="N", help="columns in the terminal (72)")
-    parser.add_argument("--height", type=integer(3), default=16, metavar="N", help="rows in the terminal (16)")
+    parser.add_argument(
+        "--width", type=integer(10, 10_000), default=72, metavar="N", help="columns in the terminal (72)"
+    )
+    parser.add_argument("--height", type=integer(3, 1000), default=16, metavar="N", help="rows in the terminal (16)")
     return parser
 
 

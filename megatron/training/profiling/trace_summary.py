@@ -12,6 +12,7 @@ import heapq
 import json
 import re
 import sys
+import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from megatron.utils.command_line import Parser, integer, run_tool
 NAME = "profile_summary.py"
 STEP = "step "  # the name of the range around every iteration, before its number
 CATEGORIES = ("GEMM", "attention", "elementwise", "optimizer", "communication", "data", "idle")
+_LATEST = 1e18  # microseconds
 KERNELS = ("kernel", "gpu_memcpy", "gpu_memset")
 
 _COMMUNICATION = re.compile(r"^c10d::|^gloo:|^nccl|ncclDev|^mpi:|reduce_scatter|all_?gather|all_?reduce", re.I)
@@ -86,18 +88,22 @@ class Event:
 
 def read_trace(path: Path) -> list[Event]:
     """The timed events of a trace as PyTorch writes it (.json or .json.gz)."""
+    if path.exists() and not path.is_file():
+        raise DataError(f"{path}: not a regular file; name a trace that --profile wrote")
     try:
         raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-        events = json.loads(raw)["traceEvents"]
-        return [
-            Event(e["name"], e.get("cat", ""), float(e["ts"]), float(e["ts"]) + float(e["dur"]), (e["pid"], e["tid"]))
-            for e in events
-            if e.get("ph") == "X"
-        ]
+        return [_event(e) for e in json.loads(raw)["traceEvents"] if dict.get(e, "ph") == "X"]
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror}); name a trace that --profile wrote") from None
-    except (ValueError, KeyError, TypeError, EOFError) as error:
+    except (ValueError, KeyError, TypeError, EOFError, OverflowError, RecursionError, zlib.error) as error:
         raise DataError(f"{path}: is no trace of PyTorch's profiler ({type(error).__name__}); name one") from None
+
+
+def _event(entry: dict[str, Any]) -> Event:
+    name, kind, start, length = entry["name"], entry.get("cat", ""), float(entry["ts"]), float(entry["dur"])
+    if not (isinstance(name, str) and isinstance(kind, str) and abs(start) + abs(length) < _LATEST and length >= 0):
+        raise ValueError("a name that is not text, or a time that is none")
+    return Event(name, kind, start, start + length, (entry["pid"], entry["tid"]))
 
 
 def summarise(events: Sequence[Event], slowest: int = 10) -> Summary:

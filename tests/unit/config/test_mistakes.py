@@ -288,6 +288,9 @@ def test_files_must_exist(tmp_path_factory: pytest.TempPathFactory) -> None:
         check_paths(parse_args(argv(command, f"--merge-file {folder}/merges.txt")))
     (folder / "merges.txt").write_bytes(b"")
     check_paths(parse_args(argv(command, f"--merge-file {folder}/merges.txt")))
+    for place in ("/", ".", "..", "//"):  # they have no name
+        with pytest.raises(ConfigError, match=r"--merge-file [/.]+: is a directory"):
+            check_paths(parse_args(argv(command, f"--merge-file {place}")))
     wrong = command.replace("corpus ", "corpus.bin ")
     with pytest.raises(
         ConfigError, match=r"--data-path .*corpus.bin.idx: no such file; give the prefix without its ending: .*corpus$"

@@ -42,7 +42,7 @@ WORDS: dict[str, tuple[tuple[str, ...], str]] = {
     "a penalty alone": (("--prompt", "x", "--length-penalty", "2"), "--length-penalty 2.0: is for the search"),
     "a penalty of nothing": (
         ("--prompt", "x", "--num-beams", "2", "--length-penalty", "nan"),
-        "--length-penalty nan: must be from -10 to 10",
+        "--length-penalty: 'nan' is not a finite number",
     ),
     "a penalty of all": (
         ("--prompt", "x", "--num-beams", "2", "--length-penalty", "-200"),

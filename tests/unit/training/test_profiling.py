@@ -18,6 +18,7 @@ from megatron.errors import DataError
 from megatron.training.profiling.profiler import StepProfiler, build_profiler
 from megatron.training.profiling.trace_summary import CATEGORIES, Event, Summary, main, read_trace, summarise
 from megatron.utils.log import RankLog
+from tests.helpers.mutations import only_our_errors, texts
 from tests.helpers.runs import flags, pretrain_here
 
 CPU = torch.device("cpu")
@@ -133,6 +134,25 @@ def test_what_is_no_trace_is_refused_by_name(tmp_path: Path, content: bytes) -> 
         (tmp_path / name).write_bytes(data)
         with pytest.raises(DataError, match=rf"{name}: (is no trace|cannot be read)"):
             read_trace(tmp_path / name)
+
+
+def test_traces_of_a_stranger(tmp_path: Path) -> None:
+    """Every trace gives a table, or one line."""
+    kinds = {"op": "cpu_op", "mm": "kernel", "step 1": "user_annotation", "optimizer": "gpu_user_annotation"}
+    events = [
+        {"ph": "X", "name": name, "cat": kind, "ts": at, "dur": 5, "pid": 1, "tid": 1}
+        for at, (name, kind) in enumerate(kinds.items())
+    ]
+    path = tmp_path / "t.json"
+
+    def read(text: str) -> None:
+        path.write_text(text)
+        summarise(read_trace(path)).table()
+
+    taken, refused = only_our_errors(read, texts({"traceEvents": events}, 300, 26))
+    assert taken and refused
+    only_our_errors(read, iter(['{"traceEvents": [1]}', '{"traceEvents": {"ph": 1}}', '{"traceEvents": "X"}']))
+    only_our_errors(lambda name: read_trace(Path(name)), iter(["/dev/zero", str(tmp_path), "missing"]))
 
 
 def test_a_trace_without_a_step_is_refused(tmp_path: Path) -> None:

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.utils.command_line import run_tool
+from megatron.errors import ConfigError
+from megatron.utils.command_line import Parser, integer, number, run_tool
 
 ROOT = Path(__file__).resolve().parents[3]
 SETUP = [
@@ -113,3 +114,29 @@ def test_another_broken_pipe_is_an_error() -> None:
 def test_the_job_may_give_the_exit_code() -> None:
     assert run_tool("error", lambda: None) == 0
     assert run_tool("error", lambda: 4) == 4
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        *((text, "is not a whole number") for text in ("3_2", "٣٢", "2.0", "0x3", "", "1e2", "two")),
+        ("0", "0 is less than 1"),
+        ("10", "10 is more than 9"),
+        ("1" * 5000, "is out of range; give a whole number from 1 to 9"),
+    ],
+)
+def test_whole_numbers_of_tools(text: str, said: str) -> None:
+    parser = Parser()
+    parser.add_argument("--n", type=integer(1, 9))
+    assert parser.parse_known_flags(["--n", "+009"]).n == 9
+    with pytest.raises(ConfigError, match=said):
+        parser.parse_known_flags([f"--n={text}"])
+
+
+@pytest.mark.parametrize("text", ["1_0.5", "٣.٢", "nan", "inf", "1e999", "1e-999", "0x1p3"])
+def test_numbers_of_tools(text: str) -> None:
+    parser = Parser()
+    parser.add_argument("--x", type=number)
+    assert parser.parse_known_flags(["--x", "-.5"]).x == -0.5
+    with pytest.raises(ConfigError, match=r"is not a (finite )?number|is out of range"):
+        parser.parse_known_flags([f"--x={text}"])

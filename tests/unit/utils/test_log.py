@@ -60,3 +60,26 @@ def test_ranks_under_torchrun_do_not_break_into_the_lines_of_others(tmp_path: Pa
     assert done.returncode == 0, done.stderr
     expected = [f"rank {rank} {verb} {n}" for rank in (0, 1) for verb in ("logs", "prints") for n in range(LINES)]
     assert sorted(done.stdout.splitlines()) == sorted(expected)
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "utf-8"])
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])
+def test_a_stream_that_cannot_encode_a_path_ends_no_run(encoding: str, errors: str) -> None:
+    kept = io.BytesIO()
+    stream = io.TextIOWrapper(kept, encoding=encoding, errors=errors)
+    RankLog(stream=stream).info("saved to caf\udce9/ü😀")
+    shown = "ü😀" if encoding == "utf-8" else "\\xfc\\U0001f600"
+    assert kept.getvalue().decode(encoding) == f"saved to caf\\udce9/{shown}\n"
+
+
+def test_a_tool_prints_names_that_stdout_cannot_encode(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(kept, encoding="ascii"))
+    assert run_tool("error", lambda: print("caf\udce9 ü")) == 0
+    assert kept.getvalue() == b"caf\\udce9 \\xfc\n"
+
+
+def test_a_path_that_no_file_system_takes_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_tool("error", lambda: print(Path("x" * 5000).is_file())) == 2
+    line = capsys.readouterr().err
+    assert line.startswith("error: xxx") and line.endswith("(5000 characters): File name too long; name another path\n")

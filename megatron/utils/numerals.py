@@ -1,0 +1,42 @@
+"""Parses numbers as users write them: ASCII digits without underscores, of 64 bits. Python's own `int` and `float` also
+read the digits of other scripts, underscores, and infinities."""
+
+from __future__ import annotations
+
+import math
+import re
+
+LARGEST = 2**63 - 1
+"""The largest whole number."""
+INT32 = 2**31 - 1
+LARGEST_WORLD = 2**20
+"""The most ranks, and so the largest size of a parallel axis."""
+MOST_PROCESSES = 4096
+"""The most processes that one command starts on a machine."""
+
+_WHOLE = re.compile(r"\s*([+-]?)0*(\d+)\s*", re.ASCII)
+_REAL = re.compile(r"\s*[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?\s*", re.ASCII | re.IGNORECASE)
+_NOT_FINITE = re.compile(r"\s*[+-]?(inf|infinity|nan)\s*", re.ASCII | re.IGNORECASE)
+_DIGITS = len(str(LARGEST))
+
+
+def whole_number(text: str) -> int:
+    """Returns the number, or raises a ValueError with the reason."""
+    match = _WHOLE.fullmatch(text)
+    if match is None:
+        raise ValueError("not a whole number")
+    number = int(match[2]) if len(match[2]) <= _DIGITS else LARGEST + 1
+    if number > LARGEST:
+        raise ValueError("out of range")
+    return -number if match[1] == "-" else number
+
+
+def real_number(text: str) -> float:
+    """Returns the number, or raises a ValueError with the reason."""
+    match = _REAL.fullmatch(text)
+    if match is None:
+        raise ValueError("not a finite number" if _NOT_FINITE.fullmatch(text) else "not a number")
+    number = float(text)
+    if math.isinf(number) or (number == 0.0 and re.search("[1-9]", match[1])):
+        raise ValueError("out of range of a 64-bit number (5e-324 to 1.8e308)")
+    return number
