@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import sys
 import time
@@ -51,7 +52,7 @@ from megatron.distributed.state import Axis
 from megatron.model import GPT, initialise
 from megatron.ops import resolve
 from megatron.optimizer import Optimizer
-from megatron.utils.cpu import set_allocator, set_fp32_products
+from megatron.utils.cpu import processor_name, set_allocator, set_fp32_products
 from megatron.utils.half_products import set_half_products
 from megatron.utils.process import peak_resident_bytes
 
@@ -143,7 +144,7 @@ class Contender:
     make: Callable[[Task, Tensor, Tensor], Step]
     allocator: str = "system"
     products: str = "mkl"
-    halves: Callable[[], bool] | None = lambda: True  # whether bf16 is multiplied as it is; None: as a run decides
+    widens: bool | None = False  # whether bf16 is multiplied in fp32; None: as a run decides
     counts: str = ""  # as a peer or as a limit; else it is only shown
 
 
@@ -182,7 +183,7 @@ CONTENDERS = {
     # Of the settings, what each is worth: not run unless named.
     "ours-system": Contender(_ours, "system", "auto", None),
     "ours-mkl": Contender(_ours, "auto", "mkl", None),
-    "ours-widened": Contender(_ours, "auto", "auto", lambda: False),  # as without bf16 instructions
+    "ours-widened": Contender(_ours, "auto", "auto", True),  # as without bf16 instructions
     "plain-auto": Contender(_plain, "auto", "auto"),
 }
 USUAL = ("ours", "transformers", "plain", "compiled", "floor", "floor-auto", "peak")
@@ -192,9 +193,11 @@ def prepare(name: str, task: Task) -> Turn:
     """In a contender's process: what makes a step and tells its time and the peak memory so far."""
     contender, clock = CONTENDERS[name], CLOCKS[task.clock]
     set_allocator(contender.allocator)
-    set_fp32_products(contender.products)
+    products = set_fp32_products(contender.products)
     if task.dtype != torch.float32:
-        set_half_products(task.dtype, contender.halves)
+        products = f"{task.dtype} products: torch's own"
+        if contender.widens is not False:
+            products = set_half_products(task.dtype, (lambda: False) if contender.widens else None)
     torch.set_num_threads(task.threads)
     torch.manual_seed(0)
     size = (task.shape.batch, task.shape.seq)
@@ -205,24 +208,27 @@ def prepare(name: str, task: Task) -> Turn:
         start = clock()
         for _ in range(steps):
             step().item()
-        return {"seconds": clock() - start, "peak": peak_resident_bytes()}
+        return {"seconds": clock() - start, "peak": peak_resident_bytes(), "products": products}
 
     return turn
 
 
-def measure(contenders: Contenders, rounds: int, warmup: int) -> tuple[dict[str, list[float]], dict[str, int]]:
-    """Seconds of every step, and the peak memory, of each."""
+def measure(
+    contenders: Contenders, rounds: int, warmup: int
+) -> tuple[dict[str, list[float]], dict[str, int], dict[str, str]]:
+    """Of each contender: seconds of every step, peak memory, and what its products ran through."""
     times: dict[str, list[float]] = {name: [] for name in contenders.names}
     peaks: dict[str, int] = {}
+    products: dict[str, str] = {}
     for number in range(-warmup, rounds):
         for name in rotated(contenders.names, number):
             measured = contenders.turn(name, 1)
             if measured is None:
                 raise SystemExit(f"{name}: {contenders.left_out[name]}")
-            peaks[name] = measured["peak"]
+            peaks[name], products[name] = measured["peak"], measured["products"]
             if number >= 0:
                 times[name].append(measured["seconds"])
-    return times, peaks
+    return times, peaks, products
 
 
 def report(times: dict[str, list[float]], peaks: dict[str, int], tokens: int) -> dict[str, float]:
@@ -239,6 +245,11 @@ def report(times: dict[str, list[float]], peaks: dict[str, int], tokens: int) ->
             fastest = min(named, key=lambda name: ratios[name])
             print(f"against the fastest {kind} ({fastest}): {ratios[fastest]:.3f}")
     return ratios
+
+
+def describe_processor() -> str:
+    limit = os.environ.get("ONEDNN_MAX_CPU_ISA")
+    return processor_name() + ("" if limit is None else f", oneDNN limited to {limit}")
 
 
 def parse() -> argparse.Namespace:
@@ -273,12 +284,17 @@ def main() -> None:
             contenders.start(name, partial(prepare, name, task))
             if contenders.answer(name) is None:
                 print(f"{name}: left out: {contenders.left_out[name]}")
-        times, peaks = measure(contenders, args.steps, args.warmup)
+        times, peaks, products = measure(contenders, args.steps, args.warmup)
     finally:
         contenders.close()
     ratios = report(times, peaks, shape.batch * shape.seq)
+    processor = describe_processor()
+    print(f"on {processor}; products ran through")
+    for name, line in products.items():
+        print(f"{name:<14} {line}")
     if args.json is not None:
         result = {"shape": asdict(shape), "dtype": args.dtype, "seconds": times, "our_speed_over_theirs": ratios}
+        result |= {"processor": processor, "products": products}
         args.json.write_text(json.dumps(result, indent=1))
 
 

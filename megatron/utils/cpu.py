@@ -132,11 +132,27 @@ def has_bf16_products(cpuinfo: Path = _CPUINFO) -> bool:
     return not words or not words.isdisjoint(("avx512_bf16", "amx_bf16", "bf16"))
 
 
+def processor_name(cpuinfo: Path = _CPUINFO) -> str:
+    """The maker's name, what tells its generations apart, and the widest instructions for products."""
+    facts = {
+        key.strip(): value.strip() for key, _, value in (line.partition(":") for line in _text(cpuinfo).splitlines())
+    }
+    name = facts.get("model name") or platform.processor() or platform.machine()
+    numbers = [f"{key} {facts[key]}" for key in ("cpu family", "model") if key in facts]
+    widest = [flag for flag in ("amx_bf16", "avx512_bf16", "avx512f", "avx2") if flag in facts.get("flags", "").split()]
+    details = ", ".join([*numbers, *widest[:1]])
+    return f"{name} ({details})" if details else name
+
+
 def _words(cpuinfo: Path) -> frozenset[str]:
+    return frozenset(_text(cpuinfo).split())
+
+
+def _text(cpuinfo: Path) -> str:
     try:
-        return frozenset(cpuinfo.read_text().split())
+        return cpuinfo.read_text()
     except OSError:
-        return frozenset()
+        return ""
 
 
 def onednn_is_exact() -> bool:
