@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import os
 import signal
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
@@ -24,12 +25,14 @@ from torch.utils.data import DataLoader, Dataset
 from megatron.data.blended import TokenDataset
 from megatron.data.masks import ALL_FIELDS, MaskConfig, document_ids, loss_mask, position_ids, without_marks
 from megatron.errors import DataError, MegatronError
-from megatron.utils.process import die_with, signals_held
+from megatron.utils.log import print_line
+from megatron.utils.process import die_with, how_to_continue, signals_held
 from megatron.utils.read_ahead import ReadAhead
 
 Batch = dict[str, torch.Tensor]
 _ALIGNMENT = 64  # bytes
 _UNREAD = -1  # no token: an embedding that met it would fail
+_STOPPED_AFTER, _STOPPED_EVERY = 5.0, 30.0  # seconds without a batch, after which stopped workers are reported
 _PATIENCE = 1.0  # seconds to wait for a batch in flight when the loader is closed
 
 
@@ -167,6 +170,7 @@ class BatchIterator(Iterator[Batch]):
             source: Iterator[Any] = iter(loader)
         self.workers: list[BaseProcess] = list(getattr(source, "_workers", []))
         ahead = ReadAhead(map(_unpacked, source), depth=read_ahead) if self.workers else None
+        self._ahead = ahead
         self._batches: Iterator[Any] = source if ahead is None else ahead
         # At exit Python waits for its children, and the workers ignore SIGTERM. Registered after torch's own handler,
         # which waits 5 s per worker, so this one runs first.
@@ -175,6 +179,7 @@ class BatchIterator(Iterator[Batch]):
             atexit.register(self._end)
 
     def __next__(self) -> Batch:
+        self._report_stopped_workers()
         try:
             batch = next(self._batches)
         except (RuntimeError, OSError, EOFError) as error:  # a dead worker may also break the transfer of a batch
@@ -191,13 +196,22 @@ class BatchIterator(Iterator[Batch]):
             raise batch
         return batch
 
+    def _report_stopped_workers(self) -> None:
+        """Waits for the next batch, and names workers that are stopped: nothing else would end a single rank's wait."""
+        seconds = _STOPPED_AFTER
+        while self._ahead is not None and not self._ahead.wait(seconds):
+            seconds = _STOPPED_EVERY
+            for worker in self.workers:
+                if line := how_to_continue(worker.pid or 0):
+                    print_line(f"warning: data {line}", sys.stderr)
+
     def _ends_of_dead_workers(self) -> str:
         for worker in self.workers:
             worker.join(0.2)  # the pipe may break a moment before the process exits
         return ", ".join(_how_it_ended(worker) for worker in self.workers if not worker.is_alive())
 
     def close(self) -> None:
-        self._batches = iter(())
+        self._batches, self._ahead = iter(()), None
         self._end()
         atexit.unregister(self._end)
         self.workers = []

@@ -23,7 +23,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any, BinaryIO, Generic, TypeVar
 
 from megatron.errors import ConfigError
-from megatron.utils.process import die_with, process_state
+from megatron.utils.process import die_with, how_to_continue
 from megatron.utils.read_ahead import ReadAhead
 
 Task = TypeVar("Task")
@@ -138,12 +138,8 @@ class WorkerPool(Generic[Task, Answer]):
     def _tell_of_stopped(self) -> None:
         """A stopped worker goes on where it was, once somebody lets it; so it is told and not ended."""
         for worker in self._workers:
-            if worker.number >= 0 and worker.process.pid and process_state(worker.process.pid) in ("T", "t"):
-                logging.getLogger(__name__).warning(
-                    "worker %d is stopped (SIGSTOP, or a debugger), and all wait for it: kill -CONT %d lets it go on",
-                    worker.process.pid,
-                    worker.process.pid,
-                )
+            if worker.number >= 0 and worker.process.pid and (line := how_to_continue(worker.process.pid)):
+                logging.getLogger(__name__).warning(line)
 
     def __enter__(self) -> WorkerPool[Task, Answer]:
         return self

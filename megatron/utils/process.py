@@ -66,6 +66,15 @@ def process_state(number: int) -> str | None:
     return content.rpartition(b")")[2].split()[0].decode()
 
 
+def how_to_continue(number: int) -> str | None:
+    """A line that names a worker process which is stopped, and the command that continues it."""
+    if process_state(number) not in ("T", "t"):
+        return None
+    return (
+        f"worker {number} is stopped (SIGSTOP, or a debugger), and all wait for it: kill -CONT {number} lets it go on"
+    )
+
+
 def process_exists(number: int) -> bool:
     """Whether a process of this number runs on this machine, whoever owns it."""
     try:

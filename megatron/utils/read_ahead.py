@@ -52,6 +52,10 @@ class ReadAhead(Iterator[T], Generic[T]):
             self._ended = item
         raise self._ended.error
 
+    def wait(self, seconds: float) -> bool:
+        """Waits for at most so long. Returns whether `next` would not block."""
+        return self._ended is not None or self.ready.poll(seconds)
+
     def stop(self, seconds: float) -> None:
         """Ends the thread. Waits for it no longer than `seconds`, because the source may be producing an item."""
         self._end()

@@ -8,6 +8,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -156,6 +157,36 @@ def test_workers_leave_the_signals_of_a_launcher_to_the_trainer(dataset: GPTData
     for worker in workers:
         worker.join(10)
         assert not worker.is_alive()
+
+
+class StoppingDataset(MockDataset):
+    """Its worker stops itself where the third batch begins."""
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        if index == 4:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return super().__getitem__(index)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_stopped_worker_is_named_until_it_goes_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Training waits: whoever has stopped it may be at work in a debugger."""
+    monkeypatch.setattr("megatron.data.loader._STOPPED_AFTER", 0.1)
+    monkeypatch.setattr("megatron.data.loader._STOPPED_EVERY", 0.1)
+    batches = loader(StoppingDataset(size=50, seq_length=4, vocab_size=9, seed=0, split=0), num_workers=1)
+    (worker,) = batches.workers
+    next(batches), next(batches)
+    assert worker.pid is not None
+    threading.Timer(0.5, os.kill, (worker.pid, signal.SIGCONT)).start()
+    assert next(batches)["sample_ids"].tolist() == [4, 5]
+    batches.close()
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) > 1 and set(lines) == {
+        f"warning: data worker {worker.pid} is stopped (SIGSTOP, or a debugger), and all wait for it: "
+        f"kill -CONT {worker.pid} lets it go on"
+    }
 
 
 def test_idle_worker_killed_from_outside(dataset: GPTDataset) -> None:
