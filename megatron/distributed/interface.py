@@ -16,6 +16,8 @@ from pathlib import Path
 
 _ELSEWHERE = ("198.51.100.1", "2001:db8::1")  # reserved for documentation: nothing is sent, only the route is asked for
 _SIOCGIFADDR = 0x8915
+_SOCKETS = (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))
+_LISTENS = "0A"
 _IPV6_ADDRESSES = Path("/proc/net/if_inet6")
 
 
@@ -35,6 +37,29 @@ def interface_towards(host: str) -> Interface | None:
             if name is not None:
                 return Interface(name, address)
     return _only_one()
+
+
+def reachable_port(port: int) -> bool:
+    """Whether something on this machine listens on the port where other machines can connect; False where the system
+    does not list its sockets."""
+    if all(ipaddress.ip_address(address).is_loopback for address in _interfaces()):
+        return False
+    for path in _SOCKETS:
+        with suppress(OSError):
+            for line in path.read_text().splitlines()[1:]:
+                _, local, _, state, *_ = line.split()
+                digits, _, number = local.partition(":")
+                if state == _LISTENS and int(number, 16) == port and not _address(digits).is_loopback:
+                    return True
+    return False
+
+
+def _address(digits: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+    """The address that the system lists as words of four bytes, each in this machine's byte order."""
+    words = bytes.fromhex(digits)
+    packed = b"".join(struct.pack(">I", word) for (word,) in struct.iter_unpack("=I", words))
+    found = ipaddress.ip_address(packed)
+    return getattr(found, "ipv4_mapped", None) or found
 
 
 def _only_one() -> Interface | None:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from megatron.distributed import flight_recorder
 from megatron.distributed.device import activate, group_backend, resolve_backend
 from megatron.distributed.identity import Identity
-from megatron.distributed.interface import interface_towards
+from megatron.distributed.interface import interface_towards, reachable_port
 from megatron.distributed.launch import LaunchInfo
 from megatron.distributed.meeting import TOLD_EVERY, Patience, never_met, say, wait_for_all
 from megatron.errors import ConfigError, PeerLostError
@@ -90,6 +90,18 @@ def _choose_gloo_interface(info: LaunchInfo) -> str | None:
         return None
     os.environ.setdefault("GLOO_SOCKET_IFNAME", found.name)
     return f"gloo connects over {found.name} ({found.address}), unless GLOO_SOCKET_IFNAME names another interface"
+
+
+def open_to_other_machines(info: LaunchInfo) -> str | None:
+    """A line for the log where the launcher's store accepts other machines although all ranks are on this one."""
+    if info.world_size == 1 or not (info.single_node and info.agent_store and reachable_port(info.master_port)):
+        return None
+    return (
+        f"torchrun's store listens on all network interfaces (port {info.master_port}), and all ranks are on this "
+        "machine: a program on another machine that reaches the port can end the run. "
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --standalone ... lets the ranks meet on loopback "
+        "(docs/parallelism.md#who-can-connect)"
+    )
 
 
 def meet(

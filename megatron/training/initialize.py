@@ -19,7 +19,7 @@ from megatron.distributed.device import resolve_backend, resolve_device
 from megatron.distributed.launch import LaunchInfo, die_with_parent
 from megatron.distributed.limits import allow_open_files
 from megatron.distributed.messages import broadcast_json
-from megatron.distributed.rendezvous import init_process_group
+from megatron.distributed.rendezvous import init_process_group, open_to_other_machines
 from megatron.distributed.rng import seed_rank
 from megatron.distributed.start_watch import watched_start
 from megatron.distributed.state import ParallelState
@@ -160,6 +160,9 @@ def start(config: RunConfig, *, needs_data: bool = True, stream: TextIO | None =
         raised = allow_open_files(config.parallel.layout(launch.world_size), backend)
         if raised is not None:
             log.info(raised)
+        exposed = open_to_other_machines(launch)
+        if exposed is not None:
+            log.warn(exposed)
         compared = started_with(config, tokenizer) if launch.world_size > 1 else None  # it reads the whole package
         longest = timeout_of_collectives(config, device)
         connection = init_process_group(launch, backend, timeout, device, compared, met, longest)

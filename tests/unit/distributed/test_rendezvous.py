@@ -7,6 +7,7 @@ import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from threading import Thread
@@ -15,11 +16,11 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from megatron.distributed import rendezvous
+from megatron.distributed import interface, rendezvous
 from megatron.distributed.identity import Identity
 from megatron.distributed.launch import LaunchInfo
 from megatron.distributed.meeting import spans
-from megatron.distributed.rendezvous import init_process_group, meet
+from megatron.distributed.rendezvous import init_process_group, meet, open_to_other_machines
 from megatron.errors import ConfigError, HangError, PeerLostError
 
 
@@ -207,6 +208,28 @@ def test_a_store_on_one_machine_listens_on_loopback_only(monkeypatch: pytest.Mon
     assert [line[1] for line in lines if line[3] == "0A" and line[1].endswith(f":{port:04X}")] == [
         f"0100007F:{port:04X}"
     ]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/net")
+@pytest.mark.parametrize("address", ["0.0.0.0", "127.0.0.1", "::", "::1", "::ffff:127.0.0.1"])
+def test_a_launchers_store_that_other_machines_reach_is_said(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interface, "_interfaces", lambda: {"127.0.0.1": "lo", "10.0.0.5": "eth0"})
+    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as store:
+        store.bind((address, 0))
+        store.listen()
+        port = store.getsockname()[1]
+        info = LaunchInfo(world_size=2, local_world_size=2, master_port=port, launcher="torchrun", agent_store=True)
+        line = open_to_other_machines(info)
+        assert (line is not None) == (address in ("0.0.0.0", "::")), line
+        assert line is None or (f"(port {port})" in line and "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun" in line)
+        for other in (
+            replace(info, agent_store=False),  # ours: it listens on loopback
+            replace(info, local_world_size=1),  # on several machines
+            replace(info, world_size=1, local_world_size=1),
+        ):
+            assert open_to_other_machines(other) is None
+        monkeypatch.setattr(interface, "_interfaces", lambda: {"127.0.0.1": "lo", "::1": "lo"})
+        assert open_to_other_machines(info) is None, "there is no other machine"
 
 
 def test_a_busy_port_is_one_line() -> None:
