@@ -146,7 +146,6 @@ CASES: tuple[Case, ...] = (
         constants=(1, 2),
     ),
     *(gelu_case("gelu", "3072", tanh, (4096, 3072)) for tanh in (True, False)),
-    *(gelu_case("bias_gelu", "3072", tanh, (4096, 3072), (3072,)) for tanh in (True, False)),
     *(gelu_case("geglu", "2*2048", tanh, (4096, 4096), passes=4) for tanh in (True, False)),
     case_of(
         "squared_relu",

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,9 @@ import torch
 
 from csrc.build import cuda_program
 from megatron.ops.library import PATH, library
-from megatron.ops.proof import PROOFS, SMALL, Verdict, judge
+from megatron.ops.proof import PROOFS, SMALL, Verdict, doubts, judge
 from megatron.ops.proof.apart import judge_apart
+from megatron.ops.registry import kernels_in
 from megatron.ops.select import why_not_native
 from megatron.utils.durable import write_atomically
 
@@ -106,26 +107,29 @@ def judged(args: argparse.Namespace, seconds: float) -> list[Verdict]:
     return verdicts
 
 
-def sanitize(seed: int, seconds: float = 150) -> dict[str, str]:
-    """Runs the comparison on small shapes under each of compute-sanitizer's tools, all at once. Returns 'clean' for a
-    tool, or the end of its output."""
+def sanitize(seed: int, seconds: float = 250) -> Iterator[tuple[str, str]]:
+    """Runs the comparison on small shapes under compute-sanitizer's tools, one after the other: each has the GPU, and
+    the time that it needs of what is left. Yields a tool and 'clean', or the end of its output."""
     program = cuda_program("compute-sanitizer")
-    if program is None:
-        return dict.fromkeys(SANITIZERS, "not run: compute-sanitizer is not installed")
+    until = time.monotonic() + seconds
     with tempfile.TemporaryDirectory() as folder:
-        started = {tool: _sanitizing(program, tool, seed, seconds, Path(folder) / tool) for tool in SANITIZERS}
-        until, results = time.monotonic() + seconds, {}
-        for tool, process in started.items():
-            try:
-                code = process.wait(max(0.0, until - time.monotonic()))
-                said = (Path(folder) / tool).read_text(errors="replace").strip()
-                results[tool] = _verdict(code, said)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)  # and the program under it
-                process.wait()
-                results[tool] = f"not run: it took longer than {seconds:.0f} s"
-            print(f"compute-sanitizer {tool}: {results[tool]}", flush=True)
-    return results
+        for tool in SANITIZERS:
+            begin = time.monotonic()
+            said = "not run: compute-sanitizer is not installed"
+            if program is not None:
+                said = _sanitized(program, tool, seed, max(0.0, until - begin), Path(folder) / tool)
+            print(f"compute-sanitizer {tool}: {said} ({time.monotonic() - begin:.0f} s)", flush=True)
+            yield tool, said
+
+
+def _sanitized(program: str, tool: str, seed: int, seconds: float, output: Path) -> str:
+    process = _sanitizing(program, tool, seed, seconds, output)
+    try:
+        return _verdict(process.wait(seconds), output.read_text(errors="replace").strip())
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)  # and the program under it
+        process.wait()
+        return f"not run: it took longer than the {seconds:.0f} s that were left"
 
 
 def _sanitizing(program: str, tool: str, seed: int, seconds: float, output: Path) -> subprocess.Popen[bytes]:
@@ -170,16 +174,18 @@ def times(device: str, rounds: int, seconds: float) -> list[dict[str, Any]]:
 # ---------------------------------------------------------------- the record
 
 
-def verified_sources(verdicts: Sequence[Verdict], built: dict[str, str], sanitized: dict[str, str]) -> dict[str, str]:
-    """Folder -> hash of its sources, for the folders whose operations were right in every dtype.
+def verified_kernels(verdicts: Sequence[Verdict], built: dict[str, str], sanitized: dict[str, str]) -> dict[str, str]:
+    """Kernel (an operation in one dtype) -> hash of its folder's sources, for the kernels that were right.
 
     None if a sanitizer found anything, or while one has still to run. One that does not work here does not count: the
     record names it, and why."""
     if any(said != "clean" and (said == YET_TO_RUN or not said.startswith("not run")) for said in sanitized.values()):
         return {}
-    judged = {verdict.folder for verdict in verdicts if verdict.tensors}
-    failed = {verdict.folder for verdict in verdicts if verdict.wrong}
-    return {source: digest for source, digest in sorted(built.items()) if source in judged - failed}
+    right = {}
+    for folder, digest in sorted(built.items()):
+        wrong = doubts(folder, PROOFS.values(), verdicts)
+        right |= {kernel: digest for kernel in kernels_in(folder) if kernel not in wrong}
+    return right
 
 
 def write_record(path: Path, record: dict[str, Any]) -> None:
@@ -204,23 +210,24 @@ def check_ops(args: argparse.Namespace) -> int:
     sanitized = dict.fromkeys(SANITIZERS, YET_TO_RUN) if args.device == "cuda" else {}
 
     def write(**later: Any) -> dict[str, str]:
-        sources = verified_sources(verdicts, built, sanitized)
+        verified = verified_kernels(verdicts, built, sanitized)
         judged = {"sanitizer": sanitized, "verdicts": [asdict(verdict) for verdict in verdicts]}
-        write_record(args.out, about | {"sources": sources} | judged | later)
-        return sources
+        write_record(args.out, about | {"verified": verified} | judged | later)
+        return verified
 
     write()
     left = args.seconds - (time.monotonic() - start)
     if args.device == "cuda":
-        sanitized = sanitize(args.seed, min(150, max(0, left / 2)))
-        write()
+        for tool, said in sanitize(args.seed, max(0, left - 90 * bool(args.rounds))):
+            sanitized[tool] = said
+            write()
     left = args.seconds - (time.monotonic() - start)
-    sources = write(times=times(args.device, args.rounds, max(0, left - 30)) if args.rounds else [])
-    missed = sorted(set(built) - set(sources))
+    verified = write(times=times(args.device, args.rounds, max(0, left - 30)) if args.rounds else [])
+    missed = [kernel for folder in sorted(built) for kernel in kernels_in(folder) if kernel not in verified]
     for name, said in sanitized.items():
         if said.startswith("not run"):
             print(f"WITHOUT compute-sanitizer {name}, which was {said}")
-    print(f"{args.out}: {', '.join(sources) or 'nothing'} verified; not: {', '.join(missed) or 'none'}; "
+    print(f"{args.out}: {len(verified)} kernels verified; not: {', '.join(missed) or 'none'}; "
           f"{time.monotonic() - start:.0f} s")  # fmt: skip
     return int(bool(missed))
 

@@ -1,7 +1,5 @@
-// Activations: a thread takes a step of a row (steps.h), and where a bias has a gradient the same columns of all rows
-// of a part, whose sums it keeps in registers.
+// Activations: a thread takes a step (steps.h), of a gated one the same columns of every row.
 #include "../common/steps.h"
-#include "../common/sum_parts.h"
 #include "math.h"
 
 namespace mk::cuda {
@@ -9,7 +7,7 @@ namespace {
 
 constexpr int kThreads = 256;
 
-// Grid: x along a row, y over `rows` rows or parts of rows (strided, as y is limited to 65535).
+// Grid: x along a row, y over rows (strided, as y is limited to 65535).
 dim3 grid_of(int64_t rows, int64_t steps) {
   return dim3(unsigned((steps + kThreads - 1) / kThreads), unsigned(rows < 65535 ? rows : 65535));
 }
@@ -23,42 +21,25 @@ template <class F, class T, bool kPacked>
 __global__ void __launch_bounds__(kThreads) activation_forward_kernel(ActivationForward a) {
   constexpr int kStep = kStepOf<T, kPacked>;
   const int64_t at = column_of_thread<kStep>();
-  if (at >= a.width) return;
-  float bias[kStep] = {};
-  if (a.bias != nullptr) load_weight<kStep, T>(a.bias, a.bias_dtype, at, bias);
-  for (int64_t row = blockIdx.y; row < a.rows; row += gridDim.y) {
-    float x[kStep];
-    load_step(static_cast<const T*>(a.x) + row * a.width + at, x);
+  if (at >= a.count) return;
+  float x[kStep];
+  load_step(static_cast<const T*>(a.x) + at, x);
 #pragma unroll
-    for (int i = 0; i < kStep; ++i) x[i] = F::template graph<T>(x[i] + bias[i]).value;
-    store_step(static_cast<T*>(a.out) + row * a.width + at, x);
-  }
+  for (int i = 0; i < kStep; ++i) x[i] = F::template graph<T>(x[i]).value;
+  store_step(static_cast<T*>(a.out) + at, x);
 }
 
 template <class F, class T, bool kPacked>
-__global__ void __launch_bounds__(kThreads) activation_backward_kernel(ActivationBackward a, RowParts parts) {
+__global__ void __launch_bounds__(kThreads) activation_backward_kernel(ActivationBackward a) {
   constexpr int kStep = kStepOf<T, kPacked>;
   const int64_t at = column_of_thread<kStep>();
-  if (at >= a.width) return;
-  float bias[kStep] = {};
-  if (a.bias != nullptr) load_weight<kStep, T>(a.bias, a.bias_dtype, at, bias);
-  for (int64_t part = blockIdx.y; part < parts.count; part += gridDim.y) {
-    float sum[kStep] = {};
-    const int64_t end = parts.end(part, a.rows);
-#pragma unroll 1  // more rows at once would not fit into the registers
-    for (int64_t row = parts.begin(part); row < end; ++row) {
-      float x[kStep], grad[kStep];
-      load_step(static_cast<const T*>(a.x) + row * a.width + at, x);
-      load_step(static_cast<const T*>(a.grad) + row * a.width + at, grad);
+  if (at >= a.count) return;
+  float x[kStep], grad[kStep];
+  load_step(static_cast<const T*>(a.x) + at, x);
+  load_step(static_cast<const T*>(a.grad) + at, grad);
 #pragma unroll
-      for (int i = 0; i < kStep; ++i) {
-        grad[i] *= F::template graph<T>(x[i] + bias[i]).slope;
-        sum[i] += grad[i];
-      }
-      store_step(static_cast<T*>(a.grad_x) + row * a.width + at, grad);
-    }
-    if (a.partial != nullptr) store_step(a.partial + part * a.width + at, sum);
-  }
+  for (int i = 0; i < kStep; ++i) grad[i] *= F::template graph<T>(x[i]).slope;
+  store_step(static_cast<T*>(a.grad_x) + at, grad);
 }
 
 template <class F, class T, bool kPacked>
@@ -102,36 +83,25 @@ __global__ void __launch_bounds__(kThreads) gated_backward_kernel(GatedBackward 
 
 }  // namespace
 
-int activation_forward(const ActivationForward& given, void* stream) {
-  ActivationForward a = given;
-  if (a.bias == nullptr) a.width *= a.rows, a.rows = 1;  // elementwise: as one long row
-  if (a.rows == 0 || a.width == 0) return 0;
+int activation_forward(const ActivationForward& a, void* stream) {
+  if (a.count == 0) return 0;
   MK_FOR_DTYPE(a.dtype, T, MK_FOR_ACTIVATION(a.function, F, {
-    if (packs_fit<T>(a.width, a.x, a.bias, a.out))
-      MK_LAUNCH((activation_forward_kernel<F, T, true>), grid_of(a.rows, a.width / Pack<T>::size), kThreads, stream)(a);
+    if (packs_fit<T>(a.count, a.x, a.out))
+      MK_LAUNCH((activation_forward_kernel<F, T, true>), grid_of(1, a.count / Pack<T>::size), kThreads, stream)(a);
     else
-      MK_LAUNCH((activation_forward_kernel<F, T, false>), grid_of(a.rows, a.width), kThreads, stream)(a);
+      MK_LAUNCH((activation_forward_kernel<F, T, false>), grid_of(1, a.count), kThreads, stream)(a);
   }))
   return launch_result();
 }
 
-int activation_backward(const ActivationBackward& given, void* stream) {
-  ActivationBackward a = given;
-  if (a.bias == nullptr) a.width *= a.rows, a.rows = 1;
-  if (a.width == 0) return 0;
-  const RowParts parts = row_parts_of_gpu(a.rows, a.width);
-  if (a.rows > 0) {
-    MK_FOR_DTYPE(a.dtype, T, MK_FOR_ACTIVATION(a.function, F, {
-      if (packs_fit<T>(a.width, a.grad, a.x, a.bias, a.grad_x, a.partial)) {
-        const dim3 grid = grid_of(parts.count, a.width / Pack<T>::size);
-        MK_LAUNCH((activation_backward_kernel<F, T, true>), grid, kThreads, stream)(a, parts);
-      } else {
-        const dim3 grid = grid_of(parts.count, a.width);
-        MK_LAUNCH((activation_backward_kernel<F, T, false>), grid, kThreads, stream)(a, parts);
-      }
-    }))
-  }
-  if (a.bias != nullptr) sum_parts(a.bias_dtype, a.partial, parts.count, a.width, a.grad_bias, a.width, stream);
+int activation_backward(const ActivationBackward& a, void* stream) {
+  if (a.count == 0) return 0;
+  MK_FOR_DTYPE(a.dtype, T, MK_FOR_ACTIVATION(a.function, F, {
+    if (packs_fit<T>(a.count, a.grad, a.x, a.grad_x))
+      MK_LAUNCH((activation_backward_kernel<F, T, true>), grid_of(1, a.count / Pack<T>::size), kThreads, stream)(a);
+    else
+      MK_LAUNCH((activation_backward_kernel<F, T, false>), grid_of(1, a.count), kThreads, stream)(a);
+  }))
   return launch_result();
 }
 

@@ -2,7 +2,6 @@
 // otherwise.
 #pragma once
 
-#include "../common/columns.h"
 #include "../common/math.h"
 
 namespace mk {
@@ -10,24 +9,20 @@ namespace mk {
 enum class Activation : int32_t { silu, gelu_tanh, gelu_erf, squared_relu };
 
 struct ActivationForward {
-  const void* x;     // [rows, width]
-  const void* bias;  // [width] of the type `bias_dtype`, added to x first; or null
-  void* out;         // [rows, width]
-  int64_t rows, width;
+  const void* x;
+  void* out;
+  int64_t count;
   Activation function;
-  DType dtype, bias_dtype;
+  DType dtype;
 };
 
 struct ActivationBackward {
-  const void* grad;  // [rows, width]
-  const void* x;     // [rows, width]
-  const void* bias;  // as before
-  void* grad_x;      // [rows, width]
-  void* grad_bias;   // [width] of the type `bias_dtype`; null without a bias
-  float* partial;    // workspace: [parts, width]; null without a bias
-  int64_t rows, width;
+  const void* grad;
+  const void* x;
+  void* grad_x;
+  int64_t count;
   Activation function;
-  DType dtype, bias_dtype;
+  DType dtype;
 };
 
 // function(gate) * up
@@ -53,18 +48,14 @@ struct Logistic {
   V value, complement;  // complement = 1 - value
 };
 
-// The logistic function of -x for x in [kLogisticLeast, kLogisticMost], where it falls from 1 to 0. No cancellation, so
-// the relative error is small everywhere.
-constexpr float kLogisticLeast = -87.5f, kLogisticMost = 88.6f;
+// The logistic function of -x for x in [kLogisticLeast, kLogisticMost], where it falls from exactly 1 to exactly 0: an
+// infinite input times 0 is NaN, and a huge one times the complement is 0. No cancellation, so the relative error is
+// small everywhere.
+constexpr float kLogisticLeast = -88.0f, kLogisticMost = 88.9f;
 
 template <class T, class V>
 MK_HD Logistic<V> logistic_of_minus(V x) {
-#if defined(__CUDACC__)
-  const V e = exp_for<T>(x);
-#else
-  const Exponential<V> by_two = exponential<T>(x);
-  const V e = by_two.mantissa * power_of_two(by_two.shifted);
-#endif
+  const V e = exp_in_range<T>(x);
   const V value = reciprocal_for<T>(1.0f + e);
   // Half precision: where the complement is small, its lost digits do not reach the result.
   if constexpr (kShort<T>) return {value, 1.0f - value};
@@ -123,7 +114,7 @@ struct GeluTanh {
 
   template <class T, class V>
   MK_HD static Graph<V> graph(V x) {
-    const V bounded = at_most(at_least(x, -10.055f), 10.0f);  // 2 u just reaches the limits above
+    const V bounded = at_most(at_least(x, -10.067f), 10.03f);  // 2 u just reaches the limits above
     const V square = bounded * bounded;
     const Logistic<V> gate = logistic_of_minus<T>(bounded * (-kCubic * square - kTwice));
     const V value = x * gate.value, inner = 3.0f * kCubic * square + kTwice;

@@ -9,8 +9,6 @@ MK_KERNEL(gated_backward, GatedBackward)
 namespace mk::binding {
 namespace {
 
-using OptionalTensor = std::optional<Tensor>;
-
 void check_gradient(const Tensor& grad, const Tensor& x, int64_t elements, const char* op) {
   check_contiguous(grad, op, "the gradient");
   STD_TORCH_CHECK(grad.numel() == elements && grad.scalar_type() == x.scalar_type(), op,
@@ -55,60 +53,36 @@ Tensor gated_backward(const Tensor& grad, const Tensor& x, Activation function, 
   return grad_x;
 }
 
-void check_bias(const Tensor& x, const OptionalTensor& bias, const char* op) {
-  check_contiguous(x, op, "x");
-  if (!bias.has_value()) return;
-  check_contiguous(*bias, op, "the bias");
-  STD_TORCH_CHECK(x.dim() > 0 && bias->dim() == 1 && bias->size(0) == x.size(-1), op,
-                  ": the bias has not the width of x");
-  STD_TORCH_CHECK(bias->scalar_type() == x.scalar_type() || bias->scalar_type() == ScalarType::Float, op,
-                  ": the bias has neither the type of x nor float32");
-}
-
 template <class Backend>
-Tensor activation_forward(const Tensor& x, const OptionalTensor& bias, Activation function, const char* op) {
-  check_bias(x, bias, op);
+Tensor activation_forward(const Tensor& x, Activation function, const char* op) {
+  check_contiguous(x, op, "x");
   Tensor out = torch::stable::empty_like(x);
   const ActivationForward args{
       .x = x.const_data_ptr(),
-      .bias = bias.has_value() ? bias->const_data_ptr() : nullptr,
       .out = out.mutable_data_ptr(),
-      .rows = bias.has_value() ? rows_of(x) : 1,
-      .width = bias.has_value() ? x.size(-1) : x.numel(),
+      .count = x.numel(),
       .function = function,
       .dtype = dtype_of(x, op),
-      .bias_dtype = dtype_of(bias.has_value() ? *bias : x, op),
   };
   MK_RUN(Backend, activation_forward, args, x);
   return out;
 }
 
-// (grad_x, grad_bias), the latter empty without a bias.
 template <class Backend>
-std::tuple<Tensor, Tensor> activation_backward(const Tensor& grad, const Tensor& x, const OptionalTensor& bias,
-                                               Activation function, const char* op) {
-  check_bias(x, bias, op);
+Tensor activation_backward(const Tensor& grad, const Tensor& x, Activation function, const char* op) {
+  check_contiguous(x, op, "x");
   check_gradient(grad, x, x.numel(), op);
-  const int64_t rows = bias.has_value() ? rows_of(x) : 1, width = bias.has_value() ? x.size(-1) : x.numel();
-  const RowParts parts = Backend::gpu ? row_parts_of_gpu(rows, width) : row_parts_of_cpu(rows);
   Tensor grad_x = torch::stable::empty_like(x);
-  Tensor grad_bias = bias.has_value() ? torch::stable::empty_like(*bias) : torch::stable::new_empty(x, {0});
-  Tensor partial = torch::stable::new_empty(x, {bias.has_value() ? parts.count * width : 0}, ScalarType::Float);
   const ActivationBackward args{
       .grad = grad.const_data_ptr(),
       .x = x.const_data_ptr(),
-      .bias = bias.has_value() ? bias->const_data_ptr() : nullptr,
       .grad_x = grad_x.mutable_data_ptr(),
-      .grad_bias = bias.has_value() ? grad_bias.mutable_data_ptr() : nullptr,
-      .partial = bias.has_value() ? static_cast<float*>(partial.mutable_data_ptr()) : nullptr,
-      .rows = rows,
-      .width = width,
+      .count = x.numel(),
       .function = function,
       .dtype = dtype_of(x, op),
-      .bias_dtype = dtype_of(bias.has_value() ? *bias : x, op),
   };
   MK_RUN(Backend, activation_backward, args, x);
-  return {grad_x, grad_bias};
+  return grad_x;
 }
 
 Activation gelu(bool tanh) { return tanh ? Activation::gelu_tanh : Activation::gelu_erf; }
@@ -134,24 +108,23 @@ Tensor geglu_backward(const Tensor& grad, const Tensor& x, bool tanh) {
 }
 
 template <class Backend>
-Tensor gelu_forward(const Tensor& x, const OptionalTensor& bias, bool tanh) {
-  return activation_forward<Backend>(x, bias, gelu(tanh), "gelu");
+Tensor gelu_forward(const Tensor& x, bool tanh) {
+  return activation_forward<Backend>(x, gelu(tanh), "gelu");
 }
 
 template <class Backend>
-std::tuple<Tensor, Tensor> gelu_backward(const Tensor& grad, const Tensor& x, const OptionalTensor& bias, bool tanh) {
-  return activation_backward<Backend>(grad, x, bias, gelu(tanh), "gelu");
+Tensor gelu_backward(const Tensor& grad, const Tensor& x, bool tanh) {
+  return activation_backward<Backend>(grad, x, gelu(tanh), "gelu");
 }
 
 template <class Backend>
 Tensor squared_relu_forward(const Tensor& x) {
-  return activation_forward<Backend>(x, std::nullopt, Activation::squared_relu, "squared_relu");
+  return activation_forward<Backend>(x, Activation::squared_relu, "squared_relu");
 }
 
 template <class Backend>
 Tensor squared_relu_backward(const Tensor& grad, const Tensor& x) {
-  return std::get<0>(
-      activation_backward<Backend>(grad, x, std::nullopt, Activation::squared_relu, "squared_relu"));
+  return activation_backward<Backend>(grad, x, Activation::squared_relu, "squared_relu");
 }
 
 template <class Backend>
@@ -174,8 +147,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(MK_LIBRARY, library) {
   library.def("swiglu_backward(Tensor grad, Tensor x) -> Tensor");
   library.def("geglu_forward(Tensor x, bool tanh) -> Tensor");
   library.def("geglu_backward(Tensor grad, Tensor x, bool tanh) -> Tensor");
-  library.def("gelu_forward(Tensor x, Tensor? bias, bool tanh) -> Tensor");
-  library.def("gelu_backward(Tensor grad, Tensor x, Tensor? bias, bool tanh) -> (Tensor grad_x, Tensor grad_bias)");
+  library.def("gelu_forward(Tensor x, bool tanh) -> Tensor");
+  library.def("gelu_backward(Tensor grad, Tensor x, bool tanh) -> Tensor");
   library.def("squared_relu_forward(Tensor x) -> Tensor");
   library.def("squared_relu_backward(Tensor grad, Tensor x) -> Tensor");
 }

@@ -10,6 +10,11 @@
 #define MK_HD inline __attribute__((always_inline))
 #endif
 
+// What a GPU runs: nvcc compiles it, or the emulator stands for the GPU.
+#if defined(__CUDACC__) || defined(MK_EMULATED)
+#define MK_GPU
+#endif
+
 namespace mk {
 
 enum class DType : int32_t { f32 = 0, bf16 = 1, f16 = 2 };

@@ -5,6 +5,7 @@
 #include <cmath>
 
 #include "dtype.h"
+#include "gpu.h"
 
 namespace mk {
 
@@ -31,7 +32,6 @@ MK_HD float where_less(float a, float b, float yes, float no) { return a < b ? y
 // 2^(n - 127) for a number whose lowest bits are n: 0 (which gives 0) to 255 (inf).
 MK_HD float power_of_two(float shifted) { return from_bits(bits_of(shifted) << 23); }
 
-#if !defined(__CUDACC__)
 // exp(x) is mantissa * power_of_two(shifted), for x that is not far outside the range of exp.
 template <class V>
 struct Exponential {
@@ -69,12 +69,22 @@ MK_HD Exponential<V> exponential(V x) {
   if constexpr (!kShort<T>) r = fused(x, rest, r);
   return {exp2_near_zero<T>(r), shifted};
 }
+
+// exp(x) where the result is stored as T or computed from it, for x that is not far outside the range of exp: below
+// 2^-126.5 it is 0, and beyond 2^127.5 it is inf. Never subnormal.
+template <class T, class V>
+MK_HD V exp_in_range(V x) {
+#if defined(MK_GPU)
+  if constexpr (kShort<T>) return gpu::exp2_approx(x * 1.44269502f);
 #endif
+  const Exponential<V> e = exponential<T>(x);
+  return e.mantissa * power_of_two(e.shifted);
+}
 
 // Within 1.5 ulp, also below the smallest normal number; exp(-inf) is 0, exp(inf) is inf, NaN stays NaN.
 MK_HD float exp(float x) {
-#if defined(__CUDACC__)
-  return expf(x);
+#if defined(MK_GPU)
+  return gpu::exp_accurate(x);
 #else
   const Exponential<float> e = exponential(at_most(at_least(x, -150.0f), 150.0f));
   const int32_t power = int32_t(bits_of(e.shifted) - bits_of(12582912.0f)) - 127;
@@ -86,12 +96,8 @@ MK_HD float exp(float x) {
 // exp(x) where the result is stored as T or computed from it: on a GPU two instructions if T has 16 bits.
 template <class T>
 MK_HD float exp_for(float x) {
-#if defined(__CUDA_ARCH__)
-  if constexpr (kShort<T>) {
-    float power;  // within 2^-22 of 2^y; below 2^-126 it is 0
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x * 1.44269502f));
-    return power;
-  }
+#if defined(MK_GPU)
+  if constexpr (kShort<T>) return gpu::exp2_approx(x * 1.44269502f);
 #endif
   return exp(x);
 }
@@ -99,12 +105,8 @@ MK_HD float exp_for(float x) {
 // 1 / x, likewise.
 template <class T, class V>
 MK_HD V reciprocal_for(V x) {
-#if defined(__CUDA_ARCH__)
-  if constexpr (kShort<T>) {
-    float result;
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
-    return result;
-  }
+#if defined(MK_GPU)
+  if constexpr (kShort<T>) return gpu::reciprocal_approx(x);
 #endif
   return 1.0f / x;
 }
@@ -113,11 +115,10 @@ MK_HD V reciprocal_for(V x) {
 // NaN.
 template <class T = float, class V>
 MK_HD V exp_of_difference(V x) {
-#if defined(__CUDACC__)
+#if defined(MK_GPU)
   return exp_for<T>(x);
 #else
-  const Exponential<V> e = exponential<T>(at_least(x, -88.0f));  // whose power of two is 0
-  return e.mantissa * power_of_two(e.shifted);
+  return exp_in_range<T>(at_least(x, -88.0f));  // whose power of two is 0
 #endif
 }
 

@@ -1,6 +1,7 @@
 // Sums and maxima over the threads of a block, in a fixed order: the same input gives the same bits.
 #pragma once
 
+#include "gpu.h"
 #include "launch.h"
 
 namespace mk {
@@ -11,15 +12,7 @@ struct Sum {
 };
 
 struct Max {
-  __device__ static float join(float a, float b) {  // NaN if either is NaN
-#if defined(__CUDA_ARCH__)
-    float larger;  // one instruction; fmaxf would drop NaN
-    asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(a), "f"(b));
-    return larger;
-#else
-    return a > b || a != a ? a : b;
-#endif
-  }
+  __device__ static float join(float a, float b) { return gpu::larger(a, b); }  // NaN if either is NaN
   __device__ static float nothing() { return -INFINITY; }
 };
 

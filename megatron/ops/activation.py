@@ -1,4 +1,4 @@
-"""Activations, gated ones, and GELU of a sum with a bias."""
+"""Activations, and gated ones."""
 
 from __future__ import annotations
 
@@ -31,10 +31,6 @@ def gelu(x: Tensor, tanh: bool) -> Tensor:
     return (0.5 * wide * (1.0 + torch.erf(wide / math.sqrt(2.0)))).to(x.dtype)
 
 
-def bias_gelu(x: Tensor, bias: Tensor, tanh: bool) -> Tensor:
-    return gelu((x + bias).to(x.dtype), tanh)
-
-
 def swiglu(x: Tensor) -> Tensor:
     gate, up = x.chunk(2, dim=-1)  # [..., ffn] each
     return (widened(gate) * torch.sigmoid(widened(gate))).to(x.dtype) * up
@@ -54,10 +50,6 @@ def squared_relu(x: Tensor) -> Tensor:
 
 def torch_gelu(x: Tensor, tanh: bool) -> Tensor:
     return F.gelu(x, approximate="tanh" if tanh else "none")
-
-
-def torch_bias_gelu(x: Tensor, bias: Tensor, tanh: bool) -> Tensor:
-    return torch_gelu((x + bias).to(x.dtype), tanh)
 
 
 def torch_swiglu(x: Tensor) -> Tensor:
@@ -84,7 +76,7 @@ def register(namespace: str) -> None:
         squared_relu_forward=_same,
         swiglu_backward=lambda grad, x: torch.empty_like(x),
         geglu_backward=lambda grad, x, tanh: torch.empty_like(x),
-        gelu_backward=_gelu_gradients,
+        gelu_backward=lambda grad, x, tanh: torch.empty_like(x),
         squared_relu_backward=lambda grad, x: torch.empty_like(x),
     )
     for name in ("swiglu", "geglu", "gelu", "squared_relu"):
@@ -96,43 +88,25 @@ def _half(x: Tensor, *options: bool) -> Tensor:
     return x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
 
 
-def _same(x: Tensor, *bias_and_options: Any) -> Tensor:
+def _same(x: Tensor, *options: bool) -> Tensor:
     return torch.empty_like(x)
 
 
-def _gelu_gradients(grad: Tensor, x: Tensor, bias: Tensor | None, tanh: bool) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(x), x.new_empty((0,)) if bias is None else torch.empty_like(bias)
-
-
-def _register_gradient(namespace: str, name: str, gradient: Callable[..., Any]) -> None:
-    """Forward takes x, perhaps a bias, and options; `gradient` the same behind the gradient of the output."""
+def _register_gradient(namespace: str, name: str, gradient: Callable[..., Tensor]) -> None:
+    """Forward takes x and options; `gradient` the same behind the gradient of the output."""
 
     def save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.is_tensor = [isinstance(value, Tensor) for value in inputs]
-        ctx.save_for_backward(*(value for value in inputs if isinstance(value, Tensor)))
-        ctx.options = [value for value in inputs if not isinstance(value, Tensor)]
+        x, *ctx.options = inputs
+        ctx.save_for_backward(x)
 
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        tensors, options = iter(ctx.saved_tensors), iter(ctx.options)
-        inputs = [next(tensors) if is_tensor else next(options) for is_tensor in ctx.is_tensor]
-        found = gradient(grad.contiguous(), *inputs)
-        gradients = iter(found if isinstance(found, tuple | list) else (found,))
-        return tuple(next(gradients) if is_tensor else None for is_tensor in ctx.is_tensor)
+        return gradient(grad.contiguous(), *ctx.saved_tensors, *ctx.options), *(None for _ in ctx.options)
 
     torch.library.register_autograd(f"{namespace}::{name}_forward", backward, setup_context=save)
 
 
 def _native(name: str) -> Function:
     return lambda ops, x, *options: getattr(ops, name)(x.contiguous(), *options)
-
-
-def _native_gelu(ops: Any, x: Tensor, tanh: bool) -> Tensor:
-    return ops.gelu_forward(x.contiguous(), None, tanh)
-
-
-def _native_bias_gelu(ops: Any, x: Tensor, bias: Tensor, tanh: bool) -> Tensor:
-    readable = bias if bias.dtype in (x.dtype, torch.float32) else bias.float()
-    return ops.gelu_forward(x.contiguous(), readable.contiguous(), tanh)
 
 
 def _unsupported(x: Tensor, *options: bool) -> str | None:
@@ -145,19 +119,12 @@ def _unsupported_pair(x: Tensor, *options: bool) -> str | None:
     return unsupported_floats(x)
 
 
-def _unsupported_bias(x: Tensor, bias: Tensor, tanh: bool) -> str | None:
-    if bias.shape != x.shape[-1:]:
-        return f"x {described(x)} and a bias {described(bias)}: a bias with a number for every column of x would do"
-    return unsupported_floats(x, bias)
-
-
 def _operation(name: str, formula: Function, fused: Function, native: Function, unsupported: Function) -> Operation:
     return Operation(name, formula, torch_function(fused), Native("activation", native, unsupported))
 
 
 OPERATIONS = (
-    _operation("gelu", gelu, torch_gelu, _native_gelu, _unsupported),
-    _operation("bias_gelu", bias_gelu, torch_bias_gelu, _native_bias_gelu, _unsupported_bias),
+    _operation("gelu", gelu, torch_gelu, _native("gelu_forward"), _unsupported),
     _operation("swiglu", swiglu, torch_swiglu, _native("swiglu_forward"), _unsupported_pair),
     _operation("geglu", geglu, torch_geglu, _native("geglu_forward"), _unsupported_pair),
     Operation("squared_relu", squared_relu, native=Native("activation", _native("squared_relu_forward"), _unsupported)),

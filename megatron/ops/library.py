@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from megatron.ops.registry import register
+from megatron.ops.registry import kernels_in, register
 
 FOLDER = Path(__file__).resolve().parent
 PATH = FOLDER / "_kernels.so"
@@ -49,9 +49,9 @@ def this_gpu() -> Gpu | None:
 class Library:
     """The loaded kernels, or why there are none (`missing`) or none for CUDA.
 
-    `unverified`: folders of csrc/ whose CUDA kernels are not known to be right, and why. `needs`: the minimum compute
-    capability and CUDA version of the CUDA kernels. `cuda_sources`: folders and the hashes of what is compiled for
-    CUDA."""
+    `unverified`: names of CUDA kernels (`kernel_name`) that are not known to be right, and why. `needs`: the minimum
+    compute capability and CUDA version of the CUDA kernels. `cuda_sources`: folders and the hashes of what is compiled
+    for CUDA."""
 
     missing: str | None = None
     without_cuda: str | None = None
@@ -120,8 +120,8 @@ def load(path: Path, sources: Path = SOURCES) -> Library:
     if reason is not None:
         return Library(f"{reason}; build again: {BUILD}")
     register(NAMESPACE)
-    verified = _verified_sources()
-    unknown = [folder for folder, digest in record.cuda_sources.items() if verified.get(folder) != digest]
+    verified, folders = _verified_kernels(), record.cuda_sources
+    unknown = [name for folder in folders for name in kernels_in(folder) if verified.get(name) != folders[folder]]
     return Library(None, record.without_cuda, dict.fromkeys(unknown, UNVERIFIED), record.needs, record.cuda_sources)
 
 
@@ -167,10 +167,10 @@ def _hashes(sources: Path) -> dict[str, str]:
     }
 
 
-def _verified_sources() -> Mapping[str, str]:
-    """Folder of csrc/ -> hash of the sources that tools/gpu_check.py verified on a GPU."""
+def _verified_kernels() -> Mapping[str, str]:
+    """Name of a kernel -> hash of its folder's sources, for those that tools/gpu_check.py verified on a GPU."""
     try:
         record = json.loads(VERIFIED.read_text(encoding="utf-8"))
-        return dict(record["sources"]) if record["device_type"] == "cuda" else {}
+        return dict(record["verified"]) if record["device_type"] == "cuda" else {}
     except (OSError, ValueError, KeyError, TypeError):
         return {}

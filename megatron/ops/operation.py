@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NoReturn
@@ -17,6 +17,11 @@ from megatron.utils.log import print_line
 
 Function = Callable[..., Any]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def kernel_name(op: str, dtype: torch.dtype) -> str:
+    """Name of an operation's kernels for one dtype, such as "gelu float32": each is verified, and used, by itself."""
+    return f"{op} {str(dtype).removeprefix('torch.')}"
 
 
 @dataclass(frozen=True)
@@ -49,6 +54,7 @@ class Native:
     # The arguments of a call -> why the kernels cannot take them, and what they can take; None if they can.
     unsupported: Callable[..., str | None]
     cpu_only: bool = False
+    dtypes: tuple[torch.dtype, ...] = DTYPES
     # Under torch.compile the formula is fused with its neighbours, which a kernel of its own cannot be.
     left_to_compiler: bool = True
     # The arguments of a call -> whether the fallback was measured to be faster: `auto` then takes the fallback.
@@ -134,12 +140,19 @@ class Fallbacks:
 
 
 def with_fallback(
-    name: str, native: Native, kernel: Function, fallback: Function, fallbacks: Fallbacks | None
+    name: str,
+    native: Native,
+    kernel: Function,
+    fallback: Function,
+    fallbacks: Fallbacks | None,
+    left_out: Collection[torch.dtype] = (),
 ) -> Function:
     """The kernel for the calls that it can take, the fallback for the others. Without `fallbacks` (--kernels native)
-    such a call is refused."""
+    such a call is refused. Calls in the dtypes `left_out` take the fallback."""
 
     def call(*args: Any, **named: Any) -> Any:
+        if left_out and args[0].dtype in left_out:
+            return fallback(*args, **named)
         if native.left_to_compiler and torch.compiler.is_compiling():
             return fallback(*args, **named)
         if fallbacks is not None and native.slower(*args, **named):

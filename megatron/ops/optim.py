@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megatron.ops.apex import has_apex
 from megatron.ops.operation import (
+    DTYPES,
     Implementation,
     Native,
     Operation,
@@ -102,12 +103,20 @@ def _or_apex(target: Target) -> Implementation:
     return _portable(target)
 
 
-def _operation(name: str, portable: Portable, function: Callable[..., Any], note: str = "") -> Operation:
-    native = Native("optim", function, unsupported_floats, left_to_compiler=False, note=lambda target: note)
+def _operation(
+    name: str,
+    portable: Portable,
+    function: Callable[..., Any],
+    note: str = "",
+    dtypes: tuple[torch.dtype, ...] = DTYPES,
+) -> Operation:
+    native = Native(
+        "optim", function, unsupported_floats, dtypes=dtypes, left_to_compiler=False, note=lambda target: note
+    )
     return Operation(name, None, portable, native)
 
 
 OPERATIONS = (
-    _operation("adamw", _or_apex, _native_adamw),
+    _operation("adamw", _or_apex, _native_adamw, dtypes=(torch.float32, torch.bfloat16)),  # of the gradients
     _operation("grad_norm", _portable, _native_grad_norm, _DOUBLE_PRECISION),
 )

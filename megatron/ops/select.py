@@ -19,7 +19,16 @@ from megatron.errors import ConfigError
 from megatron.ops import attention as attention_op
 from megatron.ops import wgrad
 from megatron.ops.library import Library, library, this_gpu
-from megatron.ops.operation import Fallbacks, Implementation, Operation, Target, on_stderr, with_fallback
+from megatron.ops.operation import (
+    Fallbacks,
+    Implementation,
+    Native,
+    Operation,
+    Target,
+    kernel_name,
+    on_stderr,
+    with_fallback,
+)
 from megatron.ops.registry import OPERATIONS
 from megatron.ops.verification import user_cache, verified
 
@@ -44,7 +53,6 @@ class Kernels:
     add_layer_norm: Callable[[Tensor, Tensor, Tensor, Tensor | None, float], tuple[Tensor, Tensor]]
     add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
     gelu: Callable[[Tensor, bool], Tensor]
-    bias_gelu: Callable[[Tensor, Tensor, bool], Tensor]
     swiglu: Callable[[Tensor], Tensor]
     geglu: Callable[[Tensor, bool], Tensor]
     squared_relu: Callable[[Tensor], Tensor]
@@ -83,7 +91,7 @@ class Kernels:
     def summary(self) -> str:
         """One line: what does not run on the kernels of csrc/."""
         others = ", ".join(f"{choice.op} ({choice.backend})" for choice in self.choices if choice.backend != "native")
-        any_native = any(choice.backend == "native" for choice in self.choices)
+        any_native = any(choice.backend.startswith("native") for choice in self.choices)
         line = f"kernels: native{f', but {others}' if others else ''}" if any_native else "kernels: none is native"
         return f"{line}{'' if self.note is None else f'; {self.note}'}; --log-kernels shows all, and why"
 
@@ -143,23 +151,35 @@ def _choose(
     portable = op.without_native(target)
     if op.native is None or (op.native.cpu_only and target.device_type == "cuda"):
         return portable
-    doubt = native.unverified.get(op.native.folder) if target.device_type == "cuda" else None
-    if why_not is None and mode == "auto":
-        why_not = doubt
-    if why_not is None:
-        verified = "" if doubt is None else f", {doubt}"
-        function = op.native.bound(native.ops)
-        if portable.function is not None:
-            function = with_fallback(op.name, op.native, function, portable.function, fallbacks)
-        return Implementation("native", function, f"csrc{verified}{op.native.note(target)}")
-    if native.missing is not None:  # said once, under the table
-        return portable
-    return replace(portable, reason=f"{portable.reason}; native is {why_not}")
+    doubts = _doubts(op, op.native, native) if target.device_type == "cuda" else {}
+    # The optimizer's kernels, which have no fallback here, run in all dtypes or not at all.
+    if why_not is None and mode == "auto" and (len(doubts) == len(op.native.dtypes) or not portable.function):
+        why_not = next(iter(doubts.values()), None)
+    if why_not is not None:
+        # A missing library is printed once, under the table.
+        return portable if native.missing else replace(portable, reason=f"{portable.reason}; native is {why_not}")
+    left_out = {} if mode == "native" else doubts
+    function = op.native.bound(native.ops)
+    if portable.function is not None:
+        function = with_fallback(op.name, op.native, function, portable.function, fallbacks, left_out)
+    reason = ", ".join(["csrc", *(f"{_short(dtype)} {why}" for dtype, why in doubts.items())])
+    backend = f"native, {portable.backend} in {' and '.join(map(_short, left_out))}" if left_out else "native"
+    return Implementation(backend, function, f"{reason}{op.native.note(target)}")
+
+
+def _doubts(op: Operation, kernels: Native, native: Library) -> dict[torch.dtype, str]:
+    """Dtypes in which this operation's CUDA kernels are not known to be right, and why."""
+    whys = {dtype: native.unverified.get(kernel_name(op.name, dtype)) for dtype in kernels.dtypes}
+    return {dtype: why for dtype, why in whys.items() if why is not None}
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def left_to_compiler(kernels: Kernels) -> list[str]:
     """The operations that have native kernels, but are computed by their formulas in a compiled layer."""
-    native = (OPERATIONS[choice.op] for choice in kernels.choices if choice.backend == "native")
+    native = (OPERATIONS[choice.op] for choice in kernels.choices if choice.backend.startswith("native"))
     return [op.name for op in native if op.native is not None and op.native.left_to_compiler]
 
 

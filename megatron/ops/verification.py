@@ -1,7 +1,8 @@
 """CUDA kernels are verified on the user's own GPU before `auto` takes them: at first use, once.
 
-Every operation is compared with fp64 on small odd shapes, in processes of their own. The outcome is kept in the user's
-cache, by what was compiled, what it is compared with, the GPU and torch.
+Every operation is compared with fp64 on small odd shapes, in processes of their own. A kernel that is wrong in one
+dtype is used in the others. The outcome is kept in the user's cache, by what was compiled, what it is compared with,
+the GPU and torch.
 """
 
 from __future__ import annotations
@@ -12,12 +13,13 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
+from megatron.ops.registry import kernels_in
 from megatron.utils.device import device_name
 from megatron.utils.durable import hash_of_files, try_lock, write_atomically
 
@@ -34,10 +36,10 @@ WAIT = 2 * SECONDS
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of verifying one folder of csrc/: `wrong` is None or says what is wrong. It is kept in the cache only
-    if the kernels could be judged."""
+    """The outcome of verifying one folder of csrc/: names of kernels (`kernel_name`) that must not be used, and why. It
+    is kept in the cache only if all of them could be judged."""
 
-    wrong: str | None = None
+    wrong: Mapping[str, str] = field(default_factory=dict)
     judged: bool = True
 
 
@@ -53,16 +55,16 @@ def user_cache() -> Path | None:
 
 
 def judged_apart(folders: Sequence[str], device: torch.device) -> dict[str, Outcome]:
-    from megatron.ops.proof import SMALL  # not loaded where nothing is verified
+    from megatron.ops.proof import PROOFS, SMALL, doubts  # not loaded where nothing is verified
     from megatron.ops.proof.apart import judge_apart
 
     verdicts = list(judge_apart(folders, str(device), seed=1, seconds=SECONDS, largest=SMALL))
     outcomes = {}
     for folder in folders:
         own = [verdict for verdict in verdicts if verdict.folder == folder]
-        wrong = [f"{verdict.op} {verdict.dtype}: {text}" for verdict in own for text in verdict.wrong]
         judged = bool(own) and all(verdict.tensors for verdict in own)
-        outcomes[folder] = Outcome(wrong[0][:_SAID] if wrong else None if judged else "nothing judges it", judged)
+        wrong = doubts(folder, PROOFS.values(), own)
+        outcomes[folder] = Outcome({kernel: why[:_SAID] for kernel, why in wrong.items()}, judged)
     return outcomes
 
 
@@ -70,11 +72,13 @@ def verified(
     native: Library, device: torch.device, say: Say, *, cache: Path | None, judge: Judge = judged_apart
 ) -> Library:
     """The library with as many of its CUDA kernels taken for verified as are right on this device."""
-    keys = {folder: _key(native, folder, device) for folder in native.unverified}
+    folders = [one for one in native.cuda_sources if not native.unverified.keys().isdisjoint(kernels_in(one))]
+    keys = {folder: _key(native, folder, device) for folder in folders}
     with _alone(cache, say):
         known = {folder: kept for folder, key in keys.items() if (kept := _kept(cache, key)) is not None}
-        for folder in (folder for folder, outcome in known.items() if outcome.wrong is not None):
-            say(f"kernels: {folder} was found wrong on this GPU and is not used; {_file(cache, keys[folder])} says how")
+        for folder, outcome in known.items():
+            if outcome.wrong:
+                say(f"kernels: {_one_line(outcome)}, on this GPU; {_file(cache, keys[folder])} has all reasons")
         left = sorted(keys.keys() - known.keys())
         if left:
             begin = time.monotonic()
@@ -82,30 +86,32 @@ def verified(
             where = _keep(cache, {folder: (keys[folder], found[folder]) for folder in left if found[folder].judged})
             say(_line(found, device, time.monotonic() - begin, where))
             known |= found
-    wrong = {folder: outcome for folder, outcome in known.items() if outcome.wrong is not None}
-    return replace(
-        native, unverified={folder: f"{_doubt(one)} on this GPU ({one.wrong})" for folder, one in wrong.items()}
-    )
+    reasons = [(kernel, _doubt(one), why) for one in known.values() for kernel, why in one.wrong.items()]
+    return replace(native, unverified={kernel: f"{doubt} on this GPU ({why})" for kernel, doubt, why in reasons})
 
 
 def _doubt(outcome: Outcome) -> str:
     return "found wrong" if outcome.judged else "not verified"
 
 
+def _one_line(outcome: Outcome) -> str:
+    """All kernels that are not used, and the first reason."""
+    why = next(iter(outcome.wrong.values()))
+    return f"{', '.join(outcome.wrong)} {_doubt(outcome)} and not used ({why})"
+
+
 def agreed(native: Library, of_every_rank: Sequence[Mapping[str, str]]) -> Library:
     """The library with what is unverified on any rank."""
     theirs = {
-        folder: f"{why}, rank {rank}" for rank, doubts in enumerate(of_every_rank) for folder, why in doubts.items()
+        kernel: f"{why}, rank {rank}" for rank, doubts in enumerate(of_every_rank) for kernel, why in doubts.items()
     }
     return replace(native, unverified=theirs | dict(native.unverified))
 
 
 def _line(found: Mapping[str, Outcome], device: torch.device, seconds: float, where: str) -> str:
-    right = sorted(folder for folder, outcome in found.items() if outcome.wrong is None)
-    wrong = [
-        f"{folder} is {_doubt(one)} and not used ({one.wrong})" for folder, one in sorted(found.items()) if one.wrong
-    ]
-    results = [f"{', '.join(right)} verified" if right else "none verified", *wrong]
+    right = sorted(folder for folder, outcome in found.items() if not outcome.wrong)
+    wrong = [_one_line(outcome) for _, outcome in sorted(found.items()) if outcome.wrong]
+    results = [f"{', '.join(right)} verified" if right else "no folder is right in every kernel", *wrong]
     return f"kernels: {'; '.join(results)}, on {device_name(device)} in {seconds:.0f} s; {where}"
 
 
@@ -142,7 +148,8 @@ def _kept(cache: Path | None, key: Mapping[str, str]) -> Outcome | None:
         right, wrong = record["key"] == key, record["wrong"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
-    return Outcome(wrong) if right and (wrong is None or (isinstance(wrong, str) and wrong)) else None
+    texts = isinstance(wrong, dict) and all(isinstance(why, str) and why for why in wrong.values())
+    return Outcome(wrong) if right and texts else None
 
 
 def _keep(cache: Path | None, outcomes: Mapping[str, tuple[Mapping[str, str], Outcome]]) -> str:
@@ -153,7 +160,7 @@ def _keep(cache: Path | None, outcomes: Mapping[str, tuple[Mapping[str, str], Ou
         return "nothing to keep"
     try:
         for key, outcome in outcomes.values():
-            text = json.dumps({"key": key, "wrong": outcome.wrong}, indent=1)
+            text = json.dumps({"key": key, "wrong": dict(outcome.wrong)}, indent=1)
             write_atomically(_file(cache, key), [f"{text}\n".encode()])
     except OSError as error:
         return f"not kept, for {cache} cannot be written ({error.strerror}): every start verifies again"

@@ -25,7 +25,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True, help="file for the verdicts")
     args = parser.parse_args()
     device = torch.device(args.device)
-    if device.type == "cuda":
+    if device.index is not None:  # a bare "cuda" is the current device already
         torch.cuda.set_device(device)
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // 6))  # the other folders compute their oracles, too
     where, twin = (library().ops, str(device)), library().ops if device.type == "cuda" else None

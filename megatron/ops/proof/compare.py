@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from itertools import repeat
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron.ops.operation import DTYPES
+from megatron.ops.proof.rounding import Near, half_ulp, near
 from megatron.ops.registry import OPERATIONS
 
-# How far an output may be from fp64 (relative Frobenius norm); halves must also be as near as the plain formula is.
-LIMITS = {torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}
-AS_NEAR_AS_REF = 1.1
+HALVES = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -52,6 +50,9 @@ class Call:
     grads: tuple[int, ...] | None = None
 
 
+Bounds = Callable[[Sequence[Any], Sequence[Tensor]], tuple[Sequence[Near], Mapping[int, Near]]]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Proof:
     """How a kernel is verified. `kernel`, given torch.ops.<namespace>, and `oracle` have one signature and return a
@@ -64,13 +65,15 @@ class Proof:
     folder: str  # the folder of csrc/
     kernel: Callable[[Any], Callable[..., Any]]
     oracle: Callable[..., Any]
+    # A call's arguments and the gradients that arrive -> what rounding may do to each output, and to the gradient of an
+    # argument by its position.
+    bounds: Bounds
     calls: Callable[[Draw], Iterator[Call]]
     dtypes: tuple[torch.dtype, ...] = DTYPES
-    limits: dict[torch.dtype, float] = field(default_factory=dict)  # where they differ from LIMITS
-    as_near_as_ref: float = AS_NEAR_AS_REF  # how many times the plain formula's error an error in halves may be
+    operation: str = ""  # the operation that runs this kernel (default: the one of this name)
 
 
-def proof_of(name: str, calls: Callable[[Draw], Iterator[Call]], **given: Any) -> Proof:
+def proof_of(name: str, calls: Callable[[Draw], Iterator[Call]], bounds: Bounds, **given: Any) -> Proof:
     """The proof of an operation's kernel against its formula; `given` replaces either."""
     operation = OPERATIONS[name]
     assert operation.native is not None
@@ -78,13 +81,15 @@ def proof_of(name: str, calls: Callable[[Draw], Iterator[Call]], **given: Any) -
         "folder": operation.native.folder,
         "kernel": operation.native.bound,
         "oracle": operation.formula,
+        "dtypes": operation.native.dtypes,
     }
-    return Proof(name=name, calls=calls, **(usual | given))
+    return Proof(name=name, calls=calls, bounds=bounds, **(usual | given))
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One tensor of one call: `wrong` is None or says what is wrong with it."""
+    """One tensor of one call: the largest error of its numbers before they are stored, as a share of the bound of each;
+    `wrong` is None or says what is wrong with it."""
 
     tensor: str
     error: float
@@ -99,7 +104,6 @@ def flat_tensors(value: Any) -> list[Tensor]:
 
 def check(proof: Proof, call: Call, ops: Any, device: str) -> list[Finding]:
     """The kernel's outputs and gradients for one call, each against fp64."""
-    dtype = next((a.dtype for a in call.args if isinstance(a, Tensor) and a.is_floating_point()), torch.float32)
     upstreams = _upstreams(proof, call)
     exact = _outcome(proof.oracle, call, upstreams, "cpu", torch.float64)
     plain = _outcome(proof.oracle, call, upstreams, "cpu")
@@ -109,12 +113,15 @@ def check(proof: Proof, call: Call, ops: Any, device: str) -> list[Finding]:
         second = _outcome(kernel, call, upstreams, device)
     if not len(first) == len(second) == len(exact) == len(plain):
         return [Finding("results", math.inf, f"{len(first)} tensors where the oracle has {len(exact)}")]
-    # A tensor may be coarser than the call: gradients of parameters in half precision.
-    allowed = LIMITS | proof.limits
-    limits = [max(allowed[dtype], allowed.get(tensor.dtype, 0.0)) for tensor in plain]
     names = _names(len(upstreams), call)
-    results = zip(names, first, second, exact, plain, limits, repeat(proof.as_near_as_ref))
-    return [_compare(*parts) for parts in results]
+    return [_compare(*parts) for parts in zip(names, first, second, exact, plain, bounds_of(proof, call, upstreams))]
+
+
+def bounds_of(proof: Proof, call: Call, upstreams: Sequence[Tensor]) -> list[Near]:
+    """Of the outputs, then of the gradients."""
+    with torch.no_grad():
+        outputs, gradients = proof.bounds(call.args, upstreams)
+    return [*outputs, *(gradients[i] for i in _differentiated(call))]
 
 
 def _names(outputs: int, call: Call) -> list[str]:
@@ -166,49 +173,34 @@ def _placed(tensor: Tensor, device: str, dtype: torch.dtype | None) -> Tensor:
     return copy.to(dtype) if dtype is not None and tensor.is_floating_point() else copy
 
 
-def _compare(
-    name: str, ours: Tensor, again: Tensor, exact: Tensor, plain: Tensor, limit: float, as_near: float
-) -> Finding:
+def _compare(name: str, ours: Tensor, again: Tensor, exact: Tensor, plain: Tensor, bound: Near) -> Finding:
     if ours.shape != plain.shape or ours.dtype != plain.dtype:
         return Finding(name, math.inf, f"{ours.dtype} {tuple(ours.shape)}, not {plain.dtype} {plain.shape}")
     if not same_bits(ours, again):
         return Finding(name, math.inf, "a second run gave other bits")
+    assert bound.error.shape == exact.shape, f"{name}: {tuple(bound.error.shape)} bounds for {tuple(exact.shape)}"
+    # What a number within the bound of the exact one is rounded to: overflow and subnormal numbers included. Beside inf
+    # and NaN, where there is no bound, nothing may be off.
+    error = bound.error.nan_to_num(0.0, 0.0)
+    low, high = ((exact + sign * error).to(ours.dtype) for sign in (-1, 1))
+    right = (low <= ours) & (ours <= high)
     # Which of inf and NaN a gradient has depends on how its formula is written; that it is not finite does not.
     kind = torch.isfinite if name.startswith("gradient") else _kind
-    strange = (kind(ours) != kind(plain)) & (kind(ours) != kind(exact.to(ours.dtype)))
-    if strange.any():
-        place = int(strange.flatten().nonzero()[0])
-        values = [float(tensor.flatten()[place]) for tensor in (ours, plain, exact)]
-        return Finding(name, math.inf, "at {}: {} where the formula gives {} and fp64 {}".format(place, *values))
-    finite = exact.isfinite() & plain.isfinite() & ours.isfinite()
-    error, error_of_plain = (_relative(tensor[finite], exact[finite]) for tensor in (ours, plain))
-    limit = _limit(ours.dtype, limit, as_near, error_of_plain, int(finite.sum()))
-    return Finding(name, error, None if error <= limit else f"error {error:.2e}, {limit:.2e} is allowed")
-
-
-def _limit(dtype: torch.dtype, limit: float, as_near: float, error_of_plain: float, numbers: int) -> float:
-    """fp32 may miss the limit where the plain formula does; halves must meet it and be as near as that formula.
-
-    Of few numbers some may be rounded otherwise by chance: the fewer they are, the more is granted.
-    """
-    chance = 1 / math.sqrt(max(1, numbers))
-    if dtype not in (torch.bfloat16, torch.float16):
-        return max(limit, as_near * error_of_plain)
-    # What is rounded twice, as RMSNorm is, may be a whole unit off in each of a few numbers.
-    return max(min(limit, (as_near + 2 * chance) * error_of_plain), torch.finfo(dtype).eps * min(1.0, 2 * chance))
+    same = (kind(ours) == kind(plain)) | (kind(ours) == kind(exact.to(ours.dtype)))
+    right |= ~ours.isfinite() & same
+    if not right.all():
+        place = int(right.logical_not().flatten().nonzero()[0])
+        values = [float(tensor.flatten()[place]) for tensor in (ours, exact, low, high, plain)]
+        said = "error at {}: {:.9g} where fp64 gives {:.9g}, {:.9g} to {:.9g} are allowed, and the formula gives {:.9g}"
+        return Finding(name, math.inf, said.format(place, *values))
+    used = (ours.double() - exact).abs() - (half_ulp(near(ours), ours.dtype) if ours.dtype in HALVES else 0.0)
+    share = (used / error)[ours.isfinite() & (error > 0)]
+    return Finding(name, max(0.0, float(share.max())) if share.numel() else 0.0)
 
 
 def _kind(tensor: Tensor) -> Tensor:
     """0 finite, 1 inf, 2 -inf, 3 NaN."""
     return tensor.isposinf() + 2 * tensor.isneginf() + 3 * tensor.isnan()
-
-
-def _relative(tensor: Tensor, exact: Tensor) -> float:
-    # Scaled before it is squared: the largest numbers of a dtype are among them.
-    scale = float(exact.abs().max()) if exact.numel() else 0.0
-    difference = float(((tensor.double() - exact) / (scale or 1.0)).norm())
-    size = float((exact / (scale or 1.0)).norm())
-    return difference / size if size else difference
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -10,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.ops.cross_entropy import cross_entropy
-from megatron.ops.proof.compare import Call, Draw, Proof, proof_of
+from megatron.ops.proof.compare import Bounds, Call, Draw, Proof, proof_of
+from megatron.ops.proof.rounding import Near, U, exp, log, near, shares
 from megatron.utils.dtype import widened
 
 
@@ -102,19 +105,119 @@ def linear_calls(draw: Draw) -> Iterator[Call]:
         yield Call(f"{tokens}x{vocabulary} of {rows}", (draw(tokens, hidden), draw(rows, hidden), labels, vocabulary))
 
 
-def proof_by(name: str, kernel: Callable[[Any], Any], oracle: Callable[..., Any], calls: Any, **limits: Any) -> Proof:
-    return Proof(name=name, folder="cross_entropy", kernel=kernel, oracle=oracle, calls=calls, **limits)
+# ---------------------------------------------------------------- bounds
+
+
+@dataclass(frozen=True)
+class _Row:
+    """What the losses and gradients of all tokens are computed from."""
+
+    logits: Near
+    labels: Tensor
+    short: bool
+
+    @cached_property
+    def parts(self) -> tuple[Near, Near, Near]:
+        return shares(self.logits, self.short)
+
+    @property
+    def onehot(self) -> Tensor:
+        return F.one_hot(self.labels, self.logits.value.shape[-1]).double()
+
+    @property
+    def log_sum_exp(self) -> Near:
+        """In fp64, of a sum in fp32."""
+        _, total, peak = self.parts
+        value = torch.logsumexp(self.logits.value, -1, keepdim=True)
+        return Near(value, torch.where(value.isinf(), 0.0, log(total).error + peak.error))
+
+    @property
+    def target(self) -> Near:
+        return self.logits.map(lambda tensor: tensor.gather(-1, self.labels[:, None]))
+
+    @property
+    def loss(self) -> Near:
+        """Rounded once."""
+        found, target = self.log_sum_exp, self.target
+        return Near(found.value - target.value, found.error + target.error)[:, 0]
+
+    @property
+    def loss_in_fp32(self) -> Near:
+        _, total, peak = self.parts
+        sizes = total.value.log().abs() + peak.value.abs() + self.target.value.abs()
+        return Near(self.loss.value, self.loss.error + 8 * U * sizes[:, 0])
+
+    def less_onehot(self, share: Near) -> Near:
+        return share - self.onehot
+
+    def by_log_sum(self, log_sum_exp: Near) -> Near:
+        """The gradient from a log-sum-exp."""
+        return self.less_onehot(exp(self.logits - log_sum_exp, self.short))
+
+    def by_factor(self) -> Near:
+        kept, total, _ = self.parts
+        return self.less_onehot(kept / total)
+
+
+def _row(logits: Tensor, labels: Tensor) -> _Row:
+    return _Row(near(logits), labels, logits.dtype.itemsize == 2)
+
+
+def whole_bounds(args: Sequence[Any], upstreams: Sequence[Tensor]) -> tuple[list[Near], dict[int, Near]]:
+    row = _row(*args)
+    return [row.loss], {0: row.by_log_sum(row.log_sum_exp.as_fp32()) * upstreams[0][:, None]}
+
+
+def in_place_bounds(args: Sequence[Any], _: Sequence[Tensor]) -> tuple[list[Near], dict[int, Near]]:
+    logits, labels, padding = args
+    row = _row(logits, labels)
+    return [row.loss, row.by_factor().map(lambda tensor: F.pad(tensor, (0, padding)))], {}
+
+
+def split_bounds(args: Sequence[Any], _: Sequence[Tensor]) -> tuple[list[Near], dict[int, Near]]:
+    logits, labels, grad, _ = args
+    row = _row(logits, labels)
+    return [row.loss_in_fp32, row.by_log_sum(_in_fp32(row)) * grad[:, None]], {}
+
+
+def _in_fp32(row: _Row) -> Near:
+    _, total, peak = row.parts
+    found = row.log_sum_exp
+    return Near(found.value, found.error + 8 * U * (total.value.log().abs() + peak.value.abs()))
+
+
+def linear_bounds(args: Sequence[Any], upstreams: Sequence[Tensor]) -> tuple[list[Near], dict[int, Near]]:
+    """Logits and their gradient are rounded to the dtype; in fp16 the gradient has the factor of its token already."""
+    hidden, weight, labels, vocabulary = args
+    dtype, grad = hidden.dtype, upstreams[0][:, None]
+    used = weight[:vocabulary]
+    logits = (near(hidden) @ used.t()).stored(dtype)
+    row = _Row(logits, labels, dtype.itemsize == 2)
+    if dtype == torch.float16:
+        slopes = (row.by_log_sum(_in_fp32(row)) * grad).stored(dtype)
+        of_hidden, scaled = slopes @ used, near(hidden)
+    else:
+        slopes = row.by_factor().stored(dtype)
+        of_hidden, scaled = (slopes @ used).stored(dtype) * grad, (near(hidden) * grad).stored(dtype)
+    of_weight = (slopes.map(torch.t) @ scaled).map(lambda tensor: F.pad(tensor, (0, 0, 0, len(weight) - vocabulary)))
+    return [row.loss_in_fp32], {0: of_hidden, 1: of_weight}
+
+
+def proof_by(name: str, kernel: Callable[[Any], Any], oracle: Callable[..., Any], calls: Any, bounds: Bounds) -> Proof:
+    return Proof(
+        name=name,
+        folder="cross_entropy",
+        operation="linear_cross_entropy",
+        kernel=kernel,
+        oracle=oracle,
+        calls=calls,
+        bounds=bounds,
+    )
 
 
 PROOFS = (
-    proof_of("cross_entropy", whole_calls),
-    proof_by("xent_in_place", in_place, in_place_oracle, in_place_calls),
-    # What it is computed from, log_sum_exp, is rounded to fp32.
-    proof_by("xent_split", split, split_oracle, split_calls, limits={torch.float32: 1e-5}),
-    proof_of(
-        "linear_cross_entropy",
-        linear_calls,
-        limits={torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3},  # its logits are rounded
-        as_near_as_ref=2.5,  # few labels: one gradient that is rounded otherwise is seen in all of the weight's
-    ),
+    proof_of("cross_entropy", whole_calls, whole_bounds),
+    proof_by("xent_in_place", in_place, in_place_oracle, in_place_calls, in_place_bounds),
+    proof_by("xent_split", split, split_oracle, split_calls, split_bounds),
+    proof_of("linear_cross_entropy", linear_calls, linear_bounds),
 )

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from megatron.ops.operation import kernel_name
 from megatron.ops.proof.compare import Draw, Proof, check, flat_tensors
+from megatron.ops.registry import kernels_in
 
 SMALL = 20_000  # elements: what compute-sanitizer, and a run that begins, do in seconds
 
@@ -30,6 +32,27 @@ class Verdict:
             f"{self.op:<24} {self.dtype:<9} {self.tensors:4} tensors  error {self.error:.2e}  "
             f"CPU {self.error_of_twin:.2e}  {'; '.join(self.wrong[:3]) or 'right'}"
         )
+
+
+def doubts(folder: str, proofs: Iterable[Proof], verdicts: Iterable[Verdict]) -> dict[str, str]:
+    """Kernels of a folder (`kernel_name`) that are wrong or were not judged, and why. One operation may take several
+    proofs, and counts only if all are right; a verdict without a dtype says why its process did not end."""
+    found = {(verdict.op, verdict.dtype): verdict for verdict in verdicts if verdict.folder == folder}
+    missing = next((verdict.wrong[0] for verdict in found.values() if not verdict.dtype), "nothing judges it")
+    of_kernel: dict[str, list[Verdict | None]] = {name: [] for name in kernels_in(folder)}
+    for proof in proofs:
+        for dtype in proof.dtypes if proof.folder == folder else ():
+            verdict = found.get((proof.name, str(dtype).removeprefix("torch.")))
+            of_kernel[kernel_name(proof.operation or proof.name, dtype)].append(verdict)
+    return {name: why for name, own in of_kernel.items() if (why := _doubt(own, missing)) is not None}
+
+
+def _doubt(verdicts: Sequence[Verdict | None], missing: str) -> str | None:
+    judged = [verdict for verdict in verdicts if verdict is not None]
+    wrong = [f"{verdict.op} {verdict.dtype}: {text}" for verdict in judged for text in verdict.wrong]
+    if wrong:
+        return wrong[0]
+    return None if judged and len(judged) == len(verdicts) else missing
 
 
 def elements(args: Iterable[Any]) -> int:

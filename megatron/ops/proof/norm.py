@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from megatron.ops.proof.compare import Call, Draw, proof_of
+from megatron.ops.proof.compare import Bounds, Call, Draw, Proof, proof_of
+from megatron.ops.proof.rounding import Near, U, constant, inverse_root, near, rounded
 
 EPS = 1e-5
-LIMITS = {torch.float32: 1e-5}
 # Widths beside every limit of the CUDA kernels: one number, no packs, a warp's columns, a block's, more than a block's;
 # and odd ones as wide, which are read number by number.
 SHAPES = ((0, 8), (1, 3), (5, 7), (70, 64), (3, 1000), (3, 1001), (9, 1024), (4, 1032), (2, 8200), (1, 8203))
@@ -40,7 +41,8 @@ def calls(*, centred: bool, summed: bool) -> Callable[[Draw], Iterator[Call]]:
         yield Call("not contiguous", (*turned, EPS))
         special = drawn((12,), 64)
         strange = draw.with_specials(12, 64)
-        strange = strange.clamp(-100, 100).where(strange.isfinite(), strange)  # squares of the largest overflow
+        most = min(1e15, torch.finfo(draw.dtype).max)  # squares of the largest fp32 numbers overflow
+        strange = strange.clamp(-most, most).where(strange.isfinite(), strange)
         yield Call("inf and nan", (strange, *special[1:]))
         small = drawn((6,), 64)
         yield Call("eps decides", (*(tensor * 1e-3 for tensor in small[:wide]), *small[wide:]))
@@ -48,9 +50,45 @@ def calls(*, centred: bool, summed: bool) -> Callable[[Draw], Iterator[Call]]:
     return generate
 
 
+def bounds(*, centred: bool, summed: bool) -> Bounds:
+    """Of the kernels' formulas; see csrc/norm/cpu.cpp."""
+
+    def of_call(args: Sequence[Any], upstreams: Sequence[Tensor]) -> tuple[list[Near], dict[int, Near]]:
+        x, weight, eps, grad = args[0], args[1 + summed], args[-1], near(upstreams[0])
+        bias = args[2 + summed] if centred else None
+        total = (near(x) + args[1]).stored(x.dtype) if summed else near(x)
+        apart = total - total.mean(-1) if centred else total
+        scale = inverse_root((apart * apart).mean(-1) + constant(eps), eps)
+        normed = apart * scale
+        out = (normed if centred else normed.stored(x.dtype)) * weight
+        scaled = grad * weight
+        parts = [scaled, normed * (scaled * normed).mean(-1), *([scaled.mean(-1)] if centred else [])]
+        of_x = (parts[0] - parts[1] - parts[2] if centred else parts[0] - parts[1]) * scale
+        # The CPU's kernel multiplies each part by the scale, one by its third power.
+        of_x = rounded(of_x.value, of_x.error + 4 * U * sum((part * scale).value.abs() for part in parts))
+        if summed:
+            of_x = of_x + upstreams[1]
+        gradients = dict.fromkeys(range(1 + summed), of_x)
+        gradients[1 + summed] = _over_rows(grad * normed)
+        if bias is not None:
+            out, gradients[2 + summed] = out + bias, _over_rows(grad)
+        return [out, total] if summed else [out], gradients
+
+    return of_call
+
+
+def _over_rows(terms: Near) -> Near:
+    return terms.map(lambda tensor: tensor.flatten(0, -2)).sum(0)[0]
+
+
+def proof(name: str, *, centred: bool, summed: bool) -> Proof:
+    kind = {"centred": centred, "summed": summed}
+    return proof_of(name, calls(**kind), bounds(**kind))
+
+
 PROOFS = (
-    proof_of("layer_norm", calls(centred=True, summed=False), limits=LIMITS),
-    proof_of("rms_norm", calls(centred=False, summed=False), limits=LIMITS),
-    proof_of("add_layer_norm", calls(centred=True, summed=True), limits=LIMITS),
-    proof_of("add_rms_norm", calls(centred=False, summed=True), limits=LIMITS),
+    proof("layer_norm", centred=True, summed=False),
+    proof("rms_norm", centred=False, summed=False),
+    proof("add_layer_norm", centred=True, summed=True),
+    proof("add_rms_norm", centred=False, summed=True),
 )

@@ -101,7 +101,7 @@ def _with_kernels_of_a_cpu(config: RunConfig, introduction: list[str]) -> RunCon
         kernels = replace(kernels, kernels=asked.replace("native", "auto", 1))
         introduction.append(f"--kernels {asked} is taken as {kernels.kernels}: the native kernels know no fp64")
     table = resolve(kernels.spec, "cpu", attention=kernels.attention)
-    if any(choice.backend == "native" for choice in table.choices):
+    if any(choice.backend.startswith("native") for choice in table.choices):
         introduction.append(
             "this compares layouts, not kernels: in fp64 a fallback runs in place of each native one (docs/kernels.md "
             "says what compares those)"

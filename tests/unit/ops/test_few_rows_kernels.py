@@ -3,8 +3,9 @@ planted bugs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from megatron.ops import resolve
 from megatron.ops.packed import PackedWeight
 from megatron.ops.proof import Call, Draw
 from megatron.ops.proof.compare import proof_of
+from megatron.ops.proof.rounding import Near, near
 from tests.helpers.declared import Refused
 from tests.helpers.kernels import backend, kernel
 from tests.helpers.planted import Mistake
@@ -43,7 +45,13 @@ def proof_calls(draw: Draw) -> Iterator[Call]:
         yield Call(f"{name} in a row", (x, draw(9, 70), None), grads=())
 
 
-CPU_PROOFS = {"few_rows": proof_of("few_rows", proof_calls)}
+def proof_bounds(args: Sequence[Any], _: Sequence[Tensor]) -> tuple[list[Near], dict[int, Near]]:
+    x, weight, bias = args
+    product = (near(x)[..., None, :] * weight).sum(-1)[..., 0]
+    return [product if bias is None else product + bias], {}
+
+
+CPU_PROOFS = {"few_rows": proof_of("few_rows", proof_calls, proof_bounds)}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
