@@ -7,6 +7,7 @@ from megatron.optimizer.groups import GroupRule, Rates
 from megatron.optimizer.loss_scaler import ConstantLossScaler, DynamicLossScaler, LossScaler, build_loss_scaler
 from megatron.optimizer.lr_schedule import Curves, Schedule, build_schedule
 from megatron.optimizer.matrices import Matrix
+from megatron.optimizer.on_pieces import differs_on_pieces
 from megatron.optimizer.optimizer import REPORT_SIZE, Optimizer, StepInfo, megatron_rule, state_spec
 from megatron.optimizer.rule_optimizer import RuleOptimizer
 from megatron.optimizer.rules.choose import build_rule
@@ -29,6 +30,7 @@ __all__ = [
     "build_loss_scaler",
     "build_rule",
     "build_schedule",
+    "differs_on_pieces",
     "megatron_rule",
     "no_place_for_remainders",
     "offloads",

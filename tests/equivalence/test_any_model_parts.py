@@ -3,6 +3,8 @@ the whole batch. A part that nobody uses, or that is frozen, does not move."""
 
 from __future__ import annotations
 
+import io
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -297,3 +299,49 @@ def test_planted_bug_ranks_compare_before_their_sums(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(Usage, "reduce", reduce)
     with pytest.raises(RankFailed, match=r"SIGABRT|Connection closed"):
         test_parts_that_are_left_out()
+
+
+class TrustRatio(torch.optim.SGD):
+    """LARS."""
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for one in group["params"]:
+                if one.grad is not None:
+                    one.grad.mul_(one.norm() / one.grad.norm().clamp(min=1e-9))
+        super().step()
+
+
+def with_a_trust_ratio(rank: int) -> tuple[list[str], float]:
+    """What it says at stages 1 to 3 and with the key; and the largest difference from a plain loop at stage 0."""
+    said = []
+    plain, _ = made()
+    updates = TrustRatio(plain.parameters(), lr=0.1)
+    for stage, allowed in ((0, False), (1, False), (2, False), (3, False), (1, True)):
+        model, _ = made()
+        config: dict[str, Any] = {"train_batch_size": 4, "zero_optimization": {"stage": stage}}
+        config["zero_allow_untested_optimizer"] = allowed
+        with redirect_stdout(io.StringIO()) as lines:
+            try:
+                optimizer = TrustRatio(model.parameters(), lr=0.1)
+                engine, *_ = initialize(model=model, optimizer=optimizer, config=config)
+            except ConfigError as error:
+                said.append(str(error))
+                continue
+        said += [line for line in lines.getvalue().splitlines() if "TrustRatio" in line]
+        engine.backward(F.mse_loss(engine(halves_of(0)[rank], BOTH), halves_of(0)[rank].flip(-1)))
+        engine.step()
+        if stage == 0:
+            F.mse_loss(plain(torch.cat(halves_of(0)), BOTH), torch.cat(halves_of(0)).flip(-1)).backward()
+            updates.step()
+            difference = largest_difference(engine.whole_state_dict(), dict(plain.state_dict()))
+    return said, difference
+
+
+def test_an_optimizer_that_needs_whole_parameters_is_refused_or_allowed() -> None:
+    for rank, (said, difference) in enumerate(run_ranks(2, with_a_trust_ratio)):
+        assert difference < 1e-12
+        assert all("zero_allow_untested_optimizer to true" in line for line in said[:3])
+        assert len(said) == 3 + (rank == 0)
+        assert rank or "true: TrustRatio updates a parameter differently when it is given in pieces" in said[3]

@@ -84,7 +84,11 @@ ZERO = (
     refused("zero_optimization.zeropp_loco_param", "block", "it rounds what is communicated; leave it out"),
     refused("zero_optimization.zenflow", "block", "leave it out"),
     refused("zero_optimization.leaf_module", "block", "leave it out"),
-    no_effect("zero_allow_untested_optimizer", "switch", "every optimizer here is tested with every stage it has"),
+    no_effect(
+        "zero_allow_untested_optimizer",
+        "switch",
+        "except for an optimizer of your own in megatron.initialize(), which is tried on pieces of parameters",
+    ),
     no_effect("zero_force_ds_cpu_optimizer", "switch", "an offloaded step has one implementation"),
 )
 

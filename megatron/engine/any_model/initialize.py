@@ -21,7 +21,7 @@ from megatron.engine.any_model.ranks import Place, find_place
 from megatron.engine.any_model.settings import EngineSettings
 from megatron.engine.any_model.usage import Usage
 from megatron.errors import ConfigError
-from megatron.optimizer import ClientUpdate, Optimizer, RuleOptimizer, refuse_whole_matrices
+from megatron.optimizer import ClientUpdate, Optimizer, RuleOptimizer, differs_on_pieces, refuse_whole_matrices
 from megatron.parallelize import is_called, units_of
 from megatron.utils.dtype import cast_floats
 from megatron.utils.log import RankLog
@@ -112,6 +112,8 @@ def build_model_engine(
     divided = settings.zero_stage > 0 and (dp.size > 1 or settings.parameters_on_host)
     if divided:
         refuse_whole_matrices(optimizer)
+    if divided and dp.size > 1:
+        _check_on_pieces(optimizer, settings, log)
     names = {id(one): name for name, one in trained if one.requires_grad}
     grads: FullySharded | GradBuffers
     hooks = GradientHooks(trained, dp)
@@ -144,6 +146,23 @@ def build_model_engine(
         ),
     )
     return ModelEngine(model, settings, place, grads, core, usage, hooks, optimizer, scheduler, log=log)
+
+
+def _check_on_pieces(optimizer: torch.optim.Optimizer, settings: EngineSettings, log: RankLog) -> None:
+    """Tries an optimizer of the user's own on pieces of small tensors, which is what ranks update with ZeRO."""
+    differs = None if isinstance(optimizer, RuleOptimizer) else differs_on_pieces(optimizer)
+    if differs is None:
+        return
+    found = (
+        f"{type(optimizer).__name__} {differs}, and with zero_optimization.stage 1 and higher each rank updates pieces"
+    )
+    if not settings.given.get("zero_allow_untested_optimizer"):
+        raise ConfigError(
+            f"{found}; use stage 0, or set zero_allow_untested_optimizer to true to train what that gives instead"
+        )
+    log.info(
+        f"zero_allow_untested_optimizer true: {found}; training differs from stage 0, and between numbers of ranks"
+    )
 
 
 def _divide_weights(model: nn.Module, settings: EngineSettings, place: Place, names: Mapping[int, str]) -> FullySharded:

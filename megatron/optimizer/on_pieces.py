@@ -1,0 +1,131 @@
+"""Whether an optimizer of the user's can update pieces of parameters: tried on small tensors, at the start of a run.
+
+ZeRO's ranks each hold an optimizer with one-dimensional pieces. A rule that uses a norm of its parameter (LAMB, LARS),
+its rows (Adafactor) or all parameters together (clipping within `step`) computes something else from pieces.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_STEPS = 32
+"""Some rules begin with another one, such as Shampoo's."""
+_SHAPES = ((), (6,), (4, 6), (2, 3, 4), (2, 3, 2, 2), (2, 2, 2, 2, 2))
+"""By the number of dimensions."""
+_CUT = 0.4
+"""The share of each parameter's elements that the first rank holds."""
+_SAME = 1e-5
+"""A difference of the updates, relative to the largest, that rounding explains."""
+
+
+def differs_on_pieces(optimizer: torch.optim.Optimizer) -> str | None:
+    """Returns what an update of pieces does instead of the update of whole parameters; None if it is the same. Changes
+    neither the optimizer nor any random state."""
+    if type(optimizer).__module__.startswith("torch.optim"):
+        return None  # those that need whole parameters are refused by name
+    device = next(one.device for group in optimizer.param_groups for one in group["params"])
+    with torch.random.fork_rng([device] if device.type == "cuda" else []), warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")
+        try:
+            whole = _trained(optimizer, [lambda one: one.clone()])
+        except Exception as error:  # of the user's code, on tensors that it was not written for
+            return f"could not be tried on a small tensor ({type(error).__name__}: {error})"
+        try:
+            pieces = _trained(optimizer, [lambda one: _flat(one)[0], lambda one: _flat(one)[1]])
+        except Exception as error:
+            return f"cannot update pieces of parameters ({type(error).__name__}: {error})"
+    for start, end, end_of_pieces in zip(whole[0], whole[1], pieces[1], strict=True):
+        largest = (end - start.view(-1)).abs().max()
+        if not torch.allclose(end_of_pieces, end, rtol=0.0, atol=float(largest) * _SAME, equal_nan=True):
+            return "updates a parameter differently when it is given in pieces"
+    return None
+
+
+Part = Callable[[Tensor], Tensor]
+"""From a whole tensor to what one rank has of it."""
+
+
+def _trained(optimizer: torch.optim.Optimizer, parts: Sequence[Part]) -> tuple[list[Tensor], list[Tensor]]:
+    """Trains small parameters, each rank its part of them. Returns the whole ones before
+    it, and flat after it."""
+    held = _one_of_each_kind(optimizer)
+    draw = torch.Generator().manual_seed(0)
+    first = next(iter(held.values()))
+    whole = [torch.randn(shape, generator=draw, dtype=torch.float64) + 1 for shape in map(_shape_of, held.values())]
+    grads = [[_drawn(one, step, draw).to(first.device) for one in whole] for step in range(_STEPS)]
+    whole = [one.to(first.device) for one in whole]
+    ends = []
+    for part in parts:
+        mine = [nn.Parameter(part(one)) for one in whole]
+        copied = _copied(optimizer, dict(zip(held, mine, strict=True)))
+        for of_step in grads:
+            for one, grad in zip(mine, of_step, strict=True):
+                one.grad = part(grad).clone()
+            copied.step()
+        ends.append(mine)
+    joined = [torch.cat([piece.detach().reshape(-1) for piece in pieces]) for pieces in zip(*ends, strict=True)]
+    return whole, joined
+
+
+def _one_of_each_kind(optimizer: torch.optim.Optimizer) -> dict[int, Tensor]:
+    """A trained parameter of each group and number of dimensions, by its id."""
+    kinds: dict[tuple[int, int], Tensor] = {}
+    for number, group in enumerate(optimizer.param_groups):
+        for one in group["params"]:
+            if one.requires_grad:
+                kinds.setdefault((number, one.dim()), one)
+    return {id(one): one for one in kinds.values()}
+
+
+def _shape_of(parameter: Tensor) -> tuple[int, ...]:
+    return _SHAPES[min(parameter.dim(), len(_SHAPES) - 1)]
+
+
+def _drawn(like: Tensor, step: int, draw: torch.Generator) -> Tensor:
+    """A gradient whose pieces have different norms, larger and smaller than the thresholds of clipping."""
+    grown = torch.linspace(-2, 2, like.numel(), dtype=like.dtype).exp().view(like.shape)
+    return torch.randn(like.shape, generator=draw, dtype=like.dtype) * grown * 10.0 ** (step % 3 - 1)
+
+
+def _flat(whole: Tensor) -> tuple[Tensor, Tensor]:
+    cut = int(whole.numel() * _CUT)
+    return whole.reshape(-1)[:cut].clone(), whole.reshape(-1)[cut:].clone()
+
+
+def _copied(optimizer: torch.optim.Optimizer, small: Mapping[int, nn.Parameter]) -> torch.optim.Optimizer:
+    """An optimizer of the same class and settings, without state and hooks. Its groups hold `small`, by the ids of the
+    parameters in whose place they are, and no other parameters."""
+    parameters = [one for group in optimizer.param_groups for one in group["params"]]
+    memo: dict[int, Any] = {id(one): small.get(id(one), _Dropped()) for one in parameters}
+    own = dict(optimizer.__dict__)
+    for name, value in optimizer.__dict__.items():
+        replaced = callable(value) and hasattr(type(optimizer), name)  # such as `step`, by a scheduler
+        if name == "state" or name.endswith("_hooks") or replaced:
+            del own[name]
+        elif isinstance(value, nn.Module):
+            raise TypeError(f"it holds a model, {name}")
+    copied: torch.optim.Optimizer = object.__new__(type(optimizer))
+    copied.__dict__.update({name: OrderedDict() for name in optimizer.__dict__ if name.endswith("_hooks")})
+    copied.__dict__.update(copy.deepcopy(own, memo), state=defaultdict(dict))
+    for group in copied.param_groups:
+        group["params"][:] = [one for one in group["params"] if not isinstance(one, _Dropped)]
+        if isinstance(group.get("lr"), Tensor):
+            group["lr"].fill_(_LR)
+        elif "lr" in group:
+            group["lr"] = _LR
+    return copied
+
+
+_LR = 0.01
+"""Schedules may begin with 0, with which nothing differs."""
+
+
+class _Dropped:
+    """In the place of a parameter that is not tried."""
