@@ -88,6 +88,13 @@ class MegatronLM(TemplateLM):
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **unused: Any) -> list[int]:
         return self.subject.tokenizer.tokenize(string)
 
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """Rejected: the harness hands the text back, in which special tokens would be text."""
+        raise ConfigError(
+            "--apply_chat_template: text of the harness is text here, special tokens included; export the model "
+            "(tools/convert_checkpoint.py --to hf) and evaluate it with --model hf"
+        )
+
     def _loglikelihood_tokens(
         self,
         requests: Sequence[tuple[tuple[str, str], list[int], list[int]]],

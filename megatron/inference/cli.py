@@ -34,6 +34,17 @@ def parser() -> Parser:
     what.add_argument(
         "--truncate-prompts", action="store_true", help="Drop the beginning of prompts that the model has no room for."
     )
+    what.add_argument(
+        "--chat",
+        action="store_true",
+        help="Prompts are conversations, put through the model's chat template: a text is what the user says, a JSON "
+        "line has messages. Text in them stays text.",
+    )
+    what.add_argument(
+        "--prompt-with-special-tokens",
+        action="store_true",
+        help="Text in a prompt that spells a special token is that token (default: it is text, as in documents).",
+    )
     what.add_argument("--output", metavar="FILE", help="Write JSON lines, whole or not at all, and show nothing.")
     what.add_argument("--logprobs", action="store_true", help="With --output: the log-probability of every token.")
     end = p.add_argument_group("end")
@@ -92,6 +103,13 @@ def sampling(given: argparse.Namespace) -> Sampling:
     return Sampling(**fields_from(given, Sampling))
 
 
+_NOT_WITH_CHAT = {
+    "json_key": "the JSON lines of --chat have messages, as those of --sft",
+    "truncate_prompts": "a conversation without its beginning is none that the chat template writes",
+    "prompt_with_special_tokens": "the chat template writes the special tokens, and the text of messages stays text",
+}
+
+
 def check(given: argparse.Namespace) -> None:
     """What can be said without torch."""
     if given.greedy and (given.top_k or given.top_p or given.temperature != 1.0):
@@ -113,6 +131,10 @@ def check(given: argparse.Namespace) -> None:
         raise ConfigError("--prompt: --prompts is given, too; give one of them")
     if given.json_key != "prompt" and not str(given.prompts).endswith((".jsonl", ".json")):
         raise ConfigError("--json-key: --prompts is no file of JSON lines (.jsonl, .json); leave it out")
+    if given.chat:
+        for flag, why in _NOT_WITH_CHAT.items():
+            if getattr(given, flag) not in (False, "prompt"):
+                raise ConfigError(f"--{flag.replace('_', '-')}: {why}; leave it or --chat out")
     if given.logprobs and given.output is None:
         raise ConfigError("--logprobs: they are written to --output FILE; give one")
     if "" in given.stop:

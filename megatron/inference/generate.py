@@ -163,7 +163,14 @@ def new_token_counts(model: GPT, prompts: Sequence[Sequence[int]], asked: int | 
     return [room(model.config.max_position_embeddings, len(prompt), asked) for prompt in prompts]
 
 
-def room(positions: int | None, length: int, asked: int | None, *, place: str = "--prompt") -> int:
+def room(
+    positions: int | None,
+    length: int,
+    asked: int | None,
+    *,
+    place: str = "--prompt",
+    shorter: str = "shorten it, or let --truncate-prompts drop its beginning",
+) -> int:
     """The number of tokens to add to a prompt of `length`, by a model of so many positions."""
     if asked is not None and asked < 1:
         raise ConfigError(f"--max-new-tokens {asked}: must be at least 1")
@@ -172,8 +179,7 @@ def room(positions: int | None, length: int, asked: int | None, *, place: str = 
         return wanted
     if length >= positions:
         raise ConfigError(
-            f"{place}: {length} tokens, and the model has {positions} positions for prompt and continuation; shorten "
-            "it, or let --truncate-prompts drop its beginning"
+            f"{place}: {length} tokens, and the model has {positions} positions for prompt and continuation; {shorter}"
         )
     if asked is not None and length + asked > positions:
         beside = "with a prompt" if place == "--prompt" else f"with {place}"

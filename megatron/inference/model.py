@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -15,7 +16,7 @@ from megatron.checkpoint import DamagedCheckpointError, RunHistory, find_checkpo
 from megatron.checkpoint.build import saved_tokenizer
 from megatron.checkpoint.hf import DTYPES, open_folder
 from megatron.checkpoint.hf.weights import read_json
-from megatron.config import RunConfig
+from megatron.config import RunConfig, TokenizerConfig
 from megatron.distributed.state import ParallelState
 from megatron.engine import Evaluation
 from megatron.errors import CheckpointError, ConfigError
@@ -75,6 +76,8 @@ class _Described:
     tokenizer_folder: Path | None
     """The folder of the tokenizer files that the checkpoint holds, if it does."""
     tokenizer: Tokenizer | None
+    prompt_format: str | None = None
+    """How the run's --sft made text of conversations, if it was not the tokenizer's own template."""
     rows: int | None = None
     """The rows of the word table, including padding if the checkpoint does not say how many rows are padding."""
 
@@ -88,6 +91,7 @@ class Subject:
     place: str
     dtype: str
     tokenizer_folder: Path | None
+    prompt_format: str | None = None
 
     @property
     def window(self) -> int:
@@ -102,6 +106,11 @@ class Subject:
                 "(--vocab-file and --merge-file, or --tokenizer-type and --tokenizer-model)"
             )
         return self.run.tokenizer
+
+    @property
+    def chat_settings(self) -> TokenizerConfig:
+        """Those of the chat template: the format that the run was trained with."""
+        return replace(self.run.config.tokenizer, sft_tokenizer_prompt_format=self.prompt_format)
 
     @cached_property
     def bos_id(self) -> int | None:
@@ -174,7 +183,14 @@ def subject_of(options: ModelOptions, connect: Callable[[RunConfig], Run]) -> Su
     _check_tokenizer(options, described, run.tokenizer)
     if doubt is not None:
         run.log.warn(doubt)
-    return Subject(run, options, described.place, options.dtype or described.dtype, described.tokenizer_folder)
+    return Subject(
+        run,
+        options,
+        described.place,
+        options.dtype or described.dtype,
+        described.tokenizer_folder,
+        described.prompt_format,
+    )
 
 
 def named_ends(folder: Path) -> frozenset[int]:
@@ -198,7 +214,7 @@ def _describe(options: ModelOptions) -> _Described:
             None,
             own,
             _tokenizer_in(own),
-            folder.vocab_size,
+            rows=folder.vocab_size,
         )
     found = find_checkpoint(
         load,
@@ -220,8 +236,17 @@ def _describe(options: ModelOptions) -> _Described:
         saved.get("data", {}).get("seq_length"),
         own,
         saved_tokenizer(found),
+        _prompt_format(saved.get("tokenizer") or {}) if (saved.get("data") or {}).get("sft") else None,
         found.manifest.model[WORD_TABLE].logical_shape[0],
     )
+
+
+def _prompt_format(saved: Mapping[str, Any]) -> str | None:
+    """None where it was the tokenizer's own template."""
+    settings = TokenizerConfig(
+        tokenizer_type=saved.get("tokenizer_type"), sft_tokenizer_prompt_format=saved.get("sft_tokenizer_prompt_format")
+    )
+    return None if settings.prompt_format == "default" else settings.prompt_format
 
 
 def _tokenizer_in(folder: Path | None) -> Tokenizer | None:

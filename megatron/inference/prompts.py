@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from megatron.data.sft.messages import read_conversations
 from megatron.errors import ConfigError, DataError
 from megatron.inference.answers import Prompt
 from megatron.inference.generate import DEFAULT_NEW_TOKENS, room
 from megatron.inference.texts import decoded, read_json_lines, read_text, text_of
 from megatron.tokenizer import Tokenizer
 from megatron.tokenizer.base import refuse_surrogates
+from megatron.tokenizer.chat.encoder import ChatEncoder
+from megatron.tokenizer.chat.template import ChatError
 
 STDIN = "-"
 
@@ -25,7 +29,17 @@ class Text:
     text: str
 
 
+@dataclass(frozen=True)
+class Chat:
+    """A conversation that is to be answered, and its place for messages."""
+
+    place: str
+    messages: tuple[Mapping[str, Any], ...]
+    tools: Sequence[Any] | None
+
+
 def read_prompts(given: Sequence[str], file: str | None, json_key: str) -> list[Text]:
+    """Texts of arguments, lines or JSON lines."""
     if given:
         return [_checked(Text("--prompt", text)) for text in given]
     if file is None and sys.stdin.isatty():
@@ -39,6 +53,23 @@ def read_prompts(given: Sequence[str], file: str | None, json_key: str) -> list[
         entries = read_json_lines(path, flag="--prompts")
         return [Text(place, text_of(entry, json_key, place)) for place, entry in entries]
     return _lines(read_text(path, flag="--prompts"), str(path))
+
+
+def read_chats(given: Sequence[str], file: str | None) -> list[Chat]:
+    """Conversations of JSON lines; a text of an argument or a line is what the user says."""
+    if given or file is None or not file.endswith((".jsonl", ".json")):
+        texts = read_prompts(given, file, "")
+        return [Chat(one.place, ({"role": "user", "content": one.text},), None) for one in texts]
+    read_text(Path(file), flag="--prompts")  # for its errors
+    chats = []
+    for conversation in read_conversations(Path(file)):
+        if isinstance(conversation, DataError):
+            raise conversation
+        place = f"{file} line {conversation.line}"
+        if conversation.messages[-1]["role"] == "assistant":
+            raise DataError(f"{place}: ends with an answer of the assistant; leave its last message out")
+        chats.append(Chat(place, tuple(conversation.messages), conversation.tools))
+    return chats
 
 
 def _lines(text: str, name: str) -> list[Text]:
@@ -62,17 +93,37 @@ def encoded(
     positions: int | None,
     new_tokens: int | None,
     truncate: bool,
+    special: bool = False,
 ) -> list[Prompt]:
-    """The prompts as tokens, after those of `beginning`, within the model's positions for prompt and continuation."""
+    """The prompts as tokens, after those of `beginning`, within the model's positions for prompt and continuation. With
+    `special`, text that spells a special token is that token."""
     found = []
     left = None
     if truncate and positions is not None:
         left = max(1, positions - len(beginning) - (new_tokens or min(DEFAULT_NEW_TOKENS, positions // 2)))
     for one in texts:
-        tokens = tokenizer.tokenize(one.text)
+        tokens = tokenizer.tokenize_special(one.text) if special else tokenizer.tokenize(one.text)
         if not tokens:
             raise DataError(f"{one.place}: an empty prompt has nothing to continue; give at least one token of text")
         tokens = [*beginning, *(tokens if left is None else tokens[-left:])]
         room(positions, len(tokens), new_tokens, place=one.place)
         found.append(Prompt(one.text, tuple(tokens)))
+    return found
+
+
+def encoded_chats(
+    chats: Sequence[Chat], encoder: ChatEncoder, *, positions: int | None, new_tokens: int | None
+) -> list[Prompt]:
+    """The conversations as tokens, each with the prompt to answer it. The template writes what stands before a text."""
+    found = []
+    for one in chats:
+        try:
+            text, tokens = encoder.prompt(one.messages, one.tools)
+        except ChatError as error:
+            raise DataError(f"{one.place}: {error}") from None
+        if not tokens:
+            raise DataError(f"{one.place}: the chat template writes nothing for it; use another template")
+        room(positions, len(tokens), new_tokens, place=one.place, shorter="leave messages out")
+        found.append(Prompt(text, tuple(tokens)))
+    encoder.template.close()
     return found

@@ -11,8 +11,9 @@ from pathlib import Path
 from megatron.checkpoint.all_ranks import run_on_all, run_on_first
 from megatron.inference.answers import Answer, Answers, Prompt, Wanted
 from megatron.inference.model import ModelOptions, Subject, open_subject
-from megatron.inference.prompts import Text, encoded, read_prompts
+from megatron.inference.prompts import Text, encoded, encoded_chats, read_chats, read_prompts
 from megatron.inference.sampling import Sampling
+from megatron.tokenizer.chat import build_chat_encoder
 from megatron.utils.outputs import check_output, write_output
 
 
@@ -24,6 +25,8 @@ class GenerateOptions:
     prompts: str | None = None
     json_key: str = "prompt"
     truncate_prompts: bool = False
+    chat: bool = False
+    prompt_with_special_tokens: bool = False
     max_new_tokens: int | None = None
     stop: tuple[str, ...] = ()
     ignore_eod: bool = False
@@ -71,6 +74,8 @@ def continued(subject: Subject, options: GenerateOptions, sampling: Sampling) ->
 def _prompts(subject: Subject, options: GenerateOptions) -> list[Prompt]:
     """Read by the first rank, which has the standard input."""
     world = subject.run.parallel.world
+    if options.chat:
+        return run_on_first(lambda: _chats(subject, options), world, list[Prompt])
     texts = run_on_first(lambda: read_prompts(options.prompt, options.prompts, options.json_key), world, list[Text])
     return run_on_all(
         lambda: encoded(
@@ -80,8 +85,18 @@ def _prompts(subject: Subject, options: GenerateOptions) -> list[Prompt]:
             positions=subject.positions,
             new_tokens=options.max_new_tokens,
             truncate=options.truncate_prompts,
+            special=options.prompt_with_special_tokens,
         ),
         world,
+    )
+
+
+def _chats(subject: Subject, options: GenerateOptions) -> list[Prompt]:
+    return encoded_chats(
+        read_chats(options.prompt, options.prompts),
+        build_chat_encoder(subject.chat_settings, subject.tokenizer.eod_id, flag="--chat"),
+        positions=subject.positions,
+        new_tokens=options.max_new_tokens,
     )
 
 

@@ -86,6 +86,13 @@ class Tokenizer(abc.ABC):
     @abc.abstractmethod
     def tokenize(self, text: str) -> list[int]: ...
 
+    def tokenize_special(self, text: str) -> list[int]:
+        """As `tokenize`, but text that spells a special token is that token: for prompts, never for documents."""
+        raise ConfigError(
+            f"--prompt-with-special-tokens: {self.name} does not read special tokens in a text; use a Hugging Face "
+            "folder with the model's tokenizer.json, or leave the flag out"
+        )
+
     @abc.abstractmethod
     def detokenize(self, ids: Iterable[int]) -> str: ...
 

@@ -65,6 +65,12 @@ class GPT2BPETokenizer(Tokenizer):
         refuse_surrogates(text)
         return self._encoder.encode(text)
 
+    def tokenize_special(self, text: str) -> list[int]:
+        if self.eod_id is None:
+            return self.tokenize(text)
+        first, *others = (self.tokenize(part) for part in text.split(END_OF_TEXT))
+        return [*first, *(index for part in others for index in (self.eod_id, *part))]
+
     def detokenize(self, ids: Iterable[int]) -> str:
         return self._encoder.decode(ids)
 

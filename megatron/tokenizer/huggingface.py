@@ -23,6 +23,7 @@ from megatron.tokenizer.fast.guard import Encoder, build_guarded
 from megatron.tokenizer.identity import earlier_fingerprint, fingerprint
 
 SETTING = "--tokenizer-model"
+_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 KEPT_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -140,6 +141,15 @@ class HuggingFaceTokenizer(Tokenizer):
         self._refuse_eod([ids])
         return ids.tolist()
 
+    @cached_property
+    def _spelling(self) -> Any:
+        return load_spelling(self._json_file)
+
+    def tokenize_special(self, text: str) -> list[int]:
+        refuse_surrogates(text)
+        with library_errors(self._encoding_failed):
+            return list(self._spelling.encode(text, add_special_tokens=False).ids)
+
     def _encode_exactly(self, text: str) -> Ids:
         # One text at a time starts no threads, which would not survive a later fork.
         with library_errors(self._encoding_failed):
@@ -228,6 +238,33 @@ class HuggingFaceTokenizer(Tokenizer):
         texts = {name: read_text(path, SETTING) for name, path in files.items()}
         texts["tokenizer_config.json"] = config_text(config, model_max_length)
         write_files(Path(directory), texts)
+
+
+def named_tokens(json_file: Path) -> dict[str, str]:
+    """The special tokens that the files beside tokenizer.json name, such as bos_token."""
+    names: dict[str, str] = {}
+    for file in ("special_tokens_map.json", "tokenizer_config.json"):
+        path = json_file.with_name(file)
+        described = read_json(path) if path.is_file() else {}
+        for name in _NAMES:
+            token = described.get(name)
+            token = token.get("content") if isinstance(token, dict) else token
+            if isinstance(token, str):
+                names[name] = token
+    return names
+
+
+def load_spelling(json_file: Path) -> Any:
+    """Opens the tokenizer as `transformers` has it: the text of a special token is that token, also of one that only
+    the files beside it name."""
+    from tokenizers import AddedToken
+
+    rust = load_tokenizers(json_file)
+    listed = {token.content for token in rust.get_added_tokens_decoder().values()}
+    missing = [token for token in dict.fromkeys(named_tokens(json_file).values()) if token not in listed]
+    known = [token for token in missing if rust.token_to_id(token) is not None]
+    rust.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in known])
+    return rust
 
 
 def find_json(given: Path) -> Path:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -79,6 +80,13 @@ class TikTokenizer(Tokenizer):
 
     def tokenize(self, text: str) -> list[int]:
         return self._encode(text).tolist()
+
+    def tokenize_special(self, text: str) -> list[int]:
+        parts = re.split(f"({'|'.join(map(re.escape, self._special))})", text)
+        ids: list[int] = []
+        for number, part in enumerate(parts):
+            ids += [self._special.index(part)] if number % 2 else self.tokenize(part)
+        return ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
         return [self._encode(text) for text in texts]

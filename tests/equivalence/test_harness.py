@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.errors import ConfigError
 from megatron.evaluation.harness_cli import main, without_files
 from tests.equivalence.test_evaluate import FAMILIES, TEXTS, Saved, make_model
 from tests.unit.tokenizer.support import SAMPLES
@@ -170,4 +171,6 @@ def test_sums_and_likeliest_tokens_are_those_of_transformers(saved: Saved, monke
         right = torch.tensor(tokens[-count:])
         assert total == pytest.approx(found.gather(1, right[:, None]).sum().item(), rel=1e-4)
         assert greedy == bool((found.argmax(-1) == right).all())
+    with pytest.raises(ConfigError, match="--apply_chat_template: text of the harness is text here"):
+        ours.apply_chat_template([{"role": "user", "content": "x"}])
     monkeypatch.delitem(sys.modules, "megatron.evaluation.harness")

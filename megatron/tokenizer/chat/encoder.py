@@ -24,10 +24,9 @@ from megatron.tokenizer.base import Ids, library_errors
 from megatron.tokenizer.bpe_files import read_text
 from megatron.tokenizer.chat.formats import FORMATS
 from megatron.tokenizer.chat.template import ChatError, ChatTemplate, Message, Rendered, request
-from megatron.tokenizer.huggingface import SETTING, find_json, load_tokenizers, read_json, refuse_outside
+from megatron.tokenizer.huggingface import SETTING, find_json, load_spelling, named_tokens, read_json, refuse_outside
 
 _FLAG = "--sft-tokenizer-prompt-format"
-_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _BATCH = 64  # conversations; the process that renders gets them together
 _VERSION = 1  # of what is counted; another one makes conversations be encoded again
 
@@ -38,7 +37,13 @@ class ChatEncoder:
         self._description = read_json(self._json_file)
         self._eod_id = eod_id
         self.format, self._form = prompt_format, FORMATS[prompt_format]
-        self._special = [token["content"] for token in self._added() if token.get("special")]
+        self._names = named_tokens(self._json_file)
+        listed = {token["content"] for token in self._added()}
+        self._unlisted = [
+            name for name in dict.fromkeys(self._names.values()) if name not in listed and self._has(name)
+        ]
+        special = [token["content"] for token in self._added() if token.get("special")]
+        self._special = special + self._unlisted
         self.template = self._template()
 
     def check(self) -> None:
@@ -50,7 +55,7 @@ class ChatEncoder:
         return self._description.get("added_tokens") or []
 
     def _template(self) -> ChatTemplate:
-        folder, names = self._json_file.parent, self._names()
+        folder, names = self._json_file.parent, self._names
         source, named = self._form.template, f"{_FLAG} {self.format}"
         if source is None:
             source, path = _own_template(folder)
@@ -71,20 +76,9 @@ class ChatEncoder:
         )
 
     def _has(self, token: str) -> bool:
-        vocabulary = (self._description.get("model") or {}).get("vocab")
-        return any(each["content"] == token for each in self._added()) or token in (vocabulary or ())
-
-    def _names(self) -> dict[str, str]:
-        names: dict[str, str] = {}
-        for file in ("special_tokens_map.json", "tokenizer_config.json"):
-            path = self._json_file.with_name(file)
-            described = read_json(path) if path.is_file() else {}
-            for name in _NAMES:
-                token = described.get(name)
-                token = token.get("content") if isinstance(token, dict) else token
-                if isinstance(token, str):
-                    names[name] = token
-        return names
+        vocabulary = (self._description.get("model") or {}).get("vocab") or ()
+        entries = [entry[0] for entry in vocabulary] if isinstance(vocabulary, list) else vocabulary
+        return any(each["content"] == token for each in self._added()) or token in entries
 
     @cached_property
     def fingerprint(self) -> str:
@@ -93,9 +87,11 @@ class ChatEncoder:
             "version": _VERSION,
             "tokenizer": {name: value for name, value in self._description.items() if name != "version"},
             "template": self.template.source,
-            "names": self._names(),
+            "names": self._names,
             "eod": self._eod_id if self._form.ends_with_eod else None,
         }
+        if self._unlisted:
+            identity["unlisted"] = self._unlisted
         return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
 
     @cached_property
@@ -104,7 +100,7 @@ class ChatEncoder:
         of a token covers its white space, which some files leave out."""
         from tokenizers.processors import ByteLevel
 
-        rust = load_tokenizers(self._json_file)
+        rust = load_spelling(self._json_file)
         rust.post_processor = ByteLevel(trim_offsets=False)  # no more than that, as no tokens are added
         return rust
 
@@ -138,19 +134,31 @@ class ChatEncoder:
     def _rendered(
         self, batch: Sequence[tuple[Sequence[Message], Sequence[Any] | None]]
     ) -> Iterator[tuple[Rendered, ...] | ChatError]:
-        requests = [self._request(messages, tools) for messages, tools in batch]
+        requests = [self._request_or_why(messages, tools) for messages, tools in batch]
         found = self.template.render([each for each in requests if isinstance(each, bytes)])
         for each in requests:
             yield next(found) if isinstance(each, bytes) else each
 
-    def _request(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> bytes | ChatError:
-        plain = [{name: value for name, value in message.items() if value is not None} for message in messages]
+    def prompt(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> tuple[str, list[int]]:
+        """The text and ids of a conversation and the prompt to answer it."""
+        (found,) = self.template.render([self._request(messages, tools, prompt=True)])
+        if isinstance(found, ChatError):
+            raise found
+        text = found[0].text + self._form.before_answer
+        with library_errors(lambda reason: ChatError(f"the tokenizer gives up on it ({reason})")):
+            return text, list(self._rust.encode(text, add_special_tokens=False).ids)
+
+    def _request_or_why(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> bytes | ChatError:
         try:
-            if not self._form.spells_tokens:
-                self._refuse_special_text(plain)
-            return request(plain, tools)
+            return self._request(messages, tools)
         except ChatError as error:
             return error
+
+    def _request(self, messages: Sequence[Message], tools: Sequence[Any] | None, *, prompt: bool = False) -> bytes:
+        plain = [{name: value for name, value in message.items() if value is not None} for message in messages]
+        if not self._form.spells_tokens:
+            self._refuse_special_text(plain)
+        return request(plain, tools, prompt=prompt)
 
     def _encoded_or_why(self, rendered: tuple[Rendered, ...] | ChatError) -> list[tuple[Ids, np.ndarray]] | ChatError:
         try:

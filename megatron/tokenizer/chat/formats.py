@@ -14,6 +14,7 @@ class PromptFormat:
     tokens: tuple[str, ...] = ()  # that the template needs as tokens of the vocabulary
     ends_with_eod: bool = True
     spells_tokens: bool = False  # the messages have their special tokens in them already
+    before_answer: str = ""  # what a template of ours writes before an answer, and not yet after a question
 
 
 _ANSWER = "{% generation %}TEXT{% endgeneration %}"
@@ -55,5 +56,6 @@ FORMATS = {
             assistant="{{ '<SPECIAL_11>Assistant\n' }}" + _answer("{{ message.content.strip() + '\n<SPECIAL_12>\n' }}"),
         ),
         ("<SPECIAL_10>", "<SPECIAL_11>", "<SPECIAL_12>"),
+        before_answer="<SPECIAL_11>Assistant\n",
     ),
 }

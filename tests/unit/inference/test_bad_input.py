@@ -27,6 +27,13 @@ FILES: dict[str, tuple[bytes | None, tuple[str, ...], str]] = {
     "no file": (None, (), "--prompts .*a.jsonl: cannot be read"),
     "another key": (b'{"text": "x"}', (), "line 1: has no text under 'prompt' .*--json-key"),
     "no token": (b'{"prompt": "x"}\n{"prompt": ""}', (), "line 2: an empty prompt"),
+    "no messages": (b'{"prompt": "x"}', ("--chat",), "a.jsonl, line 1: no messages; a line is to be"),
+    "an answer at the end": (
+        b'{"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]}',
+        ("--chat",),
+        "line 1: ends with an answer of the assistant; leave its last message out",
+    ),
+    "an empty file of chats": (b" ", ("--chat",), "a.jsonl: is empty"),
     "a prompt too long": (json.dumps({"prompt": LONG}).encode(), (), "line 1: .*16 positions.*--truncate-prompts"),
     "too many tokens": (b'{"prompt": "x"}', ("--max-new-tokens", "16"), r"16: with .* line 1 of 1 tokens .* for 15"),
 }
@@ -36,6 +43,13 @@ WORDS: dict[str, tuple[tuple[str, ...], str]] = {
     "a negative temperature": (("--prompt", "x", "--temperature", "-1"), "--temperature -1.0: must be at least 0.0001"),
     "two sources": (("--prompt", "x", "--prompts", "y"), "--prompt: --prompts is given, too"),
     "a key without a file": (("--prompt", "x", "--json-key", "y"), "--json-key: --prompts is no file of JSON"),
+    "a key and chats": (("--chat", "--prompts", "y.jsonl", "--json-key", "y"), "--json-key: the JSON lines of --chat"),
+    "a part of a chat": (("--chat", "--prompt", "x", "--truncate-prompts"), "--truncate-prompts: .* --chat out"),
+    "special tokens twice": (
+        ("--chat", "--prompt", "x", "--prompt-with-special-tokens"),
+        "--prompt-with-special-tokens: the chat template writes",
+    ),
+    "a chat without a template": (("--chat", "--prompt", "x"), "has no chat template .chat_template.jinja"),
     "an empty stop text": (("--prompt", "x", "--stop", ""), "--stop: an empty text"),
     "drawing and beams": (("--prompt", "x", "--num-beams", "2", "--top-k", "3"), "--num-beams 2: .* draws nothing"),
     "stops and beams": (("--prompt", "x", "--num-beams", "2", "--stop", "y"), "--num-beams 2: .* no --stop"),

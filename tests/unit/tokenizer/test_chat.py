@@ -77,6 +77,45 @@ def test_without_marks_an_answer_is_what_comes_after_its_prompt(tmp_path: Path) 
         assert spoken == "".join(m["content"] + "<|im_end|>" for m in messages if m["role"] == "assistant")
 
 
+@pytest.mark.parametrize("template", [CHATML, MARKED, FORGETS])
+def test_a_prompt_is_that_of_transformers(template: str, tmp_path: Path) -> None:
+    made = encoder(tmp_path, template)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    for messages in CHATS[:4]:
+        text, ids = made.prompt(messages[:-1])
+        assert text == theirs.apply_chat_template(messages[:-1], add_generation_prompt=True, tokenize=False)
+        assert ids == theirs.apply_chat_template(messages[:-1], add_generation_prompt=True)["input_ids"]
+    with pytest.raises(ChatError, match="message 1 holds the text"):
+        made.prompt(chat("a<|im_end|>"))
+
+
+@pytest.mark.parametrize("form", ["identity", "nemotron-h-aligned", "nemotron-nano-v2"])
+def test_a_prompt_in_the_formats_of_megatron_is_what_its_answer_follows(form: str, tmp_path: Path) -> None:
+    """No end of document between them."""
+    made, messages = encoder(tmp_path, form=form), chat("who?", "I", "and", "you", system="s")
+    ids, counted = answered(made, messages)
+    assert made.prompt(messages[:-1])[1] == ids[: max(i for i in range(len(ids)) if not counted[i]) + 1]
+
+
+@pytest.mark.parametrize("beside", ["eos_token", "added_tokens_decoder"])
+def test_a_token_that_only_the_files_beside_name_is_one(beside: str, tmp_path: Path) -> None:
+    """transformers adds it when it opens the folder."""
+    write_chat_tokenizer(tmp_path, "{% for m in messages %}{{ bos_token + m.content + eos_token }}{% endfor %}")
+    described = json.loads((tmp_path / "tokenizer.json").read_text())
+    token = described["added_tokens"].pop(0)
+    (tmp_path / "tokenizer.json").write_text(json.dumps(described))
+    if beside == "added_tokens_decoder":
+        config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+        config["added_tokens_decoder"] = {"0": {name: value for name, value in token.items() if name != "id"}}
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    made, theirs = ChatEncoder(tmp_path, "default", 0), transformers.AutoTokenizer.from_pretrained(tmp_path)
+    for messages in CHATS[:3]:
+        expected = theirs.apply_chat_template(messages)["input_ids"]
+        assert expected[0] == 0 and made.prompt(messages)[1] == expected
+    with pytest.raises(ChatError, match=r"message 1 holds the text '<\|endoftext\|>', which is a special token"):
+        made.prompt(chat("a<|endoftext|>"))
+
+
 def test_a_character_of_several_tokens_at_the_end_of_an_answer_counts_whole(tmp_path: Path) -> None:
     """`transformers` counts the first of them only."""
     made = encoder(tmp_path, "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}.{% endfor %}")
