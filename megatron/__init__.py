@@ -52,6 +52,7 @@ _LAZY = {
 
 def __getattr__(name: str) -> Any:
     if name in _LAZY:
+        import_module("megatron.utils.one_line_errors").install()
         import_module("megatron.utils.loading").before_torch(trains=name == "pretrain")
         return getattr(import_module(_LAZY[name]), name)
     raise AttributeError(f"module 'megatron' has no attribute '{name}'")

@@ -122,7 +122,19 @@ def test_the_program_on_zero(stage: int, capsys: pytest.CaptureFixture[str]) -> 
     idle = "zero_optimization.offload_param.device cpu: has no effect without stage 3 of ZeRO"
     assert (idle in said) == (stage < 3) and ("offload_param: no effect on a CPU" in said) == (stage == 3)
     assert "offload_optimizer: no effect on a CPU" in said
+    assert "begins at 2^32; about 17 updates are skipped until it is 2^16" in said and "3 updates in a row" not in said
     assert engine.skipped_steps == 2 and said.count("a gradient overflows at the loss scale") == 2, "2^32 is too much"
+
+
+def test_three_skipped_updates_in_a_row_have_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    """The article's program goes on: the number of halvings in the line is the one that follows."""
+    engine = run_text(ZERO.replace("STAGE", "0").replace("range(10)", "range(100)"))["engine"]
+    said = capsys.readouterr().out
+    line = "3 updates in a row were skipped: the loss scale is 2^30; about 14 more halvings are"
+    assert said.count("updates in a row") == said.count(line) == 1
+    assert '"initial_scale_power": 16 in fp16 begins there' in said
+    assert said.index("step 3 is skipped") < said.index(line) < said.index("step 4 is skipped")
+    assert engine.global_steps == 25 and 2.0**10 < engine.cur_scale < 2.0**20, "near 2^16, where the line says"
 
 
 def test_its_json_file(tmp_path: Path) -> None:
@@ -164,3 +176,15 @@ def test_the_program_on_fairscale(name: str) -> None:
     with pytest.raises(ConfigError, match=said) as error:
         run_text(FAIRSCALE + line)
     assert "\n" not in str(error.value)
+
+
+def test_a_mistake_in_a_program_of_ones_own_is_one_line(tmp_path: Path) -> None:
+    """FairScale's wrappers in the wrong order: the line of the program, and no traceback around it."""
+    program = tmp_path / "article.py"
+    program.write_text(
+        f"import sys\nsys.path.insert(0, {str(REPOSITORY)!r})\n{FAIRSCALE}{MISTAKES['sharded before OSS'][0]}"
+    )
+    done = launch([], script=program)
+    number = len(program.read_text().splitlines())
+    assert done.returncode == 1 and done.stderr.count("\n") == 1
+    assert done.stderr.startswith(f"error: article.py:{number}: ShardedDataParallel: AdamW is no OSS; make that first")

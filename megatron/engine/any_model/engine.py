@@ -34,6 +34,7 @@ from megatron.engine.any_model.deepspeed_members import (
     deepspeed_member,
 )
 from megatron.engine.any_model.facts import Calls, EngineFacts
+from megatron.engine.any_model.loss_scale_lines import SEVERAL, line_after_skips
 from megatron.engine.any_model.ranks import Place
 from megatron.engine.any_model.schedule import scheduler_arguments
 from megatron.engine.any_model.settings import EngineSettings
@@ -172,6 +173,8 @@ class ModelEngine(EngineFacts):
             f"step {self.global_steps} is skipped: a gradient overflows at the loss scale {info.loss_scale:g}; the "
             f"next has {self._core.loss_scale:g}"
         )
+        if info.skipped_in_a_row == SEVERAL:
+            self.log.info(line_after_skips(self._core.loss_scale, self.settings.precision))
 
     def _check_skipped(self, info: StepInfo) -> None:
         """An overflow on the way to a loss scale, or an error. All ranks call it: the cause may be on one alone."""

@@ -17,6 +17,7 @@ from megatron.engine.any_model.engine import ModelEngine
 from megatron.engine.any_model.fit import checked_model
 from megatron.engine.any_model.from_deepspeed import EngineConfig
 from megatron.engine.any_model.loader import EpochLoader
+from megatron.engine.any_model.loss_scale_lines import lines_at_start
 from megatron.engine.any_model.ranks import Place, find_place
 from megatron.engine.any_model.settings import EngineSettings
 from megatron.engine.any_model.usage import Usage
@@ -67,6 +68,8 @@ def initialize(
     log = RankLog(place.parallel.rank)
     settings = read.settings(place.parallel.dp.size)
     for line in read.lines(own_optimizer=optimizer is not None, own_scheduler=lr_scheduler is not None):
+        log.info(line)
+    for line in lines_at_start(settings.precision):
         log.info(line)
     batch = settings.batch
     if batch.accumulation > 1:

@@ -1,0 +1,51 @@
+"""Lines about a dynamic loss scale that begins too high: how many updates are lost, and the key that starts lower."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from megatron.config.sections.precision import PrecisionConfig
+
+_FITS = 16
+"""A power of 2 at which the gradients of most models fit in fp16: DeepSpeed's default start. A gradient whose largest
+element is 1, as that of a mean loss rarely exceeds, just overflows there (fp16 ends at 65504)."""
+SEVERAL = 3
+"""Skipped updates in a row about which a line is printed."""
+
+
+def lines_at_start(precision: PrecisionConfig) -> Iterator[str]:
+    power = math.log2(precision.initial_loss_scale)
+    if not precision.fp16 or precision.loss_scale is not None or power - _FITS <= SEVERAL:
+        return
+    skipped = _more_halvings(precision.initial_loss_scale) + precision.hysteresis - 1
+    yield (
+        f"fp16: the loss scale begins at {_shown(precision.initial_loss_scale)}; about {skipped} updates are skipped "
+        f'until it is 2^{_FITS}, where gradients usually fit; "initial_scale_power": {_FITS} in fp16 begins there'
+    )
+
+
+def line_after_skips(scale: float, precision: PrecisionConfig) -> str:
+    """`scale`: that of the next update, after `SEVERAL` skipped ones in a row."""
+    said = f"{SEVERAL} updates in a row were skipped: the loss scale is {_shown(scale)}"
+    more = _more_halvings(scale)
+    if more:
+        return (
+            f"{said}; about {more} more halvings are likely, one per skipped update, until it is 2^{_FITS}, where "
+            f'gradients usually fit; "initial_scale_power": {_FITS} in fp16 begins there'
+        )
+    most = max(0, math.ceil(math.log2(scale / precision.min_loss_scale)))
+    return (
+        f"{said}; at most {most} more halvings follow (min_loss_scale {precision.min_loss_scale:g}); if that is "
+        f'not enough, lower the learning rate; "initial_scale_power": {max(0, math.floor(math.log2(scale)))} in fp16 '
+        "begins here"
+    )
+
+
+def _more_halvings(scale: float) -> int:
+    return max(0, math.ceil(math.log2(scale) - _FITS))
+
+
+def _shown(scale: float) -> str:
+    power = math.log2(scale)
+    return f"2^{power:.0f}" if power == int(power) else f"{scale:g}"

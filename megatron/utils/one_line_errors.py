@@ -1,0 +1,39 @@
+"""Errors that a user can cause, in a program of the user's own: one line with the call's place, and no traceback."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from functools import cache
+from pathlib import Path
+from types import TracebackType
+
+from megatron.errors import MegatronError
+
+_PACKAGE = f"{Path(__file__).resolve().parents[1]}{os.sep}"
+
+
+@cache
+def install() -> None:
+    """Prints uncaught errors of megatron.errors as `error: FILE:LINE: text`; all others go to the hook before."""
+    before = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if not isinstance(error, MegatronError):
+            before(kind, error, trace)
+            return
+        place = _place(trace)
+        for line in error.lines:
+            print(f"error: {place}{line}", file=sys.stderr)
+
+    sys.excepthook = hook
+
+
+def _place(trace: TracebackType | None) -> str:
+    """The innermost line of the user's own files."""
+    for frame in reversed(traceback.extract_tb(trace)):
+        library = frame.filename.startswith((_PACKAGE, "<")) or "site-packages" in Path(frame.filename).parts
+        if not library:
+            return f"{Path(frame.filename).name}:{frame.lineno}: "
+    return ""

@@ -1,0 +1,53 @@
+"""The hook for uncaught errors of a user's own program."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+
+from megatron.errors import ConfigError, ConfigErrors
+from megatron.utils.one_line_errors import install
+
+
+def uncaught(code: str, names: dict[str, Any]) -> None:
+    try:
+        exec(compile(code, "/some/where/train.py", "exec"), names)
+    except Exception as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+
+
+def test_errors_of_ours_are_lines_and_others_go_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    others: list[BaseException] = []
+    monkeypatch.setattr(sys, "excepthook", lambda kind, error, trace: others.append(error))
+    install.__wrapped__()
+    two = ConfigErrors([ConfigError("--a 1: no; give 2"), ConfigError("--b 1: no; give 3")])
+    uncaught("x = 1\n\nraise error", {"error": two})
+    assert capsys.readouterr().err.splitlines() == [
+        "error: train.py:3: --a 1: no; give 2",
+        "error: train.py:3: --b 1: no; give 3",
+    ]
+    assert not others
+    uncaught("1 / 0", {})
+    assert [type(one) for one in others] == [ZeroDivisionError] and capsys.readouterr().err == ""
+
+
+def test_the_line_is_the_users_own_and_not_the_librarys(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Called back by torch, within a backward pass."""
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    install.__wrapped__()
+    code = """import torch
+def refuse(grad):
+    raise error
+
+x = torch.ones(1, requires_grad=True)
+x.register_hook(refuse)
+x.sum().backward()
+"""
+    uncaught(code, {"error": ConfigError("no")})
+    assert capsys.readouterr().err == "error: train.py:3: no\n"
