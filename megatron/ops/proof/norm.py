@@ -13,8 +13,8 @@ from megatron.ops.proof.rounding import Near, U, constant, inverse_root, near, r
 
 EPS = 1e-5
 # Widths beside every limit of the CUDA kernels: one number, no packs, a warp's columns, a block's, more than a block's;
-# and odd ones as wide, which are read number by number.
-SHAPES = ((0, 8), (1, 3), (5, 7), (70, 64), (3, 1000), (3, 1001), (9, 1024), (4, 1032), (2, 8200), (1, 8203))
+# and odd ones as wide, which are read number by number. 530 rows are more parts than a block adds at once.
+SHAPES = ((0, 8), (1, 3), (5, 7), (530, 8), (70, 64), (3, 1000), (3, 1001), (9, 1024), (4, 1032), (2, 8200), (1, 8203))
 
 
 def calls(*, centred: bool, summed: bool) -> Callable[[Draw], Iterator[Call]]:

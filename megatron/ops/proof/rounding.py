@@ -110,7 +110,8 @@ def depth(terms: int) -> int:
 def half_ulp(number: Near, dtype: torch.dtype) -> Tensor:
     """The largest error of rounding the number to a dtype."""
     bits, least = {torch.bfloat16: (8, -126), torch.float16: (11, -14)}[dtype]
-    exponent = torch.frexp(number.value.abs() + number.error).exponent - 1
+    size = number.value.abs() + number.error
+    exponent = torch.where(size == 0, least, torch.frexp(size).exponent - 1)
     return torch.ldexp(torch.ones_like(number.value), exponent.clamp(min=least) - bits)
 
 
@@ -192,8 +193,10 @@ def shares(scores: Near, short: bool) -> tuple[Near, Near, Near]:
     kept = exp(difference, short)
     total = kept.sum(-1)
     times = scores.value.shape[-1] // 64 + 4
-    error = times * ((EXP_SHORT if short else EXP) + 2 * U) + 300 * U  # differences: in all at most 100, three times
-    return kept, Near(total.value, total.error + total.value * error), shift
+    error = times * ((EXP_SHORT if short else EXP) + 2 * U) * total.value
+    # The differences of the largest scores add up to those above, and are rounded like them.
+    apart = torch.where(kept.value == 0, 0.0, kept.value * difference.value.abs()).sum(-1, keepdim=True)
+    return kept, Near(total.value, total.error + error + 4 * U * apart), shift
 
 
 def log(x: Near) -> Near:
