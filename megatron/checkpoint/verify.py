@@ -20,7 +20,12 @@ from megatron.checkpoint.verify_model import model_problems
 from megatron.distributed.shard import Range
 from megatron.errors import CheckpointError
 
-Kind = Literal["corrupt", "unsafe", "incomplete"]
+Kind = Literal["corrupt", "unsafe", "incomplete", "extra"]
+"""extra: files that no manifest lists; such a step loads, with a warning."""
+
+
+_NAMED = 8
+"""Unlisted files that are named."""
 
 
 class DamagedCheckpointError(CheckpointError):
@@ -42,9 +47,10 @@ def inspect_step(directory: Path, *, hashes: bool = True, deep: bool = False) ->
         problems += [Problem("corrupt", f"{directory}: {text}") for text in model_problems(record)]
     if record is not None and hashes:
         problems += _damage(directory, record, record.blocks_of(0, 1), passed_over={p.file for p in problems})
+    extra = None if record is None else unlisted(directory, record)
     if record is not None and deep and not problems:
         problems += _contents(directory, record)
-    return record, problems
+    return record, problems + ([Problem("extra", extra)] if extra else [])
 
 
 def verified_manifest(directory: Path) -> Manifest:
@@ -136,6 +142,24 @@ def _extra_files(directory: Path, record: Manifest) -> list[Problem]:
             elif name in files and path.suffix == ".pt" and relative not in record.files:
                 problems.append(Problem("corrupt", f"{path} is not in the manifest"))
     return problems
+
+
+def unlisted(directory: Path, record: Manifest) -> str | None:
+    """Names the plain files that the manifest does not list, in one line. `.pt` files are damage: see above."""
+    known = {*record.files, paths.MANIFEST}
+    found = [
+        name
+        for folder, _, files in os.walk(directory)
+        for path in (Path(folder) / file for file in files)
+        if (name := path.relative_to(directory).as_posix()) not in known and path.suffix != ".pt"
+    ]
+    if not found:
+        return None
+    some = ", ".join(f"{name!r:.80}" for name in sorted(found)[:_NAMED]) + ", ..." * (len(found) > _NAMED)
+    return (
+        f"{directory} has {len(found)} file(s) that its manifest does not list ({some}): nothing says what they "
+        "are, and exports leave them out; remove them"
+    )
 
 
 def _file(directory: Path, name: str, expected: FileRecord) -> list[Problem]:

@@ -1,4 +1,5 @@
-"""The command line of tools/verify_checkpoint.py. Exit codes: 0 good, 1 corrupt, 2 usage, 3 unsafe, 4 incomplete."""
+"""The command line of tools/verify_checkpoint.py. Exit codes: 0 good, 1 corrupt or extra files, 2 usage, 3 unsafe,
+4 incomplete."""
 
 from __future__ import annotations
 
@@ -13,14 +14,14 @@ from megatron.utils.command_line import Parser, run_tool
 if TYPE_CHECKING:
     from megatron.checkpoint.megatron_lm import ForeignStep
 
-EXIT = {"corrupt": 1, "unsafe": 3, "incomplete": 4}
+EXIT = {"corrupt": 1, "extra": 1, "unsafe": 3, "incomplete": 4}
 
 
 def parser() -> Parser:
     p = Parser(
         prog="verify_checkpoint.py",
-        description="Check a checkpoint against its manifest. Exit code: 0 good, 1 corrupt, 2 usage, 3 unsafe, "
-        "4 incomplete.",
+        description="Check a checkpoint against its manifest. Exit code: 0 good, 1 corrupt or with files that "
+        "the manifest does not list, 2 usage, 3 unsafe, 4 incomplete.",
     )
     p.add_argument("directory", type=Path, nargs="?", help="A run's save directory, or one of its iter_* directories.")
     p.add_argument("--load", type=Path, metavar="DIR", help="The same, as the other tools spell it.")
