@@ -126,7 +126,13 @@ def adopt_checkpoint_args(
         for setting in map(settings_by_name().__getitem__, _DROPOUT)
         if setting.name not in origins and config.value(setting) != loaded.value(setting)
     ]
-    return dataclasses.replace(config, **sections, origins=origins, notices=(*config.notices, *lines))
+    adopted = dataclasses.replace(config, **sections, origins=origins)
+    if adopted.moe.weight_is_always_one:
+        lines.append(
+            "--moe-router-topk 1 of the checkpoint: the softmax over one expert is 1, so its router learns from the "
+            "balance loss alone"
+        )
+    return dataclasses.replace(adopted, notices=(*config.notices, *lines))
 
 
 def _is_adopted(setting: Setting, config: RunConfig, saved: Mapping[str, Mapping[str, Any]]) -> bool:

@@ -32,10 +32,10 @@ def check_router(config: RunConfig) -> None:
             f"{spelled(config, 'moe_router_topk')} is more than {spelled(config, 'num_experts')}; "
             f"use at most --moe-router-topk {moe.num_experts}"
         )
-    if softmax and moe.moe_router_topk == 1 and not moe.moe_router_pre_softmax:
+    if moe.weight_is_always_one and config.origins.get("moe_router_topk") != "checkpoint":
         raise ConfigError(
-            "--moe-router-topk 1: a softmax over the one chosen expert is 1, and the router would learn nothing; "
-            "add --moe-router-pre-softmax"
+            "--moe-router-topk 1: a softmax over the one chosen expert is 1, and the router would learn nothing from "
+            "the loss; add --moe-router-pre-softmax, or --use-checkpoint-args to continue a checkpoint of such a model"
         )
     if softmax and moe.moe_router_enable_expert_bias:
         raise ConfigError(

@@ -147,6 +147,12 @@ class MoEConfig:
         return self.num_experts is not None
 
     @property
+    def weight_is_always_one(self) -> bool:
+        """True if the router gets no gradient from the model's loss."""
+        softmax_of_chosen = self.moe_router_score_function == "softmax" and not self.moe_router_pre_softmax
+        return self.is_on and self.moe_router_topk == 1 and softmax_of_chosen
+
+    @property
     def balances(self) -> bool:
         """Whether a load-balance loss has a gradient."""
         return self.is_on and self.moe_aux_loss_coeff > 0.0 and self.moe_router_load_balancing_type != "none"

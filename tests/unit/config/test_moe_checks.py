@@ -21,7 +21,7 @@ EP, TP = "expert_model_parallel_size", "tensor_model_parallel_size"
         ({**MOE, EP: 3}, ["--num-experts 8", "--expert-model-parallel-size 3", "2 or 4"]),
         ({**MOE, EP: 16}, ["--num-experts 8", "--expert-model-parallel-size 16", "8"]),
         ({**MOE, "moe_router_topk": 9}, ["--moe-router-topk 9", "--num-experts 8", "at most"]),
-        ({**MOE, "moe_router_topk": 1}, ["--moe-router-topk 1", "--moe-router-pre-softmax"]),
+        ({**MOE, "moe_router_topk": 1}, ["--moe-router-topk 1", "--moe-router-pre-softmax", "--use-checkpoint-args"]),
         ({"num_experts": 8}, ["--num-experts 8", "--disable-bias-linear"]),
         ({**MOE, "moe_router_enable_expert_bias": True}, ["--moe-router-enable-expert-bias", "sigmoid"]),
         (
