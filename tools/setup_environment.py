@@ -31,6 +31,8 @@ from tools.lock_requirements import NoChecksumError, hashed_lines, of_other_vers
 ROOT = Path(__file__).resolve().parent.parent
 MARKER = "megatron-setup.json"  # inside the virtual environment: what it was made from
 LOCK = "constraints.lock"
+OLD_TRANSFORMERS = "transformers-4.57"  # inside the virtual environment: what exports are also tested with
+OLD_LOCK = f"tests/{OLD_TRANSFORMERS}.lock"
 REPORT = "report.json"  # inside the virtual environment: what pip chose, and where it found it
 OLDEST_TORCH = (2, 10)
 PYTHONS = ((3, 11), (3, 13))
@@ -132,6 +134,7 @@ def pip_inputs(extras: Sequence[str], torch: Torch | None) -> tuple[list[str], l
 def fingerprint(torch: Torch | None) -> str:
     parts = [sys.executable, sys.version, repr(torch)]
     parts += [(ROOT / name).read_text(encoding="utf-8") for name in ("requirements.txt", "constraints.txt", LOCK)]
+    parts += [path.read_text(encoding="utf-8") for path in [ROOT / OLD_LOCK] if path.is_file()]
     parts += wanted(())
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
@@ -268,6 +271,14 @@ def install_locked(venv: Path, locked: Sequence[str]) -> None:
         run_pip(venv, options)  # an index with a password, which pip leaves out of its report
 
 
+def install_old_transformers(venv: Path) -> None:
+    """Installs the oldest supported transformers into a folder of its own, which only the tests put on their path."""
+    folder = venv / OLD_TRANSFORMERS
+    shutil.rmtree(folder, ignore_errors=True)
+    options = ["--no-deps", "--no-compile", "--require-hashes", "--target", str(folder), "-r", str(ROOT / OLD_LOCK)]
+    run_pip(venv, options)
+
+
 def run_pip(venv: Path, options: Sequence[str]) -> None:
     if not pip_succeeds(venv, options):
         log = venv / "setup.log"
@@ -383,6 +394,8 @@ def prepare(venv: Path, extras: Sequence[str]) -> None:
             create_venv(venv, torch)
         with kernels_ahead():
             install(venv, extras, torch)
+            if "test" in extras and (ROOT / OLD_LOCK).is_file():
+                install_old_transformers(venv)
         version = torch.version if torch else pinned_torch(venv)
         marker = {"state": "ready", "made_here": made_here, "python": sys.executable, "found": repr(torch), "key": key}
         marker |= {"torch": "found" if torch else "installed here", "torch_version": version, "extras": extras}

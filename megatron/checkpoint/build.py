@@ -51,10 +51,9 @@ def restore_model(
 
 def saved_tokenizer(found: FoundStep) -> Tokenizer | None:
     """None if the run saved no tokenizer, because its data came as token ids."""
-    folder = found.tokenizer
-    if folder is not None and (folder / "tokenizer.json").is_file():
-        settings = TokenizerSettings(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(folder))
-        return build_tokenizer(settings, announce=False)
+    files = found.tokenizer_files
+    if files is not None and files.has_json:
+        return files.tokenizer()
     saved = found.manifest.config.get("tokenizer")
     if not isinstance(saved, dict) or type(saved.get("vocab_size")) is not int:
         return None

@@ -23,13 +23,23 @@ if TYPE_CHECKING:
     from megatron.checkpoint.megatron_lm.write import Target
 
 
-def parser() -> Parser:
+def parser(*, check: bool = False) -> Parser:
+    """`check`: --check is given, which needs no other flag."""
     p = Parser(
         prog="convert_checkpoint.py",
         description="Convert a checkpoint. --to hf writes a folder that transformers opens offline, with the run's "
-        "tokenizer, and compares its logits with ours before it appears under its name.",
+        "tokenizer, and compares its logits and token ids with ours before it appears under its name.",
     )
-    p.add_argument("--load", type=Path, required=True, help="A run's save directory, or a Hugging Face model folder.")
+    p.add_argument(
+        "--check",
+        type=Path,
+        metavar="FOLDER",
+        help="Compare how transformers reads the tokenizer of a folder exported earlier: with the run's tokenizer "
+        "(--load), or with its own tokenizer.json. Converts nothing.",
+    )
+    p.add_argument(
+        "--load", type=Path, required=not check, help="A run's save directory, or a Hugging Face model folder."
+    )
     p.add_argument("--ckpt-step", type=integer(0), help="This iteration instead of the newest.")
     p.add_argument(
         "--from", dest="source", choices=("native", "hf", "megatron"), help="Format of --load (default: what it is)."
@@ -49,8 +59,8 @@ def parser() -> Parser:
         help="Names of --to megatron: those of 23.06 (classic, the default), of Megatron core, or of core with "
         "Transformer Engine.",
     )
-    p.add_argument("--to", required=True, choices=("hf", "native", "megatron"), help="Format of --save.")
-    p.add_argument("--save", type=Path, required=True, help="Where to write.")
+    p.add_argument("--to", required=not check, choices=("hf", "native", "megatron"), help="Format of --save.")
+    p.add_argument("--save", type=Path, required=not check, help="Where to write.")
     p.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="Other than trained (--to hf).")
     p.add_argument("--max-shard-size", help="Largest file of weights, such as 500MB or 2GB (--to hf; default: 5GB).")
     p.add_argument(
@@ -68,7 +78,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def convert() -> None:
         _refuse_theirs(words)
-        run(parser().parse_known_flags(argv))
+        checks = any(word.partition("=")[0] == "--check" for word in words)
+        arguments = parser(check=checks).parse_known_flags(argv)
+        check(arguments) if checks else run(arguments)
 
     return run_tool("error", convert)
 
@@ -84,6 +96,20 @@ def _refuse_theirs(words: Sequence[str]) -> None:
             "--target-expert-parallel-size: --to megatron writes all experts for expert-parallel size 1; leave it out, "
             "and divide them with Megatron-LM's own tools/checkpoint/convert.py"
         )
+
+
+def check(arguments: argparse.Namespace) -> None:
+    from megatron.checkpoint.hf import check_folder
+
+    given = [name for name, value in vars(arguments).items() if value and name not in ("check", "load", "ckpt_step")]
+    if others := [f"--{name.replace('_', '-')}" for name in given if not name.startswith("_")]:
+        raise ConfigError(f"--check {arguments.check}: converts nothing; leave out {', '.join(others)}")
+    arguments.source = "native"
+    found = None if arguments.load is None else _found(arguments)
+    tokenizer = None if found is None else found.tokenizer_files
+    if found is not None and (tokenizer is None or not tokenizer.has_json):
+        raise ConfigError(f"--load {arguments.load}: has no tokenizer.json to compare with; leave --load out")
+    print(check_folder(arguments.check, tokenizer))
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -210,28 +236,27 @@ def _found(arguments: argparse.Namespace) -> FoundStep:
 
 
 def to_hugging_face(arguments: argparse.Namespace) -> None:
-    from megatron.checkpoint.build import saved_tokenizer
     from megatron.checkpoint.hf import check_export, plan_export, write_export
-    from megatron.checkpoint.hf.origin import own_token_ids
 
     if arguments.save.exists() and not arguments.overwrite:
         raise ConfigError(f"--save {arguments.save}: exists already; give another folder, or --overwrite")
     found = _found(arguments)
-    tokenizer = saved_tokenizer(found)
-    ids, shard_bytes = own_token_ids(tokenizer, found.tokenizer), _shard_bytes(arguments.max_shard_size)
     export = plan_export(
         found,
         dtype=arguments.dtype,
-        token_ids=ids,
-        shard_bytes=shard_bytes,
+        shard_bytes=_shard_bytes(arguments.max_shard_size),
         as_bin=arguments.no_safe_serialization,
     )
     print(f"exporting {found.directory} as {export.family.architecture}, vocabulary {export.facts.vocab_size}")
+    if export.instead_of is not None:
+        print(
+            f"not as {export.instead_of.architecture}: transformers 5.8 and later read every tokenizer in such a "
+            f"folder as Qwen2's; {export.family.architecture} is the same model, with zeros for more biases"
+        )
     with _progress("exported") as written, _progress("checked") as checked:
         write_export(
             export,
             arguments.save,
-            tokenizer=found.tokenizer,
             overwrite=arguments.overwrite,
             check=lambda folder: check_export(export, folder, print, insist=arguments.verify, show=checked),
             show=written,

@@ -17,10 +17,11 @@ from megatron.checkpoint.megatron_lm import ForeignStep, open_foreign
 from megatron.checkpoint.reader import StepReader
 from megatron.checkpoint.state import RunHistory
 from megatron.checkpoint.storage import Plan
-from megatron.checkpoint.verify import DamagedCheckpointError, identity, verified_manifest, verify_share
+from megatron.checkpoint.verify import DamagedCheckpointError, identity, unlisted, verified_manifest, verify_share
 from megatron.distributed.state import Axis, ParallelState
 from megatron.errors import CheckpointError
 from megatron.model.parameters import WORD_TABLE
+from megatron.tokenizer.for_transformers import TokenizerFiles
 
 Log = Callable[[str], object]
 AtHand = Callable[[Collection[str]], AbstractContextManager[Path]]
@@ -71,6 +72,14 @@ class FoundStep:
     def tokenizer(self) -> Path | None:
         folder = self.directory / paths.TOKENIZER
         return folder if folder.is_dir() else None
+
+    @property
+    def tokenizer_files(self) -> TokenizerFiles | None:
+        """The files of the tokenizer that the manifest lists."""
+        folder, beginning = self.tokenizer, f"{paths.TOKENIZER}/"
+        listed = {name.removeprefix(beginning) for name in self.manifest.files if name.startswith(beginning)}
+        names = frozenset(name for name in listed if "/" not in name)
+        return None if folder is None or not names else TokenizerFiles(folder, names)
 
     def saved_settings(self) -> dict[str, dict[str, Any]]:
         """The saved configuration, with the vocabulary size of the saved table: a tokenizer may have fewer entries."""
@@ -131,10 +140,16 @@ def find_checkpoint(
             if history is not None and number is not None:
                 history.bad_steps(directory).add(number)
             continue
+        warn_of_unlisted(candidate, record, say)
         if not check_hashes:
             say(f"warning: --skip-hash: the checksums of {candidate} were not verified")
         return FoundStep(candidate, record, candidates.release, unhashed=check_hashes and hash_later)
     raise AssertionError("find_candidates gave no candidate and no fresh start")
+
+
+def warn_of_unlisted(directory: Path, record: Manifest, say: Log) -> None:
+    if say is not say_nothing and (text := unlisted(directory, record)):
+        say(f"warning: {text}")
 
 
 def _checked(check_hashes: bool) -> str:

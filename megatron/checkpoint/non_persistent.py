@@ -14,7 +14,7 @@ from typing import Any
 
 from megatron.checkpoint import manifest, paths, retention
 from megatron.checkpoint.all_ranks import do_on_first, run_on_all, run_on_first
-from megatron.checkpoint.found_step import FoundStep, Log, verify_together
+from megatron.checkpoint.found_step import FoundStep, Log, verify_together, warn_of_unlisted
 from megatron.checkpoint.lineage import Line, name_of, named
 from megatron.checkpoint.save import Save, held_lock, hold_directory
 from megatron.checkpoint.state import RunHistory, TrainState
@@ -107,6 +107,7 @@ class NonPersistent:
             except DamagedCheckpointError as error:
                 say(f"warning: {error}: this non-persistent checkpoint is passed over")
                 continue
+            warn_of_unlisted(directory, record, say)
             return FoundStep(directory, record, False, save=self.save_directory)
         return None
 

@@ -19,11 +19,10 @@ def write_gpt2_folder(directory: Path, bpe: BPE, model_max_length: int | None) -
     """Writes tokenizer.json, tokenizer_config.json, special_tokens_map.json, vocab.json and merges.txt."""
     special = dict.fromkeys(("bos_token", "eos_token", "unk_token"), END_OF_TEXT) if bpe.eod_id is not None else {}
     config: dict[str, Any] = {
-        "tokenizer_class": "GPT2Tokenizer",
+        "tokenizer_class": "PreTrainedTokenizerFast",  # GPT2Tokenizer adds <|endoftext|> to a vocabulary without it
+        "model_input_names": ["input_ids", "attention_mask"],
         "add_prefix_space": False,
-        "add_bos_token": False,
         "clean_up_tokenization_spaces": False,
-        "errors": "replace",
         **special,
     }
     write_files(

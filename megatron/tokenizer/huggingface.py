@@ -7,7 +7,7 @@ is added to a document; only --append-eod adds an end of document.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -61,7 +61,16 @@ def refuse_outside(folder: Path, path: Path) -> None:
 class HuggingFaceTokenizer(Tokenizer):
     name = "HuggingFaceTokenizer"
 
-    def __init__(self, tokenizer_model: str | Path, *, encoder: Encoder = "exact", announce: bool = True) -> None:
+    def __init__(
+        self,
+        tokenizer_model: str | Path,
+        *,
+        encoder: Encoder = "exact",
+        announce: bool = True,
+        only: Collection[str] | None = None,
+    ) -> None:
+        """`only`: the names of the files that are read; None: whatever lies in the folder."""
+        self._only = only
         self._json_file = find_json(Path(tokenizer_model))
         self._description = read_json(self._json_file)
         self._rust = load_tokenizers(self._json_file)
@@ -86,6 +95,10 @@ class HuggingFaceTokenizer(Tokenizer):
     def eod_id(self) -> int | None:
         return None if self._eod_token is None else self._rust.token_to_id(self._eod_token)
 
+    @property
+    def eod_token(self) -> str | None:
+        return self._eod_token
+
     def token_id(self, token: str) -> int | None:
         return self._rust.token_to_id(token)
 
@@ -107,7 +120,7 @@ class HuggingFaceTokenizer(Tokenizer):
     def _find_eod_token(self) -> str | None:
         for name in ("tokenizer_config.json", "special_tokens_map.json"):
             beside = self._json_file.with_name(name)
-            if beside.exists():
+            if beside.exists() and (self._only is None or name in self._only):
                 token = read_json(beside).get("eos_token")
                 token = token.get("content") if isinstance(token, dict) else token
                 if isinstance(token, str):
@@ -224,7 +237,8 @@ class HuggingFaceTokenizer(Tokenizer):
         return by_decoding(self.vocab_size, self.detokenize, anchor, bytes_of_fallback(vocab.items()) | known)
 
     def files(self) -> dict[str, Path]:
-        return {**kept_files(self._json_file.parent), KEPT_FILES[0]: self._json_file}
+        kept = {**kept_files(self._json_file.parent), KEPT_FILES[0]: self._json_file}
+        return {name: path for name, path in kept.items() if self._only is None or name in self._only}
 
     def save_pretrained(self, directory: str | Path, *, model_max_length: int | None = None) -> None:
         config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}

@@ -56,7 +56,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[GPT,
             place = tmp_path_factory.mktemp("model")
             save_random(place / "native", model(**CASES[case][1] | {"max_position_embeddings": 128}))
             export = plan(place / "native")
-            write_export(export, place / "hf", tokenizer=None, log=lambda text: None)
+            write_export(export, place / "hf", log=lambda text: None)
             load = transformers.AutoModelForCausalLM.from_pretrained
             ours = restore_model(export.reader, dtype=torch.float64, device=torch.device("cpu"))
             made[case] = ours, load(place / "hf", dtype=torch.float64)

@@ -18,6 +18,7 @@ from megatron.training.initialize import Run
 from megatron.training.settings import read_settings
 from tests.helpers.runs import flags, make_run, pretrain_gpt, pretrain_here
 from tests.unit.checkpoint.test_tools import WORDS, write_tokenizer
+from tests.unit.tokenizer.kinds import QWEN2
 
 transformers = pytest.importorskip("transformers")
 
@@ -49,6 +50,12 @@ def make_model(folder: Path, family: str = "qwen2", **changes: Any) -> Any:
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     model.save_pretrained(folder)
     write_tokenizer(folder)
+    if family == "qwen2":  # in such a folder transformers reads every tokenizer as Qwen2's
+        description = json.loads((folder / "tokenizer.json").read_text())
+        words = {"type": "Split", "pattern": {"Regex": QWEN2}, "behavior": "Isolated", "invert": False}
+        parts = [words, description["pre_tokenizer"] | {"use_regex": False}]
+        description |= {"normalizer": {"type": "NFC"}, "pre_tokenizer": {"type": "Sequence", "pretokenizers": parts}}
+        (folder / "tokenizer.json").write_text(json.dumps(description))
     return model
 
 
@@ -153,6 +160,21 @@ def test_ids_beyond_the_tokenizer_are_refused_in_data(tmp_path: Path) -> None:
     data = write_data(tmp_path / "data", highest=len(WORDS))
     with pytest.raises(DataError, match=rf"{len(WORDS)} is not in the vocabulary of {len(WORDS)}"):
         loss_of_first_batch(command(native, data))
+
+
+@pytest.mark.parametrize("imports", [True, False], ids=["imported", "loaded as it is"])
+def test_a_model_with_one_expert_per_token_goes_on(
+    imports: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    native, theirs = imported(tmp_path, "qwen3_moe", num_experts_per_tok=1)
+    argv = command(native if imports else tmp_path / "theirs", write_data(tmp_path / "data"))
+    loss, tokens, _ = loss_of_first_batch(argv)
+    expected = theirs(tokens, labels=tokens).loss
+    assert loss == pytest.approx(float(expected.detach()), rel=1e-5)
+    assert pretrain_here(argv) == 0
+    assert "its router learns from the balance loss alone" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match=r"router-pre-softmax true .flag. and false of the checkpoint disagree"):
+        read_settings([*argv, "--moe-router-pre-softmax"])
 
 
 @pytest.fixture

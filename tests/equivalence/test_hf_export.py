@@ -150,9 +150,7 @@ def plan(directory: Path, **options: Any) -> Export:
 
 def export_to(out: Path, export: Export) -> list[str]:
     messages: list[str] = []
-    write_export(
-        export, out, tokenizer=None, check=lambda d: check_export(export, d, messages.append), log=messages.append
-    )
+    write_export(export, out, check=lambda d: check_export(export, d, messages.append), log=messages.append)
     return messages
 
 
@@ -340,7 +338,7 @@ def test_every_planted_mistake_is_seen(tmp_path: Path, mutant: str) -> None:
     save_random(tmp_path / "native", model(**CASES[case][1]))
     export = plan(tmp_path / "native")
     out = tmp_path / "hf"
-    write_export(export, out, tokenizer=None, log=lambda text: None)
+    write_export(export, out, log=lambda text: None)
     compare_logits(export, out)  # right before the mistake
     tensors = load_file(out / "model.safetensors")
     change(tensors)
@@ -361,7 +359,7 @@ def test_a_failed_check_leaves_no_folder(tmp_path: Path) -> None:
         check_export(export, folder, lambda text: None)
 
     with pytest.raises(CheckpointError, match="logits differ"):
-        write_export(export, tmp_path / "hf", tokenizer=None, check=check, log=lambda text: None)
+        write_export(export, tmp_path / "hf", check=check, log=lambda text: None)
     assert [path.name for path in tmp_path.iterdir()] == ["native"]
 
 
@@ -399,7 +397,7 @@ def most_bytes_at_once(export: Export, folder: Path, monkeypatch: pytest.MonkeyP
         return tensor
 
     monkeypatch.setattr(StepReader, "logical", counted)
-    write_export(export, folder, tokenizer=None, log=lambda text: None)
+    write_export(export, folder, log=lambda text: None)
     monkeypatch.undo()
     return most
 
@@ -563,9 +561,9 @@ def test_an_existing_folder_is_refused_without_overwrite(tmp_path: Path) -> None
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf/notes.txt").write_text("mine")
     with pytest.raises(ConfigError, match="--overwrite"):
-        write_export(export, tmp_path / "hf", tokenizer=None)
+        write_export(export, tmp_path / "hf")
     assert (tmp_path / "hf/notes.txt").exists()
-    write_export(export, tmp_path / "hf", tokenizer=None, overwrite=True, log=lambda text: None)
+    write_export(export, tmp_path / "hf", overwrite=True, log=lambda text: None)
     assert (tmp_path / "hf/config.json").exists() and not (tmp_path / "hf/notes.txt").exists()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "native"]
 
@@ -583,7 +581,7 @@ def test_an_existing_folder_is_refused_without_overwrite(tmp_path: Path) -> None
 )
 def test_foreign_folders_that_do_not_fit_are_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
     save_random(tmp_path / "native", model(**LLAMA))
-    write_export(plan(tmp_path / "native"), tmp_path / "hf", tokenizer=None, log=lambda text: None)
+    write_export(plan(tmp_path / "native"), tmp_path / "hf", log=lambda text: None)
     path = tmp_path / "hf/config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
     with pytest.raises((ConfigError, CheckpointError), match=message):

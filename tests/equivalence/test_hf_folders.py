@@ -191,7 +191,7 @@ def test_class_ids_and_generation_settings_come_back(family: str, tmp_path: Path
     kept = ("architectures", "model_type", "bos_token_id", "eos_token_id", "pad_token_id", "vocab_size")
     assert {name: before[name] for name in kept} == {name: after[name] for name in kept}
     assert json_of(out / "generation_config.json") == GENERATION
-    assert json_of(out / "tokenizer_config.json") == tokenizer
+    assert json_of(out / "tokenizer_config.json").items() >= tokenizer.items()
     assert type(transformers.AutoModelForCausalLM.from_pretrained(out)).__name__ == before["architectures"][0]
 
 

@@ -105,7 +105,6 @@ def test_logits_equal_and_import_gives_the_same_bits_back(tmp_path: Path, case: 
     write_export(
         export,
         tmp_path / "hf",
-        tokenizer=None,
         check=lambda folder: check_export(export, folder, messages.append),
         log=messages.append,
     )
@@ -145,7 +144,7 @@ def test_a_wrong_config_json_is_seen(tmp_path: Path, key: str, value: Any) -> No
     _, shape, experts = CASES["qwen3"]
     save_random(tmp_path / "native", ModelConfig(**shape), MoEConfig(**experts))
     export = plan(tmp_path / "native")
-    write_export(export, tmp_path / "hf", tokenizer=None, log=lambda text: None)
+    write_export(export, tmp_path / "hf", log=lambda text: None)
     path = tmp_path / "hf" / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
     with pytest.raises((CheckpointError, ValueError, RuntimeError)):

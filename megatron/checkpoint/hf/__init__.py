@@ -4,12 +4,14 @@ from megatron.checkpoint.hf.check import check_export
 from megatron.checkpoint.hf.direct import load_hugging_face
 from megatron.checkpoint.hf.export import DTYPES, Export, plan_export, write_export
 from megatron.checkpoint.hf.importer import HuggingFaceFolder, open_folder, read_tensors
+from megatron.checkpoint.hf.tokenizer_check import check_folder
 
 __all__ = [
     "DTYPES",
     "Export",
     "HuggingFaceFolder",
     "check_export",
+    "check_folder",
     "load_hugging_face",
     "open_folder",
     "plan_export",

@@ -1,4 +1,4 @@
-"""Checks an export: opened with transformers, it must compute our logits at every position.
+"""Checks an export: opened with transformers, it must encode texts as our run does and compute our logits.
 
 Logits are compared in fp32 whatever the dtype of the weights, so that rounding hides no difference.
 """
@@ -19,6 +19,7 @@ from megatron.checkpoint.build import restore_model
 from megatron.checkpoint.conversion import Show, no_progress
 from megatron.checkpoint.hf.export import Export, exported_tensor, our_tensors
 from megatron.checkpoint.hf.importer import open_folder, read_tensors
+from megatron.checkpoint.hf.tokenizer_check import compare_tokenizer, expected_of
 from megatron.errors import CheckpointError, ConfigError
 from megatron.utils.cpu import available_memory
 
@@ -54,7 +55,9 @@ def check_export(
         _not_compared("transformers is not installed", log, insist)
         return
     need = _BYTES_PER_WEIGHT * sum(prod(record.logical_shape) for record in export.reader.manifest.model.values())
-    if (free := available_memory()) is not None and need > free:
+    enough = (free := available_memory()) is None or need <= free
+    _check_tokenizer(export, folder, log, pipeline=enough)
+    if not enough:
         _not_compared(f"that needs about {need} bytes of memory, and {free} are available", log, insist)
         return
     result = compare_logits(export, folder)
@@ -62,6 +65,16 @@ def check_export(
         f"check: logits equal those of {export.family.architecture} at all {result.positions} positions to "
         f"{result.relative:.1e} of the largest (tolerance {TOLERANCE:.0e})"
     )
+
+
+def _check_tokenizer(export: Export, folder: Path, log: Callable[[str], object], *, pipeline: bool) -> None:
+    """`pipeline`: there is memory for the weights."""
+    if export.tokenizer is None or not export.tokenizer.has_json:
+        log("check: tokenizers were not compared: the checkpoint has no tokenizer.json")
+        return
+    facts = export.facts
+    expected = expected_of(export.tokenizer, folder, facts.vocab_size, facts.context or _POSITIONS, pipeline=pipeline)
+    log(f"check: {compare_tokenizer(expected, 'nothing was exported')}")
 
 
 def _not_compared(why: str, log: Callable[[str], object], insist: bool) -> None:

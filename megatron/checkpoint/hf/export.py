@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -15,19 +14,21 @@ import torch
 from torch import Tensor
 
 from megatron.checkpoint.architecture import model_config, moe_config
+from megatron.checkpoint.build import saved_tokenizer
 from megatron.checkpoint.conversion import Show, no_progress, written_aside
 from megatron.checkpoint.found_step import FoundStep
 from megatron.checkpoint.hf.bin_file import write_bin
 from megatron.checkpoint.hf.exchange import Exchange, gain_less_one
-from megatron.checkpoint.hf.families import choose
+from megatron.checkpoint.hf.families import choose, keeping_tokenizer
 from megatron.checkpoint.hf.family import Facts, Family
-from megatron.checkpoint.hf.origin import GENERATION, origin_of
+from megatron.checkpoint.hf.origin import GENERATION, origin_of, own_token_ids
 from megatron.checkpoint.hf.safetensors_file import Shape, write_safetensors
 from megatron.checkpoint.hf.weights import BIN, BIN_INDEX, INDEX, WEIGHTS
 from megatron.checkpoint.reader import StepReader
 from megatron.config import ModelConfig, MoEConfig
 from megatron.errors import CheckpointError, ConfigError
 from megatron.model.parameters import WORD_TABLE
+from megatron.tokenizer.for_transformers import JSON, TokenizerFiles
 
 SHARD_BYTES = 5 * 10**9
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -48,6 +49,9 @@ class Export:
     """Of weights in one file, at most; a single tensor may be more."""
     as_bin: bool = False
     """pytorch_model.bin in the place of safetensors."""
+    tokenizer: TokenizerFiles | None = None
+    instead_of: Family | None = None
+    """The family that would have the tokenizer read differently."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -78,7 +82,7 @@ def plan_export(
     config = model_config(saved.config["model"])
     moe = moe_config(saved.config)
     origin = origin_of(saved.origin, found.directory)
-    family = choose(config, moe, came_as=None if origin is None else origin.model_type)
+    usual = choose(config, moe, came_as=None if origin is None else origin.model_type)
     words = saved.model.get(WORD_TABLE)
     if words is None:
         raise CheckpointError(f"{found.directory} holds no word embedding; only our GPT can be exported")
@@ -86,12 +90,25 @@ def plan_export(
     if dtype is None and trained not in DTYPES:
         raise ConfigError(f"--dtype: not given, and the checkpoint's {trained} is none of {', '.join(DTYPES)}")
     context = config.max_position_embeddings or int(saved.config.get("data", {}).get("seq_length") or 0)
-    ids = token_ids or dict.fromkeys(("bos_token_id", "eos_token_id"))
+    rows, tokenizer = words.logical_shape[0], found.tokenizer_files
+    has_json = tokenizer is not None and tokenizer.has_json
+    family = keeping_tokenizer(usual, tokenizer.json(JSON), config, moe) if tokenizer and has_json else usual
+    ids = token_ids or own_token_ids(saved_tokenizer(found), tokenizer.roles(rows) if tokenizer and has_json else {})
     generation: Mapping[str, Any] | None = {"pad_token_id": ids["eos_token_id"], **ids}
     if origin is not None:
         ids, generation = origin.token_ids, origin.generation
-    facts = Facts(words.logical_shape[0], dtype or trained, context, ids)
-    export = Export(found.reader(), config, family, facts, moe, generation, shard_bytes, as_bin)
+    export = Export(
+        found.reader(),
+        config,
+        family,
+        Facts(rows, dtype or trained, context, ids),
+        moe,
+        generation,
+        shard_bytes,
+        as_bin,
+        tokenizer,
+        instead_of=None if family is usual else usual,
+    )
     _check_complete(export, found)
     return export
 
@@ -110,7 +127,6 @@ def write_export(
     export: Export,
     out: Path,
     *,
-    tokenizer: Path | None,
     overwrite: bool = False,
     check: Callable[[Path], object] | None = None,
     log: Callable[[str], object] = print,
@@ -120,17 +136,15 @@ def write_export(
     if out.exists() and not overwrite:
         raise ConfigError(f"--save {out}: exists already; give another folder, or --overwrite")
     with written_aside(out, "writing the export") as temporary:
-        _write_files(export, temporary, tokenizer, log, show)
+        _write_files(export, temporary, log, show)
         if check is not None:
             check(temporary)
 
 
-def _write_files(
-    export: Export, folder: Path, tokenizer: Path | None, log: Callable[[str], object], show: Show
-) -> None:
-    if tokenizer is not None:
-        for source in sorted(path for path in tokenizer.iterdir() if path.is_file()):
-            shutil.copyfile(source, folder / source.name)
+def _write_files(export: Export, folder: Path, log: Callable[[str], object], show: Show) -> None:
+    if export.tokenizer is not None:
+        for name, content in export.tokenizer.portable(export.facts.vocab_size).items():
+            (folder / name).write_bytes(content)
     else:
         log("warning: the checkpoint has no tokenizer beside it; the export has none either")
     _write_weights(export, folder, log, show)

@@ -15,6 +15,7 @@ from megatron.checkpoint.hf.exchange import Exchange, TensorLayout, gain_less_on
 from megatron.config import ModelConfig, MoEConfig
 from megatron.errors import ConfigError
 from megatron.model.parameters import parameters
+from megatron.tokenizer.for_transformers import is_qwen2
 
 Lacking = list[tuple[str, bool]]
 """(setting, whether this model has it) of each setting that a family cannot express."""
@@ -48,6 +49,8 @@ class Family(ABC):
     """Its linear layers have biases whatever config.json says."""
     tied_by_default: ClassVar[bool] = False
     """What a config.json without tie_word_embeddings means."""
+    rebuilds_tokenizer: ClassVar[bool] = False
+    """`transformers` 5.8 and later ignore tokenizer_class and rebuild every tokenizer of this type as Qwen2's."""
 
     # ------------------------------------------------------------ which models
 
@@ -62,6 +65,10 @@ class Family(ABC):
         """A setting of this model that the family cannot express; None if it expresses the model."""
         lacking = self.lacks_of_experts(config, moe) + self.lacks(config)
         return next((setting for setting, present in lacking if present), None)
+
+    def keeps_tokenizer(self, tokenizer: Mapping[str, Any] | None) -> bool:
+        """True if every version of `transformers` reads this tokenizer.json as it is in a folder of this family."""
+        return not self.rebuilds_tokenizer or tokenizer is None or is_qwen2(tokenizer)
 
     # ------------------------------------------------------------ weights
 
@@ -134,6 +141,10 @@ class Family(ABC):
     @abstractmethod
     def model_from_json(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Arguments of ModelConfig."""
+
+    def not_taken_over(self, values: Mapping[str, Any]) -> str | None:
+        """A line about a setting of training in a config.json that a run here cannot have."""
+        return None
 
     def experts_to_json(self, config: ModelConfig, moe: MoEConfig) -> dict[str, Any]:
         return {}

@@ -74,7 +74,7 @@ class HuggingFaceFolder:
         _check_names(self, {name for exchange in wanted for name in exchange.theirs} | zeros.keys())
         for name in zeros:
             if bool(self.tensor(name).any()):
-                raise CheckpointError(f"{self.folder}: {name} is not zero, but config.json says there is no such bias")
+                raise CheckpointError(f"{self.folder}: {name} is not zero, and our model has no such bias")
         for exchange in wanted:
             self._check_described(exchange)
         return wanted
@@ -96,7 +96,7 @@ class HuggingFaceFolder:
 
 def open_folder(folder: Path, say: Say = lambda text: None, *, compare: bool = True) -> HuggingFaceFolder:
     """`compare`: what is read, with the checksums of its file, which reads all of a storage; `say` is told of files
-    that have none."""
+    that have none, and of settings that are not taken over."""
     if not folder.is_dir():
         raise ConfigError(f"--load {folder}: no such directory")
     _refuse_adapter(folder)
@@ -104,6 +104,8 @@ def open_folder(folder: Path, say: Say = lambda text: None, *, compare: bool = T
     _refuse_quantised(values)
     family = by_model_type(values.get("model_type"))
     config, moe = family.read_config(values)
+    if line := family.not_taken_over(values):
+        say(line)
     files = _stored_tensors(weights_files(folder, MemberChecks(say) if compare else None), family)
     vocab_size = values.get("vocab_size")
     if not isinstance(vocab_size, int):

@@ -17,7 +17,6 @@ from megatron.tokenizer.huggingface import refuse_outside
 
 GENERATION = "generation_config.json"
 _IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
-_NAMED_IN = ("tokenizer_config.json", "special_tokens_map.json")
 
 
 @dataclass(frozen=True)
@@ -64,22 +63,10 @@ def _checked(origin: Origin, where: str) -> Origin:
     return origin
 
 
-def own_token_ids(tokenizer: Tokenizer | None, folder: Path | None) -> dict[str, int | None]:
+def own_token_ids(tokenizer: Tokenizer | None, roles: Mapping[str, str]) -> dict[str, int | None]:
     """The special token ids of a model that was not imported: those that its tokenizer names, else its end-of-document
     id."""
     end = None if tokenizer is None else tokenizer.eod_id
-    named = {} if tokenizer is None or folder is None else _named_tokens(tokenizer, folder)
+    named = {} if tokenizer is None else {role: tokenizer.token_id(token) for role, token in roles.items()}
     ids = {"bos_token_id": named.get("bos_token", end), "eos_token_id": end}
     return ids | ({"pad_token_id": named["pad_token"]} if "pad_token" in named else {})
-
-
-def _named_tokens(tokenizer: Tokenizer, folder: Path) -> dict[str, int]:
-    found: dict[str, int] = {}
-    for values in (read_json(folder / name) for name in _NAMED_IN if (folder / name).is_file()):
-        for kind in ("bos_token", "pad_token"):
-            token = values.get(kind)
-            token = token.get("content") if isinstance(token, dict) else token
-            number = tokenizer.token_id(token) if isinstance(token, str) else None
-            if number is not None:
-                found.setdefault(kind, number)
-    return found

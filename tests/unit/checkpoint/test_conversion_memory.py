@@ -99,7 +99,7 @@ def sources(folder: Path, saved: Model) -> dict[str, Path]:
     write_torch_dist(found["torch_dist"], saved, tp=2)
     step = find_checkpoint(found["classic"], parallel=one_process(), log=lambda text: None)
     assert step is not None
-    write_export(plan_export(step), found["hf"], tokenizer=None, log=lambda text: None)
+    write_export(plan_export(step), found["hf"], log=lambda text: None)
     return found
 
 

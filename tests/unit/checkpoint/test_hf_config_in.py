@@ -55,11 +55,15 @@ def test_a_partial_rotation_is_refused_wherever_it_stands(place: str | None) -> 
     assert imported("llama", {**SHAPE, **whole}).rotary_percent == 1.0
 
 
-def test_gpt2_with_two_kinds_of_hidden_dropout_is_refused() -> None:
+def test_gpt2_with_two_kinds_of_hidden_dropout() -> None:
     shape = {"n_layer": 2, "n_embd": 64, "n_head": 4, "n_positions": 32, "resid_pdrop": 0.1}
     assert imported("gpt2", shape).hidden_dropout == 0.1
-    with pytest.raises(ConfigError, match=r"embd_pdrop 0\.3 is not supported"):
-        imported("gpt2", {**shape, "embd_pdrop": 0.3})
+    family, both = by_model_type("gpt2"), {**shape, "embd_pdrop": 0.3}
+    assert family.not_taken_over(shape) is None and imported("gpt2", both).hidden_dropout == 0.1
+    line = family.not_taken_over(both)
+    assert line is not None and "embd_pdrop 0.3 is not kept beside resid_pdrop 0.1: --hidden-dropout" in line
+    with pytest.raises(ConfigError, match=r"embd_pdrop is 1\.5; it has to be"):
+        imported("gpt2", {**shape, "embd_pdrop": 1.5})
 
 
 NEOX: dict[str, Any] = {name: value for name, value in SHAPE.items() if name != "num_key_value_heads"}

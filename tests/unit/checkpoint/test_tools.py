@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from contextlib import closing
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 
 from megatron.checkpoint import RunHistory, TrainState, save_checkpoint
 from megatron.checkpoint.convert_cli import main as convert
+from megatron.checkpoint.verify_cli import main as verify
 from megatron.config import ModelConfig
 from megatron.distributed.shard import ShardSpec
 from megatron.distributed.state import ParallelState
@@ -49,19 +51,21 @@ def run(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def save_model(directory: Path, config: ModelConfig, tokenizer: Any = write_tokenizer) -> None:
+def save_model(
+    directory: Path, config: ModelConfig, tokenizer: Any = write_tokenizer, rows: int = len(WORDS), moe: Any = None
+) -> None:
     generator = torch.Generator().manual_seed(1)
     params = {
         p.name: (
             ShardSpec(name=p.name, logical_shape=p.shape),
             torch.randn(p.stored_shape, generator=generator) * 0.2,
         )
-        for p in parameters(config, len(WORDS)).values()
+        for p in parameters(config, rows, moe).values()
     }
     state = TrainState(
         iteration=5, consumed_train_samples=0, consumed_valid_samples=0, params=params, optimizer=None,
         optimizer_extra={}, scheduler={}, rng=None, args={}, data={},
-        config={"model": {name: getattr(config, name) for name in config.__dataclass_fields__}},
+        config={"model": asdict(config)} | ({} if moe is None else {"moe": asdict(moe)}),
     )  # fmt: skip
     parallel = ParallelState.build(Layout(1), 0)
     with closing(RunHistory("t")) as history:
@@ -90,6 +94,32 @@ def test_a_link_in_a_checkpoints_tokenizer_is_not_exported(run: Path, capsys: py
     assert convert(["--load", str(run), "--to", "hf", "--save", str(run.parent / "out")]) == 12
     assert "chat_template.jinja is a symbolic link" in capsys.readouterr().err
     assert not (run.parent / "out").exists()
+
+
+def test_files_that_no_manifest_lists_are_reported_and_not_exported(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (step,) = run.glob("iter_*")
+    names = ("tokenizer/modeling.py", "tokenizer/special_tokens_map.json", "mp_rank_00/note.txt", "README")
+    (step / names[1]).parent.mkdir(exist_ok=True)
+    for name in names:
+        (step / name).write_text('{"eos_token": "a"}')
+    assert verify([str(run)]) == 1
+    told = capsys.readouterr().out
+    assert "extra: " in told and "has 4 file(s) that its manifest does not list" in told and "good" not in told
+    assert all(repr(name) in told for name in names)
+    assert verify([str(run), "--deep", "--all"]) == 1
+    capsys.readouterr()
+    assert convert(["--load", str(run), "--to", "hf", "--save", str(run.parent / "out")]) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("warning:") == 1 and "has 4 file(s) that its manifest does not list" in printed
+    assert {path.name for path in (run.parent / "out").iterdir()} == {
+        "config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json",
+    }  # fmt: skip
+    assert json.loads((run.parent / "out/tokenizer_config.json").read_text())["eos_token"] == WORDS[0]
+    for name in names:
+        (step / name).unlink()
+    assert verify([str(run)]) == 0
 
 
 def test_a_damaged_newest_step_is_not_replaced_by_an_older_one(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -35,7 +35,7 @@ def prompts(*lengths: int) -> list[list[int]]:
 @pytest.mark.parametrize("case", ["gpt2", "llama llama3 scaling", "mistral", "qwen3"])
 def test_greedy_equals_transformers_token_for_token(tmp_path: Path, case: str) -> None:
     ours = our_model(tmp_path / "native", case)
-    write_export(plan_export(_found(tmp_path / "native")), tmp_path / "hf", tokenizer=None, log=lambda text: None)
+    write_export(plan_export(_found(tmp_path / "native")), tmp_path / "hf", log=lambda text: None)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float64)
     prompt = prompts(7)[0]
     expected = theirs.generate(

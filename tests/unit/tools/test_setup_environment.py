@@ -237,6 +237,19 @@ def test_the_index_is_searched_again_only_where_its_links_fail(
     assert (tmp_path / "chosen.html").read_text() == f'<a href="{url.replace("&", "&amp;")}"></a>\n'
 
 
+def test_the_tests_also_have_the_oldest_supported_transformers(
+    setup_module: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[list[str]] = []
+    monkeypatch.setattr(setup_module, "pip_succeeds", lambda venv, options: calls.append(list(options)) or True)
+    setup_module.install_old_transformers(tmp_path)
+    (options,) = calls
+    assert {"--no-deps", "--require-hashes", "--target", str(tmp_path / "transformers-4.57")} <= set(options)
+    lock, extras = setup_module.read_lock(Path(options[-1]).read_text()), (ROOT / "pyproject.toml").read_text()
+    assert 'hf = ["transformers>=4.57"]' in extras and lock["transformers"].version.startswith("4.57.")
+    assert all(locked.hashes for locked in lock.values())
+
+
 # ---------------------------------------------------------------- the whole, as quickstart.sh calls it
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from megatron.checkpoint.hf.families.gpt2 import GPT2
@@ -18,8 +19,8 @@ from megatron.checkpoint.hf.family import Family
 from megatron.config import ModelConfig, MoEConfig
 from megatron.errors import ConfigError
 
-# An export takes the first that expresses the model, so simpler ones come first.
-FAMILIES: tuple[Family, ...] = (GPT2(), GPTNeoX(), Llama(), Qwen2(), Qwen3(), Olmo2(), Mistral(), Mixtral(), Qwen3MoE())
+# An export takes the first that expresses the model, so simpler ones come first; Llama needs zeros for what Qwen2 is.
+FAMILIES: tuple[Family, ...] = (GPT2(), GPTNeoX(), Qwen2(), Llama(), Qwen3(), Olmo2(), Mistral(), Mixtral(), Qwen3MoE())
 
 
 def choose(config: ModelConfig, moe: MoEConfig, *, came_as: str | None = None) -> Family:
@@ -33,6 +34,22 @@ def choose(config: ModelConfig, moe: MoEConfig, *, came_as: str | None = None) -
     raise ConfigError(
         f"{nearest.unsupported(config, moe)}: none of the supported Hugging Face families ({_model_types()}) computes "
         f"this (nearest: {nearest.architecture}); the checkpoint can be used with tools/generate.py, not exported"
+    )
+
+
+def keeping_tokenizer(family: Family, tokenizer: Mapping[str, Any], config: ModelConfig, moe: MoEConfig) -> Family:
+    """`family`, or another one for the same model if `transformers` would replace the tokenizer in a folder of it."""
+    if family.keeps_tokenizer(tokenizer):
+        return family
+    for other in FAMILIES:
+        if other.keeps_tokenizer(tokenizer) and other.unsupported(config, moe) is None:
+            return other
+    llama = by_model_type("llama")
+    raise ConfigError(
+        f"{llama.unsupported(config, moe)}: only {family.architecture} computes this, and transformers 5.8 and later "
+        f"read every tokenizer in a {family.model_type} folder as Qwen2's, so this run's texts would get other ids "
+        "(earlier versions read it as it is); train with Qwen2's tokenizer, or without this setting, which makes it a "
+        f"{llama.architecture}; tools/generate.py uses the checkpoint as it is"
     )
 
 

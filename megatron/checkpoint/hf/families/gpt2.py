@@ -99,6 +99,15 @@ class GPT2(Family):
             "resid_pdrop": config.hidden_dropout,
         }
 
+    def not_taken_over(self, values: Mapping[str, Any]) -> str | None:
+        embedding, residual = (values.get(name, 0.1) for name in ("embd_pdrop", "resid_pdrop"))
+        if embedding == residual:
+            return None
+        return (
+            f"config.json: embd_pdrop {embedding} is not kept beside resid_pdrop {residual}: --hidden-dropout of a run "
+            "here is both"
+        )
+
     def model_from_json(self, values: Mapping[str, Any]) -> dict[str, Any]:
         values = {**values, **{name: values[other] for other, name in _ALSO_CALLED.items() if other in values}}
         refuse_unless(
@@ -107,7 +116,6 @@ class GPT2(Family):
             scale_attn_by_inverse_layer_idx=False,
             reorder_and_upcast_attn=False,
             add_cross_attention=False,
-            embd_pdrop=values.get("resid_pdrop", 0.1),  # one --hidden-dropout serves both
         )
         return {
             "num_layers": values["n_layer"],

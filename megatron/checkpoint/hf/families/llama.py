@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+import torch
+from torch import Tensor
+
 from megatron.checkpoint.hf.exchange import same, separate_gate_and_up, separate_qkv
 from megatron.checkpoint.hf.family import Family, Lacking, other_wirings, positions_flag, refuse_unless
 from megatron.checkpoint.hf.rope import rope_from_json, rope_to_json
@@ -49,6 +52,7 @@ class LlamaLike(Family):
     def lacks(self, c: ModelConfig) -> Lacking:
         activation = "--squared-relu" if c.squared_relu else "GELU"
         together = "--qk-layernorm with " if self.normalizes_qk else ""
+        qkv_alone = self.has_qkv_bias or self.may_have_biases  # which can be zeros elsewhere
         return [
             (positions_flag(c), c.positions != "rope"),
             (f"--normalization {c.normalization}", c.normalization != "RMSNorm"),
@@ -62,7 +66,7 @@ class LlamaLike(Family):
                 c.qk_layernorm and c.qk_layernorm_scope != self.norms_span,
             ),
             (f"{together}biases (without --disable-bias-linear)", c.linear_bias and not self.may_have_biases),
-            (f"{together}--add-qkv-bias", c.qkv_bias and not c.linear_bias and not self.has_qkv_bias),
+            (f"{together}--add-qkv-bias", c.qkv_bias and not c.linear_bias and not qkv_alone),
             ("no --qk-layernorm", self.normalizes_qk and not c.qk_layernorm),
             ("no QKV bias (without --add-qkv-bias)", self.has_qkv_bias and not c.qkv_bias),
             (f"--window-size {c.window}", c.window is not None and not self.may_have_window),
@@ -109,7 +113,7 @@ class LlamaLike(Family):
             "hidden_dropout": 0.0,
             "window_size": self.window_from_json(values),
             "add_bias_linear": self._biases_from_json(values),
-            "add_qkv_bias": self.has_qkv_bias,
+            "add_qkv_bias": self.has_qkv_bias or self._only_attention_is_biased(values),
             **rope_from_json(values),
         }
 
@@ -119,11 +123,13 @@ class LlamaLike(Family):
         attention, mlp = bool(values.get("attention_bias", False)), bool(values.get("mlp_bias", False))
         if not self.may_have_biases:
             refuse_unless({"attention_bias": attention, "mlp_bias": mlp}, attention_bias=False, mlp_bias=False)
-        if attention != mlp:
-            raise ConfigError(
-                f"config.json: attention_bias {attention} with mlp_bias {mlp} is not supported; both or none"
-            )
-        return attention
+        if mlp and not attention:
+            raise ConfigError("config.json: attention_bias False with mlp_bias True is not supported; both or none")
+        return mlp
+
+    def _only_attention_is_biased(self, values: Mapping[str, Any]) -> bool:
+        """Our model has such biases of queries, keys and values; those of the output projection have to be zeros."""
+        return self.may_have_biases and bool(values.get("attention_bias")) and not values.get("mlp_bias")
 
     def window_to_json(self, config: ModelConfig) -> dict[str, Any]:
         return {}
@@ -148,3 +154,13 @@ class Llama(LlamaLike):
 
     def model_from_json(self, values: Mapping[str, Any]) -> dict[str, Any]:
         return super().model_from_json({"num_key_value_heads": None, **values})
+
+    def model_to_json(self, config: ModelConfig, context: int) -> dict[str, Any]:
+        return super().model_to_json(config, context) | {"attention_bias": config.qkv_bias}
+
+    def zero_biases(self, config: ModelConfig, vocab_size: int) -> dict[str, Tensor]:
+        if config.linear_bias or not config.qkv_bias:
+            return {}
+        (module,) = self.tensors[names.ATTENTION_OUT].modules
+        layers = range(config.num_layers)
+        return {f"{module.format(layer=layer)}.bias": torch.zeros(config.hidden_size) for layer in layers}

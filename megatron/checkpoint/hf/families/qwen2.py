@@ -15,6 +15,7 @@ class Qwen2(LlamaLike):
     architecture = "Qwen2ForCausalLM"
     model_type = "qwen2"
     has_qkv_bias = True
+    rebuilds_tokenizer = True
 
     def window_to_json(self, config: ModelConfig) -> dict[str, Any]:
         width = window_width(config)

@@ -14,5 +14,6 @@ class Qwen3(Qwen2):
     model_type = "qwen3"
     normalizes_qk = True
     has_qkv_bias = False
+    rebuilds_tokenizer = False
     bias_keys = ("attention_bias",)
     default_head_dim: ClassVar[int | None] = 128

@@ -1,0 +1,124 @@
+"""Writes a tokenizer's files so that every version of `transformers` reads tokenizer.json as it is.
+
+`AutoTokenizer` chooses a class by tokenizer_config.json and by the model's type. Most classes rebuild the tokenizer
+from its vocabulary, with a word pattern, defaults and special tokens of their own. `PreTrainedTokenizerFast` does not.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron.errors import StorageError
+from megatron.tokenizer.export import config_text
+from megatron.tokenizer.huggingface import HuggingFaceTokenizer, read_json
+
+JSON = "tokenizer.json"
+CONFIG = "tokenizer_config.json"
+SPECIAL_TOKENS = "special_tokens_map.json"
+_REPLACED = (CONFIG, SPECIAL_TOKENS, "added_tokens.json")
+"""Files that would add to tokenizer.json or contradict it."""
+ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_WITH_DEFAULTS = ROLES[:5]
+"""Roles that are written as null where there is no token: the default of a class may be a new token."""
+_KEPT = ("model_max_length", "padding_side", "truncation_side", "chat_template")
+
+
+# What the class Qwen2Tokenizer makes of every vocabulary.
+_QWEN2_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def is_qwen2(description: Mapping[str, Any]) -> bool:
+    """True if a tokenizer.json describes what Qwen2Tokenizer rebuilds from its vocabulary and merges."""
+    model, words = description.get("model") or {}, (description.get("pre_tokenizer") or {}).get("pretokenizers") or ()
+    options = ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback")
+    split = {"type": "Split", "pattern": {"Regex": _QWEN2_WORDS}, "behavior": "Isolated", "invert": False}
+    characters = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}
+    return (
+        model.get("type") == "BPE"
+        and not any(model.get(option) for option in (*options, "ignore_merges"))
+        and (description.get("normalizer") or {}).get("type") == "NFC"
+        and (description.get("decoder") or {}).get("type") == "ByteLevel"
+        and [{**word, "trim_offsets": None} for word in words]
+        == [{**word, "trim_offsets": None} for word in (split, characters)]
+    )
+
+
+@dataclass(frozen=True)
+class TokenizerFiles:
+    """A folder with a tokenizer, and the names of the files there that count."""
+
+    folder: Path
+    names: frozenset[str]
+
+    @classmethod
+    def of(cls, folder: Path) -> TokenizerFiles:
+        return cls(folder, frozenset(path.name for path in folder.iterdir() if path.is_file()))
+
+    @property
+    def has_json(self) -> bool:
+        return JSON in self.names
+
+    def tokenizer(self) -> HuggingFaceTokenizer:
+        return HuggingFaceTokenizer(self.folder, only=self.names, announce=False)
+
+    def json(self, name: str) -> dict[str, Any]:
+        return read_json(self.folder / name) if name in self.names else {}
+
+    def roles(self, rows: int) -> dict[str, str]:
+        """Role -> token of the special tokens that the files name and a model with `rows` rows has."""
+        tokenizer, named = self.tokenizer(), dict[str, str]()
+        for values in (self.json(CONFIG), self.json(SPECIAL_TOKENS)):
+            for role in ROLES:
+                token = values.get(role)
+                token = token.get("content") if isinstance(token, dict) else token
+                if isinstance(token, str):
+                    named.setdefault(role, token)
+        if tokenizer.eod_token is not None:
+            named["eos_token"] = tokenizer.eod_token
+        ids = {role: tokenizer.token_id(token) for role, token in named.items()}
+        return {role: token for role, token in named.items() if (index := ids[role]) is not None and index < rows}
+
+    def portable(self, rows: int) -> dict[str, bytes]:
+        """File name -> content of an exported tokenizer. Without a tokenizer.json the files are copied; else the
+        tokenizer_config.json written beside it adds no token and changes none. `rows`: the model's vocabulary."""
+        files = {name: _read(self.folder / name) for name in sorted(self.names)}
+        if not self.has_json:
+            return files
+        description = self.json(JSON)
+        if description.get("padding") is not None or description.get("truncation") is not None:
+            # A stored limit would cut texts, and a stored padding may name a token that the model lacks.
+            plain = {**description, "padding": None, "truncation": None}
+            files[JSON] = (json.dumps(plain, ensure_ascii=False, indent=2) + "\n").encode("utf-8")
+        config = _config(self.json(CONFIG), description, self.roles(rows))
+        kept = {name: content for name, content in files.items() if name not in _REPLACED}
+        return {**kept, CONFIG: config_text(config, None).encode("utf-8")}
+
+
+def _config(given: Mapping[str, Any], description: Mapping[str, Any], roles: Mapping[str, str]) -> dict[str, Any]:
+    words, added = description.get("pre_tokenizer") or {}, {}
+    for token in description.get("added_tokens") or ():
+        values = {name: value for name, value in token.items() if name != "id"}
+        added[str(token["id"])] = {**values, "special": values.get("special") or values["content"] in roles.values()}
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_input_names": ["input_ids", "attention_mask"],  # GPT-2 would add embeddings of token_type_ids
+        "clean_up_tokenization_spaces": False,
+        # Version 4 writes this value into the word pattern.
+        **({"add_prefix_space": words["add_prefix_space"]} if "add_prefix_space" in words else {}),
+        **{name: given[name] for name in _KEPT if name in given},
+        **{role: roles.get(role) for role in ROLES if role in roles or role in _WITH_DEFAULTS},
+        "added_tokens_decoder": added,
+    }
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise StorageError(f"{path} cannot be read ({error.strerror})") from None

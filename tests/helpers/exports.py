@@ -1,0 +1,20 @@
+"""Has a forked process read each export's tokenizer, in the place of a fresh one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.checkpoint.hf import tokenizer_check
+from tests.helpers.warm import warm_python
+
+_fresh = tokenizer_check.ask_fresh
+
+
+def ask_warm() -> None:
+    """The warm server starts with the first export."""
+
+    def ask(request: dict[str, Any]) -> dict[str, Any]:
+        tokenizer_check.PYTHON = warm_python()
+        return _fresh(request)
+
+    tokenizer_check.ask_fresh = ask
