@@ -5,11 +5,12 @@ from __future__ import annotations
 import gc
 import os
 import platform
-import signal
 import sys
 from collections.abc import Iterator
 
 import pytest
+
+from tests.helpers.inherited import take_usual_values
 
 # One thread per process: gloo tests start several processes, and threads that fight for cores make tests slow.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -19,9 +20,7 @@ for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADD
 # Tests start hundreds of interpreters: each would compile the whole package again if none might keep what it compiled.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
-# A shell that starts the tests in the background has them ignore Ctrl-C, and what they start inherits that.
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+take_usual_values()
 # Nothing is fetched during tests, whatever a library would like to look up.
 os.environ["HF_HUB_OFFLINE"] = "1"
 

@@ -3,6 +3,7 @@
 # Arguments go to pytest, and then pytest alone runs: bash tests/run.sh tests/unit/config -k batch
 set -euo pipefail
 cd "$(dirname "$0")/.."
+{ : <&0; } 2> /dev/null || exec < /dev/null # the first file that a process opens would be its standard input
 . examples/setup.sh
 setup_environment --extra test
 
