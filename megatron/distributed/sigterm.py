@@ -12,6 +12,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from types import FrameType
 
 _AT_MOST = 10.0  # seconds for the action
 _EXIT_CODE = 128 + signal.SIGTERM
@@ -30,7 +31,11 @@ def on_sigterm(action: Callable[[], None]) -> Iterator[None]:
     read_end, write_end = os.pipe()
     os.set_blocking(write_end, False)
     forks = _Forks()
-    signal.signal(signal.SIGTERM, lambda number, frame: None)  # the thread reads the byte of the wakeup fd
+
+    def handler(number: int, frame: FrameType | None) -> None:
+        """Does nothing: the thread reads the byte of the wakeup fd."""
+
+    signal.signal(signal.SIGTERM, handler)
     before = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
     thread = threading.Thread(target=_listen, args=(read_end, action), name="sigterm", daemon=True)
     thread.start()
@@ -38,7 +43,8 @@ def on_sigterm(action: Callable[[], None]) -> Iterator[None]:
         yield
     finally:
         signal.set_wakeup_fd(before)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if signal.getsignal(signal.SIGTERM) is handler:  # else somebody handles it for longer
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
         forks.listening = False
         os.close(write_end)  # ends the thread
         thread.join()

@@ -39,8 +39,10 @@ def pretrain(
     def body() -> StopReason:
         from megatron.config import describe
         from megatron.training.settings import read_settings
+        from megatron.training.signals import noted_while_starting
 
         config = read_settings(argv, needs_data=needs_data)
+        signals = noted_while_starting(config.training)
 
         with loading_torch():
             from torch import get_num_threads
@@ -65,6 +67,8 @@ def pretrain(
                 assemble(run, datasets_provider, model_provider, forward_step, history, hooks) as parts,
             ):
                 position.parts = parts
+                if parts.trainer_if_any is not None:
+                    parts.trainer_if_any.stop.listen_until_exit(signals.received)
                 reason = train_and_evaluate(run, parts)
             exit_record.ended(reason, parts.progress.iteration)
         return reason

@@ -4,43 +4,14 @@ from __future__ import annotations
 
 import signal
 import time
-from types import FrameType
 
 import torch
 
 from megatron.distributed.collectives import all_reduce
 from megatron.training.exit import StopReason
 from megatron.training.initialize import Run
+from megatron.training.signals import SignalFlag, stopping_signals
 from megatron.utils.device import ToHost
-
-_STOP = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-
-
-class SignalFlag:
-    """Notes that a signal came; the loop looks at it between two steps.
-
-    A second Ctrl-C ends the process at once. A signal that is ignored (a job in a script's background) stays ignored.
-    What listens to signals in another thread (`on_sigterm`) does not hear them meanwhile.
-    """
-
-    def __init__(self, signals: tuple[signal.Signals, ...]) -> None:
-        self.received: int = 0
-        wanted = [number for number in signals if signal.getsignal(number) is not signal.SIG_IGN]
-        self._previous = {number: signal.signal(number, self._remember) for number in wanted}
-        # Last here and first in `restore`: a signal in between is heard twice and ends the run; it is never lost.
-        self._takes_over = signal.SIGTERM in self._previous  # else who listens to SIGTERM goes on doing so
-        self._listener = signal.set_wakeup_fd(-1) if self._takes_over else -1
-
-    def _remember(self, number: int, _frame: FrameType | None) -> None:
-        self.received = number
-        if number == signal.SIGINT:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-
-    def restore(self) -> None:
-        if self._takes_over:
-            signal.set_wakeup_fd(self._listener, warn_on_full_buffer=False)
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
 
 
 class StopConditions:
@@ -54,9 +25,8 @@ class StopConditions:
         self._run, self._config, self._later = run, run.config.training, later
         self._exchanged: ToHost | None = None
         """By the last iteration: [the largest signal number, 1 if the time of a rank is up]."""
-        config = self._config
-        stopping = _STOP if config.exit_signal is None else (signal.Signals[config.exit_signal],)
-        self._signals = SignalFlag(stopping) if config.exit_signal_handler else None
+        signals = stopping_signals(self._config)
+        self._signals = SignalFlag(signals) if signals else None
 
     def reason(self, iteration: int) -> StopReason | None:
         config = self._config
@@ -87,6 +57,12 @@ class StopConditions:
         with self._run.parallel.comm_log.read_back("reading whether a rank is to stop"):
             signalled, timed_out = readable.values()
         return int(signalled), bool(timed_out)
+
+    def listen_until_exit(self, earlier: int) -> None:
+        """Handles signals until the process has ended. `earlier`: the signal that came while the run started, or 0."""
+        if self._signals is not None:
+            self._signals.received = self._signals.received or earlier
+            self._signals.stay()
 
     def close(self) -> None:
         if self._signals is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -103,12 +104,16 @@ def pretrain_here(argv: Sequence[str]) -> int:
 def program_here(main: Callable[[], object]) -> int:
     """A program in this process, which it leaves as it was: its exit code."""
     threads, products = torch.get_num_threads(), torch.backends.mkldnn.matmul.fp32_precision
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
     try:
         main()
         return 0
     except SystemExit as error:
         return int(error.code or 0)
     finally:
+        for number, handler in handlers.items():
+            if signal.getsignal(number) != handler:
+                signal.signal(number, handler)
         torch.set_num_threads(threads)
         torch.backends.mkldnn.matmul.fp32_precision = products
 

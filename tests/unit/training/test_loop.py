@@ -15,8 +15,8 @@ import torch
 from megatron.errors import ConfigError, DataError, NonFiniteError
 from megatron.training.exit import ExitRecord, StopReason
 from megatron.training.hooks import Hook
+from megatron.training.signals import SignalFlag
 from megatron.training.skipped_steps import SkippedSteps
-from megatron.training.stopping import SignalFlag
 from tests.helpers.runs import Recorder, flags, make_parts, pretrain_here, train_here
 
 
