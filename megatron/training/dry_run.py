@@ -23,6 +23,7 @@ from megatron.optimizer import offloads
 from megatron.planner import copy_bytes, state_bytes
 from megatron.training.batches import check_validation
 from megatron.training.initialize import Run
+from megatron.training.memory import plan_rows
 from megatron.training.model import count_parameters, model_flops
 from megatron.training.resume import ResumePoint
 from megatron.utils.device import human_bytes
@@ -141,6 +142,7 @@ def render_plan(run: Run, model_provider: Callable[[Run], nn.Module]) -> str:
             + (", in host memory; a layer is on the device when it runs" if on_host else "")
             + (f"; {away:.0%} of the optimizer's state is offloaded" if away else ""),
         ),
+        *plan_rows(run, model),
         *(
             [("copy to save", f"{human_bytes(round(copy_bytes(config, held, dp)))} of host memory (--async-save)")]
             if config.checkpoint.async_save

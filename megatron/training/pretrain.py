@@ -51,6 +51,7 @@ def pretrain(
             from megatron.training.checkpointing import held_save_directory
             from megatron.training.dry_run import check_files, render_plan
             from megatron.training.initialize import start
+            from megatron.training.memory import with_memory_checked
             from megatron.training.watchdog import watched
             from megatron.utils.waiting import spinning_while_idle
 
@@ -60,11 +61,12 @@ def pretrain(
             plan = render_plan(run, model_provider)
             run.log.info(describe(config) if config.runtime.print_config else plan)
             return StopReason("planned", "--print-config" if config.runtime.print_config else "--dry-run")
+        checked = with_memory_checked(model_provider)
         with held_save_directory(run) as (history, exit_record):
             with (
                 spinning_while_idle(get_num_threads()),
                 watched(run, exit_record) as position,
-                assemble(run, datasets_provider, model_provider, forward_step, history, hooks) as parts,
+                assemble(run, datasets_provider, checked, forward_step, history, hooks) as parts,
             ):
                 position.parts = parts
                 if parts.trainer_if_any is not None:

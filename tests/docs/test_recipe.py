@@ -196,6 +196,37 @@ def test_a_layout_fits_its_devices_or_another_number_is_named(recipe: Checkout) 
     assert not any("--fp16" in line for line in lines)
 
 
+MEMORY = """
+. ./test/recipe.sh
+python() { case " $* " in FITS) ;; *) echo "memory in all  9 GiB for the ranks together: too little for them" ;; esac; }
+PYTHON=python devices=2 MICRO=4 LAYOUT=here GIVEN="TYPED" SETTINGS=(--micro-batch-size 4 --seq-length 9)
+fit_memory
+echo "${SETTINGS[@]}; $LAYOUT"
+"""  # a dry run that says what fits
+
+
+@pytest.mark.parametrize(
+    ("fits", "typed", "flags"),
+    [
+        ("*' --micro-batch-size 4 --dry-run'*", "", "--micro-batch-size 4 --seq-length 9; here"),
+        ("*' --micro-batch-size 2 --dry-run'*", "", "--micro-batch-size 2 --seq-length 9; here; micro batch 2, to fit"),
+        ("none", "", "--micro-batch-size 1 --seq-length 9 --recompute-granularity full --recompute-method uniform; h"),
+        ("none", " --micro-batch-size ", "--micro-batch-size 4 --seq-length 9; here"),
+    ],
+)
+def test_little_memory_takes_smaller_micro_batches(recipe: Checkout, fits: str, typed: str, flags: str) -> None:
+    said = recipe.must_run(MEMORY.replace("FITS", fits).replace("TYPED", typed))
+    assert said.splitlines()[-1].startswith(flags)
+
+
+@pytest.mark.parametrize(
+    ("code", "log", "told"), [(1, "exitcode  : -9 (pid: 7)", 137), (137, "", 137), (2, "exitcode  : 2 (pid: 7)", 2)]
+)
+def test_a_process_that_was_killed_is_explained(recipe: Checkout, code: int, log: str, told: int) -> None:
+    ran = recipe.run(f". ./test/recipe.sh; echo '{log}' > some.log; explain_end {code} some.log")
+    assert ran.returncode == told and ("too little memory" in ran.stdout) == (told == 137)
+
+
 def test_dry_runs_print_the_commands(recipe: Checkout) -> None:
     """Also before there is any data, and for eight devices on one CPU."""
     printed = recipe.must_run("bash ./test/train_full_8p.sh --devices=8 --data_path=./none --dry-run")

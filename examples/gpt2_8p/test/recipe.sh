@@ -102,6 +102,38 @@ choose_layout() {
     [ "$LAYOUT" = "$recipe" ] || LAYOUT+=" (the recipe's does not fit: $recipe; the same model is trained)"
 }
 
+# too_little FLAGS...   whether the ranks need more memory than this machine has, with these flags instead of their like.
+too_little() { "$PYTHON" pretrain_gpt.py "${SETTINGS[@]}" "$@" --dry-run --dry-run-ranks "$devices" | grep 'too little' >/dev/null; }
+
+# fit_memory   on CPUs a smaller micro batch, and then recomputation, where the memory asks for it. Neither changes what
+# is trained. Where that is too little, too, pretrain_gpt.py says what is missing.
+fit_memory() {
+    local micro=$MICRO said="" word
+    case $GIVEN in *" --micro-batch-size "* | *" --recompute-"*) return 0 ;; esac
+    while too_little --micro-batch-size "$micro"; do
+        if [ "$micro" -eq 1 ]; then
+            SETTINGS+=(--recompute-granularity full --recompute-method uniform)
+            said=" and recomputation"
+            break
+        fi
+        micro=$((micro / 2))
+    done
+    [ "$micro" -ne "$MICRO" ] || [ -n "$said" ] || return 0
+    for word in "${!SETTINGS[@]}"; do
+        [ "${SETTINGS[word]}" != --micro-batch-size ] || SETTINGS[word + 1]=$micro
+    done
+    LAYOUT+="; micro batch $micro$said, to fit this machine's memory: the same model is trained"
+}
+
+# explain_end CODE LOG   why a run ended that had no time to say it.
+explain_end() {
+    if [ "$1" -eq 137 ] || tail -n 60 "$2" | grep -q 'exitcode *: -9'; then
+        echo "error: a process was killed (SIGKILL: exit code 137, or -9 in torchrun's report), most often because the machine had too little memory: type fewer --devices, or add --micro-batch-size 1 --recompute-granularity full --recompute-method uniform" >&2
+        exit 137
+    fi
+    exit "$1"
+}
+
 find_data() {
     local file
     for file in gpt2-vocab.json gpt2-merges.txt my-gpt_text_sentence.bin my-gpt_text_sentence.idx; do
@@ -171,9 +203,10 @@ train() {
     esac
     check_settings "$devices"
     check_checkpoint
+    if [ "$DEVICE" = cpu ] && [ "$model_size" != tiny ]; then fit_memory; fi
     echo "$LAYOUT"
     mkdir -p "$RECIPE/logs"
-    "${program[@]}" pretrain_gpt.py "${SETTINGS[@]}" 2>&1 | tee -a "$log.log"
+    "${program[@]}" pretrain_gpt.py "${SETTINGS[@]}" 2>&1 | tee -a "$log.log" || explain_end $? "$log.log"
     show_results
 }
 

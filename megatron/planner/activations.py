@@ -1,0 +1,127 @@
+"""What a rank keeps of activations for the backward pass on a CPU, in bytes.
+
+Counted is what the layers save, the logits, and nothing that comes and goes within an operation. The sum is therefore a
+lower bound of the peak: a run that needs more than there is of it cannot succeed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from megatron.config import RunConfig
+from megatron.config.stages import stage_layers
+from megatron.pipeline_parallel.schedules import schedule_of
+
+Backend = Callable[[str], str]
+"""operation -> what computes it: native, torch, cpu or ref."""
+
+_LONGEST_SQUARE = {2: 2048, 4: 1024}
+"""Bytes per number -> the longest sequence whose attention probabilities are kept without the native kernel."""
+
+
+@dataclass(frozen=True)
+class ActivationBytes:
+    layers: float
+    """What the layers in flight keep."""
+    logits: float
+
+    @property
+    def total(self) -> float:
+        return self.layers + self.logits
+
+
+def activation_bytes(
+    config: RunConfig, stage: int, *, micro_batch: int, micro_batches: int, vocabulary: int, backend: Backend
+) -> ActivationBytes:
+    """The bytes of one rank of pipeline stage `stage` when it keeps most, in a step of `micro_batches` micro-batches of
+    `micro_batch` samples. `vocabulary`: the rows of the table in memory, of all ranks together."""
+    parallel, size = config.parallel, _size(config)
+    tokens = micro_batch * config.data.seq_length / parallel.context_parallel_size
+    runs = stage_layers(config.model.num_layers, parallel).of_rank(stage)
+    chunks = [sum(_kept(config, run, backend)) * tokens for run in runs]
+    last = stage == parallel.pipeline_model_parallel_size - 1
+    rows = vocabulary / parallel.tensor_model_parallel_size if last else 0
+    return ActivationBytes(_most_in_flight(config, stage, micro_batches, chunks), tokens * rows * size)
+
+
+def _size(config: RunConfig) -> int:
+    return 4 if config.precision.params_dtype == "float32" else 2
+
+
+def _kept(config: RunConfig, layers: range, backend: Backend) -> list[float]:
+    """Bytes per token of each layer, as recomputation leaves them."""
+    recompute, with_experts = config.recompute, config.moe.expert_layers(config.model.num_layers)
+    whole = [_layer(config, layer in with_experts, backend) for layer in layers]
+    if not recompute.full:
+        return whole
+    few, between = recompute.recompute_num_layers, _size(config) * config.model.hidden_size / _pieces(config)
+    if recompute.recompute_method == "block":
+        return [between if place < few else kept for place, kept in enumerate(whole)]
+    return [between if place % few == 0 else 0.0 for place in range(len(whole))]
+
+
+def _pieces(config: RunConfig) -> int:
+    """Ranks that share each sequence between the layers' products."""
+    return config.parallel.tensor_model_parallel_size if config.parallel.splits_sequence else 1
+
+
+def _layer(config: RunConfig, has_experts: bool, backend: Backend) -> float:
+    """Bytes per token of one layer that keeps everything but its recomputed parts."""
+    model, recomputed = config.model, config.recompute.modules
+    residual = (3 if model.use_parallel_residual else 4) + (2 if model.hidden_dropout else 0)
+    numbers = residual * model.hidden_size / _pieces(config)
+    numbers += _attention(config, "core_attn" in recomputed, backend) / config.parallel.tensor_model_parallel_size
+    if ("moe" if has_experts else "mlp") not in recomputed:
+        numbers += _experts(config) if has_experts else _mlp(config, model.ffn_size, backend)
+    return numbers * _size(config)
+
+
+def _attention(config: RunConfig, recomputed: bool, backend: Backend) -> float:
+    """Numbers per token: queries, keys, values and the output; and the probabilities where they are kept."""
+    model, seq = config.model, config.data.seq_length
+    queries, keys = model.num_attention_heads * model.head_dim, model.query_groups * model.head_dim
+    numbers: float = 2 * queries + 2 * keys
+    if model.positions == "rope" and backend("rope") == "native":
+        numbers += queries + keys
+    if model.qk_layernorm:
+        numbers += queries + keys
+    kind, longest = backend("attention"), _LONGEST_SQUARE[_size(config)]
+    if not recomputed and config.parallel.context_parallel_size == 1 and kind in ("cpu", "ref"):
+        if kind == "ref":
+            numbers += model.num_attention_heads * seq
+        elif seq <= longest and config.precision.params_dtype != "float16":
+            numbers += model.num_attention_heads * seq / 2  # of a causal triangle
+    return numbers
+
+
+def _mlp(config: RunConfig, width: int, backend: Backend) -> float:
+    """Numbers per token: what goes into the activation, and what comes out."""
+    gated = 2 if config.model.gated else 1
+    own = 1 if config.model.gated and backend("swiglu") != "native" else 0
+    return (gated + 1 + own) * width / config.parallel.tensor_model_parallel_size
+
+
+def _experts(config: RunConfig) -> float:
+    """Numbers per token, routed evenly: a row for each chosen expert before, within and after it."""
+    model, moe, tp = config.model, config.moe, config.parallel.tensor_model_parallel_size
+    width, per_width = moe.moe_ffn_hidden_size or model.ffn_size, 3 if model.gated else 2
+    chosen = moe.moe_router_topk * (2 * model.hidden_size / _pieces(config) + per_width * width / tp)
+    return chosen + per_width * (moe.moe_shared_expert_intermediate_size or 0) / tp
+
+
+def _most_in_flight(config: RunConfig, stage: int, micro_batches: int, chunks: Sequence[float]) -> float:
+    """The most that is kept at once, where `chunks` are the bytes of a micro-batch in each chunk of the stage."""
+    parallel = config.parallel
+    ranks, group = parallel.pipeline_model_parallel_size, parallel.micro_batch_group
+    if ranks == 1:
+        return sum(chunks)
+    if parallel.schedule == "gpipe":
+        return micro_batches * sum(chunks)
+    # More micro-batches than this come and go alike.
+    few = min(micro_batches, 4 * ranks) if group is None else min(micro_batches, 2 * group + micro_batches % group)
+    now = most = 0.0
+    for action in schedule_of(parallel.schedule, group)(ranks, stage, few, len(chunks)):
+        now += {"F": chunks[action.chunk], "B": -chunks[action.chunk], "W": 0.0}[action.kind]
+        most = max(most, now)
+    return most

@@ -1,0 +1,115 @@
+"""The memory that a training on CPUs will need, predicted before any weight is drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torch import nn
+
+from megatron.distributed.state import ParallelState
+from megatron.errors import ConfigError
+from megatron.model.gpt import GPT
+from megatron.parallelize import held_parameters
+from megatron.planner import activation_bytes, state_bytes
+from megatron.training.initialize import Run
+from megatron.training.model import ModelProvider
+from megatron.utils.device import human_bytes
+from megatron.utils.memory_limit import memory_limit
+
+_NEARLY = 0.9
+"""The share of the machine's memory above which a run is warned."""
+
+
+@dataclass(frozen=True)
+class RankBytes:
+    state: float
+    """Weights, gradients and optimizer."""
+    activations: float
+
+    @property
+    def total(self) -> float:
+        return self.state + self.activations
+
+
+def predicted(run: Run, model: GPT, ranks: Iterable[int]) -> list[RankBytes]:
+    """What each of these ranks needs when it needs most; `model` describes the whole one. Ranks of a pipeline stage
+    need the same."""
+    layout, by_stage = run.config.parallel.layout(run.launch.world_size), {}
+    stages = [layout.coordinates(rank).pp for rank in ranks]
+    for stage in set(stages):
+        by_stage[stage] = _of_stage(run, model, stage)
+    return [by_stage[stage] for stage in stages]
+
+
+def _of_stage(run: Run, model: GPT, stage: int) -> RankBytes:
+    config, plan = run.config, run.batch_plan
+    layout = config.parallel.layout(run.launch.world_size)
+    rank = layout.group_of("pp", 0)[stage]
+    held = held_parameters(model, config.parallel, ParallelState.plan(layout, rank))
+    activations = activation_bytes(
+        config,
+        stage,
+        micro_batch=plan.micro_batch_size,
+        micro_batches=plan.micro_batches(plan.final_batch_size),
+        vocabulary=model.padded_vocab_size,
+        backend=run.kernels.backend,
+    )
+    return RankBytes(state_bytes(config, held, layout.expert_dp // layout.instances).total, activations.total)
+
+
+def plan_rows(run: Run, model: nn.Module) -> list[tuple[str, str]]:
+    """The rows of --dry-run about activations; on accelerators, and for a model that is not our GPT, there are none."""
+    if run.device.type != "cpu" or run.config.training.skip_train or not isinstance(model, GPT):
+        return []
+    needs, limit = predicted(run, model, range(run.launch.world_size)), memory_limit()
+    total = sum(rank.total for rank in needs)
+    allows = "" if limit is None else f"; this machine allows {human_bytes(limit)}"
+    little = ": too little for them" if limit is not None and total > limit else ""
+    return [
+        ("activations", f"{human_bytes(max(rank.activations for rank in needs))} at most on a rank"),
+        ("memory in all", f"{human_bytes(total)} for the ranks together{allows}{little}"),
+    ]
+
+
+def with_memory_checked(model_provider: ModelProvider) -> ModelProvider:
+    """A provider of the same model that checks whether a training of it fits, before the weights have values."""
+
+    def provider(run: Run) -> nn.Module:
+        model = model_provider(run)
+        _check_memory(run, model)
+        return model
+
+    return provider
+
+
+def _check_memory(run: Run, model: nn.Module) -> None:
+    """Rejects a training whose ranks on this machine need more memory than it has: the system would kill one of them,
+    without a line. `model` describes the whole one. The prediction is a lower bound."""
+    if run.device.type != "cpu" or run.config.training.skip_train or not isinstance(model, GPT):
+        return
+    first, here = run.launch.rank - run.launch.local_rank, run.launch.local_world_size
+    if (text := shortage(predicted(run, model, range(first, first + here)))) is None:
+        return
+    line, short = text
+    if short:
+        raise ConfigError(
+            f"--micro-batch-size {run.batch_plan.micro_batch_size}: {line}; lower it, add --recompute-granularity full "
+            "--recompute-method uniform, or use --zero-stage 1, fewer ranks here or a smaller model"
+        )
+    run.log.warn(f"{line}: the system may end a rank (SIGKILL, exit code 137 or -9) if it needs more")
+
+
+def shortage(needs: Iterable[RankBytes]) -> tuple[str, bool] | None:
+    """A line about ranks that need nearly all of the machine's memory, or more (True)."""
+    ranks, limit = list(needs), memory_limit()
+    total = sum(rank.total for rank in ranks)
+    if limit is None or total <= _NEARLY * limit:
+        return None
+    state = sum(rank.state for rank in ranks)
+    many = "the rank here needs" if len(ranks) == 1 else f"the {len(ranks)} ranks here need"
+    line = (
+        f"{many} {human_bytes(total)} of memory ({human_bytes(state)} of weights, gradients and optimizer, "
+        f"{human_bytes(total - state)} of activations), and this machine allows {human_bytes(limit)}"
+    )
+    return line, total > limit

@@ -1,0 +1,53 @@
+"""How much memory the processes of this machine may use together."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+_ROOT = Path("/")
+
+
+def memory_limit(root: Path = _ROOT) -> int | None:
+    """The bytes of memory and swap that this process and its siblings may use: those of the machine, or fewer where a
+    control group (a container's, Slurm's) allows fewer. None where the system does not tell."""
+    machine = _meminfo(root / "proc/meminfo")
+    limits = [limit for limit in (machine.get("MemTotal"), *_group_limits(root)) if limit is not None]
+    return min(limits) + machine.get("SwapTotal", 0) if limits else None
+
+
+def _meminfo(path: Path) -> dict[str, int]:
+    try:
+        lines = [line.split() for line in path.read_text(encoding="ascii").splitlines()]
+    except (OSError, ValueError):
+        return {}
+    return {words[0].rstrip(":"): int(words[1]) * 1024 for words in lines if len(words) == 3 and words[1].isdigit()}
+
+
+def _group_limits(root: Path) -> list[int]:
+    """The limits of this process's control groups and of those around them. Version 2 has one tree, version 1 one for
+    memory; within a container the group's own path may not be there, and its limit stands at the top."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError):
+        return []
+    limits = []
+    for line in lines:
+        _, kinds, path = (*line.split(":", 2), "", "")[:3]
+        if kinds == "":
+            top, name = root / "sys/fs/cgroup", "memory.max"
+        elif "memory" in kinds.split(","):
+            top, name = root / "sys/fs/cgroup/memory", "memory.limit_in_bytes"
+        else:
+            continue
+        group = top / path.strip("/")
+        limits += [_number(folder / name) for folder in (group, *group.parents) if folder.is_relative_to(top)]
+    return [limit for limit in limits if limit is not None]
+
+
+def _number(path: Path) -> int | None:
+    """The number in a file; None for "max", and for files that are not there."""
+    try:
+        text = path.read_text(encoding="ascii").strip()
+    except (OSError, ValueError):
+        return None
+    return int(text) if text.isdigit() else None
