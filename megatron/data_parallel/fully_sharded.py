@@ -26,9 +26,10 @@ from torch import Tensor, nn
 from megatron.data_parallel.gathered_writes import GatheredWrites
 from megatron.data_parallel.gradient_hooks import refuse_hooks
 from megatron.data_parallel.gradients import FlatPieces, piece_alone
+from megatron.data_parallel.guarded_shards import guard
 from megatron.data_parallel.same_use import SameUse
 from megatron.data_parallel.shard_grads import InOneBuffer, OnHost, ShardGrads, as_dtensor, local
-from megatron.data_parallel.sharding_units import Unit, divide, make_memory, sharded
+from megatron.data_parallel.sharding_units import Unit, begin, divide, make_memory, sharded
 from megatron.data_parallel.withheld import Withholding
 from megatron.distributed import collectives
 from megatron.distributed.division import Division
@@ -114,6 +115,9 @@ class FullySharded:
         self.flat = not on_host  # there the gradients of every step have places of their own
         self._grads: ShardGrads = OnHost(trained) if on_host else InOneBuffer(trained)
         self._withholding = None if withheld is None else Withholding(model, withheld)
+        if withheld is not None:
+            guard({name: shard.parameter for name, shard in self._shards.items()}, modules)
+            begin(model)
 
     # weights, of frozen parameters too
 

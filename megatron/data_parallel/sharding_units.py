@@ -69,6 +69,12 @@ def divide(units: Sequence[Unit], keep_gathered: bool, dtype: torch.dtype, devic
         log_collectives(module, unit.axis)
 
 
+def begin(model: nn.Module) -> None:
+    """Makes `model` the root, so that its units may be called before it. (torch takes the first module that is
+    called.)"""
+    sharded(model)._get_fsdp_state()._lazy_init()
+
+
 def make_memory(model: nn.Module, device: torch.device, on_host: bool) -> None:
     """Allocates the shards of a model on the meta device, and its buffers, such as running means, on the device it
     computes on."""

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from megatron.checkpoint.all_ranks import do_on_first
 from megatron.data_parallel import FullySharded, GradBuffers
 from megatron.data_parallel.gradient_hooks import GradientHooks
+from megatron.data_parallel.guarded_shards import divided_now
 from megatron.data_parallel.moving import moved
 from megatron.data_parallel.withheld import WithheldGrad
 from megatron.engine.any_model.checkpoints import EngineCheckpoints, write_weights
@@ -330,6 +331,8 @@ class ModelEngine(EngineFacts):
     # refusals
 
     def _check_loss(self, loss: Tensor) -> None:
+        if hasattr(loss, "device_mesh"):  # a DTensor, of shards alone
+            raise divided_now("engine.backward(loss)")
         if self._calls.destroyed:
             raise ConfigError("engine.backward(loss): engine.destroy() was called; call megatron.initialize() again")
         if not isinstance(loss, Tensor) or loss.numel() != 1:
@@ -356,6 +359,12 @@ class ModelEngine(EngineFacts):
                 "engine.backward(loss): was called again before engine.step(); call engine.step() after every backward "
                 "pass (it updates once the accumulation is complete), or add up losses before one backward pass"
             )
+
+    def __deepcopy__(self, memo: Any) -> None:
+        raise ConfigError(
+            "copy.deepcopy(engine): an engine has its place among the ranks; copy the model before "
+            "megatron.initialize(), and fill the copy with load_state_dict(engine.whole_state_dict())"
+        )
 
     def _refuse_direct_step(self, *_: Any) -> None:
         if not self._calls.updating:

@@ -1,0 +1,79 @@
+"""Errors in the engine's words for programs that compute with weights while ranks divide them (ZeRO 2 and 3)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron.errors import ConfigError
+
+_FROM_TORCH = ("mixed torch.Tensor and DTensor", "not supported for tensor subclasses")
+
+
+def guard(shards: Mapping[str, nn.Parameter], modules: Iterable[nn.Module]) -> None:
+    """Makes an operation of a shard and a plain tensor raise a ConfigError, and a copy of `modules`."""
+    for parameter in shards.values():
+        parameter.__class__ = _guarded_shard()
+    for module in modules:
+        module.__deepcopy__ = _refuse_copy  # type: ignore[assignment]
+
+
+@cache
+def _guarded_shard() -> Any:
+    from torch.distributed.tensor import DTensor  # which takes long to import
+
+    class GuardedShard(DTensor):
+        """A DTensor that names the way out where torch says that it is not a plain tensor."""
+
+        __slots__ = ()
+
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            try:
+                with torch._C.DisableTorchFunctionSubclass():
+                    result = func(*args, **(kwargs or {}))
+            except RuntimeError as error:
+                if any(text in str(error) for text in _FROM_TORCH):
+                    raise divided_now(getattr(func, "__name__", str(func))) from error
+                raise
+            if type(result) is DTensor:  # what is computed from it meets plain tensors later
+                result.__class__ = cls
+            return result
+
+        def full_tensor(self, **named: Any) -> Tensor:
+            if torch.is_grad_enabled() and self.requires_grad:  # the gradient would count once, and not for every rank
+                raise divided_now("full_tensor")
+            return super().full_tensor(**named)
+
+        def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+            memo[id(self)] = self.detach().clone().requires_grad_(self.requires_grad)
+            copied: Tensor = memo[id(self)]
+            return copied
+
+        def __reduce_ex__(self, _: Any) -> Any:
+            raise ConfigError(
+                "torch.save(): state_dict() holds this rank's part of weights that the ranks divide (ZeRO 2 and 3); "
+                "call engine.whole_state_dict() on all ranks, and save that"
+            )
+
+    return GuardedShard
+
+
+def divided_now(what: str) -> ConfigError:
+    return ConfigError(
+        f"{what}: the ranks divide the model's weights (ZeRO 2 and 3) and gather them for the passes of engine(x) "
+        "alone; compute it within the model's forward(), read values from engine.whole_state_dict(), or use "
+        "zero_optimization.stage 1"
+    )
+
+
+def _refuse_copy(_: Any) -> None:
+    raise ConfigError(
+        "copy.deepcopy(): the ranks divide the model's weights (ZeRO 2 and 3), and a copy would have a part of them; "
+        "copy the model before megatron.initialize(), and fill the copy with "
+        "load_state_dict(engine.whole_state_dict())"
+    )

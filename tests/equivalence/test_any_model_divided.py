@@ -1,0 +1,139 @@
+"""Programs that reach for weights while ranks divide them (ZeRO 2 and 3): what is computed is right, or one line says
+what to call instead."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megatron.engine.any_model import initialize
+from megatron.errors import ConfigError
+from tests.helpers.any_model import largest_difference
+from tests.helpers.distributed import run_ranks
+
+
+class Encoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.layers = nn.Linear(6, 6), nn.ModuleList([nn.Linear(6, 6), nn.Linear(6, 6)])
+
+    def encode(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+    def penalty(self) -> Any:
+        return sum(one.square().sum() for one in self.parameters())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.encode(x).sum()
+
+
+X = torch.ones(2, 6, dtype=torch.float64)
+
+
+def made(stage: int) -> tuple[Any, Any]:
+    model = Encoder().double()
+    config: dict[str, Any] = {"train_batch_size": 4, "zero_optimization": {"stage": stage}}
+    engine, *_ = initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), config=config)
+    return engine, model
+
+
+def penalised(engine: Any, model: Any) -> None:
+    penalty = model.penalty()
+    engine.backward(engine(X) + penalty)
+
+
+def averaged(engine: Any, model: Any) -> None:
+    torch.zeros(6, 6, dtype=torch.float64).add_(model.first.weight.detach(), alpha=0.1)
+
+
+def saved(engine: Any, model: Any) -> None:
+    torch.save(model.state_dict(), io.BytesIO())
+
+
+DIVIDED = "the ranks divide the model's weights (ZeRO 2 and 3) and gather them for the passes of engine(x) alone"
+REFUSED: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
+    "method": (lambda engine, model: model.encode(X), f"linear: {DIVIDED}"),
+    "method of the engine": (lambda engine, model: engine.encode(X), f"linear: {DIVIDED}"),
+    "penalty before the pass": (penalised, f"engine.backward(loss): {DIVIDED}"),
+    "penalty alone": (lambda engine, model: engine.backward(model.penalty()), f"engine.backward(loss): {DIVIDED}"),
+    "whole penalty": (lambda engine, model: model.penalty().full_tensor(), f"full_tensor: {DIVIDED}"),
+    "average": (averaged, f"add_: {DIVIDED}"),
+    "numpy": (lambda engine, model: model.first.weight.detach().numpy(), f"numpy: {DIVIDED}"),
+    "copy of the model": (lambda engine, model: copy.deepcopy(model), "copy.deepcopy(): the ranks divide"),
+    "copy of a layer": (lambda engine, model: copy.deepcopy(model.layers[0]), "copy.deepcopy(): the ranks divide"),
+    "copy of the engine": (lambda engine, model: copy.deepcopy(engine), "copy.deepcopy(engine): an engine has its"),
+    "saved shards": (saved, "torch.save(): state_dict() holds this rank's part"),
+}
+
+
+def refusals(rank: int) -> list[str]:
+    """What is said in other words, or nothing."""
+    wrong = []
+    for stage in (2, 3):
+        for name, (call, said) in REFUSED.items():
+            engine, model = made(stage)
+            with pytest.raises(ConfigError) as error:
+                call(engine, model)
+            if not str(error.value).startswith(said):
+                wrong.append(f"stage {stage}, {name}: {error.value}")
+    return wrong
+
+
+def test_what_cannot_be_computed_from_divided_weights_is_one_line() -> None:
+    assert run_ranks(2, refusals) == [[], []]
+
+
+def steps(engine: Any, model: Any, optimizer: Any = None) -> None:
+    """Layers are called by themselves, before the first pass of the whole model, too."""
+    for number in range(3):
+        loss = model.layers[1](X).square().mean() + (engine or model)(X * number)
+        if engine is None:
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        else:
+            engine.backward(loss)
+            engine.step()
+
+
+def taken_back(rank: int) -> list[float]:
+    """The differences from a plain loop; and from the weights that were kept and taken back."""
+    plain = Encoder().double()
+    steps(None, plain, torch.optim.SGD(plain.parameters(), lr=0.1))
+    found = []
+    for stage in (0, 1, 2, 3):
+        engine, model = made(stage)
+        steps(engine, model)
+        found.append(largest_difference(engine.whole_state_dict(), plain.state_dict()))
+        kept = copy.deepcopy(model.state_dict())
+        steps(engine, model)
+        model.load_state_dict(kept)
+        found.append(largest_difference(engine.whole_state_dict(), plain.state_dict()))
+    return found
+
+
+def test_layers_by_themselves_and_shards_that_are_kept() -> None:
+    for found in run_ranks(2, taken_back):
+        assert max(found) < 1e-12, found
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_copy_of_the_model_below_stage_2(stage: int) -> None:
+    engine, model = made(stage)
+    engine.backward(engine(X))
+    engine.step()
+    copied = copy.deepcopy(engine.module)
+    steps(engine, model)
+    assert largest_difference(dict(copied.state_dict()), dict(model.state_dict())) > 0
+    copied(X).backward()
+    assert copied.first.weight.grad is not None
