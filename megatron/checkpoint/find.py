@@ -11,7 +11,7 @@ from pathlib import Path
 
 from megatron.checkpoint import paths
 from megatron.errors import CheckpointError, ConfigError
-from megatron.utils.foreign import hub_hint, refuse_hugging_face
+from megatron.utils.foreign import hub_hint, is_not_a_directory, refuse_hugging_face
 
 
 @dataclass(frozen=True)
@@ -41,10 +41,7 @@ def find_candidates(
         return Candidates(())
     if not directory.is_dir():
         if is_file and directory.suffix == ".gguf":
-            raise ConfigError(
-                f"--load {directory}: is a file of llama.cpp, whose format is not read; give the Hugging Face folder "
-                "that it was made from"
-            )
+            raise ConfigError(f"--load {directory}: {is_not_a_directory(directory)}")
         what = "is not a directory" if is_file else "does not exist"
         hub = "" if is_file else hub_hint(directory)
         fresh = "" if save_dir is None else ", or the same as --save for a fresh start"

@@ -19,6 +19,10 @@ from megatron.errors import CheckpointError
 _MAX_MEMBERS = 1_000_000
 
 
+class MissingPartError(CheckpointError):
+    """Files of some ranks are not there."""
+
+
 class UnsafeFileError(CheckpointError):
     """A file that asks for more than tensors and plain values."""
 

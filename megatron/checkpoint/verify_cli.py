@@ -65,9 +65,10 @@ def verify(arguments: argparse.Namespace) -> int:
             print(f"{step.name}: corrupt: {error}")
             codes.append(EXIT["corrupt"])
             continue
-        except CheckpointError as error:  # neither theirs nor, as follows, a whole one of ours
-            print(f"{step.name}: {error}")
-            foreign = None
+        except CheckpointError as error:
+            print(f"{step.name}: {_kind(error)}: {error}")
+            codes.append(EXIT[_kind(error)])
+            continue
         if foreign is not None:
             codes += _tell_foreign(step, foreign, deep=arguments.deep)
             continue
@@ -81,6 +82,15 @@ def verify(arguments: argparse.Namespace) -> int:
         print(line)
     # The most severe problem decides: unsafe, then corrupt, then incomplete.
     return next((code for code in (3, 1, 4) if code in codes), 0)
+
+
+def _kind(error: CheckpointError) -> str:
+    from megatron.checkpoint.paths import UnsafePathError
+    from megatron.checkpoint.safe_load import MissingPartError, UnsafeFileError
+
+    if isinstance(error, (UnsafeFileError, UnsafePathError)):
+        return "unsafe"
+    return "incomplete" if isinstance(error, MissingPartError) else "corrupt"
 
 
 def _tell_foreign(step: Path, foreign: ForeignStep, *, deep: bool) -> list[int]:

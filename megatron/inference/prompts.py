@@ -21,6 +21,9 @@ from megatron.tokenizer.chat.template import ChatError
 STDIN = "-"
 
 
+FLAG = "--prompt"
+
+
 @dataclass(frozen=True)
 class Text:
     """A prompt as it was given, and its place for messages."""
@@ -41,7 +44,7 @@ class Chat:
 def read_prompts(given: Sequence[str], file: str | None, json_key: str) -> list[Text]:
     """Texts of arguments, lines or JSON lines."""
     if given:
-        return [_checked(Text("--prompt", text)) for text in given]
+        return [_checked(Text(FLAG, text)) for text in given]
     if file is None and sys.stdin.isatty():
         raise ConfigError(
             "--prompt: nothing to continue; give --prompt TEXT, --prompts FILE, or texts on standard input"
@@ -103,8 +106,9 @@ def encoded(
         left = max(1, positions - len(beginning) - (new_tokens or min(DEFAULT_NEW_TOKENS, positions // 2)))
     for one in texts:
         tokens = tokenizer.tokenize_special(one.text) if special else tokenizer.tokenize(one.text)
-        if not tokens:
-            raise DataError(f"{one.place}: an empty prompt has nothing to continue; give at least one token of text")
+        if not tokens and not beginning:
+            kind = ConfigError if one.place == FLAG else DataError
+            raise kind(f"{one.place}: an empty prompt has nothing to continue; give at least one token of text")
         tokens = [*beginning, *(tokens if left is None else tokens[-left:])]
         room(positions, len(tokens), new_tokens, place=one.place)
         found.append(Prompt(one.text, tuple(tokens)))

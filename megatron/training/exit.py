@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import hashlib
 import json
 import os
 import signal
+import socket
 import sys
 import time
 import traceback
@@ -13,6 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Thread
+from typing import TYPE_CHECKING
 
 from megatron.distributed.comm_log import is_timeout
 from megatron.errors import (
@@ -25,8 +29,11 @@ from megatron.errors import (
     StorageError,
 )
 from megatron.utils.command_line import NO_PATH, forget_stdout, not_installed, stdout_is_unread
-from megatron.utils.durable import write_atomically
+from megatron.utils.durable import fix_of, write_atomically
 from megatron.utils.log import escape_unprintable, print_line
+
+if TYPE_CHECKING:
+    from megatron.distributed.launch import LaunchInfo
 
 FILE = "exit_reason.json"
 _LONGEST = 300
@@ -92,7 +99,7 @@ class ExitRecord:
 
 
 def _unwritable(directory: Path, error: OSError) -> StorageError:
-    return StorageError(f"--save {directory}: {FILE} cannot be written ({error.strerror}); make room or change --save")
+    return StorageError(f"--save {directory}: {FILE} cannot be written ({error.strerror}); {fix_of(error)}")
 
 
 # Seconds. The launcher ends the other ranks once one has left, so a rank that only lost its peers waits longest.
@@ -202,12 +209,36 @@ def in_one_line(error: BaseException) -> str:
 
 
 def rank_of_process() -> int:
+    launch = _launch_of_process()
+    return 0 if launch is None else launch.rank
+
+
+def _launch_of_process() -> LaunchInfo | None:
     try:
         from megatron.distributed.launch import LaunchInfo
 
-        return LaunchInfo.detect().rank
+        return LaunchInfo.detect()
     except (MegatronError, ModuleNotFoundError):  # the launch itself is what is wrong, or there is no torch
-        return 0
+        return None
+
+
+def _say_first_of_machine(error: MegatronError, launch: LaunchInfo) -> None:
+    """Prints an error unless another rank of this machine has printed the same one. The rank that prints keeps a name
+    of the kernel's for a while, which others with this error find taken."""
+    key = hashlib.sha256(f"{os.getuid()} {launch.master_port} {error.lines}".encode()).hexdigest()[:32]
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as claim:
+        try:
+            claim.bind(f"\0megatron-error-{key}")
+        except OSError as taken:
+            if taken.errno == errno.EADDRINUSE:
+                return
+        _print(error, launch.rank, named=launch.rank != 0)
+        time.sleep(_OTHERS_ARE_STOPPED_WITHIN)
+
+
+def _print(error: MegatronError, rank: int, *, named: bool) -> None:
+    where = f" (rank {rank})" if named else ""
+    print_line("\n".join(f"error{where}: {line}" for line in error.lines), sys.stderr)
 
 
 def _leave(*, together: bool) -> None:
@@ -223,9 +254,14 @@ def _leave_alone() -> None:
 
 
 def _say_once(error: MegatronError) -> None:
-    """Prints the error, once if all ranks have it. Rank 0 prints first, and the launcher then ends the others; a rank
-    that is still alive after a while has an error of its own and prints it. A rank that only lost its peers is last.
-    Ctrl-C reaches all ranks, and none of them waits."""
+    """Prints the error, once if all ranks have it. Rank 0 prints first, and torchrun then ends the others; a rank that
+    is still alive after a while has an error of its own and prints it. Without torchrun nobody ends them, so the first
+    rank of each machine that has an error prints it. A rank that only lost its peers is last. Ctrl-C reaches all ranks,
+    and none of them waits."""
+    launch, common = _launch_of_process(), not isinstance(error, (InterruptError, PeerLostError))
+    if launch is not None and launch.launcher in ("environment", "slurm") and launch.local_world_size > 1 and common:
+        _say_first_of_machine(error, launch)
+        return
     rank, affected = rank_of_process(), isinstance(error, PeerLostError)
     if isinstance(error, InterruptError) and rank != 0:
         return
@@ -233,5 +269,4 @@ def _say_once(error: MegatronError) -> None:
         time.sleep(_AFFECTED_WAITS)
     elif rank != 0:
         time.sleep(_OTHERS_ARE_STOPPED_WITHIN)
-    where = f" (rank {rank})" if rank != 0 or affected else ""
-    print_line("\n".join(f"error{where}: {line}" for line in error.lines), sys.stderr)
+    _print(error, rank, named=rank != 0 or affected)

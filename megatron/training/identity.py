@@ -21,16 +21,16 @@ from megatron.utils.durable import hash_of_files
 _PACKAGE = Path(__file__).resolve().parents[1]
 
 
-def started_with(config: RunConfig, tokenizer: Tokenizer | None = None) -> dict[str, str]:
+def started_with(config: RunConfig, tokenizer: Tokenizer | None = None, *, one_machine: bool = False) -> dict[str, str]:
     """Settings by their spelling, but for paths, which may differ between machines, and for what concerns one launch;
-    whether there are checkpoints to load and to save; hashes of the package, of the script and of the tokenizer's
-    files; the version of torch."""
+    whether there are checkpoints to load and to save, and on one machine where; hashes of the package, of the script
+    and of the tokenizer's files; the version of torch."""
     compared = (setting for setting in all_settings() if not setting.flag.path and not setting.flag.cli_only)
     values = {setting.spelling: config.value(setting) for setting in compared}
     script = Path(getattr(sys.modules["__main__"], "__file__", None) or "")
     return {
         **{name: str(value) for name, value in values.items() if value is not None},
-        **_checkpoints(config),
+        **_checkpoints(config, one_machine),
         "the code of megatron": hash_of_files(_PACKAGE, _PACKAGE.rglob("*.py"))[:12],
         "the script": hash_of_files(script.parent, [script])[:12] if script.is_file() else "none",
         "the tokenizer": "none" if tokenizer is None else f"{tokenizer.name} {tokenizer.fingerprint[:12]}",
@@ -38,10 +38,13 @@ def started_with(config: RunConfig, tokenizer: Tokenizer | None = None) -> dict[
     }
 
 
-def _checkpoints(config: RunConfig) -> dict[str, str]:
+def _checkpoints(config: RunConfig, one_machine: bool) -> dict[str, str]:
     """Which directories of checkpoints a rank was given decides what it asks of the others, wherever they are."""
     places = [setting for setting in all_settings() if setting.flag.path and setting.section == "checkpoint"]
     given = {setting.spelling: "given" for setting in places if config.value(setting) is not None}
+    if one_machine:
+        shared = {"--load": config.checkpoint.load, "--save": config.checkpoint.save}
+        given |= {flag: str(Path(path).resolve()) for flag, path in shared.items() if path is not None}
     load, save = config.checkpoint.load, config.checkpoint.save
     if load is not None and save is not None and Path(load).resolve() == Path(save).resolve():
         given["--load"] = "the directory of --save"

@@ -163,7 +163,9 @@ def start(config: RunConfig, *, needs_data: bool = True, stream: TextIO | None =
         exposed = open_to_other_machines(launch)
         if exposed is not None:
             log.warn(exposed)
-        compared = started_with(config, tokenizer) if launch.world_size > 1 else None  # it reads the whole package
+        compared = None
+        if launch.world_size > 1:  # it reads the whole package
+            compared = started_with(config, tokenizer, one_machine=launch.single_node)
         longest = timeout_of_collectives(config, device)
         connection = init_process_group(launch, backend, timeout, device, compared, met, longest)
         if connection is None:

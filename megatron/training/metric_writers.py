@@ -16,6 +16,7 @@ from megatron.training.hooks import Hook
 from megatron.training.metrics import EvalRecord, TrainRecord
 from megatron.training.settings import wandb_missing
 from megatron.utils.device import accelerator_memory
+from megatron.utils.durable import fix_of
 from megatron.utils.process import peak_resident_bytes
 
 
@@ -52,9 +53,7 @@ def writing(flag: str, path: object) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise StorageError(
-            f"{flag} {path}: writing failed ({error.strerror}); make room there or name another"
-        ) from error
+        raise StorageError(f"{flag} {path}: writing failed ({error.strerror}); {fix_of(error)}") from error
 
 
 class TensorBoard(Hook):

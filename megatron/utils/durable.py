@@ -146,9 +146,16 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def storage_error(path: Path, error: OSError) -> StorageError:
-    hint = "free some space or choose another directory" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
-    hint = hint or "check the directory and its permissions"
-    return StorageError(f"{path}: cannot be written ({error.strerror or error}); {hint}")
+    return StorageError(f"{path}: cannot be written ({error.strerror or error}); {fix_of(error)}")
+
+
+def fix_of(error: OSError) -> str:
+    """What to do about an error of writing."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return "free some space or choose another directory"
+    if error.errno == errno.EROFS:
+        return "the file system is read-only: choose another directory"
+    return "check the directory and its permissions"
 
 
 # ---------------------------------------------------------------- locks

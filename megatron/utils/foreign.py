@@ -23,6 +23,15 @@ def is_hugging_face(folder: Path) -> bool:
     return any(next(folder.glob(pattern), None) is not None for pattern in _WEIGHTS)
 
 
+def is_not_a_directory(path: Path) -> str:
+    """What to say of a path that should be a directory and is none."""
+    if not path.exists():
+        return "no such directory"
+    if path.suffix == ".gguf":
+        return "is a file of llama.cpp, whose format is not read; give the Hugging Face folder that it was made from"
+    return "is a file; give the folder of a model"
+
+
 def refuse_hugging_face(folder: Path) -> None:
     """Refuses it where a checkpoint of ours is meant, with the command that makes it one."""
     if is_hugging_face(folder):

@@ -197,19 +197,21 @@ def test_a_hugging_face_model_begins_and_ends_as_in_transformers(saved: dict[str
     single = [{"SpecialToken": {"id": "B", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
     begin["post_processor"] = {"type": "TemplateProcessing", "single": single, "pair": single, "special_tokens": tokens}
     (folder / "tokenizer.json").write_text(json.dumps(begin))
-    words = ["--load", folder, "--prompt", TEXTS[0], "--max-new-tokens", 20, "--greedy", "--output", out]
+    words = ["--load", folder, "--max-new-tokens", 20, "--greedy", "--output", out]
 
-    def ours() -> list[int]:
-        assert generate_here(*words, "--dtype", "float32") == 0
+    def ours(*more: str) -> list[int]:
+        assert generate_here(*words, *more, "--dtype", "float32") == 0
         return list(json.loads(out.read_text())["tokens"])
 
-    def theirs(special: bool = True) -> list[int]:
+    def theirs(special: bool = True, text: str = TEXTS[0]) -> list[int]:
         tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
-        ids = tokenizer(TEXTS[0], return_tensors="pt", add_special_tokens=special).input_ids
+        ids = tokenizer(text, return_tensors="pt", add_special_tokens=special).input_ids
         assert (ids[0, 0] == 7) == special
         model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         return list(model.generate(ids, max_new_tokens=20, do_sample=False, pad_token_id=0)[0, ids.shape[1] :].tolist())
 
+    assert ours("--prompt", "") == theirs(text=""), "an empty prompt begins at the first token"
+    words += ["--prompt", TEXTS[0]]
     free = theirs()
     assert ours() == free != theirs(special=False), "the beginning shows in what follows"
     early = free[6]

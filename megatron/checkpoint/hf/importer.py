@@ -21,7 +21,7 @@ from megatron.config import ModelConfig, MoEConfig
 from megatron.errors import CheckpointError, ConfigError
 from megatron.model.parameters import HEAD_TABLE, WORD_TABLE
 from megatron.tokenizer.huggingface import kept_files
-from megatron.utils.foreign import ADAPTER
+from megatron.utils.foreign import ADAPTER, is_not_a_directory
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def open_folder(folder: Path, say: Say = lambda text: None, *, compare: bool = T
     """`compare`: what is read, with the checksums of its file, which reads all of a storage; `say` is told of files
     that have none, and of settings that are not taken over."""
     if not folder.is_dir():
-        raise ConfigError(f"--load {folder}: no such directory")
+        raise ConfigError(f"--load {folder}: {is_not_a_directory(folder)}")
     _refuse_adapter(folder)
     values = read_json(folder / "config.json")
     _refuse_quantised(values)

@@ -17,6 +17,7 @@ from megatron.checkpoint import paths
 from megatron.checkpoint.manifest import Slice, TensorRecord
 from megatron.checkpoint.megatron_lm.names import HEAD_COPY, candidates, flat_names
 from megatron.checkpoint.member_checks import MemberChecks
+from megatron.checkpoint.safe_load import MissingPartError
 from megatron.checkpoint.torch_files import TorchFile, plain_values
 from megatron.distributed.shard import ShardSpec, even_ranges
 from megatron.errors import CheckpointError
@@ -235,13 +236,13 @@ def open_tree(directory: Path, checks: MemberChecks | None) -> ClassicTree:
         files[at] = file
     sizes = [max(getattr(at, axis) for at in files) + 1 for axis in ("tp", "pp", "ep")]
     if prod(sizes) != len(files):
-        raise CheckpointError(
+        raise MissingPartError(
             f"{directory} is incomplete: it has {len(files)} of the {prod(sizes)} folders of "
             f"TP {sizes[0]}, PP {sizes[1]}, EP {sizes[2]}"
         )
     told = args.get("tensor_model_parallel_size"), args.get("pipeline_model_parallel_size")
     if any(type(size) is int and size != found for size, found in zip(told, sizes, strict=False)):
-        raise CheckpointError(
+        raise MissingPartError(
             f"{directory} is incomplete: its args say TP {told[0]}, PP {told[1]}, its folders are of "
             f"TP {sizes[0]}, PP {sizes[1]}"
         )

@@ -21,7 +21,7 @@ from megatron.checkpoint.member_checks import MemberChecks
 from megatron.checkpoint.pickle_reader import read_pickle
 from megatron.checkpoint.pickle_scan import PickleRefused
 from megatron.checkpoint.pickle_values import Made, Name
-from megatron.checkpoint.safe_load import UnsafeFileError
+from megatron.checkpoint.safe_load import MissingPartError, UnsafeFileError
 from megatron.checkpoint.torch_files import TorchFile
 from megatron.errors import CheckpointError
 
@@ -66,7 +66,7 @@ class DistDirectory:
         if place.file not in self._mapped:
             path = self.directory / place.file
             if not paths.is_plain_file(path):
-                raise CheckpointError(f"{path} is missing or no plain file: the checkpoint is incomplete")
+                raise MissingPartError(f"{path} is missing or no plain file: the checkpoint is incomplete")
             self._mapped[place.file] = Bytes.of_file(path)
         return TorchFile(self._mapped[place.file].part(place.start, place.length), self.checks, key)
 
@@ -102,7 +102,7 @@ class DistDirectory:
 def open_directory(directory: Path, checks: MemberChecks | None) -> DistDirectory:
     path = directory / METADATA
     if not paths.is_plain_file(path):
-        raise CheckpointError(f"{path} is missing: the checkpoint was never completed")
+        raise MissingPartError(f"{path} is missing: the checkpoint was never completed")
     size = path.stat().st_size
     if size > _ALWAYS_READ and size > sum(entry.lstat().st_size for entry in directory.glob("*.distcp")):
         raise CheckpointError(f"{path} has {size} bytes, more than the files that it describes")

@@ -9,6 +9,7 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from math import gcd
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from megatron.checkpoint.torch_file_writer import save_tree
 from megatron.config import ModelConfig, MoEConfig
 from megatron.distributed.shard import Range, ShardSpec, even_ranges
 from megatron.errors import ConfigError
-from megatron.layout import padded_vocab_size
+from megatron.layout import nearest_divisors, padded_vocab_size
 from megatron.model.parameters import HEAD_TABLE, VOCABULARY_TABLES, WORD_TABLE, Parameter, parameters
 from megatron.utils import durable
 
@@ -86,14 +87,19 @@ class Target:
 
     def check(self, config: ModelConfig, moe: MoEConfig, vocab_size: int) -> None:
         """Refuses what this model cannot be written as."""
+        divided = (config.query_groups, config.ffn_size, moe.moe_ffn_hidden_size or 0)
         for flag, size, parts, of in (
             ("--target-pipeline-parallel-size", self.pp, config.num_layers, "layers"),
-            ("--target-tensor-parallel-size", self.tp, config.query_groups, "groups of heads"),
-            ("--target-tensor-parallel-size", self.tp, config.ffn_size, "columns of the MLP"),
-            ("--target-tensor-parallel-size", self.tp, moe.moe_ffn_hidden_size or 0, "columns of an expert"),
+            ("--target-tensor-parallel-size", self.tp, divided[0], "groups of heads"),
+            ("--target-tensor-parallel-size", self.tp, divided[1], "columns of the MLP"),
+            ("--target-tensor-parallel-size", self.tp, divided[2], "columns of an expert"),
         ):
-            if size < 1 or parts % size:
-                raise ConfigError(f"{flag} {size}: does not divide the model's {parts} {of}")
+            if parts % size:
+                common = parts if flag.endswith("pipeline-parallel-size") else gcd(*divided)
+                raise ConfigError(
+                    f"{flag} {size}: does not divide the model's {parts} {of}; give "
+                    f"{' or '.join(map(str, nearest_divisors(common, size)))}"
+                )
         for parameter in parameters(config, vocab_size, moe).values():
             if parameter.layer is not None:
                 self.name_of(parameter, parameter.layer, config, moe)

@@ -10,6 +10,7 @@ import pytest
 
 from megatron.checkpoint import convert_cli
 from megatron.checkpoint.find import find_candidates
+from megatron.checkpoint.hf import open_folder
 from megatron.checkpoint.hf.families import by_model_type
 from megatron.errors import CheckpointError, ConfigError
 from megatron.training.settings import read_settings
@@ -72,6 +73,10 @@ def test_a_part_of_a_model_is_one_that_lacks_something(folder: Path, tmp_path: P
         ConfigError, match=r"model\.gguf: is a file of llama\.cpp, whose format is not read; give the Hu"
     ):
         find_candidates(tmp_path / "model.gguf")
+    with pytest.raises(ConfigError, match=r"model\.gguf: is a file of llama\.cpp, whose format is not read"):
+        open_folder(tmp_path / "model.gguf")
+    with pytest.raises(ConfigError, match="nothing: no such directory"):
+        open_folder(tmp_path / "nothing")
 
 
 def test_what_is_nearest_to_an_unknown_family() -> None:

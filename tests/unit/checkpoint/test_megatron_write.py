@@ -293,9 +293,15 @@ def test_a_wrong_entry_of_the_map_is_seen(tmp_path: Path, ours: str, monkeypatch
 @pytest.mark.parametrize(
     "flags, message",
     [
-        (["--to", "megatron", "--target-tensor-parallel-size=3"], "3: does not divide the model's 4 groups of heads"),
-        (["--to", "megatron", "--target-pipeline-parallel-size=3"], "3: does not divide the model's 4 layers"),
-        (["--to", "megatron", "--target-pipeline-parallel-size=0"], "0: does not divide"),
+        (
+            ["--to", "megatron", "--target-tensor-parallel-size=3"],
+            "3: does not divide the model's 4 groups of heads; give 2 or 4",
+        ),
+        (
+            ["--to", "megatron", "--target-pipeline-parallel-size=3"],
+            "3: does not divide the model's 4 layers; give 2 or 4",
+        ),
+        (["--to", "megatron", "--target-pipeline-parallel-size=0"], "0 is less than 1"),
         (["--to", "hf", "--target-tensor-parallel-size=2"], "applies to --to megatron alone"),
         (["--to", "hf", "--true-vocab-size=2"], "applies to --from megatron alone"),
         (["--to", "megatron", "--target-expert-parallel-size", "2"], "writes all experts for expert-parallel size 1"),

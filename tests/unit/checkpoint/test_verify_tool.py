@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -160,6 +162,32 @@ def test_megatron_lms_own_are_described(tmp_path: Path, written: str, capsys: py
     assert "iter_0000500: complete, written by Megatron-LM; all its tensors were read" in told
     assert "4 layers, hidden 24" in told
     assert ("note: " in told) == (written == "torch_dist")
+
+
+@pytest.mark.parametrize(
+    "damage, code, told",
+    [
+        ("a rank is missing", 4, "incomplete: .* is incomplete: it has 3 of the 4 folders"),
+        ("a file is cut", 1, "corrupt: .* is not a checkpoint file of torch"),
+        ("a file is a link", 3, "unsafe: .* symbolic link"),
+    ],
+)
+def test_a_damaged_tree_of_megatron_lm_is_described_once(
+    tmp_path: Path, damage: str, code: int, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing contradicts the reason, such as that it is one of ours without its manifest."""
+    write(tmp_path, make(GPT2), Layout(tp=2, pp=2))
+    file = tmp_path / "iter_0000500/mp_rank_01_001/model_optim_rng.pt"
+    if damage == "a rank is missing":
+        shutil.rmtree(file.parent)
+    elif damage == "a file is cut":
+        file.write_bytes(file.read_bytes()[:5000])
+    else:
+        file.rename(tmp_path / "elsewhere")
+        file.symlink_to(tmp_path / "elsewhere")
+    assert verify([str(tmp_path)]) == code
+    (line,) = capsys.readouterr().out.splitlines()
+    assert re.search(f"^iter_0000500: {told}", line), line
 
 
 def test_two_steps_compared(tmp_path: Path, native: Path, capsys: pytest.CaptureFixture[str]) -> None:

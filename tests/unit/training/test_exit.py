@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import re
+import socket
 import subprocess
 import sys
 
@@ -11,6 +14,7 @@ import torch
 
 from megatron.errors import ConfigError, HangError, MemoryShortError, PeerLostError
 from megatron.training.exit import as_megatron_error
+from tests.helpers.runs import REPOSITORY
 
 
 def test_a_python_without_our_dependencies_is_told_how_to_get_them() -> None:
@@ -67,6 +71,37 @@ def body():
 
 exit.run_as_program(body)
 """
+
+
+def test_an_error_of_all_ranks_is_printed_once_without_torchrun() -> None:
+    """Two ranks started by hand, one of them late; another error is printed too."""
+    program = f"""
+import sys, time; sys.path.insert(0, {str(REPOSITORY)!r})
+from megatron.errors import ConfigError
+from megatron.training.exit import run_as_program
+def body():
+    time.sleep(float(sys.argv[1]))
+    raise ConfigError(sys.argv[2])
+run_as_program(body)
+"""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", program, wait, text],
+            env={**os.environ, "RANK": str(rank), "WORLD_SIZE": "3", "MASTER_ADDR": "localhost", "MASTER_PORT": port},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank, (wait, text) in enumerate([("1", "--lr x: wrong"), ("0", "--lr x: wrong"), ("0", "--lr y: wrong")])
+    ]
+    said = [line for rank in ranks for line in rank.communicate(timeout=120)[1].splitlines()]
+    assert [rank.returncode for rank in ranks] == [2, 2, 2]
+    assert sorted(re.sub(r" \(rank \d\)", "", line) for line in said) == [
+        "error: --lr x: wrong",
+        "error: --lr y: wrong",
+    ]
 
 
 @pytest.mark.parametrize(

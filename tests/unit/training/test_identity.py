@@ -46,6 +46,17 @@ def test_checkpoints_show_and_their_places_do_not(tmp_path: Path) -> None:
     assert of(load=here, save=here) == of(load=there, save=there)
 
 
+def test_on_one_machine_the_places_of_checkpoints_show(tmp_path: Path) -> None:
+    here, there, link = tmp_path / "here", tmp_path / "there", tmp_path / "link"
+    here.mkdir(), there.mkdir(), link.symlink_to(here)
+
+    def on_one(**changes: object) -> dict[str, str]:
+        return started_with(read_settings(flags(**changes), needs_data=False), one_machine=True)
+
+    assert on_one(save=here) == on_one(save=link) != on_one(save=there)
+    assert on_one(load=here) == on_one(load=link) != on_one(load=there)
+
+
 def test_every_setting_that_names_a_place_is_marked() -> None:
     words = ("_path", "_dir", "_file", "_jsonl")
     named = [setting for setting in all_settings() if setting.base is str and setting.name.endswith(words)]

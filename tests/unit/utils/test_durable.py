@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
+import re
 import stat
 from collections.abc import Callable
 from pathlib import Path
@@ -17,8 +18,18 @@ from megatron.checkpoint import RunHistory
 from megatron.data.indexed.builder import IndexedDatasetBuilder
 from megatron.data.indexed.dataset import IndexedDataset
 from megatron.errors import StorageError
+from megatron.training.metric_writers import writing as metrics_writing
 from megatron.utils import durable
-from megatron.utils.durable import BlockHasher, target_of, temporary_of, try_lock, write_atomically, write_once, writing
+from megatron.utils.durable import (
+    BlockHasher,
+    storage_error,
+    target_of,
+    temporary_of,
+    try_lock,
+    write_atomically,
+    write_once,
+    writing,
+)
 from tests.unit.checkpoint.support import load, loaded_equals, make_params, make_state, save
 
 
@@ -163,3 +174,20 @@ def test_block_checksums_do_not_depend_on_the_pieces(size: int, piece: int) -> N
         hasher.update(content[at : at + piece])
         assert hasher.blocks() == oracle(content[: at + piece])  # may be asked for at any time
     assert hasher.blocks() == oracle(content) and hasher.size == size
+
+
+@pytest.mark.parametrize(
+    "number, fix",
+    [
+        (errno.ENOSPC, "free some space or choose another directory"),
+        (errno.EDQUOT, "free some space or choose another directory"),
+        (errno.EROFS, "the file system is read-only: choose another directory"),
+        (errno.EACCES, "check the directory and its permissions"),
+        (errno.EIO, "check the directory and its permissions"),
+    ],
+)
+def test_room_is_asked_for_only_where_it_lacks(number: int, fix: str, tmp_path: Path) -> None:
+    error = OSError(number, os.strerror(number))
+    assert str(storage_error(tmp_path, error)).endswith(f"({os.strerror(number)}); {fix}")
+    with pytest.raises(StorageError, match=re.escape(fix)), metrics_writing("--metrics-jsonl", "m.jsonl"):
+        raise error
