@@ -39,6 +39,7 @@ STORAGES = {
 _TYPES = (
     *(*STORAGES.values(), torch.uint16, torch.uint32, torch.uint64, torch.complex64, torch.complex128),
     *(torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz),
+    torch.float8_e8m0fnu,
 )
 _REBUILD = ("torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor_v3")
 _PARAMETER = ("torch._utils._rebuild_parameter", "torch._utils._rebuild_parameter_with_state")

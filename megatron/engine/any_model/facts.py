@@ -140,10 +140,10 @@ class EngineFacts(nn.Module):
             return self._calls.boundary
         return self._calls.counted + 1 >= self.gradient_accumulation_steps()
 
-    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Sets whether the next backward passes end an accumulation, until it is called again. Before the last backward
-        pass of an update it is true; step() may be left out while it is false."""
-        self._calls.boundary = bool(is_boundary)
+    def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
+        """Sets whether the next backward passes end an accumulation, until it is called again; None counts them as
+        before. Before the last backward pass of an update it is true; step() may be left out while it is false."""
+        self._calls.boundary = is_boundary if is_boundary is None else bool(is_boundary)
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Changes the accumulation steps; the micro-batch stays."""

@@ -14,7 +14,7 @@ from torch import nn
 
 import megatron
 from megatron.engine.any_model import ModelEngine
-from megatron.errors import ConfigError
+from megatron.errors import ConfigError, NonFiniteError
 from tests.helpers.runs import REPOSITORY
 
 GOLDEN = [
@@ -223,6 +223,8 @@ def test_a_boundary_of_ones_own(stage: dict[str, Any], steps_between: bool) -> N
     engine.set_gradient_accumulation_boundary(True)
     with pytest.raises(ConfigError, match="called after the last backward pass; call it before"):
         engine.step()
+    engine.set_gradient_accumulation_boundary(None)
+    assert not engine.is_gradient_accumulation_boundary()
 
 
 def test_a_loss_that_the_accumulation_does_not_divide() -> None:
@@ -264,6 +266,31 @@ def test_a_checkpoint_that_latest_does_not_name(tmp_path: Path) -> None:
             again.load_checkpoint(tmp_path, "global_step1", **refused)
     with pytest.raises(ConfigError, match="exclude_frozen_parameters is not supported"):
         again.save_checkpoint(tmp_path, exclude_frozen_parameters=True)
+
+
+TYPES = each(
+    "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 bfloat16 float32 float64 complex64 complex128 "
+    "float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu"
+)
+
+
+def with_buffers(value: float) -> nn.Module:
+    model = nn.Linear(4, 4)
+    for name in TYPES:
+        model.register_buffer(f"of_{name}", torch.full((3,), value).to(getattr(torch, name)))
+    return model
+
+
+def test_buffers_of_every_type_are_saved_and_loaded(tmp_path: Path) -> None:
+    saved, loaded = make(with_buffers(1.0)), make(with_buffers(4.0))
+    saved.save_checkpoint(tmp_path)
+    loaded.load_checkpoint(tmp_path)
+    wanted = dict(saved.module.named_buffers())
+    for name, buffer in loaded.module.named_buffers():
+        assert buffer.dtype == wanted[name].dtype and buffer.tolist() == wanted[name].tolist(), name
+    saved.module.of_float8_e5m2.fill_(float("inf"))
+    with pytest.raises(NonFiniteError, match="of_float8_e5m2 holds NaN or infinite values"):
+        saved.save_checkpoint(tmp_path / "again")
 
 
 @pytest.mark.parametrize("stage", STAGES)
