@@ -71,6 +71,7 @@ class Proof:
     calls: Callable[[Draw], Iterator[Call]]
     dtypes: tuple[torch.dtype, ...] = DTYPES
     operation: str = ""  # the operation that runs this kernel (default: the one of this name)
+    products: bool = False  # runs torch's matrix products between kernels that have proofs of their own
 
 
 def proof_of(name: str, calls: Callable[[Draw], Iterator[Call]], bounds: Bounds, **given: Any) -> Proof:

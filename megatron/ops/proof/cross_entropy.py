@@ -219,5 +219,5 @@ PROOFS = (
     proof_of("cross_entropy", whole_calls, whole_bounds),
     proof_by("xent_in_place", in_place, in_place_oracle, in_place_calls, in_place_bounds),
     proof_by("xent_split", split, split_oracle, split_calls, split_bounds),
-    proof_of("linear_cross_entropy", linear_calls, linear_bounds),
+    proof_of("linear_cross_entropy", linear_calls, linear_bounds, products=True),
 )

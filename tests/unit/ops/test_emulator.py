@@ -212,6 +212,40 @@ def test_a_grid_that_a_gpu_refuses(tmp_path: Path) -> None:
     assert said == "planted: a GPU refuses this grid or block"
 
 
+INSTRUCTIONS = """
+__global__ void planted(const float* x, float* out, int n) {
+  const int i = threadIdx.x;
+  out[i] = mk::gpu::exp2_approx(x[i]);
+  out[n + i] = mk::gpu::reciprocal_approx(x[i]);
+  out[2 * n + i] = mk::gpu::exp_accurate(x[i]);
+  out[3 * n + i] = mk::gpu::larger(x[i], 1.0f);
+}
+"""
+
+
+def test_instructions_have_a_gpus_infinities_and_errors(tmp_path: Path) -> None:
+    """PTX: ex2.approx.ftz and rcp.approx.ftz flush subnormal numbers; expf keeps them, and is finite up to 88.72."""
+    special = torch.tensor([math.inf, -math.inf, math.nan, 0.0, 1e-40, 127.9, 128.0, -126.5, 88.7, 88.8, -100.0, 2e38])
+    count = len(special)
+    values = torch.cat((special, torch.linspace(-80.0, 80.0, 1024 - count)))
+    out, said = launch(program(tmp_path, INSTRUCTIONS, "1", "1024"), values, 4 * len(values))
+    power, reciprocal, exponential, larger = (part.double() for part in out.view(4, -1))
+    assert said == ""
+    expected = torch.tensor([math.inf, 0.0, math.nan, 1.0, 1.0, 2.0**127.9, math.inf, 0.0], dtype=torch.float64)
+    torch.testing.assert_close(power[:8], expected, rtol=1e-5, atol=0, equal_nan=True)
+    assert reciprocal[:5].nan_to_num(7, 8).tolist() == [0, 0, 7, 8, 8] and reciprocal[count - 1] == 0
+    assert exponential[8].isfinite() and exponential[9] == math.inf and 0 < exponential[10] < 1e-40
+    assert larger[:4].nan_to_num(7, 8).tolist() == [8, 1, 7, 1]
+    wide = values[count:].double()
+    for found, exact, most in (
+        (power[count:], wide.exp2(), 2.0**-22),
+        (reciprocal[count:], wide.reciprocal(), 2.0**-23),
+        (exponential[count:], wide.exp(), 2.0**-23),
+    ):
+        error = ((found - exact) / exact).abs().max()
+        assert most / 4 < error < 2 * most, "about as inexact as it may be: the model itself rounds"
+
+
 # ---------------------------------------------------------------- planted mistakes
 
 

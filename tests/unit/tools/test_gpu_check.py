@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -101,6 +102,12 @@ def test_the_sanitizers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert dict(gpu_ops.sanitize(1)) == {
         "memcheck": "clean", "racecheck": "a hazard", "synccheck": "not run: exit code 255: refused"
     }  # fmt: skip
+    broken = "Internal Sanitizer Error: The Sanitizer failed to handle a hardware exception"
+    lines = f"1x2: right\n========= {broken}\n========= Stack\nframe #28: _start\n"
+    assert gpu_ops._verdict(gpu_ops.SANITIZER_FOUND, lines) == f"not run: {broken}"
+    assert gpu_ops._verdict(1, lines) == f"not run: {broken}"
+    lines = lines.replace(broken, "Error: Race reported")
+    assert gpu_ops._verdict(gpu_ops.SANITIZER_FOUND, lines) == "========= Error: Race reported\n========= Stack"
     given = (tmp_path / "arguments").read_text()
     assert "--error-exitcode 9 --kernel-name kns=2mk4cuda" in given
     assert "--target-processes application-only --launch-timeout 250" in given  # torch is imported for longer than 10 s
@@ -130,9 +137,11 @@ def test_what_a_sanitizer_looks_at_has_no_memory_behind_it(tool: ModuleType, mon
         torch.cuda.memory, "caching_allocator_enable", lambda on: did.append("cached" if on else "an allocation each")
     )
     monkeypatch.setattr(gpu_ops, "why_not_native", lambda native, device: None)
-    monkeypatch.setattr(gpu_ops, "judge_all", lambda *_, **small: did.append(f"judged: {small}") or [])
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(gpu_ops, "judge_all", lambda *_, **named: given.update(named) or [])
     assert tool.main(["--only-small"]) == 0
-    assert did == ["CUDA is there", "an allocation each", f"judged: {{'largest': {gpu_ops.SMALL}}}"]
+    assert did == ["CUDA is there", "an allocation each"] and given["largest"] == gpu_ops.SMALL
+    assert set(PROOFS) - {proof.name for proof in given["proofs"]} == {"linear_cross_entropy"}, "torch's products"
 
 
 def test_the_sanitizers_look_at_all_our_kernels() -> None:
