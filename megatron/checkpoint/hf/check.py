@@ -53,6 +53,7 @@ def check_export(
     log("check: every weight reads back bit-equal")
     if importlib.util.find_spec("transformers") is None:
         _not_compared("transformers is not installed", log, insist)
+        log("check: tokenizers were not compared: transformers is not installed")
         return
     need = _BYTES_PER_WEIGHT * sum(prod(record.logical_shape) for record in export.reader.manifest.model.values())
     enough = (free := available_memory()) is None or need <= free

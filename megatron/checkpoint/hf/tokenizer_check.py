@@ -50,7 +50,9 @@ class Expected:
 def ask_fresh(request: dict[str, Any]) -> dict[str, Any]:
     """The answer of a fresh process."""
     command = [PYTHON, str(PROGRAM)]
-    done = subprocess.run(command, input=json.dumps(request) + "\n", capture_output=True, text=True, encoding="utf-8")
+    done = subprocess.run(
+        command, input=json.dumps(request) + "\n", capture_output=True, encoding="utf-8", errors="replace"
+    )
     try:
         answer: dict[str, Any] = json.loads(done.stdout)
     except ValueError:
