@@ -175,6 +175,7 @@ def build_data(
     """The datasets, checked against those that the run had before it was resumed."""
     training, accepted = not run.config.training.skip_train, []
     if training:
+        resume_point.check_tokenizer(run.tokenizer)
         accepted += resume_point.check_settings(run.config)
     wanted = _samples_wanted(run, resume_point)
     datasets = as_datasets(datasets_provider(run, wanted))
@@ -191,7 +192,8 @@ def build_data(
             if validation_plan_of(run) is None:
                 check_evaluation(run, dataset, "validation set")
         check_evaluation(run, datasets.test, "test set")
-    return Data(datasets, {"fingerprint": datasets.fingerprint, "train_samples": wanted[0]})
+    saved = {"fingerprint": datasets.fingerprint, "train_samples": wanted[0]}
+    return Data(datasets, saved if run.tokenizer is None else {**saved, "tokenizer": run.tokenizer.fingerprint})
 
 
 def _show(run: Run, datasets: Datasets) -> None:

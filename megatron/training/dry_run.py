@@ -84,6 +84,7 @@ def _check_checkpoint(run: Run, directory: Path) -> None:
     point = ResumePoint(found)
     point.check_architecture(run.config)
     if not run.config.training.skip_train:
+        point.check_tokenizer(run.tokenizer)
         for warning in point.check_settings(run.config):
             run.log.warn(warning)
 

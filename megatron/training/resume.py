@@ -23,6 +23,7 @@ from megatron.checkpoint import (
 from megatron.config import BatchPlan, RunConfig, to_dict
 from megatron.config.split import parse_split
 from megatron.errors import ConfigError, DataError
+from megatron.tokenizer import Tokenizer
 from megatron.training.initialize import Run
 from megatron.training.non_persistent import non_persistent_of
 
@@ -108,6 +109,18 @@ class ResumePoint:
         saved = self.found.manifest
         if "model" in saved.config and "padded_vocab_size" in saved.args:
             check_architecture(saved.config, config.model, config.moe, finetune=self.found.release)
+
+    def check_tokenizer(self, tokenizer: Tokenizer | None) -> None:
+        """Rejects another tokenizer, also where the data has no record of its own."""
+        before = self._data.get("tokenizer")
+        if self.found is None or not self.resumed or before is None or tokenizer is None:
+            return
+        if before not in tokenizer.fingerprints:
+            raise ConfigError(
+                f"the tokenizer ({tokenizer.name}, fingerprint {tokenizer.fingerprint[:12]}) is not that of "
+                f"{self.found.directory} (fingerprint {str(before)[:12]}); resume with the tokenizer of the run "
+                "before, or start another run from its weights with --finetune"
+            )
 
     def check_settings(self, config: RunConfig) -> list[str]:
         """Refuses settings under which the run would read other samples than before. Returns warnings about those that
