@@ -247,11 +247,6 @@ def report(times: dict[str, list[float]], peaks: dict[str, int], tokens: int) ->
     return ratios
 
 
-def describe_processor() -> str:
-    limit = os.environ.get("ONEDNN_MAX_CPU_ISA")
-    return processor_name() + ("" if limit is None else f", oneDNN limited to {limit}")
-
-
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtype", choices=DTYPES, default="fp32")
@@ -268,6 +263,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--vocab", type=int, default=50304)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--kernels", default="auto", help="as pretrain_gpt.py's --kernels")
+    parser.add_argument(
+        "--onednn-isa", help="the instructions that oneDNN may use, as ONEDNN_MAX_CPU_ISA names them: AVX512_CORE, ..."
+    )
     parser.add_argument("--only", nargs="+", choices=CONTENDERS, default=USUAL, help="contenders to run, besides ours")
     parser.add_argument("--json", type=Path, help="also write times and ratios here")
     return parser.parse_args()
@@ -278,6 +276,8 @@ def main() -> None:
     shape = Shape(args.layers, args.hidden, args.heads, args.seq, args.vocab, args.batch)
     task = Task(shape, DTYPES[args.dtype], args.threads, args.clock, args.kernels)
     print(f"{shape}, {args.dtype}, {args.threads} threads, {args.clock} clock, torch {torch.__version__}")
+    if args.onednn_isa:
+        os.environ["ONEDNN_MAX_CPU_ISA"] = args.onednn_isa  # for the contenders' processes, which load oneDNN
     contenders = Contenders()
     try:
         for name in dict.fromkeys(["ours", *args.only]):
@@ -288,7 +288,7 @@ def main() -> None:
     finally:
         contenders.close()
     ratios = report(times, peaks, shape.batch * shape.seq)
-    processor = describe_processor()
+    processor = processor_name() + (f", oneDNN limited to {args.onednn_isa}" if args.onednn_isa else "")
     print(f"on {processor}; products ran through")
     for name, line in products.items():
         print(f"{name:<14} {line}")
