@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron.data_parallel.gathered_writes import GatheredWrites
+from megatron.data_parallel.gathered_writes import GatheredWrites, refuse_new_parameters
 from megatron.data_parallel.gradient_hooks import refuse_hooks
 from megatron.data_parallel.gradients import FlatPieces, piece_alone
 from megatron.data_parallel.guarded_shards import guard
@@ -111,7 +111,7 @@ class FullySharded:
         self._first_name = _names_of_tied(model)
         self._places = self._storages()
         model.register_load_state_dict_pre_hook(self._divide_loaded)
-        model.register_forward_pre_hook(self._follow_freezing, prepend=True)
+        model.register_forward_pre_hook(self._before_pass, prepend=True)
         self.flat = not on_host  # there the gradients of every step have places of their own
         self._grads: ShardGrads = OnHost(trained) if on_host else InOneBuffer(trained)
         self._withholding = None if withheld is None else Withholding(model, withheld)
@@ -211,7 +211,13 @@ class FullySharded:
         self._follow_freezing()
         return [name for name in self.names if not self._shards[name].parameter.requires_grad]
 
-    def _follow_freezing(self, *_: object) -> None:
+    def _before_pass(self, model: nn.Module, *_: object) -> None:
+        self._follow_freezing()
+        if self._writes is not None:
+            shards = {id(shard.parameter) for shard in self._shards.values()}
+            refuse_new_parameters(model, shards | self._writes.gathered)
+
+    def _follow_freezing(self) -> None:
         if self._writes is not None:
             self._writes.follow_freezing({name: shard.parameter for name, shard in self._shards.items()})
 

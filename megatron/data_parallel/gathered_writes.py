@@ -3,10 +3,12 @@ gathered, and so would be requires_grad."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
+
+from megatron.errors import ConfigError
 
 
 class GatheredWrites:
@@ -23,6 +25,11 @@ class GatheredWrites:
     def found(self) -> list[str]:
         """The parameters that were written while they were gathered."""
         return [name for name, (parameter, count) in self._counts.items() if parameter._version != count]
+
+    @property
+    def gathered(self) -> set[int]:
+        """The ids of the gathered parameters that have been seen."""
+        return {id(parameter) for parameter, _ in self._counts.values()}
 
     def follow_freezing(self, shards: Mapping[str, nn.Parameter]) -> None:
         """Gives a gathered tensor and its shard the same requires_grad: the one that was changed since the last call.
@@ -46,3 +53,14 @@ class GatheredWrites:
                     self._counts.setdefault(name, (parameter, parameter._version))
                     self._trained.setdefault(name, parameter.requires_grad)
         self._hooks.pop(id(unit)).remove()
+
+
+def refuse_new_parameters(model: nn.Module, known: Container[int]) -> None:
+    """Raises a ConfigError that names a parameter that came after the others were prepared for training. `known`: the
+    ids of those."""
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and id(parameter) not in known and not parameter.is_inference():
+            raise ConfigError(
+                f"{name} is a new parameter since megatron.initialize(), which nothing would train; write into the one "
+                "that was there (copy_(), load_state_dict() without assign=True), or initialize() after the change"
+            )

@@ -93,6 +93,48 @@ def test_what_cannot_be_computed_from_divided_weights_is_one_line() -> None:
     assert run_ranks(2, refusals) == [[], []]
 
 
+def assigned(model: Any) -> None:
+    model.load_state_dict(Encoder().double().state_dict(), assign=True)
+
+
+def with_another_layer(model: Any) -> None:
+    model.layers[1] = nn.Linear(6, 6).double()
+
+
+def with_another_parameter(model: Any) -> None:
+    model.layers[0].weight = nn.Parameter(torch.ones(6, 6, dtype=torch.float64))
+
+
+REPLACED = {assigned: "first.weight", with_another_layer: "layers.1.weight", with_another_parameter: "layers.0.weight"}
+
+
+def replacements(rank: int) -> list[str]:
+    """What is not refused, or in other words."""
+    wrong = []
+    for stage in (0, 1, 2, 3):
+        for replace, name in REPLACED.items():
+            for first in (0, 1):
+                engine, model = made(stage)
+                for number in range(first + 1):
+                    if number == first:
+                        replace(model)
+                    try:
+                        engine.backward(engine(X))
+                        engine.step()
+                    except ConfigError as error:
+                        if number < first or not str(error).startswith(f"{name} is a new parameter"):
+                            wrong.append(f"stage {stage}, {replace.__name__}: {error}")
+                        break
+                else:
+                    wrong.append(f"stage {stage}, {replace.__name__} after {first} steps: nothing")
+    return wrong
+
+
+def test_parameters_that_come_later_are_refused() -> None:
+    """Nothing would train them."""
+    assert run_ranks(2, replacements) == [[], []]
+
+
 def steps(engine: Any, model: Any, optimizer: Any = None) -> None:
     """Layers are called by themselves, before the first pass of the whole model, too."""
     for number in range(3):

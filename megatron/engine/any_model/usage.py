@@ -9,6 +9,7 @@ from torch import nn
 
 from megatron.data_parallel import FullySharded, GradBuffers
 from megatron.data_parallel.broadcast import share_buffers
+from megatron.data_parallel.gathered_writes import refuse_new_parameters
 from megatron.distributed import collectives
 from megatron.distributed.state import Axis
 from megatron.errors import ConfigError
@@ -26,6 +27,7 @@ class Usage:
         self._grads, self._dp = grads, dp
         self._absent: Collection[str] = ()
         self._model = model
+        self._known = {id(one): one for one in model.parameters()}
         self._has_buffers = any(True for _ in model.buffers())
 
     def absent(self) -> Collection[str]:
@@ -41,6 +43,7 @@ class Usage:
             grads.reduce()
             self._absent = {*grads.frozen(), *grads.unused()}
             return
+        refuse_new_parameters(self._model, self._known)
         grads.start_reduce()  # first: some ranks may have begun in backward, where others lacked a gradient
         compares = not grads.counts_lacking
         absent: Callable[[], Collection[str]] = self._start_comparing(grads) if compares else tuple
