@@ -5,11 +5,12 @@
 
 Every case trains two steps of a GPT on gloo ranks of this machine. Bytes are counted from the tensors, a storage once:
 parameters, gradients and the optimizer's state between two steps, and at the end of a forward pass what is gathered and
-what is kept for the backward pass. A second table has what the process holds in all, by the kernel's count (RSS), since
-before the model was made: after the build, and after the forward pass, the backward pass and the update of the second
-step, beside the formula's sum of what is kept between steps. For that freed memory of 1 MiB and more goes back to the
-system: glibc's own threshold grows with what is freed, and gathered weights, which come and go, then leave holes of
-twice what is in use. After the update smaller pieces that are free go back, too: what is counted is in use.
+what is kept for the backward pass, without the logits, beside the formula of activations. A second table has what the
+process holds in all, by the kernel's count (RSS), since before the model was made: after the build, and after the
+forward pass, the backward pass and the update of the second step, beside the formula's sum of what is kept between
+steps. For that freed memory of 1 MiB and more goes back to the system: glibc's own threshold grows with what is freed,
+and gathered weights, which come and go, then leave holes of twice what is in use. After the update smaller pieces that
+are free go back, too: what is counted is in use.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from megatron.engine import Engine
 from megatron.model import GPT, initialise
 from megatron.model.passes import Batch
 from megatron.ops import resolve
-from megatron.planner import StateBytes, state_bytes
+from megatron.planner import StateBytes, activation_bytes, state_bytes
 from megatron.training.assemble import Parts, assemble
 from megatron.training.check_layout.check import load_script
 from megatron.training.check_layout.ranks import run_ranks
@@ -211,10 +212,12 @@ def measure(ranks: int, config: RunConfig, how: Measure) -> Measured:
 
 def config_of(shape: argparse.Namespace, ranks: int, stage: int) -> RunConfig:
     words = f"""
-        --num-layers {shape.layers} --hidden-size {shape.hidden} --num-attention-heads 4 --seq-length {shape.seq}
+        --num-layers {shape.layers} --hidden-size {shape.hidden} --num-attention-heads {shape.heads}
+        --seq-length {shape.seq}
         --max-position-embeddings {shape.seq} --vocab-size {shape.vocab} --make-vocab-size-divisible-by 1
-        --micro-batch-size 1 --global-batch-size {ranks} --train-iters 2 --lr 1e-4 --mock-data --num-workers 0
-        --eval-iters 0 --device cpu --kernels ref --zero-stage {stage} {"--bf16" if shape.bf16 else ""}
+        --micro-batch-size {shape.micro} --global-batch-size {ranks * shape.micro} --train-iters 2
+        --lr 1e-4 --mock-data --num-workers 0
+        --eval-iters 0 --device cpu --kernels {shape.kernels} --zero-stage {stage} {"--bf16" if shape.bf16 else ""}
         --hidden-dropout 0 --attention-dropout 0"""
     return parse_args(words.split())
 
@@ -223,6 +226,13 @@ def parameters_of(config: RunConfig) -> int:
     with torch.device("meta"):
         model = GPT(config.model, vocab_size=config.tokenizer.vocab_size or 0, kernels=resolve("ref", "cpu"))
     return sum(parameter.numel() for parameter in model.parameters())
+
+
+def layer_bytes(config: RunConfig) -> float:
+    """The formula of what the layers keep for the backward pass."""
+    kernels, micro = resolve(config.kernels.kernels, "cpu"), config.training.micro_batch_size or 1
+    found = activation_bytes(config, 0, micro_batch=micro, micro_batches=1, vocabulary=0, backend=kernels.backend)
+    return found.layers
 
 
 MOST_OFF, CONSTANT = 0.05, 50_000_000
@@ -243,7 +253,8 @@ def compare(shape: argparse.Namespace) -> list[dict[str, Any]]:
             config = config_of(shape, ranks, stage)
             formula = state_bytes(config, parameters_of(config), ranks)
             ours = measure(ranks, config, measure_ours)
-            found = {"off": off(ours, formula), "formula": formula.total}
+            predicted = layer_bytes(config)
+            found = {"off": off(ours, formula), "formula": formula.total, "predicted": predicted}
             rows.append({"ranks": ranks, "case": f"stage {stage}", **asdict(ours), **found})
         if not shape.bf16:
             alone = measure(ranks, config_of(shape, ranks, 0), measure_alone)
@@ -267,6 +278,10 @@ def show(rows: list[dict[str, Any]]) -> None:
             within = "" if abs(kept - near) <= MOST_OFF * near + CONSTANT else "   MORE than 5 % and the constant"
             numbers += f"{near / 1e6:13.1f}{within}"
         print(f"{row['ranks']:>5}  {row['case']:18}{numbers}")
+    for row in (row for row in rows if row.get("predicted")):
+        share = row["predicted"] / row["activations"]
+        predicted = f"{row['predicted'] / 1e6:.2f} MB of activations predicted"
+        print(f"{row['ranks']} ranks, {row['case']}: {predicted}, {share:.1%} of what is measured")
     print("\nDeepSpeed: " + ("installed, not measured here" if find_spec("deepspeed") else "not installed, left out"))
 
 
@@ -274,9 +289,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--stages", type=int, nargs="+", default=[0, 1, 2, 3], choices=(0, 1, 2, 3))
-    for name, default in (("layers", 4), ("hidden", 256), ("seq", 64), ("vocab", 4096)):
+    for name, default in (
+        ("layers", 4), ("hidden", 256), ("heads", 4), ("seq", 64), ("vocab", 4096), ("micro", 1),
+    ):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--bf16", action="store_true")
+    parser.add_argument("--kernels", default="ref", help="as of a run; the prediction counts what native ones keep")
     parser.add_argument("--json", type=Path)
     shape = parser.parse_args()
     rows = compare(shape)
