@@ -20,14 +20,26 @@ def install() -> None:
     before = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if not isinstance(error, MegatronError):
+        spawned = _of_a_spawned_process(error)
+        if isinstance(error, MegatronError):
+            place = _place(trace)
+            for line in error.lines:
+                print(f"error: {place}{line}", file=sys.stderr)
+        elif spawned:
+            print(f"error: {spawned}", file=sys.stderr)
+        else:
             before(kind, error, trace)
-            return
-        place = _place(trace)
-        for line in error.lines:
-            print(f"error: {place}{line}", file=sys.stderr)
 
     sys.excepthook = hook
+
+
+def _of_a_spawned_process(error: BaseException) -> str:
+    """The line of an error of ours that ended a process of torch.multiprocessing.spawn, whose traceback is the text of
+    the exception in the process that started it."""
+    if type(error).__name__ != "ProcessRaisedException":
+        return ""
+    kind, _, text = str(error).strip().rpartition("\n")[2].partition(": ")
+    return f"process {getattr(error, 'error_index', 0)}: {text}" if kind.startswith("megatron.errors.") else ""
 
 
 def _place(trace: TracebackType | None) -> str:

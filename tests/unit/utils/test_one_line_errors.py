@@ -6,6 +6,7 @@ import sys
 from typing import Any
 
 import pytest
+from torch.multiprocessing import ProcessRaisedException
 
 from megatron.errors import ConfigError, ConfigErrors
 from megatron.utils.one_line_errors import install
@@ -31,8 +32,14 @@ def test_errors_of_ours_are_lines_and_others_go_on(
         "error: train.py:3: --b 1: no; give 3",
     ]
     assert not others
+    message = "\n\n-- Process 1 terminated with the following error:\nTraceback (most recent call last):\n  ...\n"
+    spawned = ProcessRaisedException(f"{message}megatron.errors.ConfigError: OSS: no: give 2\n", 1, 99)
+    uncaught("raise error", {"error": spawned})
+    assert capsys.readouterr().err == "error: process 1: OSS: no: give 2\n" and not others
+    uncaught("raise error", {"error": ProcessRaisedException(f"{message}ValueError: no", 1, 99)})
     uncaught("1 / 0", {})
-    assert [type(one) for one in others] == [ZeroDivisionError] and capsys.readouterr().err == ""
+    assert [type(one) for one in others] == [ProcessRaisedException, ZeroDivisionError]
+    assert capsys.readouterr().err == ""
 
 
 def test_the_line_is_the_users_own_and_not_the_librarys(
