@@ -15,8 +15,6 @@ from megatron.ops.operation import DTYPES
 from megatron.ops.proof.rounding import Near, half_ulp, near
 from megatron.ops.registry import OPERATIONS
 
-HALVES = (torch.bfloat16, torch.float16)
-
 
 @dataclass(frozen=True)
 class Draw:
@@ -194,7 +192,7 @@ def _compare(name: str, ours: Tensor, again: Tensor, exact: Tensor, plain: Tenso
         values = [float(tensor.flatten()[place]) for tensor in (ours, exact, low, high, plain)]
         said = "error at {}: {:.9g} where fp64 gives {:.9g}, {:.9g} to {:.9g} are allowed, and the formula gives {:.9g}"
         return Finding(name, math.inf, said.format(place, *values))
-    used = (ours.double() - exact).abs() - (half_ulp(near(ours), ours.dtype) if ours.dtype in HALVES else 0.0)
+    used = (ours.double() - exact).abs() - (half_ulp(near(ours), ours.dtype) if ours.dtype in DTYPES else 0.0)
     share = (used / error)[ours.isfinite() & (error > 0)]
     return Finding(name, max(0.0, float(share.max())) if share.numel() else 0.0)
 

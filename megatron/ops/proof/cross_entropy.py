@@ -24,6 +24,8 @@ def logits_and_labels(draw: Draw) -> Iterator[tuple[str, Tensor, Tensor]]:
     yield "rows that begin anywhere", draw(5, 100)[:, 3:94], draw.integers(91, 5)
     yield "far apart", draw(3, 300, spread=60.0), draw.integers(300, 3)
     yield "larger than exp can take", draw(3, 40, spread=1.0).add_(300.0), draw.integers(40, 3)
+    usable = draw.with_specials(5, 64).nan_to_num(1.0, 2.0, -torch.inf)  # inf and NaN: see strange_logits
+    yield "-inf, zeros, the largest and subnormal numbers", usable, torch.tensor([1, 2, 3, 4, 5])
     yield "equal", torch.full((2, 999), -3.0, dtype=draw.dtype), draw.integers(999, 2)
 
 

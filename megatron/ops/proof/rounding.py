@@ -109,7 +109,7 @@ def depth(terms: int) -> int:
 
 def half_ulp(number: Near, dtype: torch.dtype) -> Tensor:
     """The largest error of rounding the number to a dtype."""
-    bits, least = {torch.bfloat16: (8, -126), torch.float16: (11, -14)}[dtype]
+    bits, least = {torch.float32: (24, -126), torch.bfloat16: (8, -126), torch.float16: (11, -14)}[dtype]
     size = number.value.abs() + number.error
     exponent = torch.where(size == 0, least, torch.frexp(size).exponent - 1)
     return torch.ldexp(torch.ones_like(number.value), exponent.clamp(min=least) - bits)

@@ -39,8 +39,8 @@ def test_every_operation_is_judged_on_fresh_inputs() -> None:
     verdicts = gpu_ops.judge_all(7, (emulated.ops, "cpu"), cpu.ops, said.append, largest=gpu_ops.SMALL)
     assert [verdict.wrong for verdict in verdicts if verdict.wrong] == []
     assert {verdict.op for verdict in verdicts} == set(PROOFS)
-    assert all(verdict.tensors > 0 for verdict in verdicts)
-    assert all(verdict.error_of_twin > 0 for verdict in verdicts if verdict.dtype == "float32")
+    assert all(verdict.tensors > 0 and 0 <= verdict.error_of_twin <= 1 for verdict in verdicts)
+    assert any(verdict.error_of_twin > 0 for verdict in verdicts)
     assert all("right" in line for line in said) and len(said) == len(verdicts)
 
 
