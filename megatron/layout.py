@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from math import isqrt
 
 from megatron.errors import ConfigError
 
@@ -102,6 +103,13 @@ class Layout:
         """Ranks in each group of `axis`."""
         return len(self.group_of(axis, 0))
 
+    def first_groups(self, axis: str) -> tuple[tuple[int, ...], ...]:
+        """The first two groups of `axis` and that of the last rank, without making all of them."""
+        first = self.group_of(axis, 0)
+        members = frozenset(first)
+        second = next(rank for rank in range(self.world_size) if rank not in members)
+        return first, self.group_of(axis, second), self.group_of(axis, self.world_size - 1)
+
     def coordinates(self, rank: int) -> Coordinates:
         if not 0 <= rank < self.world_size:
             raise ValueError(f"rank {rank} is outside a world of {self.world_size}")
@@ -123,8 +131,30 @@ class Layout:
 
     def group_of(self, axis: str, rank: int) -> tuple[int, ...]:
         """The group of `axis` that holds `rank`."""
-        key = self._key(axis, rank)
-        return tuple(other for other in range(self.world_size) if self._key(axis, other) == key)
+        if axis not in AXES:
+            raise ValueError(f"unknown axis {axis!r}; there are {', '.join(AXES)}")
+        place, shared = self.coordinates(rank), self.cp * self.dp
+        at = place.cp + self.cp * place.dp  # among the ranks of a stage and a tensor slice
+        stages, slices, own = range(place.pp, place.pp + 1), range(place.tp, place.tp + 1), range(at, at + 1)
+        start = place.instance * self.shard
+        if axis in ("pp", "model", "world"):
+            stages = range(self.pp)
+        elif axis == "embedding" and place.pp in (0, self.pp - 1):
+            stages = range(0, self.pp, max(1, self.pp - 1))
+        if axis in ("tp", "model", "world"):
+            slices = range(self.tp)
+        own = {
+            "cp": range(place.dp * self.cp, (place.dp + 1) * self.cp),
+            "dp": range(place.cp, shared, self.cp),
+            "ep": range(place.expert_dp * self.ep, (place.expert_dp + 1) * self.ep),
+            "expert_dp": range(place.ep, shared, self.ep),
+            "dp_cp": range(shared),
+            "world": range(shared),
+            "shard": range(start, start + self.shard),
+            "expert_shard": range(start + place.ep, start + self.shard, self.ep),
+            "replicate": range(place.shard, shared, self.shard),
+        }.get(axis, own)
+        return tuple(tp + self.tp * (one + shared * pp) for pp in stages for one in own for tp in slices)
 
     def pipeline_links(self) -> Iterator[tuple[str, dict[int, int]]]:
         """(what, {sender: receiver}) of the links between neighbouring stages, also around the ends of the pipeline, in
@@ -206,7 +236,8 @@ _SAME_WITHIN_GROUP = {
 
 def nearest_divisors(number: int, size: int) -> tuple[int, ...]:
     """The largest divisor of `number` up to `size` and the smallest above it, as far as they exist."""
-    divisors = [d for d in range(1, number + 1) if number % d == 0]
+    small = [d for d in range(1, isqrt(number) + 1) if number % d == 0]
+    divisors = sorted({*small, *(number // d for d in small)})
     below = [d for d in divisors if d <= size]
     above = [d for d in divisors if d > size]
     return (*below[-1:], *above[:1])

@@ -129,7 +129,7 @@ class ParallelState:
     @staticmethod
     def plan(layout: Layout, rank: int) -> ParallelState:
         """The same axes without process groups, for arithmetic: a collective over one of them raises."""
-        axes = _axes({name: layout.groups(name) for name in AXES}, rank)
+        axes = _axes({name: (layout.group_of(name, rank),) for name in AXES}, rank)
         return ParallelState(layout, rank, **{axis.name: axis for axis in axes})  # type: ignore[arg-type]
 
     def axis(self, name: str) -> Axis:

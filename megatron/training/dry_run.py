@@ -96,7 +96,7 @@ def render_plan(run: Run, model_provider: Callable[[Run], nn.Module]) -> str:
         model = model_provider(run)
     parameters = sum(p.numel() for p in model.parameters())
     layout = config.parallel.layout(run.launch.world_size)
-    by_stage = [count_parameters(run, model_provider, rank) for rank in layout.group_of("pp", 0)]
+    by_stage = _parameters_by_stage(run, model, layout)
     held = max(by_stage)
     split = layout.size("model") > 1 or layout.ep > 1
     tokens = plan.train_samples * config.data.seq_length
@@ -154,6 +154,23 @@ def render_plan(run: Run, model_provider: Callable[[Run], nn.Module]) -> str:
     return "\n".join(["dry run: all settings are valid", *(f"  {name:<{width}}  {text}" for name, text in rows)])
 
 
+def _parameters_by_stage(run: Run, model: nn.Module, layout: Layout) -> list[int]:
+    """Stages with the same kinds of layers hold equally many parameters, and are counted once."""
+    ranks, total = layout.group_of("pp", 0), run.config.model.num_layers
+    if layout.pp == 1:
+        return [count_parameters(run, lambda _: model, 0)]
+    layers, experts = stage_layers(total, run.config.parallel), run.config.moe.expert_layers(total)
+    known: dict[tuple[bool, bool, int, int], int] = {}
+    counts = []
+    for stage, rank in enumerate(ranks):
+        held = [layer for part in layers.of_rank(stage) for layer in part]
+        kind = (stage == 0, stage == layout.pp - 1, len(held), sum(layer in experts for layer in held))
+        if kind not in known:
+            known[kind] = count_parameters(run, lambda _: model, rank)
+        counts.append(known[kind])
+    return counts
+
+
 def _checkpoints(settings: CheckpointConfig) -> str:
     if settings.save is None:
         return "none (no --save): the weights are lost when the run ends"
@@ -168,13 +185,15 @@ def _groups(layout: Layout) -> list[tuple[str, str]]:
     names = {"tp": "tensor", "cp": "context", "ep": "expert", "dp": "data", "pp": "pipeline"}
     if layout.instances > 1:
         names |= {"shard": "ZeRO", "replicate": "replica"}
-    return [(f"{name} groups", _listed(layout.groups(axis))) for axis, name in names.items() if layout.size(axis) > 1]
+    return [(f"{name} groups", _listed(layout, axis)) for axis, name in names.items() if layout.size(axis) > 1]
 
 
-def _listed(groups: Sequence[Sequence[int]]) -> str:
+def _listed(layout: Layout, axis: str) -> str:
     """All groups if they are few, else the first two and the last."""
-    shown = [_ranks(group) for group in groups]
-    return " | ".join(shown if len(shown) <= _SHOWN else [*shown[:2], "...", shown[-1]])
+    if layout.world_size // layout.size(axis) <= _SHOWN:
+        return " | ".join(map(_ranks, layout.groups(axis)))
+    first, second, last = map(_ranks, layout.first_groups(axis))
+    return " | ".join([first, second, "...", last])
 
 
 def _ranks(group: Sequence[int]) -> str:
@@ -187,9 +206,10 @@ def _ranks(group: Sequence[int]) -> str:
 def _stages(run: Run, layout: Layout, parameters: Sequence[int]) -> list[tuple[str, str]]:
     """Which ranks hold which layers, and how many parameters each of them."""
     layers, rows = stage_layers(run.config.model.num_layers, run.config.parallel), []
+    each = layout.world_size // layout.pp
     for stage, count in enumerate(parameters):
         runs = [_ranks(part) for part in layers.of_rank(stage)]
-        ranks = [rank for rank in range(layout.world_size) if layout.coordinates(rank).pp == stage]
+        ranks = range(stage * each, (stage + 1) * each)  # stages are the slowest factor of the rank
         ends = [name for name, here in (("embedding", stage == 0), ("head", stage == layout.pp - 1)) if here]
         text = f"ranks {_ranks(ranks)}: layers {', '.join([*runs, *ends])}; {count} parameters on each"
         rows.append((f"stage {stage}", text))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -205,3 +207,18 @@ def test_nearest() -> None:
     assert nearest_divisors(12, 4) == (4, 6)
     assert nearest_multiples(7, 3) == (6, 9)
     assert nearest_multiples(2, 3) == (3,)
+
+
+def test_groups_by_arithmetic_are_those_of_the_coordinates() -> None:
+    choose = random.Random(26)
+    for _ in range(40):
+        tp, cp, pp, dp = (choose.choice((1, 1, 2, 3, 4)) for _ in range(4))
+        ep = choose.choice([size for size in range(1, dp * cp + 1) if dp * cp % size == 0])
+        replicas = dp * cp // ep
+        instances = choose.choice([size for size in range(1, replicas + 1) if replicas % size == 0])
+        layout = Layout(tp * cp * pp * dp, tp, cp, ep, pp, instances)
+        for axis in AXES:
+            groups = layout.groups(axis)
+            assert all(layout.group_of(axis, rank) == group for group in groups for rank in (group[0], group[-1]))
+            if len(groups) > 4 and axis != "embedding":
+                assert layout.first_groups(axis) == (groups[0], groups[1], groups[-1])

@@ -11,6 +11,7 @@ from megatron.config.run import RunConfig
 from megatron.config.stages import fills_groups
 from megatron.errors import ConfigError
 from megatron.layout import nearest_divisors, nearest_multiples
+from megatron.utils.numerals import LARGEST_WORLD
 
 
 def check_world(config: RunConfig, world_size: int, refusals: Refusals | None = None) -> None:
@@ -18,6 +19,8 @@ def check_world(config: RunConfig, world_size: int, refusals: Refusals | None = 
     here; without them it is raised."""
     found = Refusals() if refusals is None else refusals
     with found.of_checking():
+        if world_size > LARGEST_WORLD:
+            raise ConfigError(f"world size {world_size}: at most {LARGEST_WORLD} ranks; lower the parallel sizes")
         config.parallel.layout(world_size)  # raises if a size does not fit
         plan = BatchPlan.on(config, world_size)
         with found.of_checking():

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from megatron.config.flag import Need, flag
 from megatron.config.sections.checkpoint import RESUME
 from megatron.config.split import parse_split
+from megatron.utils.numerals import INT32, MOST_PROCESSES
 
 TOKENIZER_TYPES = (
     "GPT2BPETokenizer",
@@ -97,8 +98,12 @@ class DataConfig:
         needs=(_FILES,),
         path=True,
     )
-    seq_length: int = flag(0, "Tokens per sample.", at_least=1, required=True, aliases=("--encoder-seq-length",))
-    num_workers: int = flag(2, "Processes that load data; 0 loads in the training process.", at_least=0)
+    seq_length: int = flag(
+        0, "Tokens per sample.", at_least=1, at_most=INT32, required=True, aliases=("--encoder-seq-length",)
+    )
+    num_workers: int = flag(
+        2, "Processes that load data; 0 loads in the training process.", at_least=0, at_most=MOST_PROCESSES
+    )
     dataloader_type: str = flag(
         "single",
         "single: Megatron's own order; cyclic: reshuffled every epoch by the sampler.",
@@ -216,12 +221,13 @@ class TokenizerConfig:
         None,
         "Vocabulary of NullTokenizer and --mock-data; else the tokenizer's own, or that of --load if larger.",
         at_least=1,
+        at_most=INT32,
     )
     tiktoken_pattern: str | None = flag(
         None, "Word pattern of TikTokenizer; unset: v2.", choices=("v1", "v2"), needs=(_TIKTOKEN,)
     )
     tiktoken_num_special_tokens: int = flag(
-        1000, "Ids of TikTokenizer before its ranks.", at_least=3, needs=(_TIKTOKEN,)
+        1000, "Ids of TikTokenizer before its ranks.", at_least=3, at_most=INT32, needs=(_TIKTOKEN,)
     )
     tiktoken_special_tokens: tuple[str, ...] | None = flag(
         None,
@@ -233,6 +239,7 @@ class TokenizerConfig:
         None,
         "End-of-document id of NullTokenizer, one of its --vocab-size. Unset: one more, after them.",
         at_least=0,
+        at_most=INT32,
         needs=(_NULL,),
         insists=True,
     )

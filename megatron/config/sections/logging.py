@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron.config.flag import Need, flag
+from megatron.utils.numerals import INT32
 
 _TENSORBOARD = Need("--tensorboard-dir", lambda run: run.logging.tensorboard_dir is not None)
 _WANDB = Need("--wandb-project", lambda run: run.logging.wandb_project is not None)
@@ -89,12 +90,14 @@ class EvaluationConfig:
         None,
         "Samples per evaluation step over all ranks. Unset: the (last) global batch size of training.",
         at_least=1,
+        at_most=INT32,
         needs=(_EVALUATION,),
     )
     eval_micro_batch_size: int | None = flag(
         None,
         "Samples per forward pass of an evaluation on one rank. Unset: --micro-batch-size.",
         at_least=1,
+        at_most=INT32,
         needs=(_EVALUATION,),
     )
     eval_iters: int = flag(100, "Global batches per evaluation; 0 is none.", at_least=0)

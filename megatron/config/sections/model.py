@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron.config.flag import Need, flag
+from megatron.utils.numerals import INT32, LAYERS, WIDTH
 
 _NORMAL = Need("normally distributed initial weights", lambda run: not run.model.init_method_xavier_uniform)
 ROPE = Need("rotary positions", lambda run: run.model.positions == "rope")
@@ -22,25 +23,30 @@ _DENSE_LAYER = Need("a dense layer", lambda run: not run.moe.only_own_width(run.
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     model: str | None = flag(None, "Named preset (gpt2-124m, llama3-8b, ...); any other flag overrides it.")
-    num_layers: int = flag(0, "Transformer layers.", at_least=1, required=True)
-    hidden_size: int = flag(0, "Width of the residual stream.", at_least=1, required=True)
+    num_layers: int = flag(0, "Transformer layers.", at_least=1, at_most=LAYERS, required=True)
+    hidden_size: int = flag(0, "Width of the residual stream.", at_least=1, at_most=WIDTH, required=True)
     ffn_hidden_size: int | None = flag(
         None,
         "Width of the MLP. Unset: 4 x hidden, or int(4 x hidden x 2/3 / 64) x 64 with --swiglu.",
         at_least=1,
+        at_most=WIDTH,
         needs=(_DENSE_LAYER,),
     )
-    num_attention_heads: int = flag(0, "Query heads.", at_least=1, required=True)
-    kv_channels: int | None = flag(None, "Width of one head. Unset: hidden size / heads.", at_least=1)
+    num_attention_heads: int = flag(0, "Query heads.", at_least=1, at_most=WIDTH, required=True)
+    kv_channels: int | None = flag(None, "Width of one head. Unset: hidden size / heads.", at_least=1, at_most=WIDTH)
     group_query_attention: bool = flag(False, "Grouped-query attention; needs --num-query-groups.")
     num_query_groups: int | None = flag(
         None,
         "Key/value heads; 1 is multi-query attention. Given alone it turns GQA on.",
         at_least=1,
+        at_most=WIDTH,
         aliases=("--num-key-value-heads",),
     )
     max_position_embeddings: int = flag(
-        0, "Rows of the learned position table, at least --seq-length. Only recorded with RoPE.", at_least=1
+        0,
+        "Rows of the learned position table, at least --seq-length. Only recorded with RoPE.",
+        at_least=1,
+        at_most=INT32,
     )
     position_embedding_type: str = flag(
         "learned_absolute",
@@ -65,7 +71,7 @@ class ModelConfig:
     rope_low_freq_factor: float = flag(1.0, "Llama-3.x scaling: low frequency factor.", above=0.0, needs=(_LLAMA3,))
     rope_high_freq_factor: float = flag(4.0, "Llama-3.x scaling: high frequency factor.", above=0.0, needs=(_LLAMA3,))
     rope_original_max_position: int = flag(
-        8192, "Llama-3.x scaling: context of the original training.", at_least=1, needs=(_LLAMA3,)
+        8192, "Llama-3.x scaling: context of the original training.", at_least=1, at_most=INT32, needs=(_LLAMA3,)
     )
     yarn_factor: float = flag(
         1.0,
@@ -75,7 +81,7 @@ class ModelConfig:
         needs=(_YARN,),
     )
     yarn_original_max_position_embeddings: int = flag(
-        4096, "YaRN: context of the original training.", at_least=1, needs=(_YARN,)
+        4096, "YaRN: context of the original training.", at_least=1, at_most=INT32, needs=(_YARN,)
     )
     yarn_beta_fast: float = flag(32.0, "YaRN: rotations above which a frequency is kept.", above=0.0, needs=(_YARN,))
     yarn_beta_slow: float = flag(
@@ -85,7 +91,10 @@ class ModelConfig:
         None, "YaRN: factor on cos and sin. Unset: 0.1 x ln(scaling factor) + 1.", above=0.0, needs=(_YARN,)
     )
     make_vocab_size_divisible_by: int = flag(
-        128, "The vocabulary is padded in memory to a multiple of this times TP; padding has no meaning.", at_least=1
+        128,
+        "The vocabulary is padded in memory to a multiple of this times TP; padding has no meaning.",
+        at_least=1,
+        at_most=WIDTH,
     )
     normalization: str = flag(
         "LayerNorm",

@@ -8,6 +8,7 @@ from typing import Literal
 
 from megatron.config.flag import Need, flag
 from megatron.errors import ConfigError
+from megatron.utils.numerals import EXPERTS, WIDTH
 
 _TERM = re.compile(r"\[([01](?:,[01])*)\](?:\*([0-9]{1,9}))?")
 
@@ -28,14 +29,16 @@ _CAPACITY = Need("--moe-expert-capacity-factor", lambda run: run.moe.moe_expert_
 
 @dataclass(frozen=True, kw_only=True)
 class MoEConfig:
-    num_experts: int | None = flag(None, "Experts of each MoE layer; unset is a dense model.", at_least=1)
+    num_experts: int | None = flag(
+        None, "Experts of each MoE layer; unset is a dense model.", at_least=1, at_most=EXPERTS
+    )
     moe_layer_freq: str = flag(
         "1",
         "Which layers have experts: every N-th, beginning with the first, or a list such as ([0]*3+[1]*9).",
         needs=(_EXPERTS,),
     )
     moe_ffn_hidden_size: int | None = flag(
-        None, "Width of an expert. Unset: --ffn-hidden-size.", at_least=1, needs=(_EXPERTS,)
+        None, "Width of an expert. Unset: --ffn-hidden-size.", at_least=1, at_most=WIDTH, needs=(_EXPERTS,)
     )
     moe_router_topk: int = flag(2, "Experts that each token goes to.", at_least=1, needs=(_EXPERTS,))
     moe_router_pre_softmax: bool = flag(
@@ -128,7 +131,7 @@ class MoEConfig:
         "--kernels auto,-grouped_linear multiplies expert after expert",
     )
     moe_shared_expert_intermediate_size: int | None = flag(
-        None, "Width of the shared expert, which every token goes to.", at_least=1, needs=(_EXPERTS,)
+        None, "Width of the shared expert, which every token goes to.", at_least=1, at_most=WIDTH, needs=(_EXPERTS,)
     )
     multi_latent_attention: bool = flag(
         False, "Multi-latent attention.", status="later", note="use --num-query-groups for a small KV cache"

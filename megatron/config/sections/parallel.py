@@ -8,6 +8,7 @@ from math import lcm
 
 from megatron.config.flag import Need, flag
 from megatron.layout import Layout
+from megatron.utils.numerals import LARGEST_WORLD
 
 _SEVERAL_TENSOR_RANKS = Need("several tensor-parallel ranks", lambda run: run.parallel.tensor_model_parallel_size > 1)
 _CONTEXT_RANKS = Need("--context-parallel-size", lambda run: run.parallel.context_parallel_size > 1)
@@ -34,8 +35,9 @@ class ParallelConfig:
         "Ranks that share each layer.",
         aliases=("--model-parallel-size",),
         at_least=1,
+        at_most=LARGEST_WORLD,
     )
-    pipeline_model_parallel_size: int = flag(1, "Pipeline stages.", at_least=1)
+    pipeline_model_parallel_size: int = flag(1, "Pipeline stages.", at_least=1, at_most=LARGEST_WORLD)
     pipeline_schedule: str | None = flag(
         None,
         "Order of the forward and backward passes. Unset: 1f1b, or interleaved with virtual stages.",
@@ -80,7 +82,7 @@ class ParallelConfig:
         "Split norms and dropout over the tensor-parallel ranks, if there are several.",
         needs=(_SEVERAL_TENSOR_RANKS,),
     )
-    context_parallel_size: int = flag(1, "Ranks that share each sequence.", at_least=1)
+    context_parallel_size: int = flag(1, "Ranks that share each sequence.", at_least=1, at_most=LARGEST_WORLD)
     cp_comm_type: tuple[str, ...] = flag(
         ("p2p",),
         "How context-parallel ranks share attention: p2p (ring attention), a2a (all-to-all: each rank attends with "
@@ -89,7 +91,7 @@ class ParallelConfig:
         choices=("p2p", "a2a", "allgather", "all_gather", "a2a+p2p"),
         needs=(_CONTEXT_RANKS,),
     )
-    expert_model_parallel_size: int = flag(1, "Ranks that share the experts.", at_least=1)
+    expert_model_parallel_size: int = flag(1, "Ranks that share the experts.", at_least=1, at_most=LARGEST_WORLD)
     expert_tensor_parallel_size: int | None = flag(
         None,
         "Ranks that each expert is split over.",
@@ -119,6 +121,7 @@ class ParallelConfig:
         "Equal groups of neighbouring data-parallel ranks, each of which divides all that ZeRO divides: gradients are "
         "summed within each and then between them (HSDP). 1: all ranks divide it.",
         at_least=1,
+        at_most=LARGEST_WORLD,
     )
     overlap_grad_reduce: bool = flag(False, "Reduce gradients during the backward pass.", needs=(_BUCKETS,))
     grad_reduce_in_bf16: bool = flag(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron.config.flag import Need, flag
+from megatron.utils.numerals import LARGEST_WORLD
 
 _DEEPSPEED = Need("--deepspeed", lambda run: run.runtime.deepspeed)
 _DEEPSPEED_CONFIG = Need("--deepspeed_config FILE", lambda run: run.runtime.deepspeed_config is not None)
@@ -49,6 +50,7 @@ class RuntimeConfig:
         None,
         "Ranks to plan for. Unset: those that were started, or for a single process the fewest that the layout needs.",
         at_least=1,
+        at_most=LARGEST_WORLD,
         cli_only=True,
     )
 

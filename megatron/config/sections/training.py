@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron.config.flag import Need, flag
+from megatron.utils.numerals import INT32
 
 _LISTENS = Need("--exit-signal-handler", lambda run: run.training.exit_signal_handler)
 _SPIKES = Need("--check-for-spiky-loss", lambda run: run.training.check_for_spiky_loss)
@@ -14,16 +15,20 @@ _MANUAL_GC = Need("--manual-gc", lambda run: run.training.manual_gc)
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig:
     micro_batch_size: int = flag(
-        0, "Samples per forward pass on one rank.", at_least=1, required=True, aliases=("--batch-size",)
+        0, "Samples per forward pass on one rank.", at_least=1, at_most=INT32, required=True, aliases=("--batch-size",)
     )
     global_batch_size: int | None = flag(
-        None, "Samples per optimizer step over all ranks. Unset: micro-batch size x data-parallel size.", at_least=1
+        None,
+        "Samples per optimizer step over all ranks. Unset: micro-batch size x data-parallel size.",
+        at_least=1,
+        at_most=INT32,
     )
     gradient_accumulation_steps: int | None = flag(
         None,
         "Micro-batches of each rank in a step. Unset: from --global-batch-size. With both given, --micro-batch-size "
         "may be left out.",
         at_least=1,
+        at_most=INT32,
     )
     rampup_batch_size: tuple[int, ...] | None = flag(
         None, "START INCREMENT SAMPLES: grow the batch from START to --global-batch-size over SAMPLES samples.", nargs=3

@@ -10,7 +10,9 @@ import pytest
 import yaml
 
 from megatron.config import RunConfig, adopt_checkpoint_args, describe, from_dict, parse_args, to_dict
+from megatron.config.flag import Setting
 from megatron.config.run import all_settings
+from megatron.config.values import parse_value
 from megatron.errors import ConfigError
 from tests.unit.config.commands import LLAMA3, SMALL, TUTORIAL, argv, without
 
@@ -231,3 +233,12 @@ def test_expert_layers_are_counted_before_they_are_written_out(pattern: str) -> 
     with pytest.raises(ConfigError, match=r"--moe-layer-freq .*: (has [0-9]+ entries|is no such list)") as raised:
         parse_args(argv(SMALL, REST, f"--num-experts 2 --moe-layer-freq {pattern}"))
     assert len(str(raised.value)) < 1000
+
+
+@pytest.mark.parametrize("setting", [s for s in all_settings() if s.base is int], ids=lambda s: s.spelling)
+def test_every_whole_number_has_a_largest_value(setting: Setting) -> None:
+    assert setting.largest is not None and setting.largest <= 2**63 - 1
+    many = setting.flag.nargs if isinstance(setting.flag.nargs, int) else 1
+    for value in (str(int(setting.largest) + 1), "9" * 30):
+        with pytest.raises(ConfigError, match=f"of at most {setting.largest}|choose from"):
+            parse_value(setting, [value] * many)
