@@ -8,7 +8,6 @@ limits a value to 8 MiB and cannot be asked for its length beforehand; each pars
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -270,7 +269,8 @@ def _flag(value: object) -> bool:
 
 
 def _seconds(value: object) -> float:
-    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+    # Compared, not converted: a whole number may be too large for a float.
+    if not isinstance(value, int | float) or isinstance(value, bool) or not -_MOST <= value <= _MOST:
         raise _WrongError("not a number of seconds")
     return max(0.0, float(value))
 

@@ -12,12 +12,18 @@ import pytest
 import torch.distributed as dist
 
 from megatron.distributed import heartbeat
+from megatron.distributed.failure_detection import RankStatus
 from megatron.distributed.identity import Identity
 from megatron.distributed.launch import LaunchInfo
 from megatron.distributed.meeting import Patience, wait_for_all
 from megatron.distributed.store_values import (
     QUOTED,
+    FirstRank,
     Unreadable,
+    parse_announcement,
+    parse_first_rank,
+    parse_identity,
+    parse_ranks,
     parse_recent,
     parse_status,
 )
@@ -66,6 +72,32 @@ def hostile(status: bytes, draw: random.Random) -> tuple[str, bytes]:
         found = parse_status(value, rank, WORLD) if key == "rank_" else parse_recent(value, WORLD)
         if isinstance(found, Unreadable):
             return f"{key}{rank}", value
+
+
+def test_every_field_survives_every_value() -> None:
+    """Fields of a status, elements of an operation, and whole values: each is the value of a rank, or unreadable."""
+    operation: list[Any] = ["all_reduce", "dp", [0, 2, 1], 1, [4], False]
+    cluster = Cluster(WORLD)
+    status = {**json.loads(cluster.store.values["rank_1"]), "last": operation, "counts": {"dp": 1}}
+    assert isinstance(parse_status(json.dumps(status).encode(), 1, WORLD), RankStatus)
+    operations = [[*operation[:at], value, *operation[at + 1 :]] for at in range(6) for value in VALUES]
+    operations += [[*operation[:2], [*[0, 2, 1][:at], value], *operation[3:]] for at in range(3) for value in VALUES]
+    texts = [json.dumps({**status, name: value}).encode() for name in status for value in VALUES]
+    texts += [json.dumps({**status, "waiting": one}).encode() for one in operations]
+    texts += [json.dumps({**status, "counts": {"dp": value}}).encode() for value in VALUES]
+    texts += [json.dumps({"dp": [one]}).encode() for one in operations]
+    texts += [json.dumps([0, "a", *values]).encode() for values in zip(VALUES, reversed(VALUES))]
+    texts += [json.dumps([value, "a", {}, {}]).encode() for value in VALUES]
+    for raw in [*TEXTS, *texts, *(json.dumps(value).encode() for value in VALUES)]:
+        found = parse_status(raw, 1, WORLD)
+        assert isinstance(found, Unreadable | RankStatus)
+        if isinstance(found, RankStatus):
+            assert str(found).isprintable() and 0 <= found.idle < 2**64 and found.rank == 1
+            assert all(set(one.ranks) <= set(range(WORLD)) and one.ranks for one in (found.waiting, found.last) if one)
+        assert isinstance(parse_recent(raw, WORLD), Unreadable | dict)
+        assert isinstance(parse_first_rank(raw), Unreadable | FirstRank)
+        assert isinstance(parse_identity(raw), Unreadable) and parse_ranks(raw, WORLD) <= set(range(WORLD))
+        assert isinstance(parse_announcement(raw, WORLD), Unreadable)
 
 
 def lose(cluster: Cluster, rank: int) -> None:
