@@ -6,17 +6,18 @@ from __future__ import annotations
 import os
 import resource
 import signal
+import sys
 
 _SIGNALS = (
     signal.SIGHUP, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM, signal.SIGCHLD,
     signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU, signal.SIGXCPU,
 )  # fmt: skip
-_FILES = 4096
+_FILES, _NEEDED = 4096, 1200
 
 
 def take_usual_values() -> None:
     """Signals have their default action and none is blocked, new files are writable by their owner alone and readable
-    by all, no core is written, and enough files can be opened. A lower hard limit stays."""
+    by all, no core is written, and enough files can be opened. Exits where the system does not allow the last."""
     for number in _SIGNALS:
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)
@@ -26,6 +27,10 @@ def take_usual_values() -> None:
     os.umask(0o022)
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _FILES if hard == resource.RLIM_INFINITY else min(_FILES, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    if soft != resource.RLIM_INFINITY and soft < _FILES:
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (_FILES, hard if hard < 0 else max(hard, _FILES)))
+        except (OSError, ValueError):  # only root may raise a hard limit
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+            if hard < _NEEDED:
+                sys.exit(f"ulimit -n {hard}: the tests open more files at a time; allow at least {_NEEDED}")
