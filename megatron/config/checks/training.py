@@ -9,6 +9,9 @@ from megatron.config.sections.deepspeed_scheduler import REQUIRED
 from megatron.errors import ConfigError
 from megatron.layout import nearest_divisors, nearest_multiples
 
+_MOST_RAMP_STEPS = 1_000_000
+"""Steps of a growing batch are counted one by one."""
+
 
 def check_length(config: RunConfig) -> None:
     training = config.training
@@ -68,6 +71,8 @@ def check_batch(config: RunConfig) -> None:
     ramp = spelled(config, "rampup_batch_size")
     if start < 1 or increment < 1 or samples < 0:
         raise ConfigError(f"{ramp}: needs START > 0, INCREMENT > 0, SAMPLES >= 0; correct the three numbers")
+    if samples // start > _MOST_RAMP_STEPS:
+        raise ConfigError(f"{ramp}: more than {_MOST_RAMP_STEPS} steps; raise START or lower SAMPLES")
     if final is None:
         raise ConfigError(f"{ramp}: needs the batch size to reach; add --global-batch-size")
     if final < start or (final - start) % increment:

@@ -29,6 +29,7 @@ ADDED = {
     "--clip-grad": ("--clip-grad", "needs one value"),
     "--rampup-batch-size 1 2": ("--rampup-batch-size", "needs 3 values, as in --rampup-batch-size VALUE VALUE VALUE;"),
     "--seed many": ("--seed many", "whole number"),
+    "--rampup-batch-size 1 1 9000000000000000000": ("--rampup-batch-size 1 1 9000000000000000000", "lower SAMPLES"),
     "--log-interval 1.5": ("--log-interval 1.5", "whole number of at least 1"),
     "--weight-decay nan": ("--weight-decay nan", "finite"),
     "--tensorboard-dir ''": ("--tensorboard-dir", "leave the flag out"),
