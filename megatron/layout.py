@@ -101,7 +101,10 @@ class Layout:
 
     def size(self, axis: str) -> int:
         """Ranks in each group of `axis`."""
-        return len(self.group_of(axis, 0))
+        sizes = {"tp": self.tp, "cp": self.cp, "ep": self.ep, "dp": self.dp, "pp": self.pp, "replicate": self.instances}
+        sizes |= {"dp_cp": self.dp * self.cp, "model": self.tp * self.pp, "world": self.world_size}
+        sizes |= {"expert_dp": self.expert_dp, "shard": self.shard, "expert_shard": self.shard // self.ep}
+        return sizes[axis] if axis in sizes else len(self.group_of(axis, 0))
 
     def first_groups(self, axis: str) -> tuple[tuple[int, ...], ...]:
         """The first two groups of `axis` and that of the last rank, without making all of them."""

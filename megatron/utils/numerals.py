@@ -9,7 +9,7 @@ import re
 LARGEST = 2**63 - 1
 """The largest whole number."""
 INT32 = 2**31 - 1
-LARGEST_WORLD = 2**20
+LARGEST_WORLD = 2**18
 """The most ranks, and so the largest size of a parallel axis."""
 LAYERS, WIDTH, EXPERTS = 1024, 2**20, 2**14
 """The most layers, the largest width of a matrix, and the most experts: a plan counts them one by one."""

@@ -219,6 +219,7 @@ def test_groups_by_arithmetic_are_those_of_the_coordinates() -> None:
         layout = Layout(tp * cp * pp * dp, tp, cp, ep, pp, instances)
         for axis in AXES:
             groups = layout.groups(axis)
+            assert layout.size(axis) == len(groups[0])
             assert all(layout.group_of(axis, rank) == group for group in groups for rank in (group[0], group[-1]))
             if len(groups) > 4 and axis != "embedding":
                 assert layout.first_groups(axis) == (groups[0], groups[1], groups[-1])

@@ -17,11 +17,12 @@ class RuntimeConfig:
     distributed_backend: str | None = flag(
         None, "Backend of the collectives. Unset: from the device.", choices=("nccl", "gloo", "hccl", "xccl")
     )
-    distributed_timeout_minutes: float = flag(10, "Timeout of a collective.", above=0.0)
+    distributed_timeout_minutes: float = flag(10, "Timeout of a collective.", above=0.0, at_most=525_600)
     heartbeat_timeout_seconds: float = flag(
         20,
         "End the run, naming the rank, when a rank has sent no heartbeat for this long; 0 turns heartbeats off.",
         at_least=0.0,
+        at_most=86_400,
     )
     local_rank: int | None = flag(
         None, "Set by torch.distributed.launch; must agree with LOCAL_RANK.", at_least=0, cli_only=True
