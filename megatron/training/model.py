@@ -9,7 +9,6 @@ from torch import nn
 
 from megatron.data_parallel import broadcast_parameters
 from megatron.distributed.state import ParallelState
-from megatron.engine.any_model.fit import refuse_complex
 from megatron.errors import ConfigError
 from megatron.model.flops import flops_per_token
 from megatron.model.gpt import GPT
@@ -24,7 +23,7 @@ from megatron.parallelize import (
     parallelize,
 )
 from megatron.training.initialize import Run
-from megatron.utils.dtype import cast_floats, default_dtype
+from megatron.utils.dtype import cast_floats, default_dtype, refuse_complex
 
 ModelProvider = Callable[[Run], nn.Module]
 

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from megatron.errors import ConfigError
+
 HALF = (torch.bfloat16, torch.float16)
 
 
@@ -31,3 +33,13 @@ def cast_floats(module: nn.Module, dtype: torch.dtype) -> nn.Module:
     """Casts the real floating-point tensors of a module in place, as `module.half()` does. (`module.to(dtype)` drops
     the imaginary part of complex ones.)"""
     return module._apply(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
+
+
+def refuse_complex(model: nn.Module, where: str) -> None:
+    """Raises a ConfigError that names the first complex parameter that is trained."""
+    complexes = [name for name, one in model.named_parameters() if one.is_complex() and one.requires_grad]
+    if complexes:
+        raise ConfigError(
+            f"{where}: {complexes[0]} is complex, and gradients here are real; make it a real "
+            "parameter with a last dimension of 2, and torch.view_as_complex in the forward pass"
+        )

@@ -10,6 +10,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from megatron.engine.any_model.engine import ModelEngine
 from megatron.errors import ConfigError
+from megatron.utils.dtype import refuse_complex
 
 
 def checked_model(model: Any) -> nn.Module:
@@ -42,16 +43,6 @@ def checked_model(model: Any) -> nn.Module:
                 "with clone()"
             )
     return model
-
-
-def refuse_complex(model: nn.Module, where: str) -> None:
-    """Raises a ConfigError that names the first complex parameter that is trained."""
-    complexes = [name for name, one in model.named_parameters() if one.is_complex() and one.requires_grad]
-    if complexes:
-        raise ConfigError(
-            f"{where}: {complexes[0]} is complex, and gradients here are real; make it a real "
-            "parameter with a last dimension of 2, and torch.view_as_complex in the forward pass"
-        )
 
 
 def _places(model: nn.Module) -> list[tuple[str, tuple[int, int]]]:
