@@ -47,7 +47,7 @@ def fake_parts(argv: Sequence[str], rank: int, ranks: int) -> Iterator[Parts]:
     kernels = select.resolve(config.kernels.spec, "cuda", attention=config.kernels.attention)
     with fake_world(rank, ranks), fake_cuda(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(modelling, "initialise_part", lambda *_: None)  # a host's work, and once
-        patch.setattr(torch.nn.Module, "to", lambda module, **_: module)  # it was made there, in its dtype
+        patch.setattr(torch.nn.Module, "to", lambda module, *_, **__: module)  # it was made there, in its dtype
         patch.setattr(BatchMaker, "_load", on_the_host(BatchMaker._load))
         replace_everywhere(patch, messages.all_gather_json, all_gather_json)
         evaluation = BatchMaker.evaluation
