@@ -211,6 +211,7 @@ def _write(answer: bytes) -> None:
 
 def main() -> None:
     signal.signal(signal.SIGXCPU, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGXCPU])
     limited(resource.RLIMIT_CORE, 0)
     content = _whole_frame(sys.stdin.buffer)
     if content is None:

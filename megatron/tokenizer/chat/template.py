@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import re
+import select
 import signal
 import subprocess
 import sys
@@ -23,9 +24,11 @@ from typing import IO, Any
 from megatron.errors import ConfigError, MegatronError
 from megatron.tokenizer.chat import renderer
 from megatron.tokenizer.chat.renderer import LENGTH_BYTES, MARKED, MARKS, as_bytes, frame
+from megatron.utils.process import how_to_continue
 
 _SAFE_JINJA = (3, 1, 6)  # older sandboxes have known holes
 _MESSAGE_BYTES = 1 << 20  # of requests that are sent together
+_STOPPED_AFTER, _STOPPED_EVERY = 5.0, 30.0  # seconds without an answer, after which a stopped process is reported
 
 Message = Mapping[str, Any]
 
@@ -108,6 +111,7 @@ class ChatTemplate:
 
     def _render(self, requests: Sequence[bytes]) -> Iterator[tuple[Rendered, ...] | ChatError]:
         process = self._started()
+        self._process = None  # another rendering that begins meanwhile has a process of its own
         left = len(requests)
         try:
             process.send(b"".join(map(frame, requests)))
@@ -120,7 +124,9 @@ class ChatTemplate:
                 yield found
         finally:
             if left:  # no answer to one request may be taken for that to another
-                self.close()
+                process.end()
+            else:
+                self._process = process
 
     def _read(self, process: _Process) -> tuple[Rendered, ...] | ChatError:
         try:
@@ -129,7 +135,7 @@ class ChatTemplate:
         except _EndedError as ended:
             return LimitError(self._end(ended.code))
         except (ValueError, TypeError, LookupError, RecursionError):
-            return LimitError(f"{self.named} makes its process answer what is no text; use another template")
+            return LimitError(self._no_text())
 
     def _error(self, kind: str, why: str) -> ChatError:
         if kind == "memory":
@@ -145,6 +151,9 @@ class ChatTemplate:
                 "{% endgeneration %} around the assistant's text in the template"
             )
         return ChatError(f"{self.named} refuses it ({_shown(why)})")
+
+    def _no_text(self) -> str:
+        return f"{self.named} makes its process answer what is no text; use another template"
 
     def _limit(self, what: str) -> str:
         return f"{self.named} {what}, the limit of templates; correct it, or use another one"
@@ -167,12 +176,16 @@ class ChatTemplate:
             if "error" in hello:
                 raise ConfigError(self._not_a_template(hello["error"], str(hello["why"])))
             _check_version(self.named, str(hello["jinja2"]))
+            limits_memory = hello["limits_memory"]
         except _EndedError as ended:
             raise ConfigError(self._end(ended.code)) from None
         except MegatronError:
             process.end()
             raise
-        if not hello["limits_memory"]:
+        except (ValueError, TypeError, LookupError, RecursionError):
+            process.end()
+            raise ConfigError(self._no_text()) from None
+        if not limits_memory:
             logging.getLogger(__name__).warning(
                 "%s: this system sets no limit of memory (RLIMIT_AS) for the process that renders it; CPU time and "
                 "output are limited",
@@ -215,6 +228,7 @@ class _Process:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
+                bufsize=0,
                 close_fds=True,
                 cwd="/",
                 env={},
@@ -222,7 +236,8 @@ class _Process:
             )
         except OSError as error:
             raise ConfigError(f"{named}: the process that renders it could not be started ({error})") from None
-        self._owner = os.getpid()
+        self._named, self._owner = named, os.getpid()
+        os.set_blocking(_open(self._popen.stdin).fileno(), False)  # what fits is written, and the rest waits
         self.end = weakref.finalize(self, _end, self._popen, self._owner)
         self.send(as_bytes(setup))
 
@@ -232,20 +247,36 @@ class _Process:
         return self._owner == os.getpid() and self._popen.poll() is None
 
     def send(self, content: bytes) -> None:
+        stream, left = _open(self._popen.stdin), memoryview(frame(content))
         with suppress(BrokenPipeError):  # its end is seen where its answer is read
-            _open(self._popen.stdin).write(frame(content))
-            _open(self._popen.stdin).flush()
+            while left:
+                self._wait(stream, select.POLLOUT)
+                left = left[os.write(stream.fileno(), left) :]
 
     def receive(self, most: int) -> Any:
         """A JSON value of at most so many bytes."""
-        stream = _open(self._popen.stdout)
-        header = stream.read(LENGTH_BYTES)
-        length = int.from_bytes(header, "big")
+        length = int.from_bytes(self._read(LENGTH_BYTES), "big")
         if length > most:
             raise ValueError(length)
-        if len(header) < LENGTH_BYTES or len(content := stream.read(length)) < length:
-            raise _EndedError(self._popen.wait())
-        return json.loads(content.decode("utf-8", "surrogatepass"))
+        return json.loads(self._read(length).decode("utf-8", "surrogatepass"))
+
+    def _read(self, count: int) -> bytes:
+        stream, content = _open(self._popen.stdout), bytearray()
+        while len(content) < count:
+            self._wait(stream, select.POLLIN)
+            if not (more := os.read(stream.fileno(), min(count - len(content), _MESSAGE_BYTES))):
+                raise _EndedError(self._popen.wait())
+            content += more
+        return bytes(content)
+
+    def _wait(self, stream: IO[bytes], event: int) -> None:
+        """Waits for the process, and says so if it is stopped: nothing else would end the wait."""
+        poll, seconds = select.poll(), _STOPPED_AFTER
+        poll.register(stream, event)
+        while not poll.poll(seconds * 1000):
+            seconds = _STOPPED_EVERY
+            if line := how_to_continue(self._popen.pid):
+                logging.getLogger(__name__).warning("%s: its %s", self._named, line)
 
 
 def _open(stream: IO[bytes] | None) -> IO[bytes]:
@@ -258,8 +289,7 @@ def _end(process: subprocess.Popen[bytes], owner: int) -> None:
         return
     process.kill()
     for stream in (process.stdin, process.stdout):
-        with suppress(BrokenPipeError):  # what was still to be written
-            _open(stream).close()
+        _open(stream).close()
     process.wait()
 
 

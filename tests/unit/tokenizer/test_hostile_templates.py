@@ -10,7 +10,7 @@ import os
 import resource
 import signal
 import sys
-import time
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from megatron.tokenizer.chat import renderer
 from megatron.tokenizer.chat import template as chat_template
 from megatron.tokenizer.chat.encoder import ChatEncoder
 from megatron.tokenizer.chat.template import ChatError, ChatTemplate, LimitError, Limits, Rendered, request
+from megatron.utils.process import signals_held
 from tests.helpers.chats import CHATML, chat, write_chat_tokenizer, write_chats
 
 MIB = 1 << 20
@@ -166,8 +167,7 @@ def test_a_process_renders_until_it_is_closed_or_killed() -> None:
     assert [each.text for each in rendered(template)] == ["hello"]
     second = process_of(template)
     os.kill(second, signal.SIGKILL)
-    while Path(f"/proc/{second}/cmdline").exists() and Path(f"/proc/{second}/cmdline").read_bytes():
-        time.sleep(0.01)
+    os.waitid(os.P_PID, second, os.WEXITED | os.WNOWAIT)
     assert [each.text for each in rendered(template)] == ["hello"] and process_of(template) not in (first, second)
     third = template._process
     assert third is not None
@@ -207,6 +207,45 @@ def test_a_process_that_answers_anything_else(program: str, message: str, monkey
     with pytest.raises(LimitError, match=message) as error:
         rendered(template)
     checked(error.value)
+
+
+def test_a_process_that_begins_with_anything_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(renderer, "__file__", str(tmp_path / "renderer.py"))
+    for program in ("print('x' * 99)", "import os; os.write(1, bytes(7) + b'\\x02[]')"):
+        (tmp_path / "renderer.py").write_text(program, encoding="utf-8")
+        with pytest.raises(ConfigError, match="makes its process answer what is no text") as error:
+            made(CHATML).check()
+        checked(error.value)
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").is_file(), reason="reads /proc")
+def test_a_stopped_process_is_named_until_it_goes_on(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Longer than what a pipe holds: the request waits for the process, too."""
+    monkeypatch.setattr(chat_template, "_STOPPED_AFTER", 0.1)
+    template = made("{{ messages[0].content }}", Limits())
+    template.check()
+    number = process_of(template)
+    os.kill(number, signal.SIGSTOP)
+    timer = threading.Timer(0.5, os.kill, (number, signal.SIGCONT))
+    timer.start()
+    assert rendered(template, chat("x" * MIB))[0].text == "x" * MIB
+    timer.join()
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line.startswith("the chat template in F: its worker") and line.endswith(f"kill -CONT {number} lets it go on")
+
+
+def test_two_renderings_at_once_do_not_mix() -> None:
+    template = made("{{ messages[0].content }}", Limits())
+    outer = template.render([request(chat(said)) for said in ("a", "b")])
+    texts = [next(outer), *template.render([request(chat("c"))]), *outer]
+    assert [each[0].text for each in texts if isinstance(each, tuple)] == ["a", "c", "b"]
+
+
+def test_the_limit_of_time_holds_where_its_signal_is_blocked() -> None:
+    with signals_held(signal.SIGXCPU), pytest.raises(ChatError, match=CPU):
+        rendered(made(LOOPS))
 
 
 def test_a_line_and_the_template_are_named(tmp_path: Path) -> None:
