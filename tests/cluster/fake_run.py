@@ -25,6 +25,7 @@ from megatron.training import model as modelling
 from megatron.training.assemble import Parts
 from megatron.training.batches import BatchMaker
 from megatron.training.initialize import Run, tokenizer_of
+from megatron.utils.dtype import cast_floats
 from megatron.utils.log import RankLog
 from tests.cluster.fake_device import CUDA, NumbersOnDevice, fake_cuda, pin, replace_everywhere
 from tests.helpers.runs import pretrain_gpt
@@ -50,6 +51,7 @@ def fake_parts(argv: Sequence[str], rank: int, ranks: int) -> Iterator[Parts]:
         patch.setattr(torch.nn.Module, "to", lambda module, *_, **__: module)  # it was made there, in its dtype
         patch.setattr(BatchMaker, "_load", on_the_host(BatchMaker._load))
         replace_everywhere(patch, messages.all_gather_json, all_gather_json)
+        replace_everywhere(patch, cast_floats, lambda model, _: model)
         evaluation = BatchMaker.evaluation
         patch.setattr(BatchMaker, "evaluation", lambda *given: _pinned(evaluation(*given)))
         launch = LaunchInfo(rank=rank, world_size=ranks, local_rank=0, local_world_size=ranks)
