@@ -144,9 +144,9 @@ class HuggingFaceTokenizer(Tokenizer):
     @cached_property
     def fingerprints(self) -> tuple[str, ...]:
         as_gpt2 = _as_gpt2(self._description, self._eod_token)
-        if as_gpt2 is not None:
-            return (as_gpt2.fingerprint(),)  # the same ids as GPT2BPETokenizer, so the same fingerprint
-        return tuple(made(self._description, self._eod_token) for made in (fingerprint, earlier_fingerprint))
+        # The same ids as GPT2BPETokenizer, so the same fingerprint.
+        today = fingerprint(self._description, self._eod_token) if as_gpt2 is None else as_gpt2.fingerprint()
+        return today, earlier_fingerprint(self._description, self._eod_token)
 
     def tokenize(self, text: str) -> list[int]:
         refuse_surrogates(text)
@@ -340,7 +340,8 @@ def _as_gpt2(description: dict[str, Any], eod_token: str | None) -> BPE | None:
     added = description.get("added_tokens") or []
     vocab = model.get("vocab")
     plain = (
-        model.get("type") == "BPE"
+        model.get("type", "BPE") == "BPE"
+        and "merges" in model
         and not any(model.get(option) for option in ("dropout", "unk_token", "ignore_merges", "byte_fallback"))
         and not (model.get("continuing_subword_prefix") or model.get("end_of_word_suffix"))
         and description.get("normalizer") is None

@@ -10,6 +10,8 @@ import hashlib
 import json
 from typing import Any
 
+import numpy as np
+
 from megatron.tokenizer.base import package
 from megatron.tokenizer.bpe_files import merge_pair
 
@@ -58,10 +60,18 @@ def _written_by_library(description: dict[str, Any]) -> dict[str, Any]:
 def _model(model: dict[str, Any]) -> dict[str, Any]:
     made = dict(model)
     if "merges" in made:
+        made["type"] = "BPE"  # GPT-2's file on the hub does not say so
         made["merges"] = [merge_pair(merge) for merge in made["merges"]]
-    if made.get("type", "BPE") == "BPE":  # every default of this type is false, nothing or no text
-        made = {name: value for name, value in made.items() if value or name in ("vocab", "merges", "type")}
-    return made
+        # every default of this type is false, nothing or no text
+        return {name: value for name, value in made.items() if value or name in ("vocab", "merges")}
+    if made.get("type") == "Unigram":
+        made["vocab"] = [(piece, _rounded(score)) for piece, score in made["vocab"]]
+    return {name: value for name, value in made.items() if value is not None and value is not False}
+
+
+def _rounded(score: float) -> float:
+    """As fp32: the library's reader of JSON changes the last bit of some doubles."""
+    return float(np.float32(score))
 
 
 def _without_offsets(part: Any) -> Any:

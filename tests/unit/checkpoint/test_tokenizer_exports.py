@@ -29,6 +29,7 @@ from tests.unit.checkpoint.test_tools import save_model
 from tests.unit.tokenizer.kinds import KINDS
 
 transformers = pytest.importorskip("transformers")
+tokenizers = pytest.importorskip("tokenizers")
 
 ROOT = Path(__file__).parents[3]
 ROWS = 600
@@ -139,6 +140,13 @@ def test_every_kind_in_every_family_is_read_as_the_run_reads_it(
     }
     assert differences == {}
     assert sum(answer["pipeline"] is not None for answer in answers) == len(MODELS)
+
+
+def test_texts_that_the_vocabulary_cannot_write_are_left_out(tmp_path: Path) -> None:
+    """A vocabulary of words without a token for unknown ones."""
+    rust = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1}))
+    rust.save(str(tmp_path / JSON))
+    assert expected_of(TokenizerFiles.of(tmp_path), tmp_path, 2, 64, pipeline=True).request["texts"] == ["a"]
 
 
 # ---------------------------------------------------------------- the tool

@@ -12,7 +12,9 @@ import pytest
 
 from megatron.data.indexed.record import DataRecord, check_tokenizer
 from megatron.errors import ConfigError
+from megatron.tokenizer.bpe_files import BPE
 from megatron.tokenizer.huggingface import HuggingFaceTokenizer
+from megatron.tokenizer.identity import earlier_fingerprint
 from tests.helpers.chats import byte_alphabet
 
 transformers = pytest.importorskip("transformers")
@@ -71,6 +73,11 @@ def opened(folder: Path, content: dict[str, Any], **config: Any) -> HuggingFaceT
     return HuggingFaceTokenizer(folder)
 
 
+def without(content: dict[str, Any], name: str) -> dict[str, Any]:
+    model = {key: value for key, value in content["model"].items() if key != name}
+    return {**content, "model": model}
+
+
 def edited(content: dict[str, Any], *names: str | int, **changes: Any) -> dict[str, Any]:
     content = part = copy.deepcopy(content)
     for name in names:
@@ -104,6 +111,7 @@ REWRITTEN = {
     ),
     "how a special token matches": edited(bpe(), "added_tokens", 1, lstrip=True, normalized=True),
     "order": dict(reversed(bpe().items())),
+    "no type": without(bpe(), "type"),
 }
 CHANGED = {
     "the pattern": edited(bpe(), "pre_tokenizer", "pretokenizers", 0, pattern={"Regex": r"\p{N}| ?\p{L}+|\s+|."}),
@@ -124,6 +132,31 @@ CHANGED = {
 def test_the_same_tokenizer_written_otherwise(name: str, tmp_path: Path) -> None:
     one, other = opened(tmp_path / "a", bpe()), opened(tmp_path / "b", REWRITTEN[name])
     assert one.fingerprint == other.fingerprint and ids(one) == ids(other)
+
+
+def test_a_unigram_model_written_otherwise(tmp_path: Path) -> None:
+    """The library's reader of JSON changes the last bit of -3.7314250918653786."""
+    pieces = [*unigram()["model"]["vocab"][:-1], ["▁hell", -3.7314250918653786]]
+    one = opened(tmp_path / "a", edited(unigram(), "model", vocab=pieces))
+    one._rust.save(str(tmp_path / "saved.json"))
+    saved = json.loads((tmp_path / "saved.json").read_text())
+    assert saved["model"]["vocab"] != pieces
+    for written in (saved, without(edited(unigram(), "model", vocab=pieces), "byte_fallback")):
+        other = opened(tmp_path / "b", written)
+        assert one.fingerprint == other.fingerprint and ids(one) == ids(other)
+    for changed in ({"unk_id": 1}, {"vocab": [*pieces[:-1], ["▁hell", -3.7314]]}):
+        other = opened(tmp_path / "b", edited(unigram(), "model", **({"vocab": pieces} | changed)))
+        assert one.fingerprint != other.fingerprint
+
+
+def test_the_type_that_the_file_of_gpt2_leaves_out(tmp_path: Path) -> None:
+    """It is the same tokenizer with a type, and GPT2BPETokenizer; data of earlier releases has another hash."""
+    plain = {**bpe(), "added_tokens": [], "normalizer": None, "pre_tokenizer": {**BYTES, "use_regex": True}}
+    bare, model = without(plain, "type"), plain["model"]
+    typed, untyped = opened(tmp_path / "a", plain, eos_token=None), opened(tmp_path / "b", bare, eos_token=None)
+    assert typed.fingerprint == untyped.fingerprint == BPE(model["vocab"], model["merges"]).fingerprint()
+    assert ids(typed) == ids(untyped)
+    check(untyped, earlier_fingerprint(bare, None))
 
 
 @pytest.mark.parametrize("name", CHANGED)
