@@ -9,11 +9,14 @@ from __future__ import annotations
 import copy
 import warnings
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from megatron.distributed.rng import get_rng_state, set_rng_state
 
 _STEPS = 32
 """Some rules begin with another one, such as Shampoo's."""
@@ -30,8 +33,10 @@ def differs_on_pieces(optimizer: torch.optim.Optimizer) -> str | None:
     neither the optimizer nor any random state."""
     if type(optimizer).__module__.startswith("torch.optim"):
         return None  # those that need whole parameters are refused by name
+    if hasattr(type(optimizer), "__del__"):
+        return "could not be tried on a small tensor (it has a __del__, which a copy would call)"
     device = next(one.device for group in optimizer.param_groups for one in group["params"])
-    with torch.random.fork_rng([device] if device.type == "cuda" else []), warnings.catch_warnings(), torch.no_grad():
+    with _random_states(device), warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
         try:
             whole = _trained(optimizer, [lambda one: one.clone()])
@@ -48,6 +53,16 @@ def differs_on_pieces(optimizer: torch.optim.Optimizer) -> str | None:
     return None
 
 
+@contextmanager
+def _random_states(device: torch.device) -> Iterator[None]:
+    """Restores them at its end."""
+    state = get_rng_state(device)
+    try:
+        yield
+    finally:
+        set_rng_state(state, device)
+
+
 Part = Callable[[Tensor], Tensor]
 """From a whole tensor to what one rank has of it."""
 
@@ -58,9 +73,10 @@ def _trained(optimizer: torch.optim.Optimizer, parts: Sequence[Part]) -> tuple[l
     held = _one_of_each_kind(optimizer)
     draw = torch.Generator().manual_seed(0)
     first = next(iter(held.values()))
-    whole = [torch.randn(shape, generator=draw, dtype=torch.float64) + 1 for shape in map(_shape_of, held.values())]
-    grads = [[_drawn(one, step, draw).to(first.device) for one in whole] for step in range(_STEPS)]
-    whole = [one.to(first.device) for one in whole]
+    dtype = torch.float64 if first.dtype == torch.float64 else torch.float32
+    drawn = [torch.randn(shape, generator=draw, dtype=torch.float64) + 1 for shape in map(_shape_of, held.values())]
+    grads = [[_drawn(one, step, draw).to(first.device, dtype) for one in drawn] for step in range(_STEPS)]
+    whole = [one.to(first.device, dtype) for one in drawn]
     ends = []
     for part in parts:
         mine = [nn.Parameter(part(one)) for one in whole]
@@ -100,8 +116,8 @@ def _flat(whole: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _copied(optimizer: torch.optim.Optimizer, small: Mapping[int, nn.Parameter]) -> torch.optim.Optimizer:
-    """An optimizer of the same class and settings, without state and hooks. Its groups hold `small`, by the ids of the
-    parameters in whose place they are, and no other parameters."""
+    """An optimizer of the same class and settings, without hooks. Its groups hold `small`, by the ids of the parameters
+    in whose place they are, and no other parameters."""
     parameters = [one for group in optimizer.param_groups for one in group["params"]]
     memo: dict[int, Any] = {id(one): small.get(id(one), _Dropped()) for one in parameters}
     own = dict(optimizer.__dict__)
@@ -113,7 +129,7 @@ def _copied(optimizer: torch.optim.Optimizer, small: Mapping[int, nn.Parameter])
             raise TypeError(f"it holds a model, {name}")
     copied: torch.optim.Optimizer = object.__new__(type(optimizer))
     copied.__dict__.update({name: OrderedDict() for name in optimizer.__dict__ if name.endswith("_hooks")})
-    copied.__dict__.update(copy.deepcopy(own, memo), state=defaultdict(dict))
+    copied.__dict__.update(copy.deepcopy(own, memo), state=_small_state(optimizer, small))
     for group in copied.param_groups:
         group["params"][:] = [one for one in group["params"] if not isinstance(one, _Dropped)]
         if isinstance(group.get("lr"), Tensor):
@@ -121,6 +137,21 @@ def _copied(optimizer: torch.optim.Optimizer, small: Mapping[int, nn.Parameter])
         elif "lr" in group:
             group["lr"] = _LR
     return copied
+
+
+def _small_state(optimizer: torch.optim.Optimizer, small: Mapping[int, nn.Parameter]) -> dict[Tensor, dict[str, Any]]:
+    """The state that a class has made in its `__init__`, each tensor filled with its first element."""
+    state: dict[Tensor, dict[str, Any]] = defaultdict(dict)
+    for one, values in optimizer.state.items():
+        if id(one) in small:
+            new = small[id(one)]
+            state[new] = {
+                name: torch.full_like(new, value.flatten()[0].item(), dtype=value.dtype)
+                if isinstance(value, Tensor) and value.shape == one.shape and value.dim()
+                else copy.deepcopy(value)
+                for name, value in values.items()
+            }
+    return state
 
 
 _LR = 0.01

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -90,6 +92,41 @@ class Slow(torch.optim.Optimizer):
                     one.copy_(slow.lerp_(one, 0.5))
 
 
+class MadeAtOnce(Own):
+    """Has its state from the start, as torch's Adagrad."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        for one in (one for group in self.param_groups for one in group["params"]):
+            self.state[one] = {"mean": torch.full_like(one, 0.1), "step": 0}
+
+    def update(self, weight: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
+        state["step"] += 1
+        return state["mean"].mul_(0.9).add_(grad).sign()
+
+
+class LambMadeAtOnce(MadeAtOnce, Lamb):
+    def update(self, weight: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
+        return super().update(weight, grad, state, group) * weight.norm()
+
+
+class SingleOnly(Own):
+    """A kernel for fp32, that draws random numbers of Python's and numpy's."""
+
+    def update(self, weight: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
+        if weight.dtype != torch.float32:
+            raise RuntimeError("fp32 only")
+        assert 0 <= random.random() + np.random.random() <= 2
+        return super().update(weight, grad, state, group)
+
+
+class Frees(Own):
+    """Owns what a copy would free."""
+
+    def __del__(self) -> None:
+        pass
+
+
 class HoldsTheModel(Own):
     model: nn.Module
 
@@ -104,6 +141,8 @@ SAME: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "torch's": lambda params: torch.optim.AdamW(params, lr=0.1),
     "elementwise": Own,
     "elementwise, from a rate of 0": lambda params: Own(params, lr=torch.tensor(0.0)),
+    "state made at once": MadeAtOnce,
+    "fp32 alone": SingleOnly,
     "lookahead over Adam": lambda params: Slow(torch.optim.Adam(params, lr=0.1)),
 }
 OTHER: dict[str, tuple[Callable[[Any], torch.optim.Optimizer], str]] = {
@@ -115,6 +154,8 @@ OTHER: dict[str, tuple[Callable[[Any], torch.optim.Optimizer], str]] = {
     "lookahead over LAMB": (lambda params: Slow(Lamb(params)), "updates a parameter differently"),
     "Adafactor": (lambda params: Adafactor(params, lr=0.1, relative_step=False), "updates a parameter differently"),
     "matrices": (MatricesOnly, "cannot update pieces of parameters"),
+    "LAMB, state made at once": (LambMadeAtOnce, "updates a parameter differently"),
+    "frees": (Frees, "could not be tried on a small tensor"),
     "holds the model": (holding, "could not be tried on a small tensor"),
 }
 
@@ -153,9 +194,12 @@ def test_nothing_is_disturbed() -> None:
     weights = [one.detach().clone() for one in model.parameters()]
     state, number = copy.deepcopy(optimizer.base.state_dict()), optimizer.number
     generator = torch.get_rng_state()
+    others = random.getstate(), np.random.get_state()
+    assert differs_on_pieces(SingleOnly(groups_of(model))) is None
     assert differs_on_pieces(optimizer) is not None
     assert all(map(torch.equal, weights, model.parameters()))
     assert torch.equal(torch.get_rng_state(), generator)
+    assert str(others) == str((random.getstate(), np.random.get_state()))
     assert optimizer.number == number
     for kept, now in zip(state["state"].values(), optimizer.base.state_dict()["state"].values(), strict=True):
         assert torch.equal(kept["mean"], now["mean"])
