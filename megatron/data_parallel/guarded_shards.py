@@ -45,9 +45,10 @@ def _guarded_shard() -> Any:
             return result
 
         def full_tensor(self, **named: Any) -> Tensor:
-            if torch.is_grad_enabled() and self.requires_grad:  # the gradient would count once, and not for every rank
-                raise divided_now("full_tensor")
-            return super().full_tensor(**named)
+            whole: Tensor = super().full_tensor(**named)
+            if whole.requires_grad:  # the gradient would count once, and not for every rank
+                whole.register_hook(_refuse_gradient)
+            return whole
 
         def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
             memo[id(self)] = self.detach().clone().requires_grad_(self.requires_grad)
@@ -69,6 +70,10 @@ def divided_now(what: str) -> ConfigError:
         "alone; compute it within the model's forward(), read values from engine.whole_state_dict(), or use "
         "zero_optimization.stage 1"
     )
+
+
+def _refuse_gradient(_: Tensor) -> None:
+    raise divided_now("full_tensor")
 
 
 def _refuse_copy(_: Any) -> None:
