@@ -23,7 +23,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -146,6 +146,7 @@ class Contender:
     products: str = "mkl"
     widens: bool | None = False  # whether bf16 is multiplied in fp32; None: as a run decides
     counts: str = ""  # as a peer or as a limit; else it is only shown
+    dtype: torch.dtype | None = None  # None: the task's
 
 
 def _ours(task: Task, tokens: Tensor, labels: Tensor) -> Step:
@@ -184,6 +185,7 @@ CONTENDERS = {
     "ours-system": Contender(_ours, "system", "auto", None),
     "ours-mkl": Contender(_ours, "auto", "mkl", None),
     "ours-widened": Contender(_ours, "auto", "auto", True),  # as without bf16 instructions
+    "ours-fp32": Contender(_ours, "auto", "auto", None, dtype=torch.float32),
     "plain-auto": Contender(_plain, "auto", "auto"),
 }
 USUAL = ("ours", "transformers", "plain", "compiled", "floor", "floor-auto", "peak")
@@ -192,6 +194,7 @@ USUAL = ("ours", "transformers", "plain", "compiled", "floor", "floor-auto", "pe
 def prepare(name: str, task: Task) -> Turn:
     """In a contender's process: what makes a step and tells its time and the peak memory so far."""
     contender, clock = CONTENDERS[name], CLOCKS[task.clock]
+    task = replace(task, dtype=contender.dtype or task.dtype)
     set_allocator(contender.allocator)
     products = set_fp32_products(contender.products)
     if task.dtype != torch.float32:

@@ -77,7 +77,7 @@ class ConfigErrors(ConfigError):
 
     def __init__(self, errors: Sequence[ConfigError]) -> None:
         self._lines = tuple(map(str, errors))
-        Exception.__init__(self, "\n".join(self._lines))
+        Exception.__init__(self, "; ".join(self._lines))
 
     @property
     def lines(self) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.data.sft.messages import read_conversations
-from megatron.errors import ConfigError, DataError
+from megatron.errors import ConfigError, DataError, MegatronError
 from megatron.inference.answers import Prompt
 from megatron.inference.generate import DEFAULT_NEW_TOKENS, room
 from megatron.inference.texts import decoded, read_json_lines, read_text, text_of
@@ -80,11 +80,16 @@ def _lines(text: str, name: str) -> list[Text]:
     return [Text(f"{name} line {number}", line.removesuffix("\r")) for number, line in lines if line.strip()]
 
 
+def _wrong(place: str, why: object) -> MegatronError:
+    """An argument is a setting, a line of a file is data."""
+    return (ConfigError if place == FLAG else DataError)(f"{place}: {why}")
+
+
 def _checked(prompt: Text) -> Text:
     try:
         refuse_surrogates(prompt.text)
     except DataError as error:
-        raise DataError(f"{prompt.place}: {error}") from None
+        raise _wrong(prompt.place, error) from None
     return prompt
 
 
@@ -107,8 +112,7 @@ def encoded(
     for one in texts:
         tokens = tokenizer.tokenize_special(one.text) if special else tokenizer.tokenize(one.text)
         if not tokens and not beginning:
-            kind = ConfigError if one.place == FLAG else DataError
-            raise kind(f"{one.place}: an empty prompt has nothing to continue; give at least one token of text")
+            raise _wrong(one.place, "an empty prompt has nothing to continue; give at least one token of text")
         tokens = [*beginning, *(tokens if left is None else tokens[-left:])]
         room(positions, len(tokens), new_tokens, place=one.place)
         found.append(Prompt(one.text, tuple(tokens)))
@@ -124,10 +128,10 @@ def encoded_chats(
         try:
             text, tokens = encoder.prompt(one.messages, one.tools)
         except ChatError as error:
-            raise DataError(f"{one.place}: {error}") from None
+            raise _wrong(one.place, error) from None
         if not tokens:
-            raise DataError(f"{one.place}: the chat template writes nothing for it; use another template")
-        room(positions, len(tokens), new_tokens, place=one.place, shorter="leave messages out")
+            raise _wrong(one.place, "the chat template writes nothing for it; use another template")
+        room(positions, len(tokens), new_tokens, place=one.place, shorter="shorten it")
         found.append(Prompt(text, tuple(tokens)))
     encoder.template.close()
     return found

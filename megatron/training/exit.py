@@ -106,6 +106,7 @@ def _unwritable(directory: Path, error: OSError) -> StorageError:
 _OTHERS_ARE_STOPPED_WITHIN = 4.0
 _AFFECTED_WAITS = 8.0
 _LEAVES_WITHIN = 10.0
+_CLAIM_IS_HELD = 6.0  # longer than the others of the machine wait
 
 
 def run_as_program(body: Callable[[], StopReason]) -> StopReason:
@@ -136,6 +137,8 @@ def _end(error: BaseException) -> None:
     told = as_megatron_error(error)
     if stdout_is_unread():
         forget_stdout()
+    if signal.getsignal(signal.SIGTERM) is not signal.SIG_IGN:  # --exit-signal-handler would let the launcher wait
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
     leaving = Thread(target=_leave_alone, name="leaving", daemon=True)
     leaving.start()
     if isinstance(told, MegatronError):
@@ -224,7 +227,9 @@ def _launch_of_process() -> LaunchInfo | None:
 
 def _say_first_of_machine(error: MegatronError, launch: LaunchInfo) -> None:
     """Prints an error unless another rank of this machine has printed the same one. The rank that prints keeps a name
-    of the kernel's for a while, which others with this error find taken."""
+    of the kernel's for a while, which others with this error find taken. The first rank of the machine goes ahead."""
+    if launch.local_rank != 0:
+        time.sleep(_OTHERS_ARE_STOPPED_WITHIN)
     key = hashlib.sha256(f"{os.getuid()} {launch.master_port} {error.lines}".encode()).hexdigest()[:32]
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as claim:
         try:
@@ -233,7 +238,7 @@ def _say_first_of_machine(error: MegatronError, launch: LaunchInfo) -> None:
             if taken.errno == errno.EADDRINUSE:
                 return
         _print(error, launch.rank, named=launch.rank != 0)
-        time.sleep(_OTHERS_ARE_STOPPED_WITHIN)
+        time.sleep(_CLAIM_IS_HELD)
 
 
 def _print(error: MegatronError, rank: int, *, named: bool) -> None:

@@ -60,7 +60,7 @@ def expected_waits(config: RunConfig, parts: Parts, micro_batches: int, evaluate
     """Of one step on this rank, and an evaluation of so many micro-batches."""
     parallel, moe = parts.engine.parallel, config.moe
     layers = sum(isinstance(module, MoE) for module in parts.engine.model.modules())
-    again = 2 if config.recompute.recompute_granularity == "full" else 1
+    again = 2 if config.recompute.recompute_granularity == "full" or "moe" in config.recompute.modules else 1
     passes = layers * (micro_batches * again + evaluated)
     sent = parallel.ep.size > 1 or parallel.tp.size > 1
     deferred = parallel.pp.size > 1 and config.parallel.schedule == "zero-bubble"

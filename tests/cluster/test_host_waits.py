@@ -65,10 +65,12 @@ class Found:
 def settings(family: dict[str, Any], axes: dict[str, Any], ranks: int, micro_batches: int = 2) -> dict[str, Any]:
     """Few micro-batches (of a pipeline as many as it has stages) and layers; everything else is the suite's."""
     pp = axes.get("pipeline_model_parallel_size", 1)
+    least = axes.get("microbatch_group_size_per_virtual_pipeline_stage", pp)
     model_parallel = pp * axes.get("tensor_model_parallel_size", 1) * axes.get("context_parallel_size", 1)
     ring = axes.get("context_parallel_size", 1) > 1 and axes.get("cp_comm_type", "p2p") == "p2p"
     seq = SHORTER if ring else LONG
     few = few_layers({*family, *axes}, pp, ring)
+    each = max(1 if ring or "num_experts" in family else micro_batches, least)
     if "moe_ffn_hidden_size" in family:
         few["moe_ffn_hidden_size"] = 48  # the grouped product takes it, split over two ranks as well
     return {
@@ -81,7 +83,7 @@ def settings(family: dict[str, Any], axes: dict[str, Any], ranks: int, micro_bat
         "seq_length": seq,
         "max_position_embeddings": seq,
         "micro_batch_size": 1,
-        "global_batch_size": ranks // model_parallel * max(1 if ring or "num_experts" in family else micro_batches, pp),
+        "global_batch_size": ranks // model_parallel * each,
     }
 
 

@@ -230,6 +230,6 @@ def test_planted_tensors_that_nccl_does_not_take() -> None:
         with pytest.raises(
             AssertionError, match=r"\[2, 3\] of torch\.float32 that is not contiguous \(strides \[1, 2\]"
         ):
-            collectives.broadcast(torch.ones(3, 2).t(), dp)
+            collectives.all_reduce(torch.ones(3, 2).t(), dp)
         with pytest.raises(AssertionError, match=r"send over world: .* not contiguous"):
             dist.send(torch.ones(3, 2).t(), 2, dp.group)

@@ -146,7 +146,7 @@ def test_documents_that_are_all_empty_are_refused(workshop: Workshop) -> None:
 def test_a_name_too_long_for_the_file_system(workshop: Workshop) -> None:
     workshop.corpus("in.jsonl", [{"text": "a"}])
     done = workshop.run("--input", "in.jsonl", "--output-prefix", "n" * 300)
-    assert_refused(workshop, done, 2, "nnn: File name too long; choose another")
+    assert_refused(workshop, done, 2, "nnn... (300 characters): File name too long; choose another")
 
 
 def test_an_item_of_an_array_that_comes_by_a_pipe_is_named_so(workshop: Workshop) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from megatron.config.notices import given, spelled
 from megatron.config.run import RunConfig, all_settings
 from megatron.errors import ConfigError
+from megatron.utils.numerals import WIDTH
 
 
 def missing(config: RunConfig) -> list[str]:
@@ -29,6 +30,11 @@ def check_heads(config: RunConfig) -> None:
         raise ConfigError(
             f"{spelled(config, 'hidden_size')} does not divide by {spelled(config, 'num_attention_heads')}; "
             "change one of them, or give the width of a head with --kv-channels"
+        )
+    if model.kv_channels is not None and model.num_attention_heads * model.kv_channels > WIDTH:
+        raise ConfigError(
+            f"{spelled(config, 'num_attention_heads')} {spelled(config, 'kv_channels')}: together wider than {WIDTH}; "
+            "give fewer or narrower heads"
         )
     if model.group_query_attention and model.num_query_groups is None:
         raise ConfigError("--group-query-attention: needs the number of key/value heads; add --num-query-groups N")

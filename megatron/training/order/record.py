@@ -41,13 +41,13 @@ Recordings = dict[str, dict[int, Recording]]
 class RecordError(MegatronError):
     """Why a process could not record its ranks."""
 
-    def __init__(self, text: str, exit_code: int = 2, calls: str = "") -> None:
-        super().__init__(text)
-        self.exit_code, self.calls = exit_code, calls
+    def __init__(self, *lines: str, exit_code: int = 2, calls: str = "") -> None:
+        super().__init__("; ".join(lines))
+        self._lines, self.exit_code, self.calls = lines, exit_code, calls
 
     @property
     def lines(self) -> tuple[str, ...]:
-        return tuple(str(self).splitlines())
+        return self._lines
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class _Answer:
 class _Failure:
     """What a `RecordError` says. An exception itself may lose its message when it is sent between processes."""
 
-    text: str
+    lines: tuple[str, ...]
     exit_code: int
     calls: str
 
@@ -130,7 +130,7 @@ def _answering(
             try:
                 for answer in pool.map(iter(tasks), described=lambda task: task.ranks, noted=lambda note: report()):
                     if isinstance(answer, _Failure):
-                        raise RecordError(answer.text, answer.exit_code, answer.calls)
+                        raise RecordError(*answer.lines, exit_code=answer.exit_code, calls=answer.calls)
                     yield answer
             except WorkerDiedError as death:
                 raise RecordError(
@@ -148,8 +148,8 @@ def _or_failure(recorder: _Recorder, task: _Task, note: Callable[[None], None]) 
     except Exception as error:
         told, calls = as_megatron_error(error), traceback.format_exc()
         if isinstance(told, MegatronError):
-            return _Failure(str(told), told.exit_code, calls)
-        return _Failure(f"{in_one_line(told)}; --traceback shows the calls that led there", 2, calls)
+            return _Failure(told.lines, told.exit_code, calls)
+        return _Failure((f"{in_one_line(told)}; --traceback shows the calls that led there",), 2, calls)
 
 
 @dataclass(frozen=True)

@@ -276,7 +276,8 @@ def test_what_does_not_fit_is_refused(tmp_path: Path, changes: dict[str, Any], m
     "args, message",
     [
         ({"num_layers": 5}, "its args say 5 layers, its files have 4"),
-        ({"num_layers": 10**9}, "its args say 1000000000 layers"),
+        ({"num_layers": 1000}, "its args say 1000 layers"),
+        ({"num_layers": 10**9}, "--num-layers 1000000000: out of range"),
         ({"hidden_size": 48}, "has shape .* on a rank, its args describe"),
         ({"multi_latent_attention": True}, "multi_latent_attention = True, which is not supported"),
         ({"swiglu": True}, "mlp.dense_h_to_4h.weight has shape"),

@@ -220,10 +220,13 @@ def test_verify_tool(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (saved / "latest_checkpointed_iteration.txt").write_text("11")
     assert verify_cli.main([str(saved)]) == 4
     (saved / "latest_checkpointed_iteration.txt").write_text("10")
+    whole = (saved / MODEL).read_bytes()
     (saved / MODEL).write_bytes(b"x")
     assert verify_cli.main([str(saved), "--all"]) == 1
     assert "corrupt" in capsys.readouterr().out
     (saved / STEP / "manifest.json").unlink()
+    assert verify_cli.main([str(saved)]) == 1
+    (saved / MODEL).write_bytes(whole)
     assert verify_cli.main([str(saved)]) == 4
     (saved / STEP / "manifest.json").symlink_to("/etc/hostname")
     assert verify_cli.main([str(saved)]) == 3
