@@ -145,6 +145,26 @@ def parameters(config: ModelConfig, vocab_size: int, moe: MoEConfig | None = Non
     return {parameter.name: parameter for parameter in _in_order(config, vocab_size, moe or MoEConfig())}
 
 
+def counted_rows(
+    config: ModelConfig, vocab_size: int, moe: MoEConfig, layers: Sequence[int], experts: int
+) -> Iterator[tuple[Row, int]]:
+    """Every row, and how many parameters it describes in these layers with so many experts each. Equal layers and
+    experts are counted, not listed."""
+    with_experts = set(moe.expert_layers(config.num_layers))
+    routed = sum(layer in with_experts for layer in layers)
+    before, each, after = _moe_rows(config, moe) if routed else ([], [], [])
+    for rows, count in (
+        (_embedding_rows(config, vocab_size), 1),
+        (_attention_rows(config), len(layers)),
+        (_mlp_rows(config, MLP, config.ffn_size), len(layers) - routed),
+        ([*before, *after], routed),
+        (each, routed * experts),
+        (_norm_rows(config, FINAL_NORM, config.hidden_size), 1),
+        ([] if config.tied else [_vocabulary_row(config, HEAD_TABLE, vocab_size)], 1),
+    ):
+        yield from ((row, count) for row in rows)
+
+
 def _in_order(config: ModelConfig, vocab_size: int, moe: MoEConfig) -> Iterator[Parameter]:
     attention, mlp = _attention_rows(config), _mlp_rows(config, MLP, config.ffn_size)
     with_experts = moe.expert_layers(config.num_layers)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import partial
-from inspect import Parameter, signature
 from math import prod
 
 import torch
 from torch import Tensor, nn
 
-from megatron.config import ParallelConfig
+from megatron.config import MoEConfig, ParallelConfig
 from megatron.config.stages import StageLayers, stage_layers
 from megatron.data_parallel import FullySharded
 from megatron.distributed.shard import ShardSpec, even_ranges
@@ -20,7 +20,7 @@ from megatron.errors import ConfigError
 from megatron.model.factory import ModuleFactory
 from megatron.model.gpt import GPT, Stage
 from megatron.model.inventory import inventory
-from megatron.model.parameters import Row
+from megatron.model.parameters import Parameter, Row, counted_rows
 from megatron.model.passes import Batch, ForwardStep, Passes, SinglePass, shape_of
 from megatron.model.wgrads import WgradQueue, WgradRoute
 from megatron.parallelize.factory import ParallelFactory, Place
@@ -77,7 +77,7 @@ def parallelize(
         check_not_split(model, config)
         return Parallel(model, foreign_specs(model), SinglePass(model, forward_step))
     table, layers = model.table(), stage_layers(model.config.num_layers, config)
-    held, cut = _held(model, layers, state), Cut(state.tp, model.padded_vocab_size, config.splits_sequence)
+    held, cut = _held(model.make.moe, layers, state), Cut(state.tp, model.padded_vocab_size, config.splits_sequence)
     specs = held_specs(table, held, cut, tied=model.config.tied, pp=state.pp)
     rows = {name: table[name].row for name in specs}
     if is_plain(state):
@@ -162,18 +162,29 @@ def stage_fields(part: GPT, pp: Axis) -> Set[str] | None:
     return fields
 
 
-def held_parameters(model: nn.Module, config: ParallelConfig, state: ParallelState) -> int:
-    """The number of parameters that a rank will hold, padding included. Arithmetic on the table: nothing is built."""
+def check_can_be_split(model: nn.Module, config: ParallelConfig, state: ParallelState) -> None:
+    """Rejects a model that `parallelize` would reject in this layout."""
     if not isinstance(model, GPT):
         check_not_split(model, config)
-    if not isinstance(model, GPT) or is_plain(state):
+    elif not is_plain(state):
+        check_unchanged(model, stage_layers(model.config.num_layers, config))
+
+
+def held_parameters(
+    model: nn.Module, config: ParallelConfig, state: ParallelState, moe: MoEConfig | None = None
+) -> int:
+    """The number of parameters that a rank will hold, padding included. Arithmetic on the rows of the table: nothing
+    is built. `moe`: the experts of the whole model, if `model` was made with fewer."""
+    if not isinstance(model, GPT) or (is_plain(state) and moe is None):
         return sum(parameter.numel() for parameter in model.parameters())
-    table, layers = model.table(), stage_layers(model.config.num_layers, config)
-    check_unchanged(model, layers)
-    cut = Cut(state.tp, model.padded_vocab_size, config.splits_sequence)
-    specs = held_specs(table, _held(model, layers, state), cut, tied=model.config.tied, pp=state.pp)
-    rows = {name: table[name].row for name in specs}
-    return sum(prod(cut.stored_shape(rows[name], spec)) for name, spec in specs.items() if rows[name].trained)
+    moe, layers = moe or model.make.moe, stage_layers(model.config.num_layers, config)
+    held, cut = _held(moe, layers, state), Cut(state.tp, model.padded_vocab_size, config.splits_sequence)
+    rows = counted_rows(model.config, model.vocab_size, moe, held.layers, len(held.experts))
+    return sum(
+        count * prod(cut.stored_shape(row, cut.spec(Parameter(row))))
+        for row, count in rows
+        if row.trained and ("{layer}" in row.name or held.has(Parameter(row), tied=model.config.tied))
+    )
 
 
 def is_plain(state: ParallelState) -> bool:
@@ -181,8 +192,8 @@ def is_plain(state: ParallelState) -> bool:
     return state.model.size == state.ep.size == state.cp.size == 1
 
 
-def _held(model: GPT, layers: StageLayers, state: ParallelState) -> Held:
-    ((first, last),) = even_ranges(model.make.moe.num_experts or 0, state.ep.size, state.ep.rank)
+def _held(moe: MoEConfig, layers: StageLayers, state: ParallelState) -> Held:
+    ((first, last),) = even_ranges(moe.num_experts or 0, state.ep.size, state.ep.rank)
     mine = tuple(layer for run in layers.of_rank(state.pp.rank) for layer in run)
     return Held(mine, range(first, last), first=state.pp.rank == 0, last=state.pp.rank == state.pp.size - 1)
 
@@ -244,6 +255,6 @@ def check_unchanged(model: GPT, layers: StageLayers) -> None:
 
 
 def _takes(function: Callable[..., object], *names: str) -> bool:
-    parameters = signature(function).parameters
-    any_name = any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters.values())
+    parameters = inspect.signature(function).parameters
+    any_name = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
     return any_name or set(names) <= parameters.keys()

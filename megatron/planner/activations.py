@@ -118,6 +118,11 @@ def _most_in_flight(config: RunConfig, stage: int, micro_batches: int, chunks: S
         return sum(chunks)
     if parallel.schedule == "gpipe":
         return micro_batches * sum(chunks)
+    if len(set(chunks)) == 1:  # then the first backward pass follows the most forward passes
+        warm_up = ranks - stage - 1
+        if len(chunks) > 1:
+            warm_up = 2 * warm_up + (len(chunks) - 1) * (group or ranks)
+        return chunks[0] * min(warm_up + 1, micro_batches * len(chunks))
     # More micro-batches than this come and go alike.
     few = min(micro_batches, 4 * ranks) if group is None else min(micro_batches, 2 * group + micro_batches % group)
     now = most = 0.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -10,7 +11,7 @@ from torch import nn
 
 from megatron.checkpoint import find_checkpoint
 from megatron.checkpoint.find import find_candidates
-from megatron.config import CheckpointConfig
+from megatron.config import CheckpointConfig, MoEConfig, ParallelConfig
 from megatron.config.blend import data_sources, given_sets
 from megatron.config.refusals import Refusals
 from megatron.config.stages import stage_layers
@@ -19,18 +20,23 @@ from megatron.data.splits import sample_counts
 from megatron.data.validation import sizes_of_sets
 from megatron.distributed.state import ParallelState
 from megatron.layout import Layout
+from megatron.model.gpt import GPT
 from megatron.optimizer import offloads
+from megatron.parallelize import check_can_be_split, held_parameters
 from megatron.planner import copy_bytes, state_bytes
 from megatron.training.batches import check_validation
 from megatron.training.initialize import Run
 from megatron.training.memory import plan_rows
-from megatron.training.model import count_parameters, model_flops
+from megatron.training.model import count_by_stage, model_flops
 from megatron.training.resume import ResumePoint
 from megatron.utils.device import human_bytes
+from megatron.utils.dtype import refuse_complex
 from megatron.utils.foreign import is_hugging_face
 
 _SHOWN = 4
 """Longest list of groups, or of ranks in a group, that is shown whole."""
+_BUILT = 2048
+"""The most experts, of all layers together, of which each is made."""
 
 
 def check_files(run: Run, *, needs_data: bool) -> None:
@@ -92,11 +98,12 @@ def _check_checkpoint(run: Run, directory: Path) -> None:
 def render_plan(run: Run, model_provider: Callable[[Run], nn.Module]) -> str:
     """A few lines; the model is counted on the meta device, so nothing is allocated."""
     config, plan = run.config, run.batch_plan
-    with torch.device("meta"):
-        model = model_provider(run)
-    parameters = sum(p.numel() for p in model.parameters())
+    model, moe = _described(run, model_provider)
+    refuse_complex(model, "the model provider's model")
     layout = config.parallel.layout(run.launch.world_size)
-    by_stage = _parameters_by_stage(run, model, layout)
+    check_can_be_split(model, config.parallel, ParallelState.plan(layout, 0))
+    parameters = held_parameters(model, ParallelConfig(), ParallelState.plan(Layout(1), 0), moe)
+    by_stage = count_by_stage(run, model, moe)
     held = max(by_stage)
     split = layout.size("model") > 1 or layout.ep > 1
     tokens = plan.train_samples * config.data.seq_length
@@ -143,7 +150,7 @@ def render_plan(run: Run, model_provider: Callable[[Run], nn.Module]) -> str:
             + (", in host memory; a layer is on the device when it runs" if on_host else "")
             + (f"; {away:.0%} of the optimizer's state is offloaded" if away else ""),
         ),
-        *plan_rows(run, model),
+        *plan_rows(run, model, moe),
         *(
             [("copy to save", f"{human_bytes(round(copy_bytes(config, held, dp)))} of host memory (--async-save)")]
             if config.checkpoint.async_save
@@ -154,21 +161,18 @@ def render_plan(run: Run, model_provider: Callable[[Run], nn.Module]) -> str:
     return "\n".join(["dry run: all settings are valid", *(f"  {name:<{width}}  {text}" for name, text in rows)])
 
 
-def _parameters_by_stage(run: Run, model: nn.Module, layout: Layout) -> list[int]:
-    """Stages with the same kinds of layers hold equally many parameters, and are counted once."""
-    ranks, total = layout.group_of("pp", 0), run.config.model.num_layers
-    if layout.pp == 1:
-        return [count_parameters(run, lambda _: model, 0)]
-    layers, experts = stage_layers(total, run.config.parallel), run.config.moe.expert_layers(total)
-    known: dict[tuple[bool, bool, int, int], int] = {}
-    counts = []
-    for stage, rank in enumerate(ranks):
-        held = [layer for part in layers.of_rank(stage) for layer in part]
-        kind = (stage == 0, stage == layout.pp - 1, len(held), sum(layer in experts for layer in held))
-        if kind not in known:
-            known[kind] = count_parameters(run, lambda _: model, rank)
-        counts.append(known[kind])
-    return counts
+def _described(run: Run, model_provider: Callable[[Run], nn.Module]) -> tuple[nn.Module, MoEConfig | None]:
+    """The model on the meta device. Experts are equal: if there are very many, a model of ours is made with a few, and
+    the settings that the table counts all of them by come with it."""
+    moe, layers = run.config.moe, run.config.model.num_layers
+    few = max(moe.moe_router_topk, moe.moe_router_num_groups or 1)
+    with torch.device("meta"):
+        if (moe.num_experts or 0) * layers > max(_BUILT, few * layers):
+            fewer = replace(moe, num_experts=few)
+            model = model_provider(replace(run, config=replace(run.config, moe=fewer)))
+            if isinstance(model, GPT) and model.make.moe is fewer:
+                return model, moe
+        return model_provider(run), None
 
 
 def _checkpoints(settings: CheckpointConfig) -> str:

@@ -7,13 +7,12 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from megatron.distributed.state import ParallelState
+from megatron.config import MoEConfig
 from megatron.errors import ConfigError
 from megatron.model.gpt import GPT
-from megatron.parallelize import held_parameters
 from megatron.planner import activation_bytes, state_bytes
 from megatron.training.initialize import Run
-from megatron.training.model import ModelProvider
+from megatron.training.model import ModelProvider, count_by_stage
 from megatron.utils.device import human_bytes
 from megatron.utils.memory_limit import memory_limit
 
@@ -32,21 +31,20 @@ class RankBytes:
         return self.state + self.activations
 
 
-def predicted(run: Run, model: GPT, ranks: Iterable[int]) -> list[RankBytes]:
-    """What each of these ranks needs when it needs most; `model` describes the whole one. Ranks of a pipeline stage
-    need the same."""
+def predicted(run: Run, model: GPT, ranks: Iterable[int], moe: MoEConfig | None = None) -> list[RankBytes]:
+    """What each of these ranks needs when it needs most; `model` describes the whole one, with the experts of `moe` if
+    that is given. Ranks of a pipeline stage need the same."""
     layout, by_stage = run.config.parallel.layout(run.launch.world_size), {}
     stages = [layout.coordinates(rank).pp for rank in ranks]
+    held = count_by_stage(run, model, moe)
     for stage in set(stages):
-        by_stage[stage] = _of_stage(run, model, stage)
+        by_stage[stage] = _of_stage(run, model, stage, held[stage])
     return [by_stage[stage] for stage in stages]
 
 
-def _of_stage(run: Run, model: GPT, stage: int) -> RankBytes:
+def _of_stage(run: Run, model: GPT, stage: int, held: int) -> RankBytes:
     config, plan = run.config, run.batch_plan
     layout = config.parallel.layout(run.launch.world_size)
-    rank = layout.group_of("pp", 0)[stage]
-    held = held_parameters(model, config.parallel, ParallelState.plan(layout, rank))
     activations = activation_bytes(
         config,
         stage,
@@ -58,11 +56,11 @@ def _of_stage(run: Run, model: GPT, stage: int) -> RankBytes:
     return RankBytes(state_bytes(config, held, layout.expert_dp // layout.instances).total, activations.total)
 
 
-def plan_rows(run: Run, model: nn.Module) -> list[tuple[str, str]]:
+def plan_rows(run: Run, model: nn.Module, moe: MoEConfig | None = None) -> list[tuple[str, str]]:
     """The rows of --dry-run about activations; on accelerators, and for a model that is not our GPT, there are none."""
     if run.device.type != "cpu" or run.config.training.skip_train or not isinstance(model, GPT):
         return []
-    needs, limit = predicted(run, model, range(run.launch.world_size)), memory_limit()
+    needs, limit = predicted(run, model, range(run.launch.world_size), moe), memory_limit()
     total = sum(rank.total for rank in needs)
     allows = "" if limit is None else f"; this machine allows {human_bytes(limit)}"
     little = ": too little for them" if limit is not None and total > limit else ""

@@ -7,6 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from megatron.config import MoEConfig
+from megatron.config.stages import stage_layers
 from megatron.data_parallel import broadcast_parameters
 from megatron.distributed.state import ParallelState
 from megatron.errors import ConfigError
@@ -16,6 +18,7 @@ from megatron.model.passes import ForwardStep
 from megatron.parallelize import (
     Parallel,
     await_weights,
+    check_can_be_split,
     divide_weights,
     held_parameters,
     initialise_part,
@@ -56,7 +59,29 @@ def count_parameters(run: Run, model_provider: ModelProvider, rank: int) -> int:
     """The number of parameters that `rank` will hold, padding included. Allocates nothing and communicates with
     nobody."""
     state = ParallelState.plan(run.config.parallel.layout(run.launch.world_size), rank)
-    return held_parameters(_provided(run, model_provider, torch.device("meta")), run.config.parallel, state)
+    model = _provided(run, model_provider, torch.device("meta"))
+    check_can_be_split(model, run.config.parallel, state)
+    return held_parameters(model, run.config.parallel, state)
+
+
+def count_by_stage(run: Run, model: nn.Module, moe: MoEConfig | None = None) -> list[int]:
+    """The parameters that a rank of each pipeline stage will hold. Stages with the same kinds of layers hold equally
+    many and are counted once. `moe`: the experts of the whole model, if `model` was made with fewer."""
+    config, total = run.config.parallel, run.config.model.num_layers
+    layout = config.layout(run.launch.world_size)
+    ranks = layout.group_of("pp", 0)
+    if layout.pp == 1:
+        return [held_parameters(model, config, ParallelState.plan(layout, 0), moe)]
+    layers, experts = stage_layers(total, config), set(run.config.moe.expert_layers(total))
+    known: dict[tuple[bool, bool, int, int], int] = {}
+    counts = []
+    for stage, rank in enumerate(ranks):
+        held = [layer for part in layers.of_rank(stage) for layer in part]
+        kind = (stage == 0, stage == layout.pp - 1, len(held), sum(layer in experts for layer in held))
+        if kind not in known:
+            known[kind] = held_parameters(model, config, ParallelState.plan(layout, rank), moe)
+        counts.append(known[kind])
+    return counts
 
 
 def model_flops(run: Run, model: nn.Module) -> float | None:

@@ -15,7 +15,7 @@ from megatron.model.factory import ModuleFactory
 from megatron.model.gpt import GPT
 from megatron.model.passes import SinglePass
 from megatron.ops import resolve
-from megatron.parallelize import Parallel, held_parameters, parallelize
+from megatron.parallelize import Parallel, check_can_be_split, parallelize
 from megatron.tensor_parallel import ColumnParallelLinear
 from tests.helpers.runs import flags
 
@@ -206,7 +206,7 @@ def test_the_dry_run_refuses_what_the_run_refuses() -> None:
     model, config = plain(), parse_args(flags(**TP2)).parallel
     hooked(model)
     with pytest.raises(ConfigError, match="was changed after it was made"):
-        held_parameters(model, config, ParallelState.plan(config.layout(2), 0))
+        check_can_be_split(model, config, ParallelState.plan(config.layout(2), 0))
 
 
 @pytest.mark.parametrize("rank", [0, 1])
