@@ -162,13 +162,14 @@ def render_plan(run: Run, model_provider: Callable[[Run], nn.Module]) -> str:
 
 
 def _described(run: Run, model_provider: Callable[[Run], nn.Module]) -> tuple[nn.Module, MoEConfig | None]:
-    """The model on the meta device. Experts are equal: if there are very many, a model of ours is made with a few, and
+    """The model on the meta device. Experts are equal: if there are very many, a model of ours is made with one, and
     the settings that the table counts all of them by come with it."""
     moe, layers = run.config.moe, run.config.model.num_layers
-    few = max(moe.moe_router_topk, moe.moe_router_num_groups or 1)
     with torch.device("meta"):
-        if (moe.num_experts or 0) * layers > max(_BUILT, few * layers):
-            fewer = replace(moe, num_experts=few)
+        if (moe.num_experts or 0) * layers > max(_BUILT, layers):
+            fewer = replace(
+                moe, num_experts=1, moe_router_topk=1, moe_router_num_groups=None, moe_router_group_topk=None
+            )
             model = model_provider(replace(run, config=replace(run.config, moe=fewer)))
             if isinstance(model, GPT) and model.make.moe is fewer:
                 return model, moe

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron.config.flag import Need, flag
-from megatron.utils.numerals import LARGEST_WORLD
+from megatron.utils.numerals import LARGEST_WORLD, MOST_PROCESSES
 
 _DEEPSPEED = Need("--deepspeed", lambda run: run.runtime.deepspeed)
 _DEEPSPEED_CONFIG = Need("--deepspeed_config FILE", lambda run: run.runtime.deepspeed_config is not None)
@@ -67,7 +67,10 @@ class CpuConfig:
     matrix products and on the number of threads."""
 
     cpu_threads: int | None = flag(
-        None, "Threads of each rank. Unset: the machine's physical cores divided by its ranks.", at_least=1
+        None,
+        "Threads of each rank. Unset: the machine's physical cores divided by its ranks.",
+        at_least=1,
+        at_most=MOST_PROCESSES,
     )
     cpu_pinning: bool = flag(False, "Pin each rank of a machine to cores of its own.")
     cpu_scheduling: str = flag(
