@@ -82,5 +82,5 @@ def _holder(descriptor: int, path: Path) -> str:
         if signed["host"] == socket.gethostname() and not process_exists(signed["pid"]):
             holder += f", which has ended, but a process that it started has not (`fuser {path}` names it)"
         return holder
-    except (ValueError, KeyError, TypeError, OSError):
+    except (ValueError, KeyError, TypeError, OSError, RecursionError):
         return "another run"

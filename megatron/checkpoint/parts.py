@@ -55,7 +55,7 @@ def collect(folder: Path, ranks: Iterable[int]) -> list[Part]:
         path = _path(folder, rank)
         try:
             found.append(typed(Part, json.loads(path.read_bytes())))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise CheckpointError(f"{path} cannot be read ({error}); all ranks must run the same version") from None
         path.unlink()
     return found

@@ -111,7 +111,7 @@ def load(path: Path, sources: Path = SOURCES) -> Library:
         needs = built["needs_of_cuda"]
         least = None if needs is None else Gpu(_pair(needs["capability"]), _pair(needs["cuda"]))
         record = _Record(built["sha256"], built["machine"], built["without_cuda"], least, *sources_of)
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return Library(f"not usable: {path.with_suffix('.json').name} is missing or damaged; build again: {BUILD}")
     try:
         reason = _why_unusable(path, record, sources)
@@ -172,5 +172,5 @@ def _verified_kernels() -> Mapping[str, str]:
     try:
         record = json.loads(VERIFIED.read_text(encoding="utf-8"))
         return dict(record["verified"]) if record["device_type"] == "cuda" else {}
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return {}

@@ -18,6 +18,7 @@ from megatron.utils.command_line import Parser, integer, run_tool
 
 NAME = "draw_pipeline.py"
 _LANE, _LEFT, _TOP, _WIDTH, _GAP = 34, 70, 46, 1400, 6
+_MOST_PASSES = 100_000
 _COLOURS = {  # by kind and chunk: later chunks are darker
     "F": ((173, 205, 240), (104, 159, 217), (56, 116, 184), (28, 78, 138)),
     "B": ((178, 223, 178), (115, 186, 115), (64, 143, 64), (30, 98, 30)),
@@ -81,6 +82,11 @@ def _simulated(arguments: argparse.Namespace) -> Timeline:
             f"--micro-batches {micro_batches}: --schedule interleaved takes groups of {group or ranks} micro-batches, "
             f"and no group of fewer than --stages {ranks}; give a multiple of {max(group or ranks, ranks)}"
         )
+    if 2 * ranks * micro_batches * chunks > _MOST_PASSES:
+        raise ConfigError(
+            f"--stages {ranks} --micro-batches {micro_batches} --chunks {chunks}: no picture shows more than "
+            f"{_MOST_PASSES} passes; give fewer"
+        )
     backward = 1 if schedule == "zero-bubble" else 2  # without the weight gradients, or with them
     return simulate(schedule_of(schedule, group), ranks, micro_batches, chunks, cost=cost_of_kinds(1, backward, 1))
 
@@ -96,9 +102,10 @@ def _picture(step: Timeline, title: str, path: str, *, measured: bool) -> None:
     pen.text((10, _TOP - 16), "pipeline stage", fill=_INK)
     for rank in range(step.ranks):
         pen.text((10, _TOP + rank * (_LANE + _GAP) + 10), f"stage {rank}", fill=_INK)
+    end = step.end  # the latest of all spans
     for span in step.spans:
-        _box(pen, span, step.end)
-    _time_axis(pen, step.end, bottom, measured=measured)
+        _box(pen, span, end)
+    _time_axis(pen, end, bottom, measured=measured)
     _legend(pen, step, bottom + 56)
     picture.save(path)
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import math
 import re
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -13,10 +13,12 @@ from megatron.errors import ConfigError
 Points = dict[int, float]  # iteration -> value; a resumed run repeats iterations, and the later one counts
 
 _SPLIT = re.compile(r"train|valid|validation-.+")  # the one number of the test split is no curve
-_TRAIN = re.compile(r"(?:^|[ \]])iteration +(\d+)/ *\d+ \|")
-_EVALUATION = re.compile(r"(?:^|[ \]])iteration +(\d+)(?: on validation set(?: \((?P<name>validation-[^|]+)\))?)? \|")
+_TRAIN = re.compile(r"(?:^|[ \]])iteration +([0-9]{1,18})/ *\d+ \|")
+_EVALUATION = re.compile(
+    r"(?:^|[ \]])iteration +([0-9]{1,18})(?: on validation set(?: \((?P<name>validation-[^|]+)\))?)? \|"
+)
 _NAMES_IN_LOGS = {"learning_rate": "learning rate|lr", "mean_lm_loss": "lm loss"}  # the others: a space for each _
-_NUMBER = r"([-+]?(?:[\d.]+(?:[eE][-+]?\d+)?|nan|inf))"
+_NUMBER = r"([-+]?(?:(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?|nan|inf))"
 
 
 @dataclass(frozen=True)
@@ -27,8 +29,8 @@ class Run:
     curves: dict[str, Points] = field(default_factory=dict)
 
     def add(self, split: str, iteration: int, value: float) -> None:
-        if math.isfinite(value):
-            self.curves.setdefault(split, {})[iteration] = value
+        if -sys.float_info.max <= value <= sys.float_info.max:
+            self.curves.setdefault(split, {})[iteration] = float(value)
 
 
 def read_metrics(path: Path, value: str) -> Run:
@@ -37,13 +39,13 @@ def read_metrics(path: Path, value: str) -> Run:
     for number, line in enumerate(_lines("--metrics-jsonl", path), start=1):
         try:
             row = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise _unusable("--metrics-jsonl", path, f"line {number} is not a JSON object ({error})") from None
         if not isinstance(row, dict):
             raise _unusable("--metrics-jsonl", path, f"line {number} is not a JSON object")
         split, iteration, y = str(row.get("split")), row.get("iteration"), row.get(value)
         if _SPLIT.fullmatch(split) and isinstance(iteration, int) and isinstance(y, int | float):
-            run.add(split, iteration, float(y))
+            run.add(split, iteration, y)
     return _with_points("--metrics-jsonl", path, value, run)
 
 

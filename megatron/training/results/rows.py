@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from megatron.errors import ConfigError
+from megatron.utils.typed import typed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,8 +20,8 @@ class Row:
     size: str
     devices: str
     samples_per_second: float | None
-    perplexity: float | None
-    steps: int | None
+    perplexity: float | None = None
+    steps: int | None = None
     published: bool = False
 
 
@@ -34,8 +36,8 @@ def row_of_run(size: str, devices: str, path: Path) -> Row:
     """samples/s is the median of the logged intervals, the first left out where there are others (it warms up);
     the perplexity is that of the last evaluation of the validation split."""
     lines = list(_last_run(_objects(path)))
-    trained = [float(line["samples_per_second"]) for line in lines if "samples_per_second" in line]
-    evaluated = [float(line["lm_loss_ppl"]) for line in lines if line.get("split") == "valid"]
+    trained = [_number(path, line, "samples_per_second") for line in lines if "samples_per_second" in line]
+    evaluated = [_number(path, line, "lm_loss_ppl") for line in lines if line.get("split") == "valid"]
     if not trained and not evaluated:
         raise _unusable("--run", path, "no line with samples/s or a perplexity")
     return Row(
@@ -43,27 +45,28 @@ def row_of_run(size: str, devices: str, path: Path) -> Row:
         devices=devices,
         samples_per_second=median(trained[1:] or trained) if trained else None,
         perplexity=evaluated[-1] if evaluated else None,
-        steps=max(int(line["iteration"]) for line in lines),
+        steps=max(line["iteration"] for line in lines),
     )
 
 
 def read_published(path: Path) -> Published:
     try:
-        content = json.loads(_text("--published", path))
-        rows = tuple(
-            Row(
-                size=str(row["size"]),
-                devices=str(row["devices"]),
-                samples_per_second=float(row["samples_per_second"]),
-                perplexity=row.get("perplexity"),
-                steps=row.get("steps"),
-                published=True,
-            )
-            for row in content["rows"]
-        )
-        return Published(str(content["source"]), rows)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise _unusable("--published", path, f"no source with rows ({type(error).__name__}: {error})") from None
+        found = typed(Published, json.loads(_text("--published", path)))
+        for row in found.rows:
+            if not all(
+                0 <= value < math.inf for value in (row.samples_per_second, row.perplexity) if value is not None
+            ):
+                raise ValueError(f"the row of {row.size[:100]}: a rate or a perplexity is not a positive number")
+        return replace(found, rows=tuple(replace(row, published=True) for row in found.rows))
+    except (ValueError, RecursionError) as error:
+        raise _unusable("--published", path, f"no source with rows ({error})") from None
+
+
+def _number(path: Path, line: dict[str, Any], name: str) -> float:
+    value = line.get(name)
+    if isinstance(value, bool) or not isinstance(value, int | float) or abs(value) > sys.float_info.max:
+        raise _unusable("--run", path, f"iteration {line['iteration']}: {name} is {str(value)[:100]}, not a number")
+    return float(value)
 
 
 def _last_run(lines: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
@@ -83,9 +86,9 @@ def _objects(path: Path) -> Iterator[dict[str, Any]]:
     for number, text in enumerate(_text("--run", path).splitlines(), start=1):
         try:
             line = json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             line = None
-        if not isinstance(line, dict) or not isinstance(line.get("iteration"), int):
+        if not isinstance(line, dict) or type(line.get("iteration")) is not int:
             raise _unusable("--run", path, f"line {number} is no record of an iteration")
         yield line
 

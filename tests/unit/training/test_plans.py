@@ -1,4 +1,4 @@
-"""`--dry-run` counts equal layers, stages and experts instead of making them, and plans settings of any accepted size."""
+"""`--dry-run` counts equal layers, stages and experts instead of making them, and plans every accepted size."""
 
 from __future__ import annotations
 
