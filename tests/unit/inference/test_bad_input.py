@@ -10,9 +10,12 @@ from typing import Any
 
 import pytest
 
+from megatron.errors import ConfigError, DataError, MegatronError
 from megatron.inference.model import Subject
+from megatron.inference.prompts import Chat, encoded_chats
 from megatron.inference.text_stream import TextStream
 from megatron.tokenizer import Tokenizer
+from megatron.tokenizer.chat.template import ChatError
 from megatron.tokenizer.export import bpe_file_texts, write_files
 from megatron.tokenizer.train import train_bpe
 from tests.helpers.runs import generate_here
@@ -109,6 +112,18 @@ def test_the_tokenizer_of_another_model_is_named(load: Path, tmp_path: Path, cap
     own = ["--vocab-file", tmp_path / "vocab.json", "--merge-file", tmp_path / "merges.txt"]
     assert generate_here("--load", load, "--prompt", "x", *own) == 2
     assert_said(told(capsys), r"fingerprint [0-9a-f]{12}\) is not the model's")
+
+
+@pytest.mark.parametrize(("place", "kind"), [("--prompt", ConfigError), ("a.jsonl, line 1", DataError)])
+def test_a_conversation_that_the_template_refuses_is_a_setting_or_data(place: str, kind: type[MegatronError]) -> None:
+    def refuses(*_: Any) -> Any:
+        raise ChatError("roles must alternate")
+
+    for prompt, why in ((refuses, "roles must alternate"), (lambda *_: ("", ()), "the chat template writes nothing")):
+        encoder: Any = SimpleNamespace(prompt=prompt)
+        with pytest.raises(kind) as caught:
+            encoded_chats([Chat(place, ({"role": "user", "content": "x"},), None)], encoder, positions=8, new_tokens=1)
+        assert type(caught.value) is kind and str(caught.value).startswith(f"{place}: {why}")
 
 
 def test_lines_of_standard_input_are_prompts_and_long_ones_are_cut_on_request(
