@@ -9,7 +9,7 @@ import re
 from collections.abc import Sequence
 
 # With one slash, too: a Path of a URL loses the other.
-_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*:/{1,2})([^\s'\"<>]*[^\s'\"<>:;,.)])")
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]{0,30}:/{1,2})([^\s'\"<>]*[^\s'\"<>:;,.)])")
 
 
 def without_secrets(text: str) -> str:
