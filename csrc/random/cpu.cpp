@@ -13,34 +13,20 @@ using random::kPerBlock;
 
 constexpr int64_t kWords = 512;  // worked on at a time: words and values stay in the first cache
 constexpr int64_t kValues = 2 * kWords;
-constexpr int64_t kGroup = 8;  // words: those of one vector at its widest
 constexpr int64_t kWorthAThread = 1 << 15;  // values
 
-// The values of `words` words from the beginning of a block on. The words of the next group are made beside the values of
-// this one: they wait for other units of the processor.
+// The values of `words` words from the beginning of a block on.
 void draw(const RandomValues& a, int64_t block, int64_t words, float* __restrict values) {
-  alignas(64) uint64_t made[kWords + kGroup];
+  alignas(64) uint64_t made[kWords];
+  // numpy counts before it computes: word i is one of the four of counter i / 4 + 1.
+  for (int64_t at = 0; at < words; at += kPerBlock) random::philox(uint64_t(block + at / kPerBlock) + 1, a.key, made + at);
   const double scale = a.scale;
-  const auto make = [&](int64_t from, int64_t end) {
-    // numpy counts before it computes: word i is one of the four of counter i / 4 + 1.
-    for (int64_t at = from; at < end; at += kPerBlock) {
-      random::philox(uint64_t(block + at / kPerBlock) + 1, a.key, made + at);
-    }
-  };
-  const auto draw_groups = [&](auto pair) {
-    const int64_t whole = words / kGroup * kGroup;
-    make(0, kGroup);
-    for (int64_t at = 0; at < whole; at += kGroup) {
-      make(at + kGroup, at + 2 * kGroup);
-#pragma omp simd
-      for (int64_t i = at; i < at + kGroup; ++i) pair(made[i], scale, values[2 * i], values[2 * i + 1]);
-    }
-    for (int64_t i = whole; i < words; ++i) pair(made[i], scale, values[2 * i], values[2 * i + 1]);
-  };
   if (a.normal) {
-    draw_groups([](auto&&... each) { random::normal_pair(each...); });
+#pragma omp simd
+    for (int64_t i = 0; i < words; ++i) random::normal_pair(made[i], scale, values[2 * i], values[2 * i + 1]);
   } else {
-    draw_groups([](auto&&... each) { random::uniform_pair(each...); });
+#pragma omp simd
+    for (int64_t i = 0; i < words; ++i) random::uniform_pair(made[i], scale, values[2 * i], values[2 * i + 1]);
   }
 }
 
