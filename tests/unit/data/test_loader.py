@@ -8,7 +8,6 @@ import random
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -169,20 +168,24 @@ class StoppingDataset(MockDataset):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_a_stopped_worker_is_named_until_it_goes_on(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_stopped_worker_is_named_until_it_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """Training waits: whoever has stopped it may be at work in a debugger."""
+    lines: list[str] = []
+
+    def read(line: str, _stream: object) -> None:
+        """Does at the second reading what the line says: no sooner has the worker stopped for certain."""
+        lines.append(line)
+        if len(lines) == 2:
+            os.kill(int(line.split("kill -CONT ")[1].split()[0]), signal.SIGCONT)
+
+    monkeypatch.setattr("megatron.data.loader.print_line", read)
     monkeypatch.setattr("megatron.data.loader._STOPPED_AFTER", 0.1)
     monkeypatch.setattr("megatron.data.loader._STOPPED_EVERY", 0.1)
     batches = loader(StoppingDataset(size=50, seq_length=4, vocab_size=9, seed=0, split=0), num_workers=1)
     (worker,) = batches.workers
     next(batches), next(batches)
-    assert worker.pid is not None
-    threading.Timer(0.5, os.kill, (worker.pid, signal.SIGCONT)).start()
     assert next(batches)["sample_ids"].tolist() == [4, 5]
     batches.close()
-    lines = capsys.readouterr().err.splitlines()
     assert len(lines) > 1 and set(lines) == {
         f"warning: data worker {worker.pid} is stopped (SIGSTOP, or a debugger), and all wait for it: "
         f"kill -CONT {worker.pid} lets it go on"

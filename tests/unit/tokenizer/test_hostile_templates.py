@@ -6,11 +6,11 @@ The first table runs with small limits; `test_the_limits_of_a_run` has those of 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import resource
 import signal
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -219,20 +219,26 @@ def test_a_process_that_begins_with_anything_else(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").is_file(), reason="reads /proc")
-def test_a_stopped_process_is_named_until_it_goes_on(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_stopped_process_is_named_until_it_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """Longer than what a pipe holds: the request waits for the process, too."""
     monkeypatch.setattr(chat_template, "_STOPPED_AFTER", 0.1)
+    lines: list[str] = []
+
+    class Reader(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(record.getMessage())
+            os.kill(number, signal.SIGCONT)
+
     template = made("{{ messages[0].content }}", Limits())
     template.check()
-    number = process_of(template)
-    os.kill(number, signal.SIGSTOP)
-    timer = threading.Timer(0.5, os.kill, (number, signal.SIGCONT))
-    timer.start()
-    assert rendered(template, chat("x" * MIB))[0].text == "x" * MIB
-    timer.join()
-    (line,) = [record.getMessage() for record in caplog.records]
+    number, log, reader = process_of(template), logging.getLogger(chat_template.__name__), Reader()
+    log.addHandler(reader)
+    try:
+        os.kill(number, signal.SIGSTOP)
+        assert rendered(template, chat("x" * MIB))[0].text == "x" * MIB
+    finally:
+        log.removeHandler(reader)
+    (line,) = lines
     assert line.startswith("the chat template in F: its worker") and line.endswith(f"kill -CONT {number} lets it go on")
 
 
