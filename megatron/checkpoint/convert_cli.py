@@ -20,7 +20,7 @@ from megatron.utils.renamed_tools import converting
 
 if TYPE_CHECKING:
     from megatron.checkpoint.found_step import FoundStep
-    from megatron.checkpoint.megatron_lm.write import Target
+    from megatron.checkpoint.megatron_lm.write import TargetLayout
 
 
 def parser(*, check: bool = False) -> Parser:
@@ -164,12 +164,12 @@ def _refuse_targets(arguments: argparse.Namespace) -> None:
 
 
 def to_megatron(arguments: argparse.Namespace) -> None:
-    from megatron.checkpoint.megatron_lm.write import Target, to_megatron
+    from megatron.checkpoint.megatron_lm.write import TargetLayout, to_megatron
 
     taken = arguments.save.exists() and (not arguments.save.is_dir() or any(arguments.save.iterdir()))
     if taken and not arguments.overwrite:
         raise ConfigError(f"--save {arguments.save}: exists already; give another directory, or --overwrite")
-    target = Target(
+    target = TargetLayout(
         1 if arguments.target_tensor_parallel_size is None else arguments.target_tensor_parallel_size,
         1 if arguments.target_pipeline_parallel_size is None else arguments.target_pipeline_parallel_size,
         arguments.megatron_names or "classic",
@@ -196,7 +196,7 @@ def from_megatron(arguments: argparse.Namespace) -> None:
 
 
 @contextmanager
-def _ours(arguments: argparse.Namespace, target: Target) -> Iterator[FoundStep]:
+def _ours(arguments: argparse.Namespace, target: TargetLayout) -> Iterator[FoundStep]:
     """A Hugging Face model becomes a checkpoint of ours first, beside --save, which is removed again. What `target`
     cannot be is refused before that."""
     if arguments.source != "hf":

@@ -36,7 +36,7 @@ class TaskOptions:
     output: str | None = None
 
 
-class Task(Protocol):
+class ScoringTask(Protocol):
     """Rows to score, and what their scores mean."""
 
     @property
@@ -71,7 +71,7 @@ def measure(subject: Subject, task_options: TaskOptions) -> dict[str, Any]:
     return _report(subject, task_options, task.result(scores), progress)
 
 
-def _task(subject: Subject, options: TaskOptions) -> tuple[Task, Sequence[str]]:
+def _task(subject: Subject, options: TaskOptions) -> tuple[ScoringTask, Sequence[str]]:
     data, tokenizer, window = Path(options.data), subject.tokenizer, subject.window
     if options.task != "perplexity":
         refuse_tokens(data, options.task)
@@ -105,7 +105,7 @@ def fit_to(window: int, *, truncate: bool) -> Fit:
     return fit
 
 
-def _check_same(task: Task, subject: Subject) -> None:
+def _check_same(task: ScoringTask, subject: Subject) -> None:
     """Ranks read the files themselves: other files, or another tokenizer, would give numbers that mean nothing."""
     digest = hashlib.sha256()
     for row in task.rows:

@@ -14,7 +14,7 @@ from megatron.checkpoint import paths
 from megatron.checkpoint.architecture import model_config, moe_config
 from megatron.checkpoint.manifest import Manifest, Slice, TensorRecord
 from megatron.checkpoint.megatron_lm import classic_tree, optimizer_state
-from megatron.checkpoint.megatron_lm.classic_tree import ClassicTree, Place
+from megatron.checkpoint.megatron_lm.classic_tree import ClassicTree, SliceLocation
 from megatron.checkpoint.megatron_lm.settings import read_settings, true_vocabulary
 from megatron.checkpoint.member_checks import MemberChecks
 from megatron.checkpoint.reader import StepReader
@@ -149,7 +149,7 @@ def refuse_unknown(directory: Path, names: Iterable[str]) -> None:
 def _table_rows(tree: ClassicTree) -> int:
     rows = 0
     for tp in range(tree.tp):
-        at = classic_tree.Coordinates(tp, 0, 0)
+        at = classic_tree.ModelRank(tp, 0, 0)
         table = tree.chunks[at][0].tensors.get(WORD_TABLE)
         if table is None:
             raise CheckpointError(f"{tree.directory} has no {WORD_TABLE} on its first stage")
@@ -162,9 +162,9 @@ def _weights(
     wanted: Mapping[str, Parameter],
     moe: MoEConfig,
     sources: dict[tuple[str, tuple[str, ...]], Callable[[], Tensor]],
-) -> tuple[dict[str, TensorRecord], dict[str, dict[Slice, Place]]]:
+) -> tuple[dict[str, TensorRecord], dict[str, dict[Slice, SliceLocation]]]:
     records: dict[str, TensorRecord] = {}
-    places: dict[str, dict[Slice, Place]] = {}
+    places: dict[str, dict[Slice, SliceLocation]] = {}
     for name, parameter in wanted.items():
         records[name], places[name] = tree.record(parameter, moe.num_experts or 1)
         for piece, place in places[name].items():
@@ -173,11 +173,11 @@ def _weights(
     return records, places
 
 
-def classic_chunk(tree: ClassicTree, place: Place) -> classic_tree.Chunk:
+def classic_chunk(tree: ClassicTree, place: SliceLocation) -> classic_tree.ModelChunk:
     return next(chunk for chunk in tree.chunks[place.at] if chunk.key == place.chunk)
 
 
-def _source(tree: ClassicTree, parameter: Parameter, place: Place, stored: Any) -> Callable[[], Tensor]:
+def _source(tree: ClassicTree, parameter: Parameter, place: SliceLocation, stored: Any) -> Callable[[], Tensor]:
     return lambda: tree.ours(parameter, tree.files[place.at].tensor(stored))
 
 
@@ -185,7 +185,7 @@ def _optimizer(
     tree: ClassicTree,
     wanted: Mapping[str, Parameter],
     records: Mapping[str, TensorRecord],
-    places: Mapping[str, Mapping[Slice, Place]],
+    places: Mapping[str, Mapping[Slice, SliceLocation]],
     sources: dict[tuple[str, tuple[str, ...]], Callable[[], Tensor]],
 ) -> dict[str, dict[str, TensorRecord]]:
     """Records of the optimizer's tensors, each split as its weight is."""
@@ -214,7 +214,7 @@ def _optimizer(
     return found
 
 
-def _entry_source(tree: ClassicTree, parameter: Parameter, entry: optimizer_state.Entry) -> Callable[[], Tensor]:
+def _entry_source(tree: ClassicTree, parameter: Parameter, entry: optimizer_state.StoredTensor) -> Callable[[], Tensor]:
     return lambda: tree.ours(parameter, entry.tensor())
 
 

@@ -65,7 +65,7 @@ def read_deepspeed(
         name = str(source)
         with found.of_reading():
             content = read_json(name)
-    reading = Reading(name, found, stronger)
+    reading = FileReading(name, found, stronger)
     reading.walk("", without_booleans(content))
     for decide in DECISIONS:
         with reading.naming(*_LEFT_UNKNOWN.get(decide, ())):
@@ -76,7 +76,7 @@ def read_deepspeed(
 
 
 @dataclass
-class Reading:
+class FileReading:
     """A configuration while it is read."""
 
     name: str

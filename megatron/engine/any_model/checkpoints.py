@@ -29,7 +29,7 @@ from megatron.distributed.messages import all_gather_json, broadcast_json
 from megatron.distributed.rng import get_rng_state, set_rng_state
 from megatron.distributed.shard import Range, ShardSpec
 from megatron.engine.any_model.plain import decoded, encoded
-from megatron.engine.any_model.ranks import Place
+from megatron.engine.any_model.ranks import RankPlacement
 from megatron.engine.any_model.settings import EngineSettings
 from megatron.errors import CheckpointError, ConfigError, StorageError
 from megatron.optimizer import Optimizer
@@ -55,7 +55,7 @@ class Saved(Protocol):
     module: nn.Module
     lr_scheduler: Any
     settings: EngineSettings
-    place: Place
+    place: RankPlacement
     log: RankLog
 
     @property

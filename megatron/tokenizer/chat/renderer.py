@@ -34,7 +34,7 @@ Texts = list[tuple[str, list[tuple[int, int]]]]
 """Each text, and where the assistant's answers begin and end in it."""
 
 
-class LimitError(Exception):
+class OutputLimitError(Exception):
     """The output is larger than its limit."""
 
 
@@ -138,7 +138,7 @@ def bounded(pieces: Iterable[str], most: int) -> str:
     for piece in pieces:
         length += len(piece)
         if length > most:
-            raise LimitError
+            raise OutputLimitError
         kept.append(piece)
     return "".join(kept)
 
@@ -186,13 +186,13 @@ def attempt(seconds: int, most: int, work: Callable[[], Any]) -> bytes:
     try:
         answer = as_bytes(work())
         if len(answer) > most:
-            raise LimitError
+            raise OutputLimitError
         return answer
     except MemoryError:
         return _failure("memory")
     except RecursionError as error:
         return _failure("endless", type(error).__name__)
-    except LimitError:
+    except OutputLimitError:
         return _failure("output")
     except UnknownAnswerError as error:
         return _failure("unknown", str(error))

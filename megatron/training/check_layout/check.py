@@ -21,7 +21,15 @@ from megatron.errors import ConfigError, ReplicaError
 from megatron.ops.select import resolve
 from megatron.training.assemble import assemble
 from megatron.training.check_layout import faults
-from megatron.training.check_layout.outcome import Difference, Outcome, differences, join, read, train_outcome, written
+from megatron.training.check_layout.outcome import (
+    Difference,
+    RunOutcome,
+    differences,
+    join,
+    read,
+    train_outcome,
+    written,
+)
 from megatron.training.check_layout.ranks import run_ranks
 from megatron.training.check_layout.settings import alone, changes, is_large, ranks_of, reproducible, shrink
 from megatron.training.exit import in_one_line
@@ -111,7 +119,7 @@ def _with_kernels_of_a_cpu(config: RunConfig, introduction: list[str]) -> RunCon
 
 def _train(
     options: argparse.Namespace, script: ModuleType, config: RunConfig, ranks: int, *, fault: str | None = None
-) -> Outcome | ReplicaError:
+) -> RunOutcome | ReplicaError:
     """A few steps in fp64 and silently, with a planted fault if one is named. The error: replicas that differ."""
 
     def body(rank: int) -> bytes:
@@ -152,7 +160,7 @@ def load_script(path: str | None) -> ModuleType:
 # ---------------------------------------------------------------- what is printed of the comparison
 
 
-def _other_samples(got: Outcome, expected: Outcome, data: DataConfig) -> str | None:
+def _other_samples(got: RunOutcome, expected: RunOutcome, data: DataConfig) -> str | None:
     """Why nothing else can be equal: the two runs did not read the same samples."""
     steps = zip(got.samples, expected.samples, strict=True)
     step = next((number for number, (ours, theirs) in enumerate(steps, 1) if ours != theirs), None)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron.training.curves.read import Run
+from megatron.training.curves.read import LoggedRun
 from megatron.utils import picture
 
 if TYPE_CHECKING:
@@ -16,11 +16,11 @@ _MARKERS = "os^Dv"
 """Of the validation sets of a run, from the first on again."""
 
 
-def write_picture(runs: Sequence[Run], value: str, output: Path) -> None:
+def write_picture(runs: Sequence[LoggedRun], value: str, output: Path) -> None:
     picture.write_picture(lambda: build_figure(runs, value), output)
 
 
-def build_figure(runs: Sequence[Run], value: str) -> Figure:
+def build_figure(runs: Sequence[LoggedRun], value: str) -> Figure:
     from matplotlib.figure import Figure  # no pyplot: nothing is shown, so no screen is asked for
 
     figure = Figure(figsize=(9, 5.5), layout="constrained")

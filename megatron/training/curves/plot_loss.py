@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron.errors import ConfigError
 from megatron.training.curves.picture import write_picture
-from megatron.training.curves.read import Run, read_log, read_metrics
+from megatron.training.curves.read import LoggedRun, read_log, read_metrics
 from megatron.training.curves.terminal import draw
 from megatron.utils.command_line import Parser, integer, run_tool
 
@@ -59,7 +59,7 @@ def _plot(arguments: argparse.Namespace) -> None:
     runs = [read_metrics(path, arguments.value) for path in arguments.metrics_jsonl]
     runs += [read_log(path, arguments.value) for path in arguments.log]
     if arguments.names:
-        runs = [Run(name, run.curves) for name, run in zip(arguments.names, runs, strict=True)]
+        runs = [LoggedRun(name, run.curves) for name, run in zip(arguments.names, runs, strict=True)]
     if arguments.output is not None:
         write_picture(runs, arguments.value, arguments.output)
         print(f"{arguments.output}: {arguments.value} of {', '.join(run.name for run in runs)}")

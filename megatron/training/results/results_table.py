@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megatron.errors import ConfigError
 from megatron.training.results.picture import write_picture
-from megatron.training.results.rows import Published, Row, read_published, row_of_run
+from megatron.training.results.rows import Published, SizeResult, read_published, row_of_run
 from megatron.utils.command_line import Parser, run_tool
 
 NAME = "results_table.py"
@@ -43,7 +43,7 @@ def _show(arguments: argparse.Namespace) -> None:
         print(f"{arguments.output}: the same as a picture")
 
 
-def render(rows: Sequence[Row], source: str) -> str:
+def render(rows: Sequence[SizeResult], source: str) -> str:
     cells = [_COLUMNS, *(_cells(row) for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
@@ -55,7 +55,7 @@ def render(rows: Sequence[Row], source: str) -> str:
     return "\n".join([*lines, *([f"published: {source}."] if source else [])])
 
 
-def _cells(row: Row) -> tuple[str, ...]:
+def _cells(row: SizeResult) -> tuple[str, ...]:
     return (
         row.size,
         row.devices,

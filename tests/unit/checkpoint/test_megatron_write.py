@@ -18,7 +18,7 @@ from megatron.checkpoint.architecture import model_config
 from megatron.checkpoint.hf import convert as hf_convert
 from megatron.checkpoint.megatron_lm import names as mapped
 from megatron.checkpoint.megatron_lm.settings import read_settings, their_args
-from megatron.checkpoint.megatron_lm.write import Target, to_megatron
+from megatron.checkpoint.megatron_lm.write import TargetLayout, to_megatron
 from megatron.config import ModelConfig, MoEConfig
 from megatron.errors import CheckpointError, ConfigError
 from megatron.model import rope
@@ -218,7 +218,7 @@ def test_yarn_for_a_part_of_the_head_is_told(tmp_path: Path) -> None:
     model = {**found.manifest.config["model"], "position_embedding_type": "yarn", "yarn_factor": 4.0}
     found = replace(found, manifest=replace(found.manifest, config={**found.manifest.config, "model": model}))
     said: list[str] = []
-    to_megatron(found, tmp_path / "out", Target(names="core"), log=said.append)
+    to_megatron(found, tmp_path / "out", TargetLayout(names="core"), log=said.append)
     assert any("no YaRN for a part of the head: it would compute another function" in line for line in said)
 
 
@@ -249,7 +249,7 @@ def test_a_model_without_a_place_there_is_refused(tmp_path: Path) -> None:
         config, experts = SimpleNamespace(num_layers=4), SimpleNamespace(expert_layers=lambda count: [0])
         row = SimpleNamespace(name=parameter, layer=0, expert=None)
         with pytest.raises(ConfigError, match=f"has no place in Megatron-LM's classic names; {way_out}"):
-            Target().name_of(row, 0, config, experts)  # type: ignore[arg-type]
+            TargetLayout().name_of(row, 0, config, experts)  # type: ignore[arg-type]
 
 
 def test_core_makes_the_output_projection_first(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from PIL import Image
 
 from megatron.errors import ConfigError
 from megatron.training.curves.picture import build_figure, write_picture
-from megatron.training.curves.read import Run, read_log, read_metrics
+from megatron.training.curves.read import LoggedRun, read_log, read_metrics
 from tests.helpers.runs import flags, pretrain_here
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -136,8 +136,8 @@ def test_a_log_holds_the_curves_of_the_metrics_file(form: str, value: str, tmp_p
 
 def test_a_picture_of_several_runs_names_axes_and_runs(tmp_path: Path) -> None:
     runs = [
-        Run("first", {"train": {1: 4.0, 2: 3.0, 4: 2.0}, "valid": {4: 2.5}}),
-        Run("second", {"train": {2: 1.0, 1: 5.0}}),
+        LoggedRun("first", {"train": {1: 4.0, 2: 3.0, 4: 2.0}, "valid": {4: 2.5}}),
+        LoggedRun("second", {"train": {2: 1.0, 1: 5.0}}),
     ]
     (axes,) = build_figure(runs, "lm_loss").axes
     assert (axes.get_xlabel(), axes.get_ylabel()) == ("iteration", "lm loss")
@@ -180,12 +180,12 @@ def test_refused(arguments: list[str], named: str) -> None:
 def test_without_matplotlib_one_line_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ConfigError, match=r"--output .*x.png: drawing needs matplotlib, .* install matplotlib"):
-        write_picture([Run("a", {"train": {1: 1.0}})], "lm_loss", tmp_path / "x.png")
+        write_picture([LoggedRun("a", {"train": {1: 1.0}})], "lm_loss", tmp_path / "x.png")
 
 
 def test_a_folder_that_is_not_there_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"x.png: cannot be written \(No such file or directory\)"):
-        write_picture([Run("a", {"train": {1: 1.0}})], "lm_loss", tmp_path / "nowhere" / "x.png")
+        write_picture([LoggedRun("a", {"train": {1: 1.0}})], "lm_loss", tmp_path / "nowhere" / "x.png")
 
 
 def test_a_misspelt_flag_is_one_line() -> None:
