@@ -25,7 +25,7 @@ from megatron.data.sft.sources import ConversationSources
 from megatron.data.source_datasets import OwnDataset, SourceDatasets, SourceSlice
 from megatron.data.sources import Sources, check_border_flag
 from megatron.data.splits import split_bounds
-from megatron.data.table import MixtureRow, abbreviated, refuse_repeated, render, warn_repeated
+from megatron.data.table import MixtureRow, abbreviated, refuse_repeated, render_mixture, warn_repeated
 from megatron.data.validation import empty_set
 from megatron.errors import ConfigError, DataError
 
@@ -136,12 +136,12 @@ class _Builder:
             train,
             valid,
             test,
-            render(abbreviated(self.rows)),
+            render_mixture(abbreviated(self.rows)),
             notes,
             self.sources.fingerprint(self._mixture()),
             self.sources.contents(),
             tuple(warn_repeated(self.rows)),
-            render(self.rows),
+            render_mixture(self.rows),
             sets,
         )
 

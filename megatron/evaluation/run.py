@@ -77,13 +77,15 @@ def _task(subject: Subject, options: TaskOptions) -> tuple[ScoringTask, Sequence
         refuse_tokens(data, options.task)
     if options.task == "lambada":
         fit = fit_to(window, truncate=options.truncate_prompts)
-        return lambada.plan(data, tokenizer, fit, strict=options.strict_lambada, json_key=options.json_key), ()
+        return lambada.plan_passages(data, tokenizer, fit, strict=options.strict_lambada, json_key=options.json_key), ()
     if options.task == "choices":
-        chosen = choices.plan(data, tokenizer, fit_to(window, truncate=options.truncate_prompts))
+        chosen = choices.plan_choices(data, tokenizer, fit_to(window, truncate=options.truncate_prompts))
         return chosen, chosen.notes
     documents = read_documents(data, tokenizer, json_key=options.json_key, wikitext=options.detokenize == "wikitext")
     prefix = tokenizer.eod if options.score_first_token else None
-    found = perplexity.plan(documents, window=window, stride=options.overlapping_eval, prefix=prefix, data=options.data)
+    found = perplexity.plan_windows(
+        documents, window=window, stride=options.overlapping_eval, prefix=prefix, data=options.data
+    )
     return found, perplexity.notes(found, window, options.data)
 
 

@@ -15,7 +15,7 @@ from megatron.checkpoint.architecture import model_config, moe_config
 from megatron.checkpoint.manifest import Manifest, Slice, TensorRecord
 from megatron.checkpoint.megatron_lm import classic_tree, optimizer_state
 from megatron.checkpoint.megatron_lm.classic_tree import ClassicTree, SliceLocation
-from megatron.checkpoint.megatron_lm.settings import read_settings, true_vocabulary
+from megatron.checkpoint.megatron_lm.settings import settings_from_args, true_vocabulary
 from megatron.checkpoint.member_checks import MemberChecks
 from megatron.checkpoint.reader import StepReader
 from megatron.checkpoint.torch_files import TorchFile, plain_values
@@ -105,7 +105,7 @@ def open_classic(directory: Path, checks: MemberChecks | None) -> ForeignStep | 
     tree = classic_tree.open_tree(directory, checks)
     if "has_manifest" in tree.first.content:
         return None
-    settings = read_settings(tree.args, directory, core=tree.is_core)
+    settings = settings_from_args(tree.args, directory, core=tree.is_core)
     config, moe = model_config(settings["model"]), moe_config(settings)
     check_size(directory, config, moe, tree.layers())
     rows = _table_rows(tree)
@@ -115,7 +115,7 @@ def open_classic(directory: Path, checks: MemberChecks | None) -> ForeignStep | 
     sources: dict[tuple[str, tuple[str, ...]], Callable[[], Tensor]] = {}
     records, places = _weights(tree, wanted, moe, sources)
     used = {place for held in places.values() for place in held.values()}
-    refuse_unknown(directory, tree.unknown(used, tied=config.tied))
+    refuse_unknown_tensors(directory, tree.unknown(used, tied=config.tied))
     if config.tied and tree.pp > 1:
         tree.refuse_another_head()
     optimizer, problem = {}, None
@@ -135,7 +135,7 @@ def check_size(directory: Path, config: ModelConfig, moe: MoEConfig, held: int) 
         raise CheckpointError(f"{directory}: its args say {config.num_layers} layers, its files have {held}")
 
 
-def refuse_unknown(directory: Path, names: Iterable[str]) -> None:
+def refuse_unknown_tensors(directory: Path, names: Iterable[str]) -> None:
     """Tensors that belong to no parameter of ours."""
     unknown = sorted(set(names))
     if bias := next((name for name in unknown if name.endswith(".mlp.router.bias")), None):

@@ -44,11 +44,11 @@ def find_place(model: nn.Module) -> RankPlacement:
         rank, size, local_rank = launch.rank, launch.world_size, launch.local_rank
         device = _device_of(model, local_rank)
         init_process_group(launch, resolve_backend(None, device), TIMEOUT, device)
-        atexit.register(leave)  # also a group of one, which ZeRO's stage 3 opens
+        atexit.register(shutdown_at_exit)  # also a group of one, which ZeRO's stage 3 opens
     return RankPlacement(ParallelState.build(Layout(size), rank), local_rank, device)
 
 
-def leave() -> None:
+def shutdown_at_exit() -> None:
     """At the end of the program, after its last collective. gloo's threads may still be letting go of that one's
     tensors, which aborts a process whose interpreter has ended; at the barrier they have done so. A rank that ends with
     an error does not wait: the others are not at their end."""

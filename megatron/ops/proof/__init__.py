@@ -10,7 +10,7 @@ from __future__ import annotations
 from importlib import import_module
 from pathlib import Path
 
-from megatron.ops.proof.compare import Call, Draw, Finding, Proof, check, flat_tensors
+from megatron.ops.proof.compare import Call, Draw, Finding, Proof, compare_call, flat_tensors
 from megatron.ops.proof.judge import SMALL, OperationReport, doubts, judge
 
 _NAMES = sorted(path.stem for path in Path(__file__).parent.glob("[a-z]*.py"))
@@ -25,7 +25,7 @@ __all__ = [
     "Finding",
     "OperationReport",
     "Proof",
-    "check",
+    "compare_call",
     "doubts",
     "flat_tensors",
     "judge",

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from megatron.ops.operation import kernel_name
-from megatron.ops.proof.compare import Draw, Proof, check, flat_tensors
+from megatron.ops.proof.compare import Draw, Proof, compare_call, flat_tensors
 from megatron.ops.registry import kernels_in
 
 SMALL = 20_000  # elements: what compute-sanitizer, and a run that begins, do in seconds
@@ -68,13 +68,13 @@ def judge(
         if largest is not None and elements(call.args) > largest:
             continue
         try:
-            findings = check(proof, call, *where)
+            findings = compare_call(proof, call, *where)
         except Exception as error:  # a launch that failed, an argument that was changed, an output of a wrong shape
             wrong.append(f"{call.name}: {(str(error).splitlines() or [type(error).__name__])[0]}")
             continue
         errors += [finding.error for finding in findings]
         wrong += [f"{call.name}: {finding.tensor}: {finding.wrong}" for finding in findings if finding.wrong]
         if twin is not None:
-            twin_errors += [finding.error for finding in check(proof, call, twin, "cpu")]
+            twin_errors += [finding.error for finding in compare_call(proof, call, twin, "cpu")]
     name = str(dtype).removeprefix("torch.")
     return OperationReport(proof.name, proof.folder, name, len(errors) - 1, max(errors), max(twin_errors), tuple(wrong))

@@ -160,7 +160,7 @@ def more_time(seconds: int) -> None:
     limited(resource.RLIMIT_CPU, math.ceil(time.process_time()) + seconds, for_good=False)
 
 
-def as_bytes(value: Any) -> bytes:
+def json_bytes(value: Any) -> bytes:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass")
 
 
@@ -184,7 +184,7 @@ def attempt(seconds: int, most: int, work: Callable[[], Any]) -> bytes:
     """What `work` returns as JSON, or why there is nothing."""
     more_time(seconds)
     try:
-        answer = as_bytes(work())
+        answer = json_bytes(work())
         if len(answer) > most:
             raise OutputLimitError
         return answer
@@ -201,7 +201,7 @@ def attempt(seconds: int, most: int, work: Callable[[], Any]) -> bytes:
 
 
 def _failure(kind: str, why: str = "") -> bytes:
-    return as_bytes({"error": kind, "why": why})
+    return json_bytes({"error": kind, "why": why})
 
 
 def _write(answer: bytes) -> None:

@@ -48,12 +48,12 @@ class RunOutcome:
     weights: dict[str, Tensor]
 
 
-def written(outcome: RankOutcome) -> bytes:
+def outcome_to_bytes(outcome: RankOutcome) -> bytes:
     torch.save(outcome, file := io.BytesIO())
     return file.getvalue()
 
 
-def read(content: bytes) -> RankOutcome:
+def outcome_from_bytes(content: bytes) -> RankOutcome:
     """Runs nothing but the two constructors."""
     with torch.serialization.safe_globals([RankOutcome, ShardSpec]):
         return torch.load(io.BytesIO(content), weights_only=True)
@@ -154,7 +154,7 @@ class Difference:
     size: float  # relative
 
 
-def differences(got: RunOutcome, expected: RunOutcome) -> list[Difference]:
+def relative_differences(got: RunOutcome, expected: RunOutcome) -> list[Difference]:
     """The relative difference of every number and tensor, in the order of the steps and of the model.
 
     Tensors are compared by their norms. The scale is that of the expected tensor, but not less than what is negligible

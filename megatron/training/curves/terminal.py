@@ -10,7 +10,7 @@ TRAIN, VALIDATION = ("•", "*"), (("◆", "v"), ("▲", "a"), ("■", "b"), ("�
 """The second where the terminal has no Unicode; one for each validation set, from the first on again."""
 
 
-def draw(run: LoggedRun, *, width: int, height: int, plain: bool, title: str) -> str:
+def draw_in_terminal(run: LoggedRun, *, width: int, height: int, plain: bool, title: str) -> str:
     """Iterations to the right, the value upwards, both axes labelled."""
     sets = [split for split in run.curves if split != "train"]
     marks = {"train": TRAIN[plain]} | {name: pair[plain] for name, pair in zip(sets, cycle(VALIDATION), strict=False)}

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron.training.results.rows import SizeResult
-from megatron.utils import picture
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -15,11 +13,7 @@ if TYPE_CHECKING:
 _OURS, _PUBLISHED = "C0", "0.65"
 
 
-def write_picture(rows: Sequence[SizeResult], source: str, output: Path) -> None:
-    picture.write_picture(lambda: build_figure(rows, source), output)
-
-
-def build_figure(rows: Sequence[SizeResult], source: str) -> Figure:
+def draw_bars(rows: Sequence[SizeResult], source: str) -> Figure:
     from matplotlib.figure import Figure  # no pyplot: nothing is shown, so no screen is asked for
 
     figure = Figure(figsize=(11, 1.6 + 0.34 * len(rows)), layout="constrained")

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron.errors import ConfigError
-from megatron.training.results.picture import write_picture
+from megatron.training.results.picture import draw_bars
 from megatron.training.results.rows import Published, SizeResult, read_published, row_of_run
 from megatron.utils.command_line import Parser, run_tool
+from megatron.utils.picture import write_picture
 
 NAME = "results_table.py"
 _COLUMNS = ("size", "devices", "samples/s", "PPL", "steps", "measured")
@@ -39,7 +40,7 @@ def _show(arguments: argparse.Namespace) -> None:
     rows = [*(row_of_run(size, devices, Path(file)) for size, devices, file in arguments.run), *published.rows]
     print(render(rows, published.source))
     if arguments.output is not None:
-        write_picture(rows, published.source, arguments.output)
+        write_picture(lambda: draw_bars(rows, published.source), arguments.output)
         print(f"{arguments.output}: the same as a picture")
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from megatron.training.results.picture import build_figure
+from megatron.training.results.picture import draw_bars
 from megatron.training.results.results_table import main
 from megatron.training.results.rows import SizeResult, row_of_run
 
@@ -76,7 +76,7 @@ def test_the_picture_marks_what_others_published() -> None:
     theirs = SizeResult(
         size="345M", devices="8 GPU", samples_per_second=37.8, perplexity=26.4, steps=None, published=True
     )
-    figure = build_figure([ours, theirs], "by others")
+    figure = draw_bars([ours, theirs], "by others")
     speed, quality = figure.axes
     assert [label.get_text() for label in speed.get_yticklabels()] == ["tiny, 1 cpu, 5 steps", "345M, 8 GPU"]
     bars = [[patch for patch in axes.patches if patch.get_width() > 1] for axes in (speed, quality)]
